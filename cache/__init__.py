@@ -1,0 +1,1 @@
+"""Keys, a content-addressed store and bundles: bytes and names, never models."""

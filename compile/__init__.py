@@ -1,0 +1,1 @@
+"""From a model to one stitched callable: trace, guards, pieces, artifacts, plan."""

@@ -1,0 +1,1 @@
+"""Pure dispatch policy: modes, descriptors, sizes, and the table that maps a batch to a graph."""

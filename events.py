@@ -1,0 +1,106 @@
+"""The one way out for decisions: log line, tlparse artifact, counter and timeline span.
+
+Each prepared model has one `Events`; rooms are handed it and never format output of their own.
+Names are dotted, room first: `cache.lookup`, `compile.piece`, `capture.recorded`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+log = logging.getLogger("piecegraph")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One decision: `at` is in seconds since the `Events` began, `facts` is JSON-able."""
+
+    name: str
+    at: float
+    facts: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Span:
+    """One stretch of work; `start` and `seconds` are in seconds, `depth` counts enclosing spans."""
+
+    name: str
+    start: float
+    seconds: float
+    depth: int
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Events:
+    """What one prepared model decided and did, in order; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.events: list[Event] = []
+        self.spans: list[Span] = []
+        self.counters: Counter[str] = Counter()
+        self.listeners: list[Callable[[Event], None]] = []
+        self._lock = threading.Lock()
+        self._open = threading.local()
+
+    def emit(self, name: str, *, level: int = logging.DEBUG, **facts: Any) -> None:
+        """Record a decision, log it, and put it into torch's structured trace when one is on."""
+        event = Event(name, time.perf_counter() - self.began, facts)
+        with self._lock:
+            self.events.append(event)
+        if log.isEnabledFor(level):
+            log.log(level, "%s %s", name, " ".join(f"{k}={v}" for k, v in facts.items()))
+        trace_artifact(name, facts)
+        for listener in self.listeners:
+            listener(event)
+
+    def count(self, name: str, n: int = 1) -> None:
+        with self._lock:
+            self.counters[name] += n
+
+    @contextmanager
+    def span(self, name: str, **facts: Any) -> Iterator[Span]:
+        """Time a stretch of work; the span is kept also when the work raises."""
+        depth = getattr(self._open, "depth", 0)
+        self._open.depth = depth + 1
+        span = Span(name, time.perf_counter() - self.began, 0.0, depth, facts)
+        with self._lock:
+            self.spans.append(span)
+        try:
+            yield span
+        finally:
+            span.seconds = time.perf_counter() - self.began - span.start
+            self._open.depth = depth
+
+    def named(self, name: str) -> list[Event]:
+        """The events called `name`, oldest first."""
+        return [event for event in self.events if event.name == name]
+
+
+def trace_artifact(name: str, payload: dict[str, Any] | str) -> None:
+    """Write `payload` to torch's structured trace as `piecegraph_<name>` if torch is tracing.
+
+    A dict is shown as JSON, a string as text. Without torch in the process nothing is imported.
+    """
+    if "torch._logging" not in sys.modules:
+        return
+    from torch._logging import trace_structured
+
+    label = "piecegraph_" + name.replace(".", "_")
+    encoding = "string" if isinstance(payload, str) else "json"
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": label, "encoding": encoding},
+        payload_fn=lambda: (
+            payload if isinstance(payload, str) else json.dumps(payload, default=str)
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Graph backends, recordings, capture strategies and the prepared model."""

@@ -1,0 +1,1 @@
+"""Benchmarks, one file a question; each compares within one run."""
