@@ -1,0 +1,180 @@
+"""Every private or version-dependent torch API the library uses (torch 2.11 to 2.13), in one place.
+
+Nothing here imports Dynamo or Inductor at module level: a warm start must not pay for them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Dynamo and Inductor keep process-wide state while they run; only one of our threads may be inside.
+compiler_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What Dynamo's full-graph capture yields, free of its version-dependent types."""
+
+    graph: torch.fx.GraphModule
+    fake_mode: Any
+    call: Callable[..., Any]
+    """`call(compiled_fn)(model, *args, **kwargs)` runs Dynamo's bytecode around `compiled_fn`."""
+    traced_code: tuple[Any, ...]
+    """Code objects of all functions that were inlined."""
+
+
+@contextmanager
+def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
+    """Settings for one trace, put back afterwards."""
+    import torch._dynamo.config as dynamo_config
+    import torch.fx.experimental._config as shapes_config
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    with ExitStack() as stack:
+        stack.enter_context(compiler_lock)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(
+            shapes_config.patch(
+                backed_size_oblivious=dynamic_shapes == "backed_size_oblivious",
+            )
+        )
+        stack.enter_context(dynamo_config.patch(automatic_dynamic_shapes=False))
+        stack.enter_context(get_metrics_context())
+        stack.enter_context(dynamo_timed("piecegraph.trace", log_pt2_compile_event=True))
+        yield
+
+
+def capture_full_graph(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Captured | None:
+    """One Dynamo graph of `model.forward`, or None if it holds no tensor operation."""
+    from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
+
+    output = fullgraph_capture(model, args, kwargs)
+    if output.backend_input is None:
+        return None
+    function, _ = get_traced_fn(model)
+
+    def call(compiled_fn: Callable[..., Any]) -> Callable[..., Any]:
+        return output.forward_callable(
+            compiled_fn=compiled_fn, extra_globals=function.__globals__
+        )
+
+    return Captured(
+        graph=output.backend_input.graph_module,
+        fake_mode=output.backend_input.fake_mode,
+        call=call,
+        traced_code=tuple(getattr(output.graph_capture_output, "traced_code", None) or ()),
+    )
+
+
+def trace_errors() -> tuple[type[BaseException], ...]:
+    """Exceptions by which Dynamo refuses a model."""
+    from torch._dynamo import exc
+    from torch.fx.experimental.symbolic_shapes import (
+        ConstraintViolationError,
+        GuardOnDataDependentSymNode,
+    )
+
+    return (exc.TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode)
+
+
+def user_location(error: BaseException) -> str | None:
+    """file:line of the user's code that a Dynamo error is about."""
+    seen: BaseException | None = error
+    while seen is not None:
+        stack = getattr(seen, "real_stack", None)
+        if stack:
+            return f"{stack[-1].filename}:{stack[-1].lineno}"
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int, symbol: str, dynamic_shapes: str) -> None:
+    """Declare a dimension dynamic; for unbacked shapes, equal symbols share one."""
+    import torch._dynamo
+
+    if dynamic_shapes == "unbacked":
+        torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=symbol)
+    else:
+        torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def input_source(node: torch.fx.Node) -> str:
+    """Python expression over `L` (arguments) and `G` (globals) that yields a graph input."""
+    return str(node._dynamo_source.name)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def inductor_cache_directory(path: str) -> Iterator[None]:
+    """Point Inductor's file cache at `path` for the duration of one compile or load.
+
+    Inductor reads an environment variable on every access; there is no other way to tell it. The
+    variable is put back, and in-memory tables that name files under `path` are cleared.
+    """
+    from torch._inductor.utils import clear_caches
+
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    with compiler_lock:
+        before = os.environ.get(name)
+        os.environ[name] = path
+        try:
+            clear_caches()
+            yield
+        finally:
+            clear_caches()
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
+
+
+def inductor_compile(
+    graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]
+) -> Any:
+    """Inductor's standalone artifact of `graph`, symbolic in what its fake inputs leave symbolic."""
+    from torch._inductor import standalone_compile
+
+    with torch.no_grad():
+        return standalone_compile(
+            graph,
+            inputs,
+            dynamic_shapes="from_graph",
+            options={"config_patches": options},
+            aot=True,
+        )
+
+
+def inductor_serialize(artifact: Any) -> bytes:
+    return bytes(artifact.serialize())
+
+
+def inductor_deserialize(data: bytes) -> Any:
+    from torch._inductor.standalone_compile import AOTCompiledArtifact
+
+    return AOTCompiledArtifact.deserialize(data)
+
+
+def inductor_callable(artifact: Any) -> Callable[[list[Any]], Any]:
+    """The artifact as a function of one list of arguments, past its outer wrappers."""
+    inner = artifact.inner_fn.compiled_fn
+    return inner if callable(inner) else artifact
+
+
+@contextmanager
+def inductor_options() -> Iterator[None]:
+    """Options of every compile and load of ours.
+
+    `cpp.vec_isa_ok` trusts the CPU's own flags instead of building six probe libraries (8 s).
+    """
+    import torch._inductor.config as inductor_config
+
+    with inductor_config.patch({"cpp.vec_isa_ok": True}):
+        yield
