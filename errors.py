@@ -80,6 +80,51 @@ class InvalidSetting(ConfigError):
 # cache
 
 
+class InvalidFactor(CacheError):
+    what = "factor {name} cannot be part of a key: {reason}"
+    todo = "{remedy}."
+
+
+class InvalidName(CacheError):
+    what = "{name!r} cannot name a {thing} in the cache"
+    todo = "Use letters, digits, '.', '_' and '-', at most 128, the first no sign."
+
+
+class UndeclaredVariable(CacheError):
+    what = "environment variable {name} is read but not declared"
+    todo = "Declare it in cache/environment.py, as a factor or with the reason why it is none."
+
+
+class UntrustedDirectory(CacheError):
+    what = "cache directory {path} is not safe to load code from: {problem}"
+    todo = "Run `{command}`, or choose another directory."
+
+
+class CacheNotWritable(CacheError):
+    what = "cache directory {path} cannot be written: {reason}"
+    todo = "Choose another directory, give this one as a read-only layer, or turn the cache off."
+
+
+class LayerFailed(CacheError):
+    what = "cache layer {layer} failed: {reason}"
+    todo = "Mend the layer, or let its failures be ignored."
+
+
+class InvalidSecret(CacheError):
+    what = "the key that signs cache entries cannot be used: {reason}"
+    todo = "Give at least 16 bytes in {variable}, or a file only you can read in {file_variable}."
+
+
+class BundleRefused(CacheError):
+    what = "bundle file {path} is refused: {reason}"
+    todo = "Export it again from a cache that verifies."
+
+
+class ForbiddenPickle(CacheError):
+    what = "stored data names {name}, which an artifact has no need of; nothing was executed"
+    todo = "Remove the entry: it was not written by piecegraph, or by another version of it."
+
+
 # compile
 
 
