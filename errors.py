@@ -77,6 +77,36 @@ class InvalidSetting(ConfigError):
 # dispatch
 
 
+class FullModeUnsupported(DispatchError):
+    what = "graph mode FULL was asked for, but attention group {group!r} can never be captured"
+    todo = "Choose PIECEWISE, which runs attention between the graphs, or NONE."
+
+
+class CaptureSizeInvalid(DispatchError):
+    what = "capture size {value!r} at position {position} of the list {fault}"
+    todo = "Give distinct whole numbers from 1 to {limit}, ascending."
+
+
+class PlanInvalid(DispatchError):
+    what = "the dispatch plan cannot be: {fault}"
+    todo = "Build plans with make_plan, from sizes, query lengths and cases that differ."
+
+
+class BatchInvalid(DispatchError):
+    what = "{batch} contradicts itself or the plan: {fault}"
+    todo = "Correct the facts that the engine states about its step."
+
+
+class NoModeLeft(DispatchError):
+    what = "no runtime mode is left for {batch}: of the modes allowed {allowed}, {reason}"
+    todo = "Allow NONE, which serves every batch, or allow a mode with a graph that fits."
+
+
+class DecisionNotPossible(DispatchError):
+    what = "the rank decision, slot {slot}, cannot be followed for {batch}: {reason}"
+    todo = "Compare the ranks' plan digests and captured slots; all ranks must have the same."
+
+
 # cache
 
 
