@@ -77,7 +77,82 @@ class InvalidSetting(ConfigError):
 # dispatch
 
 
+class FullModeUnsupported(DispatchError):
+    what = "graph mode FULL was asked for, but attention group {group!r} can never be captured"
+    todo = "Choose PIECEWISE, which runs attention between the graphs, or NONE."
+
+
+class CaptureSizeInvalid(DispatchError):
+    what = "capture size {value!r} at position {position} of the list {fault}"
+    todo = "Give distinct whole numbers from 1 to {limit}, ascending."
+
+
+class PlanInvalid(DispatchError):
+    what = "the dispatch plan cannot be: {fault}"
+    todo = "Build plans with make_plan, from sizes, query lengths and cases that differ."
+
+
+class BatchInvalid(DispatchError):
+    what = "{batch} contradicts itself or the plan: {fault}"
+    todo = "Correct the facts that the engine states about its step."
+
+
+class NoModeLeft(DispatchError):
+    what = "no runtime mode is left for {batch}: of the modes allowed {allowed}, {reason}"
+    todo = "Allow NONE, which serves every batch, or allow a mode with a graph that fits."
+
+
+class DecisionNotPossible(DispatchError):
+    what = "the rank decision, slot {slot}, cannot be followed for {batch}: {reason}"
+    todo = "Compare the ranks' plan digests and captured slots; all ranks must have the same."
+
+
 # cache
+
+
+class InvalidFactor(CacheError):
+    what = "factor {name} cannot be part of a key: {reason}"
+    todo = "{remedy}."
+
+
+class InvalidName(CacheError):
+    what = "{name!r} cannot name a {thing} in the cache"
+    todo = "Use letters, digits, '.', '_' and '-', at most 128, the first no sign."
+
+
+class UndeclaredVariable(CacheError):
+    what = "environment variable {name} is read but not declared"
+    todo = "Declare it in cache/environment.py, as a factor or with the reason why it is none."
+
+
+class UntrustedDirectory(CacheError):
+    what = "cache directory {path} is not safe to load code from: {problem}"
+    todo = "Run `{command}`, or choose another directory."
+
+
+class CacheNotWritable(CacheError):
+    what = "cache directory {path} cannot be written: {reason}"
+    todo = "Choose another directory, give this one as a read-only layer, or turn the cache off."
+
+
+class LayerFailed(CacheError):
+    what = "cache layer {layer} failed: {reason}"
+    todo = "Mend the layer, or let its failures be ignored."
+
+
+class InvalidSecret(CacheError):
+    what = "the key that signs cache entries cannot be used: {reason}"
+    todo = "Give at least 16 bytes in {variable}, or a file only you can read in {file_variable}."
+
+
+class BundleRefused(CacheError):
+    what = "bundle file {path} is refused: {reason}"
+    todo = "Export it again from a cache that verifies."
+
+
+class ForbiddenPickle(CacheError):
+    what = "stored data names {name}, which an artifact has no need of; nothing was executed"
+    todo = "Remove the entry: it was not written by piecegraph, or by another version of it."
 
 
 # compile
