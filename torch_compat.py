@@ -31,20 +31,23 @@ class Captured:
 
 
 @contextmanager
+def reasoning_about_sizes(dynamic_shapes: str) -> Iterator[None]:
+    """How torch decides conditions on sizes, for tracing and for compiling alike."""
+    import torch.fx.experimental._config as shapes_config
+
+    oblivious = dynamic_shapes == "backed_size_oblivious"
+    with compiler_lock, torch.no_grad(), shapes_config.patch(backed_size_oblivious=oblivious):
+        yield
+
+
+@contextmanager
 def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
     """Settings for one trace, put back afterwards."""
     import torch._dynamo.config as dynamo_config
-    import torch.fx.experimental._config as shapes_config
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
     with ExitStack() as stack:
-        stack.enter_context(compiler_lock)
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(
-            shapes_config.patch(
-                backed_size_oblivious=dynamic_shapes == "backed_size_oblivious",
-            )
-        )
+        stack.enter_context(reasoning_about_sizes(dynamic_shapes))
         stack.enter_context(dynamo_config.patch(automatic_dynamic_shapes=False))
         stack.enter_context(get_metrics_context())
         stack.enter_context(dynamo_timed("piecegraph.trace", log_pt2_compile_event=True))
@@ -63,9 +66,7 @@ def capture_full_graph(
     function, _ = get_traced_fn(model)
 
     def call(compiled_fn: Callable[..., Any]) -> Callable[..., Any]:
-        return output.forward_callable(
-            compiled_fn=compiled_fn, extra_globals=function.__globals__
-        )
+        return output.forward_callable(compiled_fn=compiled_fn, extra_globals=function.__globals__)
 
     return Captured(
         graph=output.backend_input.graph_module,
@@ -107,6 +108,11 @@ def mark_dynamic(tensor: torch.Tensor, dim: int, symbol: str, dynamic_shapes: st
         torch._dynamo.mark_dynamic(tensor, dim)
 
 
+def original_symbol(size: torch.SymInt) -> Any:
+    """The symbol a dimension was given at first, before Dynamo found it equal to another."""
+    return size.node._expr
+
+
 def input_source(node: torch.fx.Node) -> str:
     """Python expression over `L` (arguments) and `G` (globals) that yields a graph input."""
     return str(node._dynamo_source.name)  # type: ignore[attr-defined]
@@ -139,17 +145,16 @@ def inductor_cache_directory(path: str) -> Iterator[None]:
 def inductor_compile(
     graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]
 ) -> Any:
-    """Inductor's standalone artifact of `graph`, symbolic in what its fake inputs leave symbolic."""
+    """Inductor's standalone artifact of `graph`, symbolic where its fake inputs are."""
     from torch._inductor import standalone_compile
 
-    with torch.no_grad():
-        return standalone_compile(
-            graph,
-            inputs,
-            dynamic_shapes="from_graph",
-            options={"config_patches": options},
-            aot=True,
-        )
+    return standalone_compile(
+        graph,
+        inputs,
+        dynamic_shapes="from_graph",
+        options={"config_patches": options},
+        aot=True,
+    )
 
 
 def inductor_serialize(artifact: Any) -> bytes:
@@ -163,9 +168,9 @@ def inductor_deserialize(data: bytes) -> Any:
 
 
 def inductor_callable(artifact: Any) -> Callable[[list[Any]], Any]:
-    """The artifact as a function of one list of arguments, past its outer wrappers."""
-    inner = artifact.inner_fn.compiled_fn
-    return inner if callable(inner) else artifact
+    """The artifact as a function of one list of arguments, past its outermost wrapper."""
+    compiled_fn = artifact.inner_fn.compiled_fn
+    return lambda args: compiled_fn(*args)
 
 
 @contextmanager

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ..cache.keys import Exempt, Feeds
+from ..cache.feeds import Feeds, exempt
 from ..errors import InvalidSetting
 
 
-class DynamicShapes(str, Enum):
+class DynamicShapes(StrEnum):
     """How Dynamo sees a dynamic dimension; see torch's `mark_dynamic` and `mark_unbacked`."""
 
     BACKED = "backed"
@@ -21,7 +21,7 @@ class DynamicShapes(str, Enum):
     UNBACKED = "unbacked"
 
 
-class GuardPolicy(str, Enum):
+class GuardPolicy(StrEnum):
     """What becomes of a shape guard: proved at prepare time, checked each step, or dropped."""
 
     PROVE = "prove"
@@ -53,8 +53,8 @@ class InputSpec(BaseModel):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-LOCATION = Exempt("a place, not content: moving the cache must not change a key")
-SERVING = Exempt("decided after compilation: graphs are captured anew by every process")
+LOCATION = exempt("a place, not content: moving the cache must not change a key")
+TRACED = Feeds(("trace",), "it shapes the graph; a piece's content hash sees what came of it")
 
 
 class CompileConfig(BaseModel):
@@ -62,22 +62,20 @@ class CompileConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    splitting_ops: Annotated[tuple[str, ...], Feeds("trace")] = ()
+    splitting_ops: Annotated[tuple[str, ...], TRACED] = ()
     """Custom ops at which the graph is cut: `ns::op` or `ns::op.overload`."""
 
-    inputs: Annotated[dict[str, InputSpec], Feeds("trace")] = Field(default_factory=dict)
+    inputs: Annotated[dict[str, InputSpec], TRACED] = Field(default_factory=dict)
     """Tensor inputs by parameter name, as `int64[num_tokens]`; example inputs are built from it."""
 
-    max_num_tokens: Annotated[int, Feeds("trace"), Field(ge=1)] = 2048
+    max_num_tokens: Annotated[int, TRACED, Field(ge=1)] = 2048
     """Largest number of tokens of a step; guards are proved over [1, max_num_tokens]."""
 
-    symbol_limits: Annotated[dict[str, tuple[int, int]], Feeds("trace")] = Field(
-        default_factory=dict
-    )
+    symbol_limits: Annotated[dict[str, tuple[int, int]], TRACED] = Field(default_factory=dict)
     """Ranges (inclusive) of symbols other than `num_tokens`."""
 
     dynamic_shapes: DynamicShapes = DynamicShapes.BACKED_SIZE_OBLIVIOUS
-    guards: Annotated[GuardPolicy, Feeds("trace")] = GuardPolicy.PROVE
+    guards: Annotated[GuardPolicy, TRACED] = GuardPolicy.PROVE
 
     compiler: str = "inductor"
     """`inductor`, `eager`, a registered torch backend, or an entry point `piecegraph.compilers`."""

@@ -1,15 +1,14 @@
-"""Inductor artifacts: one unique piece compiled, kept with its kernels, and loaded without a compiler.
+"""Inductor artifacts: a unique piece compiled, kept with its kernels, loaded without a compiler.
 
-On a CPU Inductor's serialised artifact holds C++ source, and loading it runs the C++ compiler unless
-the shared libraries are found in Inductor's cache directory. An artifact of ours therefore carries
-those libraries, and loading lays them out in a private directory first.
+On a CPU Inductor's serialised artifact holds C++ source, and loading it runs the C++ compiler
+unless the shared libraries are found in Inductor's cache directory. An artifact of ours therefore
+carries those libraries, and loading lays them out in a private directory first.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from ..torch_compat import (
 PieceFn = Callable[[list[Any]], Any]
 Blobs = dict[str, bytes]
 
-CODE = "inductor"
-KERNELS = "kernels/"
+CODE = "code"
+KERNEL = "kernel."
 
 
 def compile_piece(
@@ -42,30 +41,26 @@ def compile_piece(
             return inductor_callable(artifact), blobs
 
 
-@contextmanager
-def loading(artifacts: list[Mapping[str, bytes | Path]]) -> Iterator[Callable[[bytes], PieceFn]]:
-    """A function that loads the code blob of any of `artifacts`; their kernels are in place."""
+def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
+    """The callables of artifacts whose bytes have been verified; no compiler is run."""
     with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
         for artifact in artifacts:
             _lay_out(artifact, Path(folder))
         with inductor_cache_directory(folder), inductor_options():
-            yield lambda code: inductor_callable(inductor_deserialize(code))
+            return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
 
 
 def _kernels(folder: Path) -> Blobs:
+    """Inductor keeps each library at <two letters>/<name>; a blob's name holds both."""
     return {
-        f"{KERNELS}{file.relative_to(folder).as_posix()}": file.read_bytes()
+        f"{KERNEL}{file.parent.name}.{file.name}": file.read_bytes()
         for file in sorted(folder.rglob("*.so"))
     }
 
 
-def _lay_out(artifact: Mapping[str, bytes | Path], folder: Path) -> None:
+def _lay_out(artifact: Blobs, folder: Path) -> None:
     for name, content in artifact.items():
-        if not name.startswith(KERNELS):
-            continue
-        target = folder / name.removeprefix(KERNELS)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, Path):
-            target.symlink_to(content)
-        else:
-            target.write_bytes(content)
+        if name.startswith(KERNEL):
+            parent, _, file = name.removeprefix(KERNEL).partition(".")
+            (folder / parent).mkdir(exist_ok=True)
+            (folder / parent / file).write_bytes(content)

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from ..errors import UnboundSymbol
+from ..torch_compat import original_symbol
 from .config import CompileConfig
 from .examples import Leaf
 from .guards import Guard, python_text
@@ -47,9 +48,9 @@ def symbol_labels(trace: Trace) -> dict[sympy.Symbol, str]:
     labels: dict[sympy.Symbol, str] = {}
     for leaf, dim, size in _argument_sizes(trace):
         label = trace.examples.symbols.get((leaf.label, dim))
-        if label and size.node.expr.is_Symbol:
-            labels.setdefault(size.node.expr, label)
-            labels.setdefault(trace.symbol_of(size), label)
+        if label:
+            for symbol in (original_symbol(size), trace.symbol_of(size)):
+                labels.setdefault(symbol, label)
     return labels
 
 
@@ -118,7 +119,7 @@ class Planner:
             ),
             steps=tuple(self._steps),
             results=tuple(self._result(value) for value in outputs),
-            structure=self._trace.structure,
+            structure=encode(self._trace.structure),
             checks=tuple(
                 Check(expression=python_text(guard.expression), where=guard.where)
                 for guard in unproved

@@ -95,14 +95,19 @@ def _last_uses(plan: Plan) -> dict[int, list[str]]:
     kept = {result.name for result in plan.results}
     last: dict[str, int] = {}
     for index, step in enumerate(plan.steps):
-        used = step.args if isinstance(step, PieceStep) else refs(decode([step.args, step.kwargs]))
-        for name in [*used, *(out for out in step.outs if out)]:
+        for name in [*_used(step), *(out for out in step.outs if out)]:
             if name.startswith("t") and name not in kept:
                 last[name] = index
     dead: dict[int, list[str]] = {}
     for name, index in last.items():
         dead.setdefault(index, []).append(name)
     return dead
+
+
+def _used(step: PieceStep | CallStep) -> Sequence[str]:
+    if isinstance(step, PieceStep):
+        return step.args
+    return refs([decode(argument) for argument in [*step.args, *step.kwargs.values()]])
 
 
 class _Writer:

@@ -8,6 +8,7 @@ structure of the result is learned by running Dynamo's bytecode around recognisa
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +40,10 @@ class Trace:
     sources: dict[Node, Leaf | str | None]
     """An argument, the qualified name of a weight, or None for a size."""
     structure: Any
-    """The result, with `Ref('o<n>')` for the n-th graph output and `Ref('L.<label>')` for inputs."""
+    """The result, with `Ref('o<n>')` for the n-th output and `Ref('L.<label>')` for arguments."""
     examples: Examples
-    files: dict[str, str]
-    """Module name to source file of every function that was inlined."""
+    modules: list[str]
+    """Names of the modules whose functions were inlined, torch's apart."""
 
     def outputs(self) -> list[Any]:
         """What the graph returns, flat."""
@@ -88,7 +89,7 @@ def trace(
         sources=_sources(graph, model, examples),
         structure=_structure(captured, model, examples),
         examples=examples,
-        files=_source_files(captured),
+        modules=_traced_modules(captured),
     )
 
 
@@ -159,6 +160,11 @@ def _renamed(value: Any, known: dict[int, Ref]) -> Any:
     return value
 
 
-def _source_files(captured: Captured) -> dict[str, str]:
-    files = {code.co_filename for code in captured.traced_code}
-    return {name: name for name in sorted(files) if not name.startswith("<")}
+def _traced_modules(captured: Captured) -> list[str]:
+    by_file = {
+        file: name
+        for name, module in list(sys.modules.items())
+        if (file := getattr(module, "__file__", None))
+    }
+    names = {by_file.get(code.co_filename) for code in captured.traced_code}
+    return sorted(name for name in names if name and name.partition(".")[0] != "torch")
