@@ -242,3 +242,63 @@ class ModelMismatch(CompileError):
 
 
 # runtime
+
+
+class OutsideStep(RunError):
+    what = "the forward context was asked for, but no step is running in this thread"
+    todo = "Call the model through its prepared form, or inside `forward_context(...)`."
+
+
+class UnknownBackend(RunError):
+    what = "there is no graph backend called {name!r}"
+    todo = "Known are {known}; others register in the entry-point group {group!r}."
+
+
+class BackendUnavailable(RunError):
+    what = "the graph backend {name!r} cannot work here: {reason}"
+    todo = "Use the backend 'replay' to test without a device."
+
+
+class NoCaptureSession(RunError):
+    what = "a capture was started outside a capture session"
+    todo = "Open `capture_session(...)` around it."
+
+
+class NestedCapture(RunError):
+    what = "{name} was to be captured while another capture is being recorded in this thread"
+    todo = "Record one after the other."
+
+
+class CaptureFailed(RunError):
+    what = "capturing {name} failed: {reason}"
+    todo = "Nothing of it is kept; the batch can run in a lower mode."
+
+
+class CaptureOutOfMemory(CaptureFailed):
+    what = "capturing {name} ran out of memory: {reason}"
+    todo = "Nothing of it is kept; drop the largest capture sizes or leave more memory free."
+
+
+class HostReadInCapture(RunError):
+    what = "{op} needs a tensor's value on the host inside a captured region"
+    todo = "Compute it on the device, or put the code into a splitting op."
+
+
+class EagerResultChanged(RunError):
+    what = "splitting op {op} returned {got} at replay, but {expected} when it was captured"
+    todo = "A splitting op's results must have the same form for one padded size."
+
+
+class RecordingReleased(RunError):
+    what = "recording {name} was released and cannot be replayed"
+    todo = "Capture it again."
+
+
+class MovedTensor(RunError):
+    what = "{name} is not where it was when graphs were captured: {recorded:#x} then, {now} now"
+    todo = "Write into the captured memory in place, or refresh the recordings that read it."
+
+
+class InputMismatch(RunError):
+    what = "input {name!r} is {got}, but the model was prepared for {expected}"
+    todo = "Pass the input in that form."
