@@ -302,3 +302,28 @@ class MovedTensor(RunError):
 class InputMismatch(RunError):
     what = "input {name!r} is {got}, but the model was prepared for {expected}"
     todo = "Pass the input in that form."
+
+
+class ArgumentFixed(RunError):
+    what = "argument {name!r} is {value!r}, but the model was traced with {traced!r}"
+    todo = "Pass the traced value, or make the argument a tensor."
+
+
+class SizeOutOfRange(RunError):
+    what = "{name} = {size} is outside the served range [{low}, {high}]"
+    todo = "Split the batch, or raise the limit in Config and prepare again."
+
+
+class GuardBroken(RunError):
+    what = "the compiled model is wrong for this size: it needs {expression}"
+    todo = "Pad the batch to a size that satisfies it, or run the model eagerly."
+
+
+class CaptureAfterSeal(RunError):
+    what = "{name} was to be captured after seal()"
+    todo = "Capture before sealing, or choose the strategy DELAYED or LAZY."
+
+
+class ModelClosed(RunError):
+    what = "the prepared model is closed"
+    todo = "Prepare it again."

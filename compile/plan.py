@@ -126,3 +126,9 @@ class Plan(Frozen):
 
     def calls(self) -> list[CallStep]:
         return [step for step in self.steps if isinstance(step, CallStep)]
+
+    def segments(self) -> int:
+        """Segments of a PIECEWISE recording: pieces, and runs of splitting calls between them."""
+        kinds = [step.kind for step in self.steps]
+        runs = [b for a, b in zip([None, *kinds], kinds, strict=False) if b == "piece" or a != b]
+        return len(runs)
