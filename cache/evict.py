@@ -76,14 +76,15 @@ def evict(root: Path, limits: Limits, events: Events) -> None:
         gone = _surplus(entries, limits)
         for entry in gone:
             (root / entry.name).unlink(missing_ok=True)
-        freed = _remove_orphans(root, limits.grace)
+        kept = [entry for entry in entries if entry not in gone]
+        freed = _remove_orphans(root, {ref for entry in kept for ref in entry.blobs}, limits.grace)
         _remove_leftovers(root, limits.leftover)
     except OSError as error:
         events.emit("cache.evict_failed", level=logging.WARNING, reason=str(error))
         return
     if gone or freed:
         events.count("cache.evicted", len(gone))
-        events.emit("cache.evict", entries=len(gone), kept=len(entries) - len(gone), bytes=freed)
+        events.emit("cache.evict", entries=len(gone), kept=len(kept), bytes=freed)
 
 
 def _stored(root: Path) -> Iterator[_Stored]:
@@ -121,25 +122,26 @@ def _surplus(entries: Iterable[_Stored], limits: Limits) -> list[_Stored]:
     return gone
 
 
-def _remove_orphans(root: Path, grace: float) -> int:
-    """Remove blobs older than `grace` that no entry names; returns their bytes."""
+def _remove_orphans(root: Path, needed: set[BlobRef], grace: float) -> int:
+    """Remove blobs older than `grace` that no entry needs; returns their bytes."""
+    spared = {blob_name(ref.sha256) for ref in needed}
+    orphans = [
+        name
+        for name in blob_names(root)
+        if name not in spared and _seconds_since_change(root / name) > grace
+    ]
+    if not orphans:
+        return 0
     trash = Path(tempfile.mkdtemp(dir=root / "tmp"))
-    needed = _needed(root)
-    for name in blob_names(root):
+    for name in orphans:
         with contextlib.suppress(FileNotFoundError):
-            if name not in needed and _seconds_since_change(root / name) > grace:
-                os.replace(root / name, trash / Path(name).name)
-    needed = _needed(root)
-    for moved in list(trash.iterdir()):
-        if blob_name(moved.name) in needed:
-            place(moved, root / blob_name(moved.name))
-    freed = sum(moved.lstat().st_size for moved in trash.iterdir())
+            os.replace(root / name, trash / Path(name).name)
+    for ref in {ref for name in entry_names(root) for ref in _blobs(root / name)}:
+        with contextlib.suppress(FileNotFoundError):
+            place(trash / ref.sha256, root / blob_name(ref.sha256))
+    freed = sum(path.lstat().st_size for path in trash.iterdir())
     shutil.rmtree(trash, ignore_errors=True)
     return freed
-
-
-def _needed(root: Path) -> set[str]:
-    return {blob_name(ref.sha256) for name in entry_names(root) for ref in _blobs(root / name)}
 
 
 def _remove_leftovers(root: Path, age: float) -> None:
@@ -152,4 +154,8 @@ def _remove_leftovers(root: Path, age: float) -> None:
 
 
 def _seconds_since_change(path: Path) -> float:
-    return time.time() - path.lstat().st_mtime
+    """Negative infinity if it is gone."""
+    try:
+        return time.time() - path.lstat().st_mtime
+    except FileNotFoundError:
+        return -math.inf

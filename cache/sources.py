@@ -2,12 +2,14 @@
 
 A function is hashed by its compiled code, which is what runs: text on the disk may have been
 edited since the import, and moving a function or editing a comment near it changes nothing.
-Followed from there: the functions, classes and plain constants it names, as long as they belong to
-the same top-level package; other packages are factors by their version.
+Followed from there: the functions, classes and constants it names, as long as they belong to the
+same top-level package; other packages are factors by their version. Lists and dicts count as
+constants if their name is in capitals, and as state, which is no factor, otherwise.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import types
@@ -94,8 +96,16 @@ def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         if isinstance(value, types.ModuleType):
             inner = vars(value)
             yield from ((f"{name}.{n}", inner[n]) for n in names if n in inner)
-        elif value is not None:
+        elif not _is_state(name, value, function.__code__):
             yield name, value
+
+
+def _is_state(name: str, value: Any, code: types.CodeType) -> bool:
+    """Whether a global varies while the program runs: a memo, a registry, a counter."""
+    if isinstance(value, list | dict | set):
+        return not name.isupper()
+    steps = dis.get_instructions(code)
+    return any(step.opname == "STORE_GLOBAL" and step.argval == name for step in steps)
 
 
 def _names(code: types.CodeType) -> set[str]:
