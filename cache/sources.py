@@ -24,7 +24,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisT
 
 def fingerprint(function: Callable[..., Any]) -> str:
     """sha256 in hex of a function, method, class, partial or Triton kernel and what it calls."""
-    walk = _Walk(_package(_unwrapped(function)))
+    root: Any = function
+    while isinstance(root, functools.partial):
+        root = root.func
+    walk = _Walk(_package(_unwrapped(root)))
     walk.follow(function)
     return hashlib.sha256(canonical(walk.parts)).hexdigest()
 
