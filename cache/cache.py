@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import shutil
 import tempfile
 import time
@@ -20,6 +21,7 @@ from ..errors import LayerFailed
 from ..events import Events
 from .directory import PrivateDirectory
 from .entries import Entry, Miss, find
+from .evict import Limits, evict
 from .factors import Json
 from .files import Fault, no_fault
 from .keys import Key
@@ -41,6 +43,7 @@ class Cache:
         events: Events,
         *,
         shared: Sequence[Layer] = (),
+        limits: Limits | None = None,
         fault: Fault = no_fault,
     ) -> None:
         """`Cache(None, events)` is no cache. Raises UntrustedDirectory or CacheNotWritable."""
@@ -49,6 +52,8 @@ class Cache:
             (self.private, *shared) if self.private is not None else tuple(shared)
         )
         self._events = events
+        self._limits = limits or Limits()
+        self._since_eviction = math.inf  # bytes published: the first publish looks
 
     @property
     def enabled(self) -> bool:
@@ -128,10 +133,23 @@ class Cache:
         checked_name(kind, "kind of entry")
         manifest, _ = decode(encode(Manifest(kind, key, meta, refs)))  # as a reader will see it
         entry = Entry(manifest, contents, "published")
+        self.store(entry)
+        return entry
+
+    def store(self, entry: Entry) -> None:
+        """Put an entry made elsewhere, such as an imported one, into every writable layer."""
         for layer in self.layers:
             if layer.writable:
                 self._store(layer, entry)
-        return entry
+        self._since_eviction += entry.size
+        if self._since_eviction > self._limits.size / 16:
+            self.evict()
+
+    def evict(self) -> None:
+        """Bring the private directory within its limits now."""
+        self._since_eviction = 0
+        if self.private is not None:
+            evict(self.private.root, self._limits, self._events)
 
     def _store(self, layer: Layer, entry: Entry) -> None:
         label = _label(entry.manifest.kind, entry.key)

@@ -8,7 +8,6 @@ entry or none, whoever dies when. Nothing is truncated, and nothing is listed in
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import shutil
@@ -57,8 +56,6 @@ class PrivateDirectory:
 
     def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
         """Publish an entry; raises OSError, and then the entry is as absent as before."""
-        if not self.root.is_dir():
-            raise FileNotFoundError(errno.ENOENT, "the cache directory has vanished", self.root)
         blobs = {manifest.blobs[name]: content for name, content in contents.items()}
         with self._scratch() as scratch:
             for ref, content in blobs.items():
@@ -119,6 +116,7 @@ class PrivateDirectory:
     @contextlib.contextmanager
     def _scratch(self) -> Iterator[Path]:
         """A directory of this writer alone; failing to remove it again is no failure."""
+        (self.root / "tmp").mkdir(mode=0o700, exist_ok=True)  # fails if the root has vanished
         scratch = Path(tempfile.mkdtemp(dir=self.root / "tmp"))
         try:
             yield scratch

@@ -11,7 +11,7 @@ from typing import Protocol
 from .factors import Json
 from .files import Irregular, read_file
 from .keys import Key
-from .manifest import MAX_BLOB_BYTES, MAX_MANIFEST_BYTES, BadManifest, Manifest, decode
+from .manifest import MAX_BLOB_BYTES, MAX_MANIFEST_BYTES, BadManifest, Manifest, OtherSchema, decode
 from .names import blob_name, entry_name
 
 
@@ -50,9 +50,9 @@ class Entry:
 class Miss:
     """Why there is no entry.
 
-    `reason` is one of: "absent"; "unreadable" (an operating-system error); "incomplete" (a blob
-    was evicted or is not visible yet); "damaged"; "untrusted"; "disabled" (no layer at all).
-    `damaged` is the relative name of the file at fault, where one is.
+    `reason` is one of: "absent"; "unreadable" (an error of the system, another schema);
+    "incomplete" (a blob was evicted or is not visible yet); "damaged"; "untrusted"; "disabled"
+    (no layer at all). `damaged` is the relative name of the file at fault, where one is.
     """
 
     reason: str
@@ -85,6 +85,8 @@ def find(place: Readable, kind: str, key_digest: str) -> Entry | Miss:
         return Miss("absent", layer=place.name)
     except OSError as error:
         return _unreadable(place, name, error)
+    except OtherSchema as error:
+        return Miss("unreadable", str(error), place.name)
     except BadManifest as error:
         return Miss("damaged", f"manifest: {error}", place.name, name)
     if (manifest.kind, manifest.key.digest) != (kind, key_digest):

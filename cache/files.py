@@ -31,13 +31,16 @@ def read_file(path: Path, limit: int) -> bytes:
         if path.is_symlink():
             raise Irregular(error.errno, "is a symbolic link", str(path)) from None
         raise
-    with open(descriptor, "rb", buffering=0) as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise Irregular(0, "is not a regular file", str(path))
         if status.st_size > limit:
             raise Irregular(0, f"has {status.st_size} bytes, more than {limit}", str(path))
-        return file.read()
+        with open(descriptor, "rb", buffering=0, closefd=False) as file:
+            return file.readall()
+    finally:
+        os.close(descriptor)
 
 
 def make_private(directory: Path) -> None:

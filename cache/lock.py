@@ -16,7 +16,6 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..events import Events
-from .files import make_private
 
 POLL_SECONDS = 0.05
 
@@ -46,7 +45,7 @@ def _acquire(
     while True:
         waited = time.monotonic() - began
         try:
-            make_private(path.parent)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             left = max(0.0, min(every, wait_limit - waited))
             lock.acquire(timeout=left, poll_interval=POLL_SECONDS)
         except Timeout:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,14 @@ def events() -> Events:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def memory_root() -> Iterator[Path]:
+    """As `root`, on a file system in memory where there is one: forcing to a disk takes long."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
+        yield Path(directory) / "cache"
 
 
 @pytest.fixture
