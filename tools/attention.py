@@ -74,20 +74,26 @@ def _decode(
 ) -> None:
     """One query token a row, all rows at once over the longest possible context.
 
-    The same shapes for every batch of a descriptor make a row's result independent of the others.
-    What lies beyond a row's length is replaced, not multiplied by zero: it may be anything.
+    The same shapes for every batch of a descriptor, and contiguous batches for `bmm`, make a
+    row's result independent of the others to the bit. What lies beyond a row's length is
+    replaced, not multiplied by zero: it may be anything.
     """
     _write(key, value, cache, metadata.slot_mapping)
     rows, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
-    keys = cache.keys[metadata.block_table].flatten(1, 2).transpose(1, 2)
-    values = cache.values[metadata.block_table].flatten(1, 2).transpose(1, 2)
+    group = num_heads // num_kv_heads
+    keys, values = (
+        paged[metadata.block_table].flatten(1, 2).transpose(1, 2).contiguous()
+        for paged in (cache.keys, cache.values)
+    )
     places = torch.arange(keys.shape[2], device=query.device)
     beyond = (places >= metadata.seq_lens[:, None])[:, None, :, None]
-    grouped = query.view(rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = grouped @ keys.transpose(2, 3) * head_dim**-0.5
-    weights = _softmax(scores, beyond.transpose(2, 3))
-    output.copy_((weights @ values.masked_fill(beyond, 0)).view(rows, num_heads, head_dim))
+    values.masked_fill_(beyond, 0)
+    grouped = query.reshape(rows * num_kv_heads, group, head_dim)
+    scores = torch.bmm(grouped, keys.flatten(0, 1).transpose(1, 2)) * head_dim**-0.5
+    scores = scores.view(rows, num_kv_heads, group, -1)
+    weights = _softmax(scores, beyond.transpose(2, 3)).flatten(0, 1)
+    output.copy_(torch.bmm(weights, values.flatten(0, 1)).view(rows, num_heads, head_dim))
 
 
 def _mixed(
@@ -125,7 +131,7 @@ def _attend_causally(
     query_len, num_heads, head_dim = query.shape
     num_kv_heads, context_len, _ = keys.shape
     group = num_heads // num_kv_heads
-    grouped = query.view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    grouped = query.reshape(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     scores = grouped @ keys.transpose(1, 2)[:, None] * head_dim**-0.5
     later = torch.ones(query_len, context_len, dtype=torch.bool, device=query.device)
     weights = _softmax(scores, later.triu(context_len - query_len + 1))

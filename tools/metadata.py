@@ -7,7 +7,7 @@ padding block-table entries point into the dump block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,6 +36,15 @@ class AttentionMetadata:
     seq_lens: torch.Tensor
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
+
+    def unpadded(self) -> AttentionMetadata:
+        """The same step without its padding, for a model that runs on just the real rows."""
+        return replace(
+            self,
+            slot_mapping=self.slot_mapping[: sum(self.query_lens)],
+            block_table=self.block_table[: len(self.query_lens)],
+            seq_lens=self.seq_lens[: len(self.query_lens)],
+        )
 
 
 class MetadataBuffers:

@@ -7,32 +7,12 @@ layer from another is the name it hands to the attention op.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from . import attention as _registers_the_op  # noqa: F401
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderConfig:
-    """Sizes of a decoder; `max_positions` bounds prompt and generated tokens together."""
-
-    num_layers: int = 4
-    hidden_size: int = 128
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    intermediate_size: int = 352
-    vocab_size: int = 1024
-    max_positions: int = 16_384
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+from .decoder_config import DecoderConfig
 
 
 class RMSNorm(nn.Module):
@@ -51,14 +31,14 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, layer_name: str) -> None:
         super().__init__()
         self.layer_name = layer_name
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
+        self.num_heads = config.heads
+        self.num_kv_heads = config.kv_heads
         self.head_dim = config.head_dim
-        kv_size = config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        kv_size = config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.k_proj = nn.Linear(config.hidden, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden, kv_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden, config.hidden, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         query = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
@@ -73,9 +53,9 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
@@ -84,9 +64,9 @@ class SwiGLU(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, layer_name: str) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
         self.attention = Attention(config, layer_name)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
         self.mlp = SwiGLU(config)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -103,11 +83,11 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, *, seed: int) -> None:
         super().__init__()
         self.config = config
-        self.layer_names = [f"layers.{i}.attention" for i in range(config.num_layers)]
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layer_names = [f"layers.{i}.attention" for i in range(config.layers)]
+        self.embedding = nn.Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(DecoderLayer(config, name) for name in self.layer_names)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         cos, sin = rotary_table(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
