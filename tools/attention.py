@@ -12,6 +12,8 @@ FULL graph. The other loops over the requests on the host and runs between graph
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .. import get_forward_context
@@ -19,7 +21,7 @@ from ..errors import MissingMetadata
 from .kv_cache import LayerCache
 from .metadata import AttentionMetadata
 
-LIBRARY = torch.library.Library("piecegraph_reference", "DEF")
+LIBRARY: Any = torch.library.Library("piecegraph_reference", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) output, str layer_name)"
     " -> ()"
@@ -121,9 +123,7 @@ def _mixed(
     output[num_tokens:] = 0
 
 
-def _attend_causally(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-) -> torch.Tensor:
+def _attend_causally(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """The last queries of a context: `query` (Q, heads, dim); `keys`, `values` (kv_heads, C, dim).
 
     Returns (Q, heads, dim).

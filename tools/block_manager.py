@@ -51,6 +51,4 @@ class BlockManager:
     def slots(self, request_id: int, start: int, stop: int) -> list[int]:
         """Cache slots of the request's tokens at positions `start` … `stop` - 1."""
         table, size = self._tables[request_id], self.block_size
-        return [
-            table[position // size] * size + position % size for position in range(start, stop)
-        ]
+        return [table[position // size] * size + position % size for position in range(start, stop)]

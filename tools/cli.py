@@ -23,7 +23,7 @@ from .options import (
     RunOptions,
     choice,
     finite,
-    sizes,
+    parse_sizes,
     writable,
 )
 from .trace_reader import EXCERPT
@@ -109,7 +109,7 @@ def run(
         time_scale=finite("--time-scale", time_scale, above_zero=False),
         mode=mode and choice("--mode", mode, MODES),
         strategy=choice("--strategy", strategy, STRATEGIES),
-        capture_sizes=sizes("--capture-sizes", capture_sizes) if capture_sizes is not None else None,
+        capture_sizes=parse_sizes("--capture-sizes", capture_sizes),
         max_num_tokens=max_num_tokens,
         max_num_reqs=max_num_reqs,
         backend=choice("--backend", backend, BACKENDS),
@@ -142,7 +142,9 @@ def bench(
             expected="one of " + ", ".join(names()),
         )
     result = find(name).run(quick)
-    _print_benchmark(name, result, _console(path))
+    from .tables import benchmark_tables
+
+    _console(path).print(*benchmark_tables(name, result), sep="\n")
     _write_json(path, result)
     return 0
 
@@ -160,20 +162,6 @@ def _run(options: RunOptions) -> int:
     render(report, _console(options.json))
     _write_json(options.json, report)
     return 0 if report["verification"]["ok"] else WRONG_RESULT
-
-
-def _print_benchmark(name: str, result: dict[str, Any], console: Console) -> None:
-    from .tables import table
-
-    rows = result["rows"]
-    if rows:
-        console.print(table(name, list(rows[0]), [[_short(cell) for cell in row.values()] for row in rows]))
-    ratios = [(ratio, _short(value)) for ratio, value in result["ratios"].items()]
-    console.print(table("Ratios", ("medians of paired runs", "ratio"), ratios))
-
-
-def _short(cell: Any) -> Any:
-    return f"{cell:.4g}" if isinstance(cell, float) else cell
 
 
 def _console(json_path: Path | None) -> Console:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -25,8 +26,6 @@ def token_latencies(
     """Time from a request's arrival to its first token, and from each token to the next."""
     first = [times[0] - arrivals[request] for request, times in token_times.items()]
     between = [
-        later - earlier
-        for times in token_times.values()
-        for earlier, later in zip(times, times[1:], strict=False)
+        later - earlier for times in token_times.values() for earlier, later in pairwise(times)
     ]
     return {"time_to_first_token": summarise(first), "inter_token": summarise(between)}

@@ -60,10 +60,10 @@ def choice(name: str, value: str, choices: Iterable[str]) -> str:
     )
 
 
-def sizes(name: str, value: str) -> tuple[int, ...]:
+def parse_sizes(name: str, value: str | None) -> tuple[int, ...] | None:
     """Capture sizes from `1,2,4`; whether they suit the limits is the library's question."""
     try:
-        return tuple(int(item) for item in value.split(","))
+        return value if value is None else tuple(int(item) for item in value.split(","))
     except ValueError:
         raise InvalidSetting(
             name=name,

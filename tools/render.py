@@ -54,9 +54,7 @@ def _facts(report: Report) -> Table:
 
 
 def _captures(captures: Sequence[Report]) -> Table:
-    rows = [
-        (c["mode"], c["num_tokens"], f"{c['ms']:.2f}", size(c["bytes"])) for c in captures
-    ]
+    rows = [(c["mode"], c["num_tokens"], f"{c['ms']:.2f}", size(c["bytes"])) for c in captures]
     return table("Captures", ("mode", "tokens", "ms", "memory"), rows)
 
 
@@ -76,7 +74,7 @@ def _dispatch_row(mode: str, tokens: str, entries: Sequence[Report]) -> tuple[st
     steps = sum(entry["count"] for entry in entries)
     rows = sum(entry["count"] * entry["num_tokens"] for entry in entries)
     padding = sum(entry["padded_tokens"] for entry in entries)
-    return mode, tokens, str(steps), f"{padding / rows:.1%}" if rows else "–"
+    return mode, tokens, str(steps), f"{padding / rows:.1%}" if rows else "-"
 
 
 def _latency(latency: Report) -> Table:
@@ -88,7 +86,7 @@ def _latency(latency: Report) -> Table:
 
 
 def _ms(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{seconds * 1000:.2f}"
+    return "-" if seconds is None else f"{seconds * 1000:.2f}"
 
 
 def _serving(serving: Report) -> Text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from .engine import Served
@@ -65,23 +66,19 @@ def _serving(requests: Sequence[Request], served: Served) -> Report:
 
 
 def _verification(verification: Verification) -> Report:
-    mismatch = verification.mismatch
     return {
         "ok": verification.ok,
         "steps": verification.steps,
         "max_abs_diff": verification.max_abs_diff,
-        "mismatch": mismatch and {
-            "step": mismatch.step,
-            "mode": mismatch.mode,
-            "descriptor": asdict(mismatch.descriptor),
-            "what": mismatch.what,
-        },
+        "mismatch": verification.mismatch and verification.mismatch.as_json(),
     }
 
 
 def _options(options: RunOptions) -> Report:
-    facts = asdict(options)
-    return {name: str(fact) if hasattr(fact, "__fspath__") else fact for name, fact in facts.items()}
+    return {
+        name: str(fact) if isinstance(fact, Path) else fact
+        for name, fact in asdict(options).items()
+    }
 
 
 def _version(distribution: str) -> str | None:

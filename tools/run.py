@@ -50,6 +50,8 @@ def bring_up_and_serve(
     scheduler = Scheduler(
         blocks, max_num_tokens=options.max_num_tokens, max_num_reqs=options.max_num_reqs
     )
+    for request in requests:
+        scheduler.check(request)
     layers = allocate_layer_caches(
         model.layer_names,
         num_blocks=blocks.num_blocks,

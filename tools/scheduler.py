@@ -105,8 +105,8 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestTooLong when the whole cache could not hold it."""
+    def check(self, request: Request) -> None:
+        """Raise RequestTooLong when the whole cache could not hold the request."""
         if request.num_tokens_at_end > self.blocks.capacity:
             raise RequestTooLong(
                 request=request.id,
@@ -114,6 +114,10 @@ class Scheduler:
                 limit=self.blocks.capacity,
                 limited_by="the KV cache",
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises what `check` raises."""
+        self.check(request)
         self.waiting.append(request)
 
     def schedule(self) -> Schedule:

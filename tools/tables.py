@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -17,6 +17,19 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     for row in rows:
         result.add_row(*(Text(str(cell)) for cell in row))
     return result
+
+
+def benchmark_tables(name: str, result: dict[str, Any]) -> Iterator[Table]:
+    """What was measured, if anything was, and the ratios that sum it up."""
+    rows = result["rows"]
+    if rows:
+        yield table(name, list(rows[0]), [[_short(cell) for cell in row.values()] for row in rows])
+    ratios = [(ratio, _short(value)) for ratio, value in result["ratios"].items()]
+    yield table("Ratios", ("medians of paired runs", "ratio"), ratios)
+
+
+def _short(cell: Any) -> Any:
+    return f"{cell:.4g}" if isinstance(cell, float) else cell
 
 
 def size(num_bytes: int) -> str:

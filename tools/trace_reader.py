@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from ..errors import TraceMalformed, TraceUnreadable
@@ -45,46 +47,40 @@ def read_trace(path: Path, *, limit: int, length_scale: float = 1.0) -> list[Tra
     return rows
 
 
-def _rows(
-    path: Path, lines: Iterator[str], limit: int, length_scale: float
-) -> Iterator[TraceRow]:
+def _rows(path: Path, lines: Iterator[str], limit: int, length_scale: float) -> Iterator[TraceRow]:
     reader = csv.reader(lines)
     header = tuple(name.strip() for name in next(reader, []))
     if header != COLUMNS:
         raise TraceMalformed(path=path, line=1, reason=f"the header is not {','.join(COLUMNS)}")
     first: datetime | None = None
     previous = 0.0
-    for cells in filter(None, reader):
-        if limit == 0:
-            return
-        where = {"path": path, "line": reader.line_num}
+    for cells in islice(filter(None, reader), limit):
+        malformed = partial(TraceMalformed, path=path, line=reader.line_num)
         if len(cells) != len(COLUMNS):
-            raise TraceMalformed(**where, reason=f"it has {len(cells)} cells, not {len(COLUMNS)}")
-        time = _time(cells[0], where)
+            raise malformed(reason=f"it has {len(cells)} cells, not {len(COLUMNS)}")
+        time = _time(cells[0], malformed)
         first = first or time
         arrival = (time - first).total_seconds()
         if arrival < previous:
-            raise TraceMalformed(**where, reason="it arrives before the row above it")
+            raise malformed(reason="it arrives before the row above it")
         previous = arrival
-        prompt, generate = (
-            _length(name, cell, where) for name, cell in zip(COLUMNS[1:], cells[1:], strict=True)
-        )
+        prompt = _length(COLUMNS[1], cells[1], malformed)
+        generate = _length(COLUMNS[2], cells[2], malformed)
         yield TraceRow(arrival, _scaled(prompt, length_scale), _scaled(generate, length_scale))
-        limit -= 1
 
 
-def _time(cell: str, where: dict[str, object]) -> datetime:
-    """The traces have seven digits after the second's point; Python keeps six."""
+def _time(cell: str, malformed: Callable[..., TraceMalformed]) -> datetime:
+    """The time without its zone; all rows of a trace are taken to be in the same one."""
     try:
         return datetime.fromisoformat(cell.strip()).replace(tzinfo=None)
     except ValueError:
-        raise TraceMalformed(**where, reason=f"{cell!r} is not a time") from None
+        raise malformed(reason=f"{cell!r} is not a time") from None
 
 
-def _length(name: str, cell: str, where: dict[str, object]) -> int:
+def _length(name: str, cell: str, malformed: Callable[..., TraceMalformed]) -> int:
     text = cell.strip()
     if not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text) > 0):
-        raise TraceMalformed(**where, reason=f"{name} {cell!r} is not a positive number of tokens")
+        raise malformed(reason=f"{name} {cell[:20]!r} is not a positive number of tokens")
     return int(text)
 
 

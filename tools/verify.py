@@ -34,8 +34,13 @@ class Mismatch:
     descriptor: BatchDescriptor
     what: str
 
-    def __str__(self) -> str:
-        return f"step {self.step} ({self.mode}, {self.descriptor}): {self.what}"
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "mode": self.mode,
+            "descriptor": self.descriptor.as_json(),
+            "what": self.what,
+        }
 
 
 @dataclass(slots=True)
@@ -122,8 +127,6 @@ class Verifier:
             self.result.mismatch = Mismatch(
                 self._step, decision.mode.name, decision.descriptor, what
             )
-
-
 
 
 def _stray_write(

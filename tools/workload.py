@@ -17,9 +17,17 @@ def read_requests(options: RunOptions) -> list[Request]:
     positions.
     """
     rows = read_trace(options.trace, limit=options.requests, length_scale=options.length_scale)
+    for i, row in enumerate(rows):
+        if row.num_prompt + row.num_generate > options.model.max_positions:
+            raise RequestTooLong(
+                request=i,
+                num_tokens=row.num_prompt + row.num_generate,
+                limit=options.model.max_positions,
+                limited_by="the model",
+            )
     draw = random.Random(options.seed)
     vocab = range(options.model.vocab)
-    requests = [
+    return [
         Request(
             id=i,
             tokens=draw.choices(vocab, k=row.num_prompt),
@@ -28,12 +36,3 @@ def read_requests(options: RunOptions) -> list[Request]:
         )
         for i, row in enumerate(rows)
     ]
-    for request in requests:
-        if request.num_tokens_at_end > options.model.max_positions:
-            raise RequestTooLong(
-                request=request.id,
-                num_tokens=request.num_tokens_at_end,
-                limit=options.model.max_positions,
-                limited_by="the model",
-            )
-    return requests

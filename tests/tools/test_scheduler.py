@@ -41,8 +41,9 @@ def step(scheduler):
 def test_every_request_completes_within_all_limits(
     lengths, max_num_reqs, extra_tokens, num_blocks, block_size
 ):
+    capacity = (num_blocks - 1) * block_size
     scheduler, requests = make(
-        *[(prompt, gen) for prompt, gen in lengths if prompt + gen <= (num_blocks - 1) * block_size],
+        *[(prompt, generate) for prompt, generate in lengths if prompt + generate <= capacity],
         num_blocks=num_blocks,
         block_size=block_size,
         max_num_tokens=max_num_reqs + extra_tokens,
@@ -115,7 +116,7 @@ def test_a_preempted_request_keeps_what_it_generated_and_prefills_it():
     known = len(new.tokens)
     assert known > 4
     assert new.num_computed == 0
-    while not (schedule := step(scheduler)[1]).shares[-1].request is new:
+    while (schedule := step(scheduler)[1]).shares[-1].request is not new:
         pass
     assert schedule.shares[-1].start == 0
     assert not schedule.shares[-1].decoding

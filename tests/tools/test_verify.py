@@ -70,7 +70,7 @@ def test_a_wrong_row_is_named_with_step_mode_and_descriptor(serve):
     step = world.engine.served.steps[3]
     assert (result.mismatch.step, result.mismatch.mode) == (3, step.mode)
     assert result.mismatch.descriptor.num_tokens == step.padded_tokens
-    assert "row 1 differs by 0.5" in str(result.mismatch)
+    assert "row 1 differs by 0.5" in result.mismatch.what
     assert result.max_abs_diff == pytest.approx(0.5, abs=1e-4)
 
 
