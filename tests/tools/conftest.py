@@ -29,6 +29,20 @@ from piecegraph.tools.scheduler import Request, Scheduler
 
 SIZES = (1, 2, 4, 8)
 
+LIBRARY_REPORT = {
+    "startup": {"phases": [{"name": "trace", "seconds": 0.5}], "prepare_seconds": 0.5},
+    "cache": {"hit": False, "reason": "no entry", "entries": 4, "bytes": 40_000},
+    "counters": {"dynamo_traces": 1, "inductor_compiles": 3},
+    "pieces": {"total": 3, "unique": 3, "segments": 5, "ranges": ["1-128"]},
+    "graph_mode": {"requested": "FULL", "resolved": "FULL_AND_PIECEWISE", "reasons": ["attention"]},
+    "captures": [{"mode": "FULL", "num_tokens": 8, "ms": 1.5, "bytes": 2048}],
+    "dispatch": [
+        {"mode": "FULL", "num_tokens": 8, "count": 4, "padded_tokens": 8},
+        {"mode": "NONE", "num_tokens": 20, "count": 1, "padded_tokens": 0},
+        {"mode": "NONE", "num_tokens": 30, "count": 1, "padded_tokens": 0},
+    ],
+}
+
 
 @dataclass
 class EagerPrepared:
@@ -87,11 +101,6 @@ class World:
 
 
 @pytest.fixture
-def make_prepared():
-    return EagerPrepared
-
-
-@pytest.fixture
 def make_world():
     def make(*, num_blocks=40, block_size=4, max_num_tokens=12, max_num_reqs=4):
         config = DecoderConfig(2, 16, 4, 2, 24, 50, max_positions=64)
@@ -138,3 +147,21 @@ def make_requests():
         ]
 
     return make
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Replace `prepare`; returns the stand-ins it made, with the config they were given."""
+    from piecegraph.tools import run
+
+    made = []
+
+    def prepare(model, config, *, layers, events):
+        prepared = EagerPrepared(model, layers)
+        prepared.config = config
+        prepared.report = lambda: LIBRARY_REPORT
+        made.append(prepared)
+        return prepared
+
+    monkeypatch.setattr(run, "prepare", prepare)
+    return made

@@ -17,38 +17,6 @@ from piecegraph.tools.trace_reader import EXCERPT
 
 QUICK = ["run", "--requests", "6", "--model", "layers=2,hidden=32,vocab=64"]
 
-LIBRARY_REPORT = {
-    "startup": {"phases": [{"name": "trace", "seconds": 0.5}], "prepare_seconds": 0.5},
-    "cache": {"hit": False, "reason": "no entry", "entries": 4, "bytes": 40_000},
-    "counters": {"dynamo_traces": 1, "inductor_compiles": 3},
-    "pieces": {"total": 3, "unique": 3, "segments": 5, "ranges": ["1-128"]},
-    "graph_mode": {"requested": "FULL", "resolved": "FULL_AND_PIECEWISE", "reasons": ["attention"]},
-    "captures": [{"mode": "FULL", "num_tokens": 8, "ms": 1.5, "bytes": 2048}],
-    "dispatch": [
-        {"mode": "FULL", "num_tokens": 8, "count": 4, "padded_tokens": 8},
-        {"mode": "NONE", "num_tokens": 20, "count": 1, "padded_tokens": 0},
-        {"mode": "NONE", "num_tokens": 30, "count": 1, "padded_tokens": 0},
-    ],
-}
-
-
-@pytest.fixture
-def library(monkeypatch, make_prepared):
-    """Replace `prepare`; returns the stand-ins it made, with the config they were given."""
-    from piecegraph.tools import run
-
-    made = []
-
-    def prepare(model, config, *, layers, events):
-        prepared = make_prepared(model, layers)
-        prepared.config = config
-        prepared.report = lambda: LIBRARY_REPORT
-        made.append(prepared)
-        return prepared
-
-    monkeypatch.setattr(run, "prepare", prepare)
-    return made
-
 
 def test_run_serves_verifies_and_reports(library, capsys):
     assert main([*QUICK, "--verify", "all"]) == 0
