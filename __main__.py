@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 
-def main() -> None:
-    from .tools.cli import app
 
-    app()
+def main() -> int:
+    from .tools.cli import main as run_command
+
+    return run_command()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -327,3 +327,26 @@ class CaptureAfterSeal(RunError):
 class ModelClosed(RunError):
     what = "the prepared model is closed"
     todo = "Prepare it again."
+
+
+# tools
+
+
+class TraceUnreadable(ConfigError):
+    what = "the request trace {path} cannot be used: {reason}"
+    todo = "Give a CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens."
+
+
+class TraceMalformed(ConfigError):
+    what = "line {line} of the request trace {path} is not a request: {reason}"
+    todo = "Correct the line or ask for fewer requests."
+
+
+class RequestTooLong(ConfigError):
+    what = "request {request} has {num_tokens} tokens in all, but {limited_by} holds {limit}"
+    todo = "Lower the length scale or raise that limit."
+
+
+class MissingMetadata(RunError):
+    what = "layer {layer_name} was run without attention metadata"
+    todo = "Pass metadata= with every step, or give capture() a function that builds it."

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ..cache import Feeds
+from ..cache.feeds import Feeds
 from ..compile.config import CompileConfig
 from ..dispatch import AttentionSupport, GraphMode, PaddingLimit
 
@@ -32,9 +32,9 @@ class Config(CompileConfig):
     graph_mode: Annotated[GraphMode | None, SERVING] = None
     """The mode asked for; what it becomes, and why, is in the report."""
 
-    attention_support: Annotated[
-        Mapping[str, AttentionSupport] | AttentionSupport, SERVING
-    ] = AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    attention_support: Annotated[Mapping[str, AttentionSupport] | AttentionSupport, SERVING] = (
+        AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
     """Which batches attention can serve inside a FULL graph; by attention group, or for all."""
 
     max_num_reqs: Annotated[int, SERVING, Field(ge=1)] = 256
@@ -73,4 +73,6 @@ class Config(CompileConfig):
 
     def changed(self, **settings: Any) -> Config:
         """A copy with other settings, checked anew."""
-        return Config(**{**{name: getattr(self, name) for name in self.model_fields_set}, **settings})
+        return Config(
+            **{**{name: getattr(self, name) for name in self.model_fields_set}, **settings}
+        )

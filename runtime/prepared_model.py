@@ -185,9 +185,7 @@ class PreparedModel:
 
     def report(self) -> dict[str, Any]:
         """What was prepared, captured and dispatched so far; see `runtime.report`."""
-        return build_report(
-            self.events, self.compiled.plan, self.resolved, self.usage, self._cache
-        )
+        return build_report(self.events, self.compiled.plan, self.resolved, self.usage, self._cache)
 
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured slots with their recordings."""

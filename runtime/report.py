@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..cache import Cache
+from ..cache.listing import blob_names, entry_names
 from ..compile.plan import Plan
 from ..dispatch import ResolvedMode
 from ..events import Events
@@ -53,8 +54,9 @@ def build_report(
 
 
 def _stored(cache: Cache) -> dict[str, int]:
-    """Entries and bytes in the private directory."""
+    """Entries in the private directory, and the bytes of all blobs."""
     if cache.private is None:
         return {"entries": 0, "bytes": 0}
-    usage = cache.private.usage()
-    return {"entries": usage.entries, "bytes": usage.bytes}
+    root = cache.private.root
+    sizes = [(root / name).stat().st_size for name in blob_names(root)]
+    return {"entries": len(list(entry_names(root))), "bytes": sum(sizes)}

@@ -1,0 +1,167 @@
+"""A small decoder served eagerly: what the library's prepared model does, without the library.
+
+`EagerPrepared` pads to the next size, fills padding with garbage, runs the plain model and returns
+the real rows. So the engine's side of a step is tested by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from piecegraph import (
+    BatchDescriptor,
+    ForwardContext,
+    RuntimeMode,
+    forward_context,
+)
+from piecegraph.tools.block_manager import BlockManager
+from piecegraph.tools.clock import Clock
+from piecegraph.tools.decoder_config import DecoderConfig
+from piecegraph.tools.engine import Engine
+from piecegraph.tools.kv_cache import allocate_layer_caches
+from piecegraph.tools.metadata import MetadataBuffers
+from piecegraph.tools.model import Decoder
+from piecegraph.tools.scheduler import Request, Scheduler
+
+SIZES = (1, 2, 4, 8)
+
+LIBRARY_REPORT = {
+    "startup": {"phases": [{"name": "trace", "seconds": 0.5}], "prepare_seconds": 0.5},
+    "cache": {"hit": False, "reason": "no entry", "entries": 4, "bytes": 40_000},
+    "counters": {"dynamo_traces": 1, "inductor_compiles": 3},
+    "pieces": {"total": 3, "unique": 3, "segments": 5, "ranges": ["1-128"]},
+    "graph_mode": {"requested": "FULL", "resolved": "FULL_AND_PIECEWISE", "reasons": ["attention"]},
+    "captures": [{"mode": "FULL", "num_tokens": 8, "ms": 1.5, "bytes": 2048}],
+    "dispatch": [
+        {"mode": "FULL", "num_tokens": 8, "count": 4, "padded_tokens": 8},
+        {"mode": "NONE", "num_tokens": 20, "count": 1, "padded_tokens": 0},
+        {"mode": "NONE", "num_tokens": 30, "count": 1, "padded_tokens": 0},
+    ],
+}
+
+
+@dataclass
+class EagerPrepared:
+    """Stands in for a prepared model with FULL decode graphs and pieces for all else."""
+
+    model: Decoder
+    layers: dict
+    batches: list = field(default_factory=list)
+    calls: list = field(default_factory=list)
+
+    def capture(self, metadata_for):
+        self.calls.append("capture")
+        for size in SIZES:
+            for mode in (RuntimeMode.PIECEWISE, RuntimeMode.FULL):
+                descriptor = BatchDescriptor(size)
+                ids = torch.zeros(size, dtype=torch.int64)
+                metadata = metadata_for(descriptor, mode)
+                self.run(SimpleNamespace(descriptor=descriptor), ids, ids, metadata=metadata)
+
+    def seal(self):
+        self.calls.append("seal")
+
+    def close(self):
+        self.calls.append("close")
+
+    def dispatch(self, batch):
+        self.batches.append(batch)
+        padded = next((size for size in SIZES if size >= batch.num_tokens), None)
+        if padded is None:
+            mode = RuntimeMode.NONE
+        else:
+            mode = RuntimeMode.FULL if batch.is_decode else RuntimeMode.PIECEWISE
+        descriptor = BatchDescriptor(num_tokens=padded or batch.num_tokens)
+        return SimpleNamespace(mode=mode, descriptor=descriptor, reason="the next size")
+
+    def run(self, decision, input_ids, positions, *, metadata):
+        missing = decision.descriptor.num_tokens - len(input_ids)
+        padding = torch.full((missing,), 3)
+        with forward_context(ForwardContext(self.layers, metadata)):
+            hidden = self.model(torch.cat((input_ids, padding)), torch.cat((positions, padding)))
+        assert hidden.isfinite().all()
+        return hidden[: len(input_ids)]
+
+
+@dataclass
+class World:
+    """Everything of one small engine, so that a test can look at all of it."""
+
+    model: Decoder
+    layers: dict
+    prepared: EagerPrepared
+    buffers: MetadataBuffers
+    scheduler: Scheduler
+    clock: Clock
+    engine: Engine
+
+
+@pytest.fixture
+def make_world():
+    def make(*, num_blocks=40, block_size=4, max_num_tokens=12, max_num_reqs=4):
+        config = DecoderConfig(2, 16, 4, 2, 24, 50, max_positions=64)
+        model = Decoder(config, seed=1)
+        layers = allocate_layer_caches(
+            model.layer_names,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=2,
+            head_dim=4,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        prepared = EagerPrepared(model, layers)
+        buffers = MetadataBuffers(
+            max_rows=max_num_tokens, max_blocks=10, device=torch.device("cpu")
+        )
+        scheduler = Scheduler(
+            BlockManager(num_blocks, block_size),
+            max_num_tokens=max_num_tokens,
+            max_num_reqs=max_num_reqs,
+        )
+        clock = Clock()
+        engine = Engine(
+            prepared,
+            model.logits,
+            scheduler,
+            buffers,
+            clock=clock,
+            device=torch.device("cpu"),
+        )
+        return World(model, layers, prepared, buffers, scheduler, clock, engine)
+
+    return make
+
+
+@pytest.fixture
+def make_requests():
+    def make(*lengths, vocab=50, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            Request(i, torch.randint(vocab, (prompt,), generator=generator).tolist(), generate)
+            for i, (prompt, generate) in enumerate(lengths)
+        ]
+
+    return make
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Replace `prepare`; returns the stand-ins it made, with the config they were given."""
+    from piecegraph.tools import run
+
+    made = []
+
+    def prepare(model, config, *, layers, events):
+        prepared = EagerPrepared(model, layers)
+        prepared.config = config
+        prepared.report = lambda: LIBRARY_REPORT
+        made.append(prepared)
+        return prepared
+
+    monkeypatch.setattr(run, "prepare", prepare)
+    return made

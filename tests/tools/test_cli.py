@@ -1,0 +1,202 @@
+"""The command line, from arguments to exit status, with the library's part replaced."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from piecegraph import GraphMode
+from piecegraph.errors import InvalidSetting
+from piecegraph.tools.cli import main
+from piecegraph.tools.options import MODES
+from piecegraph.tools.trace_reader import EXCERPT
+
+QUICK = ["run", "--requests", "6", "--model", "layers=2,hidden=32,vocab=64"]
+
+
+def test_run_serves_verifies_and_reports(library, capsys):
+    assert main([*QUICK, "--verify", "all"]) == 0
+    out = capsys.readouterr().out
+    for text in ("Startup", "trace", "Captures", "Dispatch", "20 to 30", "9.8%", "verified"):
+        assert text in out
+    assert library[0].calls == ["capture", "seal", "close"]
+
+
+def test_run_writes_nothing_but_json_to_stdout(library, capsys):
+    assert main([*QUICK, "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["schema"] == 1
+    assert report["serving"]["requests"] == 6
+    assert report["verification"]["ok"] is True
+    assert [p["name"] for p in report["startup"]["phases"]] == [
+        "import torch",
+        "build model",
+        "trace",
+    ]
+    assert "serving requests: 6 of 6" in captured.err
+
+
+def test_run_writes_json_beside_the_report(library, capsys, tmp_path):
+    path = tmp_path / "report.json"
+    assert main([*QUICK, "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["options"]["requests"] == 6
+    assert "Dispatch" in capsys.readouterr().out
+
+
+def test_a_mismatch_is_exit_status_1_and_is_named(library, capsys, monkeypatch):
+    from piecegraph.tools import run
+
+    prepare = run.prepare
+
+    def wrong(*args, **kwargs):
+        prepared = prepare(*args, **kwargs)
+        right = prepared.run
+        prepared.run = lambda *args, **kwargs: right(*args, **kwargs) + 1
+        return prepared
+
+    monkeypatch.setattr(run, "prepare", wrong)
+    assert main([*QUICK, "--json", "-"]) == 1
+    captured = capsys.readouterr()
+    mismatch = json.loads(captured.out)["verification"]["mismatch"]
+    assert mismatch["step"] == 0
+    assert mismatch["descriptor"]["num_tokens"] >= 1
+    assert "row 0" in mismatch["what"]
+    assert "FAILED at step 0" in captured.err
+
+
+def test_options_reach_the_library(library):
+    arguments = "--mode full-decode-only --strategy Lazy --capture-sizes 4,8 --backend eager"
+    arguments += " --level 2 --no-cache --max-num-tokens 40 --max-num-reqs 3"
+    assert main([*QUICK, *arguments.split()]) == 0
+    config = library[0].config
+    assert config.graph_mode is GraphMode.FULL_DECODE_ONLY
+    assert config.strategy.name == "LAZY"
+    assert (config.capture_sizes, config.compiler, config.level) == ((4, 8), "eager", 2)
+    assert (config.cache, config.max_num_tokens, config.max_num_reqs) == (False, 40, 3)
+
+
+def test_what_is_not_chosen_is_left_to_the_library(library):
+    assert main(QUICK) == 0
+    given = library[0].config.__dict__
+    assert not {"graph_mode", "level", "capture_sizes", "cache_dir"} & set(given)
+
+
+def test_the_prepared_model_is_closed_when_serving_fails(library, monkeypatch):
+    from piecegraph.tools.engine import Engine
+
+    monkeypatch.setattr(Engine, "step", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(QUICK)
+    assert library[0].calls[-1] == "close"
+
+
+BAD = {
+    "--model": ["huge", "layers=0", "layers=x", "hidden=33", "heads=4,kv_heads=3", ""],
+    "--dtype": ["int8"],
+    "--device": ["quantum", "cuda:99"],
+    "--seed": ["-1", "x"],
+    "--trace": ["/does/not/exist.csv", "/"],
+    "--requests": ["0", "1001", "many"],
+    "--length-scale": ["0", "-1", "nan", "inf", "x", "400"],
+    "--time-scale": ["-1", "nan"],
+    "--mode": ["fast"],
+    "--strategy": ["never"],
+    "--capture-sizes": ["1,two", "", "1,,2"],
+    "--max-num-tokens": ["0", "15"],
+    "--max-num-reqs": ["0", "129"],
+    "--backend": ["gcc"],
+    "--level": ["-1", "4"],
+    "--block-size": ["0"],
+    "--kv-blocks": ["0", "1"],
+    "--verify": ["maybe"],
+    "--json": ["/does/not/exist/report.json", "/"],
+    "--unknown": ["1"],
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [(option, value) for option, values in BAD.items() for value in values]
+)
+def test_a_bad_value_is_one_line_and_exit_status_2(library, capsys, option, value):
+    assert main(["run", option, value]) == 2
+    captured = capsys.readouterr()
+    last = captured.err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert captured.err.count("error") == 1
+    assert not captured.out
+    assert "Traceback" not in captured.err
+
+
+def test_a_malformed_trace_names_its_line(library, capsys, tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("\n".join([*EXCERPT.read_text().splitlines()[:3], "x,1,1"]))
+    assert main(["run", "--trace", str(path), "--requests", "3"]) == 2
+    assert "line 4 of the request trace" in capsys.readouterr().err
+
+
+def test_an_error_of_the_librarys_configuration_is_exit_status_2(monkeypatch, capsys):
+    from piecegraph.tools import run
+
+    def refuse(*args, **kwargs):
+        raise InvalidSetting(name="x", value=1, reason="no", expected="y")
+
+    monkeypatch.setattr(run, "prepare", refuse)
+    assert main(QUICK) == 2
+    assert "setting x = 1 is not valid" in capsys.readouterr().err
+
+
+def test_the_modes_are_the_librarys():
+    assert set(MODES) == set(GraphMode.__members__)
+
+
+def test_an_unknown_benchmark_lists_those_there_are(capsys):
+    assert main(["bench", "nonsense"]) == 2
+    assert "Choose one of" in capsys.readouterr().err
+
+
+def test_a_benchmark_prints_a_table_and_writes_json(capsys, monkeypatch, tmp_path):
+    from piecegraph.tools import bench
+
+    class Sleepy:
+        @staticmethod
+        def run(quick):
+            return {"ratios": {"a_over_b": 1.25}, "rows": [{"name": "a", "us": 2.5, "n": 3}]}
+
+    monkeypatch.setattr(bench, "names", lambda: ["sleepy"])
+    monkeypatch.setattr(bench, "find", lambda name: Sleepy)
+    path = tmp_path / "bench.json"
+    assert main(["bench", "sleepy", "--quick", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["ratios"] == {"a_over_b": 1.25}
+    out = capsys.readouterr().out
+    assert "a_over_b" in out
+    assert "2.5" in out
+    assert main(["bench", "sleepy", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"]
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from piecegraph.tools.cli import main; status = main(['--help']);"
+        "heavy = {'torch', 'numpy', 'pydantic', 'sympy'} & set(sys.modules);"
+        "assert not heavy, heavy; sys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "run" in done.stdout
+    assert "bench" in done.stdout
+
+
+@pytest.mark.slow
+def test_help_answers_in_under_300_ms():
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "piecegraph", "--help"]
+        subprocess.run(command, check=True, capture_output=True)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.3

@@ -1,0 +1,32 @@
+"""Model sizes as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from piecegraph.errors import InvalidSetting
+from piecegraph.tools.decoder_config import PRESETS, DecoderConfig, parse_decoder_config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_consistent(name):
+    config = parse_decoder_config(name)
+    assert config.hidden % config.heads == 0
+    assert config.heads % config.kv_heads == 0
+
+
+def test_sizes_differ_from_a_preset():
+    assert parse_decoder_config("small, layers = 2").layers == 2
+    assert parse_decoder_config("small,layers=2").hidden == PRESETS["small"].hidden
+
+
+def test_sizes_alone_differ_from_the_tiny_preset():
+    assert parse_decoder_config("layers=3") == DecoderConfig(layers=3)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "big", "layers", "layers=", "layers=-1", "layers=1e3", "tiny,tiny", "rope_theta=1"]
+)
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(InvalidSetting, match="--model"):
+        parse_decoder_config(text)

@@ -1,0 +1,122 @@
+"""The verifier finds a wrong row, a wrong write and a NaN, names them, and touches nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from piecegraph.tools.verify import Verifier
+
+
+@pytest.fixture
+def serve(make_world, make_requests):
+    """Serve three requests, each step through `fault(step, output, world)`; returns the result."""
+
+    def serve(fault=lambda step, output, world: output, every=1):
+        world = make_world()
+        run, steps = world.prepared.run, iter(range(1000))
+
+        def faulty(decision, *inputs, metadata):
+            output = run(decision, *inputs, metadata=metadata)
+            return fault(next(steps), output, world)
+
+        world.prepared.run = faulty
+        verifier = Verifier(
+            world.prepared,
+            world.model,
+            world.layers,
+            clock=world.clock,
+            tolerance=1e-4,
+            every=every,
+        )
+        world.engine._run = verifier.run
+        requests = make_requests((13, 5), (4, 6), (2, 9))
+        for _ in world.engine.serve(requests):
+            pass
+        return verifier.result, world, requests
+
+    return serve
+
+
+def test_right_steps_are_verified(serve):
+    result, world, _ = serve()
+    assert result.ok
+    assert result.steps == len(world.engine.served.steps)
+    assert 0 <= result.max_abs_diff < 1e-5
+
+
+def test_verifying_changes_nothing(serve, make_world, make_requests):
+    _, _, verified = serve()
+    world, requests = make_world(), make_requests((13, 5), (4, 6), (2, 9))
+    for _ in world.engine.serve(requests):
+        pass
+    assert [r.tokens for r in verified] == [r.tokens for r in requests]
+
+
+def test_a_sample_has_the_first_step_of_each_mode_and_size(serve):
+    result, world, _ = serve(every=10_000)
+    kinds = {(step.mode, step.padded_tokens) for step in world.engine.served.steps}
+    assert result.steps == len(kinds) < len(world.engine.served.steps)
+
+
+def test_a_wrong_row_is_named_with_step_mode_and_descriptor(serve):
+    def fault(step, output, world):
+        if step == 3:
+            output[1:] += 0.5
+        return output
+
+    result, world, _ = serve(fault)
+    assert not result.ok
+    step = world.engine.served.steps[3]
+    assert (result.mismatch.step, result.mismatch.mode) == (3, step.mode)
+    assert result.mismatch.descriptor.num_tokens == step.padded_tokens
+    assert "row 1 differs by 0.5" in result.mismatch.what
+    assert result.max_abs_diff == pytest.approx(0.5, abs=1e-4)
+
+
+def test_nan_is_a_mismatch(serve):
+    def fault(step, output, world):
+        return output * torch.nan if step == 2 else output
+
+    result, _, _ = serve(fault)
+    assert not result.ok
+    assert result.mismatch.step == 2
+    assert result.max_abs_diff < 1e-4
+
+
+def test_a_missing_row_is_a_mismatch(serve):
+    def fault(step, output, world):
+        return torch.cat((output, output[-1:])) if step == 1 else output
+
+    result, _, _ = serve(fault)
+    assert result.mismatch.what.startswith("shape")
+
+
+@pytest.mark.parametrize("layer", ["layers.0.attention", "layers.1.attention"])
+def test_failure_29_a_write_to_another_requests_slot_is_found(serve, layer):
+    def fault(step, output, world):
+        if step == 4:
+            block = world.scheduler.blocks.table(0)[0]
+            world.layers[layer].values[block, 0] = 7.0
+        return output
+
+    result, _, _ = serve(fault)
+    assert result.mismatch.step == 4
+    assert f"{layer} wrote to cache slot" in result.mismatch.what
+
+
+def test_the_clock_stands_still_meanwhile(serve, monkeypatch):
+    import time
+
+    from piecegraph.tools import verify
+
+    eager = verify.run_eagerly
+
+    def slow(*args):
+        time.sleep(0.05)
+        return eager(*args)
+
+    monkeypatch.setattr(verify, "run_eagerly", slow)
+    result, world, _ = serve()
+    assert result.steps >= 5
+    assert sum(step.seconds for step in world.engine.served.steps) < 0.05 * result.steps

@@ -1,0 +1,54 @@
+"""Which blocks of the paged KV cache belong to which request.
+
+Block 0 is never handed out: it is the dump block, where padding tokens write and which padding
+entries of a block table point to. A sentinel such as -1 would be an index of a real slot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+DUMP_BLOCK = 0
+
+
+class BlockManager:
+    """Blocks 1 … `num_blocks` - 1, each holding `block_size` consecutive tokens of one request."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = deque(range(DUMP_BLOCK + 1, num_blocks))
+        self._tables: dict[int, list[int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit when one request owns every block."""
+        return (self.num_blocks - 1) * self.block_size
+
+    def table(self, request_id: int) -> list[int]:
+        """The request's blocks in token order; empty for one that owns none."""
+        return self._tables.get(request_id, [])
+
+    def grow(self, request_id: int, num_tokens: int) -> bool:
+        """Make room for the request's first `num_tokens` tokens; all or nothing."""
+        table = self.table(request_id)
+        missing = -(-num_tokens // self.block_size) - len(table)
+        if missing > len(self._free):
+            return False
+        if missing > 0:
+            blocks = [self._free.popleft() for _ in range(missing)]
+            self._tables[request_id] = table + blocks
+        return True
+
+    def free(self, request_id: int) -> None:
+        """Take the request's blocks back; they are the last to be handed out again."""
+        self._free.extend(self._tables.pop(request_id, []))
+
+    def slots(self, request_id: int, start: int, stop: int) -> list[int]:
+        """Cache slots of the request's tokens at positions `start` … `stop` - 1."""
+        table, size = self._tables[request_id], self.block_size
+        return [table[position // size] * size + position % size for position in range(start, stop)]

@@ -1,0 +1,42 @@
+"""The paged KV cache: for each attention layer, keys and values in blocks of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's cache; what its attention op finds under the layer's name.
+
+    `keys` and `values`: (num_blocks, block_size, num_kv_heads, head_dim) in the model's dtype.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def clone(self) -> LayerCache:
+        return LayerCache(self.keys.clone(), self.values.clone())
+
+
+def allocate_layer_caches(
+    layer_names: list[str],
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, LayerCache]:
+    """Caches by layer name, zeroed: a slot that was never written holds finite values."""
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    return {
+        name: LayerCache(
+            torch.zeros(shape, dtype=dtype, device=device),
+            torch.zeros(shape, dtype=dtype, device=device),
+        )
+        for name in layer_names
+    }

@@ -1,0 +1,130 @@
+"""The reference decoder: the Llama family in plain torch.
+
+Embedding, layers of RMSNorm, grouped-query attention with rotary embedding and SwiGLU, a final
+norm. The forward is dynamic in the number of tokens and has no branch on it; all that tells one
+layer from another is the name it hands to the attention op.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from . import attention as _registers_the_op  # noqa: F401
+from .decoder_config import DecoderConfig
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig, layer_name: str) -> None:
+        super().__init__()
+        self.layer_name = layer_name
+        self.num_heads = config.heads
+        self.num_kv_heads = config.kv_heads
+        self.head_dim = config.head_dim
+        kv_size = config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.k_proj = nn.Linear(config.hidden, kv_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden, kv_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden, config.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        query = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
+        key = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+        value = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        output = torch.empty_like(query)
+        torch.ops.piecegraph_reference.paged_attention(query, key, value, output, self.layer_name)
+        return self.o_proj(output.flatten(1))  # type: ignore[no-any-return]
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
+        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, layer_name: str) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.attention = Attention(config, layer_name)
+        self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """A decoder with random weights: the same seed gives the same weights on every device."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, config: DecoderConfig, *, seed: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_names = [f"layers.{i}.attention" for i in range(config.layers)]
+        self.embedding = nn.Embedding(config.vocab, config.hidden)
+        self.layers = nn.ModuleList(DecoderLayer(config, name) for name in self.layer_names)
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        cos, sin = rotary_table(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self._draw_weights(seed)
+        self.requires_grad_(False)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`input_ids` and `positions`: (T,) int64. Returns hidden states (T, hidden_size)."""
+        x = self.embedding(input_ids)
+        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Scores over the vocabulary of the rows one needs: (rows, hidden) to (rows, vocab)."""
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+    def _draw_weights(self, seed: int) -> None:
+        """Normal weights, scaled so that activations keep their size through a linear map."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim() == 2:
+                    parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+
+
+def rotary_table(config: DecoderConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines (max_positions, head_dim / 2) of rotary position embedding (Su et al.)."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+    frequencies = config.rope_theta**-exponents
+    angles = torch.arange(config.max_positions, dtype=torch.float64)[:, None] * frequencies
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (x[i], x[i + head_dim / 2]) by its position's angle; `x`: (T, heads, dim)."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)

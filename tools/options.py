@@ -1,0 +1,100 @@
+"""What the main job was asked to do, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InvalidSetting
+from .decoder_config import DecoderConfig
+
+MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+STRATEGIES = ("EAGER", "DELAYED", "LAZY")
+BACKENDS = ("inductor", "eager")
+DTYPES = ("float32", "float16", "bfloat16")
+VERIFY = ("none", "sample", "all")
+STDOUT = Path("-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Settings of `piecegraph run`; None leaves a choice to the library."""
+
+    model: DecoderConfig
+    dtype: str
+    device: str
+    seed: int
+    trace: Path
+    requests: int
+    length_scale: float
+    time_scale: float
+    mode: str | None
+    strategy: str
+    capture_sizes: tuple[int, ...] | None
+    max_num_tokens: int
+    max_num_reqs: int
+    backend: str
+    level: int | None
+    cache_dir: Path | None
+    cache: bool
+    block_size: int
+    kv_blocks: int | None
+    verify: str
+    json: Path | None
+
+
+def choice(name: str, value: str, choices: Iterable[str]) -> str:
+    """The one of `choices` that `value` means; case and `-` for `_` are free."""
+    meant = value.replace("-", "_").casefold()
+    for candidate in choices:
+        if candidate.casefold() == meant:
+            return candidate
+    raise InvalidSetting(
+        name=name,
+        value=value,
+        reason="there is no such choice",
+        expected="one of " + ", ".join(candidate.casefold() for candidate in choices),
+    )
+
+
+def parse_sizes(name: str, value: str | None) -> tuple[int, ...] | None:
+    """Capture sizes from `1,2,4`; whether they suit the limits is the library's question."""
+    try:
+        return value if value is None else tuple(int(item) for item in value.split(","))
+    except ValueError:
+        raise InvalidSetting(
+            name=name,
+            value=value,
+            reason="it is not a list of numbers",
+            expected="sizes separated by commas, such as 1,2,4,8",
+        ) from None
+
+
+def finite(name: str, value: float, *, above_zero: bool) -> float:
+    """`value` if it is a number at least (or above) zero."""
+    if math.isfinite(value) and value >= 0 and (value > 0 or not above_zero):
+        return value
+    raise InvalidSetting(
+        name=name,
+        value=value,
+        reason="it is out of range",
+        expected="a finite number above 0" if above_zero else "a finite number, 0 or more",
+    )
+
+
+def writable(name: str, path: Path | None) -> Path | None:
+    """`path` if a file can be written there, so that a long run does not end in an error."""
+    if path is None or path == STDOUT:
+        return path
+    existing = path if path.exists() else path.parent
+    if path.is_dir() or not existing.exists() or not os.access(existing, os.W_OK):
+        raise InvalidSetting(
+            name=name,
+            value=str(path),
+            reason="no file can be written there",
+            expected="a file in a folder that exists, or - for standard output",
+        )
+    return path

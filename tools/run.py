@@ -1,0 +1,167 @@
+"""The main job: bring a model up through the cache and serve a request trace with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from .. import (
+    AttentionSupport,
+    CaptureStrategy,
+    Config,
+    Events,
+    GraphMode,
+    PreparedModel,
+    prepare,
+)
+from ..errors import InvalidSetting
+from .block_manager import BlockManager
+from .clock import Clock
+from .engine import Engine
+from .kv_cache import LayerCache, allocate_layer_caches
+from .metadata import MetadataBuffers
+from .model import Decoder
+from .options import RunOptions
+from .progress import counting, working
+from .report import Report, build_report
+from .scheduler import Request, Scheduler
+from .verify import SAMPLE_EVERY, TOLERANCE, Verification, Verifier
+
+Phases = list[tuple[str, float]]
+
+
+def bring_up_and_serve(
+    options: RunOptions, requests: Sequence[Request], phases: Phases, console: Console
+) -> Report:
+    """Serve `requests` and return the report. `phases` is what startup took so far; it grows.
+
+    Raises InvalidSetting for a device that is not there and whatever the library refuses.
+    """
+    device = find_device(options.device)
+    with _phase(phases, "build model"):
+        model = Decoder(options.model, seed=options.seed)
+        model = model.to(device=device, dtype=getattr(torch, options.dtype))
+    blocks = BlockManager(_num_blocks(options, requests), options.block_size)
+    scheduler = Scheduler(
+        blocks, max_num_tokens=options.max_num_tokens, max_num_reqs=options.max_num_reqs
+    )
+    for request in requests:
+        scheduler.check(request)
+    layers = allocate_layer_caches(
+        model.layer_names,
+        num_blocks=blocks.num_blocks,
+        block_size=blocks.block_size,
+        num_kv_heads=options.model.kv_heads,
+        head_dim=options.model.head_dim,
+        dtype=getattr(torch, options.dtype),
+        device=device,
+    )
+    buffers = MetadataBuffers(
+        max_rows=options.max_num_tokens,
+        max_blocks=_blocks_of_longest(options, requests),
+        device=device,
+    )
+    with working(console, "preparing: from the cache, or tracing and compiling"):
+        prepared = prepare(model, library_config(options), layers=layers, events=Events())
+    try:
+        with working(console, "capturing"):
+            prepared.capture(buffers.padding)
+            prepared.seal()
+        engine, verification = _engine(options, prepared, model, layers, scheduler, buffers)
+        with counting(console, "serving requests", len(requests)) as advance:
+            for completed in engine.serve(requests):
+                advance(len(completed))
+        return build_report(
+            options=options,
+            prepared=prepared.report(),
+            phases=phases,
+            requests=requests,
+            served=engine.served,
+            verification=verification,
+        )
+    finally:
+        prepared.close()
+
+
+def find_device(name: str) -> torch.device:
+    """The device called `name`, if this machine has it."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidSetting(
+            name="--device",
+            value=name,
+            reason=str(error).splitlines()[0].rstrip("."),
+            expected="cpu, or cuda where torch finds a GPU",
+        ) from None
+    return device
+
+
+def library_config(options: RunOptions) -> Config:
+    """The library's configuration for the reference decoder and its attention op."""
+    left_to_the_library: dict[str, Any] = {
+        "graph_mode": options.mode and GraphMode[options.mode],
+        "level": options.level,
+        "capture_sizes": options.capture_sizes,
+        "cache_dir": options.cache_dir,
+    }
+    chosen = {name: value for name, value in left_to_the_library.items() if value is not None}
+    return Config(
+        splitting_ops=("piecegraph_reference::paged_attention",),
+        inputs={"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"},
+        max_num_tokens=options.max_num_tokens,
+        max_num_reqs=options.max_num_reqs,
+        strategy=CaptureStrategy[options.strategy],
+        compiler=options.backend,
+        cache=options.cache,
+        attention_support=AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+        **chosen,
+    )
+
+
+def _engine(
+    options: RunOptions,
+    prepared: PreparedModel,
+    model: Decoder,
+    layers: dict[str, LayerCache],
+    scheduler: Scheduler,
+    buffers: MetadataBuffers,
+) -> tuple[Engine, Verification]:
+    """The engine, running its steps through a verifier unless verification is off."""
+    clock = Clock()
+    verifier = Verifier(
+        prepared,
+        model,
+        layers,
+        clock=clock,
+        tolerance=TOLERANCE[getattr(torch, options.dtype)],
+        every=1 if options.verify == "all" else SAMPLE_EVERY,
+    )
+    run = prepared.run if options.verify == "none" else verifier.run
+    device = next(model.parameters()).device
+    engine = Engine(prepared, model.logits, scheduler, buffers, clock=clock, device=device, run=run)
+    return engine, verifier.result
+
+
+def _blocks_of_longest(options: RunOptions, requests: Sequence[Request]) -> int:
+    longest = max(request.num_tokens_at_end for request in requests)
+    return -(-longest // options.block_size)
+
+
+def _num_blocks(options: RunOptions, requests: Sequence[Request]) -> int:
+    """As asked, else as many as keep the most requests at their longest; and the dump block."""
+    enough = options.max_num_reqs * _blocks_of_longest(options, requests)
+    return 1 + (options.kv_blocks or enough)
+
+
+@contextmanager
+def _phase(phases: Phases, name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    phases.append((name, time.perf_counter() - began))
