@@ -89,7 +89,8 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._registered = _Table(Preference(plan), tuple(True for _ in slots))
         self._live = _Table(self._registered.preference, tuple(slot in done for slot in slots))
-        self._query_lens = {entry.descriptor.uniform_query_len for entry in plan.entries} | {1}
+        lengths = (entry.descriptor.uniform_query_len for entry in plan.entries)
+        self._query_lens = {length for length in lengths if length is not None} | {1}
         self._forget_hot_rows()
 
     def _forget_hot_rows(self) -> None:
@@ -148,9 +149,10 @@ class Dispatcher:
         own = _decide(self._live, batch, lane)
         if own.slot == slot:
             return replace(own, reason=Reason.RANK_DECISION)
-        obstacle = _obstacles(self._live, batch, lane).get(slot, Reason.NOT_CAPTURED)
+        obstacles = _obstacles(self._live, batch, lane)
+        obstacle = obstacles.get(slot, "no such slot")
         if obstacle not in (None, Reason.COST):
-            raise DecisionNotPossible(slot=slot, batch=batch, reason=obstacle.value)
+            raise DecisionNotPossible(slot=slot, batch=batch, reason=str(obstacle))
         entry = self.plan.entries[slot]
         decision = graph_decision(entry, slot, lane, batch.num_tokens)
         return replace(decision, reason=Reason.RANK_DECISION)

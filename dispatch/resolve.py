@@ -140,8 +140,8 @@ def _apply_traits(path: _Path, traits: ModelTraits) -> None:
     if traits.pooling and path.mode.decode is RuntimeMode.FULL:
         path.to(GraphMode.PIECEWISE, "a pooling model has no decode batches")
     if traits.encoder_decoder:
-        why = "an encoder-decoder model has graphs for decode alone"
-        path.to(GraphMode.FULL_DECODE_ONLY, why)
+        after = GraphMode.NONE if traits.pooling else GraphMode.FULL_DECODE_ONLY
+        path.to(after, "an encoder-decoder model has graphs for decode alone")
     if traits.varlen_decode and path.mode is GraphMode.FULL:
         why = "decode of unequal query lengths has graphs of its own"
         path.to(GraphMode.FULL_AND_PIECEWISE, why)
