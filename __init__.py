@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .errors import PiecegraphError
     from .events import Events
     from .runtime.config import CaptureStrategy, Config
-    from .runtime.forward_context import ForwardContext, get_forward_context
+    from .runtime.forward_context import ForwardContext, forward_context, get_forward_context
     from .runtime.prepare import prepare
     from .runtime.prepared_model import PreparedModel
     from .runtime.recorder import break_graph
@@ -45,6 +45,7 @@ _HOMES = {
     "Reason": ".dispatch",
     "RuntimeMode": ".dispatch",
     "break_graph": ".runtime.recorder",
+    "forward_context": ".runtime.forward_context",
     "get_forward_context": ".runtime.forward_context",
     "prepare": ".runtime.prepare",
 }
@@ -65,6 +66,7 @@ __all__ = [
     "Reason",
     "RuntimeMode",
     "break_graph",
+    "forward_context",
     "get_forward_context",
     "prepare",
 ]
