@@ -93,7 +93,7 @@ def trace_artifact(name: str, payload: dict[str, Any] | str) -> None:
     """
     if "torch" not in sys.modules:
         return
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     label = "piecegraph_" + name.replace(".", "_")
     trace_structured(

@@ -47,7 +47,9 @@ class Captured:
 @contextmanager
 def reasoning_about_sizes(dynamic_shapes: str) -> Iterator[None]:
     """How torch decides conditions on sizes, for tracing and for compiling alike."""
-    import torch.fx.experimental._config as shapes_config
+    from torch.fx.experimental import _config
+
+    shapes_config: Any = _config
 
     oblivious = dynamic_shapes == "backed_size_oblivious"
     with compiler_lock, torch.no_grad(), shapes_config.patch(backed_size_oblivious=oblivious):
@@ -125,6 +127,12 @@ def mark_dynamic(tensor: torch.Tensor, dim: int, symbol: str, dynamic_shapes: st
 def original_symbol(size: torch.SymInt) -> Any:
     """The symbol a dimension was given at first, before Dynamo found it equal to another."""
     return size.node._expr
+
+
+def default_overload(packet: Any) -> Any:
+    """The overload that a call of an op without an overload's name means."""
+    names = packet.overloads()
+    return getattr(packet, names[0] if len(names) == 1 else "default")
 
 
 def input_source(node: torch.fx.Node) -> str:

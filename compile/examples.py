@@ -47,7 +47,7 @@ class Examples:
         return leaves(self.arguments)
 
     def call_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        bound = inspect.BoundArguments(self.signature, dict(self.arguments))  # type: ignore[arg-type]
+        bound = inspect.BoundArguments(self.signature, dict(self.arguments))
         return bound.args, bound.kwargs
 
 

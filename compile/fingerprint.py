@@ -136,7 +136,8 @@ class _Writer:
             return str(expression)
         for symbol in sorted(expression.free_symbols, key=str):
             self._symbols.setdefault(symbol, sympy.Symbol(f"S{len(self._symbols)}", integer=True))
-        return sympy.srepr(expression.xreplace(self._symbols))
+        text: str = sympy.srepr(expression.xreplace(self._symbols))
+        return text
 
 
 def op_source(op: Any) -> str:

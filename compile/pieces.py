@@ -90,7 +90,7 @@ class _Builder:
         self.values[node] = new
 
     def _foreign(self, node: Node) -> Any:
-        value = node.meta.get("example_value")
+        value: Any = node.meta.get("example_value")
         if node.op == "get_attr":
             return self.graph.node_copy(node)
         if not is_size(node):

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from ..errors import UnboundSymbol
-from ..torch_compat import original_symbol
+from ..torch_compat import default_overload, original_symbol
 from .config import CompileConfig
 from .examples import Leaf
 from .guards import Guard, python_text
@@ -184,9 +184,9 @@ class Planner:
         return self._names[node]
 
     def _call(self, node: Node, elements: list[Node]) -> CallStep:
-        op = node.target
+        op: Any = node.target
         if isinstance(op, torch._ops.OpOverloadPacket):
-            op = getattr(op, op.overloads()[0] if len(op.overloads()) == 1 else "default")
+            op = default_overload(op)
         namespace, _, name = op._schema.name.partition("::")
         if elements:
             width = 1 + max(int(element.args[1]) for element in elements)  # type: ignore[arg-type]

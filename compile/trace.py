@@ -8,6 +8,7 @@ structure of the result is learned by running Dynamo's bytecode around recognisa
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,7 @@ def _sources(
 ) -> dict[Node, Leaf | str | None]:
     """Evaluate each placeholder's source expression and recognise the object it yields."""
     first = next(iter(_forward_parameters(model)))
-    scope = {"L": {first: model, **examples.arguments}, "G": _forward_globals(model)}
+    scope = {"L": {first: model, **examples.arguments}, "G": _forward(model).__globals__}
     weights = {
         id(tensor): name
         for named in (model.named_parameters, model.named_buffers)
@@ -123,12 +124,12 @@ def _sources(
 
 
 def _forward_parameters(model: torch.nn.Module) -> tuple[str, ...]:
-    code = model.forward.__func__.__code__
-    return code.co_varnames[: max(1, code.co_argcount)]
+    return tuple(inspect.signature(_forward(model)).parameters)
 
 
-def _forward_globals(model: torch.nn.Module) -> dict[str, Any]:
-    return dict(model.forward.__func__.__globals__)
+def _forward(model: torch.nn.Module) -> Any:
+    """The function behind `model.forward`, unbound."""
+    return getattr(model.forward, "__func__", model.forward)
 
 
 def _structure(captured: Captured, model: torch.nn.Module, examples: Examples) -> Any:

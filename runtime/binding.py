@@ -69,7 +69,8 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
     body.append(f"return ({tensors}), ({sizes})")
     parameters, defaults = _parameters(signature)
     source = "\n".join([f"def forward({parameters}):", *(f"    {line}" for line in body)])
-    return _made(source, "forward", {**names, **defaults})
+    bind: Bind = _made(source, "forward", {**names, **defaults})
+    return bind
 
 
 def packer(plan: Plan) -> Pack:
@@ -80,7 +81,8 @@ def packer(plan: Plan) -> Pack:
         for index, item in enumerate(plan.inputs)
     }
     text = _expression(decode(plan.structure), positions, constants)
-    return _made(f"def pack(results, inputs):\n    return {text}", "pack", constants)
+    pack: Pack = _made(f"def pack(results, inputs):\n    return {text}", "pack", constants)
+    return pack
 
 
 def _expression(value: Any, positions: Mapping[str, str], constants: dict[str, Any]) -> str:
