@@ -295,7 +295,7 @@ class RecordingReleased(RunError):
 
 
 class MovedTensor(RunError):
-    what = "{name} is not where it was when graphs were captured: {recorded:#x} then, {now} now"
+    what = "{name} is not where it was when graphs were captured: {recorded} then, {now} now"
     todo = "Write into the captured memory in place, or refresh the recordings that read it."
 
 

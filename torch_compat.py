@@ -274,7 +274,7 @@ def flush_host_cache() -> None:
     torch._C._host_emptyCache()
 
 
-def end_allocation_to_pool(device: int, pool: tuple[int, int]) -> None:
+def end_allocation_to_pool(device: int, pool: Any) -> None:
     """Undo what an invalidated capture leaves behind: `capture_end` raises before it does this."""
     torch._C._cuda_endAllocateToPool(device, pool)
     torch._C._cuda_releasePool(device, pool)

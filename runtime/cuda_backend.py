@@ -36,7 +36,7 @@ class CudaPool:
     """A pool handle. An empty graph, captured first, keeps the pool: without it the allocator
     fails when all graphs of a pool are gone while a tensor of theirs is still alive."""
 
-    handle: tuple[int, int]
+    handle: Any  # an opaque pair of integers
     anchor: torch.cuda.CUDAGraph | None = None
 
 
@@ -73,7 +73,7 @@ class CudaGraph:
 class CudaCapture:
     """A stream capture in progress on the current stream."""
 
-    def __init__(self, pool: tuple[int, int], device: int) -> None:
+    def __init__(self, pool: Any, device: int) -> None:
         self._pool = pool
         self._device = device
         self._watch = Watch("CUDA")
@@ -118,7 +118,7 @@ class CudaBackend:
         if not torch.cuda.is_available():
             raise BackendUnavailable(name=self.name, reason="torch sees no CUDA device")
         self._device = torch.cuda.current_device()
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def new_pool(self) -> CudaPool:
         return CudaPool(torch.cuda.graph_pool_handle())
@@ -161,7 +161,7 @@ class CudaBackend:
         torch.cuda.synchronize(self._device)
 
 
-def _capture_nothing(pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
+def _capture_nothing(pool: Any) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     graph.capture_begin(pool=pool, capture_error_mode=_ERROR_MODE)
     _end_quietly(graph)

@@ -24,6 +24,10 @@ class ModelledPool:
         """As with a device's pool, all of it goes back when the last graph is gone."""
         return self._peak + self._graph_bytes * len(self._graphs) if self._graphs else 0
 
+    def growth(self, made: int) -> int:
+        """By how much `bytes` would grow with one more capture that makes `made` bytes."""
+        return max(0, self._held + made - self._peak) + self._graph_bytes
+
     def add(self, graph: Any, made: int) -> None:
         """`graph` was captured and made tensors of `made` bytes."""
         if not self._graphs:

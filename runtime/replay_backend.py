@@ -50,7 +50,7 @@ class TapeGraph:
         self._ownership = tape.ownership
         self._backend = backend
         self._pool = pool
-        pool.add(self, sum(tensor.nbytes for tensor in self._made))
+        pool.add(self, tape.made_bytes)
 
     @property
     def operations(self) -> int:
@@ -79,7 +79,7 @@ class TapeGraph:
     def _check_inputs(self) -> None:
         for recorded, tensor in self._ownership.moved():
             name = f"a captured {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
-            raise MovedTensor(name=name, recorded=recorded, now=hex(tensor.data_ptr()))
+            raise MovedTensor(name=name, recorded=hex(recorded), now=hex(tensor.data_ptr()))
 
     def release(self) -> None:
         self._operations = ()
@@ -104,12 +104,11 @@ class TapeCapture:
         if self._tape.host_read is not None:
             self._tape.undo()
             raise self._tape.host_read
+        if self._pool.growth(self._tape.made_bytes) > self._backend.memory().free:
+            self._tape.undo()
+            raise torch.OutOfMemoryError("this capture would exceed the modelled limit")
         self._tape.finish()
-        graph = TapeGraph(self._tape, self._backend, self._pool)
-        if self._backend.memory().free < 0:
-            graph.release()
-            raise torch.OutOfMemoryError("the modelled limit is exceeded by this capture")
-        return graph
+        return TapeGraph(self._tape, self._backend, self._pool)
 
     def abort(self) -> None:
         self._tape.stop()

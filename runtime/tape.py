@@ -35,7 +35,7 @@ _UNWRITTEN = frozenset(
 _HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
-class Tape(Watch):
+class Tape(Watch):  # type: ignore[no-untyped-call]
     """A watch that records; `finish` or `undo` must follow `stop`."""
 
     def __init__(self) -> None:
@@ -96,6 +96,10 @@ class Tape(Watch):
         """Remember what tensors from outside hold before something may write to them."""
         outside = [tensor for tensor in tensors if not self.ownership.is_made(tensor)]
         self._before += [(tensor.detach(), tensor.clone()) for tensor in outside]
+
+    @property
+    def made_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.made.values())
 
     def finish(self) -> None:
         """Leave no trace of having run: written tensors as before, made ones poisoned."""
