@@ -65,7 +65,7 @@ class CompileConfig(BaseModel):
     splitting_ops: Annotated[tuple[str, ...], TRACED] = ()
     """Custom ops at which the graph is cut: `ns::op` or `ns::op.overload`."""
 
-    inputs: Annotated[dict[str, InputSpec], TRACED] = Field(default_factory=dict)
+    inputs: Annotated[dict[str, str], TRACED] = Field(default_factory=dict)
     """Tensor inputs by parameter name, as `int64[num_tokens]`; example inputs are built from it."""
 
     max_num_tokens: Annotated[int, TRACED, Field(ge=1)] = 2048
@@ -91,15 +91,14 @@ class CompileConfig(BaseModel):
         except ValidationError as error:
             raise _first_problem(error) from None
 
-    @field_validator("inputs", mode="before")
+    @field_validator("inputs")
     @classmethod
-    def _parse_inputs(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {
-            name: InputSpec.parse(spec) if isinstance(spec, str) else spec
-            for name, spec in value.items()
-        }
+    def _check_inputs(cls, inputs: dict[str, str]) -> dict[str, str]:
+        return {name: str(InputSpec.parse(text)) for name, text in inputs.items()}
+
+    def input_specs(self) -> dict[str, InputSpec]:
+        """`inputs`, read."""
+        return {name: InputSpec.parse(text) for name, text in self.inputs.items()}
 
     def limits(self, symbol: str) -> tuple[int, int]:
         """Inclusive range of a symbol: its own, or that of the token count."""

@@ -73,7 +73,7 @@ def example_inputs(
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    specs = config.inputs or _inferred(leaves(bound.arguments))
+    specs = config.input_specs() or _inferred(leaves(bound.arguments))
     symbols = _declared(specs, leaves(bound.arguments), config)
     return Examples(dict(bound.arguments), signature, symbols)
 
@@ -90,10 +90,11 @@ def mark(examples: Examples, config: CompileConfig) -> None:
 def _built(
     signature: inspect.Signature, config: CompileConfig, device: torch.device
 ) -> dict[str, Any]:
+    specs = config.input_specs()
     sizes = _symbol_sizes(config)
     built = {}
     for name, parameter in signature.parameters.items():
-        if spec := config.inputs.get(name):
+        if spec := specs.get(name):
             shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
             built[name] = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
         elif parameter.default is inspect.Parameter.empty and parameter.kind not in (
@@ -106,7 +107,7 @@ def _built(
 
 def _symbol_sizes(config: CompileConfig) -> dict[str, int]:
     names = dict.fromkeys(
-        dim for spec in config.inputs.values() for dim in spec.shape if isinstance(dim, str)
+        dim for spec in config.input_specs().values() for dim in spec.shape if isinstance(dim, str)
     )
     sizes = {}
     for name, size in zip(names, _SIZES * (1 + len(names) // len(_SIZES)), strict=False):

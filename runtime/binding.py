@@ -54,7 +54,8 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         names[f"S{index}"] = symbol
         body += [
             f"{symbol.name} = {symbol.source}.size({symbol.dim})",
-            f"if not {symbol.low} <= {symbol.name} <= {symbol.high}: beyond(S{index}, {symbol.name})",
+            f"if not {symbol.low} <= {symbol.name} <= {symbol.high}:"
+            f" beyond(S{index}, {symbol.name})",
         ]
     for index, check in enumerate(plan.checks):
         names[f"C{index}"] = check

@@ -14,8 +14,8 @@ from ..cache import Cache
 from ..cache.environment import CACHE_DIR, read
 from ..compile.compile_model import ExampleArguments, compile_model
 from ..dispatch import (
-    DispatchPlan,
     Dispatcher,
+    DispatchPlan,
     GraphMode,
     default_capture_sizes,
     level_defaults,
