@@ -231,6 +231,16 @@ class PieceFailed(CompileError):
     todo = "Run with compiler='eager' to see whether the piece itself is at fault."
 
 
+class LibraryNotGeneral(CompileError):
+    what = "the ahead-of-time library holds only where {expression}"
+    todo = "The piece is served by Inductor's standalone artifact instead."
+
+
+class LibraryDisagrees(CompileError):
+    what = "the ahead-of-time library is off by {difference} in a result of shape {shape}"
+    todo = "The piece is served by Inductor's standalone artifact instead."
+
+
 class UnknownCompiler(CompileError):
     what = "there is no compiler {name!r}"
     todo = "Known: {known}."

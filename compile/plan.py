@@ -85,8 +85,8 @@ class UniquePiece(Frozen):
     digest: str
     """Content hash; see `fingerprint`."""
     nodes: int
-    symbols: tuple[str, ...]
-    """Plan symbols that are among its arguments, as seen by its first use."""
+    sizes: tuple[int, ...]
+    """Positions of sizes among its arguments; the others are tensors."""
 
 
 class Check(Frozen):

@@ -109,9 +109,9 @@ class Planner:
                 UniquePiece(
                     digest=digest,
                     nodes=len(piece.graph.nodes),
-                    symbols=tuple(
-                        self._symbols[key].name
-                        for key in piece.inputs
+                    sizes=tuple(
+                        position
+                        for position, key in enumerate(piece.inputs)
                         if isinstance(key, sympy.Symbol)
                     ),
                 )

@@ -12,7 +12,7 @@ import torch
 
 from ..cache import Cache
 from ..cache.environment import CACHE_DIR, read
-from ..compile.compile_model import ExampleArguments, compile_model
+from ..compile.compile_model import ExampleArguments, Task, compile_model
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,
@@ -59,7 +59,8 @@ def prepare(
         )
         plan = _dispatch_plan(resolved.mode, config)
         cache = Cache(_cache_root(config), events)
-        compiled = compile_model(model, _with_compiler(config), cache, events, device, examples)
+        task = Task(model, _with_compiler(config), cache, events, device, examples)
+        compiled = compile_model(task)
     return PreparedModel(
         compiled,
         inspect.signature(model.forward),
