@@ -13,6 +13,7 @@ shared layer is: signed, pinned, or by explicit opt-in.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,7 +63,7 @@ def import_entries(path: Path, trust: Trust, limit: int = MAX_BUNDLE_BYTES) -> l
     Nothing is written and nothing of the contents is interpreted. Raises BundleRefused.
     """
     try:
-        return _entries(memoryview(read_file(path.resolve(), limit)), trust)
+        return _entries(memoryview(read_file(Path(os.path.realpath(path)), limit)), trust)
     except (_Refused, BadManifest, OSError) as error:
         raise BundleRefused(path=path, reason=error) from error
 

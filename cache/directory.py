@@ -37,10 +37,13 @@ class PrivateDirectory:
     writable = True
 
     def __init__(self, root: Path, fault: Fault = no_fault) -> None:
-        """Create what is missing; raises UntrustedDirectory or CacheNotWritable."""
-        self.root = root.absolute()
+        """Create what is missing; raises UntrustedDirectory or CacheNotWritable.
+
+        Links on the way are followed now and never again: who re-points one later is too late.
+        """
         self._fault = fault
         try:
+            self.root = Path(os.path.realpath(root))
             make_private(self.root / "tmp")
             check_private(self.root)
             with self._scratch():
@@ -71,24 +74,25 @@ class PrivateDirectory:
         self._fault("done")
 
     def _put_blob(self, scratch: Path, ref: BlobRef, content: bytes) -> None:
-        final = self.root / blob_name(ref.sha256)
-        if self.holds(ref):
-            with contextlib.suppress(OSError):
-                os.utime(final)
+        if self.file(ref) is not None:
             return
         temporary = scratch / ref.sha256
         write_synced(temporary, content)
         self._fault("blob written")
-        place(temporary, final)
+        place(temporary, self.root / blob_name(ref.sha256))
         self._fault("blob placed")
 
-    def holds(self, ref: BlobRef) -> bool:
-        """Whether a regular file of the right size lies under the blob's name."""
+    def file(self, ref: BlobRef) -> Path | None:
+        """The file of a blob, safe from eviction for the time of grace; None if it is not here."""
+        path = self.root / blob_name(ref.sha256)
         try:
-            status = (self.root / blob_name(ref.sha256)).lstat()
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size != ref.size:
+                return None
+            os.utime(path)
         except OSError:
-            return False
-        return stat.S_ISREG(status.st_mode) and status.st_size == ref.size
+            return None
+        return path
 
     def used(self, manifest: Manifest) -> None:
         """Record, once a minute, that an entry was of use; eviction goes by it."""

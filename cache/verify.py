@@ -6,6 +6,7 @@ Exit statuses are those of `nix store verify`, summed: 0 clean, 1 corrupt, 2 unt
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntFlag
@@ -61,7 +62,7 @@ def exit_status(findings: Iterable[Finding]) -> int:
 
 def _openness(root: Path) -> Iterator[Finding]:
     try:
-        check_private(root)
+        check_private(Path(os.path.realpath(root)))
     except UntrustedDirectory as error:
         yield Finding(Status.UNTRUSTED, ".", str(error))
     except OSError as error:

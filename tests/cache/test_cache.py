@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Entry, Key, Miss
-from piecegraph.errors import InvalidName
+from piecegraph.cache.factors import Json
+from piecegraph.errors import InvalidEntry, InvalidName
 from piecegraph.events import Events
 
 from .conftest import BLOBS, META
@@ -65,6 +66,14 @@ def test_name_that_could_leave_the_directory_is_refused(cache: Cache, key: Key, 
         cache.publish(name, key, {}, {})
     with pytest.raises(InvalidName):
         Key.of(name, {})
+
+
+@pytest.mark.parametrize("meta", [{"x": float("nan")}, {"x": object()}, {"x": "y" * (17 << 20)}])
+def test_meta_that_no_reader_would_take_is_refused(
+    cache: Cache, key: Key, meta: dict[str, Json]
+) -> None:
+    with pytest.raises(InvalidEntry, match="meta as numbers"):
+        cache.publish("artifact", key, meta, {})
 
 
 def test_everything_written_is_closed_to_others(cache: Cache, root: Path, key: Key) -> None:

@@ -219,6 +219,12 @@ def test_c2_insitubatch_42_published_files_are_replaced_and_never_truncated(
         file.close()
 
 
+def test_a_loop_of_links_is_an_error_with_advice(tmp_path: Path, events: Events) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(CacheNotWritable):
+        Cache(tmp_path / "loop", events)
+
+
 def test_a_path_that_cannot_be_made_is_an_error_with_advice(tmp_path: Path, events: Events) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CacheNotWritable, match="turn the cache off"):

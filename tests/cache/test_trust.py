@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache.environment import SIGNING_KEY, SIGNING_KEY_FILE
 from piecegraph.cache.signing import anybody, pinned, secret_from_environment, sign, signed_with
 from piecegraph.cache.trust import check_private
@@ -51,16 +51,16 @@ def test_sticky_ancestor_is_no_danger(tmp_path: Path) -> None:
     Cache(tmp_path / "sticky" / "cache", Events())
 
 
-def test_link_in_an_open_directory_is_refused(tmp_path: Path) -> None:
-    """Who can write where the link lies can point it elsewhere."""
-    (tmp_path / "private").mkdir(mode=0o700)
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    (tmp_path / "open" / "link").symlink_to(tmp_path / "private")
-    with pytest.raises(UntrustedDirectory):
-        check_private(tmp_path / "open" / "link")
-    (tmp_path / "link").symlink_to(tmp_path / "private")
-    check_private(tmp_path / "link")
+def test_link_is_followed_once_and_re_pointing_it_later_has_no_effect(
+    tmp_path: Path, key: Key
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "ours")
+    cache = Cache(link, Events())
+    Cache(tmp_path / "theirs", Events()).publish("artifact", key, {}, {"x": b"evil"})
+    link.unlink()
+    link.symlink_to(tmp_path / "theirs")
+    assert isinstance(cache.lookup("artifact", key), Miss)
 
 
 def test_link_to_an_open_directory_is_refused(tmp_path: Path) -> None:
@@ -69,6 +69,8 @@ def test_link_to_an_open_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open" / "inner").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "open" / "inner")
     with pytest.raises(UntrustedDirectory):
+        Cache(tmp_path / "link", Events())
+    with pytest.raises(NotADirectoryError):
         check_private(tmp_path / "link")
 
 
