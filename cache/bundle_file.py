@@ -106,7 +106,7 @@ def _header(content: memoryview) -> tuple[list[BlobRef], list[int], int]:
         header = json.loads(line)
         refs = [BlobRef(sha256, size) for sha256, size in header["blobs"]]
         lengths = list(header["manifests"])
-        in_form = canonical(header) == line
+        in_form = canonical(header) == line and header.keys() == {"blobs", "manifests"}
     except (ValueError, TypeError, KeyError, RecursionError):
         _refuse("its header is malformed")
     sizes = [*lengths, *(ref.size for ref in refs)]

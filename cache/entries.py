@@ -68,7 +68,10 @@ class Readable(Protocol):
     def name(self) -> str: ...
 
     def read(self, name: str, limit: int) -> bytes:
-        """The bytes at a relative name, at most `limit`; FileNotFoundError or another OSError."""
+        """The bytes at a relative name; FileNotFoundError or another OSError.
+
+        No more than about `limit` bytes are read; whether they are right is for the caller.
+        """
         ...
 
     def refuses(self, manifest: Manifest, signature: str | None) -> str | None:

@@ -43,7 +43,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """An entry as eviction sees it; `idle` is seconds since its last use, never negative."""
+    """An entry as eviction sees it; `idle` is seconds since its last use, negative if
+    the clock has been set back, which is as good as fresh."""
 
     name: str
     idle: float
@@ -93,7 +94,7 @@ def _stored(root: Path) -> Iterator[_Stored]:
         _, kind, _, digest = name.split("/")
         with contextlib.suppress(FileNotFoundError):
             status = (root / name).lstat()
-            idle = max(0.0, now - status.st_mtime)  # the clock may have been set back
+            idle = now - status.st_mtime
             pinned = (root / "pins" / f"{kind}-{digest}").exists()
             yield _Stored(name, idle, status.st_size, _blobs(root / name), pinned)
 

@@ -128,10 +128,18 @@ def test_sizes_that_lie_are_refused_before_anything_is_read(tmp_path: Path) -> N
         {"blobs": [["../../etc/passwd", 0]], "manifests": []},
         {"blobs": [["0" * 64]], "manifests": []},
         {"blobs": 1, "manifests": []},
+        {"blobs": [], "manifests": [], "more": 1},
     ],
 )
 def test_malformed_headers_are_refused(tmp_path: Path, header: Json) -> None:
     refused(tmp_path / "x", header)
+
+
+def test_header_has_one_form(tmp_path: Path) -> None:
+    for line in (b'{"blobs": [], "manifests": []}', b'{"manifests":[],"blobs":[]}', b'{"x":NaN}'):
+        (tmp_path / "x").write_bytes(MAGIC + line + b"\n")
+        with pytest.raises(BundleRefused, match=r"form"):
+            import_entries(tmp_path / "x", anybody)
 
 
 def test_blob_that_is_not_in_the_file_is_refused(tmp_path: Path, entries: list[Entry]) -> None:

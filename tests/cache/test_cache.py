@@ -124,6 +124,15 @@ def test_counters_and_events_tell_the_story(cache: Cache, events: Events, key: K
     assert [event.name for event in events.events] == ["cache.miss", "cache.publish", "cache.hit"]
 
 
+@pytest.mark.parametrize("meta", [{}, {"compile_seconds": 0.0}, {"compile_seconds": "long"}])
+def test_nothing_is_saved_where_nothing_was_spent(
+    cache: Cache, events: Events, key: Key, meta: dict[str, Json]
+) -> None:
+    cache.publish("artifact", key, meta, BLOBS)
+    cache.lookup("artifact", key)
+    assert "cache.milliseconds_saved" not in events.counters
+
+
 def test_moved_directory_still_hits_c1_vllm_47573(
     cache: Cache, root: Path, tmp_path: Path, events: Events, key: Key
 ) -> None:

@@ -73,9 +73,11 @@ def test_pinned_entries_stay(filled: Cache, root: Path, events: Events) -> None:
     pin(root, "artifact", numbered(8).digest)
     evict(root, Limits(size=35 * KB), events)
     assert left(root) == [0, 8]
-    unpin(root, "artifact", numbered(8).digest)
-    unpin(root, "artifact", numbered(8).digest)
     set_idle(root, 0, 3600)
+    evict(root, Limits(size=0, age=60), events)
+    assert left(root) == [8]
+    unpin(root, "artifact", numbered(8).digest)
+    unpin(root, "artifact", numbered(8).digest)
     evict(root, Limits(size=0), events)
     assert left(root) == []
     assert size(root) == 0
@@ -106,6 +108,16 @@ def test_blob_just_written_for_an_entry_to_come_stays(root: Path, events: Events
     cache = Cache(root, events, fault=pass_by)
     cache.publish("artifact", numbered(0), {}, {"x": b"new"})
     assert isinstance(cache.lookup("artifact", numbered(0)), Entry)
+
+
+def test_file_that_was_just_handed_out_stays(filled: Cache, root: Path, events: Events) -> None:
+    """Its loader may be about to open it, though the entry has been replaced meanwhile."""
+    entry = filled.lookup("artifact", numbered(5))
+    assert isinstance(entry, Entry)
+    path = filled.path(entry, "own")
+    filled.publish("artifact", numbered(5), {}, {"own": b"another"})
+    evict(root, Limits(size=0), events)
+    assert path.exists()
 
 
 def test_blob_that_gets_an_entry_during_the_eviction_is_put_back(

@@ -16,6 +16,7 @@ import pytest
 
 from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache.layers import SharedDirectory
+from piecegraph.cache.manifest import MAX_MANIFEST_BYTES
 from piecegraph.cache.names import blob_name, entry_name
 from piecegraph.cache.remote import Remote
 from piecegraph.cache.signing import anybody, pinned, signed_with
@@ -91,6 +92,16 @@ def test_damaged_private_entry_is_mended_from_the_next_layer(
         found = cache.lookup("artifact", key)
         assert isinstance(found, Entry)
         assert found.layer == layer
+
+
+def test_first_reason_that_says_something_is_told(root: Path, image: Path, key: Key) -> None:
+    shutil.copytree(image, root)
+    (root / blob_name(other_blob(root))).write_bytes(b"damaged")
+    shutil.rmtree(image / "entries")
+    cache = Cache(root, Events(), shared=[SharedDirectory(image, anybody)])
+    missed = cache.lookup("artifact", key)
+    assert isinstance(missed, Miss)
+    assert (missed.reason, missed.layer) == ("damaged", "private")
 
 
 def test_first_layer_that_has_it_is_asked(root: Path, tmp_path: Path, key: Key) -> None:
@@ -183,19 +194,48 @@ def test_damaged_remote_is_a_miss_and_a_write_back_mends_it(
 
 
 class Counting:
-    """Counts the requests that reach a file system, and can be made to fail."""
+    """Lists the requests that reach a file system, and can be made to fail."""
 
     def __init__(self, remote: Remote) -> None:
-        self.requests = 0
+        self.verbs: list[str] = []
         self.failure: Exception | None = None
         self._files = remote._files
         remote._files = self
 
     def __getattr__(self, verb: str) -> Any:
-        self.requests += 1
+        self.verbs.append(verb)
         if self.failure is not None:
             raise self.failure
         return getattr(self._files, verb)
+
+
+def test_blobs_that_a_remote_has_are_not_sent_again(url: str, key: Key) -> None:
+    remote = Remote(url, anybody, write_back=True)
+    counting = Counting(remote)
+    cache = Cache(None, Events(), shared=[remote])
+    cache.publish("artifact", key, META, BLOBS)
+    assert counting.verbs.count("pipe_file") == len(BLOBS) + 1
+    cache.publish("bundle", key, META, BLOBS)
+    assert counting.verbs.count("pipe_file") == len(BLOBS) + 2
+
+
+def test_no_more_than_a_blob_is_asked_for(
+    url: str, key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remote may hold anything of any size; empty ranges, which some refuse, are not asked."""
+    remote = Remote(url, anybody, write_back=True)
+    cache = Cache(None, Events(), shared=[remote])
+    cache.publish("artifact", key, {}, {"three": b"abc", "empty": b""})
+    asked = []
+    cat_file = remote._files.cat_file
+
+    def watch(path: str, start: int, end: int) -> Any:
+        asked.append((start, end))
+        return cat_file(path, start=start, end=end)
+
+    monkeypatch.setattr(remote._files, "cat_file", watch)
+    assert isinstance(cache.lookup("artifact", key), Entry)
+    assert asked == [(0, MAX_MANIFEST_BYTES + 1), (0, 4)]
 
 
 def test_what_a_remote_lacks_is_remembered(url: str, key: Key) -> None:
@@ -204,7 +244,7 @@ def test_what_a_remote_lacks_is_remembered(url: str, key: Key) -> None:
     cache = Cache(None, Events(), shared=[remote])
     for _ in range(5):
         assert isinstance(cache.lookup("artifact", key), Miss)
-    assert counting.requests == 1
+    assert len(counting.verbs) == 1
     cache.publish("artifact", key, META, BLOBS)
     assert isinstance(cache.lookup("artifact", key), Entry)
 
@@ -233,7 +273,7 @@ def test_failing_remote_is_a_miss_and_is_left_alone_for_a_while(
     entry = cache.publish("artifact", key, META, BLOBS)
     assert isinstance(cache.lookup("artifact", key), Entry)
     assert cache.read(entry, "code.py") == BLOBS["code.py"]
-    assert counting.requests == 1
+    assert len(counting.verbs) == 1
     assert events.counters["cache.publish_failed"] == 1
 
 
