@@ -145,18 +145,6 @@ class Cache:
             if layer.writable:
                 self._store(layer, entry)
 
-    def _make_room(self, published: int) -> None:
-        """Evict now and then: counting what there is costs more than a publish."""
-        self._since_eviction += published
-        if self._since_eviction > self._limits.size / 16:
-            self.evict()
-
-    def evict(self) -> None:
-        """Bring the private directory within its limits now."""
-        self._since_eviction = 0
-        if self.private is not None:
-            evict(self.private.root, self._limits, self._events)
-
     def _store(self, layer: Layer, entry: Entry) -> None:
         label = _label(entry.manifest.kind, entry.key)
         try:
@@ -174,10 +162,22 @@ class Cache:
                 raise LayerFailed(layer=layer.name, reason=str(error)) from error
         else:
             self._events.count("cache.published")
-            if layer is self.private:
-                self._make_room(entry.size)
             self._events.count("cache.bytes_written", entry.size)
             self._events.emit("cache.publish", entry=label, layer=layer.name, bytes=entry.size)
+            if layer is self.private:
+                self._make_room(entry.size)
+
+    def _make_room(self, published: int) -> None:
+        """Evict now and then: counting what there is costs more than a publish."""
+        self._since_eviction += published
+        if self._since_eviction > self._limits.size / 16:
+            self.evict()
+
+    def evict(self) -> None:
+        """Bring the private directory within its limits now."""
+        self._since_eviction = 0
+        if self.private is not None:
+            evict(self.private.root, self._limits, self._events)
 
     def read(self, entry: Entry, name: str) -> bytes:
         """The verified bytes of a blob; KeyError if the entry has no such blob."""
@@ -190,7 +190,7 @@ class Cache:
         one that lives as long as this cache. KeyError if there is no such blob.
         """
         ref, content = entry.manifest.blobs[name], entry.contents[name]
-        if self.private is not None and (stored := self.private.file(ref)) is not None:
+        if self.private is not None and (stored := self.private.file(ref, content)):
             return stored
         directory = Path(tempfile.mkdtemp(prefix="piecegraph-"))
         weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)

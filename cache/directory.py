@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -58,7 +57,7 @@ class PrivateDirectory:
         return None
 
     def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
-        """Publish an entry; raises OSError, and then the entry is as absent as before."""
+        """Publish an entry; raises OSError, and what readers find then is whole or a miss."""
         blobs = {manifest.blobs[name]: content for name, content in contents.items()}
         with self._scratch() as scratch:
             for ref, content in blobs.items():
@@ -74,7 +73,7 @@ class PrivateDirectory:
         self._fault("done")
 
     def _put_blob(self, scratch: Path, ref: BlobRef, content: bytes) -> None:
-        if self.file(ref) is not None:
+        if self.file(ref, content) is not None:
             return
         temporary = scratch / ref.sha256
         write_synced(temporary, content)
@@ -82,12 +81,14 @@ class PrivateDirectory:
         place(temporary, self.root / blob_name(ref.sha256))
         self._fault("blob placed")
 
-    def file(self, ref: BlobRef) -> Path | None:
-        """The file of a blob, safe from eviction for the time of grace; None if it is not here."""
+    def file(self, ref: BlobRef, content: bytes) -> Path | None:
+        """The file of a blob, safe from eviction for the time of grace.
+
+        None unless it is here with the right content: damage is no reason not to write it again.
+        """
         path = self.root / blob_name(ref.sha256)
         try:
-            status = path.lstat()
-            if not stat.S_ISREG(status.st_mode) or status.st_size != ref.size:
+            if read_file(path, ref.size) != content:
                 return None
             os.utime(path)
         except OSError:
@@ -104,14 +105,16 @@ class PrivateDirectory:
     def quarantine(self, name: str, reason: str) -> bool:
         """Move a damaged file out of the way, with the reason beside it; raises OSError.
 
-        False, and the file is back, if another process had put a good one there meanwhile.
+        False if another process has done so, or has put a good file there, which is put back.
         """
         quarantine = self.root / "quarantine"
         make_private(quarantine)
         kept = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-"), dir=quarantine))
-        os.replace(self.root / name, kept / "file")
-        if is_intact(name, kept / "file"):
-            place(kept / "file", self.root / name)
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self.root / name, kept / "file")
+            if is_intact(name, kept / "file"):
+                place(kept / "file", self.root / name)
+        if not os.path.lexists(kept / "file"):
             kept.rmdir()
             return False
         (kept / "reason.json").write_text(json.dumps({"name": name, "reason": reason}))

@@ -44,11 +44,14 @@ def verify(root: Path, trust: Trust | None = None) -> list[Finding]:
     """
     findings = [] if trust is not None else list(_openness(root))
     place = SharedDirectory(root, trust or anybody)
-    for name in entry_names(root):
-        findings += _check_entry(place, name)
-    for name in blob_names(root):
-        if not is_intact(name, root / name):
-            findings.append(Finding(Status.CORRUPT, name, "not the bytes of its name"))
+    try:
+        for name in entry_names(root):
+            findings += _check_entry(place, name)
+        for name in blob_names(root):
+            if not is_intact(name, root / name):
+                findings.append(Finding(Status.CORRUPT, name, "not the bytes of its name"))
+    except OSError as error:
+        findings.append(Finding(Status.UNVERIFIABLE, ".", str(error)))
     return findings
 
 

@@ -15,6 +15,7 @@ from piecegraph.cache import Cache, Entry, Key
 from piecegraph.cache.bundle_file import MAGIC, export_entries, import_entries
 from piecegraph.cache.factors import Json, canonical
 from piecegraph.cache.manifest import encode
+from piecegraph.cache.names import BLOB_AREA
 from piecegraph.cache.signing import anybody, pinned, signed_with
 from piecegraph.errors import BundleRefused
 from piecegraph.events import Events
@@ -184,6 +185,6 @@ def test_imported_names_stay_inside_the_cache(tmp_path: Path, file: Path) -> Non
     for entry in import_entries(file, anybody):
         cache.store(entry)
     assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(root)} == before
-    for path in (root / "blobs").rglob("*"):
+    for path in (root / BLOB_AREA).rglob("*"):
         if path.is_file():
             assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name

@@ -9,6 +9,7 @@ import pytest
 
 from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache.factors import Json
+from piecegraph.cache.names import BLOB_AREA
 from piecegraph.errors import InvalidEntry, InvalidName
 from piecegraph.events import Events
 
@@ -39,7 +40,7 @@ def test_kinds_and_keys_do_not_meet(cache: Cache, key: Key) -> None:
 def test_equal_contents_are_stored_once(cache: Cache, root: Path) -> None:
     for piece in ("a", "b"):
         cache.publish("artifact", Key.of("codegen", {"piece": piece}), {}, {"x": b"1", "y": b"1"})
-    assert len([path for path in (root / "blobs").rglob("*") if path.is_file()]) == 1
+    assert len([path for path in (root / BLOB_AREA).rglob("*") if path.is_file()]) == 1
 
 
 def test_blob_given_as_a_file(cache: Cache, tmp_path: Path, key: Key) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache.factors import canonical
 from piecegraph.cache.manifest import BadManifest, BlobRef, decode
-from piecegraph.cache.names import blob_name, entry_name
+from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name, entry_name
 from piecegraph.cache.verify import exit_status, verify
 from piecegraph.events import Events
 
@@ -24,7 +24,7 @@ from .conftest import BLOBS, META
 
 
 def files_of(root: Path) -> list[Path]:
-    areas = (root / "entries", root / "blobs")
+    areas = (root / ENTRY_AREA, root / BLOB_AREA)
     return sorted(path for area in areas for path in area.rglob("*") if path.is_file())
 
 
@@ -111,6 +111,14 @@ def test_entry_that_is_good_again_is_not_quarantined(cache: Cache, root: Path, k
     assert list((root / "quarantine").iterdir()) == []
 
 
+def test_damage_that_another_process_has_put_away_is_no_news(
+    cache: Cache, root: Path, key: Key
+) -> None:
+    assert cache.private is not None
+    assert not cache.private.quarantine(entry_name("artifact", key.digest), "was damaged")
+    assert list((root / "quarantine").iterdir()) == []
+
+
 def test_failure_W5_manifest_of_another_key_is_not_believed(
     cache: Cache, root: Path, key: Key
 ) -> None:
@@ -163,7 +171,7 @@ def test_huge_file_is_a_miss_and_is_not_read(cache: Cache, root: Path, key: Key)
         assert_miss_then_mended(cache, key, BLOBS)
 
 
-@pytest.mark.parametrize("make", ["short", "link"])
+@pytest.mark.parametrize("make", ["short", "link", "other bytes"])
 def test_publish_does_not_rely_on_a_damaged_blob(
     cache: Cache, root: Path, tmp_path: Path, key: Key, make: str
 ) -> None:
@@ -172,10 +180,14 @@ def test_publish_does_not_rely_on_a_damaged_blob(
         blob = root / blob_name(ref.sha256)
         if make == "short":
             os.truncate(blob, 1)
+        elif make == "other bytes":
+            blob.write_bytes(bytes(ref.size))
         else:
             blob.unlink()
             blob.symlink_to("x" * ref.size if ref.size < 200 else tmp_path)
-    cache.publish("bundle", key, META, BLOBS)
+    published = cache.publish("bundle", key, META, BLOBS)
+    for name, content in BLOBS.items():
+        assert cache.path(published, name).read_bytes() == content
     assert isinstance(cache.lookup("bundle", key), Entry)
 
 

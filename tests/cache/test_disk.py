@@ -16,7 +16,7 @@ import pytest
 from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache import directory as directory_module
 from piecegraph.cache.evict import Limits
-from piecegraph.cache.names import blob_name
+from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name
 from piecegraph.cache.verify import verify
 from piecegraph.errors import CacheNotWritable
 from piecegraph.events import Events
@@ -142,7 +142,7 @@ def test_directory_is_replaced_by_a_file(
 
 
 def test_parts_of_the_directory_vanish(cache: Cache, root: Path, key: Key) -> None:
-    for part in ("tmp", "blobs", "entries", "locks", "quarantine"):
+    for part in ("tmp", BLOB_AREA, ENTRY_AREA, "locks", "quarantine"):
         cache.publish("artifact", key, META, BLOBS)
         shutil.rmtree(root / part, ignore_errors=True)
         cache.publish("artifact", key, META, BLOBS)
@@ -158,7 +158,7 @@ def test_clock_set_back(root: Path, events: Events, key: Key) -> None:
         os.utime(path, (future, future))
     cache.evict()
     assert isinstance(cache.lookup("artifact", key), Entry)
-    (manifest,) = [path for path in (root / "entries").rglob("*") if path.is_file()]
+    (manifest,) = [path for path in (root / ENTRY_AREA).rglob("*") if path.is_file()]
     assert abs(manifest.stat().st_mtime - time.time()) < 5
 
 

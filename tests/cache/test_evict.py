@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache import evict as evict_module
 from piecegraph.cache.evict import Limits, evict, pin, unpin
-from piecegraph.cache.names import entry_name
+from piecegraph.cache.names import BLOB_AREA, entry_name
 from piecegraph.cache.verify import verify
 from piecegraph.errors import InvalidName
 from piecegraph.events import Events
@@ -30,7 +32,7 @@ def filled(root: Path, events: Events) -> Cache:
         blobs = {"own": bytes([number]) * 10 * KB, "shared": b"x" * 10 * KB}
         cache.publish("artifact", numbered(number), {}, blobs)
         set_idle(root, number, number * 3600)
-    for path in (root / "blobs").rglob("*"):
+    for path in (root / BLOB_AREA).rglob("*"):
         os.utime(path, (0, 0))
     return cache
 
@@ -45,7 +47,7 @@ def left(root: Path) -> list[int]:
 
 
 def size(root: Path) -> int:
-    return sum(path.stat().st_size for path in (root / "blobs").rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in (root / BLOB_AREA).rglob("*") if path.is_file())
 
 
 def test_least_recently_used_go_first(filled: Cache, root: Path, events: Events) -> None:
@@ -128,7 +130,7 @@ def test_blob_that_gets_an_entry_during_the_eviction_is_put_back(
     published = []
 
     def publish_first(source: Path, target: Path) -> None:
-        if not published and "tmp" in Path(target).parts and "blobs" in Path(source).parts:
+        if not published and "tmp" in Path(target).parts and BLOB_AREA in Path(source).parts:
             published.append(1)
             name = entry_name("artifact", numbered(0).digest)
             replace(root / "hidden", root / name)
@@ -167,6 +169,22 @@ def test_damaged_manifest_is_evicted_like_any_other(
     set_idle(root, 9, 9 * 3600)
     evict(root, Limits(age=8.5 * 3600), events)
     assert left(root) == list(range(9))
+
+
+def test_manifest_that_cannot_be_read_now_keeps_its_blobs(
+    filled: Cache, root: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moment's failure of the disk must not turn what is needed into orphans."""
+    before = size(root)
+
+    def fail(path: Path, limit: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evict_module, "read_file", fail)
+        evict(root, Limits(grace=0), events)
+    assert "Input/output error" in events.named("cache.evict_failed")[0].facts["reason"]
+    assert (left(root), size(root)) == (list(range(10)), before)
 
 
 def test_eviction_that_fails_is_an_event(

@@ -17,7 +17,7 @@ import pytest
 from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache.layers import SharedDirectory
 from piecegraph.cache.manifest import MAX_MANIFEST_BYTES
-from piecegraph.cache.names import blob_name, entry_name
+from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name, entry_name
 from piecegraph.cache.remote import Remote
 from piecegraph.cache.signing import anybody, pinned, signed_with
 from piecegraph.errors import LayerFailed
@@ -79,7 +79,7 @@ def test_shared_directory_is_never_written(root: Path, image: Path, key: Key) ->
 
 
 def other_blob(image: Path) -> str:
-    return next(path.name for path in (image / "blobs").rglob("*") if path.is_file())
+    return next(path.name for path in (image / BLOB_AREA).rglob("*") if path.is_file())
 
 
 def test_damaged_private_entry_is_mended_from_the_next_layer(
@@ -97,7 +97,7 @@ def test_damaged_private_entry_is_mended_from_the_next_layer(
 def test_first_reason_that_says_something_is_told(root: Path, image: Path, key: Key) -> None:
     shutil.copytree(image, root)
     (root / blob_name(other_blob(root))).write_bytes(b"damaged")
-    shutil.rmtree(image / "entries")
+    shutil.rmtree(image / ENTRY_AREA)
     cache = Cache(root, Events(), shared=[SharedDirectory(image, anybody)])
     missed = cache.lookup("artifact", key)
     assert isinstance(missed, Miss)
@@ -118,7 +118,7 @@ def test_untrusted_entry_is_a_miss_and_is_not_copied(root: Path, image: Path, ke
     cache = Cache(root, Events(), shared=[SharedDirectory(image, signed_with(SECRET))])
     missed = cache.lookup("artifact", key)
     assert missed == Miss("untrusted", "it is not signed", f"shared:{image}")
-    assert not (root / "blobs").exists()
+    assert not (root / BLOB_AREA).exists()
 
 
 def test_pinned_entry_is_believed(root: Path, image: Path, key: Key) -> None:

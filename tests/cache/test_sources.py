@@ -48,7 +48,7 @@ def op(x, eps=1e-6):
     inner = [helper(y) for y in (x,) if y in {"a", "b"}]
     later = lambda: only_nested(x)
     try:
-        first = x.real
+        first = x.real - x.imag
         second = HERE
     except ValueError:
         pass
@@ -70,7 +70,7 @@ half = partial(op, eps=1.0)
 """
 
 
-SECOND_OUTSIDE = "    except ValueError:\n        pass\n    second = HERE\n"
+SECOND_OUTSIDE = "    except ValueError:\n        pass\n    else:\n        second = HERE\n"
 
 
 def module(tmp_path: Path, source: str = SOURCE, name: str = "model") -> types.ModuleType:
@@ -105,7 +105,7 @@ def test_moved_checkout_and_moved_lines_change_nothing_c1_vllm_47573(
         ("width = 4", "width = 8"),
         ("height = 5", "height = 6"),
         ("x * 3", "x * 4"),
-        ("x.real", "x.imag"),
+        ("x.real - x.imag", "x.imag - x.real"),
         ("        second = HERE\n    except ValueError:\n        pass\n", SECOND_OUTSIDE),
         ("* self.width", "+ self.width"),
         ("1e-6", "1e-5"),

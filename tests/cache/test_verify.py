@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from piecegraph.cache import Cache, Key
-from piecegraph.cache import manifest as manifest_module
-from piecegraph.cache.names import blob_name, entry_name
+from piecegraph.cache.explain import why
+from piecegraph.cache.names import ENTRY_AREA, blob_name, entry_name
 from piecegraph.cache.signing import anybody, signed_with
 from piecegraph.cache.verify import Status, exit_status, verify
 from piecegraph.events import Events
@@ -46,7 +47,7 @@ def test_corrupt_blob_is_found_also_if_no_entry_needs_it(blob: Path, root: Path)
     blob.write_bytes(b"other")
     assert len(verify(root)) == 2
     assert exit_status(verify(root)) == 1
-    for path in (root / "entries").rglob("*"):
+    for path in (root / ENTRY_AREA).rglob("*"):
         if path.is_file():
             path.unlink()
     (finding,) = verify(root)
@@ -63,17 +64,22 @@ def test_unverifiable(blob: Path, root: Path) -> None:
     assert exit_status(verify(root)) == 4
 
 
-def test_stray_file_and_other_schema_are_unverifiable(
-    manifest: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stray_file_is_unverifiable(manifest: Path, root: Path) -> None:
     stray = manifest.with_name(".nfs0001")
     stray.touch()
     (finding,) = verify(root)
     assert (finding.status, finding.reason) == (Status.UNVERIFIABLE, "no entry has this name")
-    stray.unlink()
-    monkeypatch.setattr(manifest_module, "SCHEMA", 2)
-    (finding,) = verify(root)
-    assert (finding.status, finding.reason) == (Status.UNVERIFIABLE, "schema 1, not 2")
+
+
+def test_directory_that_cannot_be_listed_is_unverifiable(
+    manifest: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert exit_status(verify(root)) == 4
+    assert why(root, "artifact", Key.of("codegen", {})) == []
 
 
 def test_statuses_are_summed(manifest: Path, blob: Path, root: Path) -> None:
