@@ -120,6 +120,11 @@ class InvalidName(CacheError):
     todo = "Use letters, digits, '.', '_' and '-', at most 128, the first no sign."
 
 
+class InvalidEntry(CacheError):
+    what = "entry {entry} cannot be stored: {reason}"
+    todo = "Give meta as numbers, strings, lists and dicts, and large contents as blobs."
+
+
 class UndeclaredVariable(CacheError):
     what = "environment variable {name} is read but not declared"
     todo = "Declare it in cache/environment.py, as a factor or with the reason why it is none."
