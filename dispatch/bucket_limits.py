@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-
 LONG_CONTEXT = 8192
 """From this model length on, context is planned for what the query leaves of it."""
 
@@ -44,8 +43,9 @@ class BucketLimits:
 
     `total_blocks` is the size of the KV cache, None if unknown. `contiguous`: attention reads all
     blocks up to the highest in use. `clamped`: decode has no use for more than three times the
-    cache (shared blocks count for each request). `merged_prefill`: prompts are laid one behind another into one
-    row. `slice_size` and `slice_from`: queries of sliding-window models are cut into slices.
+    cache (shared blocks count for each request). `merged_prefill`: prompts are laid one behind
+    another into one row. `slice_size` and `slice_from`: queries of sliding-window models are cut
+    into slices. `chunk_size`: queries of state-space models come in multiples of it.
     """
 
     block_size: int

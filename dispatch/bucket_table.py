@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from ..errors import BeyondLimits
@@ -51,8 +52,8 @@ def coarse(value: int, base: int) -> int:
     """`value` rounded up to a multiple of `base` times its cube root, itself rounded up."""
     if value <= 1:
         return value
-    root = round(value ** (1 / 3))
-    root += root**3 < value
+    root = round(math.cbrt(value))
+    root += root * root * root < value
     return -(-value // (root * base)) * root * base
 
 

@@ -21,7 +21,8 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """All combinations of the ranges that are worth having, corrected, ascending.
 
-    `covering` adds the buckets that close the holes which filters and ranges leave. Raises NoBuckets, naming what was rejected, if nothing is left.
+    `covering` adds the buckets that close the holes which filters and ranges leave. Raises
+    NoBuckets, naming what was rejected, if nothing is left.
     """
     ranges = ranges or default_ranges(phase, limits, strategy)
     every = _prompts(limits, ranges) if phase is Phase.PROMPT else _decodes(limits, ranges)

@@ -59,15 +59,16 @@ def fit_sizes(
 def _graph_limit(
     max_graphs: int | None, max_bytes: int | None, graph_bytes: int | None, needed: int
 ) -> int:
+    limit = max_graphs
     if max_graphs is None and max_bytes is not None and graph_bytes:
-        name, value, limit = "max_bytes", max_bytes, max_bytes // graph_bytes
-    else:
-        name, value, limit = "max_graphs", max_graphs, max_graphs or 0
-    if limit < max(1, needed) or (max_graphs is not None and max_bytes is not None):
+        limit = max_bytes // graph_bytes
+    elif max_bytes is not None:
+        limit = None
+    if limit is None or limit < max(1, needed):
         raise InvalidSetting(
-            name=name,
-            value=value,
-            reason=f"it must leave room for {max(1, needed)} graphs and be the only limit",
+            name="max_graphs" if max_bytes is None else "max_bytes",
+            value=max_graphs if max_bytes is None else max_bytes,
+            reason=f"it must be the only limit and leave room for {max(1, needed)} graphs",
             expected="max_graphs, or max_bytes together with graph_bytes",
         )
     return limit

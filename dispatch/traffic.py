@@ -1,10 +1,11 @@
-"""Sizes from observed traffic: how much a list wastes, whether a fit may replace it, and refitting."""
+"""Sizes from observed traffic: what a list wastes, whether a fit may replace it, refitting."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from .fit import fit_sizes
 
@@ -25,11 +26,8 @@ def blur(counts: Sequence[float], drift: float = DRIFT) -> list[float]:
             high = min(len(counts) - 1, int(tokens + drift * tokens))
             steps[low] += count / (high - low + 1)
             steps[high + 1] -= count / (high - low + 1)
-    spread, level = [], 0.0
-    for step in steps[:-1]:
-        level += step
-        spread.append(max(0.0, level))
-    return spread
+    rounding = 1e-9 * sum(counts)  # what is left of a sum that should be zero
+    return [level if level > rounding else 0.0 for level in accumulate(steps[:-1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +59,20 @@ def padding_waste(counts: Sequence[float], sizes: Iterable[int]) -> Waste:
     return Waste(real, padded, without)
 
 
+def cost_per_row(
+    counts: Sequence[float], sizes: Iterable[int], cost: Callable[[int], float] = float
+) -> float:
+    """What `sizes` cost for each real row that they serve, in the unit of `cost`."""
+    ladder = sorted(sizes)
+    seen = counts[: max(ladder, default=0) + 1]
+    served = [(n, count) for n, count in enumerate(seen) if n and count]
+    spent = sum(count * cost(ladder[bisect_left(ladder, n)]) for n, count in served)
+    return spent / max(1, sum(n * count for n, count in served))
+
+
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """The sizes to use, and the waste of both lists on the traffic held out of the fit."""
+    """The sizes to use, those fitted, and their and the default's waste on held-out traffic."""
 
     sizes: tuple[int, ...]
     fitted: tuple[int, ...]
@@ -83,16 +92,17 @@ def fit_validated(
     max_graphs: int,
     base: Iterable[int] = (),
     drift: float = DRIFT,
+    cost: Callable[[int], float] = float,
 ) -> Validated:
     """Sizes fitted to `counts`, or `default` unless they do better on `held_out`.
 
-    Better is: no more batches without a graph, and a smaller share of padding. `base` is kept
+    Better is: no more batches without a graph, and less cost for each real row. `base` is kept
     for the tails.
     """
-    fitted = fit_sizes(blur(counts, drift), max_graphs=max_graphs, base=base)
+    fitted = fit_sizes(blur(counts, drift), max_graphs=max_graphs, base=base, cost=cost)
     waste, default_waste = padding_waste(held_out, fitted), padding_waste(held_out, default)
-    better = (
-        waste.without_graph <= default_waste.without_graph and waste.share < default_waste.share
+    better = waste.without_graph <= default_waste.without_graph and (
+        cost_per_row(held_out, fitted, cost) < cost_per_row(held_out, default, cost)
     )
     return Validated(
         fitted if better else tuple(default),
@@ -104,12 +114,12 @@ def fit_validated(
 
 @dataclass(frozen=True, slots=True)
 class Refit:
-    """What to change in a list of sizes; `padded_rows` before and after, over the counted traffic."""
+    """What to change in a list of sizes, and the cost for each real row before and after."""
 
     add: tuple[int, ...]
     drop: tuple[int, ...]
-    padded_rows_before: float
-    padded_rows_after: float
+    cost_before: float
+    cost_after: float
 
 
 def refit(
@@ -119,16 +129,19 @@ def refit(
     max_graphs: int,
     base: Iterable[int] = (),
     drift: float = DRIFT,
+    cost: Callable[[int], float] = float,
     gain: float = 0.02,
 ) -> Refit:
     """The change from `sizes` to what fits `counts` now; nothing if it gains less than `gain`.
 
-    `counts` are those of the dispatcher's `Histogram`. `gain` is the share of padded rows, which
-    must repay the new captures. The largest of `sizes` and `base` are always kept.
+    `counts` are those of the dispatcher's `Histogram`. `gain` is the share of the cost that must
+    be saved, so that it repays the new captures. `base` and the last of `sizes`, the largest, are
+    always kept; what is above them is not fitted.
     """
-    kept = {*base, *sizes[-1:]}
-    fitted = fit_sizes(blur(counts[: max(kept) + 1], drift), max_graphs=max_graphs, base=kept)
-    before, after = padding_waste(counts, sizes).padded, padding_waste(counts, fitted).padded
+    kept = {*base, sizes[-1]}
+    seen = counts[: max(kept) + 1]
+    fitted = fit_sizes(blur(seen, drift), max_graphs=max_graphs, base=kept, cost=cost)
+    before, after = cost_per_row(seen, sizes, cost), cost_per_row(seen, fitted, cost)
     if after > (1 - gain) * before:
         return Refit((), (), before, before)
     add, drop = set(fitted) - set(sizes), set(sizes) - set(fitted)
