@@ -28,7 +28,7 @@ def find_holes(phase: Phase, limits: BucketLimits, buckets: Iterable[Bucket]) ->
 def close_holes(
     phase: Phase, limits: BucketLimits, buckets: Iterable[Bucket]
 ) -> tuple[Bucket, ...]:
-    """`buckets` and those that close every hole, each legal itself, ascending."""
+    """`buckets` and those that close every hole, none above the token budget, ascending."""
     closed = set(buckets)
     for first, last in _open_cells(phase, limits, set(closed)):
         closed.update(_tops(phase, limits, first, last))
@@ -112,7 +112,7 @@ def _first_legal(phase: Phase, limits: BucketLimits, least: Bucket) -> Bucket:
 
 
 def _tops(phase: Phase, limits: BucketLimits, first: Bucket, last: Bucket) -> Iterator[Bucket]:
-    """Legal shapes that together hold every legal batch of one cell."""
+    """The fewest shapes within the token budget that hold every legal batch of one cell."""
     if phase is Phase.DECODE:
         batch = last.batch if limits.contiguous else min(last.batch, last.context)
         yield Bucket(batch, 1, min(last.context, _most_context(phase, limits, batch, 1)))
