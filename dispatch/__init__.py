@@ -39,7 +39,15 @@ if TYPE_CHECKING:
     from .buckets import filter_buckets, plan_buckets, with_drafts
     from .coverage import Hole, close_holes, find_holes
     from .fit import fit_sizes
-    from .traffic import Refit, Validated, Waste, fit_validated, padding_waste, refit
+    from .traffic import (
+        Refit,
+        Validated,
+        Waste,
+        fit_validated,
+        padding_waste,
+        refit,
+        tail_sizes,
+    )
 
 __all__ = [
     "NO_SLOT",
@@ -89,6 +97,7 @@ __all__ = [
     "read_buckets",
     "refit",
     "resolve_mode",
+    "tail_sizes",
     "user_capture_sizes",
     "with_drafts",
 ]
@@ -115,6 +124,7 @@ _LOADED_WHEN_NAMED = {
     "fit_validated": "traffic",
     "padding_waste": "traffic",
     "refit": "traffic",
+    "tail_sizes": "traffic",
 }
 
 

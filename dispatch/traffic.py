@@ -30,6 +30,13 @@ def blur(counts: Sequence[float], drift: float = DRIFT) -> list[float]:
     return [level if level > rounding else 0.0 for level in accumulate(steps[:-1])]
 
 
+def tail_sizes(counts: Sequence[float], largest: int) -> tuple[int, ...]:
+    """A base ladder for what was not seen: powers of two above all of `counts`, and `largest`."""
+    seen = max((tokens for tokens, count in enumerate(counts) if count), default=0)
+    powers = (1 << bit for bit in range(seen.bit_length(), largest.bit_length()))
+    return (*(power for power in powers if power < largest), largest)
+
+
 @dataclass(frozen=True, slots=True)
 class Waste:
     """What padding costs: rows, real and padded, of the batches that a size holds, and the rest."""

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..dispatch import default_capture_sizes, fit_validated, padding_waste
+from ..dispatch import default_capture_sizes, fit_validated, padding_waste, tail_sizes
 from ..errors import InvalidSetting
 
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2048, 256
@@ -124,22 +124,22 @@ def fit_trace(
     """Fit on the first half of the requests, judge on the second; JSON-able.
 
     `waste` holds padding rows over padded rows of the second half for each list, `fitted` for
-    `sizes`, which are the default ladder unless the fit does better. The largest decode batch is
-    always a size. `curve` has the waste of plain fits by number of graphs. Raises InvalidSetting
-    for fewer than two requests or graphs, or a rate that is not positive.
+    `sizes`, which are the default ladder unless the fit does better. `curve` has the waste of
+    fits by number of graphs, better or not. Raises InvalidSetting for fewer than two requests, a
+    rate that is not positive, or fewer graphs than the tails need.
     """
     _require("requests", len(requests), len(requests) > 1, "2 or more")
-    _require("max_graphs", max_graphs, max_graphs > 1, "2 or more")
     _require("rate", rate, rate > 0, "a positive number")
     half = len(requests) // 2
     counts, held_out = (decode_steps(part, rate) for part in (requests[:half], requests[half:]))
     default = default_capture_sizes(MAX_NUM_REQS, MAX_NUM_TOKENS)
     powers = [1 << bit for bit in range(default[-1].bit_length())]
+    tail = tail_sizes(counts, MAX_NUM_REQS)
+    _require("max_graphs", max_graphs, max_graphs > len(tail), f"{len(tail) + 1} or more")
     fits = {
-        graphs: fit_validated(
-            counts, held_out, default=default, max_graphs=graphs, base=[MAX_NUM_REQS]
-        )
+        graphs: fit_validated(counts, held_out, default=default, max_graphs=graphs, base=tail)
         for graphs in sorted({*CURVE, max_graphs})
+        if graphs > len(tail)
     }
     chosen = fits[max_graphs]
     lists = {"default": default, "powers_of_two": powers, "fitted": chosen.sizes}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from piecegraph.dispatch import fit_sizes, fit_validated, padding_waste, refit
+from piecegraph.dispatch import fit_sizes, fit_validated, padding_waste, refit, tail_sizes
 from piecegraph.dispatch.traffic import blur
 from piecegraph.errors import InvalidSetting
 
@@ -116,6 +116,12 @@ def test_blurring_moves_weight_and_keeps_it(counts, drift):
     for tokens, weight in enumerate(spread):
         near = [n for n, c in enumerate(counts) if c and n and abs(n - tokens) <= drift * n + 1]
         assert weight == 0 or near
+
+
+def test_a_tail_reaches_from_the_largest_batch_seen_to_the_limit():
+    assert tail_sizes([9, 0, 1, 0, 0, 3, 0], 100) == (8, 16, 32, 64, 100)
+    assert tail_sizes([0] * 8 + [1], 32) == (16, 32)
+    assert tail_sizes([0] * 100 + [1], 100) == (100,)
 
 
 def test_a_fit_replaces_the_default_where_it_is_better():
