@@ -8,9 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .decision import NO_SLOT, Candidate, Decision, Reason
+from .decision import NO_SLOT, Decision, Reason
 from .descriptor import Batch, BatchDescriptor
-from .dispatcher import Dispatcher
+from .dispatcher import Candidate, Dispatcher
 from .histogram import Histogram
 from .lora import lora_cases
 from .modes import AttentionSupport, GraphMode, RuntimeMode

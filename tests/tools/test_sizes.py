@@ -106,7 +106,7 @@ def test_settings_that_are_too_small_are_named(bad):
 def test_the_command_prints_plots_and_writes_a_sizes_file(tmp_path):
     pytest.importorskip("matplotlib")
     figures, png, output = (tmp_path / name for name in ("f.json", "f.png", "sizes.json"))
-    arguments = ["fit", str(EXCERPT), "--max-graphs", "12", "--rate", "2"]
+    arguments = ["fit", str(EXCERPT), "--max-graphs", "16", "--rate", "1.5"]
     arguments += ["--json", str(figures), "--plot", str(png), "--output", str(output)]
     done = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert done.exit_code == 0
