@@ -107,6 +107,21 @@ class DecisionNotPossible(DispatchError):
     todo = "Compare the ranks' plan digests and captured slots; all ranks must have the same."
 
 
+class NoBuckets(DispatchError):
+    what = "the limits leave no bucket; rejected were (batch, query, context) {rejected}"
+    todo = "Widen the ranges, or raise the limit on tokens or on the model's length."
+
+
+class BucketFileInvalid(DispatchError):
+    what = "{source} has lines that are not buckets: {listed}"
+    todo = "Write (batch, query, context), each an int, a list of ints or range(start, stop)."
+
+
+class BeyondLimits(DispatchError):
+    what = "no bucket can hold {shape} (batch, query, context): the limits allow {allowed}"
+    todo = "Keep the engine's batches within the limits that its buckets were planned for."
+
+
 # cache
 
 
