@@ -13,15 +13,13 @@ def test_without_modes_hides_calls_from_a_mode() -> None:
     seen: list[Any] = []
 
     class Spy(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             seen.append(func)
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     with Spy():
         with torch_compat.without_modes():
-            torch.ones(2) + 1
+            torch.ones(2)
         assert not seen
         torch.ones(2)
     assert seen
@@ -41,6 +39,10 @@ def test_storages_are_told_apart_also_when_freed() -> None:
 def test_composite_operators_are_known() -> None:
     assert torch_compat.is_composite(torch.ops.aten.reshape.default)
     assert not torch_compat.is_composite(torch.ops.aten.add.Tensor)
+
+
+def test_an_unowned_alias_of_nothing_is_nothing() -> None:
+    assert torch_compat.unowned_alias(torch.rand(0, 3)).shape == (0, 3)
 
 
 def test_names_for_a_device_exist_without_one() -> None:
