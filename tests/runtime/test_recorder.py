@@ -205,6 +205,20 @@ def test_failure_11_a_result_of_another_form_is_an_error_not_a_broadcast(
         recording.replay()
 
 
+def test_failure_11_a_result_that_leaves_its_argument_is_an_error(rig: Any) -> None:
+    fresh = []
+
+    @break_graph
+    def sometimes_in_place(x: Tensor) -> Tensor:
+        return x + 1 if fresh else x.add_(1)
+
+    recording = rig.record(lambda x: sometimes_in_place(x * 1) + 1, rig.rand(3))
+    recording.replay()
+    fresh.append(True)
+    with pytest.raises(EagerResultChanged, match="sometimes_in_place"):
+        recording.replay()
+
+
 def test_a_result_that_is_an_argument_is_not_copied(rig: Any) -> None:
     @break_graph
     def in_place(x: Tensor) -> Tensor:

@@ -97,6 +97,13 @@ def test_a_wrong_input_is_refused_by_name_and_not_loaded(wrong: torch.Tensor) ->
     assert bound.views[0].tolist() == [0, 0, 0, 0]
 
 
+def test_buffers_made_in_inference_mode_are_loaded_outside_of_it() -> None:
+    with torch.inference_mode():
+        bound = bind(IDS)
+    bound.load((torch.tensor([1, 2]),), (2,))
+    assert bound.views[0].tolist() == [1, 2, -1, -1]
+
+
 def test_an_owned_buffer_is_not_copied_and_is_padded() -> None:
     buffer = torch.full((8,), 7)
     bound = bind(IDS, owned={"ids": buffer})
