@@ -316,8 +316,7 @@ def run_kernel(op: torch._ops.OpOverload, device: str, args: Any, kwargs: Any) -
 
 def raw_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     """The C++ replay of `graph`, bound: without the Python method that wraps it."""
-    replay: Callable[[], None] = torch._C._CUDAGraph.replay.__get__(graph)
-    return replay
+    return super(torch.cuda.CUDAGraph, graph).replay
 
 
 def node_count(graph: torch.cuda.CUDAGraph) -> int:
