@@ -77,13 +77,256 @@ class InvalidSetting(ConfigError):
 # dispatch
 
 
+class FullModeUnsupported(DispatchError):
+    what = "graph mode FULL was asked for, but attention group {group!r} can never be captured"
+    todo = "Choose PIECEWISE, which runs attention between the graphs, or NONE."
+
+
+class CaptureSizeInvalid(DispatchError):
+    what = "capture size {value!r} at position {position} of the list {fault}"
+    todo = "Give distinct whole numbers from 1 to {limit}, ascending."
+
+
+class PlanInvalid(DispatchError):
+    what = "the dispatch plan cannot be: {fault}"
+    todo = "Build plans with make_plan, from sizes, query lengths and cases that differ."
+
+
+class BatchInvalid(DispatchError):
+    what = "{batch} contradicts itself or the plan: {fault}"
+    todo = "Correct the facts that the engine states about its step."
+
+
+class NoModeLeft(DispatchError):
+    what = "no runtime mode is left for {batch}: of the modes allowed {allowed}, {reason}"
+    todo = "Allow NONE, which serves every batch, or allow a mode with a graph that fits."
+
+
+class DecisionNotPossible(DispatchError):
+    what = "the rank decision, slot {slot}, cannot be followed for {batch}: {reason}"
+    todo = "Compare the ranks' plan digests and captured slots; all ranks must have the same."
+
+
 # cache
+
+
+class InvalidFactor(CacheError):
+    what = "factor {name} cannot be part of a key: {reason}"
+    todo = "{remedy}."
+
+
+class InvalidName(CacheError):
+    what = "{name!r} cannot name a {thing} in the cache"
+    todo = "Use letters, digits, '.', '_' and '-', at most 128, the first no sign."
+
+
+class UndeclaredVariable(CacheError):
+    what = "environment variable {name} is read but not declared"
+    todo = "Declare it in cache/environment.py, as a factor or with the reason why it is none."
+
+
+class UntrustedDirectory(CacheError):
+    what = "cache directory {path} is not safe to load code from: {problem}"
+    todo = "Run `{command}`, or choose another directory."
+
+
+class CacheNotWritable(CacheError):
+    what = "cache directory {path} cannot be written: {reason}"
+    todo = "Choose another directory, give this one as a read-only layer, or turn the cache off."
+
+
+class LayerFailed(CacheError):
+    what = "cache layer {layer} failed: {reason}"
+    todo = "Mend the layer, or let its failures be ignored."
+
+
+class InvalidSecret(CacheError):
+    what = "the key that signs cache entries cannot be used: {reason}"
+    todo = "Give at least 16 bytes in {variable}, or a file only you can read in {file_variable}."
+
+
+class BundleRefused(CacheError):
+    what = "bundle file {path} is refused: {reason}"
+    todo = "Export it again from a cache that verifies."
+
+
+class ForbiddenPickle(CacheError):
+    what = "stored data names {name}, which an artifact has no need of; nothing was executed"
+    todo = "Remove the entry: it was not written by piecegraph, or by another version of it."
 
 
 # compile
 
 
+class TraceFailed(CompileError):
+    what = "the model cannot be traced as one graph: {reason}"
+    todo = "Rewrite that line, or move it into a custom op listed in splitting_ops."
+
+
+class Specialised(CompileError):
+    what = "the trace is only valid for {symbol} = {value}: the model fixes that size"
+    todo = "Remove the use of {symbol} as a Python number, or declare that dimension static."
+
+
+class GuardUnproved(CompileError):
+    what = "the trace holds only where {expression}, which fails for {symbol} = {sizes}"
+    todo = (
+        "Make the model independent of that condition, narrow the served range [{low}, {high}], "
+        "or choose guards='check'."
+    )
+
+
+class ShapesDiffer(CompileError):
+    what = "at {sizes} the model returns {actual} where the trace says {expected}"
+    todo = "Look for squeeze() or a branch on a size of one, which leave no guard."
+
+
+class UnknownSplittingOp(CompileError):
+    what = "splitting op {name!r} does not occur in the traced graph"
+    todo = "Custom ops in the graph: {known}."
+
+
+class InputNotTraceable(CompileError):
+    what = "the graph takes {source}, which is neither a weight, a buffer nor an argument"
+    todo = "Pass it as an argument or register it as a buffer."
+
+
+class ExampleInputsMissing(CompileError):
+    what = "no example can be built for argument {name!r}"
+    todo = "Describe it in Config.inputs, e.g. {name}='int64[num_tokens]', or pass example inputs."
+
+
+class UnknownInput(CompileError):
+    what = "Config.inputs names {name!r}, which the model's forward does not take"
+    todo = "Its parameters are: {known}."
+
+
+class ExampleMismatch(CompileError):
+    what = "example input {name!r} is {actual}, but Config.inputs says {expected}"
+    todo = "Correct one of the two."
+
+
+class UndeclaredDynamicShape(CompileError):
+    what = "it cannot be inferred which dimensions are dynamic in {shapes}"
+    todo = "Declare them in Config.inputs, e.g. input_ids='int64[num_tokens]'."
+
+
+class UnboundSymbol(CompileError):
+    what = "the size {expression} is not determined by the sizes of the inputs"
+    todo = "Move the op whose result's size depends on data into a splitting op."
+
+
+class NothingToCompile(CompileError):
+    what = "tracing {model} found no tensor operation"
+    todo = "Prepare the module whose forward does the work."
+
+
+class NotPortable(CompileError):
+    what = "a plan cannot hold {value!r} of type {kind}"
+    todo = "Pass it as a tensor, number, string, slice, dtype, device or enum member."
+
+
+class PieceFailed(CompileError):
+    what = "compiler {compiler!r} failed on piece {piece} ({digest}): {reason}"
+    todo = "Run with compiler='eager' to see whether the piece itself is at fault."
+
+
+class UnknownCompiler(CompileError):
+    what = "there is no compiler {name!r}"
+    todo = "Known: {known}."
+
+
+class ModelMismatch(CompileError):
+    what = "the model does not fit the plan: {reason}"
+    todo = "Use the model that the plan was made for, or prepare it anew."
+
+
 # runtime
+
+
+class OutsideStep(RunError):
+    what = "the forward context was asked for, but no step is running in this thread"
+    todo = "Call the model through its prepared form, or inside `forward_context(...)`."
+
+
+class UnknownBackend(RunError):
+    what = "there is no graph backend called {name!r}"
+    todo = "Known are {known}; others register in the entry-point group {group!r}."
+
+
+class BackendUnavailable(RunError):
+    what = "the graph backend {name!r} cannot work here: {reason}"
+    todo = "Use the backend 'replay' to test without a device."
+
+
+class NoCaptureSession(RunError):
+    what = "a capture was started outside a capture session"
+    todo = "Open `capture_session(...)` around it."
+
+
+class NestedCapture(RunError):
+    what = "{name} was to be captured while another capture is being recorded in this thread"
+    todo = "Record one after the other."
+
+
+class CaptureFailed(RunError):
+    what = "capturing {name} failed: {reason}"
+    todo = "Nothing of it is kept; the batch can run in a lower mode."
+
+
+class CaptureOutOfMemory(CaptureFailed):
+    what = "capturing {name} ran out of memory: {reason}"
+    todo = "Nothing of it is kept; drop the largest capture sizes or leave more memory free."
+
+
+class HostReadInCapture(RunError):
+    what = "{op} needs a tensor's value on the host inside a captured region"
+    todo = "Compute it on the device, or put the code into a splitting op."
+
+
+class EagerResultChanged(RunError):
+    what = "splitting op {op} returned {got} at replay, but {expected} when it was captured"
+    todo = "A splitting op's results must have the same form for one padded size."
+
+
+class RecordingReleased(RunError):
+    what = "recording {name} was released and cannot be replayed"
+    todo = "Capture it again."
+
+
+class MovedTensor(RunError):
+    what = "{name} is not where it was when graphs were captured: {recorded} then, {now} now"
+    todo = "Write into the captured memory in place, or refresh the recordings that read it."
+
+
+class InputMismatch(RunError):
+    what = "input {name!r} is {got}, but the model was prepared for {expected}"
+    todo = "Pass the input in that form."
+
+
+class ArgumentFixed(RunError):
+    what = "argument {name!r} is {value!r}, but the model was traced with {traced!r}"
+    todo = "Pass the traced value, or make the argument a tensor."
+
+
+class SizeOutOfRange(RunError):
+    what = "{name} = {size} is outside the served range [{low}, {high}]"
+    todo = "Split the batch, or raise the limit in Config and prepare again."
+
+
+class GuardBroken(RunError):
+    what = "the compiled model is wrong for this size: it needs {expression}"
+    todo = "Pad the batch to a size that satisfies it, or run the model eagerly."
+
+
+class CaptureAfterSeal(RunError):
+    what = "{name} was to be captured after seal()"
+    todo = "Capture before sealing, or choose the strategy DELAYED or LAZY."
+
+
+class ModelClosed(RunError):
+    what = "the prepared model is closed"
+    todo = "Prepare it again."
 
 
 # tools

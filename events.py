@@ -91,16 +91,19 @@ def trace_artifact(name: str, payload: dict[str, Any] | str) -> None:
 
     A dict is shown as JSON, a string as text. Without torch in the process nothing is imported.
     """
-    if "torch._logging" not in sys.modules:
+    if "torch" not in sys.modules:
         return
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     label = "piecegraph_" + name.replace(".", "_")
-    encoding = "string" if isinstance(payload, str) else "json"
     trace_structured(
         "artifact",
-        metadata_fn=lambda: {"name": label, "encoding": encoding},
+        metadata_fn=lambda: {
+            "name": label,
+            "encoding": "string" if isinstance(payload, str) else "json",
+        },
         payload_fn=lambda: (
             payload if isinstance(payload, str) else json.dumps(payload, default=str)
         ),
+        expect_trace_id=False,  # a look-up of the caller's stack would import Dynamo
     )

@@ -1,1 +1,9 @@
 """Keys, a content-addressed store and bundles: bytes and names, never models."""
+
+from __future__ import annotations
+
+from .cache import Cache
+from .entries import Entry, Miss
+from .keys import Key
+
+__all__ = ["Cache", "Entry", "Key", "Miss"]

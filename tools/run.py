@@ -99,7 +99,7 @@ def library_config(options: RunOptions) -> Config:
     chosen = {name: value for name, value in left_to_the_library.items() if value is not None}
     return Config(
         splitting_ops=("piecegraph_reference::paged_attention",),
-        dynamic_dims={"input_ids": {0: "num_tokens"}, "positions": {0: "num_tokens"}},
+        inputs={"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"},
         max_num_tokens=options.max_num_tokens,
         max_num_reqs=options.max_num_reqs,
         strategy=CaptureStrategy[options.strategy],

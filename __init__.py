@@ -1,0 +1,80 @@
+"""Graph capture and dispatch for LLM inference.
+
+`prepare(model, config)` traces, splits, compiles and caches a model and returns a `PreparedModel`
+that dispatches each batch to one full graph, piecewise graphs or none. The public names are below;
+they are imported on first use, so that `import piecegraph` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .dispatch import (
+        AttentionSupport,
+        Batch,
+        BatchDescriptor,
+        Decision,
+        Dispatcher,
+        GraphMode,
+        Reason,
+        RuntimeMode,
+    )
+    from .errors import PiecegraphError
+    from .events import Events
+    from .runtime.config import CaptureStrategy, Config
+    from .runtime.forward_context import ForwardContext, forward_context, get_forward_context
+    from .runtime.prepare import prepare
+    from .runtime.prepared_model import PreparedModel
+    from .runtime.recorder import break_graph
+
+_HOMES = {
+    "AttentionSupport": ".dispatch",
+    "Batch": ".dispatch",
+    "BatchDescriptor": ".dispatch",
+    "CaptureStrategy": ".runtime.config",
+    "Config": ".runtime.config",
+    "Decision": ".dispatch",
+    "Dispatcher": ".dispatch",
+    "Events": ".events",
+    "ForwardContext": ".runtime.forward_context",
+    "GraphMode": ".dispatch",
+    "PiecegraphError": ".errors",
+    "PreparedModel": ".runtime.prepared_model",
+    "Reason": ".dispatch",
+    "RuntimeMode": ".dispatch",
+    "break_graph": ".runtime.recorder",
+    "forward_context": ".runtime.forward_context",
+    "get_forward_context": ".runtime.forward_context",
+    "prepare": ".runtime.prepare",
+}
+
+__all__ = [
+    "AttentionSupport",
+    "Batch",
+    "BatchDescriptor",
+    "CaptureStrategy",
+    "Config",
+    "Decision",
+    "Dispatcher",
+    "Events",
+    "ForwardContext",
+    "GraphMode",
+    "PiecegraphError",
+    "PreparedModel",
+    "Reason",
+    "RuntimeMode",
+    "break_graph",
+    "forward_context",
+    "get_forward_context",
+    "prepare",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name], __name__), name)
+    globals()[name] = value
+    return value

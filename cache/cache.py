@@ -1,0 +1,242 @@
+"""The cache: look up in every layer, publish to those that can be written, never get in the way.
+
+A look-up gives an entry or a miss with its reason; damage is moved to quarantine and is a miss. A
+publish that fails is an event, and the entry is returned all the same: the process goes on serving
+from what it holds. With no root and no layers the cache is off, behind the same interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ..errors import LayerFailed
+from ..events import Events
+from .directory import PrivateDirectory
+from .entries import Entry, Miss, find
+from .evict import Limits, evict
+from .factors import Json
+from .files import Fault, no_fault
+from .keys import Key
+from .layers import Layer
+from .manifest import BlobRef, Manifest, decode, encode
+from .names import blob_name, checked_name
+
+
+class Cache:
+    """Layers in order: the private directory at `root`, then the `shared` ones.
+
+    Thread-safe, and safe beside any number of processes on the same directory. `fault` is for
+    tests, see files.py.
+    """
+
+    def __init__(
+        self,
+        root: Path | None,
+        events: Events,
+        *,
+        shared: Sequence[Layer] = (),
+        limits: Limits | None = None,
+        fault: Fault = no_fault,
+    ) -> None:
+        """`Cache(None, events)` is no cache. Raises UntrustedDirectory or CacheNotWritable."""
+        self.private = PrivateDirectory(root, fault) if root is not None else None
+        self.layers: tuple[Layer, ...] = (
+            (self.private, *shared) if self.private is not None else tuple(shared)
+        )
+        self._events = events
+        self._limits = limits or Limits()
+        self._since_eviction = math.inf  # bytes published: the first publish looks
+
+    @property
+    def enabled(self) -> bool:
+        """False for no cache; the compiler's own caches are then to be off as well."""
+        return bool(self.layers)
+
+    def lookup(self, kind: str, key: Key) -> Entry | Miss:
+        """The entry of `kind` ("artifact", "bundle") for `key`, every byte verified, or a Miss.
+
+        Raises nothing but LayerFailed, and that only for a layer told to raise.
+        """
+        began = time.perf_counter()
+        found = self._find(kind, key)
+        seconds = time.perf_counter() - began
+        if isinstance(found, Miss):
+            self._count_miss(kind, key, found)
+        else:
+            self._count_hit(found, seconds)
+        return found
+
+    def _find(self, kind: str, key: Key) -> Entry | Miss:
+        miss = Miss("absent" if self.layers else "disabled")
+        for layer in self.layers:
+            found = find(layer, kind, key.digest)
+            if isinstance(found, Entry):
+                self._keep(layer, found)
+                return found
+            self._examine(layer, found)
+            if miss.reason == "absent":
+                miss = found
+        return miss
+
+    def _keep(self, layer: Layer, entry: Entry) -> None:
+        """Record the use of a private entry, copy a shared one to the private directory."""
+        if self.private is None:
+            return
+        if layer is self.private:
+            self.private.used(entry.manifest)
+        else:
+            self._store(self.private, entry)
+
+    def _examine(self, layer: Layer, miss: Miss) -> None:
+        if miss.reason == "unreadable" and layer.failures == "raise":
+            raise LayerFailed(layer=layer.name, reason=miss.detail)
+        if miss.damaged is not None and layer is self.private:
+            self._quarantine(self.private, miss.damaged, miss.detail)
+
+    def _quarantine(self, private: PrivateDirectory, name: str, reason: str) -> None:
+        try:
+            moved = private.quarantine(name, reason)
+        except OSError as error:
+            reason = f"{reason}; it stays there: {error}"
+        else:
+            if not moved:
+                return
+            self._events.count("cache.quarantined")
+        self._events.emit("cache.quarantine", level=logging.WARNING, file=name, reason=reason)
+
+    def publish(
+        self,
+        kind: str,
+        key: Key,
+        meta: Mapping[str, Json],
+        blobs: Mapping[str, bytes | Path],
+    ) -> Entry:
+        """Store an entry in every writable layer and return it, also where storing failed.
+
+        `meta` is plain data; `compile_seconds` in it, if given, is what a later hit has saved.
+        Raises InvalidName for a bad name, ValueError or TypeError for meta that is not plain data
+        and OSError if a blob given as a path cannot be read.
+        """
+        contents = {
+            checked_name(name, "blob"): blob if isinstance(blob, bytes) else blob.read_bytes()
+            for name, blob in sorted(blobs.items())
+        }
+        refs = {name: BlobRef.of(content) for name, content in contents.items()}
+        checked_name(kind, "kind of entry")
+        manifest, _ = decode(encode(Manifest(kind, key, meta, refs)))  # as a reader will see it
+        entry = Entry(manifest, contents, "published")
+        self.store(entry)
+        return entry
+
+    def store(self, entry: Entry) -> None:
+        """Put an entry made elsewhere, such as an imported one, into every writable layer."""
+        for layer in self.layers:
+            if layer.writable:
+                self._store(layer, entry)
+        self._since_eviction += entry.size
+        if self._since_eviction > self._limits.size / 16:
+            self.evict()
+
+    def evict(self) -> None:
+        """Bring the private directory within its limits now."""
+        self._since_eviction = 0
+        if self.private is not None:
+            evict(self.private.root, self._limits, self._events)
+
+    def _store(self, layer: Layer, entry: Entry) -> None:
+        label = _label(entry.manifest.kind, entry.key)
+        try:
+            layer.store(entry.manifest, entry.contents)
+        except OSError as error:
+            self._events.count("cache.publish_failed")
+            self._events.emit(
+                "cache.publish_failed",
+                level=logging.WARNING,
+                entry=label,
+                layer=layer.name,
+                reason=str(error),
+            )
+            if layer.failures == "raise":
+                raise LayerFailed(layer=layer.name, reason=str(error)) from error
+        else:
+            self._events.count("cache.published")
+            self._events.count("cache.bytes_written", entry.size)
+            self._events.emit("cache.publish", entry=label, layer=layer.name, bytes=entry.size)
+
+    def read(self, entry: Entry, name: str) -> bytes:
+        """The verified bytes of a blob; KeyError if the entry has no such blob."""
+        return entry.contents[name]
+
+    def path(self, entry: Entry, name: str) -> Path:
+        """A file with the verified bytes of a blob, for loaders that want a path.
+
+        It lies in the private directory or, where the entry could not be stored, in a temporary
+        one that lives as long as this cache. KeyError if there is no such blob.
+        """
+        ref, content = entry.manifest.blobs[name], entry.contents[name]
+        if self.private is not None and self.private.holds(ref):
+            return self.private.root / blob_name(ref.sha256)
+        directory = Path(tempfile.mkdtemp(prefix="piecegraph-"))
+        weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+        (directory / name).write_bytes(content)
+        return directory / name
+
+    @contextlib.contextmanager
+    def single_flight(
+        self, kind: str, key: Key, *, wait_limit: float = 900.0, progress_every: float = 5.0
+    ) -> Iterator[bool]:
+        """Let one process make the entry while others wait; look up again inside.
+
+        Gives whether the lock is held: False after `wait_limit` seconds, or where there are no
+        locks, and always False without a private directory.
+        """
+        if self.private is None:
+            yield False
+            return
+        from .lock import single_flight  # imports filelock, which a warm start has no use for
+
+        label = _label(kind, key)
+        path = self.private.root / "locks" / f"{checked_name(kind, 'kind of entry')}-{key.digest}"
+        with single_flight(path, label, self._events, wait_limit, progress_every) as held:
+            yield held
+
+    def _count_hit(self, entry: Entry, seconds: float) -> None:
+        saved = entry.meta.get("compile_seconds")
+        if isinstance(saved, int | float) and saved > seconds:
+            self._events.count("cache.milliseconds_saved", round((saved - seconds) * 1000))
+        self._events.count("cache.hit")
+        self._events.count(f"cache.hit.{entry.layer}")
+        self._events.count("cache.bytes_read", entry.size)
+        self._events.emit(
+            "cache.hit",
+            entry=_label(entry.manifest.kind, entry.key),
+            layer=entry.layer,
+            bytes=entry.size,
+            seconds=seconds,
+        )
+
+    def _count_miss(self, kind: str, key: Key, miss: Miss) -> None:
+        self._events.count("cache.miss")
+        self._events.count(f"cache.miss.{miss.reason}")
+        level = logging.DEBUG if miss.reason in ("absent", "disabled") else logging.WARNING
+        self._events.emit(
+            "cache.miss",
+            level=level,
+            entry=_label(kind, key),
+            reason=miss.reason,
+            detail=miss.detail,
+            layer=miss.layer,
+        )
+
+
+def _label(kind: str, key: Key) -> str:
+    """How an entry is called in events."""
+    return f"{kind}/{key.digest[:12]}"

@@ -1,0 +1,161 @@
+"""Keep a private directory within its limits: least recently used entries go first.
+
+Readers need no lock: a file that goes under their hands is a miss, or is read to its end through
+the open descriptor. Writers need none either. A blob is moved aside before it is judged: a writer
+that re-uses it either published its manifest before the second listing, and the blob is put
+back, or finds it gone when it looks again after publishing, and writes it anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InvalidName
+from ..events import Events
+from .files import make_private, place, read_file, write_synced
+from .listing import blob_names, entry_names
+from .manifest import MAX_MANIFEST_BYTES, BadManifest, BlobRef, decode
+from .names import blob_name, checked_name, is_digest
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much is kept: `size` in bytes, blobs included; `age` in seconds since the last use.
+
+    What was used or written within `grace` seconds stays, whatever the limits say: somebody may be
+    about to read it. Quarantined and left-over temporary files stay for `leftover` seconds.
+    """
+
+    size: float = 10 << 30
+    age: float = math.inf
+    grace: float = 600.0
+    leftover: float = 7 * 86400.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """An entry as eviction sees it; `idle` is seconds since its last use, never negative."""
+
+    name: str
+    idle: float
+    size: int
+    blobs: frozenset[BlobRef]
+    pinned: bool
+
+
+def pin(root: Path, kind: str, key_digest: str) -> None:
+    """Exempt an entry, present or future, from eviction."""
+    make_private(root / "pins")
+    with contextlib.suppress(FileExistsError):
+        write_synced(_pin(root, kind, key_digest), b"")
+
+
+def unpin(root: Path, kind: str, key_digest: str) -> None:
+    _pin(root, kind, key_digest).unlink(missing_ok=True)
+
+
+def _pin(root: Path, kind: str, key_digest: str) -> Path:
+    if not is_digest(key_digest):
+        raise InvalidName(name=key_digest, thing="key")
+    return root / "pins" / f"{checked_name(kind, 'kind of entry')}-{key_digest}"
+
+
+def evict(root: Path, limits: Limits, events: Events) -> None:
+    """Remove what exceeds `limits`, then the blobs that no entry needs. Never raises OSError."""
+    try:
+        entries = sorted(_stored(root), key=lambda entry: entry.idle)
+        gone = _surplus(entries, limits)
+        for entry in gone:
+            (root / entry.name).unlink(missing_ok=True)
+        kept = [entry for entry in entries if entry not in gone]
+        freed = _remove_orphans(root, {ref for entry in kept for ref in entry.blobs}, limits.grace)
+        _remove_leftovers(root, limits.leftover)
+    except OSError as error:
+        events.emit("cache.evict_failed", level=logging.WARNING, reason=str(error))
+        return
+    if gone or freed:
+        events.count("cache.evicted", len(gone))
+        events.emit("cache.evict", entries=len(gone), kept=len(kept), bytes=freed)
+
+
+def _stored(root: Path) -> Iterator[_Stored]:
+    now = time.time()
+    for name in entry_names(root):
+        _, kind, _, digest = name.split("/")
+        with contextlib.suppress(FileNotFoundError):
+            status = (root / name).lstat()
+            idle = max(0.0, now - status.st_mtime)  # the clock may have been set back
+            pinned = (root / "pins" / f"{kind}-{digest}").exists()
+            yield _Stored(name, idle, status.st_size, _blobs(root / name), pinned)
+
+
+def _blobs(path: Path) -> frozenset[BlobRef]:
+    """What a manifest needs; nothing if it is damaged."""
+    try:
+        return frozenset(decode(read_file(path, MAX_MANIFEST_BYTES))[0].blobs.values())
+    except (OSError, BadManifest):
+        return frozenset()
+
+
+def _surplus(entries: Iterable[_Stored], limits: Limits) -> list[_Stored]:
+    """Of entries, most recently used first, those that have to go. Shared blobs count once."""
+    gone: list[_Stored] = []
+    kept: set[BlobRef] = set()
+    total = 0
+    for entry in sorted(entries, key=lambda entry: not entry.pinned):
+        size = entry.size + sum(ref.size for ref in entry.blobs - kept)
+        stays = entry.pinned or entry.idle <= limits.grace
+        if stays or (total + size <= limits.size and entry.idle <= limits.age):
+            total += size
+            kept |= entry.blobs
+        else:
+            gone.append(entry)
+    return gone
+
+
+def _remove_orphans(root: Path, needed: set[BlobRef], grace: float) -> int:
+    """Remove blobs older than `grace` that no entry needs; returns their bytes."""
+    spared = {blob_name(ref.sha256) for ref in needed}
+    orphans = [
+        name
+        for name in blob_names(root)
+        if name not in spared and _seconds_since_change(root / name) > grace
+    ]
+    if not orphans:
+        return 0
+    trash = Path(tempfile.mkdtemp(dir=root / "tmp"))
+    for name in orphans:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(root / name, trash / Path(name).name)
+    for ref in {ref for name in entry_names(root) for ref in _blobs(root / name)}:
+        with contextlib.suppress(FileNotFoundError):
+            place(trash / ref.sha256, root / blob_name(ref.sha256))
+    freed = sum(path.lstat().st_size for path in trash.iterdir())
+    shutil.rmtree(trash, ignore_errors=True)
+    return freed
+
+
+def _remove_leftovers(root: Path, age: float) -> None:
+    """Remove old quarantined files, locks, and what killed writers have left behind."""
+    for area in ("tmp", "quarantine", "locks"):
+        for path in (root / area).glob("*"):
+            with contextlib.suppress(FileNotFoundError):
+                if _seconds_since_change(path) > age:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _seconds_since_change(path: Path) -> float:
+    """Negative infinity if it is gone."""
+    try:
+        return time.time() - path.lstat().st_mtime
+    except FileNotFoundError:
+        return -math.inf

@@ -1,0 +1,164 @@
+"""The manifest of an entry: which factors it was made from and which blobs it consists of.
+
+On disk a manifest is two or three lines:
+
+    {"blobs":{...},"factors":{...},"key":...,"key_kind":...,"kind":...,"meta":{...},"schema":1}
+    sha256 <64 hex over line 1>
+    hmac-sha256 <64 hex>                     if it was signed
+
+The parser believes nothing: it checks the digest, that line 1 is the canonical encoding of what it
+says, every type and name, and that the factors give the key. What it accepts it can only read one
+way, and it never raises anything but BadManifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from ..errors import InvalidFactor, InvalidName
+from .factors import Json, canonical
+from .keys import SCHEMA, Key
+from .names import is_digest, is_name
+
+MAX_MANIFEST_BYTES = 16 << 20
+MAX_BLOB_BYTES = 4 << 30
+
+_FIELDS = {"blobs", "factors", "key", "key_kind", "kind", "meta", "schema"}
+
+
+class BadManifest(Exception):
+    """These bytes are not a manifest; the text says why."""
+
+
+class OtherSchema(BadManifest):
+    """A manifest perhaps, but of another version of the library."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRef:
+    """A blob by content: `sha256` in hex, `size` in bytes."""
+
+    sha256: str
+    size: int
+
+    @classmethod
+    def of(cls, content: bytes) -> BlobRef:
+        return cls(hashlib.sha256(content).hexdigest(), len(content))
+
+    def matches(self, content: bytes) -> bool:
+        return len(content) == self.size and hashlib.sha256(content).hexdigest() == self.sha256
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """`kind` is the entry's ("artifact", "bundle"), `key` what it was made from.
+
+    `meta` is the publisher's plain data, `blobs` maps names to contents.
+    """
+
+    kind: str
+    key: Key
+    meta: Mapping[str, Json]
+    blobs: Mapping[str, BlobRef]
+
+    def line(self) -> bytes:
+        """Line 1 of the file, without its end: canonical JSON."""
+        return canonical(
+            {
+                "blobs": {n: {"sha256": b.sha256, "size": b.size} for n, b in self.blobs.items()},
+                "factors": self.key.factors,
+                "key": self.key.digest,
+                "key_kind": self.key.kind,
+                "kind": self.kind,
+                "meta": dict(self.meta),
+                "schema": SCHEMA,
+            }
+        )
+
+    @property
+    def digest(self) -> str:
+        """sha256 of line 1: names this entry with its contents, for pinning and for agreement."""
+        return hashlib.sha256(self.line()).hexdigest()
+
+
+def encode(manifest: Manifest, signature: str | None = None) -> bytes:
+    """The bytes of the manifest's file; `signature` is an HMAC in hex."""
+    lines = [manifest.line(), b"sha256 " + manifest.digest.encode()]
+    if signature is not None:
+        lines.append(b"hmac-sha256 " + signature.encode())
+    return b"\n".join(lines) + b"\n"
+
+
+def decode(content: bytes) -> tuple[Manifest, str | None]:
+    """The manifest and its signature, if it has one. Raises BadManifest."""
+    if len(content) > MAX_MANIFEST_BYTES:
+        _bad(f"larger than {MAX_MANIFEST_BYTES} bytes")
+    lines = content.split(b"\n")
+    if len(lines) not in (3, 4) or lines[-1] != b"":
+        _bad("not two or three lines")
+    line, checksum = lines[0], lines[1]
+    if checksum != b"sha256 " + hashlib.sha256(line).hexdigest().encode():
+        _bad("its digest does not match")
+    return _manifest(_fields(line)), _signature(lines[2]) if len(lines) == 4 else None
+
+
+def _signature(line: bytes) -> str:
+    algorithm, _, signature = line.decode("ascii", "replace").partition(" ")
+    if algorithm != "hmac-sha256" or not is_digest(signature):
+        _bad("its signature is malformed")
+    return signature
+
+
+def _fields(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+        if canonical(fields) != line:
+            _bad("not in canonical form")
+    except (ValueError, RecursionError) as error:
+        raise BadManifest(f"not JSON: {type(error).__name__}") from None
+    if not isinstance(fields, dict) or type(fields.get("schema")) is not int:
+        _bad("no schema number")
+    if fields["schema"] != SCHEMA:
+        raise OtherSchema(f"schema {fields['schema']}, not {SCHEMA}")
+    if fields.keys() != _FIELDS:
+        _bad("missing or unknown fields")
+    return fields
+
+
+def _manifest(fields: dict[str, Any]) -> Manifest:
+    if not is_name(fields["kind"]) or not is_name(fields["key_kind"]):
+        _bad("malformed kind")
+    if not isinstance(fields["factors"], dict) or not isinstance(fields["meta"], dict):
+        _bad("factors and meta are not objects")
+    try:
+        key = Key.of(fields["key_kind"], fields["factors"])
+    except (InvalidFactor, InvalidName) as error:
+        raise BadManifest(f"forbidden factors: {error}") from None
+    if key.digest != fields["key"]:
+        _bad("its factors do not give its key")
+    return Manifest(fields["kind"], key, fields["meta"], _blobs(fields["blobs"]))
+
+
+def _blobs(blobs: object) -> dict[str, BlobRef]:
+    if not isinstance(blobs, dict):
+        _bad("blobs are not an object")
+    return {name: _blob(name, ref) for name, ref in blobs.items()}
+
+
+def _blob(name: str, ref: object) -> BlobRef:
+    if not is_name(name):
+        _bad("malformed blob name")
+    if not isinstance(ref, dict) or ref.keys() != {"sha256", "size"}:
+        _bad(f"malformed reference to blob {name}")
+    size = ref["size"]
+    if not is_digest(ref["sha256"]) or type(size) is not int or not 0 <= size <= MAX_BLOB_BYTES:
+        _bad(f"malformed reference to blob {name}")
+    return BlobRef(ref["sha256"], size)
+
+
+def _bad(reason: str) -> NoReturn:
+    raise BadManifest(reason)

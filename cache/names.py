@@ -1,0 +1,40 @@
+"""Names inside the cache: what may be one, and where each thing lies relative to a layer's root.
+
+    entries/<kind>/<2 hex>/<key digest>      manifests, replaced by rename
+    blobs/<2 hex>/<sha256>                   immutable contents
+    tmp/ locks/ pins/ quarantine/            of a private directory only
+
+Every layer, local or remote, uses the same relative names, so that one can be copied to another.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import InvalidName
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def is_name(name: object) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def is_digest(digest: object) -> bool:
+    return isinstance(digest, str) and _DIGEST.fullmatch(digest) is not None
+
+
+def checked_name(name: str, thing: str) -> str:
+    """`name` itself; raises InvalidName if it could leave its directory or hide in it."""
+    if not is_name(name):
+        raise InvalidName(name=name, thing=thing)
+    return name
+
+
+def entry_name(kind: str, key_digest: str) -> str:
+    return f"entries/{checked_name(kind, 'kind of entry')}/{key_digest[:2]}/{key_digest}"
+
+
+def blob_name(sha256: str) -> str:
+    return f"blobs/{sha256[:2]}/{sha256}"

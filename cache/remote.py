@@ -1,0 +1,98 @@
+"""A layer behind fsspec: s3, gcs, http or any other of its file systems."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import LayerFailed
+from .files import Irregular
+from .layers import Failures
+from .manifest import BlobRef, Manifest, encode
+from .names import blob_name, entry_name
+from .signing import Trust, sign
+
+
+class Remote:
+    """Entries under `url`, believed as `trust` says and read through to the private directory.
+
+    With `write_back` what is compiled here is put there, signed if there is a `secret`. What the
+    remote lacks is remembered for `memory_seconds`, and after a failure it is left alone for as
+    long. A file system without atomic puts shows damaged entries for a moment: they are misses.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        trust: Trust,
+        *,
+        write_back: bool = False,
+        secret: bytes | None = None,
+        failures: Failures = "ignore",
+        memory_seconds: float = 300.0,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises LayerFailed if fsspec or the file system's package is not installed."""
+        try:
+            from fsspec.core import url_to_fs
+
+            self._files, self._base = url_to_fs(url, **(storage_options or {}))
+        except (ImportError, ValueError) as error:
+            raise LayerFailed(layer=url, reason=f"{error} (see the extra `remote`)") from error
+        self.name = f"remote:{url}"
+        self.failures: Failures = failures
+        self.writable = write_back
+        self._trust = trust
+        self._secret = secret
+        self._memory_seconds = memory_seconds
+        self._lacks: dict[str, float] = {}
+        self._down_until = 0.0
+
+    def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
+        return self._trust(manifest, signature)
+
+    def read(self, name: str, limit: int) -> bytes:
+        if limit == 0:
+            return b""  # some stores refuse an empty range; the digest is checked all the same
+        if time.monotonic() < self._lacks.get(name, 0.0):
+            raise FileNotFoundError(name)
+        content: bytes = self._call("cat_file", f"{self._base}/{name}", start=0, end=limit + 1)
+        if len(content) > limit:
+            raise Irregular(0, f"has more than {limit} bytes", name)
+        return content
+
+    def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
+        for name, content in contents.items():
+            ref = manifest.blobs[name]
+            if not self._holds(ref):
+                self._put(blob_name(ref.sha256), content)
+        signature = sign(manifest, self._secret) if self._secret is not None else None
+        self._put(entry_name(manifest.kind, manifest.key.digest), encode(manifest, signature))
+
+    def _holds(self, ref: BlobRef) -> bool:
+        try:
+            size: int = self._call("size", f"{self._base}/{blob_name(ref.sha256)}")
+        except FileNotFoundError:
+            return False
+        return size == ref.size
+
+    def _put(self, name: str, content: bytes) -> None:
+        path = f"{self._base}/{name}"
+        self._call("makedirs", path.rpartition("/")[0], exist_ok=True)
+        self._call("pipe_file", path, content)
+        self._lacks.pop(name, None)
+
+    def _call(self, verb: str, path: str, *args: Any, **options: Any) -> Any:
+        """One request; whatever a file system raises becomes an OSError, and it gets a rest."""
+        now = time.monotonic()
+        if now < self._down_until:
+            raise ConnectionError(f"{self.name} failed less than {self._memory_seconds:g} s ago")
+        try:
+            return getattr(self._files, verb)(path, *args, **options)
+        except FileNotFoundError:
+            self._lacks[path.removeprefix(f"{self._base}/")] = now + self._memory_seconds
+            raise
+        except Exception as error:
+            self._down_until = now + self._memory_seconds
+            raise OSError(f"{type(error).__name__}: {error}") from error

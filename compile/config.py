@@ -1,0 +1,114 @@
+"""What a user states about tracing and compiling a model."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ..cache.feeds import Feeds, exempt
+from ..errors import InvalidSetting
+
+
+class DynamicShapes(StrEnum):
+    """How Dynamo sees a dynamic dimension; see torch's `mark_dynamic` and `mark_unbacked`."""
+
+    BACKED = "backed"
+    BACKED_SIZE_OBLIVIOUS = "backed_size_oblivious"
+    UNBACKED = "unbacked"
+
+
+class GuardPolicy(StrEnum):
+    """What becomes of a shape guard: proved at prepare time, checked each step, or dropped."""
+
+    PROVE = "prove"
+    CHECK = "check"
+    DROP = "drop"
+
+
+class InputSpec(BaseModel):
+    """One tensor input: dtype name and shape, each dimension a size or a symbol's name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> InputSpec:
+        """Read `int64[num_tokens]` or `float32[3, num_tokens, 64]`."""
+        match = re.fullmatch(r"\s*(\w+)\s*\[([^\]]*)\]\s*", text)
+        if match is None:
+            raise ValueError(f"{text!r} is not of the form dtype[dim, dim, …]")
+        dims = [dim.strip() for dim in match[2].split(",") if dim.strip()]
+        bad = [dim for dim in dims if not (dim.isdigit() or dim.isidentifier())]
+        if bad:
+            raise ValueError(f"{bad[0]!r} is neither a size nor a symbol's name")
+        return cls(dtype=match[1], shape=tuple(int(dim) if dim.isdigit() else dim for dim in dims))
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+LOCATION = exempt("a place, not content: moving the cache must not change a key")
+TRACED = Feeds(("trace",), "it shapes the graph; a piece's content hash sees what came of it")
+
+
+class CompileConfig(BaseModel):
+    """Settings of the compile room; every field feeds every key unless it says otherwise."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    splitting_ops: Annotated[tuple[str, ...], TRACED] = ()
+    """Custom ops at which the graph is cut: `ns::op` or `ns::op.overload`."""
+
+    inputs: Annotated[dict[str, str], TRACED] = Field(default_factory=dict)
+    """Tensor inputs by parameter name, as `int64[num_tokens]`; example inputs are built from it."""
+
+    max_num_tokens: Annotated[int, TRACED, Field(ge=1)] = 2048
+    """Largest number of tokens of a step; guards are proved over [1, max_num_tokens]."""
+
+    symbol_limits: Annotated[dict[str, tuple[int, int]], TRACED] = Field(default_factory=dict)
+    """Ranges (inclusive) of symbols other than `num_tokens`."""
+
+    dynamic_shapes: DynamicShapes = DynamicShapes.BACKED_SIZE_OBLIVIOUS
+    guards: Annotated[GuardPolicy, TRACED] = GuardPolicy.PROVE
+
+    compiler: str = "inductor"
+    """`inductor`, `eager`, a registered torch backend, or an entry point `piecegraph.compilers`."""
+
+    inductor_options: dict[str, Any] = Field(default_factory=dict)
+
+    cache: Annotated[bool, LOCATION] = True
+    cache_dir: Annotated[Path | None, LOCATION] = None
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise _first_problem(error) from None
+
+    @field_validator("inputs")
+    @classmethod
+    def _check_inputs(cls, inputs: dict[str, str]) -> dict[str, str]:
+        return {name: str(InputSpec.parse(text)) for name, text in inputs.items()}
+
+    def input_specs(self) -> dict[str, InputSpec]:
+        """`inputs`, read."""
+        return {name: InputSpec.parse(text) for name, text in self.inputs.items()}
+
+    def limits(self, symbol: str) -> tuple[int, int]:
+        """Inclusive range of a symbol: its own, or that of the token count."""
+        return self.symbol_limits.get(symbol, (1, self.max_num_tokens))
+
+
+def _first_problem(error: ValidationError) -> InvalidSetting:
+    problem = error.errors()[0]
+    name = ".".join(str(part) for part in problem["loc"]) or "config"
+    reason = problem["msg"].removeprefix("Value error, ")
+    return InvalidSetting(
+        name=name, value=problem.get("input"), reason=reason, expected="a value as documented"
+    )

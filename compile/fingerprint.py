@@ -1,0 +1,161 @@
+"""Content hash of a piece: equal exactly when generated code may be shared.
+
+The canonical text has one line a node, with nodes numbered by position instead of named. It holds
+what code generation reads: operators (custom ops with schema and implementation source), arguments,
+constants by value, and for every value dtype, device, shape, strides, layout and storage offset,
+with symbols named by first appearance, as well as which inputs share memory. Names, locations and
+user-code line numbers are not in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .literal import encode
+
+
+def fingerprint(graph: Graph, root: torch.nn.Module) -> str:
+    """sha256, in hex, of the canonical text of `graph`; `root` holds its constants."""
+    return hashlib.sha256(canonical_text(graph, root).encode()).hexdigest()
+
+
+def canonical_text(graph: Graph, root: torch.nn.Module) -> str:
+    """The text that is hashed; two pieces differ where their texts do."""
+    writer = _Writer(root)
+    return "\n".join([writer.line(node) for node in graph.nodes] + writer.schemas())
+
+
+class _Writer:
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+        self._numbers: dict[Node, int] = {}
+        self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+        self._storages: dict[int, int] = {}
+        self._ops: dict[str, Callable[..., Any]] = {}
+
+    def line(self, node: Node) -> str:
+        self._numbers[node] = len(self._numbers)
+        parts = [
+            node.op,
+            "" if node.op in ("placeholder", "output") else self._target(node),
+            self._argument(node.args),
+            self._argument(node.kwargs),
+            self._value(node.meta.get("example_value")),
+        ]
+        return f"%{self._numbers[node]} " + " | ".join(parts)
+
+    def schemas(self) -> list[str]:
+        """Schema and source of each custom op, since a piece inlines or calls them."""
+        return [f"{name} = {op_source(op)}" for name, op in sorted(self._ops.items())]
+
+    def _target(self, node: Node) -> str:
+        if node.op == "get_attr":
+            return self._constant(str(node.target))
+        if isinstance(node.target, str):
+            return node.target
+        if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            name = str(node.target)
+            if not name.startswith(("aten.", "prims.")):
+                self._ops[name] = node.target
+            return name
+        return f"{node.target.__module__}.{node.target.__qualname__}"
+
+    def _constant(self, target: str) -> str:
+        value: Any = self._root
+        for part in target.split("."):
+            value = getattr(value, part)
+        if isinstance(value, GraphModule):
+            return f"graph({canonical_text(value.graph, value)})"
+        if isinstance(value, torch.Tensor):
+            data = value.detach().cpu().contiguous()
+            content = hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
+            return f"tensor({self._value(value)}, {content})"
+        return repr(encode(value))
+
+    def _argument(self, value: Any) -> str:
+        match value:
+            case Node():
+                return f"%{self._numbers[value]}"
+            case tuple() | list():
+                items = ", ".join(self._argument(item) for item in value)
+                return f"({items})" if isinstance(value, tuple) else f"[{items}]"
+            case dict():
+                items = ", ".join(f"{k!r}: {self._argument(v)}" for k, v in sorted(value.items()))
+                return f"{{{items}}}"
+            case slice():
+                return f"slice{self._argument((value.start, value.stop, value.step))}"
+            case bool() | int() | float() | str() | None:
+                return repr(value)
+        if callable(value) and hasattr(value, "__qualname__"):
+            return f"{value.__module__}.{value.__qualname__}"
+        return repr(encode(value))
+
+    def _value(self, value: Any) -> str:
+        match value:
+            case torch.Tensor():
+                return self._tensor(value)
+            case torch.SymInt():
+                return f"int {self._size(value)}"
+            case torch.SymBool() | torch.SymFloat():
+                return f"{type(value).__name__} {self._renamed(value.node.expr)}"
+            case tuple() | list():
+                return f"({', '.join(self._value(item) for item in value)})"
+        return f"{type(value).__name__} {value!r}" if isinstance(value, (int, float)) else "-"
+
+    def _tensor(self, tensor: torch.Tensor) -> str:
+        strided = tensor.layout is torch.strided
+        facts = [
+            str(tensor.dtype),
+            str(tensor.device),
+            str(tensor.layout),
+            f"[{', '.join(self._size(s) for s in tensor.shape)}]",
+            f"[{', '.join(self._size(s) for s in tensor.stride())}]" if strided else "",
+            self._size(tensor.storage_offset()) if strided else "",
+            f"storage {self._storage(tensor)}" if strided else "",
+            "grad" if tensor.requires_grad else "",
+            "conj" if tensor.is_conj() else "",
+            "neg" if tensor.is_neg() else "",
+        ]
+        return " ".join(facts)
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        return self._storages.setdefault(tensor.untyped_storage()._cdata, len(self._storages))
+
+    def _size(self, size: int | torch.SymInt) -> str:
+        return self._renamed(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+
+    def _renamed(self, expression: Any) -> str:
+        if not isinstance(expression, sympy.Basic):
+            return str(expression)
+        for symbol in sorted(expression.free_symbols, key=str):
+            self._symbols.setdefault(symbol, sympy.Symbol(f"S{len(self._symbols)}", integer=True))
+        text: str = sympy.srepr(expression.xreplace(self._symbols))
+        return text
+
+
+def op_source(op: Any) -> str:
+    """Schema of a custom op and, where it is written in Python, a hash of its implementations."""
+    overloads = (
+        [op] if isinstance(op, torch._ops.OpOverload) else [getattr(op, n) for n in op.overloads()]
+    )
+    return "; ".join(
+        " ".join([str(overload._schema), *_implementations(overload)]) for overload in overloads
+    )
+
+
+def _implementations(overload: torch._ops.OpOverload) -> list[str]:
+    digests = []
+    for key, kernel in sorted(overload.py_kernels.items(), key=lambda item: str(item[0])):
+        try:
+            source = inspect.getsource(kernel)
+        except (OSError, TypeError):
+            continue
+        digests.append(f"{key}:{hashlib.sha256(source.encode()).hexdigest()}")
+    return digests

@@ -1,0 +1,189 @@
+"""Shape guards: each one is proved over the served range, checked at run time, or an error.
+
+Dynamo and Inductor put guards on sizes while they trace and compile; serving engines drop them and
+are silently wrong where one fails. A guard here is a predicate over the declared symbols. It is
+proved by intervals (torch's `bound_sympy`) or, where intervals do not decide, by trying every size
+in the range; what fails is reported with the user's line and the sizes that break it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from ..errors import GuardUnproved, Specialised
+from ..events import Events
+from .config import CompileConfig, GuardPolicy
+
+EXHAUSTIVE = 1 << 20
+"""Combinations of sizes that are tried one by one; beyond, only intervals prove."""
+
+Ranges = dict[sympy.Symbol, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A condition on sizes under which the trace, or a compiled piece, is right."""
+
+    expression: sympy.Basic
+    where: str | None
+    origin: str
+    """`dynamo`, or the piece whose compilation added it."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """`holds` is None when neither intervals nor trial decide."""
+
+    holds: bool | None
+    method: str
+    failing: tuple[dict[str, int], ...] = ()
+    failures: int = 0
+
+
+def prove(expression: sympy.Basic, ranges: Ranges) -> Proof:
+    """Decide whether `expression` holds for all sizes in `ranges` (inclusive)."""
+    if expression in (sympy.true, sympy.false):
+        return Proof(expression is sympy.true, "constant")
+    bounds = {s: ValueRanges(low, high) for s, (low, high) in ranges.items()}
+    try:
+        decided = bound_sympy(expression, bounds)
+    except Exception:  # an operator without interval semantics: fall through to trial
+        decided = None
+    if decided is not None and decided.is_singleton() and decided.lower is sympy.true:
+        return Proof(True, "intervals")
+    return _tried(expression, ranges)
+
+
+def _tried(expression: sympy.Basic, ranges: Ranges) -> Proof:
+    symbols = sorted(expression.free_symbols, key=str)
+    unknown = [symbol for symbol in symbols if symbol not in ranges]
+    if unknown:
+        return Proof(None, f"unbounded {unknown[0]}")
+    holds = _predicate(expression, symbols)
+    spans = [range(ranges[s][0], ranges[s][1] + 1) for s in symbols]
+    exhaustive = math.prod(map(len, spans)) <= EXHAUSTIVE
+    points = itertools.product(*spans if exhaustive else map(_landmarks, spans))
+    failing: list[tuple[int, ...]] = []
+    failures = 0
+    for point in points:
+        if not holds(*point):
+            failures += 1
+            if len(failing) < 3:
+                failing.append(point)
+    if failures:
+        named = tuple({str(s): n for s, n in zip(symbols, p, strict=True)} for p in failing)
+        return Proof(False, "trial", named, failures)
+    return Proof(True, "trial") if exhaustive else Proof(None, "too many sizes to try")
+
+
+def _landmarks(span: range) -> Iterator[int]:
+    """Sizes where guards tend to break: ends, powers of two and their neighbours."""
+    powers = [2**k + d for k in range(21) for d in (-1, 0, 1)]
+    return iter(sorted({span[0], span[-1], *(p for p in powers if p in span)}))
+
+
+def _predicate(expression: sympy.Basic, symbols: list[sympy.Symbol]) -> Any:
+    names = ", ".join(map(str, symbols))
+    return eval(f"lambda {names}: {python_text(expression)}", {"math": math})
+
+
+def python_text(expression: sympy.Basic) -> str:
+    """The expression as Python source over its symbols' names."""
+    text: str = PythonPrinter().doprint(expression)
+    return text
+
+
+class GuardBook:
+    """Follows one shape environment: what was guarded, since when, and whether it is proved."""
+
+    def __init__(
+        self, shape_env: Any, labels: dict[sympy.Symbol, str], config: CompileConfig, events: Events
+    ) -> None:
+        self._env = shape_env
+        self._labels = {s: sympy.Symbol(name, integer=True) for s, name in labels.items()}
+        self._config = config
+        self._events = events
+        self._read = 0
+        self.unproved: list[Guard] = []
+
+    def settle(self, origin: str) -> None:
+        """Prove all guards added since the last call, or treat them as the policy says.
+
+        Raises GuardUnproved or Specialised under the policy `prove`.
+        """
+        guards = self._env.guards[self._read :]
+        self._read = len(self._env.guards)
+        for shape_guard in guards:
+            expression = self._labelled(shape_guard.expr)
+            guard = Guard(expression, _user_line(shape_guard.sloc), origin)
+            self._settle(guard)
+
+    def check_symbols(self) -> None:
+        """Raise Specialised if tracing turned a declared symbol into a number."""
+        for symbol, value in self._env.replacements.items():
+            if value.is_Integer and symbol in self._labels:
+                sloc = self._env.replacements_slocs.get(symbol)
+                raise Specialised(
+                    where=_user_line(sloc), symbol=self._labels[symbol], value=int(value)
+                )
+
+    def _labelled(self, expression: sympy.Basic) -> sympy.Basic:
+        return expression.xreplace(
+            {s: self._labels[s] for s in expression.free_symbols if s in self._labels}
+        )
+
+    def _ranges(self, expression: sympy.Basic) -> Ranges:
+        return {s: self._config.limits(str(s)) for s in expression.free_symbols}
+
+    def _settle(self, guard: Guard) -> None:
+        proof = prove(guard.expression, self._ranges(guard.expression))
+        self._events.emit(
+            "guard",
+            expression=str(guard.expression),
+            where=guard.where,
+            origin=guard.origin,
+            proved=proof.holds,
+            method=proof.method,
+            failing=list(proof.failing),
+        )
+        if proof.holds:
+            return
+        match self._config.guards:
+            case GuardPolicy.PROVE:
+                raise self._error(guard, proof)
+            case GuardPolicy.CHECK:
+                self.unproved.append(guard)
+            case GuardPolicy.DROP:
+                self._events.emit(
+                    "guard.dropped", level=logging.WARNING, expression=str(guard.expression)
+                )
+
+    def _error(self, guard: Guard, proof: Proof) -> GuardUnproved:
+        symbols = sorted(map(str, guard.expression.free_symbols))
+        low, high = self._config.limits(symbols[0]) if symbols else (1, 1)
+        sizes = ", ".join(
+            str(tuple(f.values()) if len(f) > 1 else next(iter(f.values()))) for f in proof.failing
+        )
+        return GuardUnproved(
+            where=guard.where,
+            expression=guard.expression,
+            symbol=", ".join(symbols),
+            sizes=f"{sizes} ({proof.failures} in all)" if sizes else proof.method,
+            low=low,
+            high=high,
+        )
+
+
+def _user_line(sloc: Any) -> str | None:
+    """`file.py:8` of the user's code, from torch's `code  # file.py:8 in fn`."""
+    text = getattr(sloc, "maybe_user_loc", None)
+    return text.rpartition("#")[2].strip() if text else None

@@ -1,0 +1,66 @@
+"""Inductor artifacts: a unique piece compiled, kept with its kernels, loaded without a compiler.
+
+On a CPU Inductor's serialised artifact holds C++ source, and loading it runs the C++ compiler
+unless the shared libraries are found in Inductor's cache directory. An artifact of ours therefore
+carries those libraries, and loading lays them out in a private directory first.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from ..torch_compat import (
+    inductor_cache_directory,
+    inductor_callable,
+    inductor_compile,
+    inductor_deserialize,
+    inductor_options,
+    inductor_serialize,
+)
+
+PieceFn = Callable[[list[Any]], Any]
+Blobs = dict[str, bytes]
+
+CODE = "code"
+KERNEL = "kernel."
+
+
+def compile_piece(
+    graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
+) -> tuple[PieceFn, Blobs]:
+    """Compile `graph` for its symbolic `inputs`; the callable, and the artifact as named blobs."""
+    with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
+        with inductor_cache_directory(folder), inductor_options():
+            artifact = inductor_compile(graph, inputs, dict(options))
+            blobs = {CODE: inductor_serialize(artifact), **_kernels(Path(folder))}
+            return inductor_callable(artifact), blobs
+
+
+def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
+    """The callables of artifacts whose bytes have been verified; no compiler is run."""
+    with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
+        for artifact in artifacts:
+            _lay_out(artifact, Path(folder))
+        with inductor_cache_directory(folder), inductor_options():
+            return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
+
+
+def _kernels(folder: Path) -> Blobs:
+    """Inductor keeps each library at <two letters>/<name>; a blob's name holds both."""
+    return {
+        f"{KERNEL}{file.parent.name}.{file.name}": file.read_bytes()
+        for file in sorted(folder.rglob("*.so"))
+    }
+
+
+def _lay_out(artifact: Blobs, folder: Path) -> None:
+    for name, content in artifact.items():
+        if name.startswith(KERNEL):
+            parent, _, file = name.removeprefix(KERNEL).partition(".")
+            (folder / parent).mkdir(exist_ok=True)
+            (folder / parent / file).write_bytes(content)

@@ -1,0 +1,114 @@
+"""Python values as JSON and back: what a plan may hold besides references to tensors.
+
+Every value that an FX graph hands to an op survives the round trip: non-finite floats, complex
+numbers, slices, tuples, devices, dtypes, layouts, memory formats and enum members.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import math
+from typing import Any
+
+import torch
+
+from ..errors import NotPortable
+
+
+class Ref(str):
+    """Name of a value in the stitched function, such as `t3`."""
+
+    __slots__ = ()
+
+
+class Expr(str):
+    """Python expression over the symbols of the stitched function, such as `2*s0`."""
+
+    __slots__ = ()
+
+
+def encode(value: Any) -> Any:
+    """JSON form of `value`; raises NotPortable for what cannot be rebuilt elsewhere."""
+    match value:
+        case Ref():
+            return {"ref": str(value)}
+        case Expr():
+            return {"expr": str(value)}
+        case enum.Enum():
+            kind = type(value)
+            return {"enum": [kind.__module__, kind.__qualname__, value.name]}
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else {"float": repr(value)}
+        case complex():
+            return {"complex": [encode(value.real), encode(value.imag)]}
+        case list():
+            return [encode(item) for item in value]
+        case tuple():
+            return {"tuple": [encode(item) for item in value]}
+        case dict():
+            return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+        case slice():
+            return {"slice": [encode(part) for part in (value.start, value.stop, value.step)]}
+        case torch.device():
+            return {"device": str(value)}
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return {"torch": str(value).removeprefix("torch.")}
+    raise NotPortable(value=value, kind=type(value).__qualname__)
+
+
+def decode(data: Any) -> Any:
+    """The value whose JSON form is `data`."""
+    if isinstance(data, list):
+        return [decode(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((kind, body),) = data.items()
+    match kind:
+        case "ref":
+            return Ref(body)
+        case "expr":
+            return Expr(body)
+        case "float":
+            return float(body)
+        case "complex":
+            return complex(decode(body[0]), decode(body[1]))
+        case "tuple":
+            return tuple(decode(item) for item in body)
+        case "dict":
+            return {decode(key): decode(item) for key, item in body}
+        case "slice":
+            return slice(*(decode(part) for part in body))
+        case "device":
+            return torch.device(body)
+        case "torch":
+            return getattr(torch, body)
+        case "enum":
+            return _enum_member(*body)
+    raise NotPortable(value=data, kind=kind)
+
+
+def _enum_member(module: str, qualname: str, name: str) -> enum.Enum:
+    """Look up an enum member; nothing but enum classes is ever returned or called."""
+    target: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        target = getattr(target, part)
+    if not (isinstance(target, type) and issubclass(target, enum.Enum)):
+        raise NotPortable(value=f"{module}.{qualname}", kind="enum")
+    return target[name]
+
+
+def refs(value: Any) -> list[Ref]:
+    """All references inside a decoded value, in order."""
+    match value:
+        case Ref():
+            return [value]
+        case list() | tuple():
+            return [ref for item in value for ref in refs(item)]
+        case dict():
+            return [ref for item in value.values() for ref in refs(item)]
+        case slice():
+            return refs([value.start, value.stop, value.step])
+    return []

@@ -1,0 +1,138 @@
+"""Pieces: compute sections lifted out of the traced graph as graphs of their own.
+
+A piece takes tensors and base symbols and nothing else. A size that an earlier section computed is
+computed again from the symbols inside the piece that uses it, so that equal layers stay equal and
+no size crosses from piece to piece. Every piece returns a tuple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx.node import map_arg
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from .split import Section
+
+BaseSymbols = dict[sympy.Symbol, torch.SymInt]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One compute section: its own graph, and the outer values it takes and gives, in order."""
+
+    graph: Graph
+    inputs: tuple[Node | sympy.Symbol, ...]
+    outputs: tuple[Node, ...]
+
+    def module(self, root: torch.nn.Module) -> GraphModule:
+        """A fresh copy to compile; compilers change the graph they are given."""
+        graph = Graph()
+        graph.output(graph.graph_copy(self.graph, {}))
+        return GraphModule(root, graph, class_name="Piece")
+
+    def example_values(self) -> list[Any]:
+        """Fake tensors and symbolic ints for the inputs, in order."""
+        return [node.meta["example_value"] for node in self.graph.find_nodes(op="placeholder")]
+
+
+def lift(section: Section, symbols: BaseSymbols, shape_env: Any) -> Piece:
+    """Copy a compute section into a piece. `symbols` has a SymInt for each base symbol."""
+    inside = set(section.nodes)
+    builder = _Builder(symbols, shape_env)
+    for node in section.nodes:
+        builder.copy(node)
+    outputs = tuple(
+        node
+        for node in section.nodes
+        if not is_size(node) and any(user not in inside for user in node.users)
+    )
+    builder.graph.output(tuple(builder.values[node] for node in outputs))
+    return Piece(_with_inputs_first(builder.graph), tuple(builder.inputs), outputs)
+
+
+def is_size(node: Node) -> bool:
+    """Whether a node's value is a size that can be computed from symbols: int or torch.Size."""
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.SymInt):
+        return not _is_unbacked(value)
+    return isinstance(value, (int, torch.Size)) and not isinstance(value, bool)
+
+
+def _is_unbacked(value: torch.SymInt) -> bool:
+    return any(str(s).startswith("u") for s in value.node.expr.free_symbols)
+
+
+class _Builder:
+    """Copies nodes into a new graph, turning foreign values into inputs or recomputed sizes."""
+
+    def __init__(self, symbols: BaseSymbols, shape_env: Any) -> None:
+        self.graph = Graph()
+        self.inputs: list[Node | sympy.Symbol] = []
+        self.values: dict[Node, Any] = {}
+        self._placeholders: dict[Node | sympy.Symbol, Node] = {}
+        self._symbols = symbols
+        self._shape_env = shape_env
+
+    def copy(self, node: Node) -> None:
+        for used in node.all_input_nodes:
+            if used not in self.values:
+                self.values[used] = self._foreign(used)
+        new = self.graph.node_copy(node, lambda n: n)
+        new.args = map_arg(node.args, self.values.__getitem__)
+        new.kwargs = map_arg(node.kwargs, self.values.__getitem__)
+        self.values[node] = new
+
+    def _foreign(self, node: Node) -> Any:
+        value: Any = node.meta.get("example_value")
+        if node.op == "get_attr":
+            return self.graph.node_copy(node)
+        if not is_size(node):
+            return self._input(node, value)
+        if isinstance(value, torch.Size):
+            return tuple(self.size(dim) for dim in value)
+        return self.size(value)
+
+    def size(self, value: int | torch.SymInt) -> Any:
+        """A size as a number, a symbol's placeholder, or nodes that compute it from those."""
+        if not isinstance(value, torch.SymInt):
+            return value
+        expression = self._shape_env.replace(value.node.expr)
+        if expression.is_Integer:
+            return int(expression)
+        placeholders = {
+            s: Proxy(self._input(s, self._symbols[s])) for s in _ordered(expression.free_symbols)
+        }
+        result = sympy_interp(PythonReferenceAnalysis, placeholders, expression)
+        node: Node = result.node
+        node.meta.setdefault("example_value", value)
+        return node
+
+    def _input(self, key: Node | sympy.Symbol, value: Any) -> Node:
+        if key not in self._placeholders:
+            node = self.graph.placeholder(f"a{len(self.inputs)}")
+            node.meta["example_value"] = value
+            self._placeholders[key] = node
+            self.inputs.append(key)
+        return self._placeholders[key]
+
+
+def _ordered(symbols: set[sympy.Symbol]) -> Iterator[sympy.Symbol]:
+    return iter(sorted(symbols, key=str))
+
+
+def _with_inputs_first(graph: Graph) -> Graph:
+    """FX wants placeholders before all other nodes; they were made where first needed."""
+    first = next(iter(graph.nodes))
+    for node in graph.find_nodes(op="placeholder"):
+        if node is first:
+            first = node.next
+        else:
+            first.prepend(node)
+    return graph

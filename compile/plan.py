@@ -1,0 +1,134 @@
+"""The plan: all that is needed, besides artifacts and weights, to run a compiled model.
+
+A plan is data. It names values (`i` user inputs, `w` weights, `s` symbols, `t` intermediates) and
+lists the steps of one forward; `stitch` turns it into a function. It is written to JSON and read
+back unchanged, so a warm start needs no graph, no trace and no pickle.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class UserInput(Frozen):
+    """A tensor that the caller passes: where it is found and what it must be."""
+
+    name: str
+    path: tuple[str | int, ...]
+    """Parameter name, then keys or positions into nested containers."""
+    dtype: str
+    device: str
+    shape: tuple[int | str, ...]
+    """Sizes; a string is an expression over the plan's symbols."""
+
+
+class Constant(Frozen):
+    """A number or string argument that the trace took as fixed; other values are refused."""
+
+    path: tuple[str | int, ...]
+    value: Any
+
+
+class Weight(Frozen):
+    """A parameter or buffer, by qualified name in the model."""
+
+    name: str
+    target: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Symbol(Frozen):
+    """A dynamic size, read from dimension `dim` of user input `source`."""
+
+    name: str
+    label: str
+    """The user's name for it, such as `num_tokens`."""
+    source: str
+    dim: int
+    low: int
+    high: int
+
+
+class PieceStep(Frozen):
+    """Call of a unique piece with named values; it returns one value per name in `outs`."""
+
+    kind: Literal["piece"] = "piece"
+    piece: int
+    args: tuple[str, ...]
+    outs: tuple[str, ...]
+
+
+class CallStep(Frozen):
+    """Call of a splitting op; `args` and `kwargs` are in the form of `literal.encode`."""
+
+    kind: Literal["call"] = "call"
+    op: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    outs: tuple[str | None, ...]
+    """Names of the elements of the result that are used; one name for a single tensor."""
+    unpack: bool
+    """Whether the result is a tuple whose elements `outs` names."""
+
+
+class UniquePiece(Frozen):
+    """A piece that is compiled once however often it is used."""
+
+    digest: str
+    """Content hash; see `fingerprint`."""
+    nodes: int
+    symbols: tuple[str, ...]
+    """Plan symbols that are among its arguments, as seen by its first use."""
+
+
+class Check(Frozen):
+    """A guard that was not proved: `expression` must hold at every step."""
+
+    expression: str
+    where: str | None
+
+
+class Result(Frozen):
+    """One tensor (or size) that the stitched function returns."""
+
+    name: str
+    """A value's name, or for a size an expression over the symbols."""
+    dtype: str | None
+    shape: tuple[int | str, ...]
+
+
+class Plan(Frozen):
+    inputs: tuple[UserInput, ...]
+    constants: tuple[Constant, ...]
+    weights: tuple[Weight, ...]
+    symbols: tuple[Symbol, ...]
+    pieces: tuple[UniquePiece, ...]
+    steps: tuple[PieceStep | CallStep, ...]
+    results: tuple[Result, ...]
+    structure: Any
+    """What the caller gets, in the form of `literal.encode`: `o<n>` is the n-th result, `L.<label>`
+    an argument that is passed through."""
+    checks: tuple[Check, ...] = ()
+    parameters: tuple[str, ...]
+    """Parameter names of the model's forward, in order."""
+
+    def piece_uses(self) -> list[int]:
+        """Unique piece of each piece step, in order of execution."""
+        return [step.piece for step in self.steps if isinstance(step, PieceStep)]
+
+    def calls(self) -> list[CallStep]:
+        return [step for step in self.steps if isinstance(step, CallStep)]
+
+    def segments(self) -> int:
+        """Segments of a PIECEWISE recording: pieces, and runs of splitting calls between them."""
+        kinds = [step.kind for step in self.steps]
+        runs = [b for a, b in zip([None, *kinds], kinds, strict=False) if b == "piece" or a != b]
+        return len(runs)

@@ -1,0 +1,245 @@
+"""Write the plan: name every value of a traced and split graph, and list the steps."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ..errors import UnboundSymbol
+from ..torch_compat import default_overload, original_symbol
+from .config import CompileConfig
+from .examples import Leaf
+from .guards import Guard, python_text
+from .literal import Expr, Ref, encode
+from .pieces import BaseSymbols, Piece, is_size
+from .plan import (
+    CallStep,
+    Check,
+    Constant,
+    PieceStep,
+    Plan,
+    Result,
+    Symbol,
+    UniquePiece,
+    UserInput,
+    Weight,
+)
+from .split import Section
+from .trace import Trace
+
+
+def base_symbols(trace: Trace) -> BaseSymbols:
+    """A SymInt for each symbol that is the size of some argument's dimension."""
+    found: BaseSymbols = {}
+    for _, _, size in _argument_sizes(trace):
+        expression = trace.symbol_of(size)
+        if expression.is_Symbol:
+            found.setdefault(expression, size)
+    return found
+
+
+def symbol_labels(trace: Trace) -> dict[sympy.Symbol, str]:
+    """The declared name of every symbol of an argument, equal ones included."""
+    labels: dict[sympy.Symbol, str] = {}
+    for leaf, dim, size in _argument_sizes(trace):
+        label = trace.examples.symbols.get((leaf.label, dim))
+        if label:
+            for symbol in (original_symbol(size), trace.symbol_of(size)):
+                labels.setdefault(symbol, label)
+    return labels
+
+
+def _argument_sizes(trace: Trace) -> list[tuple[Leaf, int, torch.SymInt]]:
+    return [
+        (source, dim, size)
+        for node, source in trace.sources.items()
+        if isinstance(source, Leaf)
+        for dim, size in enumerate(node.meta["example_value"].shape)
+        if isinstance(size, torch.SymInt)
+    ]
+
+
+class Planner:
+    """Names values while it writes steps; `plan()` puts everything together."""
+
+    def __init__(self, trace: Trace, config: CompileConfig) -> None:
+        self._trace = trace
+        self._config = config
+        self._names: dict[Node, str] = {}
+        self._inputs: list[UserInput] = []
+        self._weights: list[Weight] = []
+        self._symbols = self._named_symbols()
+        self._counter = 0
+        self._steps: list[PieceStep | CallStep] = []
+        for node, source in trace.sources.items():
+            if source is not None:
+                self._names[node] = self._bind(node, source)
+
+    def piece(self, index: int, piece: Piece) -> None:
+        """Add a step that calls unique piece `index`."""
+        args = tuple(
+            self._names[key] if isinstance(key, Node) else self._symbols[key].name
+            for key in piece.inputs
+        )
+        outs = tuple(self._fresh(node) for node in piece.outputs)
+        self._steps.append(PieceStep(piece=index, args=args, outs=outs))
+
+    def calls(self, section: Section) -> None:
+        """Add one step for each splitting op of a section."""
+        inside = set(section.nodes)
+        for node in section.nodes:
+            if node.target is operator.getitem and node.args[0] in inside:
+                continue
+            elements = [u for u in node.users if u in inside and u.target is operator.getitem]
+            self._steps.append(self._call(node, elements))
+
+    def plan(self, unique: Sequence[tuple[str, Piece]], unproved: Sequence[Guard]) -> Plan:
+        outputs = self._trace.outputs()
+        return Plan(
+            inputs=tuple(self._inputs),
+            constants=tuple(self._constants()),
+            weights=tuple(self._weights),
+            symbols=tuple(self._symbols.values()),
+            pieces=tuple(
+                UniquePiece(
+                    digest=digest,
+                    nodes=len(piece.graph.nodes),
+                    symbols=tuple(
+                        self._symbols[key].name
+                        for key in piece.inputs
+                        if isinstance(key, sympy.Symbol)
+                    ),
+                )
+                for digest, piece in unique
+            ),
+            steps=tuple(self._steps),
+            results=tuple(self._result(value) for value in outputs),
+            structure=encode(self._trace.structure),
+            checks=tuple(
+                Check(expression=python_text(guard.expression), where=guard.where)
+                for guard in unproved
+            ),
+            parameters=tuple(self._trace.examples.signature.parameters),
+        )
+
+    def _named_symbols(self) -> dict[sympy.Symbol, Symbol]:
+        labels = symbol_labels(self._trace)
+        named: dict[sympy.Symbol, Symbol] = {}
+        arguments = [n for n, source in self._trace.sources.items() if isinstance(source, Leaf)]
+        for position, node in enumerate(arguments):
+            for dim, size in enumerate(node.meta["example_value"].shape):
+                symbol = self._trace.symbol_of(size)
+                if symbol.is_Symbol and symbol not in named:
+                    label = labels[symbol]
+                    low, high = self._config.limits(label)
+                    named[symbol] = Symbol(
+                        name=f"s{len(named)}",
+                        label=label,
+                        source=f"i{position}",
+                        dim=dim,
+                        low=low,
+                        high=high,
+                    )
+        return named
+
+    def _bind(self, node: Node, source: Leaf | str) -> str:
+        value: torch.Tensor = node.meta["example_value"]
+        dtype = str(value.dtype).removeprefix("torch.")
+        if isinstance(source, str):
+            name = f"w{len(self._weights)}"
+            self._weights.append(
+                Weight(
+                    name=name,
+                    target=source,
+                    dtype=dtype,
+                    shape=tuple(value.shape),
+                    stride=tuple(value.stride()),
+                )
+            )
+            return name
+        name = f"i{len(self._inputs)}"
+        shape = tuple(self._size(size) for size in value.shape)
+        self._inputs.append(
+            UserInput(
+                name=name, path=source.path, dtype=dtype, device=str(value.device), shape=shape
+            )
+        )
+        return name
+
+    def _constants(self) -> list[Constant]:
+        return [
+            Constant(path=leaf.path, value=encode(leaf.value))
+            for leaf in self._trace.examples.leaves()
+            if isinstance(leaf.value, (bool, int, float, str))
+        ]
+
+    def _fresh(self, node: Node) -> str:
+        self._names[node] = f"t{self._counter}"
+        self._counter += 1
+        return self._names[node]
+
+    def _call(self, node: Node, elements: list[Node]) -> CallStep:
+        op: Any = node.target
+        if isinstance(op, torch._ops.OpOverloadPacket):
+            op = default_overload(op)
+        namespace, _, name = op._schema.name.partition("::")
+        if elements:
+            width = 1 + max(int(element.args[1]) for element in elements)  # type: ignore[arg-type]
+            taken = {int(e.args[1]): self._fresh(e) for e in elements}  # type: ignore[arg-type]
+            outs: tuple[str | None, ...] = tuple(taken.get(i) for i in range(width))
+        else:
+            outs = (self._fresh(node),) if node.users else ()
+        return CallStep(
+            op=f"{namespace}::{name}.{op._overloadname}",
+            args=[encode(self._argument(arg)) for arg in node.args],
+            kwargs={key: encode(self._argument(arg)) for key, arg in node.kwargs.items()},
+            outs=outs,
+            unpack=bool(elements),
+        )
+
+    def _argument(self, value: Any) -> Any:
+        match value:
+            case Node() if is_size(value) and value not in self._names:
+                return self._size_argument(value.meta["example_value"])
+            case Node():
+                return Ref(self._names[value])
+            case slice():
+                return slice(*map(self._argument, (value.start, value.stop, value.step)))
+            case tuple() | list():
+                return type(value)(self._argument(item) for item in value)
+            case dict():
+                return {key: self._argument(item) for key, item in value.items()}
+        return value
+
+    def _size_argument(self, value: Any) -> Any:
+        if isinstance(value, torch.Size):
+            return tuple(self._size_argument(size) for size in value)
+        size = self._size(value)
+        return Expr(size) if isinstance(size, str) else size
+
+    def _size(self, size: int | torch.SymInt) -> int | str:
+        """A size as a number or as Python text over the plan's symbols."""
+        expression = self._trace.symbol_of(size)
+        if expression.is_Integer:
+            return int(expression)
+        for symbol in expression.free_symbols:
+            if symbol not in self._symbols:
+                raise UnboundSymbol(expression=expression)
+        names = {s: sympy.Symbol(self._symbols[s].name, integer=True) for s in self._symbols}
+        return python_text(expression.xreplace(names))
+
+    def _result(self, value: Any) -> Result:
+        if isinstance(value, Node) and not is_size(value):
+            tensor = value.meta["example_value"]
+            return Result(
+                name=self._names[value],
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(self._size(size) for size in tensor.shape),
+            )
+        size = value.meta["example_value"] if isinstance(value, Node) else value
+        return Result(name=str(self._size(size)), dtype=None, shape=())

@@ -1,0 +1,171 @@
+"""One Dynamo graph of a model, dynamic in its declared dimensions, with every input's source.
+
+The model is not executed: Dynamo runs it on fake tensors. What the graph takes is bound to what it
+stands for (a weight by qualified name, an argument by path, a size by input and dimension), and the
+structure of the result is learned by running Dynamo's bytecode around recognisable stand-ins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from ..errors import InputNotTraceable, NothingToCompile, TraceFailed
+from ..events import Events
+from ..torch_compat import (
+    Captured,
+    capture_full_graph,
+    dynamo_tracing,
+    input_source,
+    trace_errors,
+    user_location,
+)
+from .config import CompileConfig
+from .examples import Examples, Leaf, example_inputs, mark
+from .literal import Ref
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced model. `sources` says for each placeholder what it stands for."""
+
+    graph: GraphModule
+    shape_env: Any
+    sources: dict[Node, Leaf | str | None]
+    """An argument, the qualified name of a weight, or None for a size."""
+    structure: Any
+    """The result, with `Ref('o<n>')` for the n-th output and `Ref('L.<label>')` for arguments."""
+    examples: Examples
+    modules: list[str]
+    """Names of the modules whose functions were inlined, torch's apart."""
+
+    def outputs(self) -> list[Any]:
+        """What the graph returns, flat."""
+        output = next(reversed(self.graph.graph.nodes))
+        return list(output.args[0])
+
+    def symbol_of(self, value: Any) -> sympy.Expr:
+        """A size as an expression over the symbols that remain after Dynamo's equalities."""
+        if isinstance(value, torch.SymInt):
+            return self.shape_env.replace(value.node.expr)
+        return sympy.Integer(value)
+
+
+def trace(
+    model: torch.nn.Module,
+    config: CompileConfig,
+    device: torch.device,
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    events: Events,
+) -> Trace:
+    """Trace `model.forward`.
+
+    Raises TraceFailed with the user's file:line on a graph break or a data-dependent branch,
+    InputNotTraceable for a tensor that is neither weight nor argument, and the errors of
+    `example_inputs`.
+    """
+    examples = example_inputs(model, config, device, given)
+    mark(examples, config)
+    args, kwargs = examples.call_arguments()
+    with events.span("trace.dynamo"), dynamo_tracing(config.dynamic_shapes.value):
+        try:
+            captured = capture_full_graph(model, args, kwargs)
+        except trace_errors() as error:
+            reason = str(error).strip().splitlines()[0]
+            raise TraceFailed(where=user_location(error), reason=reason) from error
+    if captured is None:
+        raise NothingToCompile(model=type(model).__name__)
+    events.count("dynamo_traces")
+    graph = captured.graph
+    return Trace(
+        graph=graph,
+        shape_env=captured.fake_mode.shape_env,
+        sources=_sources(graph, model, examples),
+        structure=_structure(captured, model, examples),
+        examples=examples,
+        modules=_traced_modules(captured),
+    )
+
+
+def _sources(
+    graph: GraphModule, model: torch.nn.Module, examples: Examples
+) -> dict[Node, Leaf | str | None]:
+    """Evaluate each placeholder's source expression and recognise the object it yields."""
+    first = next(iter(_forward_parameters(model)))
+    scope = {"L": {first: model, **examples.arguments}, "G": _forward(model).__globals__}
+    weights = {
+        id(tensor): name
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in reversed(list(named(remove_duplicate=False)))
+    }
+    arguments = {id(leaf.value): leaf for leaf in examples.leaves()}
+    sources: dict[Node, Leaf | str | None] = {}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["example_value"], torch.SymInt):
+            sources[node] = None
+            continue
+        expression = input_source(node)
+        try:
+            value = eval(expression, {}, scope)
+        except Exception as error:
+            raise InputNotTraceable(source=expression) from error
+        source = weights.get(id(value)) or arguments.get(id(value))
+        if source is None:
+            raise InputNotTraceable(source=expression)
+        sources[node] = source
+    return sources
+
+
+def _forward_parameters(model: torch.nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(_forward(model)).parameters)
+
+
+def _forward(model: torch.nn.Module) -> Any:
+    """The function behind `model.forward`, unbound."""
+    return getattr(model.forward, "__func__", model.forward)
+
+
+def _structure(captured: Captured, model: torch.nn.Module, examples: Examples) -> Any:
+    """Run the bytecode that surrounds the graph, with one stand-in per graph output."""
+    output = next(reversed(captured.graph.graph.nodes))
+    stand_ins = [torch.empty(0, device="meta") for _ in output.args[0]]
+    args, kwargs = examples.call_arguments()
+    result = captured.call(lambda *_: tuple(stand_ins))(model, *args, **kwargs)
+    known = {id(value): Ref(f"o{i}") for i, value in enumerate(stand_ins)}
+    for leaf in examples.leaves():
+        if isinstance(leaf.value, torch.Tensor):
+            known.setdefault(id(leaf.value), Ref(f"L.{leaf.label}"))
+    return _renamed(result, known)
+
+
+def _renamed(value: Any, known: dict[int, Ref]) -> Any:
+    if ref := known.get(id(value)):
+        return ref
+    if isinstance(value, list):
+        return [_renamed(item, known) for item in value]
+    if isinstance(value, tuple):
+        items = [_renamed(item, known) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return type(value)(**{k: _renamed(v, known) for k, v in fields.items() if v is not None})
+    if isinstance(value, dict):
+        return {key: _renamed(item, known) for key, item in value.items()}
+    return value
+
+
+def _traced_modules(captured: Captured) -> list[str]:
+    by_file = {
+        file: name
+        for name, module in list(sys.modules.items())
+        if (file := getattr(module, "__file__", None))
+    }
+    names = {by_file.get(code.co_filename) for code in captured.traced_code}
+    return sorted(name for name in names if name and name.partition(".")[0] != "torch")

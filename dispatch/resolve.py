@@ -1,0 +1,173 @@
+"""Mode resolution, before anything is compiled: what was asked for, what can be had, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import FullModeUnsupported, InvalidSetting
+from .modes import AttentionSupport, GraphMode, RuntimeMode
+
+
+@dataclass(frozen=True, slots=True)
+class LevelDefaults:
+    """What an optimization level sets where the user set nothing."""
+
+    compiles: bool
+    mode: GraphMode
+    autotunes_sizes: bool
+
+
+LEVELS = (
+    LevelDefaults(compiles=False, mode=GraphMode.NONE, autotunes_sizes=False),
+    LevelDefaults(compiles=True, mode=GraphMode.PIECEWISE, autotunes_sizes=False),
+    LevelDefaults(compiles=True, mode=GraphMode.FULL_AND_PIECEWISE, autotunes_sizes=False),
+    LevelDefaults(compiles=True, mode=GraphMode.FULL_AND_PIECEWISE, autotunes_sizes=True),
+)
+"""The defaults of O0 to O3, by level."""
+
+
+def level_defaults(level: int) -> LevelDefaults:
+    """The defaults of optimization `level`; raises InvalidSetting for a level that is not there."""
+    if level not in range(len(LEVELS)):
+        raise InvalidSetting(
+            name="level", value=level, reason="there is no such level", expected="0, 1, 2 or 3"
+        )
+    return LEVELS[level]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What kind of model it is, as far as graph modes depend on it.
+
+    `varlen_decode`: decode batches hold requests of unequal query length (adaptive verification).
+    """
+
+    pooling: bool = False
+    encoder_decoder: bool = False
+    varlen_decode: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModeChange:
+    """One step of a resolution; `before` is None where nothing had been asked for."""
+
+    before: GraphMode | None
+    after: GraphMode
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedMode:
+    """The mode to use and the ordered reasons for every change on the way to it."""
+
+    requested: GraphMode | None
+    mode: GraphMode
+    reasons: tuple[ModeChange, ...]
+
+    @property
+    def decode(self) -> RuntimeMode:
+        return self.mode.decode
+
+    @property
+    def mixed(self) -> RuntimeMode:
+        return self.mode.mixed
+
+
+def resolve_mode(
+    requested: GraphMode | None,
+    *,
+    support: Mapping[str, AttentionSupport],
+    pieces: bool,
+    level: int = 2,
+    query_len: int = 1,
+    traits: ModelTraits | None = None,
+    eager: bool = False,
+) -> ResolvedMode:
+    """The mode that `requested` becomes for this model; every later room relies on it.
+
+    `requested` None takes the default of `level`. `support` has one entry per attention group, of
+    which the least counts; a model without attention has none and supports everything. `pieces`
+    tells whether the model can be cut: it contains at least one of the splitting ops, whichever
+    these are, and no attention that cannot be captured would stay inside a piece. `query_len` is
+    the longest query of a uniform decode request, 1 + speculative tokens.
+
+    Raises FullModeUnsupported if FULL is asked for and some group can never be captured, and
+    InvalidSetting for an unknown level or a query length below 1.
+    """
+    if query_len < 1:
+        raise InvalidSetting(
+            name="query_len", value=query_len, reason="a request has tokens", expected="1 or more"
+        )
+    path = _Path(requested, level_defaults(level).mode)
+    if eager:
+        path.to(GraphMode.NONE, "eager execution is enforced")
+        return path.resolved()
+    traits = traits or ModelTraits()
+    _apply_traits(path, traits)
+    _apply_attention(path, support, query_len, traits)
+    if path.mode.needs_pieces and not pieces:
+        both = path.mode is GraphMode.FULL_AND_PIECEWISE
+        after = GraphMode.FULL_DECODE_ONLY if both else GraphMode.NONE
+        path.to(after, "the model contains none of the splitting ops, so there are no pieces")
+    return path.resolved()
+
+
+class _Path:
+    """The modes a resolution has gone through."""
+
+    def __init__(self, requested: GraphMode | None, default: GraphMode) -> None:
+        self.requested = requested
+        self.mode = default
+        self.changes: list[ModeChange] = []
+        if requested is None:
+            self.changes.append(ModeChange(None, default, "the optimization level's default"))
+        else:
+            self.mode = requested
+
+    def to(self, mode: GraphMode, why: str) -> None:
+        if mode is not self.mode:
+            self.changes.append(ModeChange(self.mode, mode, why))
+            self.mode = mode
+
+    def resolved(self) -> ResolvedMode:
+        return ResolvedMode(self.requested, self.mode, tuple(self.changes))
+
+
+def _apply_traits(path: _Path, traits: ModelTraits) -> None:
+    if path.mode is GraphMode.NONE:
+        return
+    if traits.pooling and path.mode.decode is RuntimeMode.FULL:
+        path.to(GraphMode.PIECEWISE, "a pooling model has no decode batches")
+    if traits.encoder_decoder:
+        after = GraphMode.NONE if traits.pooling else GraphMode.FULL_DECODE_ONLY
+        path.to(after, "an encoder-decoder model has graphs for decode alone")
+    if traits.varlen_decode and path.mode is GraphMode.FULL:
+        why = "decode of unequal query lengths has graphs of its own"
+        path.to(GraphMode.FULL_AND_PIECEWISE, why)
+
+
+def _apply_attention(
+    path: _Path, support: Mapping[str, AttentionSupport], query_len: int, traits: ModelTraits
+) -> None:
+    """Lower FULL routines to what the least capable attention group can run inside a graph."""
+    group = min(support, key=lambda name: support[name], default="")
+    least = support[group] if support else AttentionSupport.ALWAYS
+    if path.mode.decode is not RuntimeMode.FULL or least is AttentionSupport.ALWAYS:
+        return
+    can = f"attention group {group!r} supports {least.name}"
+    if path.mode is GraphMode.FULL:
+        if least is AttentionSupport.NEVER:
+            raise FullModeUnsupported(group=group)
+        path.to(GraphMode.FULL_AND_PIECEWISE, f"{can}, so mixed batches cannot be FULL")
+    if not _decode_can_be_full(least, query_len, traits.varlen_decode):
+        lower = GraphMode.NONE if traits.encoder_decoder else GraphMode.PIECEWISE
+        path.to(lower, f"{can}, so decode of query length {query_len} cannot be FULL")
+
+
+def _decode_can_be_full(least: AttentionSupport, query_len: int, varlen: bool) -> bool:
+    if varlen:
+        return least is AttentionSupport.ALWAYS
+    if query_len > 1:
+        return least >= AttentionSupport.UNIFORM_BATCH
+    return least >= AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE

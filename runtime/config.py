@@ -1,0 +1,78 @@
+"""All settings of a prepared model: those of compilation, and those of dispatch and capture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ..cache.feeds import Feeds
+from ..compile.config import CompileConfig
+from ..dispatch import AttentionSupport, GraphMode, PaddingLimit
+
+SERVING = Feeds(("capture",), "decided after compilation: the same code serves any of its values")
+
+
+class CaptureStrategy(StrEnum):
+    """When graphs are captured: all at startup, a few per step, or on use."""
+
+    EAGER = "eager"
+    DELAYED = "delayed"
+    LAZY = "lazy"
+
+
+class Config(CompileConfig):
+    """What a user states about a model that is to be served. Unknown names are refused."""
+
+    level: Annotated[int, SERVING, Field(ge=0, le=3)] = 2
+    """O0 to O3: defaults for what is not set; see `dispatch.LEVELS`."""
+
+    graph_mode: Annotated[GraphMode | None, SERVING] = None
+    """The mode asked for; what it becomes, and why, is in the report."""
+
+    attention_support: Annotated[Mapping[str, AttentionSupport] | AttentionSupport, SERVING] = (
+        AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
+    """Which batches attention can serve inside a FULL graph; by attention group, or for all."""
+
+    max_num_reqs: Annotated[int, SERVING, Field(ge=1)] = 256
+    """Most requests in a step."""
+
+    query_len: Annotated[int, SERVING, Field(ge=1)] = 1
+    """Query length of a uniform decode request: 1 + speculative tokens."""
+
+    capture_sizes: Annotated[tuple[int, ...] | None, SERVING] = None
+    """Padded sizes in tokens to capture; by default the ladder of `default_capture_sizes`."""
+
+    strategy: Annotated[CaptureStrategy, SERVING] = CaptureStrategy.EAGER
+
+    captures_per_step: Annotated[int, SERVING, Field(ge=1)] = 1
+    """Most captures between two steps, for DELAYED and LAZY."""
+
+    min_hits: Annotated[int, SERVING, Field(ge=1)] = 1
+    """Occurrences of a size before LAZY captures it."""
+
+    padding_limit: Annotated[PaddingLimit | None, SERVING] = None
+    """The most padding a graph may bring; above it a batch goes to a lower mode."""
+
+    graph_backend: Annotated[str | None, SERVING] = None
+    """`cuda`, `replay` or an entry point; by default the one for the model's device."""
+
+    def supports(self) -> dict[str, AttentionSupport]:
+        """Attention capability by group."""
+        support = self.attention_support
+        return {"attention": support} if isinstance(support, AttentionSupport) else dict(support)
+
+    def backend_for(self, device_type: str) -> str:
+        """Name of the graph backend for a device."""
+        if self.graph_backend is not None:
+            return self.graph_backend
+        return "replay" if device_type == "cpu" else device_type
+
+    def changed(self, **settings: Any) -> Config:
+        """A copy with other settings, checked anew."""
+        return Config(
+            **{**{name: getattr(self, name) for name in self.model_fields_set}, **settings}
+        )

@@ -1,0 +1,111 @@
+"""`prepare`: from a model and its settings to a prepared model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from ..cache import Cache
+from ..cache.environment import CACHE_DIR, read
+from ..compile.compile_model import ExampleArguments, compile_model
+from ..dispatch import (
+    Dispatcher,
+    DispatchPlan,
+    GraphMode,
+    default_capture_sizes,
+    level_defaults,
+    make_plan,
+    resolve_mode,
+    user_capture_sizes,
+)
+from ..events import Events
+from .backend import GraphBackend
+from .choose_backend import choose_backend
+from .config import Config
+from .prepared_model import PreparedModel
+
+
+def prepare(
+    model: torch.nn.Module,
+    config: Config,
+    *,
+    examples: ExampleArguments | None = None,
+    layers: Mapping[str, Any] | None = None,
+    backend: GraphBackend | None = None,
+    events: Events | None = None,
+) -> PreparedModel:
+    """Compile `model`, or load it from the cache, and make it ready to capture and to serve.
+
+    `examples` are (args, kwargs) to trace with; without them they are built from `config.inputs`.
+    `layers` is what splitting ops find by name in the forward context. `backend` replaces the one
+    that `config.graph_backend` names. Graphs are captured by `PreparedModel.capture`.
+
+    Raises a PiecegraphError that says what is wrong with the model or the settings.
+    """
+    events = events or Events()
+    with events.span("prepare"):
+        device = _device(model)
+        resolved = resolve_mode(
+            config.graph_mode,
+            support=config.supports(),
+            pieces=bool(config.splitting_ops),
+            level=config.level,
+            query_len=config.query_len,
+        )
+        plan = _dispatch_plan(resolved.mode, config)
+        cache = Cache(_cache_root(config), events)
+        compiled = compile_model(model, _with_compiler(config), cache, events, device, examples)
+    return PreparedModel(
+        compiled,
+        inspect.signature(model.forward),
+        config,
+        resolved,
+        Dispatcher(plan),
+        backend or choose_backend(config.backend_for(device.type)),
+        device,
+        cache,
+        layers or {},
+        events,
+    )
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    tensors = [*model.parameters(), *model.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _dispatch_plan(mode: GraphMode, config: Config) -> DispatchPlan:
+    if mode is GraphMode.NONE:
+        return DispatchPlan((), config.max_num_reqs)
+    if config.capture_sizes is not None:
+        sizes = user_capture_sizes(config.capture_sizes, max_num_tokens=config.max_num_tokens)
+    else:
+        sizes = default_capture_sizes(
+            config.max_num_reqs, config.max_num_tokens, query_len=config.query_len
+        )
+    return make_plan(
+        mode,
+        sizes,
+        max_num_reqs=config.max_num_reqs,
+        query_lens=(config.query_len,),
+        padding=config.padding_limit,
+    )
+
+
+def _with_compiler(config: Config) -> Config:
+    """At a level that does not compile, pieces run eagerly unless a compiler is asked for."""
+    if level_defaults(config.level).compiles or "compiler" in config.model_fields_set:
+        return config
+    return config.changed(compiler="eager")
+
+
+def _cache_root(config: Config) -> Path | None:
+    if not config.cache:
+        return None
+    named = config.cache_dir or read(CACHE_DIR)
+    return Path(named) if named else Path(platformdirs.user_cache_dir("piecegraph"))

@@ -1,0 +1,276 @@
+"""A model ready to serve: dispatch a batch, run it the fastest way that is correct for it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..cache import Cache
+from ..compile.compiled_model import CompiledModel
+from ..dispatch import Batch, BatchDescriptor, Decision, Dispatcher, ResolvedMode, RuntimeMode
+from ..errors import BatchInvalid, CaptureAfterSeal, CaptureFailed, ModelClosed
+from ..events import Events
+from .addresses import Addresses, Snapshot
+from .backend import GraphBackend
+from .binding import binder, packer
+from .capture_session import CaptureSession, capture_session
+from .config import CaptureStrategy, Config
+from .forward_context import CURRENT, ForwardContext, forward_context
+from .recorder import break_graph, opaque_piece, record
+from .recording import Recording
+from .report import build_report
+from .results import RealResults
+from .static_inputs import BoundInputs, InputSpec, Padding, StaticInputs
+from .strategies import StepPolicy, startup_slots
+from .usage import Usage
+
+MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
+"""Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
+
+ADDRESSES_PER_STEP = 4
+"""Watched tensors compared on each replay after the first, going round."""
+
+
+class _Slot:
+    """A captured entry of the plan: its recording and what a step needs around it."""
+
+    __slots__ = ("addresses", "inputs", "recording", "replayed", "results")
+
+    def __init__(
+        self,
+        recording: Recording,
+        inputs: BoundInputs,
+        results: RealResults,
+        addresses: Snapshot,
+    ) -> None:
+        self.recording = recording
+        self.inputs = inputs
+        self.results = results
+        self.addresses = addresses
+        self.replayed = False
+
+
+class PreparedModel:
+    """A compiled model with its graphs. Made by `prepare`; not to be shared between threads.
+
+    A step is `dispatch`, then `run` with metadata built for the decision's padded descriptor;
+    calling the model does both. Results of a graph step are views of static memory: they hold
+    until the next step.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledModel,
+        signature: inspect.Signature,
+        config: Config,
+        resolved: ResolvedMode,
+        dispatcher: Dispatcher,
+        backend: GraphBackend,
+        device: torch.device,
+        cache: Cache,
+        layers: Mapping[str, Any],
+        events: Events,
+    ) -> None:
+        self.compiled = compiled
+        self.config = config
+        self.resolved = resolved
+        self.dispatcher = dispatcher
+        self.backend = backend
+        self.events = events
+        self._cache = cache
+        self.usage = Usage(dispatcher.plan)
+        self._bind = binder(compiled.plan, signature)
+        self._pack = packer(compiled.plan)
+        self._stitched = compiled.link()
+        self._captured_fn = compiled.link(_piece_hook, _call_hook)
+        self._inputs = _static_inputs(compiled, config, device)
+        self._slots: list[_Slot | None] = [None] * len(dispatcher.plan.entries)
+        self._failed: set[int] = set()
+        self._policy = StepPolicy(config.strategy, dispatcher.plan, config.min_hits)
+        self._pool: Any = None
+        self._addresses = Addresses(backend.address)
+        for name, weight in compiled.weights.items():
+            self._addresses.watch(name, weight)
+        self._context = ForwardContext(layers)
+        self._metadata_for: MetadataFor | None = None
+        self._capturing = False
+        self._sealed = False
+        self._closed = False
+
+    def __call__(self, *args: Any, batch: Batch, metadata: Any = None, **kwargs: Any) -> Any:
+        """Dispatch and run one step.
+
+        `metadata` is handed to attention through the forward context: an object, or a function of
+        the decision that makes one, for metadata that must be padded to the descriptor.
+        """
+        decision = self.dispatch(batch)
+        made = metadata(decision) if callable(metadata) else metadata
+        return self.run(decision, *args, metadata=made, **kwargs)
+
+    def dispatch(self, batch: Batch) -> Decision:
+        """How to run `batch`; under DELAYED and LAZY this is where graphs are captured.
+
+        Raises BatchInvalid for a batch beyond `max_num_reqs` or with contradictory facts.
+        """
+        if batch.num_reqs > self.config.max_num_reqs:
+            raise BatchInvalid(batch=batch, fault=f"max_num_reqs is {self.config.max_num_reqs}")
+        if self._capturing:
+            self._capture_between_steps(batch)
+        return self.dispatcher.dispatch(batch)
+
+    def run(self, decision: Decision, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+        """Run one step as decided, on the real (unpadded) inputs.
+
+        Raises InputMismatch, SizeOutOfRange or ArgumentFixed for wrong inputs and MovedTensor if a
+        captured tensor is elsewhere.
+        """
+        if self._closed:
+            raise ModelClosed()
+        tensors, sizes = self._bind(*args, **kwargs)
+        context = self._context
+        context.metadata = metadata
+        context.decision = decision
+        context.num_tokens = sizes[0] if sizes else 0
+        token = CURRENT.set(context)
+        try:
+            slot = self._slots[decision.slot] if decision.slot >= 0 else None
+            if slot is None:
+                with torch.no_grad():
+                    results = self._stitched(*tensors)
+            else:
+                results = _replay(slot, tensors, sizes)
+        finally:
+            CURRENT.reset(token)
+        self.usage.count(decision.slot, context.num_tokens)
+        return self._pack(results, tensors)
+
+    def capture(self, metadata_for: MetadataFor | None = None) -> None:
+        """Capture what the strategy wants at startup; later calls capture what is missing of it.
+
+        Raises CaptureAfterSeal. A capture that fails is reported and its size runs without.
+        """
+        if self._sealed:
+            raise CaptureAfterSeal(name="the startup set")
+        self._metadata_for = metadata_for
+        slots = startup_slots(self.config.strategy, self.dispatcher.plan)
+        with self.events.span("capture"):
+            self._capture([slot for slot in slots if self._slots[slot] is None], prepare=True)
+        self._capturing = self.config.strategy is not CaptureStrategy.EAGER and any(
+            slot is None for slot in self._slots
+        )
+
+    def seal(self) -> None:
+        """From now on nothing compiles, and nothing is captured but by the strategy."""
+        self._sealed = True
+
+    def release(self) -> None:
+        """Free all graphs and their memory; `capture` on an unsealed model brings them back."""
+        for index, slot in enumerate(self._slots):
+            if slot is not None:
+                slot.recording.release()
+                self.dispatcher.set_captured(index, False)
+        self._slots = [None] * len(self._slots)
+        self._pool = None
+        self._sealed = False
+
+    def close(self) -> None:
+        """Free everything; steps raise ModelClosed from now on. Closing twice is fine."""
+        if not self._closed:
+            self.release()
+            self._closed = True
+
+    def report(self) -> dict[str, Any]:
+        """What was prepared, captured and dispatched so far; see `runtime.report`."""
+        return build_report(self.events, self.compiled.plan, self.resolved, self.usage, self._cache)
+
+    def recordings(self) -> list[tuple[int, Recording]]:
+        """Captured slots with their recordings."""
+        return [(i, slot.recording) for i, slot in enumerate(self._slots) if slot is not None]
+
+    def _capture_between_steps(self, batch: Batch) -> None:
+        captured = {i for i, slot in enumerate(self._slots) if slot is not None} | self._failed
+        wanted = self.dispatcher.wanted(batch).slot
+        slots = self._policy.next_slots(wanted, captured, self.config.captures_per_step)
+        if slots:
+            self._capture(slots, prepare=False)
+        self._capturing = len(captured) + len(slots) < len(self._slots)
+
+    def _capture(self, slots: Iterable[int], *, prepare: bool) -> None:
+        if self._pool is None:
+            self._pool = self.backend.new_pool()
+        with capture_session(self.backend, self._pool, self.events, prepare=prepare) as session:
+            for slot in slots:
+                self._capture_slot(slot, session)
+
+    def _capture_slot(self, slot: int, session: CaptureSession) -> None:
+        entry = self.dispatcher.plan.entries[slot]
+        descriptor = entry.descriptor
+        name = f"{entry.mode.name} {descriptor.num_tokens}"
+        sizes = {"num_tokens": descriptor.num_tokens, **dict(descriptor.axes)}
+        inputs = self._inputs.at(sizes)
+        self._context.metadata = (
+            self._metadata_for(descriptor, entry.mode) if self._metadata_for else None
+        )
+        self._context.num_tokens = descriptor.num_tokens
+        try:
+            with forward_context(self._context), torch.no_grad():
+                self._stitched(*inputs.views)
+                recording = record(
+                    self._captured_fn,
+                    inputs.views,
+                    session,
+                    name=name,
+                    breaks=entry.mode is RuntimeMode.PIECEWISE,
+                )
+        except CaptureFailed as error:
+            self._failed.add(slot)
+            self.events.emit("capture.failed", level=logging.WARNING, slot=slot, reason=str(error))
+            return
+        self.events.emit(
+            "capture",
+            mode=entry.mode.name,
+            num_tokens=descriptor.num_tokens,
+            ms=recording.seconds * 1000,
+            bytes=recording.bytes,
+        )
+        results = RealResults(self.compiled.plan, recording.outputs)
+        self._slots[slot] = _Slot(recording, inputs, results, self._addresses.snapshot())
+        self.dispatcher.set_captured(slot, True)
+
+
+def _replay(slot: _Slot, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
+    if slot.replayed:
+        slot.addresses.check_some(ADDRESSES_PER_STEP)
+    else:
+        slot.addresses.check()
+        slot.replayed = True
+    slot.inputs.load(tensors, sizes)
+    slot.recording.replay()
+    return slot.results.at(sizes)
+
+
+def _piece_hook(use: int, piece: Callable[..., Any]) -> Callable[..., Any]:
+    return opaque_piece(piece)
+
+
+def _call_hook(use: int, op: Callable[..., Any]) -> Callable[..., Any]:
+    return break_graph(op)
+
+
+def _static_inputs(compiled: CompiledModel, config: Config, device: torch.device) -> StaticInputs:
+    labels = {symbol.name: symbol.label for symbol in compiled.plan.symbols}
+    specs = [
+        InputSpec(
+            name=".".join(map(str, item.path)),
+            dims=tuple(labels[d] if isinstance(d, str) else d for d in item.shape),
+            dtype=getattr(torch, item.dtype),
+            padding=Padding.ZERO,
+        )
+        for item in compiled.plan.inputs
+    ]
+    limits = {symbol.label: config.limits(symbol.label)[1] for symbol in compiled.plan.symbols}
+    return StaticInputs(specs, limits, device)

@@ -1,0 +1,84 @@
+"""A recording: what one capture produced for one runtime mode and descriptor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from ..errors import RecordingReleased
+from .backend import Graph
+
+
+class SegmentKind(StrEnum):
+    GRAPH = "graph"
+    EAGER = "eager"
+
+
+@dataclass(slots=True)
+class Segment:
+    """A graph to replay, or calls to run eagerly between two graphs.
+
+    `seconds` is what capturing took, the first run included. `copied` names eager calls whose
+    results are copied to fixed memory at each replay; an out-variant of the op saves that.
+    """
+
+    kind: SegmentKind
+    calls: list[Callable[[], None]]
+    operations: int = 0
+    seconds: float = 0.0
+    copied: list[str] = field(default_factory=list)
+
+
+class Recording:
+    """Segments over static inputs and outputs; `replay` runs them in order.
+
+    Outputs are overwritten by the next replay or capture in the same pool. `graphs` own the pool
+    memory; one without operations is kept for that alone. `bytes` is by how much the device's used
+    memory grew.
+    """
+
+    __slots__ = ("bytes", "calls", "graphs", "inputs", "name", "outputs", "seconds", "segments")
+
+    def __init__(
+        self,
+        name: str,
+        segments: Sequence[Segment],
+        graphs: Sequence[Graph],
+        inputs: tuple[Tensor, ...],
+        outputs: Any,
+        *,
+        seconds: float,
+        bytes: int,
+    ) -> None:
+        self.name = name
+        self.segments = tuple(segments)
+        self.calls = tuple(call for segment in segments for call in segment.calls)
+        self.graphs = tuple(graphs)
+        self.inputs = inputs
+        self.outputs = outputs
+        self.seconds = seconds
+        self.bytes = bytes
+
+    @property
+    def operations(self) -> int:
+        return sum(segment.operations for segment in self.segments)
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
+
+    def release(self) -> None:
+        """Free the graphs and their memory; a replay raises `RecordingReleased` from now on."""
+        for graph in self.graphs:
+            graph.release()
+        self.segments = ()
+        self.graphs = ()
+        self.calls = (self._refuse,)
+        self.outputs = None
+
+    def _refuse(self) -> NoReturn:
+        raise RecordingReleased(name=self.name)

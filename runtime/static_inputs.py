@@ -1,0 +1,191 @@
+"""Static input buffers: the fixed memory from which every recording reads its inputs.
+
+Each buffer is allocated once, for the largest sizes. The view for a padded size begins at the
+buffer's first byte and is contiguous whatever dimension is dynamic, so a recording sees the same
+strides as an eager call does and all sizes share one address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..errors import InputMismatch, MovedTensor
+
+_MEMOISED_SIZES = 4096
+
+
+class Padding(StrEnum):
+    """What a step writes into the padding of an input. KEEP leaves what is there: zeros at first,
+    later an earlier step's values."""
+
+    ZERO = "zero"
+    SENTINEL = "sentinel"
+    REPEAT = "repeat"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One input. A string in `dims` names a symbol, such as "num_tokens"; a number is fixed.
+
+    REPEAT repeats the last real row (zeros if there is none); `sentinel` is for SENTINEL, such as
+    a reserved slot that may be written to.
+    """
+
+    name: str
+    dims: tuple[int | str, ...]
+    dtype: torch.dtype
+    padding: Padding = Padding.ZERO
+    sentinel: int | float = 0
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
+
+    @property
+    def dynamic(self) -> tuple[int, ...]:
+        return tuple(index for index, dim in enumerate(self.dims) if isinstance(dim, str))
+
+
+class StaticInputs:
+    """The buffers of one prepared model, for sizes up to `limits` (symbol -> largest size).
+
+    A buffer in `owned` (name -> tensor of the largest shape) belongs to the engine: steps write it
+    in place, nothing is copied and its address is checked. `poison` puts NaN into the padding of
+    floating-point inputs, whatever their policy, to show what leaks out of it.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[InputSpec],
+        limits: Mapping[str, int],
+        device: torch.device,
+        *,
+        owned: Mapping[str, Tensor] | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.specs = tuple(specs)
+        self.symbols = tuple(limits)
+        self.device = device
+        self.poison = poison
+        self.owned = dict(owned or {})
+        self._buffers = {
+            spec.name: torch.zeros(prod(spec.shape(limits)), dtype=spec.dtype, device=device)
+            for spec in specs
+            if spec.name not in self.owned
+        }
+
+    def at(self, sizes: Mapping[str, int]) -> BoundInputs:
+        """The inputs of the padded `sizes`, ready to be captured and loaded."""
+        return BoundInputs(self, tuple(self._view(spec, spec.shape(sizes)) for spec in self.specs))
+
+    def _view(self, spec: InputSpec, shape: tuple[int, ...]) -> Tensor:
+        if spec.name in self.owned:
+            return _box(self.owned[spec.name], [(0, size) for size in shape])
+        return self._buffers[spec.name][: prod(shape)].view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """How a batch of one real size gets in.
+
+    `copies`: what each input must be, where it goes, whether it is there already; `fills`: what
+    writes the padding.
+    """
+
+    copies: tuple[tuple[InputSpec, tuple[int, ...], Tensor, bool], ...]
+    fills: tuple[Callable[[], object], ...]
+
+
+class BoundInputs:
+    """The static inputs of one padded size; `views` are what a recording captures."""
+
+    __slots__ = ("_inputs", "_loads", "views")
+
+    def __init__(self, inputs: StaticInputs, views: tuple[Tensor, ...]) -> None:
+        self.views = views
+        self._inputs = inputs
+        self._loads: dict[tuple[int, ...], _Load] = {}
+
+    def load(self, tensors: Sequence[Tensor], real: tuple[int, ...]) -> None:
+        """Copy `tensors` in and write the padding. `real` has the real size of each symbol.
+
+        Raises `InputMismatch` for a wrong shape, dtype or device, and `MovedTensor` when an
+        engine-owned buffer is not the one that was captured.
+        """
+        load = self._loads.get(real)
+        if load is None:
+            load = self._remember(real)
+        for tensor, (spec, shape, target, owned) in zip(tensors, load.copies, strict=True):
+            if (
+                tensor.shape != shape
+                or tensor.dtype is not spec.dtype
+                or tensor.device != target.device
+            ):
+                raise self._mismatch(spec, shape, tensor)
+            if not owned:
+                target.copy_(tensor, non_blocking=True)
+            elif tensor.data_ptr() != target.data_ptr():
+                raise MovedTensor(
+                    name=f"input {spec.name!r}",
+                    recorded=hex(target.data_ptr()),
+                    now=hex(tensor.data_ptr()),
+                )
+        for fill in load.fills:
+            fill()
+
+    def _remember(self, real: tuple[int, ...]) -> _Load:
+        if len(self._loads) >= _MEMOISED_SIZES:
+            self._loads.clear()
+        sizes = dict(zip(self._inputs.symbols, real, strict=True))
+        copies = []
+        fills: list[Callable[[], object]] = []
+        for spec, view in zip(self._inputs.specs, self.views, strict=True):
+            shape = spec.shape(sizes)
+            target = _box(view, [(0, size) for size in shape])
+            copies.append((spec, shape, target, spec.name in self._inputs.owned))
+            fills += _fills(spec, view, shape, self._inputs.poison)
+        load = self._loads[real] = _Load(tuple(copies), tuple(fills))
+        return load
+
+    def _mismatch(self, spec: InputSpec, shape: tuple[int, ...], tensor: Tensor) -> InputMismatch:
+        return InputMismatch(
+            name=spec.name,
+            got=f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
+            expected=f"{spec.dtype} {shape} on {self._inputs.device}",
+        )
+
+
+def _box(tensor: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
+    """The part of `tensor` between the (start, stop) of each dimension."""
+    return tensor[tuple(slice(start, stop) for start, stop in bounds)]
+
+
+def _fills(
+    spec: InputSpec, view: Tensor, real: tuple[int, ...], poison: bool
+) -> Iterator[Callable[[], object]]:
+    """What writes the padding: everything in `view` outside the box `real`, in disjoint parts.
+
+    From the last dynamic dimension to the first: the part of a dimension is real in those before
+    it and whole in those after it, so that a repeated row is complete when it is repeated.
+    """
+    for dim in reversed(spec.dynamic):
+        size, padded = real[dim], view.shape[dim]
+        if size == padded:
+            continue
+        before = [(0, n) for n in real[:dim]]
+        after = [(0, n) for n in view.shape[dim + 1 :]]
+        part = _box(view, [*before, (size, padded), *after])
+        if poison and spec.dtype.is_floating_point:
+            yield partial(part.fill_, float("nan"))
+        elif spec.padding is Padding.REPEAT and size > 0:
+            last = _box(view, [*before, (size - 1, size), *after])
+            yield partial(part.copy_, last.expand_as(part))
+        elif spec.padding is not Padding.KEEP:
+            yield partial(part.fill_, spec.sentinel if spec.padding is Padding.SENTINEL else 0)

@@ -1,0 +1,158 @@
+"""The tape of the replay backend: tensor operations recorded by a dispatch mode.
+
+While it records, every operation runs (its shapes and indices must be real ones), but nothing of
+it stays: what it wrote outside is put back, what it made is poisoned. So a capture does not
+execute, as on a GPU. Views cost nothing and are not recorded. The body of a custom op written in
+Python runs once and leaves the operators it calls; one that calls none is itself one operation.
+
+What it cannot see: a read on the host that bypasses the dispatcher (`numpy()`, `tolist()`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ..errors import HostReadInCapture
+from ..torch_compat import (
+    storage_id,
+    tree_map_only,
+    without_modes,
+)
+from .ownership import tensors_in
+from .poison import poison
+from .watch import Watch
+
+Operation = Callable[[], None]
+
+_UNWRITTEN = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+)
+_HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
+
+class Tape(Watch):  # type: ignore[no-untyped-call]
+    """A watch that records; `finish` or `undo` must follow `stop`."""
+
+    def __init__(self) -> None:
+        super().__init__("CPU")
+        self.operations: list[Operation] = []
+        self.made: dict[int, Tensor] = {}
+        self.host_read: HostReadInCapture | None = None
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run `func` and record it, unless it is a view, unwritten memory or made of others."""
+        if _reads_host(func, args, kwargs):
+            self.host_read = HostReadInCapture(op=func)
+            raise self.host_read
+        used = tensors_in((args, kwargs))
+        self.ownership.find(used)
+        written = list(_written(func, args, kwargs))
+        self._save(written)
+        recorded = len(self.operations)
+        result = self.run(func, args, kwargs)
+        if len(self.operations) > recorded or torch.Tag.inplace_view in func.tags:
+            return result
+        fresh = self.fresh(result, used)
+        if written or (fresh and func.overloadpacket.__name__ not in _UNWRITTEN):
+            self._record(func, args, kwargs, _places(result, fresh))
+        return result
+
+    def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call a compiled piece and record it as one operation.
+
+        It runs twice: a result found in the same memory again is the function's own, not fresh,
+        and is neither copied nor poisoned.
+        """
+        with without_modes():
+            used = tensors_in(args)
+            self.ownership.find(used)
+            self._save(used)
+            kept = fn(*args)
+            result = fn(*args)
+            fresh = self.fresh(result, used + tensors_in(kept))
+            self._record(fn, args, {}, _places(result, fresh))
+        return result
+
+    def fresh(self, result: Any, used: list[Tensor]) -> list[Tensor]:
+        fresh = super().fresh(result, used)
+        for tensor in fresh:
+            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            self.made.setdefault(storage_id(tensor), whole)
+        return fresh
+
+    def _record(
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, places: list[Tensor | None]
+    ) -> None:
+        args, kwargs = tree_map_only(Tensor, torch.Tensor.detach, (args, kwargs))
+        self.operations.append(_operation(fn, args, kwargs, places))
+
+    def _save(self, tensors: list[Tensor]) -> None:
+        """Remember what tensors from outside hold before something may write to them."""
+        outside = [tensor for tensor in tensors if not self.ownership.is_made(tensor)]
+        self._before += [(tensor.detach(), tensor.clone()) for tensor in outside]
+
+    @property
+    def made_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.made.values())
+
+    def finish(self) -> None:
+        """Leave no trace of having run: written tensors as before, made ones poisoned."""
+        self.undo()
+        with torch.inference_mode():
+            for tensor in self.made.values():
+                poison(tensor)
+
+    def undo(self) -> None:
+        """Put back what tensors from outside held."""
+        with torch.inference_mode():
+            for tensor, before in reversed(self._before):
+                tensor.copy_(before)
+        self._before.clear()
+
+
+def _operation(
+    fn: Callable[..., Any], args: Any, kwargs: Any, places: list[Tensor | None]
+) -> Operation:
+    """`fn` on its recorded arguments, its fresh results put where they were when recorded."""
+    if not any(place is not None for place in places):
+
+        def write() -> None:
+            fn(*args, **kwargs)
+
+        return write
+
+    def compute() -> None:
+        for place, value in zip(places, tensors_in(fn(*args, **kwargs)), strict=True):
+            if place is not None:
+                place.copy_(value)
+
+    return compute
+
+
+def _places(result: Any, fresh: list[Tensor]) -> list[Tensor | None]:
+    """For each tensor of `result` the recorded place to copy to, None for one that has its own."""
+    owned = {storage_id(tensor) for tensor in fresh}
+    return [t.detach() if storage_id(t) in owned else None for t in tensors_in(result)]
+
+
+def _written(func: OpOverload, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that the schema of `func` says it writes to."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from tensors_in(given)
+
+
+def _reads_host(func: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Whether `func` would have to wait for a value: its result or the result's shape needs it."""
+    if _HOST_READS.isdisjoint(func.tags):
+        return False
+    if func.overloadpacket is torch.ops.aten.index:
+        return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
+    return kwargs.get("output_size") is None

@@ -1,0 +1,43 @@
+"""Child processes for tests: forked, so that a thousand of them cost seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+
+
+def fork(work: Callable[[], None]) -> int:
+    """Run `work` in a child; returns its process id. The child's status is 1 if it raised."""
+    sys.stdout.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other tests may have made threads
+        pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def status(pid: int) -> int:
+    """The exit status of a child; negative, the signal's number, if one killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def run_all(works: Sequence[Callable[[], None]]) -> list[int]:
+    """The statuses of children that ran at the same time."""
+    return [status(pid) for pid in [fork(work) for work in works]]
+
+
+def die() -> None:
+    """End this process as `kill -9` does: nothing is flushed, no clean-up runs."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,43 @@
+"""A cache over a fresh private directory, and an entry to put into it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from piecegraph.cache import Cache, Key
+from piecegraph.events import Events
+
+BLOBS = {"code.py": b"print('piece')\n", "kernel.so": bytes(range(256)) * 4}
+META = {"compile_seconds": 2.5, "signature": ["f32[s0, 64]"]}
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def memory_root() -> Iterator[Path]:
+    """As `root`, on a file system in memory where there is one: forcing to a disk takes long."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
+        yield Path(directory) / "cache"
+
+
+@pytest.fixture
+def cache(root: Path, events: Events) -> Cache:
+    return Cache(root, events)
+
+
+@pytest.fixture
+def key() -> Key:
+    return Key.of("codegen", {"piece": "3f2a", "torch": "2.13.0", "config": {"level": 2}})

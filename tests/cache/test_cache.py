@@ -1,0 +1,123 @@
+"""The everyday contract: what is published is found, by anyone, and a miss says why."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from piecegraph.cache import Cache, Entry, Key, Miss
+from piecegraph.errors import InvalidName
+from piecegraph.events import Events
+
+from .conftest import BLOBS, META
+
+
+def test_published_entry_is_found_by_another_cache_on_the_directory(
+    cache: Cache, root: Path, events: Events, key: Key
+) -> None:
+    assert cache.lookup("artifact", key) == Miss("absent", layer="private")
+    published = cache.publish("artifact", key, META, BLOBS)
+
+    found = Cache(root, events).lookup("artifact", key)
+
+    assert isinstance(found, Entry)
+    assert (found.meta, found.contents, found.key) == (META, BLOBS, key)
+    assert found.digest == published.digest
+    assert cache.read(found, "code.py") == BLOBS["code.py"]
+    assert cache.path(found, "kernel.so").read_bytes() == BLOBS["kernel.so"]
+
+
+def test_kinds_and_keys_do_not_meet(cache: Cache, key: Key) -> None:
+    cache.publish("artifact", key, {}, BLOBS)
+    assert isinstance(cache.lookup("bundle", key), Miss)
+    assert isinstance(cache.lookup("artifact", Key.of("trace", key.factors)), Miss)
+
+
+def test_equal_contents_are_stored_once(cache: Cache, root: Path) -> None:
+    for piece in ("a", "b"):
+        cache.publish("artifact", Key.of("codegen", {"piece": piece}), {}, {"x": b"1", "y": b"1"})
+    assert len([path for path in (root / "blobs").rglob("*") if path.is_file()]) == 1
+
+
+def test_blob_given_as_a_file(cache: Cache, tmp_path: Path, key: Key) -> None:
+    (tmp_path / "package").write_bytes(b"kernels")
+    cache.publish("artifact", key, {}, {"package": tmp_path / "package"})
+    found = cache.lookup("artifact", key)
+    assert isinstance(found, Entry)
+    assert found.contents == {"package": b"kernels"}
+
+
+def test_second_publish_of_a_key_replaces_the_entry(cache: Cache, key: Key) -> None:
+    cache.publish("artifact", key, {}, {"x": b"old"})
+    cache.publish("artifact", key, {}, {"x": b"new", "y": b""})
+    found = cache.lookup("artifact", key)
+    assert isinstance(found, Entry)
+    assert found.contents == {"x": b"new", "y": b""}
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", ".hidden", "a\0", "a\n", "x" * 129])
+def test_name_that_could_leave_the_directory_is_refused(cache: Cache, key: Key, name: str) -> None:
+    with pytest.raises(InvalidName):
+        cache.publish("artifact", key, {}, {name: b""})
+    with pytest.raises(InvalidName):
+        cache.publish(name, key, {}, {})
+    with pytest.raises(InvalidName):
+        Key.of(name, {})
+
+
+def test_everything_written_is_closed_to_others(cache: Cache, root: Path, key: Key) -> None:
+    cache.publish("artifact", key, META, BLOBS)
+    for path in (root, *root.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_nothing_temporary_is_left(cache: Cache, root: Path, key: Key) -> None:
+    cache.publish("artifact", key, META, BLOBS)
+    assert list((root / "tmp").iterdir()) == []
+
+
+def test_no_cache_has_the_same_interface(events: Events, key: Key) -> None:
+    off = Cache(None, events)
+    with off.single_flight("artifact", key) as held:
+        entry = off.publish("artifact", key, META, BLOBS)
+    assert not held
+    assert not off.enabled
+    assert off.path(entry, "kernel.so").read_bytes() == BLOBS["kernel.so"]
+    assert off.lookup("artifact", key) == Miss("disabled")
+
+
+def test_files_of_an_unstored_entry_go_with_the_cache(events: Events, key: Key) -> None:
+    off = Cache(None, events)
+    path = off.path(off.publish("artifact", key, {}, BLOBS), "code.py")
+    assert path.name == "code.py"
+    del off
+    assert not path.parent.exists()
+
+
+def test_counters_and_events_tell_the_story(cache: Cache, events: Events, key: Key) -> None:
+    cache.lookup("artifact", key)
+    cache.publish("artifact", key, META, BLOBS)
+    cache.lookup("artifact", key)
+    size = sum(map(len, BLOBS.values()))
+    expected = {
+        "cache.miss": 1,
+        "cache.miss.absent": 1,
+        "cache.hit": 1,
+        "cache.hit.private": 1,
+        "cache.published": 1,
+        "cache.bytes_written": size,
+        "cache.bytes_read": size,
+    }
+    assert expected.items() <= events.counters.items()
+    assert 2400 < events.counters["cache.milliseconds_saved"] <= 2500
+    assert [event.name for event in events.events] == ["cache.miss", "cache.publish", "cache.hit"]
+
+
+def test_moved_directory_still_hits_c1_vllm_47573(
+    cache: Cache, root: Path, tmp_path: Path, events: Events, key: Key
+) -> None:
+    cache.publish("artifact", key, META, BLOBS)
+    root.rename(tmp_path / "elsewhere")
+    assert isinstance(Cache(tmp_path / "elsewhere", events).lookup("artifact", key), Entry)

@@ -1,0 +1,119 @@
+"""A writer may die at any moment: entries are whole or absent, and stay once published."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache.verify import verify
+from piecegraph.events import Events
+
+from .children import die, fork, status
+from .conftest import BLOBS, META
+
+STEPS = ["blob written", "blob placed", "manifest written", "manifest placed", "done"]
+
+
+def dying_at(step: str, nth: int) -> Callable[[str], None]:
+    """A fault hook that kills the process the `nth` time a publish comes to `step`."""
+    left = [nth]
+
+    def fault(reached: str) -> None:
+        left[0] -= reached == step
+        if left[0] == 0:
+            die()
+
+    return fault
+
+
+def test_the_steps_are_all_the_steps(root: Path, events: Events, key: Key) -> None:
+    seen: list[str] = []
+    Cache(root, events, fault=seen.append).publish("artifact", key, META, BLOBS)
+    assert sorted(set(seen), key=seen.index) == STEPS
+    assert seen.count("blob written") == len(BLOBS)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("step", STEPS)
+def test_failure_W8_writer_killed_at_a_step(
+    root: Path, events: Events, key: Key, step: str, nth: int
+) -> None:
+    if nth > 1 and not step.startswith("blob"):
+        nth = 1
+
+    def write() -> None:
+        Cache(root, Events(), fault=dying_at(step, nth)).publish("artifact", key, META, BLOBS)
+
+    assert status(fork(write)) == -signal.SIGKILL
+
+    cache = Cache(root, events)
+    found = cache.lookup("artifact", key)
+    assert isinstance(found, Entry) == (step in ("manifest placed", "done"))
+    assert verify(root) == []
+    cache.publish("artifact", key, META, BLOBS)
+    again = cache.lookup("artifact", key)
+    assert isinstance(again, Entry)
+    assert again.contents == BLOBS
+
+
+def test_failure_W8_one_thousand_random_kills(memory_root: Path, events: Events) -> None:
+    """Each child publishes one key after the other and says which are out; then it is killed."""
+    chance = random.Random(0)
+    reader = Cache(memory_root, events)
+    out: set[int] = set()
+    for round_ in range(1000):
+        told, tell = os.pipe()
+
+        def write(round_: int = round_, tell: int = tell) -> None:
+            cache = Cache(memory_root, Events())
+            os.write(tell, b"\xff")
+            for number in range(round_ * 7, round_ * 7 + 100):
+                cache.publish("artifact", numbered(number % 20), {}, contents(number))
+                os.write(tell, bytes([number % 20]))
+
+        pid = fork(write)
+        os.close(tell)
+        assert os.read(told, 1) == b"\xff"
+        time.sleep(chance.uniform(0, 0.006))
+        os.kill(pid, signal.SIGKILL)
+        status(pid)
+        out.update(os.read(told, 4096))
+        os.close(told)
+        number = chance.randrange(20)
+        assert_whole(reader, number, number in out)
+    assert len(out) == 20, "the children must have got somewhere"
+    for number in out:
+        assert_whole(reader, number, True)
+    assert verify(memory_root) == []
+    assert not events.counters["cache.quarantined"]
+
+
+def numbered(number: int) -> Key:
+    return Key.of("codegen", {"number": number})
+
+
+def contents(number: int) -> dict[str, bytes]:
+    """Two blobs that name each other, and one that is shared by many."""
+    return {
+        "first": b"%d/1" % number,
+        "second": b"%d/2" % number,
+        "shared": b"%d" % (number % 3) * 5000,
+    }
+
+
+def assert_whole(cache: Cache, number: int, published: bool) -> None:
+    found = cache.lookup("artifact", numbered(number))
+    if isinstance(found, Entry):
+        writer = int(found.contents["first"].split(b"/")[0])
+        assert writer % 20 == number
+        assert found.contents == contents(writer)
+    else:
+        assert not published, found
+        assert found.reason == "absent"

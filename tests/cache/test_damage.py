@@ -1,0 +1,274 @@
+"""Failure W7: whatever happens to the bytes on the disk, a look-up gives the entry or a miss."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from piecegraph.cache import Cache, Entry, Key, Miss
+from piecegraph.cache.factors import canonical
+from piecegraph.cache.manifest import BadManifest, decode
+from piecegraph.cache.names import blob_name, entry_name
+from piecegraph.cache.verify import exit_status, verify
+from piecegraph.events import Events
+
+from .conftest import BLOBS, META
+
+
+def files_of(root: Path) -> list[Path]:
+    areas = (root / "entries", root / "blobs")
+    return sorted(path for area in areas for path in area.rglob("*") if path.is_file())
+
+
+def assert_miss_then_mended(cache: Cache, key: Key, expected: dict[str, bytes]) -> None:
+    missed = cache.lookup("artifact", key)
+    assert isinstance(missed, Miss)
+    assert missed.reason in ("damaged", "incomplete", "absent"), missed
+    cache.publish("artifact", key, META, expected)
+    mended = cache.lookup("artifact", key)
+    assert isinstance(mended, Entry)
+    assert (mended.contents, mended.meta) == (expected, META)
+
+
+def test_failure_W7_two_thousand_damaged_files(memory_root: Path, key: Key) -> None:
+    """Flips, truncations, growth, swaps and removals, each over every file in turn."""
+    chance = random.Random(1)
+    cache = Cache(memory_root, Events())
+    cache.publish("artifact", key, META, BLOBS)
+    for case in range(2100):
+        file, *others = chance.sample(files_of(memory_root), 2)
+        before = file.read_bytes()
+        after = damaged(before, others[0].read_bytes(), case % 5, chance)
+        file.unlink() if after is None else file.write_bytes(after)
+        if after != before:
+            assert_miss_then_mended(cache, key, BLOBS)
+            if case % 100 == 0:
+                empty(memory_root / "quarantine")
+
+
+def damaged(before: bytes, other: bytes, how: int, chance: random.Random) -> bytes | None:
+    at = chance.randrange(len(before))
+    if how == 0:
+        return before[:at] + bytes([before[at] ^ (1 << chance.randrange(8))]) + before[at + 1 :]
+    if how == 1:
+        return before[:at]
+    if how == 2:
+        return before + chance.randbytes(chance.randrange(1, 9))
+    if how == 3:
+        return other
+    return None
+
+
+def empty(quarantine: Path) -> None:
+    for path in sorted(quarantine.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def test_failure_W7_every_bit_of_the_manifest(memory_root: Path, key: Key) -> None:
+    cache = Cache(memory_root, Events())
+    cache.publish("artifact", key, META, BLOBS)
+    content = (memory_root / entry_name("artifact", key.digest)).read_bytes()
+    for bit in range(len(content) * 8):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(BadManifest):
+            decode(bytes(flipped))
+
+
+def test_failure_W7_damage_is_quarantined_with_its_reason(
+    cache: Cache, root: Path, events: Events, key: Key
+) -> None:
+    entry = cache.publish("artifact", key, META, BLOBS)
+    name = blob_name(entry.manifest.blobs["kernel.so"].sha256)
+    (root / name).write_bytes(bytes(1024))
+
+    missed = cache.lookup("artifact", key)
+
+    assert missed == Miss("damaged", "blob kernel.so has other bytes", "private", name)
+    (kept,) = (root / "quarantine").iterdir()
+    assert (kept / "file").read_bytes() == bytes(1024)
+    assert json.loads((kept / "reason.json").read_text())["name"] == name
+    assert events.counters["cache.quarantined"] == 1
+    gone = Miss("incomplete", "blob kernel.so is missing", "private")
+    assert cache.lookup("artifact", key) == gone
+
+
+def test_entry_that_is_good_again_is_not_quarantined(cache: Cache, root: Path, key: Key) -> None:
+    """Another process may have mended what this one found damaged a moment ago."""
+    cache.publish("artifact", key, META, BLOBS)
+    assert cache.private is not None
+    for file in files_of(root):
+        assert not cache.private.quarantine(str(file.relative_to(root)), "was damaged")
+    assert isinstance(cache.lookup("artifact", key), Entry)
+    assert list((root / "quarantine").iterdir()) == []
+
+
+def test_failure_W5_manifest_of_another_key_is_not_believed(
+    cache: Cache, root: Path, key: Key
+) -> None:
+    other = Key.of("codegen", {"piece": "another"})
+    cache.publish("artifact", key, META, BLOBS)
+    cache.publish("artifact", other, META, {"code.py": b"wrong"})
+    theirs = (root / entry_name("artifact", other.digest)).read_bytes()
+    (root / entry_name("artifact", key.digest)).write_bytes(theirs)
+    assert_miss_then_mended(cache, key, BLOBS)
+
+
+def test_failure_W6_two_instances_of_a_class_have_two_entries(cache: Cache) -> None:
+    keys = [Key.of("trace", {"class": "Decoder", "weights": {"w": [n, 8]}}) for n in (64, 128)]
+    for number, key in enumerate(keys):
+        cache.publish("bundle", key, {}, {"plan.json": b"%d" % number})
+    for number, key in enumerate(keys):
+        found = cache.lookup("bundle", key)
+        assert isinstance(found, Entry)
+        assert found.contents == {"plan.json": b"%d" % number}
+
+
+@pytest.mark.parametrize("make", ["link", "link out", "directory", "pipe", "dangling"])
+def test_what_is_no_regular_file_is_a_miss(
+    cache: Cache, root: Path, tmp_path: Path, key: Key, make: str
+) -> None:
+    """Nothing is followed out of the directory, and a pipe is not waited for."""
+    cache.publish("artifact", key, META, BLOBS)
+    for file in files_of(root):
+        secret = tmp_path / "outside"
+        secret.write_bytes(file.read_bytes())
+        file.unlink()
+        if make == "link":
+            file.symlink_to(files_of(root)[0])
+        elif make == "link out":
+            file.symlink_to(secret)
+        elif make == "dangling":
+            file.symlink_to("nowhere")
+        elif make == "directory":
+            file.mkdir()
+        else:
+            os.mkfifo(file)
+        assert_miss_then_mended(cache, key, BLOBS)
+
+
+def test_hostile_pickle_in_a_blob_is_never_loaded(
+    cache: Cache, root: Path, tmp_path: Path, key: Key
+) -> None:
+    class Payload:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (tmp_path / "executed",)
+
+    cache.publish("artifact", key, META, BLOBS)
+    for file in files_of(root):
+        file.write_bytes(pickle.dumps(Payload()))
+        assert_miss_then_mended(cache, key, BLOBS)
+    assert not (tmp_path / "executed").exists()
+
+
+@given(st.binary(max_size=400))
+def test_parser_takes_any_bytes(content: bytes) -> None:
+    with pytest.raises(BadManifest):
+        decode(content)
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+
+
+def sealed(fields: object) -> bytes:
+    """A manifest file whose digest is right, whatever it says."""
+    line = canonical(fields)  # type: ignore[arg-type]
+    return b"%s\nsha256 %s\n" % (line, hashlib.sha256(line).hexdigest().encode())
+
+
+GOOD = {
+    "blobs": {"x": {"sha256": "0" * 64, "size": 1}},
+    "factors": {},
+    "key": Key.of("codegen", {}).digest,
+    "key_kind": "codegen",
+    "kind": "artifact",
+    "meta": {},
+    "schema": 1,
+}
+
+
+def test_sealed_good_fields_are_a_manifest() -> None:
+    assert decode(sealed(GOOD))[0].kind == "artifact"
+
+
+@given(json_values)
+def test_parser_takes_any_json_with_a_right_digest(fields: object) -> None:
+    with pytest.raises(BadManifest):
+        decode(sealed(fields))
+
+
+@given(st.sampled_from(sorted(GOOD)), json_values)
+def test_parser_takes_any_value_of_any_field(field: str, value: object) -> None:
+    """A forged field is refused, unless it is one of the few other manifests that are allowed."""
+    content = sealed(GOOD | {field: value})
+    try:
+        manifest, _ = decode(content)
+    except BadManifest:
+        return
+    assert field in ("meta", "blobs", "kind") or value == GOOD[field]
+    assert b"%s\nsha256 %s\n" % (manifest.line(), manifest.digest.encode()) == content
+
+
+@pytest.mark.parametrize(
+    "blobs",
+    [
+        {"../../etc/passwd": {"sha256": "0" * 64, "size": 1}},
+        {"x": {"sha256": "../" * 21 + "0", "size": 1}},
+        {"x": {"sha256": "0" * 64, "size": -1}},
+        {"x": {"sha256": "0" * 64, "size": True}},
+        {"x": {"sha256": "0" * 64, "size": 1.0}},
+        {"x": {"sha256": "0" * 64, "size": 1 << 60}},
+        {"x": {"sha256": "0" * 64, "size": 1, "path": "/tmp"}},
+        {"x": {"sha256": "0" * 64}},
+        {"x": ["0" * 64, 1]},
+        [],
+    ],
+)
+def test_hostile_blob_references_are_refused(blobs: object) -> None:
+    with pytest.raises(BadManifest):
+        decode(sealed(GOOD | {"blobs": blobs}))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"a":1,"a":1}',
+        b'{"a": 1}',
+        b'{"b":1,"a":1}',
+        b"NaN",
+        b"[" * 100_000,
+        b"1" * 10_000,
+        b'"\xc3\xa9"',
+        b"\xef\xbb\xbf{}",
+    ],
+)
+def test_only_canonical_json_is_read(content: bytes) -> None:
+    digest = hashlib.sha256(content).hexdigest().encode()
+    with pytest.raises(BadManifest, match=r"JSON|canonical"):
+        decode(content + b"\nsha256 " + digest + b"\n")
+
+
+def test_damage_and_verify_agree(cache: Cache, root: Path, key: Key) -> None:
+    cache.publish("artifact", key, META, BLOBS)
+    for file in files_of(root):
+        good = file.read_bytes()
+        file.write_bytes(good[:-1] + b"?")
+        assert exit_status(verify(root)) == 1
+        file.write_bytes(good)
+    assert verify(root) == []

@@ -1,0 +1,106 @@
+"""Which environment variables are factors, and that none is read behind the registry's back."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import piecegraph.cache
+from piecegraph.cache.environment import DECLARED, EXEMPT, environment_factors, read
+from piecegraph.cache.keys import Key
+from piecegraph.errors import UndeclaredVariable
+
+PACKAGE = Path(piecegraph.cache.__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PIECEGRAPH_LEVEL",
+        "PIECEGRAPH_ANYTHING_NEW",
+        "TORCHINDUCTOR_MAX_AUTOTUNE",
+        "TORCHINDUCTOR_FREEZING",
+        "TORCHDYNAMO_DYNAMIC_SHAPES",
+        "TORCH_SOMETHING_OF_2_14",
+        "TRITON_INTERPRET",
+        "TRITON_KERNEL_OVERRIDE",
+        "ATEN_CPU_CAPABILITY",
+    ],
+)
+def test_c1_1cat_536_unregistered_variables_with_a_prefix_are_factors(name: str) -> None:
+    assert environment_factors({name: "1", "LANG": "C"}) == {name: "1"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PIECEGRAPH_CACHE_DIR",
+        "PIECEGRAPH_CACHE_SIGNING_KEY",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "TRITON_CACHE_DIR",
+        "TRITON_HOME",
+        "TRITON_PTXAS_PATH",
+        "TORCH_LOGS",
+        "TORCH_TRACE",
+        "TORCH_COMPILE_DEBUG",
+        "TORCH_CPP_LOG_LEVEL",
+        "TRITON_PRINT_AUTOTUNING",
+        "TORCHELASTIC_RUN_ID",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_ALLOC_CONF",
+        "TORCHINDUCTOR_COMPILE_THREADS",
+        "TORCHINDUCTOR_FX_GRAPH_CACHE",
+        "CUDA_VISIBLE_DEVICES",
+        "HOME",
+        "PATH",
+        "LOCAL_RANK",
+    ],
+)
+def test_failure_W9_variables_that_change_no_code_are_no_factors(name: str) -> None:
+    assert environment_factors({name: "1"}) == {}
+
+
+@pytest.mark.parametrize("value", ["/opt/lib.so", "/a:/b", "~/x", "C:\\x"])
+def test_c1_vllm_47573_a_value_that_is_a_place_is_no_factor(value: str) -> None:
+    assert environment_factors({"TORCHINDUCTOR_NEW": value}) == {}
+
+
+def test_the_secret_is_never_a_factor() -> None:
+    environ = dict.fromkeys(DECLARED, "a secret of at least 16 bytes")
+    assert environment_factors(environ) == {}
+
+
+def test_factors_of_this_process_fit_into_a_key() -> None:
+    Key.of("codegen", {"environment": environment_factors()})
+
+
+def test_every_exemption_has_a_reason() -> None:
+    assert all(EXEMPT.values())
+
+
+def test_c1_vllm_14953_reading_an_undeclared_variable_is_an_error() -> None:
+    assert read("PIECEGRAPH_CACHE_DIR", {"PIECEGRAPH_CACHE_DIR": "/x"}) == "/x"
+    assert read("PIECEGRAPH_CACHE_DIR", {}) is None
+    with pytest.raises(UndeclaredVariable, match="PIECEGRAPH_SECRET_SWITCH"):
+        read("PIECEGRAPH_SECRET_SWITCH", {"PIECEGRAPH_SECRET_SWITCH": "1"})
+
+
+def test_c1_1cat_536_nothing_reads_the_environment_but_the_registry() -> None:
+    readers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if not {"tests", ".venv", "build"} & set(path.relative_to(PACKAGE).parts)
+        and reads_environment(ast.parse(path.read_text()))
+    }
+    assert readers == {"cache/environment.py", "torch_compat.py"}
+
+
+def reads_environment(tree: ast.AST) -> bool:
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv"))
+        or (isinstance(node, ast.alias) and node.name in ("environ", "environb", "getenv"))
+        for node in ast.walk(tree)
+    )

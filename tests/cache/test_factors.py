@@ -1,0 +1,206 @@
+"""Keys hold plain data that lasts: what varies per run or place cannot get into one."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from piecegraph.cache.factors import canonical, is_place, plain
+from piecegraph.cache.keys import ABSENT, Difference, Key, diff
+from piecegraph.errors import InvalidFactor
+
+words = st.text(st.sampled_from("abcxyz_"), min_size=1, max_size=6)
+factors = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=4),
+    max_leaves=12,
+)
+named_factors = st.dictionaries(words, factors, max_size=5)
+
+
+@given(named_factors, named_factors)
+def test_keys_are_equal_exactly_if_their_factors_are(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    same = json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    assert (Key.of("trace", one) == Key.of("trace", other)) == same
+    assert Key.of("trace", one).factors == one
+
+
+@given(named_factors, st.randoms(use_true_random=False))
+def test_order_of_factors_does_not_matter(one: dict[str, Any], chance: Any) -> None:
+    names = list(one)
+    chance.shuffle(names)
+    assert Key.of("trace", {name: one[name] for name in names}) == Key.of("trace", one)
+
+
+@given(named_factors, named_factors)
+def test_diff_leads_from_one_key_to_the_other(old: dict[str, Any], new: dict[str, Any]) -> None:
+    differences = diff(old, new)
+    assert (differences == []) == (canonical(old) == canonical(new))
+    patched = flat(old)
+    for difference in differences:
+        assert patched.get(difference.name, ABSENT) == difference.old
+        if difference.new is ABSENT:
+            del patched[difference.name]
+        else:
+            patched[difference.name] = difference.new
+    assert canonical(patched) == canonical(flat(new))
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or (not value and prefix):
+        return {prefix: value}
+    inner = [flat(v, f"{prefix}.{k}" if prefix else k) for k, v in value.items()]
+    return {name: v for part in inner for name, v in part.items()}
+
+
+def test_diff_says_old_and_new() -> None:
+    old = {"config": {"level": 2, "gone": True}, "torch": "2.12.0", "n": 1}
+    new = {"config": {"level": 3}, "torch": "2.12.0", "n": 1.0, "isa": "avx2"}
+    differences = diff(old, new)
+    assert differences[0] == Difference("config.gone", True, ABSENT)
+    assert [str(difference) for difference in differences] == [
+        "config.gone: true -> <absent>",
+        "config.level: 2 -> 3",
+        'isa: <absent> -> "avx2"',
+        "n: 1 -> 1.0",
+    ]
+
+
+@pytest.mark.parametrize(
+    "pair", [(1, True), (1, 1.0), (0, False), ("1", 1), (None, "null"), ([], {})]
+)
+def test_values_that_python_confuses_are_different_factors(pair: tuple[Any, Any]) -> None:
+    assert Key.of("trace", {"x": pair[0]}) != Key.of("trace", {"x": pair[1]})
+    assert len(diff({"x": pair[0]}, {"x": pair[1]})) == 1
+
+
+def test_kind_is_part_of_the_key() -> None:
+    assert Key.of("trace", {}).digest != Key.of("codegen", {}).digest
+
+
+def test_digest_is_full_length_and_stable() -> None:
+    key = Key.of("codegen", {"a": [1, "ä"], "b": None})
+    content = b'{"factors":{"a":[1,"\\u00e4"],"b":null},"kind":"codegen","schema":1}'
+    assert key.digest == hashlib.sha256(content).hexdigest()
+
+
+class Level(enum.Enum):
+    TWO = 2
+
+
+def test_tuples_sets_and_enums_become_plain_data() -> None:
+    given_ = {"t": (1, 2), "s": frozenset({"b", "a"}), "e": Level.TWO, "n": {"x": {3, 1}}}
+    assert Key.of("trace", given_).factors == {
+        "t": [1, 2],
+        "s": ["a", "b"],
+        "e": 2,
+        "n": {"x": [1, 3]},
+    }
+
+
+PER_PLACE = [
+    "/usr/bin/g++",
+    "~/models",
+    "~",
+    "C:\\cuda",
+    "\\\\server\\share",
+    "file:///models/x",
+    "-I/usr/include",
+    "--config=/etc/x",
+    "g++ -O3 /tmp/a.cpp",
+    str(Path.home() / "x"),
+    tempfile.gettempdir(),
+    os.getcwd(),
+]
+PER_RUN = [f"{object()!r}", f"{test_digest_is_full_length_and_stable!r}", str(uuid.uuid4())]
+
+
+@pytest.mark.parametrize("value", PER_PLACE + PER_RUN)
+def test_c1_vllm_47573_what_varies_per_place_or_run_is_refused(value: str) -> None:
+    for factor in (value, [value], {"x": value}, {value: 1}):
+        with pytest.raises(InvalidFactor, match="trace.config"):
+            Key.of("trace", {"config": factor})
+
+
+@pytest.mark.parametrize("name", ["pid", "hostname", "worker_id", "kv.run_id", "Timestamp"])
+def test_c1_dynamo_10695_worker_id_in_a_free_form_config_is_refused(name: str) -> None:
+    with pytest.raises(InvalidFactor, match="varies per run or place"):
+        Key.of("trace", {"additional_config": {"connector": {name: 17}}})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a / b",
+        "s3://bucket/x",
+        "n/a",
+        "2.13.0+cpu",
+        "/",
+        "s0//2",
+        "x // y",
+        "GPU H200",
+        "a:b",
+        "-O3",
+    ],
+)
+def test_words_that_are_no_places_are_taken(value: str) -> None:
+    assert not is_place(value)
+    assert Key.of("trace", {"x": value}).factors == {"x": value}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), b"x", object(), Path("x"), {1: 2}])
+def test_what_is_no_plain_data_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidFactor, match="trace.x"):
+        Key.of("trace", {"x": value})
+
+
+def test_nesting_without_end_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(InvalidFactor, match="nested"):
+        plain("x", endless)
+
+
+SCRIPT = """
+from piecegraph.cache.keys import Key
+from piecegraph.cache.sources import fingerprint
+from tests_sources import kernel
+print(Key.of("trace", {"ops": {"b", "a", "c", "d"}, "nested": {"x": {(1, "z"), (1, "y")}}}).digest)
+print(fingerprint(kernel))
+"""
+
+SOURCES = """
+SHAPES = {"small": (1, 2), "large": (3, 4)}
+def kernel(x):
+    return x in {"a", "b", "c", "d"}, SHAPES["small"]
+"""
+
+
+def test_failure_W10_keys_do_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
+    (tmp_path / "tests_sources.py").write_text(SOURCES)
+    seen = set()
+    for seed in ("0", "1", "2", "3"):
+        environ = os.environ | {
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)]),
+            "HOME": f"/home/{seed}",
+        }
+        run = subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, check=True
+        )
+        seen.add(run.stdout)
+    assert len(seen) == 1

@@ -1,0 +1,212 @@
+"""Any number of processes on one directory, with readers, writers and evictions at once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache.evict import Limits
+from piecegraph.cache.verify import verify
+from piecegraph.events import Events
+
+from .children import die, fork, run_all, status
+
+PROCESSES = 16
+
+
+def numbered(number: int) -> Key:
+    return Key.of("codegen", {"number": number})
+
+
+def blobs(number: int, writer: int) -> dict[str, bytes]:
+    """Blobs of one writer, to be told from those of another, and one they share."""
+    return {"code": b"%d by %d" % (number, writer), "shared": b"%d" % number * 3000}
+
+
+def is_of_one_writer(entry: Entry, number: int) -> bool:
+    return any(entry.contents == blobs(number, writer) for writer in range(PROCESSES))
+
+
+def test_sixteen_processes_publish_one_key_c2_triton_11319(memory_root: Path) -> None:
+    """Nobody's code is ever found with somebody else's companion file."""
+    keys = [numbered(0)] * PROCESSES
+
+    def publish_and_read(writer: int) -> Callable[[], None]:
+        def work() -> None:
+            cache = Cache(memory_root, Events())
+            for _ in range(30):
+                cache.publish("artifact", keys[writer], {}, blobs(0, writer))
+                found = cache.lookup("artifact", keys[writer])
+                assert isinstance(found, Entry), found
+                assert is_of_one_writer(found, 0)
+
+        return work
+
+    assert run_all([publish_and_read(writer) for writer in range(PROCESSES)]) == [0] * PROCESSES
+    assert verify(memory_root) == []
+
+
+def test_sixteen_processes_publish_different_keys(memory_root: Path) -> None:
+    def publish(writer: int) -> Callable[[], None]:
+        def work() -> None:
+            cache = Cache(memory_root, Events())
+            for number in range(10):
+                key = numbered(number * PROCESSES + writer)
+                cache.publish("artifact", key, {}, blobs(number, writer))
+
+        return work
+
+    assert run_all([publish(writer) for writer in range(PROCESSES)]) == [0] * PROCESSES
+    reader = Cache(memory_root, Events())
+    for number in range(10):
+        for writer in range(PROCESSES):
+            found = reader.lookup("artifact", numbered(number * PROCESSES + writer))
+            assert isinstance(found, Entry)
+            assert found.contents == blobs(number, writer)
+
+
+def test_sixteen_processes_compile_once(root: Path, tmp_path: Path) -> None:
+    compiled = tmp_path / "compiled"
+
+    def prepare() -> None:
+        cache = Cache(root, Events())
+        key = numbered(1)
+        with cache.single_flight("artifact", key) as held:
+            assert held
+            if not isinstance(cache.lookup("artifact", key), Entry):
+                with compiled.open("ab") as file:
+                    file.write(b"x")
+                time.sleep(0.05)
+                cache.publish("artifact", key, {}, blobs(1, 0))
+        assert isinstance(cache.lookup("artifact", key), Entry)
+
+    assert run_all([prepare] * PROCESSES) == [0] * PROCESSES
+    assert compiled.read_bytes() == b"x"
+
+
+def test_threads_compile_once(cache: Cache) -> None:
+    compiled: list[int] = []
+
+    def prepare() -> None:
+        with cache.single_flight("artifact", numbered(1)):
+            if not isinstance(cache.lookup("artifact", numbered(1)), Entry):
+                compiled.append(1)
+                cache.publish("artifact", numbered(1), {}, blobs(1, 0))
+
+    threads = [threading.Thread(target=prepare) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiled == [1]
+
+
+def test_different_keys_do_not_wait_for_each_other(root: Path) -> None:
+    first, second = Cache(root, Events()), Cache(root, Events())
+    with first.single_flight("artifact", numbered(1)):
+        with second.single_flight("artifact", numbered(2), wait_limit=0) as held:
+            assert held
+        with second.single_flight("bundle", numbered(1), wait_limit=0) as held:
+            assert held
+
+
+def test_waiter_goes_on_alone_after_its_limit_and_tells_of_its_waiting(root: Path) -> None:
+    events = Events()
+    holder, waiter = Cache(root, Events()), Cache(root, events)
+    with holder.single_flight("artifact", numbered(1)):
+        flight = waiter.single_flight("artifact", numbered(1), wait_limit=0.35, progress_every=0.1)
+        with flight as held:
+            assert not held
+    assert len(events.named("cache.wait")) >= 2
+    assert "0.35 s" in events.named("cache.flight")[0].facts["alone"]
+    assert events.counters["cache.duplicate_work"] == 1
+
+
+def test_lock_of_a_dead_holder_is_free_at_once(root: Path, events: Events) -> None:
+    told, tell = os.pipe()
+
+    def hold() -> None:
+        with Cache(root, Events()).single_flight("artifact", numbered(1)):
+            os.write(tell, b"x")
+            time.sleep(60)
+
+    pid = fork(hold)
+    os.read(told, 1)
+    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+    began = time.monotonic()
+    with Cache(root, events).single_flight("artifact", numbered(1)) as held:
+        waited = time.monotonic() - began
+    assert held
+    assert 0.1 < waited < 5
+    assert status(pid) == -signal.SIGKILL
+    os.close(told)
+    os.close(tell)
+
+
+def test_flight_is_over_when_the_work_fails(cache: Cache) -> None:
+    with pytest.raises(ZeroDivisionError), cache.single_flight("artifact", numbered(1)):
+        _ = 1 / 0
+    with cache.single_flight("artifact", numbered(1), wait_limit=0) as held:
+        assert held
+
+
+def test_readers_and_writers_during_eviction(memory_root: Path) -> None:
+    """With no grace at all, so that blobs vanish under every hand: whole entries or misses."""
+
+    def use(writer: int) -> Callable[[], None]:
+        def work() -> None:
+            chance = random.Random(writer)
+            limits = Limits(size=9_000, grace=0.0)
+            cache = Cache(memory_root, Events(), limits=limits)
+            for _ in range(60):
+                number = chance.randrange(6)
+                found = cache.lookup("artifact", numbered(number))
+                if isinstance(found, Entry):
+                    assert is_of_one_writer(found, number)
+                else:
+                    assert found.reason in ("absent", "incomplete"), found
+                    cache.publish("artifact", numbered(number), {}, blobs(number, writer))
+                cache.evict()
+
+        return work
+
+    assert run_all([use(writer) for writer in range(8)]) == [0] * 8
+    assert not [finding for finding in verify(memory_root) if "other bytes" in finding.reason]
+
+
+def test_blob_re_used_while_it_is_evicted_survives(root: Path, events: Events) -> None:
+    """An eviction that has not seen the new manifest takes the blob; the writer puts it back."""
+    Cache(root, events).publish("artifact", numbered(1), {}, {"x": b"shared"})
+
+    def evict_all(step: str) -> None:
+        if step == "manifest written":
+            for path in (root / "blobs").rglob("*"):
+                if path.is_file():
+                    path.unlink()
+
+    writer = Cache(root, events, fault=evict_all)
+    writer.publish("artifact", numbered(2), {}, {"x": b"shared"})
+    assert isinstance(writer.lookup("artifact", numbered(2)), Entry)
+
+
+def test_killed_waiters_leave_nothing_behind(root: Path) -> None:
+    holder = Cache(root, Events())
+    with holder.single_flight("artifact", numbered(1)):
+        pid = fork(lambda: kill_while_waiting(root))
+        assert status(pid) == -signal.SIGKILL
+    with holder.single_flight("artifact", numbered(1), wait_limit=0) as held:
+        assert held
+
+
+def kill_while_waiting(root: Path) -> None:
+    threading.Timer(0.1, die).start()
+    with Cache(root, Events()).single_flight("artifact", numbered(1)):
+        pass

@@ -1,0 +1,168 @@
+"""Fingerprints follow what code does, and neither where it lies nor how it is laid out."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from piecegraph.cache.sources import fingerprint, source_factors
+
+_serial = itertools.count()
+
+SOURCE = """
+import math
+from functools import partial
+
+SCALE = 0.5
+TABLE = {"silu": 1}
+calls = 0
+memo = {}
+
+def helper(x):
+    return x + 1
+
+class Tool:
+    width = 4
+    def use(self, x):
+        return helper(x) * self.width
+
+def op(x, eps=1e-6):
+    '''Docs.'''
+    global calls
+    calls += 1
+    memo[x] = TABLE["silu"]
+    inner = [helper(y) for y in (x,) if y in {"a", "b"}]
+    return Tool().use(x) * SCALE + eps + math.pi
+
+def make(n):
+    def closure(x):
+        return x * n
+    return closure
+
+class Kernel:
+    def __init__(self, fn):
+        self.fn = fn
+
+kernel = Kernel(op)
+small, large = make(1), make(2)
+bound = Tool().use
+half = partial(op, eps=1.0)
+"""
+
+
+def module(tmp_path: Path, source: str = SOURCE, name: str = "model") -> types.ModuleType:
+    """The source as a fresh module `name` from a directory of its own."""
+    path = tmp_path / str(next(_serial)) / f"{name}.py"
+    path.parent.mkdir()
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize("name", ["op", "helper", "Tool", "kernel", "small", "bound", "half"])
+def test_moved_checkout_and_moved_lines_change_nothing_c1_vllm_47573(
+    tmp_path: Path, name: str
+) -> None:
+    moved = "# a comment\n\n\n" + SOURCE.replace("SCALE = 0.5", "SCALE = 0.5  # half")
+    one, other = module(tmp_path), module(tmp_path, moved)
+    assert fingerprint(getattr(one, name)) == fingerprint(getattr(other, name))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("x + 1", "x + 2"),
+        ("x + 1", "x - 1"),
+        ("SCALE = 0.5", "SCALE = 0.25"),
+        ('"silu": 1', '"silu": 2'),
+        ("width = 4", "width = 8"),
+        ("* self.width", "+ self.width"),
+        ("1e-6", "1e-5"),
+        ('{"a", "b"}', '{"a", "c"}'),
+        ("math.pi", "math.e"),
+        ("helper(y) for", "-helper(y) for"),
+    ],
+)
+@pytest.mark.parametrize("name", ["op", "kernel", "half"])
+def test_every_change_that_matters_is_seen(tmp_path: Path, name: str, old: str, new: str) -> None:
+    assert SOURCE.count(old) == 1
+    one, other = module(tmp_path), module(tmp_path, SOURCE.replace(old, new))
+    assert fingerprint(getattr(one, name)) != fingerprint(getattr(other, name))
+
+
+def test_running_changes_nothing(tmp_path: Path) -> None:
+    made = module(tmp_path)
+    before = fingerprint(made.op)
+    for number in range(2000):  # long enough for the interpreter to specialise the code
+        made.op(number)
+    assert made.calls == 2000
+    assert fingerprint(made.op) == before
+
+
+def test_edit_after_the_import_changes_nothing(tmp_path: Path) -> None:
+    """What runs is what was imported."""
+    made = module(tmp_path)
+    before = fingerprint(made.op)
+    assert made.__file__ is not None
+    Path(made.__file__).write_text(SOURCE.replace("x + 1", "x + 2"))
+    assert fingerprint(made.op) == before
+
+
+def test_closures_and_arguments_tell_functions_apart(tmp_path: Path) -> None:
+    made = module(tmp_path)
+    prints = [
+        fingerprint(function)
+        for function in (
+            made.small,
+            made.large,
+            made.op,
+            made.half,
+            functools.partial(made.op, 1),
+            functools.partial(made.op, 1, 1),
+            functools.partial(made.op, made.small),
+            functools.partial(made.op, made.large),
+        )
+    ]
+    assert len(set(prints)) == len(prints)
+
+
+def test_functions_made_without_a_file_have_fingerprints() -> None:
+    scope: dict[str, object] = {"__name__": "generated"}
+    exec("def f(x): return x + 1\ndef g(x): return x + 2", scope)
+    f, g = scope["f"], scope["g"]
+    assert callable(f)
+    assert callable(g)
+    assert fingerprint(f) != fingerprint(g)
+
+
+def test_recursion_ends(tmp_path: Path) -> None:
+    made = module(
+        tmp_path, "def even(n): return n == 0 or odd(n - 1)\ndef odd(n): return even(n)\n"
+    )
+    assert fingerprint(made.even) != fingerprint(made.odd)
+
+
+def test_other_packages_are_not_followed(tmp_path: Path) -> None:
+    source = "from json import dumps\ndef f(x): return dumps(x)\n"
+    assert fingerprint(module(tmp_path, source).f) == fingerprint(module(tmp_path, source).f)
+    assert fingerprint(sys.intern) == fingerprint(sys.intern)
+
+
+def test_source_factors_are_by_module_and_content() -> None:
+    one = source_factors([("m.a", "def f(): 1"), ("m.b", "def g(): 2"), ("m.a", "def h(): 3")])
+    assert one.keys() == {"m.a", "m.b"}
+    assert one == source_factors(
+        [("m.a", "def h(): 3"), ("m.a", "def f(): 1"), ("m.b", "def g(): 2"), ("m.a", "def f(): 1")]
+    )
+    edited = source_factors([("m.a", "def f(): 9"), ("m.b", "def g(): 2"), ("m.a", "def h(): 3")])
+    assert {name for name in one if one[name] != edited[name]} == {"m.a"}

@@ -1,0 +1,185 @@
+"""The dispatcher against a slow oracle that reads every entry for every batch."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from piecegraph.dispatch import (
+    Axis,
+    Batch,
+    Dispatcher,
+    DispatchPlan,
+    GraphMode,
+    PaddingLimit,
+    RuntimeMode,
+    make_plan,
+)
+from piecegraph.errors import NoModeLeft
+
+AXES = (Axis("ubatches", (1, 2)), Axis("chunks", (0, 4, 16), rounds_up=True))
+ROUNDED_UP = {"chunks"}
+
+limits = st.builds(
+    PaddingLimit,
+    factor=st.none() | st.floats(1, 3),
+    tokens=st.none() | st.integers(0, 20),
+)
+plans = st.builds(
+    make_plan,
+    st.sampled_from(GraphMode),
+    st.sets(st.integers(1, 40), min_size=1, max_size=4).map(sorted),
+    max_num_reqs=st.integers(1, 16),
+    query_lens=st.sets(st.integers(1, 5), min_size=1, max_size=2).map(sorted),
+    varlen_decode=st.booleans(),
+    lora_cases=st.sets(st.integers(0, 4), min_size=1, max_size=3).map(sorted),
+    axes=st.sampled_from(((), AXES[:1], AXES)),
+    padding=limits,
+)
+mode_sets = st.none() | st.sets(st.sampled_from(RuntimeMode))
+
+
+@st.composite
+def batches(draw, plan: DispatchPlan) -> Batch:
+    """Any facts, or those of a batch that almost fills one graph of the plan."""
+    if plan.entries and draw(st.booleans()):
+        near = plan.exact_batch(draw(st.integers(0, len(plan.entries) - 1)))
+        fewer = draw(st.integers(0, near.num_reqs - 1))
+        tokens = near.num_tokens - fewer * (near.query_len or 1)
+        loras = draw(st.integers(0, near.num_loras))
+        return replace(near, num_tokens=tokens, num_reqs=near.num_reqs - fewer, num_loras=loras)
+    is_decode = draw(st.booleans())
+    query_len = draw(st.none() | st.integers(1, 6))
+    if is_decode and query_len:
+        num_reqs = draw(st.integers(1, 20))
+        num_tokens = num_reqs * query_len
+    else:
+        num_tokens = draw(st.integers(1, 45))
+        num_reqs = draw(st.integers(1, num_tokens))
+    return Batch(
+        num_tokens,
+        num_reqs,
+        is_decode,
+        query_len,
+        num_loras=draw(st.integers(0, 5)),
+        cascade=draw(st.booleans()),
+        max_query_len=draw(st.none() | st.integers(1, 6)),
+        axes={axis.name: draw(st.integers(0, 5)) for axis in plan.axes} or None,
+    )
+
+
+def fits(plan: DispatchPlan, entry, batch: Batch) -> bool:
+    """Whether the graph may serve the batch, said in the plainest way."""
+    key = entry.descriptor
+    uniform = batch.query_len if batch.is_decode else None
+    bound = (uniform or batch.max_query_len or sys.maxsize) if batch.is_decode else sys.maxsize
+    real = batch.axes or {}
+    factor = plan.padding.factor or sys.maxsize
+    spare = sys.maxsize if plan.padding.tokens is None else plan.padding.tokens
+    return (
+        key.num_tokens >= batch.num_tokens
+        and key.num_tokens <= factor * batch.num_tokens
+        and key.num_tokens - batch.num_tokens <= spare
+        and (key.num_reqs is None or key.num_reqs >= batch.num_reqs)
+        and (key.uniform_query_len is None or key.uniform_query_len == uniform)
+        and (key.max_query_len is None or bound <= key.max_query_len)
+        and key.lora_case >= batch.num_loras
+        and not (batch.cascade and entry.mode is RuntimeMode.FULL)
+        and all(
+            value >= real[name] if name in ROUNDED_UP else value == real[name]
+            for name, value in key.axes
+        )
+    )
+
+
+@settings(max_examples=400)
+@given(st.data())
+def test_dispatch_takes_the_cheapest_captured_graph_that_fits(data):
+    plan = data.draw(plans)
+    slots = range(len(plan.entries))
+    some = st.sets(st.sampled_from(slots)) if slots else st.just(set())
+    captured = data.draw(st.just(set(slots)) | some)
+    costs = data.draw(st.none() | st.lists(st.integers(1, 5), min_size=7, max_size=7))
+    none_cost = data.draw(st.none() | st.floats(0.0, 0.5))
+    it, other_rank = Dispatcher(plan, captured=captured), Dispatcher(plan)
+    for slot in captured:
+        other_rank.set_captured(slot, True)
+    if costs is not None:
+        for rank in (it, other_rank):
+            per_token = None if none_cost is None else (lambda tokens: none_cost * tokens)
+            rank.set_costs({slot: costs[slot % 7] for slot in slots}, per_token)
+
+    for _ in range(5):
+        batch = data.draw(batches(plan))
+        allowed, excluded = data.draw(mode_sets), data.draw(mode_sets)
+        usable = (set(RuntimeMode) if allowed is None else allowed) - (excluded or set())
+
+        def cost(slot, batch=batch):
+            if slot < 0:
+                per_token = sys.maxsize if none_cost is None or costs is None else none_cost
+                return (per_token * batch.num_tokens, 0, batch.num_tokens)
+            entry = plan.entries[slot]
+            return (costs[slot % 7] if costs else 0, -entry.mode, entry.descriptor.num_tokens)
+
+        able = [
+            slot
+            for slot in sorted(captured)
+            if plan.entries[slot].mode in usable and fits(plan, plan.entries[slot], batch)
+        ]
+        able += [-1] if RuntimeMode.NONE in usable else []
+        if not able:
+            with pytest.raises(NoModeLeft):
+                it.dispatch(batch, allowed, excluded)
+            continue
+        decision = it.dispatch(batch, allowed, excluded)
+        event(f"{decision.mode.name}, {decision.reason}")
+        assert decision.slot in able
+        assert cost(decision.slot) == min(map(cost, able))
+        assert other_rank.dispatch(batch, allowed, excluded) == decision
+        assert it.dispatch(batch, allowed, excluded) is decision or decision.slot < 0
+        # the path for rare facts answers as the common path does
+        everything = list(RuntimeMode)
+        assert allowed or excluded or it.dispatch(batch, everything) == decision
+        if decision.slot < 0:
+            assert decision.descriptor.num_tokens == batch.num_tokens
+            assert decision.reason is decision.missed
+        else:
+            assert plan.entries[decision.slot].descriptor is decision.descriptor
+            assert (decision.missed is None) == (
+                decision.mode is RuntimeMode.FULL
+                or not any(entry.mode is RuntimeMode.FULL for entry in plan.entries)
+            )
+        for candidate in it.explain(batch, allowed, excluded):
+            if candidate.chosen:
+                assert candidate.slot == decision.slot
+            if candidate.obstacle is None:
+                assert candidate.slot in able
+                assert cost(candidate.slot) >= cost(decision.slot)
+
+
+@given(plans)
+def test_failure_2_every_registered_key_is_reachable_at_its_own_shape(plan):
+    it = Dispatcher(replace(plan, padding=PaddingLimit()), captured=range(len(plan.entries)))
+    strict = Dispatcher(plan, captured=range(len(plan.entries)))
+    for slot, entry in enumerate(plan.entries):
+        batch = plan.exact_batch(slot)
+        assert plan.find(entry.mode, batch) == slot
+        assert it.dispatch(batch, allowed_modes=[entry.mode]).slot == slot
+        assert it.dispatch(batch).slot == slot
+        assert strict.dispatch(batch).slot == slot
+
+
+@given(plans)
+def test_failure_7_the_batch_of_a_capture_fills_its_key(plan):
+    for slot, entry in enumerate(plan.entries):
+        batch, key = plan.exact_batch(slot), entry.descriptor
+        assert batch.num_tokens == key.num_tokens
+        assert batch.num_reqs == (key.num_reqs or batch.num_reqs) <= plan.max_num_reqs
+        if key.uniform_query_len:
+            assert batch.num_reqs * key.uniform_query_len == batch.num_tokens
+        assert batch.num_loras == key.lora_case
+        assert (batch.is_decode, batch.query_len) == (key.for_decode, key.uniform_query_len)

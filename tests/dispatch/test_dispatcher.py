@@ -1,0 +1,404 @@
+"""The dispatcher against worked vectors, and each of its reasons."""
+
+from __future__ import annotations
+
+import pytest
+
+from piecegraph.dispatch import (
+    NO_SLOT,
+    Axis,
+    Batch,
+    BatchDescriptor,
+    Dispatcher,
+    GraphMode,
+    PaddingLimit,
+    Reason,
+    RuntimeMode,
+    default_capture_sizes,
+    lora_cases,
+    make_plan,
+)
+from piecegraph.errors import (
+    BatchInvalid,
+    DecisionNotPossible,
+    InvalidSetting,
+    NoModeLeft,
+    PlanInvalid,
+)
+
+NONE, PIECEWISE, FULL = RuntimeMode
+
+
+def dispatcher(mode, sizes, max_num_reqs=8, **options) -> Dispatcher:
+    plan = make_plan(GraphMode(mode), sizes, max_num_reqs=max_num_reqs, **options)
+    return Dispatcher(plan, captured=range(len(plan.entries)))
+
+
+def count(plan, mode) -> int:
+    return sum(entry.mode is mode for entry in plan.entries)
+
+
+RELAXED_8 = BatchDescriptor(8)
+MIXED_8 = BatchDescriptor(8, 8)
+DECODE_8 = BatchDescriptor(8, 8, uniform_query_len=1)
+PIECEWISE_8 = (PIECEWISE, RELAXED_8)
+
+
+@pytest.mark.parametrize(
+    ("mode", "keys", "mixed", "decode", "without_full"),
+    [
+        ("FULL", (0, 2), (FULL, MIXED_8), (FULL, MIXED_8), (NONE, RELAXED_8)),
+        ("FULL_DECODE_ONLY", (0, 2), (NONE, RELAXED_8), (FULL, DECODE_8), (NONE, RELAXED_8)),
+        ("FULL_AND_PIECEWISE", (2, 2), PIECEWISE_8, (FULL, DECODE_8), PIECEWISE_8),
+        ("PIECEWISE", (2, 0), PIECEWISE_8, PIECEWISE_8, PIECEWISE_8),
+    ],
+)
+def test_vectors_of_five_modes(mode, keys, mixed, decode, without_full):
+    it = dispatcher(mode, [1, 8])
+    assert (count(it.plan, PIECEWISE), count(it.plan, FULL)) == keys
+
+    def answer(batch, **modes):
+        decision = it.dispatch(batch, **modes)
+        return decision.mode, decision.descriptor
+
+    assert answer(Batch(8, 8)) == mixed
+    assert answer(Batch(8, 8, True, 1)) == decode
+    assert answer(Batch(15, 8)) == (NONE, BatchDescriptor(15))
+    assert answer(Batch(8, 8), excluded_modes={FULL}) == without_full
+
+
+def test_vector_of_mode_none():
+    it = dispatcher("NONE", [1, 8])
+    assert not it.plan.entries
+    assert it.dispatch(Batch(8, 8)).mode is NONE
+
+
+def test_vectors_of_lora_counts():
+    cases = lora_cases(4, specialise_counts=True)
+    assert cases == (0, 1, 2, 4, 5)
+    assert lora_cases(4) == (0, 5)
+    it = dispatcher("PIECEWISE", [1, 8], lora_cases=cases)
+    assert len(it.plan.entries) == 10
+    taken = {active: it.dispatch(Batch(8, 8, num_loras=active)).descriptor for active in (0, 3, 5)}
+    assert {active: key.lora_case for active, key in taken.items()} == {0: 0, 3: 4, 5: 5}
+
+
+def test_vectors_of_speculative_decoding():
+    it = dispatcher("FULL_AND_PIECEWISE", [1, 2, 4, 8, 16, 24], query_lens=[3])
+    sizes = {
+        mode: [e.descriptor.num_tokens for e in it.plan.entries if e.mode is mode]
+        for mode in RuntimeMode
+    }
+    assert sizes == {NONE: [], PIECEWISE: [24, 16, 8, 4, 2, 1], FULL: [24, 18, 9, 6, 3]}
+    for reqs, tokens, query_len, mode, padded, padded_reqs in (
+        (4, 12, 3, FULL, 18, 6),
+        (3, 9, 3, FULL, 9, 3),
+        (5, 15, 3, FULL, 18, 6),
+        (7, 21, 3, FULL, 24, 8),
+        (2, 12, None, PIECEWISE, 16, None),
+        (1, 3, None, PIECEWISE, 4, None),
+        (9, 27, 3, NONE, 27, None),
+    ):
+        decision = it.dispatch(Batch(tokens, reqs, query_len is not None, query_len))
+        key = decision.descriptor
+        assert (decision.mode, key.num_tokens, key.num_reqs) == (mode, padded, padded_reqs)
+
+
+def test_vectors_of_the_default_ladder():
+    it = dispatcher("FULL_AND_PIECEWISE", default_capture_sizes(256, 8192), 256)
+    assert (count(it.plan, FULL), count(it.plan, PIECEWISE)) == (35, 51)
+    for reqs, tokens, query_len, mode, padded in (
+        (3, 3, 1, FULL, 4),
+        (250, 250, 1, FULL, 256),
+        (256, 257, None, PIECEWISE, 272),
+        (1, 512, None, PIECEWISE, 512),
+        (1, 513, None, NONE, 513),
+        (1, 1, None, PIECEWISE, 1),
+    ):
+        decision = it.dispatch(Batch(tokens, reqs, query_len is not None, query_len))
+        assert (decision.mode, decision.descriptor.num_tokens) == (mode, padded)
+
+
+def test_capture_order_is_piecewise_first_and_largest_first():
+    plan = dispatcher("FULL_AND_PIECEWISE", [1, 4, 8], lora_cases=(0, 3)).plan
+    order = [(e.mode, -e.descriptor.num_tokens, e.descriptor.lora_case) for e in plan.entries]
+    assert order == sorted(order)
+
+
+def test_failure_1_a_prefill_chunk_of_decode_shape_is_no_decode():
+    it = dispatcher("FULL_AND_PIECEWISE", [3, 24], query_lens=[3])
+    assert it.dispatch(Batch(24, 8, False, 3)).mode is PIECEWISE
+    assert it.dispatch(Batch(24, 8, True, 3)).mode is FULL
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "max_num_reqs", "sizes"),
+    [
+        ((1, 2, 3, 4), 8, (1, 2, 4, 8, 16, 24)),
+        ((1, 2, 3, 4), 128, default_capture_sizes(128, 8192, query_len=4)),
+        ((1, 3, 5), 64, default_capture_sizes(64, 8192, query_len=5)),
+        ((3, 17), 128, default_capture_sizes(128, 8192, query_len=17, ceiling=512)),
+    ],
+)
+def test_failure_W16_no_captured_full_graph_that_fits_is_missed(query_lens, max_num_reqs, sizes):
+    it = dispatcher("FULL_AND_PIECEWISE", sizes, max_num_reqs, query_lens=query_lens)
+    for query_len in query_lens:
+        full = [
+            e.descriptor for e in it.plan.entries if e.descriptor.uniform_query_len == query_len
+        ]
+        for reqs in range(1, max_num_reqs + 1):
+            fitting = [key.num_tokens for key in full if key.num_reqs >= reqs]
+            decision = it.dispatch(Batch(reqs * query_len, reqs, True, query_len))
+            assert (decision.mode is FULL) == bool(fitting)
+            assert not fitting or decision.descriptor.num_tokens == min(fitting)
+
+
+def test_failure_W16_three_requests_of_one_token():
+    it = dispatcher("FULL_AND_PIECEWISE", (1, 2, 4, 8, 16, 24), query_lens=(1, 2, 3, 4))
+    assert it.dispatch(Batch(3, 3, True, 1)).descriptor == BatchDescriptor(4, 4, 1)
+
+
+def test_failure_W28_sets_of_the_caller_stay_and_an_empty_one_is_empty():
+    it = dispatcher("FULL", [8])
+    allowed, excluded = {FULL, NONE}, {FULL}
+    it.dispatch(Batch(8, 8), allowed, excluded)
+    assert (allowed, excluded) == ({FULL, NONE}, {FULL})
+    with pytest.raises(NoModeLeft, match="allowed \\[\\]"):
+        it.dispatch(Batch(8, 8), allowed_modes=set())
+
+
+def test_failure_W13_a_batch_without_adapters_uses_the_one_case_there_is():
+    cases = lora_cases(4, specialise=False)
+    assert cases == (5,)
+    it = dispatcher("PIECEWISE", [8], lora_cases=cases)
+    assert it.dispatch(Batch(8, 8)).descriptor.lora_case == 5
+
+
+def test_failure_6_adapters_without_a_case_run_without_a_graph():
+    it = dispatcher("FULL", [8], lora_cases=(0, 2))
+    decision = it.dispatch(Batch(8, 8, num_loras=3))
+    assert (decision.mode, decision.reason) == (NONE, Reason.LORA_CASE_MISSING)
+
+
+def test_reasons_of_a_graph():
+    it = dispatcher("FULL_AND_PIECEWISE", [4, 8])
+    assert it.dispatch(Batch(8, 8, True, 1)).reason is Reason.EXACT
+    assert it.dispatch(Batch(7, 7, True, 1)).reason is Reason.PADDED
+    relaxed = it.dispatch(Batch(8, 4, True, 2))
+    assert (relaxed.mode, relaxed.reason) == (PIECEWISE, Reason.RELAXED)
+    assert relaxed.missed is Reason.CAPABILITY
+
+
+def test_reasons_for_no_better_mode():
+    it = dispatcher("FULL_AND_PIECEWISE", [4, 8], padding=PaddingLimit(factor=2.0))
+    decode = Batch(8, 8, True, 1)
+    assert it.dispatch(decode).missed is None
+    assert it.dispatch(Batch(8, 8, True, 1, cascade=True)).missed is Reason.CASCADE
+    assert it.dispatch(decode, excluded_modes=[FULL]).missed is Reason.EXCLUDED
+    assert it.dispatch(Batch(9, 8)).reason is Reason.ABOVE_LARGEST_SIZE
+    assert it.dispatch(Batch(1, 1, True, 1)).reason is Reason.PADDING_LIMIT
+    assert it.dispatch(Batch(0, 0)).reason is Reason.NO_TOKENS
+    it.set_captured(it.plan.find(FULL, decode), False)
+    assert it.dispatch(decode).missed is Reason.NOT_CAPTURED
+
+
+def test_cascade_attention_is_never_full():
+    it = dispatcher("FULL", [8])
+    decision = it.dispatch(Batch(8, 8, cascade=True))
+    assert (decision.mode, decision.reason) == (NONE, Reason.CASCADE)
+
+
+def test_none_excluded_and_nothing_fits_is_an_error():
+    it = dispatcher("FULL", [8])
+    with pytest.raises(NoModeLeft, match="above largest size"):
+        it.dispatch(Batch(9, 8), excluded_modes={NONE})
+
+
+def test_more_requests_than_a_graph_has_room_for():
+    it = dispatcher("FULL", [4, 16], max_num_reqs=16)
+    assert it.dispatch(Batch(4, 4)).descriptor == BatchDescriptor(4, 4)
+    decision = it.dispatch(Batch(4, 5))
+    assert decision.descriptor == BatchDescriptor(16, 16)
+    assert it.dispatch(Batch(16, 17)).reason is Reason.TOO_MANY_REQS
+
+
+def test_the_limit_on_padding_sends_a_batch_to_a_lower_mode():
+    options = {"query_lens": [8], "max_num_reqs": 8}
+    batch = Batch(32, 4, True, 8)
+    free = dispatcher("FULL_AND_PIECEWISE", [8, 33, 64], **options)
+    assert free.dispatch(batch).descriptor.num_tokens == 40
+    for limit in (PaddingLimit(tokens=7), PaddingLimit(factor=1.2)):
+        it = dispatcher("FULL_AND_PIECEWISE", [8, 33, 64], padding=limit, **options)
+        decision = it.dispatch(batch)
+        assert (decision.mode, decision.descriptor.num_tokens) == (PIECEWISE, 33)
+        assert decision.missed is Reason.PADDING_LIMIT
+
+
+@pytest.mark.parametrize("limit", [{"factor": 0.9}, {"tokens": -1}])
+def test_a_padding_limit_that_nothing_keeps_is_an_error(limit):
+    with pytest.raises(InvalidSetting, match="padding limit"):
+        PaddingLimit(**limit)
+
+
+def test_chunks_above_the_largest_size_only_if_allowed():
+    batch = Batch(30, 2)
+    assert dispatcher("PIECEWISE", [4, 8, 12]).dispatch(batch).mode is NONE
+    it = dispatcher("PIECEWISE", [4, 8, 12], chunked=True)
+    decision = it.dispatch(batch)
+    sizes = [it.plan.entries[slot].descriptor.num_tokens for slot in decision.chunks]
+    assert (decision.mode, decision.reason, sizes) == (PIECEWISE, Reason.CHUNKED, [12, 12, 8])
+    assert it.dispatch(batch, excluded_modes=[PIECEWISE]).mode is NONE
+    it.set_captured(decision.chunks[0], False)
+    sizes = [it.plan.entries[slot].descriptor.num_tokens for slot in it.dispatch(batch).chunks]
+    assert sizes == [8, 8, 8, 8]
+    assert dispatcher("FULL", [4, 8, 12], chunked=True).dispatch(batch).mode is NONE
+
+
+def test_decode_of_unequal_lengths_by_an_upper_bound():
+    it = dispatcher("FULL_AND_PIECEWISE", [4, 8, 24], query_lens=[3], varlen_decode=True)
+    decision = it.dispatch(Batch(7, 3, True, None, max_query_len=3))
+    assert decision.descriptor == BatchDescriptor(8, 8, None, 3)
+    assert it.dispatch(Batch(8, 4, True, 2)).mode is FULL
+    assert it.dispatch(Batch(7, 3, True, None, max_query_len=4)).mode is PIECEWISE
+    assert it.dispatch(Batch(7, 3, True)).mode is PIECEWISE
+    assert it.dispatch(Batch(7, 3, False, None, max_query_len=3)).mode is PIECEWISE
+
+
+def test_extra_axes_are_in_the_key():
+    axes = [Axis("num_ubatches", (1, 2)), Axis("prefix_chunks", (0, 4), rounds_up=True)]
+    it = dispatcher("FULL", [8], axes=axes)
+
+    def answer(**values):
+        return it.dispatch(Batch(8, 8, axes=values))
+
+    assert answer(prefix_chunks=3, num_ubatches=2).descriptor.axes == (
+        ("num_ubatches", 2),
+        ("prefix_chunks", 4),
+    )
+    assert answer(num_ubatches=1, prefix_chunks=0).descriptor.axes[1] == ("prefix_chunks", 0)
+    assert answer(num_ubatches=3, prefix_chunks=0).reason is Reason.AXIS
+    assert answer(num_ubatches=1, prefix_chunks=5).reason is Reason.AXIS
+
+
+@pytest.mark.parametrize("axes", [None, {}, {"other": 1}, {"a": 1, "b": 1}])
+def test_a_batch_must_have_just_the_axes_of_the_plan(axes):
+    it = dispatcher("FULL", [8], axes=[Axis("a", (1,))])
+    with pytest.raises(BatchInvalid, match="axes of the plan are \\['a'\\]"):
+        it.dispatch(Batch(8, 8, axes=axes))
+    with pytest.raises(BatchInvalid):
+        dispatcher("FULL", [8]).dispatch(Batch(8, 8, axes={"a": 1}))
+
+
+@pytest.mark.parametrize("facts", [(-1, 1), (1, -1)])
+def test_negative_counts_are_errors(facts):
+    it = dispatcher("PIECEWISE", [8])
+    it.dispatch(Batch(1, 1))
+    with pytest.raises(BatchInvalid, match="negative"):
+        it.dispatch(Batch(*facts, num_loras=int(facts[1] < 0)))
+
+
+def test_wanted_does_not_wait_for_the_capture():
+    plan = make_plan(GraphMode.FULL_AND_PIECEWISE, [4, 8], max_num_reqs=8)
+    it = Dispatcher(plan)
+    batch = Batch(3, 3, True, 1)
+    assert it.dispatch(batch).reason is Reason.NOT_CAPTURED
+    wanted = it.wanted(batch)
+    assert wanted.descriptor == BatchDescriptor(4, 4, 1)
+    larger = plan.find(FULL, Batch(8, 8, True, 1))
+    it.set_captured(larger, True)
+    assert it.dispatch(batch).slot == larger
+    it.set_captured(wanted.slot, True)
+    assert it.is_captured(wanted.slot)
+    assert it.dispatch(batch) == wanted
+    it.set_captured(wanted.slot, False)
+    assert it.dispatch(batch).slot == larger
+
+
+def test_measured_costs_decide_between_modes():
+    it = dispatcher("FULL_AND_PIECEWISE", [4, 8])
+    batch = Batch(3, 3, True, 1)
+    full = it.plan.find(FULL, Batch(4, 4, True, 1))
+    piecewise = it.plan.find(PIECEWISE, Batch(8, 8))
+    costs = dict.fromkeys(range(len(it.plan.entries)), 3.0)
+    it.set_costs(costs)
+    assert it.dispatch(batch).slot == full
+    it.set_costs(costs | {piecewise: 1.0})
+    decision = it.dispatch(batch)
+    assert (decision.slot, decision.missed) == (piecewise, Reason.COST)
+    it.set_costs(costs, none_cost=lambda tokens: 0.5 * tokens)
+    assert it.dispatch(batch).reason is Reason.COST
+    assert it.wanted(batch).mode is NONE
+    assert it.dispatch(batch, excluded_modes=[NONE]).slot == full
+    assert it.dispatch(Batch(6, 6, True, 1)).mode is FULL
+
+
+def test_costs_must_cover_the_plan():
+    it = dispatcher("PIECEWISE", [4, 8])
+    with pytest.raises(PlanInvalid, match="costs"):
+        it.set_costs({0: 1.0})
+
+
+def test_a_rank_decision_is_followed_or_refused():
+    it = dispatcher("FULL_AND_PIECEWISE", [4, 8], chunked=True)
+    batch = Batch(3, 3, True, 1)
+    slot = it.plan.find(PIECEWISE, Batch(8, 8))
+    decision = it.follow(slot, batch)
+    assert (decision.slot, decision.reason) == (slot, Reason.RANK_DECISION)
+    none = it.follow(NO_SLOT, batch)
+    assert (none.mode, none.descriptor) == (NONE, BatchDescriptor(3))
+    large = Batch(17, 3)
+    assert it.follow(it.dispatch(large).slot, large).chunks == it.dispatch(large).chunks
+    with pytest.raises(DecisionNotPossible, match="above largest size"):
+        dispatcher("FULL_AND_PIECEWISE", [4, 8]).follow(slot, Batch(9, 8, True, 1))
+    it.set_captured(slot, False)
+    with pytest.raises(DecisionNotPossible, match="not captured yet"):
+        it.follow(slot, batch)
+    with pytest.raises(DecisionNotPossible, match="no such slot"):
+        it.follow(99, batch)
+
+
+def test_explain_names_what_keeps_the_batch_from_each_entry():
+    it = dispatcher("FULL_AND_PIECEWISE", [2, 4, 8])
+    batch = Batch(3, 3, True, 1)
+    listed = it.explain(batch)
+    assert {each.slot for each in listed} == set(range(6))
+    [taken] = [each for each in listed if each.chosen]
+    assert taken.slot == it.dispatch(batch).slot
+    small = [each.obstacle for each in listed if each.descriptor.num_tokens == 2]
+    assert small == [Reason.ABOVE_LARGEST_SIZE] * 2
+    assert [each.obstacle for each in listed if each.descriptor.num_tokens == 8] == [None, None]
+
+
+def test_digests_agree_just_where_decisions_do():
+    def digest(**options):
+        return make_plan(GraphMode.FULL, [4, 8], max_num_reqs=8, **options).digest
+
+    assert digest() == digest()
+    assert len(digest()) == 64
+    others = [
+        digest(chunked=True),
+        digest(padding=PaddingLimit(factor=2)),
+        digest(lora_cases=(0, 2)),
+        digest(axes=[Axis("a", (1,))]),
+        digest(axes=[Axis("a", (1,), rounds_up=True)]),
+        make_plan(GraphMode.PIECEWISE, [4, 8], max_num_reqs=8).digest,
+        make_plan(GraphMode.FULL, [4, 8], max_num_reqs=7).digest,
+    ]
+    assert len({digest(), *others}) == len(others) + 1
+
+
+def test_two_dispatchers_of_one_plan_do_not_know_of_each_other():
+    plan = make_plan(GraphMode.PIECEWISE, [8], max_num_reqs=8)
+    first, second = Dispatcher(plan), Dispatcher(plan)
+    first.set_captured(0, True)
+    assert first.dispatch(Batch(8, 8)).mode is PIECEWISE
+    assert second.dispatch(Batch(8, 8)).mode is NONE
+
+
+def test_rows_kept_for_rare_batches_are_bounded():
+    it = dispatcher("PIECEWISE", [8], lora_cases=(10_000,))
+    for active in range(3000):
+        assert it.dispatch(Batch(8, 8, num_loras=active)).slot == 0
+        assert it.dispatch(Batch(9 + active, 8)).descriptor.num_tokens == 9 + active
+    assert len(it._live.rows) <= 1024
+    assert len(it._live.above) <= 1024

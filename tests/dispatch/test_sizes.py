@@ -1,0 +1,143 @@
+"""The ladder against the reference table, and what is added to it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from piecegraph.dispatch import (
+    DecodeTier,
+    align_sizes,
+    decode_tiers,
+    default_capture_sizes,
+    user_capture_sizes,
+)
+from piecegraph.errors import CaptureSizeInvalid, InvalidSetting
+
+# max_num_reqs, max_num_tokens, query_len, ceiling, number of sizes, largest
+REFERENCE = [
+    (256, 8192, 1, 512, 51, 512),
+    (1024, 8192, 1, 512, 51, 512),
+    (100, 8192, 1, 512, 29, 200),
+    (256, 300, 1, 512, 38, 300),
+    (1, 8192, 1, 512, 2, 2),
+    (16, 2048, 1, 512, 7, 32),
+    (64, 8192, 2, 512, 35, 256),
+    (256, 8192, 3, 512, 60, 512),
+    (256, 8192, 17, 512, 55, 512),
+    (1024, 16384, 1, 1024, 83, 1024),
+]
+
+
+@pytest.mark.parametrize(("reqs", "tokens", "query_len", "ceiling", "count", "largest"), REFERENCE)
+def test_reference_table(reqs, tokens, query_len, ceiling, count, largest):
+    sizes = default_capture_sizes(reqs, tokens, query_len=query_len, ceiling=ceiling)
+    assert (len(sizes), sizes[-1]) == (count, largest)
+    assert list(sizes) == sorted(set(sizes))
+
+
+def test_reference_table_interactive():
+    sizes = default_capture_sizes(256, 8192, ceiling=512, interactive=True)
+    assert len(sizes) == 76
+    assert sizes[:33] == (*range(1, 33), 40)
+
+
+def test_the_common_ladder_to_the_last_size():
+    wanted = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+    assert default_capture_sizes(256, 8192) == wanted
+
+
+def test_speculative_tiers_are_added():
+    added = {3, 6, 12, 264, 312, 360, 408, 456, 504}
+    ladder = set(default_capture_sizes(256, 8192, query_len=3, ceiling=512))
+    assert ladder - set(default_capture_sizes(256, 8192)) == added
+
+
+@pytest.mark.parametrize(("query_len", "count", "largest"), [(3, 56, 504), (5, 51, 500)])
+def test_ladder_rounded_to_one_decode_length(query_len, count, largest):
+    sizes = default_capture_sizes(256, 8192, query_len=query_len, ceiling=512)
+    rounded = align_sizes(sizes, query_len, limit=512)
+    assert (len(rounded), rounded[-1]) == (count, largest)
+
+
+def test_a_schedule_of_drafts_becomes_tiers():
+    schedule = [3] * 8 + [1] * 24 + [0] * 32
+    tiers = decode_tiers(schedule)
+    assert tiers == (DecodeTier(1, 64), DecodeTier(2, 32), DecodeTier(4, 8))
+    sizes = default_capture_sizes(64, 8192, tiers=tiers)
+    assert {64, 2 * 32, 4 * 8, 4 * 4, 2 * 24} <= set(sizes)
+
+
+@pytest.mark.parametrize("schedule", [[], [2, -1]])
+def test_an_invalid_schedule_is_an_error(schedule):
+    with pytest.raises(InvalidSetting, match="speculation schedule"):
+        decode_tiers(schedule)
+
+
+limits = st.integers(1, 3000)
+
+
+@given(limits, limits, st.integers(1, 20), st.booleans())
+def test_failure_31_largest_decode_batch_has_a_size(reqs, tokens, query_len, interactive):
+    sizes = default_capture_sizes(reqs, tokens, query_len=query_len, interactive=interactive)
+    reachable = min(reqs, tokens // query_len) * query_len
+    assert reachable == 0 or reachable in sizes
+    assert 1 <= sizes[0] <= sizes[-1] <= tokens
+    assert all(b <= 2 * max(a, 4) for a, b in zip((1, *sizes), sizes, strict=False))
+
+
+@given(limits, limits, st.integers(1, 8), limits)
+def test_failure_31_also_under_a_largest_of_the_user(reqs, tokens, query_len, largest):
+    sizes = default_capture_sizes(reqs, tokens, query_len=query_len, largest=largest)
+    reachable = min(reqs, tokens // query_len) * query_len
+    assert reachable == 0 or reachable > largest or reachable in sizes
+    assert sizes[-1] == min(largest, tokens)
+
+
+@given(limits, st.integers(64, 3000), st.integers(1, 64))
+def test_aligned_sizes_are_multiples_within_the_budget(reqs, tokens, alignment):
+    plain = default_capture_sizes(reqs, tokens)
+    sizes = default_capture_sizes(reqs, tokens, alignment=alignment)
+    assert all(size % alignment == 0 and size <= tokens for size in sizes)
+    for size in plain:
+        above = -(-size // alignment) * alignment
+        assert above > tokens or above in sizes
+
+
+def test_an_alignment_that_fits_nowhere_is_an_error():
+    with pytest.raises(InvalidSetting, match="alignment = 64"):
+        default_capture_sizes(8, 32, alignment=64)
+
+
+def test_a_user_list_is_taken_as_it_is():
+    assert user_capture_sizes([3, 7, 100], max_num_tokens=100, largest=100) == (3, 7, 100)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ([0, 1], r"0 at position 0 of the list is not positive"),
+        ([1, -8], r"-8 at position 1 of the list is not positive"),
+        ([1, 8, 8], r"8 at position 2 of the list is there twice"),
+        ([1, 8, 4], r"4 at position 2 of the list comes after the greater 8"),
+        ([1, 101], r"101 at position 1 of the list is above the token limit"),
+        ([1, 2.0], r"2.0 at position 1 of the list is not a whole number"),
+        ([True], r"True at position 0 of the list is not a whole number"),
+    ],
+)
+def test_a_bad_size_is_named(sizes, message):
+    with pytest.raises(CaptureSizeInvalid, match=message):
+        user_capture_sizes(sizes, max_num_tokens=100)
+
+
+@pytest.mark.parametrize(("sizes", "largest"), [([], None), ([1, 8], 16)])
+def test_a_list_that_contradicts_its_largest_is_an_error(sizes, largest):
+    with pytest.raises(InvalidSetting):
+        user_capture_sizes(sizes, max_num_tokens=100, largest=largest)
+
+
+@pytest.mark.parametrize("name", ["query_len", "largest", "ceiling", "alignment"])
+def test_limits_below_one_are_named(name):
+    with pytest.raises(InvalidSetting, match=f"{name} = 0"):
+        default_capture_sizes(8, 32, **{name: 0})

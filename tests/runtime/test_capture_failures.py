@@ -1,0 +1,123 @@
+"""After any failure: nothing half open, nothing kept, the reason told, and life goes on."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from piecegraph.errors import CaptureFailed
+from piecegraph.runtime.recorder import break_graph, opaque_piece
+
+
+@break_graph
+def attend(q: Tensor) -> Tensor:
+    return q.cumsum(0)
+
+
+def step(x: Tensor) -> Tensor:
+    return attend(x * 2) + 1
+
+
+def assert_serving(rig: Any) -> None:
+    """A new recording works, and plain calls are not recorded."""
+    x = rig.rand(3)
+    recording = rig.record(step, x)
+    x.copy_(rig.rand(3))
+    recording.replay()
+    assert_close(recording.outputs, (x * 2).cumsum(0) + 1)
+    assert gc.isenabled()
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def in_graph(x: Tensor) -> Tensor:
+    raise ValueError("no such layer")
+
+
+@break_graph
+def in_eager_call(x: Tensor) -> Tensor:
+    raise ValueError("no such layer")
+
+
+@opaque_piece
+def in_piece(x: Tensor) -> Tensor:
+    raise ValueError("no such layer")
+
+
+@pytest.mark.parametrize("raising", [in_graph, in_eager_call, in_piece])
+def test_w23_an_error_while_capturing_leaves_nothing_half_open(rig: Any, raising: Any) -> None:
+    state = rig.rand(3).zero_()
+
+    def broken(x: Tensor) -> Tensor:
+        y = attend(x * 2)
+        state.add_(y)
+        return raising(y * 2)
+
+    with pytest.raises(CaptureFailed, match="test failed: ValueError: no such layer") as caught:
+        rig.record(broken, rig.rand(3))
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert_serving(rig)
+
+
+def test_what_the_failed_graph_wrote_is_put_back(make_replay_rig: Any) -> None:
+    state = torch.zeros(3)
+
+    def broken(x: Tensor) -> Tensor:
+        state.add_(x)
+        return in_graph(x)
+
+    with pytest.raises(CaptureFailed):
+        make_replay_rig().record(broken, torch.ones(3))
+    assert state.tolist() == [0, 0, 0]
+
+
+def test_an_interrupt_passes_unchanged_and_cleans_up(rig: Any) -> None:
+    def interrupted(x: Tensor) -> Tensor:
+        x = attend(x * 2) * 2
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rig.record(interrupted, rig.rand(3))
+    assert_serving(rig)
+
+
+def test_failure_34_the_pool_survives_a_failed_first_capture(rig: Any) -> None:
+    kept = []
+
+    def broken(x: Tensor) -> Tensor:
+        kept.append(x * 2)
+        return in_graph(x)
+
+    with pytest.raises(CaptureFailed):
+        rig.record(broken, rig.rand(3))
+    assert_serving(rig)
+
+
+def test_an_error_in_an_eager_segment_at_replay_reaches_the_caller(rig: Any) -> None:
+    broken = []
+
+    @break_graph
+    def moody(x: Tensor) -> Tensor:
+        if broken:
+            raise ValueError("no such request")
+        return x + 1
+
+    x = rig.rand(3)
+    recording = rig.record(lambda x: moody(x * 2) * 3, x)
+    broken.append(True)
+    with pytest.raises(ValueError, match="no such request"):
+        recording.replay()
+    broken.clear()
+    recording.replay()
+    assert_close(recording.outputs, (x * 2 + 1) * 3)
+
+
+def test_a_failure_releases_the_memory_of_the_segments_before_it(make_replay_rig: Any) -> None:
+    rig = make_replay_rig()
+    with pytest.raises(CaptureFailed):
+        rig.record(lambda x: in_eager_call(x * 2), torch.rand(100))
+    assert rig.backend.memory().used == 0

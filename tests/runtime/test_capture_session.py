@@ -1,0 +1,78 @@
+"""A session prepares once, pauses garbage collection, and puts everything back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.errors import NoCaptureSession
+from piecegraph.runtime.capture_session import capture_session
+from piecegraph.runtime.recorder import record
+
+
+def test_w3_a_session_prepares_once_for_many_captures(make_replay_rig: Any) -> None:
+    rig = make_replay_rig()
+    with capture_session(rig.backend, rig.pool, rig.events) as session:
+        for size in (3, 2, 1):
+            record(torch.neg, (torch.ones(size),), session, name="n", breaks=False)
+    assert rig.backend.counters["sessions"] == 1
+    assert rig.backend.counters["captures"] == 3
+
+
+def test_a_lazy_capture_goes_without_preparation(make_replay_rig: Any) -> None:
+    rig = make_replay_rig()
+    collections = gc.get_stats()[2]["collections"]
+    with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
+        pass
+    assert rig.backend.counters["sessions"] == 0
+    assert gc.get_stats()[2]["collections"] == collections
+
+
+def test_garbage_is_not_collected_inside(rig: Any) -> None:
+    with capture_session(rig.backend, rig.pool, rig.events):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_garbage_collection_stays_off_for_who_had_it_off(make_replay_rig: Any) -> None:
+    rig = make_replay_rig()
+    gc.disable()
+    try:
+        with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_an_error_inside_closes_the_session(rig: Any) -> None:
+    with pytest.raises(ValueError, match="mine"):
+        with capture_session(rig.backend, rig.pool, rig.events) as session:
+            raise ValueError("mine")
+    assert gc.isenabled()
+    with pytest.raises(NoCaptureSession):
+        session.begin()
+
+
+def test_sessions_of_two_threads_take_turns(make_replay_rig: Any) -> None:
+    rig = make_replay_rig()
+    inside: list[str] = []
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
+            inside.append("other")
+
+    with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait(0.05)
+        inside.append("first")
+    thread.join()
+    leave.set()
+    assert inside == ["first", "other"]
+    assert gc.isenabled()

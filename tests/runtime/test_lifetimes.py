@@ -1,0 +1,173 @@
+"""Who keeps which tensor alive: rows A and L of the catalogue of failures."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from piecegraph.runtime.capture_session import capture_session
+from piecegraph.runtime.recorder import break_graph, opaque_piece, record
+from piecegraph.torch_compat import storage_id, unowned_alias, weak_storage
+
+
+def churn(rig: Any) -> list[Tensor]:
+    """Take over whatever memory of these sizes was freed too early."""
+    return [torch.full((8, 8), float("nan"), device=rig.device) for _ in range(64)]
+
+
+def test_failure_14_a_temporary_view_read_by_a_graph_is_held(rig: Any) -> None:
+    head = rig.rand(8, 8)
+    x = rig.rand(8, 8)
+    expected = head.clone()
+
+    def record_with_temporary() -> Any:
+        temporary = head.clone().t().t()
+        return rig.record(lambda x: x @ temporary, x)
+
+    recording = record_with_temporary()
+    gc.collect()
+    kept = churn(rig)
+    x.copy_(rig.rand(8, 8))
+    recording.replay()
+    assert_close(recording.outputs, x @ expected)
+    assert len(kept) == 64
+
+
+def test_failure_14_an_argument_of_a_compiled_piece_is_held(rig: Any) -> None:
+    piece, x = opaque_piece(torch.matmul), rig.rand(8, 8)
+    expected = rig.rand(8, 8)
+
+    def record_with_temporary() -> Any:
+        temporary = expected.clone()
+        return rig.record(lambda x: piece(x, temporary) + 0, x)
+
+    recording = record_with_temporary()
+    gc.collect()
+    kept = churn(rig)
+    recording.replay()
+    assert_close(recording.outputs, x @ expected)
+    assert len(kept) == 64
+
+
+def test_failure_15_workspaces_and_results_of_eager_calls_are_held(rig: Any) -> None:
+    @break_graph
+    def through(q: Tensor, workspace: Tensor) -> Tensor:
+        workspace.copy_(q)
+        return workspace * 2
+
+    def step(x: Tensor) -> Tensor:
+        workspace = torch.empty(8, 8, device=rig.device)
+        return through(x + 1, workspace) + workspace
+
+    x = rig.rand(8, 8)
+    recording = rig.record(step, x)
+    gc.collect()
+    kept = churn(rig)
+    x.copy_(rig.rand(8, 8))
+    recording.replay()
+    assert_close(recording.outputs, (x + 1) * 3)
+    assert len(kept) == 64
+
+
+def test_failure_16_a_later_smaller_recording_leaves_earlier_ones_right(rig: Any) -> None:
+    @break_graph
+    def attend(q: Tensor, out: Tensor) -> None:
+        out.copy_(q.cumsum(0))
+
+    def step(x: Tensor) -> Tensor:
+        for _ in range(3):
+            q = x * 2
+            out = torch.empty_like(q)
+            attend(q, out)
+            x = q + out
+        return x
+
+    buffer = rig.rand(16, 8)
+    with capture_session(rig.backend, rig.pool, rig.events) as session:
+        recordings = {
+            size: record(step, (buffer[:size],), session, name=str(size), breaks=True)
+            for size in (16, 8, 4)
+        }
+    for size in (4, 16, 8, 16):
+        buffer.copy_(rig.rand(16, 8))
+        recordings[size].replay()
+        expected = buffer[:size]
+        for _ in range(3):
+            expected = expected * 2 + (expected * 2).cumsum(0)
+        assert_close(recordings[size].outputs, expected)
+
+
+def test_failure_17_bridges_are_held_until_the_session_is_finalised(rig: Any) -> None:
+    held = []
+
+    @break_graph
+    def attend(q: Tensor, out: Tensor) -> None:
+        held.extend([weakref.ref(q), weakref.ref(out)])
+        out.copy_(q)
+
+    def step(x: Tensor) -> Tensor:
+        q = x * 2
+        out = torch.empty_like(q)
+        attend(q, out)
+        return out + 1
+
+    # the backend keeps no bridge itself, as on a device: only the session does
+    class Weak(type(rig.backend)):  # type: ignore[misc]
+        def weak(self, tensor: Tensor) -> Tensor:
+            return unowned_alias(tensor)
+
+    rig.backend.__class__ = Weak
+    with capture_session(rig.backend, rig.pool, rig.events) as session:
+        record(step, (rig.rand(3),), session, name="first", breaks=True)
+        record(step, (rig.rand(2),), session, name="second", breaks=True)
+        assert all(bridge() is not None for bridge in held)
+        session.finalise()
+        assert all(bridge() is None for bridge in held)
+        record(step, (rig.rand(2),), session, name="third", breaks=True)
+    assert all(bridge() is None for bridge in held)
+
+
+def test_an_unowned_alias_reads_and_writes_without_keeping_alive() -> None:
+    tensor = torch.rand(3, 4)
+    alias = unowned_alias(tensor[1:, ::2])
+    assert torch.equal(alias, tensor[1:, ::2])
+    alias.fill_(5)
+    assert tensor[1, 2] == 5
+    storage = weak_storage(tensor)
+    assert storage_id(alias) != storage_id(tensor)
+    del tensor
+    assert storage.expired()
+
+
+def test_memory_is_flat_over_200_captures_and_releases(make_replay_rig: Any) -> None:
+    @break_graph
+    def attend(q: Tensor) -> Tensor:
+        return q.cumsum(0)
+
+    rig = make_replay_rig()
+    x = rig.rand(4)
+
+    def cycle() -> None:
+        with capture_session(rig.backend, rig.pool, rig.events, prepare=False) as session:
+            recording = record(lambda x: attend(x * 2) + 1, (x,), session, name="c", breaks=True)
+        recording.replay()
+        recording.release()
+
+    def tensors_alive() -> int:
+        return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+
+    cycle()
+    before = tensors_alive()
+    gc.disable()
+    try:
+        for _ in range(200):
+            cycle()
+        assert tensors_alive() == before  # freed at once, without the garbage collector
+    finally:
+        gc.enable()
+    assert rig.backend.memory().used == 0

@@ -1,0 +1,322 @@
+"""What a recording is made of, and that replaying it is running the function."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from piecegraph.errors import (
+    CaptureFailed,
+    EagerResultChanged,
+    NoCaptureSession,
+    RecordingReleased,
+)
+from piecegraph.runtime.capture_session import capture_session
+from piecegraph.runtime.recorder import break_graph, opaque_piece, record
+
+GRAPH, EAGER = "graph", "eager"
+
+
+@break_graph
+def attend(q: Tensor, out: Tensor) -> None:
+    out.copy_(q.cumsum(0))
+
+
+@break_graph
+def attend_fresh(q: Tensor) -> Tensor:
+    return q.cumsum(0)
+
+
+def layers(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x * 2
+        out = torch.empty_like(x)
+        attend(x, out)
+        x = x + out
+    return x
+
+
+def layers_by_hand(x: Tensor) -> Tensor:
+    for _ in range(2):
+        x = x * 2
+        x = x + x.cumsum(0)
+    return x
+
+
+def kinds(recording: Any) -> list[str]:
+    return [str(segment.kind) for segment in recording.segments]
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_replay_computes_the_function_on_changed_inputs(rig: Any, breaks: bool) -> None:
+    x = rig.rand(3, 4)
+    recording = rig.record(layers, x, breaks=breaks)
+    for _ in range(3):
+        x.copy_(rig.rand(3, 4))
+        recording.replay()
+        assert_close(recording.outputs, layers_by_hand(x))
+
+
+def test_piecewise_alternates_graphs_and_eager_calls(rig: Any) -> None:
+    recording = rig.record(layers, rig.rand(3, 4))
+    assert kinds(recording) == [GRAPH, EAGER, GRAPH, EAGER, GRAPH]
+    assert len(recording.calls) == 5
+
+
+def test_full_is_one_graph(rig: Any) -> None:
+    recording = rig.record(layers, rig.rand(3, 4), breaks=False)
+    assert kinds(recording) == [GRAPH]
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_the_capturing_call_returns_the_true_result(rig: Any, breaks: bool) -> None:
+    x = rig.rand(3, 4)
+    recording = rig.record(layers, x, breaks=breaks)
+    assert_close(recording.outputs, layers_by_hand(x))
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_capturing_advances_state_by_exactly_one_step(rig: Any, breaks: bool) -> None:
+    captured, eager = rig.rand(2).zero_(), rig.rand(2).zero_()
+
+    @break_graph
+    def update(x: Tensor) -> None:
+        eager.add_(x)
+
+    def step(x: Tensor) -> Tensor:
+        captured.add_(x)
+        update(x)
+        return captured + eager
+
+    x = rig.rand(2).fill_(1)
+    recording = rig.record(step, x, breaks=breaks)
+    assert captured.tolist() == eager.tolist() == [1, 1]
+    recording.replay()
+    assert captured.tolist() == eager.tolist() == [2, 2]
+    assert recording.outputs.tolist() == [4, 4]
+
+
+def test_an_eager_call_sees_what_the_graph_before_it_computed(rig: Any) -> None:
+    seen = []
+
+    @break_graph
+    def look(x: Tensor) -> None:
+        seen.append(x.tolist())
+
+    x = rig.rand(2).fill_(3)
+
+    def step(x: Tensor) -> Tensor:
+        doubled = x * 2
+        look(doubled)
+        return doubled
+
+    rig.record(step, x)
+    assert seen == [[6, 6]]
+
+
+def test_consecutive_splitting_calls_share_one_segment(rig: Any) -> None:
+    def step(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        attend(x, out)
+        attend(out, out)
+        return out + 1
+
+    recording = rig.record(step, rig.rand(3))
+    assert kinds(recording) == [EAGER, GRAPH]
+    assert recording.segments[0].operations == 2
+
+
+def test_views_and_unwritten_memory_make_no_graph(rig: Any) -> None:
+    def step(x: Tensor) -> Tensor:
+        out = torch.empty_like(x[0])
+        attend(x.view(2, 3).t()[:, 1], out)
+        return out.view(3, 1)
+
+    x = rig.rand(2, 3)
+    recording = rig.record(step, x)
+    assert kinds(recording) == [EAGER]
+    x.copy_(rig.rand(2, 3))
+    recording.replay()
+    assert_close(recording.outputs[:, 0], x[1].cumsum(0))
+
+
+def test_failure_11_fresh_results_are_copied_to_where_the_next_graph_reads(rig: Any) -> None:
+    def step(x: Tensor) -> Tensor:
+        return attend_fresh(x * 2) + 1
+
+    x = rig.rand(3)
+    recording = rig.record(step, x)
+    for _ in range(3):
+        x.copy_(rig.rand(3))
+        recording.replay()
+        assert_close(recording.outputs, (x * 2).cumsum(0) + 1)
+    assert recording.segments[1].copied == ["attend_fresh"]
+    event = rig.events.named("capture.recorded")[0]
+    assert event.facts["copied_results"] == ["attend_fresh"]
+
+
+def test_several_results_in_tuples_and_dicts_are_copied(rig: Any) -> None:
+    @break_graph
+    def several(x: Tensor) -> tuple[Tensor, dict[str, Tensor], None, int]:
+        return x + 1, {"twice": x * 2}, None, 7
+
+    def step(x: Tensor) -> Tensor:
+        more, twice, nothing, seven = several(x * 1)
+        assert nothing is None
+        return more * twice["twice"] * seven
+
+    x = rig.rand(3)
+    recording = rig.record(step, x)
+    x.copy_(rig.rand(3))
+    recording.replay()
+    assert_close(recording.outputs, (x + 1) * x * 2 * 7)
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype", "value", "count"])
+def test_failure_11_a_result_of_another_form_is_an_error_not_a_broadcast(
+    rig: Any, change: str
+) -> None:
+    changed = {}
+
+    @break_graph
+    def wayward(x: Tensor) -> Any:
+        if changed.get("shape"):
+            return x[:1] + 0, 5
+        if changed.get("dtype"):
+            return x.double(), 5
+        if changed.get("count"):
+            return (x + 0,)
+        return x + 0, 6 if changed.get("value") else 5
+
+    recording = rig.record(lambda x: wayward(x * 1)[0] + 1, rig.rand(3))
+    recording.replay()
+    changed[change] = True
+    with pytest.raises(EagerResultChanged, match="wayward"):
+        recording.replay()
+
+
+def test_a_result_that_is_an_argument_is_not_copied(rig: Any) -> None:
+    @break_graph
+    def in_place(x: Tensor) -> Tensor:
+        return x.add_(1)
+
+    x = rig.rand(3)
+    recording = rig.record(lambda x: in_place(x * 2) + 1, x)
+    assert not recording.segments[1].copied
+    x.copy_(rig.rand(3))
+    recording.replay()
+    assert_close(recording.outputs, x * 2 + 2)
+
+
+def test_eager_arguments_may_be_views_lists_and_keywords(rig: Any) -> None:
+    @break_graph
+    def mix(parts: list[Tensor], *, out: Tensor, scale: float) -> None:
+        out.copy_((parts[0] + parts[1]) * scale)
+
+    def step(x: Tensor) -> Tensor:
+        halves = (x * 2).chunk(2, -1)
+        out = torch.empty_like(halves[0])
+        mix(list(halves), out=out, scale=3.0)
+        return out - 1
+
+    x = rig.rand(3, 4)
+    recording = rig.record(step, x)
+    x.copy_(rig.rand(3, 4))
+    recording.replay()
+    assert_close(recording.outputs, (x[:, :2] + x[:, 2:]) * 6 - 1)
+
+
+def test_outputs_keep_their_form(rig: Any) -> None:
+    recording = rig.record(lambda x: {"a": (x + 1, None), "b": [x]}, rig.rand(2))
+    assert recording.outputs["a"][1] is None
+    assert recording.outputs["b"][0] is recording.inputs[0]
+
+
+def test_splitting_functions_are_plain_outside_a_recording(rig: Any) -> None:
+    x = rig.rand(3)
+    assert_close(attend_fresh(x), x.cumsum(0))
+
+
+def test_a_splitting_call_inside_a_splitting_call_is_part_of_it(rig: Any) -> None:
+    @break_graph
+    def outer(x: Tensor) -> Tensor:
+        return attend_fresh(opaque_piece(torch.neg)(x))
+
+    x = rig.rand(3)
+    recording = rig.record(lambda x: outer(x * 2) + 1, x)
+    assert kinds(recording) == [GRAPH, EAGER, GRAPH]
+    x.copy_(rig.rand(3))
+    recording.replay()
+    assert_close(recording.outputs, (-2 * x).cumsum(0) + 1)
+
+
+def test_recordings_do_not_nest(rig: Any) -> None:
+    inner = rig.record
+
+    with pytest.raises(CaptureFailed, match="NestedCapture"):
+        rig.record(lambda x: inner(layers, x), rig.rand(3, 4))
+
+
+def test_full_and_piecewise_of_one_function_do_not_interfere(rig: Any) -> None:
+    x = rig.rand(3, 4)
+    recordings = [rig.record(layers, x, breaks=breaks) for breaks in (True, False, True)]
+    for recording in [*recordings, *reversed(recordings)]:
+        x.copy_(rig.rand(3, 4))
+        recording.replay()
+        assert_close(recording.outputs, layers_by_hand(x))
+
+
+def test_w14_no_capture_outside_a_session(rig: Any) -> None:
+    with capture_session(rig.backend, rig.pool, rig.events) as session:
+        pass
+    with pytest.raises(CaptureFailed) as caught:
+        record(layers, (rig.rand(3, 4),), session, name="late", breaks=True)
+    assert isinstance(caught.value.__cause__, NoCaptureSession)
+
+
+def test_a_released_recording_refuses_to_replay(rig: Any) -> None:
+    recording = rig.record(layers, rig.rand(3, 4))
+    recording.release()
+    recording.release()
+    with pytest.raises(RecordingReleased, match="test"):
+        recording.replay()
+
+
+def test_two_threads_record_and_replay_independently(rig: Any) -> None:
+    wrong: list[BaseException] = []
+
+    def work(factor: float) -> None:
+        try:
+            with torch.no_grad():
+                x = rig.rand(3, 4)
+                pool = rig.backend.new_pool()
+                for _ in range(5):
+                    with capture_session(rig.backend, pool, rig.events) as session:
+                        recording = record(
+                            lambda y: layers(y) * factor, (x,), session, name="t", breaks=True
+                        )
+                    x.copy_(rig.rand(3, 4))
+                    recording.replay()
+                    assert_close(recording.outputs, layers_by_hand(x) * factor)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(factor,)) for factor in (2.0, 3.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_facts_of_a_recording_are_told(rig: Any) -> None:
+    recording = rig.record(layers, rig.rand(3, 4))
+    (event,) = rig.events.named("capture.recorded")
+    assert event.facts["segments"] == 5
+    assert event.facts["operations"] == recording.operations >= 6
+    assert recording.seconds >= sum(segment.seconds for segment in recording.segments) > 0

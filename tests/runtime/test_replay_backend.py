@@ -1,0 +1,307 @@
+"""The emulation's own promises: captures do not execute, Python does not run again, poison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from piecegraph.errors import CaptureFailed, CaptureOutOfMemory, MovedTensor
+from piecegraph.runtime.capture_session import capture_session
+from piecegraph.runtime.poison import poison
+from piecegraph.runtime.recorder import break_graph, opaque_piece, record
+from piecegraph.runtime.replay_backend import ReplayBackend, TapeGraph
+
+
+def capture(fn: Any, *inputs: Tensor) -> tuple[TapeGraph, Any]:
+    """One raw capture, without the recorder's first replay."""
+    backend = ReplayBackend()
+    opened = backend.begin(backend.new_pool())
+    try:
+        result = fn(*inputs)
+    except BaseException:
+        opened.abort()
+        raise
+    return opened.end(), result
+
+
+@pytest.fixture(autouse=True, params=["no_grad", "inference_mode"])
+def mode(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Inside inference mode composite operators reach the tape whole."""
+    with getattr(torch, request.param)():
+        yield
+
+
+@pytest.fixture
+def library() -> Iterator[Any]:
+    lib = torch.library.Library("piecegraph_tape_test", "DEF")
+    yield lib
+    lib._destroy()
+
+
+def test_a_capture_does_not_execute() -> None:
+    state = torch.ones(3)
+
+    def step(x: Tensor) -> Tensor:
+        state.add_(x.sum())
+        state[0] = 9
+        torch.mul(x, 2, out=state[1:])
+        return state * 2
+
+    graph, result = capture(step, torch.full((2,), 4.0))
+    assert state.tolist() == [1, 1, 1]
+    assert result.isnan().all()
+    graph.replay()
+    assert state.tolist() == [9, 8, 8]
+    assert result.tolist() == [18, 16, 16]
+
+
+def test_python_runs_once_and_not_at_replay() -> None:
+    runs = []
+
+    def step(x: Tensor) -> Tensor:
+        runs.append(1)
+        return x + len(runs)
+
+    x = torch.zeros(2)
+    graph, result = capture(step, x)
+    graph.replay()
+    graph.replay()
+    assert len(runs) == 1
+    assert result.tolist() == [1, 1]
+
+
+def test_the_body_of_a_custom_op_runs_once_and_leaves_its_operators(library: Any) -> None:
+    runs = []
+
+    def attention(q: Tensor, out: Tensor) -> None:
+        runs.append(1)
+        out.copy_(q.softmax(-1).reshape(-1))
+
+    library.define("attention(Tensor q, Tensor(a!) out) -> ()")
+    library.impl("attention", attention, "CPU")
+    op = torch.ops.piecegraph_tape_test.attention.default
+    q, out = torch.rand(2, 3), torch.zeros(6)
+    graph, _ = capture(op, q, out)
+    assert out.tolist() == [0] * 6
+    q.copy_(torch.rand(2, 3))
+    graph.replay()
+    assert runs == [1]
+    assert graph.operations == 2
+    assert_close(out, q.softmax(-1).view(-1))
+
+
+def test_an_op_without_operators_inside_is_one_operation(library: Any) -> None:
+    def double(x: Tensor) -> Tensor:
+        return torch.from_numpy(x.numpy() * 2)
+
+    library.define("double(Tensor x) -> Tensor")
+    library.impl("double", double, "CPU")
+    x = torch.ones(3)
+    graph, result = capture(torch.ops.piecegraph_tape_test.double.default, x)
+    assert result.isnan().all()
+    x.fill_(5)
+    graph.replay()
+    assert (graph.operations, result.tolist()) == (1, [10, 10, 10])
+
+
+def test_views_of_every_kind_follow_their_base() -> None:
+    def step(x: Tensor) -> Any:
+        y = x * 1
+        whole, half = y.t().reshape(-1), y.view(-1)[:3]
+        half.add_(10)
+        return whole, half, y.contiguous(), y[None].expand(2, -1, -1), y.unbind(0)[1]
+
+    x = torch.rand(2, 3)
+    graph, got = capture(step, x)
+    x.copy_(torch.rand(2, 3))
+    graph.replay()
+    for mine, true in zip(got, step(x), strict=True):
+        assert torch.equal(mine, true)
+
+
+def test_advanced_indexing_with_numbers_is_recorded() -> None:
+    table, index = torch.rand(5, 2), torch.tensor([1, 3])
+    graph, got = capture(lambda i: table[i], index)
+    index.copy_(torch.tensor([4, 0]))
+    graph.replay()
+    assert torch.equal(got, table[[4, 0]])
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.sum().item(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: torch.masked_select(x, x > 0),
+        lambda x: torch.equal(x, x),
+        lambda x: x.unique(),
+    ],
+)
+def test_a_host_read_fails_the_capture(read: Any, make_replay_rig: Any) -> None:
+    with pytest.raises(CaptureFailed, match="on the host inside a captured region"):
+        make_replay_rig().record(lambda x: read(x * 2), torch.rand(3))
+
+
+def test_a_swallowed_host_read_fails_the_capture_too(make_replay_rig: Any) -> None:
+    def careless(x: Tensor) -> Tensor:
+        try:
+            return x * x.sum().item()
+        except Exception:
+            return x * 2
+
+    with pytest.raises(CaptureFailed, match="on the host inside a captured region"):
+        make_replay_rig().record(careless, torch.rand(3))
+
+
+def test_an_opaque_piece_is_one_operation(make_replay_rig: Any) -> None:
+    piece = opaque_piece(lambda x: (x.exp().log() * 3, x.sum()))
+    x = torch.rand(3)
+    recording = make_replay_rig().record(lambda x: piece(x * 2), x)
+    assert recording.segments[0].operations == 2
+    x.copy_(torch.rand(3))
+    recording.replay()
+    assert_close(recording.outputs, (x * 6, (x * 2).sum()))
+
+
+def test_an_opaque_piece_may_write_its_arguments_and_return_them(make_replay_rig: Any) -> None:
+    def fused_add(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual.add_(x)
+        return residual * 2, residual
+
+    piece, residual = opaque_piece(fused_add), torch.ones(2)
+    x = torch.ones(2)
+    recording = make_replay_rig().record(lambda x: piece(x, residual), x)
+    assert residual.tolist() == [2, 2]
+    recording.replay()
+    assert residual.tolist() == recording.outputs[1].tolist() == [3, 3]
+    assert recording.outputs[0].tolist() == [6, 6]
+
+
+def test_an_opaque_piece_that_returns_a_weight_keeps_it(make_replay_rig: Any) -> None:
+    weight = torch.ones(2)
+    rig = make_replay_rig(poison_before_replay=True)
+    recording = rig.record(opaque_piece(lambda x: (weight, x * 2)), torch.ones(2))
+    recording.replay()
+    assert weight.tolist() == [1, 1]
+
+
+def test_replaying_a_view_of_inference_memory_needs_no_mode(make_replay_rig: Any) -> None:
+    x = torch.ones(2)
+    recording = make_replay_rig().record(lambda x: x + 1, x)
+    with torch.inference_mode(False):
+        recording.replay()
+    assert recording.outputs.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64]
+)
+def test_poison_is_not_a_number(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(3, dtype=dtype)
+    poison(tensor)
+    assert tensor.to(torch.complex64).isnan().all()
+
+
+def test_poisoned_indices_are_out_of_every_range() -> None:
+    index = torch.zeros(3, dtype=torch.int64)
+    poison(index)
+    with pytest.raises(IndexError):
+        torch.rand(9)[index]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32])
+def test_poison_is_not_what_memory_is_born_with(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(3, dtype=dtype)
+    poison(tensor)
+    assert tensor.bool().all()
+
+
+def test_poison_before_replay_shows_an_op_that_leaves_rows_unwritten(make_replay_rig: Any) -> None:
+    @break_graph
+    def attend_real_rows(q: Tensor, out: Tensor) -> None:
+        out[:2] = q[:2]
+
+    def step(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        attend_real_rows(x * 1, out)
+        return out + 0
+
+    rig = make_replay_rig(poison_before_replay=True)
+    recording = rig.record(step, torch.ones(3))
+    recording.replay()
+    assert recording.outputs.isnan().tolist() == [False, False, True]
+
+
+def test_operations_are_counted(make_replay_rig: Any) -> None:
+    rig = make_replay_rig()
+    recording = rig.record(lambda x: (x + 1).view(1, -1) * 2, torch.ones(2))
+    before = rig.backend.counters["operations"]
+    recording.replay()
+    assert rig.backend.counters["operations"] - before == recording.operations == 2
+
+
+def test_failures_are_injected_at_the_asked_capture(make_replay_rig: Any) -> None:
+    rig = make_replay_rig(failing_captures=frozenset({2}), exhausting_captures=frozenset({3}))
+    x = torch.ones(2)
+    rig.record(torch.neg, x)
+    with pytest.raises(CaptureFailed, match="injected"):
+        rig.record(torch.neg, x)
+    with pytest.raises(CaptureOutOfMemory, match="injected"):
+        rig.record(torch.neg, x)
+    rig.record(torch.neg, x)
+
+
+def test_a_moved_input_fails_where_a_device_would_read_old_memory(make_replay_rig: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    strict, lax = make_replay_rig(fail_on_moved_inputs=True), make_replay_rig()
+    recordings = [rig.record(lambda x: x * weight, torch.ones(2)) for rig in (strict, lax)]
+    weight.data = torch.full((2,), 5.0)
+    with pytest.raises(MovedTensor, match="shape \\(2,\\)"):
+        recordings[0].replay()
+    recordings[1].replay()
+    assert recordings[1].outputs.tolist() == [1, 1]
+
+
+def test_pool_memory_is_shared_between_recordings_that_are_finalised(make_replay_rig: Any) -> None:
+    rig = make_replay_rig(graph_bytes=100)
+    with capture_session(rig.backend, rig.pool, rig.events) as session:
+        big = record(torch.neg, (torch.ones(50),), session, name="big", breaks=False)
+        session.finalise()
+        small = record(torch.neg, (torch.ones(10),), session, name="small", breaks=False)
+        unfinalised = record(torch.neg, (torch.ones(45),), session, name="more", breaks=False)
+    assert (big.bytes, small.bytes, unfinalised.bytes) == (300, 100, 120)
+    for recording in (big, small, unfinalised):
+        recording.release()
+    assert rig.backend.memory().used == 0
+
+
+def test_the_modelled_limit_is_an_out_of_memory(make_replay_rig: Any) -> None:
+    rig = make_replay_rig(limit=150)
+    kept = rig.record(torch.neg, torch.ones(20))
+    with pytest.raises(CaptureOutOfMemory, match="would exceed the modelled limit"):
+        rig.record(torch.neg, torch.ones(60))
+    assert rig.backend.memory().used == 80
+    assert rig.backend.memory().free == 70
+    kept.replay()
+
+
+def test_failure_34_trial_captures_in_a_pool_of_their_own_leave_nothing(
+    make_replay_rig: Any,
+) -> None:
+    rig = make_replay_rig()
+    kept = rig.record(torch.neg, torch.ones(10))
+    used = rig.backend.memory().used
+    trial = rig.backend.new_pool()
+    with capture_session(rig.backend, trial, rig.events) as session:
+        probe = record(torch.neg, (torch.ones(99),), session, name="probe", breaks=False)
+    assert rig.backend.memory().used == used + 99 * 4
+    probe.release()
+    assert rig.backend.memory().used == used
+    kept.replay()

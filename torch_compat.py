@@ -1,0 +1,280 @@
+"""Every private or version-dependent torch API the library uses (torch 2.11 to 2.13), in one place.
+
+Nothing here imports Dynamo or Inductor at module level: a warm start must not pay for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+__all__ = [
+    "StorageWeakRef",
+    "TorchDispatchMode",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+# Dynamo and Inductor keep process-wide state while they run; only one of our threads may be inside.
+compiler_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What Dynamo's full-graph capture yields, free of its version-dependent types."""
+
+    graph: torch.fx.GraphModule
+    fake_mode: Any
+    call: Callable[..., Any]
+    """`call(compiled_fn)(model, *args, **kwargs)` runs Dynamo's bytecode around `compiled_fn`."""
+    traced_code: tuple[Any, ...]
+    """Code objects of all functions that were inlined."""
+
+
+@contextmanager
+def reasoning_about_sizes(dynamic_shapes: str) -> Iterator[None]:
+    """How torch decides conditions on sizes, for tracing and for compiling alike."""
+    from torch.fx.experimental import _config
+
+    shapes_config: Any = _config
+
+    oblivious = dynamic_shapes == "backed_size_oblivious"
+    with compiler_lock, torch.no_grad(), shapes_config.patch(backed_size_oblivious=oblivious):
+        yield
+
+
+@contextmanager
+def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
+    """Settings for one trace, put back afterwards."""
+    import torch._dynamo.config as dynamo_config
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+    with ExitStack() as stack:
+        stack.enter_context(reasoning_about_sizes(dynamic_shapes))
+        stack.enter_context(dynamo_config.patch(automatic_dynamic_shapes=False))
+        stack.enter_context(get_metrics_context())
+        stack.enter_context(dynamo_timed("piecegraph.trace", log_pt2_compile_event=True))
+        yield
+
+
+def capture_full_graph(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Captured | None:
+    """One Dynamo graph of `model.forward`, or None if it holds no tensor operation."""
+    from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
+
+    output = fullgraph_capture(model, args, kwargs)
+    if output.backend_input is None:
+        return None
+    function, _ = get_traced_fn(model)
+
+    def call(compiled_fn: Callable[..., Any]) -> Callable[..., Any]:
+        return output.forward_callable(compiled_fn=compiled_fn, extra_globals=function.__globals__)
+
+    return Captured(
+        graph=output.backend_input.graph_module,
+        fake_mode=output.backend_input.fake_mode,
+        call=call,
+        traced_code=tuple(getattr(output.graph_capture_output, "traced_code", None) or ()),
+    )
+
+
+def trace_errors() -> tuple[type[BaseException], ...]:
+    """Exceptions by which Dynamo refuses a model."""
+    from torch._dynamo import exc
+    from torch.fx.experimental.symbolic_shapes import (
+        ConstraintViolationError,
+        GuardOnDataDependentSymNode,
+    )
+
+    return (exc.TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode)
+
+
+def user_location(error: BaseException) -> str | None:
+    """file:line of the user's code that a Dynamo error is about."""
+    seen: BaseException | None = error
+    while seen is not None:
+        stack = getattr(seen, "real_stack", None)
+        if stack:
+            return f"{stack[-1].filename}:{stack[-1].lineno}"
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def mark_dynamic(tensor: torch.Tensor, dim: int, symbol: str, dynamic_shapes: str) -> None:
+    """Declare a dimension dynamic; for unbacked shapes, equal symbols share one."""
+    import torch._dynamo
+
+    if dynamic_shapes == "unbacked":
+        torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=symbol)
+    else:
+        torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def original_symbol(size: torch.SymInt) -> Any:
+    """The symbol a dimension was given at first, before Dynamo found it equal to another."""
+    return size.node._expr
+
+
+def default_overload(packet: Any) -> Any:
+    """The overload that a call of an op without an overload's name means."""
+    names = packet.overloads()
+    return getattr(packet, names[0] if len(names) == 1 else "default")
+
+
+def input_source(node: torch.fx.Node) -> str:
+    """Python expression over `L` (arguments) and `G` (globals) that yields a graph input."""
+    return str(node._dynamo_source.name)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def inductor_cache_directory(path: str) -> Iterator[None]:
+    """Point Inductor's file cache at `path` for the duration of one compile or load.
+
+    Inductor reads an environment variable on every access; there is no other way to tell it. The
+    variable is put back, and in-memory tables that name files under `path` are cleared.
+    """
+    from torch._inductor.utils import clear_caches
+
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    with compiler_lock:
+        before = os.environ.get(name)
+        os.environ[name] = path
+        try:
+            clear_caches()
+            yield
+        finally:
+            clear_caches()
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
+
+
+def inductor_compile(
+    graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]
+) -> Any:
+    """Inductor's standalone artifact of `graph`, symbolic where its fake inputs are."""
+    from torch._inductor import standalone_compile
+
+    return standalone_compile(
+        graph,
+        inputs,
+        dynamic_shapes="from_graph",
+        options={"config_patches": options},
+        aot=True,
+    )
+
+
+def inductor_serialize(artifact: Any) -> bytes:
+    return bytes(artifact.serialize())
+
+
+def inductor_deserialize(data: bytes) -> Any:
+    from torch._inductor.standalone_compile import AOTCompiledArtifact
+
+    return AOTCompiledArtifact.deserialize(data)
+
+
+def inductor_callable(artifact: Any) -> Callable[[list[Any]], Any]:
+    """The artifact as a function of one list of arguments, past its outermost wrapper."""
+    compiled_fn = artifact.inner_fn.compiled_fn
+    return lambda args: compiled_fn(*args)
+
+
+@contextmanager
+def inductor_options() -> Iterator[None]:
+    """Options of every compile and load of ours.
+
+    `cpp.vec_isa_ok` trusts the CPU's own flags instead of building six probe libraries (8 s).
+    """
+    import torch._inductor.config as inductor_config
+
+    with inductor_config.patch({"cpp.vec_isa_ok": True}):
+        yield
+
+
+# graphs: what recordings need below the public surface of torch
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Run plainly: no dispatch mode sees what is called inside."""
+    return _disable_current_modes()
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identity of the storage behind `tensor`; unique while a reference, even a weak one, lives."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def weak_storage(tensor: Tensor) -> StorageWeakRef:
+    """A weak reference to the storage behind `tensor`: while it lives, the identity stays taken."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def unowned_alias(tensor: Tensor) -> Tensor:
+    """The same memory under a new tensor that does not keep it alive."""
+    storage = tensor.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    with torch.inference_mode(False), torch.no_grad():
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Whether `op` is only a composition of other operators."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return op.has_kernel_for_dispatch_key(key)
+
+
+def run_kernel(op: torch._ops.OpOverload, device: str, args: Any, kwargs: Any) -> Any:
+    """Run the kernel of `op` for `device` (CPU, CUDA) past every mode.
+
+    A mode that is on sees the operators called in the body of that kernel.
+    """
+    key = getattr(torch._C.DispatchKey, device)
+    return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+def raw_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
+    """The C++ replay of `graph`, bound: without the Python method that wraps it."""
+    replay: Callable[[], None] = torch._C._CUDAGraph.replay.__get__(graph)
+    return replay
+
+
+def node_count(graph: torch.cuda.CUDAGraph) -> int:
+    """Nodes of a graph captured with `keep_graph=True`, asked of the driver torch has loaded."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    nodes = ctypes.c_size_t()
+    raw = ctypes.c_void_p(graph.raw_cuda_graph())
+    status = driver.cuGraphGetNodes(raw, None, ctypes.byref(nodes))
+    if status != 0:
+        raise RuntimeError(f"cuGraphGetNodes returned CUDA driver error {status}")
+    return nodes.value
+
+
+def flush_host_cache() -> None:
+    """Give cached pinned memory back."""
+    torch._C._host_emptyCache()
+
+
+def end_allocation_to_pool(device: int, pool: Any) -> None:
+    """Undo what an invalidated capture leaves behind: `capture_end` raises before it does this."""
+    torch._C._cuda_endAllocateToPool(device, pool)
+    torch._C._cuda_releasePool(device, pool)
