@@ -377,6 +377,11 @@ class RequestTooLong(ConfigError):
     todo = "Lower the length scale or raise that limit."
 
 
+class TooLarge(ConfigError):
+    what = "the model, its KV cache or its metadata do not fit into memory: {reason}"
+    todo = "Choose a smaller model, fewer blocks or smaller limits."
+
+
 class MissingMetadata(RunError):
     what = "layer {layer_name} was run without attention metadata"
     todo = "Pass metadata= with every step, or give capture() a function that builds it."
