@@ -22,14 +22,16 @@ from .bundle import BadBundle, bundle_contents, read_bundle
 from .compiled_model import CompiledModel, bind
 from .compilers import Compiler, compiler_named
 from .config import CompileConfig
+from .examples import TOKENS
 from .factors import codegen_key, trace_key
 from .fingerprint import fingerprint
 from .guards import GuardBook
 from .inductor import Blobs, PieceFn
 from .pieces import Piece, lift
 from .planning import Planner, base_symbols, symbol_labels
+from .readable import readable
 from .split import split, splitting_by_name
-from .stitch import stitched_source
+from .tell import tell_lookup, tell_plan
 from .trace import Trace, trace
 
 ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -59,7 +61,7 @@ def compile_model(
             return warm
         compiled, traced, blobs = _compile(model, config, cache, events, device, examples, compiler)
         meta, contents = bundle_contents(compiled.plan, traced.modules, blobs)
-        with events.span("cache.store"):
+        with events.span("cache.store", level=logging.INFO):
             cache.publish("bundle", key, meta, contents)
     return compiled
 
@@ -67,13 +69,14 @@ def compile_model(
 def _warm(
     model: torch.nn.Module, key: Key, cache: Cache, events: Events, compiler: Compiler
 ) -> CompiledModel | None:
-    with events.span("cache.lookup"):
+    with events.span("cache.lookup", level=logging.INFO):
         entry = cache.lookup("bundle", key)
+    tell_lookup("bundle", key, entry, cache, events)
     if not isinstance(entry, Entry):
         events.emit("bundle", hit=False, reason=entry.reason, detail=entry.detail)
         return None
     try:
-        with events.span("bundle.load"):
+        with events.span("bundle.load", level=logging.INFO):
             plan, artifacts = read_bundle(entry)
             assert compiler.load is not None
             compiled = bind(plan, compiler.load(artifacts), model, from_bundle=True)
@@ -81,6 +84,7 @@ def _warm(
         events.emit("bundle", level=logging.WARNING, hit=False, reason=str(error))
         return None
     events.emit("bundle", hit=True, bytes=entry.size)
+    tell_plan(plan, events)
     return compiled
 
 
@@ -97,18 +101,20 @@ def _compile(
     book = GuardBook(traced.shape_env, symbol_labels(traced), config, events)
     book.check_symbols()
     book.settle("dynamo")
-    with events.span("split"):
+    trace_artifact("graph", lambda: readable(traced.graph))
+    with events.span("split", level=logging.INFO):
         planner = Planner(traced, config)
         unique = _split(traced, config, planner, events)
     loaded: list[tuple[PieceFn, Blobs]] = []
-    for index, (digest, piece) in enumerate(unique):
-        with events.span("compile.piece", piece=index, digest=digest[:12]):
-            loaded.append(
-                _obtain(index, digest, piece, traced, config, cache, events, device, compiler)
-            )
-        book.settle(f"piece {index}")
-    plan = planner.plan(unique, book.unproved)
-    trace_artifact("stitched", stitched_source(plan)[0])
+    with events.span("compile", level=logging.INFO, pieces=len(unique)):
+        for index, (digest, piece) in enumerate(unique):
+            with events.span("compile.piece", piece=index, digest=digest[:12]):
+                loaded.append(
+                    _obtain(index, digest, piece, traced, config, cache, events, device, compiler)
+                )
+            book.settle(f"piece {index}")
+    plan = planner.plan(unique, book.unproved, book.settled)
+    tell_plan(plan, events)
     compiled = bind(plan, [fn for fn, _ in loaded], model, from_bundle=False)
     return compiled, traced, [blobs for _, blobs in loaded]
 
@@ -149,11 +155,13 @@ def _obtain(
     key = codegen_key(digest, config, device)
     if compiler.load is not None:
         entry = cache.lookup("artifact", key)
+        tell_lookup("artifact", key, entry, cache, events)
         if isinstance(entry, Entry):
             blobs = dict(entry.contents)
             return compiler.load([blobs])[0], blobs
     graph = piece.module(traced.graph)
-    trace_artifact(f"piece_{index}", graph.print_readable(print_output=False))
+    about: dict[str, Any] = {"piece": index, "digest": digest[:12], "range": config.limits(TOKENS)}
+    events.emit("compile.start", compiler=compiler.name, **about)
     began = time.perf_counter()
     try:
         with reasoning_about_sizes(config.dynamic_shapes.value):
@@ -163,8 +171,9 @@ def _obtain(
         raise PieceFailed(
             compiler=compiler.name, piece=index, digest=digest[:12], reason=reason
         ) from error
+    seconds = time.perf_counter() - began
+    events.emit("compile.end", seconds=seconds, bytes=sum(map(len, blobs.values())), **about)
     events.count(f"{compiler.name}_compiles")
     if blobs:
-        seconds = time.perf_counter() - began
         cache.publish("artifact", key, {"compile_seconds": seconds}, blobs)
     return fn, blobs
