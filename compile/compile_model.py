@@ -26,14 +26,16 @@ from .bundle import BadBundle, Bundle, read_bundle, store_bundle
 from .compiled_model import CompiledModel, bind
 from .compilers import Compiler, compiler_named
 from .config import CompileConfig
+from .examples import TOKENS
 from .factors import codegen_key, trace_key
 from .fingerprint import fingerprint
 from .guards import GuardBook
 from .pieces import Piece, lift
 from .plan import Plan
 from .planning import Planner, base_symbols, symbol_labels
+from .readable import readable
 from .split import split, splitting_by_name
-from .stitch import stitched_source
+from .tell import tell_lookup, tell_plan
 from .trace import Trace, trace
 
 ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -63,7 +65,7 @@ class Cut:
     """The declared name of each symbol."""
 
     def plan(self) -> Plan:
-        return self.planner.plan(self.unique, self.guards.unproved)
+        return self.planner.plan(self.unique, self.guards.unproved, self.guards.settled)
 
 
 def compile_model(task: Task) -> CompiledModel:
@@ -76,7 +78,8 @@ def compile_model(task: Task) -> CompiledModel:
         reason = f"compiler {compiler.name!r} keeps no artifacts"
         task.events.emit("bundle", hit=False, reason=reason)
         cut = cut_model(task)
-        return _bound(task, cut, [fn for fn, _ in _compile_pieces(task, cut, compiler)])
+        compiled = _compile_pieces(task, cut, compiler)
+        return _bound(task, cut.plan(), compiled)
     key = trace_key(task.model, task.config, task.device)
     if warm := _warm(task, key, compiler):
         return warm
@@ -85,10 +88,11 @@ def compile_model(task: Task) -> CompiledModel:
             return warm
         cut = cut_model(task)
         compiled = _compile_pieces(task, cut, compiler)
-        bundle = Bundle(cut.plan(), cut.trace.modules, [blobs for _, blobs in compiled])
-        with task.events.span("cache.store"):
+        plan = cut.plan()
+        bundle = Bundle(plan, cut.trace.modules, [blobs for _, blobs in compiled])
+        with task.events.span("cache.store", level=logging.INFO):
             store_bundle(task.cache, key, bundle)
-    return _bound(task, cut, [fn for fn, _ in compiled])
+    return _bound(task, plan, compiled)
 
 
 def cut_model(task: Task) -> Cut:
@@ -99,7 +103,8 @@ def cut_model(task: Task) -> Cut:
     book = GuardBook(traced.shape_env, labels, task.config, events)
     book.check_symbols()
     book.settle("dynamo")
-    with events.span("split"):
+    trace_artifact("graph", lambda: readable(traced.graph))
+    with events.span("split", level=logging.INFO):
         planner = Planner(traced, task.config)
         unique = _split(traced, task.config, planner, events)
     return Cut(traced, planner, unique, book, labels)
@@ -107,13 +112,14 @@ def cut_model(task: Task) -> Cut:
 
 def _warm(task: Task, key: Key, compiler: Compiler) -> CompiledModel | None:
     events = task.events
-    with events.span("cache.lookup"):
+    with events.span("cache.lookup", level=logging.INFO):
         entry = task.cache.lookup("bundle", key)
+    tell_lookup("bundle", key, entry, task.cache, events)
     if not isinstance(entry, Entry):
         events.emit("bundle", hit=False, reason=entry.reason, detail=entry.detail)
         return None
     try:
-        with events.span("bundle.load"):
+        with events.span("bundle.load", level=logging.INFO):
             bundle = read_bundle(entry)
             pieces = _load(task, compiler, entry, bundle)
             compiled = bind(bundle.plan, pieces, task.model, from_bundle=True)
@@ -121,6 +127,7 @@ def _warm(task: Task, key: Key, compiler: Compiler) -> CompiledModel | None:
         events.emit("bundle", level=logging.WARNING, hit=False, reason=str(error))
         return None
     events.emit("bundle", hit=True, bytes=entry.size)
+    tell_plan(bundle.plan, events)
     return compiled
 
 
@@ -137,10 +144,9 @@ def _load(task: Task, compiler: Compiler, entry: Entry, bundle: Bundle) -> list[
     ]
 
 
-def _bound(task: Task, cut: Cut, pieces: Sequence[PieceFn]) -> CompiledModel:
-    plan = cut.plan()
-    trace_artifact("stitched", stitched_source(plan)[0])
-    return bind(plan, pieces, task.model, from_bundle=False)
+def _bound(task: Task, plan: Plan, compiled: Sequence[tuple[PieceFn, Blobs]]) -> CompiledModel:
+    tell_plan(plan, task.events)
+    return bind(plan, [fn for fn, _ in compiled], task.model, from_bundle=False)
 
 
 def _split(
@@ -167,10 +173,11 @@ def _split(
 def _compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> list[tuple[PieceFn, Blobs]]:
     """Callable and blobs of each unique piece, one after the other; the first error ends it."""
     done = []
-    for index, (digest, piece) in enumerate(cut.unique):
-        with task.events.span("compile.piece", piece=index, digest=digest[:12]):
-            done.append(_obtain(task, cut.trace, index, digest, piece, compiler))
-        cut.guards.settle(f"piece {index}")
+    with task.events.span("compile", level=logging.INFO, pieces=len(cut.unique)):
+        for index, (digest, piece) in enumerate(cut.unique):
+            with task.events.span("compile.piece", piece=index, digest=digest[:12]):
+                done.append(_obtain(task, cut.trace, index, digest, piece, compiler))
+            cut.guards.settle(f"piece {index}")
     return done
 
 
@@ -181,10 +188,16 @@ def _obtain(
     key = codegen_key(digest, task.config, task.device)
     if compiler.load is not None:
         entry = task.cache.lookup("artifact", key)
+        tell_lookup("artifact", key, entry, task.cache, task.events)
         if isinstance(entry, Entry) and CODE in entry.contents:
             return compiler.load([entry.contents])[0], entry.contents
     graph = piece.module(traced.graph)
-    trace_artifact(f"piece_{index}", graph.print_readable(print_output=False))
+    about: dict[str, Any] = {
+        "piece": index,
+        "digest": digest[:12],
+        "range": task.config.limits(TOKENS),
+    }
+    task.events.emit("compile.start", compiler=compiler.name, **about)
     began = time.perf_counter()
     try:
         with reasoning_about_sizes(task.config.dynamic_shapes.value):
@@ -195,8 +208,9 @@ def _obtain(
         raise PieceFailed(
             compiler=compiler.name, piece=index, digest=digest[:12], reason=reason
         ) from error
+    seconds = time.perf_counter() - began
+    task.events.emit("compile.end", seconds=seconds, bytes=sum(map(len, blobs.values())), **about)
     task.events.count(f"{compiler.name}_compiles")
     if blobs:
-        seconds = time.perf_counter() - began
         task.cache.publish("artifact", key, {"compile_seconds": seconds}, blobs)
     return fn, blobs

@@ -22,6 +22,7 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 from ..errors import GuardUnproved, Specialised
 from ..events import Events
 from .config import CompileConfig, GuardPolicy
+from .plan import SettledGuard
 
 EXHAUSTIVE = 1 << 20
 """Combinations of sizes that are tried one by one; beyond, only intervals prove."""
@@ -114,6 +115,7 @@ class GuardBook:
         self._events = events
         self._read = 0
         self.unproved: list[Guard] = []
+        self.settled: list[SettledGuard] = []
 
     def settle(self, origin: str) -> None:
         """Prove all guards added since the last call, or treat them as the policy says.
@@ -146,15 +148,16 @@ class GuardBook:
 
     def _settle(self, guard: Guard) -> None:
         proof = prove(guard.expression, self._ranges(guard.expression))
-        self._events.emit(
-            "guard",
+        settled = SettledGuard(
             expression=str(guard.expression),
             where=guard.where,
             origin=guard.origin,
             proved=proof.holds,
             method=proof.method,
-            failing=list(proof.failing),
+            failing=proof.failing,
         )
+        self.settled.append(settled)
+        self._events.emit("guard", **settled.model_dump())
         if proof.holds:
             return
         match self._config.guards:

@@ -145,7 +145,7 @@ class PreparedModel:
                 results = _replay(slot, tensors, sizes)
         finally:
             CURRENT.reset(token)
-        self.usage.count(decision.slot, context.num_tokens)
+        self.usage.count(decision, context.num_tokens)
         return self._pack(results, tensors)
 
     def capture(self, metadata_for: MetadataFor | None = None) -> None:
@@ -157,8 +157,9 @@ class PreparedModel:
             raise CaptureAfterSeal(name="the startup set")
         self._metadata_for = metadata_for
         slots = startup_slots(self.config.strategy, self.dispatcher.plan)
-        with self.events.span("capture"):
+        with self.events.span("capture", level=logging.INFO):
             self._capture([slot for slot in slots if self._slots[slot] is None], prepare=True)
+        self.events.emit("memory", **self._memory())
         self._capturing = self.config.strategy is not CaptureStrategy.EAGER and any(
             slot is None for slot in self._slots
         )
@@ -180,6 +181,7 @@ class PreparedModel:
     def close(self) -> None:
         """Free everything; steps raise ModelClosed from now on. Closing twice is fine."""
         if not self._closed:
+            self.events.emit("dispatch", rows=self.usage.rows(), reasons=self.usage.reasons())
             self.release()
             self._closed = True
 
@@ -190,6 +192,12 @@ class PreparedModel:
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured slots with their recordings."""
         return [(i, slot.recording) for i, slot in enumerate(self._slots) if slot is not None]
+
+    def _memory(self) -> dict[str, int]:
+        """Bytes the recordings took as they were made, and the device's used and free ones now."""
+        taken = sum(recording.bytes for _, recording in self.recordings())
+        now = self.backend.memory()
+        return {"recordings": taken, "used": now.used, "free": now.free}
 
     def _capture_between_steps(self, batch: Batch) -> None:
         captured = {i for i, slot in enumerate(self._slots) if slot is not None} | self._failed
@@ -236,6 +244,8 @@ class PreparedModel:
             num_tokens=descriptor.num_tokens,
             ms=recording.seconds * 1000,
             bytes=recording.bytes,
+            segments=len(recording.segments),
+            descriptor=descriptor.as_json(),
         )
         results = RealResults(self.compiled.plan, recording.outputs)
         self._slots[slot] = _Slot(recording, inputs, results, self._addresses.snapshot())
