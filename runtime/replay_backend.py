@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import MovedTensor
 from .backend import Memory
 from .modelled_pool import ModelledPool
+from .ownership import Ownership
 from .poison import poison
 from .tape import Tape
 
@@ -90,6 +91,7 @@ class TapeGraph:
     def release(self) -> None:
         self._operations = ()
         self._made = ()
+        self._ownership = Ownership()
         self._pool.remove(self)
 
 

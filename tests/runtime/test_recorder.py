@@ -165,6 +165,21 @@ def test_failure_11_fresh_results_are_copied_to_where_the_next_graph_reads(rig: 
     assert event.facts["copied_results"] == ["attend_fresh"]
 
 
+def test_failure_11_a_result_the_op_keeps_for_itself_is_never_written(rig: Any) -> None:
+    pages = [rig.rand(3).fill_(1), rig.rand(3).fill_(2)]
+
+    @break_graph
+    def turn(x: Tensor) -> Tensor:
+        pages.reverse()
+        return pages[0]
+
+    recording = rig.record(lambda x: turn(x * 1) + 0, rig.rand(3))
+    for _ in range(3):
+        recording.replay()
+        assert torch.equal(recording.outputs, pages[0])
+    assert sorted(page.tolist() for page in pages) == [[1] * 3, [2] * 3]
+
+
 def test_several_results_in_tuples_and_dicts_are_copied(rig: Any) -> None:
     @break_graph
     def several(x: Tensor) -> tuple[Tensor, dict[str, Tensor], None, int]:
@@ -326,8 +341,10 @@ def test_w14_no_capture_outside_a_session(rig: Any) -> None:
 
 def test_a_released_recording_refuses_to_replay(rig: Any) -> None:
     recording = rig.record(layers, rig.rand(3, 4))
+    graphs = recording.graphs
     recording.release()
     recording.release()
+    assert [len(graph.inputs) for graph in graphs] == [0] * len(graphs)
     with pytest.raises(RecordingReleased, match="test"):
         recording.replay()
 

@@ -124,6 +124,15 @@ def test_views_of_every_kind_follow_their_base() -> None:
         assert torch.equal(mine, true)
 
 
+def test_a_view_made_in_place_is_no_operation() -> None:
+    x = torch.rand(2, 3)
+    graph, got = capture(lambda x: (x * 2).t_().unsqueeze_(0), x)
+    assert graph.operations == 1
+    x.copy_(torch.rand(2, 3))
+    graph.replay()
+    assert torch.equal(got, (x * 2).t()[None])
+
+
 def test_advanced_indexing_with_numbers_is_recorded() -> None:
     table, index = torch.rand(5, 2), torch.tensor([1, 3])
     graph, got = capture(lambda i: table[i], index)
