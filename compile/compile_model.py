@@ -18,6 +18,7 @@ from ..cache import Cache, Entry, Key
 from ..errors import ModelMismatch, PieceFailed
 from ..events import Events, trace_artifact
 from ..torch_compat import reasoning_about_sizes
+from .asserts import take_size_asserts
 from .bundle import BadBundle, bundle_contents, read_bundle
 from .compiled_model import CompiledModel, bind
 from .compilers import Compiler, compiler_named
@@ -31,6 +32,7 @@ from .planning import Planner, base_symbols, symbol_labels
 from .split import split, splitting_by_name
 from .stitch import stitched_source
 from .trace import Trace, trace
+from .zero_one import hidden_guards
 
 ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -94,14 +96,17 @@ def _compile(
     compiler: Compiler,
 ) -> tuple[CompiledModel, Trace, list[Blobs]]:
     traced = trace(model, config, device, examples, events)
-    book = GuardBook(traced.shape_env, symbol_labels(traced), config, events)
+    labels = symbol_labels(traced)
+    book = GuardBook(traced.shape_env, labels, config, events)
     book.check_symbols()
-    book.settle("dynamo")
+    book.settle("dynamo", take_size_asserts(traced.graph.graph, labels, traced.shape_env))
+    book.unproved += hidden_guards(model, config, device, examples, events)
     with events.span("split"):
         planner = Planner(traced, config)
         unique = _split(traced, config, planner, events)
     loaded: list[tuple[PieceFn, Blobs]] = []
     for index, (digest, piece) in enumerate(unique):
+        book.check_ends(piece.module(traced.graph), f"piece {index}")
         with events.span("compile.piece", piece=index, digest=digest[:12]):
             loaded.append(
                 _obtain(index, digest, piece, traced, config, cache, events, device, compiler)
