@@ -197,7 +197,7 @@ class GuardUnproved(CompileError):
 
 
 class ShapesDiffer(CompileError):
-    what = "at {sizes} the model returns {actual} where the trace says {expected}"
+    what = "at {sizes} the model has {actual} where the trace says {expected}"
     todo = "Look for squeeze() or a branch on a size of one, which leave no guard."
 
 

@@ -6,6 +6,7 @@ Nothing here imports Dynamo or Inductor at module level: a warm start must not p
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import threading
 import warnings
@@ -28,6 +29,8 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
 ]
+
+_TORCH = os.path.dirname(torch.__file__)
 
 # Dynamo and Inductor keep process-wide state while they run; only one of our threads may be inside.
 compiler_lock = threading.RLock()
@@ -110,17 +113,27 @@ def user_location(error: BaseException) -> str | None:
     while seen is not None:
         stack = getattr(seen, "real_stack", None)
         if stack:
-            return f"{stack[-1].filename}:{stack[-1].lineno}"
+            own = [frame for frame in stack if not frame.filename.startswith(_TORCH)]
+            return f"{(own or stack)[-1].filename}:{(own or stack)[-1].lineno}"
         seen = seen.__cause__ or seen.__context__
     return None
 
 
-def mark_dynamic(tensor: torch.Tensor, dim: int, symbol: str, dynamic_shapes: str) -> None:
-    """Declare a dimension dynamic; for unbacked shapes, equal symbols share one."""
+def mark_dynamic(
+    tensor: torch.Tensor, dim: int, symbol: str, limits: tuple[int, int], dynamic_shapes: str
+) -> None:
+    """Declare a dimension dynamic; for unbacked shapes, equal symbols share one.
+
+    Only an unbacked dimension is told its limits (from torch 2.12 on): a backed one that is found
+    narrower would be an error of torch's instead of a guard of ours.
+    """
     import torch._dynamo
 
     if dynamic_shapes == "unbacked":
-        torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=symbol)
+        mark = torch._dynamo.decorators.mark_unbacked
+        known = {"min", "max"} <= inspect.signature(mark).parameters.keys()
+        bounds = dict(zip(("min", "max"), limits, strict=True)) if known else {}
+        mark(tensor, dim, shape_id=symbol, **bounds)
     else:
         torch._dynamo.mark_dynamic(tensor, dim)
 

@@ -22,6 +22,7 @@ from ..errors import ModelMismatch, PieceFailed
 from ..events import Events, trace_artifact
 from ..torch_compat import reasoning_about_sizes
 from .artifact import CODE, LIBRARY, Blobs, PieceFn
+from .asserts import take_size_asserts
 from .bundle import BadBundle, Bundle, read_bundle, store_bundle
 from .compiled_model import CompiledModel, bind
 from .compilers import Compiler, compiler_named
@@ -37,6 +38,7 @@ from .readable import readable
 from .split import split, splitting_by_name
 from .tell import tell_lookup, tell_plan
 from .trace import Trace, trace
+from .zero_one import hidden_guards
 
 ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -102,7 +104,8 @@ def cut_model(task: Task) -> Cut:
     labels = symbol_labels(traced)
     book = GuardBook(traced.shape_env, labels, task.config, events)
     book.check_symbols()
-    book.settle("dynamo")
+    book.settle("dynamo", take_size_asserts(traced.graph.graph, labels, traced.shape_env))
+    book.unproved += hidden_guards(task.model, task.config, task.device, task.examples, events)
     trace_artifact("graph", lambda: readable(traced.graph))
     with events.span("split", level=logging.INFO):
         planner = Planner(traced, task.config)
@@ -175,6 +178,7 @@ def _compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> list[tuple[Piec
     done = []
     with task.events.span("compile", level=logging.INFO, pieces=len(cut.unique)):
         for index, (digest, piece) in enumerate(cut.unique):
+            cut.guards.check_ends(piece.module(cut.trace.graph), f"piece {index}")
             with task.events.span("compile.piece", piece=index, digest=digest[:12]):
                 done.append(_obtain(task, cut.trace, index, digest, piece, compiler))
             cut.guards.settle(f"piece {index}")

@@ -224,7 +224,7 @@ class Planner:
 
     def _argument(self, value: Any) -> Any:
         match value:
-            case Node() if is_size(value) and value not in self._names:
+            case Node() if value not in self._names and self._is_size(value):
                 return self._size_argument(value.meta["example_value"])
             case Node():
                 return Ref(self._names[value])
@@ -235,6 +235,9 @@ class Planner:
             case dict():
                 return {key: self._argument(item) for key, item in value.items()}
         return value
+
+    def _is_size(self, node: Node) -> bool:
+        return is_size(node, self._symbols, self._trace.shape_env)
 
     def _size_argument(self, value: Any) -> Any:
         if isinstance(value, torch.Size):
@@ -254,7 +257,7 @@ class Planner:
         return python_text(expression.xreplace(names))
 
     def _result(self, value: Any) -> Result:
-        if isinstance(value, Node) and not is_size(value):
+        if isinstance(value, Node) and not self._is_size(value):
             tensor = value.meta["example_value"]
             return Result(
                 name=self._names[value],
