@@ -12,11 +12,12 @@ import time
 
 from ..cache import Entry
 from ..torch_compat import reasoning_about_sizes
-from .aoti import Limits, build_library
+from .aoti import build_library
 from .artifact import LIBRARY, Blobs
 from .bundle import Bundle, store_bundle
 from .compile_model import Cut, Task, cut_model
 from .factors import codegen_key, trace_key
+from .guards import Ranges
 from .pieces import Piece
 
 
@@ -26,7 +27,7 @@ def compile_ahead(task: Task) -> bool:
     Such a piece is reported, and the bundle keeps its form.
     """
     cut = cut_model(task)
-    limits = {str(symbol): task.config.limits(label) for symbol, label in cut.labels.items()}
+    limits = cut.guards.limits()
     artifacts: list[Blobs] = []
     for index, (digest, piece) in enumerate(cut.unique):
         key = codegen_key(digest, task.config, task.device)
@@ -47,7 +48,7 @@ def compile_ahead(task: Task) -> bool:
     return True
 
 
-def _library(task: Task, cut: Cut, index: int, piece: Piece, limits: Limits) -> bytes | None:
+def _library(task: Task, cut: Cut, index: int, piece: Piece, limits: Ranges) -> bytes | None:
     graph = piece.module(cut.trace.graph)
     try:
         with reasoning_about_sizes(task.config.dynamic_shapes.value):

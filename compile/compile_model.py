@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,11 @@ import sympy
 import torch
 
 from ..cache import Cache, Entry, Key
+from ..cache.factors import Json
 from ..errors import ModelMismatch, PieceFailed
 from ..events import Events, trace_artifact
 from ..torch_compat import reasoning_about_sizes
+from .agreement import disagreement
 from .artifact import CODE, LIBRARY, Blobs, PieceFn
 from .asserts import take_size_asserts
 from .bundle import BadBundle, Bundle, read_bundle, store_bundle
@@ -180,22 +182,52 @@ def _compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> list[tuple[Piec
         for index, (digest, piece) in enumerate(cut.unique):
             cut.guards.check_ends(piece.module(cut.trace.graph), f"piece {index}")
             with task.events.span("compile.piece", piece=index, digest=digest[:12]):
-                done.append(_obtain(task, cut.trace, index, digest, piece, compiler))
-            cut.guards.settle(f"piece {index}")
+                done.append(_obtain(task, cut, index, digest, piece, compiler))
     return done
 
 
 def _obtain(
-    task: Task, traced: Trace, index: int, digest: str, piece: Piece, compiler: Compiler
+    task: Task, cut: Cut, index: int, digest: str, piece: Piece, compiler: Compiler
 ) -> tuple[PieceFn, Blobs]:
-    """The callable of one unique piece: from the cache if it is there, else compiled and stored."""
+    """The callable of one unique piece: from the cache if it is there, else compiled and stored.
+
+    An artifact is stored, and taken, only for a range over which all its guards are proved.
+    """
     key = codegen_key(digest, task.config, task.device)
+    limits = [list(cut.guards.limits()[symbol]) for symbol in piece.symbols()]
     if compiler.load is not None:
         entry = task.cache.lookup("artifact", key)
         tell_lookup("artifact", key, entry, task.cache, task.events)
-        if isinstance(entry, Entry) and CODE in entry.contents:
+        if isinstance(entry, Entry) and CODE in entry.contents and _covers(entry.meta, limits):
             return compiler.load([entry.contents])[0], entry.contents
-    graph = piece.module(traced.graph)
+    began = time.perf_counter()
+    fn, blobs = _compile(task, cut, index, digest, piece, compiler)
+    seconds = time.perf_counter() - began
+    graph = piece.module(cut.trace.graph)
+    proved = cut.guards.settle(f"piece {index}", run=lambda sizes: disagreement(fn, graph, sizes))
+    if blobs and proved:
+        meta: dict[str, Json] = {"compile_seconds": seconds, "ranges": limits}
+        task.cache.publish("artifact", key, meta, blobs)
+    return fn, blobs
+
+
+def _covers(meta: Mapping[str, Any], limits: list[list[int]]) -> bool:
+    """Whether an artifact's proved ranges contain the ones to be served."""
+    proved = meta.get("ranges")
+    return (
+        isinstance(proved, list)
+        and len(proved) == len(limits)
+        and all(
+            isinstance(known, list) and known[0] <= low and high <= known[1]
+            for known, (low, high) in zip(proved, limits, strict=True)
+        )
+    )
+
+
+def _compile(
+    task: Task, cut: Cut, index: int, digest: str, piece: Piece, compiler: Compiler
+) -> tuple[PieceFn, Blobs]:
+    """Run the compiler on a copy of the piece. Raises PieceFailed."""
     about: dict[str, Any] = {
         "piece": index,
         "digest": digest[:12],
@@ -205,8 +237,9 @@ def _obtain(
     began = time.perf_counter()
     try:
         with reasoning_about_sizes(task.config.dynamic_shapes.value):
-            options = task.config.inductor_options
-            fn, blobs = compiler.compile(graph, piece.example_values(), options)
+            fn, blobs = compiler.compile(
+                piece.module(cut.trace.graph), piece.example_values(), task.config.inductor_options
+            )
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise PieceFailed(
@@ -215,6 +248,4 @@ def _obtain(
     seconds = time.perf_counter() - began
     task.events.emit("compile.end", seconds=seconds, bytes=sum(map(len, blobs.values())), **about)
     task.events.count(f"{compiler.name}_compiles")
-    if blobs:
-        task.cache.publish("artifact", key, {"compile_seconds": seconds}, blobs)
     return fn, blobs
