@@ -22,6 +22,7 @@ from ..torch_compat import tree_map_only
 from .backend import Capture, Graph
 from .capture_session import CaptureSession
 from .eager_call import eager_call, static_results
+from .ownership import Ownership
 from .recording import Recording, Segment, SegmentKind
 
 P = ParamSpec("P")
@@ -93,6 +94,7 @@ def record(
         name,
         recorder.segments,
         recorder.graphs,
+        recorder.ownership,
         inputs,
         outputs,
         seconds=perf_counter() - began,
@@ -126,6 +128,7 @@ class Recorder:
         self.breaks = breaks
         self.segments: list[Segment] = []
         self.graphs: list[Graph] = []
+        self.ownership = Ownership()
         self._session = session
         self._capture: Capture | None = None
         self._began = 0.0
@@ -169,7 +172,7 @@ class Recorder:
 
     def _open_graph(self) -> None:
         self._began = perf_counter()
-        self._capture = self._session.begin()
+        self._capture = self._session.begin(self.ownership)
 
     def _close_graph(self) -> None:
         """End the graph and let it compute what the capture only recorded; skip an empty one."""
@@ -193,7 +196,7 @@ class Recorder:
         """`value` with the tensors that graphs made held by the session, no longer by us."""
 
         def weaken(tensor: Tensor) -> Tensor:
-            if not any(graph.made(tensor) for graph in self.graphs):
+            if not self.ownership.is_made(tensor):
                 return tensor
             self._session.hold(tensor)
             return self._session.backend.weak(tensor)

@@ -58,13 +58,6 @@ class TapeGraph:
     def operations(self) -> int:
         return len(self._operations)
 
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return self._ownership.found
-
-    def made(self, tensor: Tensor) -> bool:
-        return self._ownership.is_made(tensor)
-
     def replay(self) -> None:
         if torch.is_inference_mode_enabled():
             self._run()
@@ -91,15 +84,14 @@ class TapeGraph:
     def release(self) -> None:
         self._operations = ()
         self._made = ()
-        self._ownership = Ownership()
         self._pool.remove(self)
 
 
 class TapeCapture:
     """A tape that records in this thread."""
 
-    def __init__(self, backend: ReplayBackend, pool: ModelledPool) -> None:
-        self._tape = Tape()
+    def __init__(self, backend: ReplayBackend, pool: ModelledPool, ownership: Ownership) -> None:
+        self._tape = Tape(ownership)
         self._backend = backend
         self._pool = pool
         self._tape.start()
@@ -143,13 +135,13 @@ class ReplayBackend:
     def capture_stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def begin(self, pool: ModelledPool) -> TapeCapture:
+    def begin(self, pool: ModelledPool, ownership: Ownership) -> TapeCapture:
         self.counters["captures"] += 1
         if self.counters["captures"] in self.options.failing_captures:
             raise RuntimeError("failure injected into this capture")
         if self.counters["captures"] in self.options.exhausting_captures:
             raise torch.OutOfMemoryError("exhaustion injected into this capture")
-        return TapeCapture(self, pool)
+        return TapeCapture(self, pool, ownership)
 
     def settle(self, pool: ModelledPool) -> None:
         pool.settle()

@@ -11,6 +11,7 @@ import torch
 
 from piecegraph.errors import NoCaptureSession
 from piecegraph.runtime.capture_session import capture_session
+from piecegraph.runtime.ownership import Ownership
 from piecegraph.runtime.recorder import record
 
 
@@ -55,7 +56,7 @@ def test_an_error_inside_closes_the_session(rig: Any) -> None:
             raise ValueError("mine")
     assert gc.isenabled()
     with pytest.raises(NoCaptureSession):
-        session.begin()
+        session.begin(Ownership())
 
 
 def test_sessions_of_two_threads_take_turns(make_replay_rig: Any) -> None:
