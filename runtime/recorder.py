@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ..errors import CaptureFailed, CaptureOutOfMemory, NestedCapture, PiecegraphError
 from ..torch_compat import tree_map_only
@@ -36,7 +37,7 @@ def break_graph(fn: Callable[P, R]) -> Callable[P, R]:
 
     Outside a recording, and in a FULL one, it is a plain call.
     """
-    name = getattr(fn, "__name__", str(fn))
+    name = _name(fn)
 
     @wraps(fn)
     def breaking(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -47,6 +48,13 @@ def break_graph(fn: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return breaking
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    """What a report calls `fn`: an operator's full name, or a function's own."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return str(fn) if isinstance(fn, OpOverload) else getattr(fn, "__name__", type(fn).__name__)
 
 
 def opaque_piece(fn: Callable[..., R]) -> Callable[..., R]:

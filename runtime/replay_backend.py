@@ -117,7 +117,7 @@ class TapeCapture:
 
 @dataclass(slots=True)
 class ReplayBackend:
-    """Graphs emulated on the CPU; `counters` holds captures, replays, operations, sessions."""
+    """Graphs emulated on the CPU; `counters` holds captures, replays, operations, preparations."""
 
     options: ReplayOptions = field(default_factory=ReplayOptions)
     name: str = "replay"
@@ -130,7 +130,7 @@ class ReplayBackend:
         return pool
 
     def prepare(self) -> None:
-        self.counters["sessions"] += 1
+        self.counters["preparations"] += 1
 
     def capture_stream(self) -> AbstractContextManager[Any]:
         return nullcontext()

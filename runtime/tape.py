@@ -19,11 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..errors import HostReadInCapture
-from ..torch_compat import (
-    storage_id,
-    tree_map_only,
-    without_modes,
-)
+from ..torch_compat import storage_id, tree_map_only, without_modes
 from .ownership import Ownership, tensors_in
 from .poison import poison
 from .tape_operation import Operation, tape_operation

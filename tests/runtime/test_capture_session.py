@@ -20,7 +20,7 @@ def test_w3_a_session_prepares_once_for_many_captures(make_replay_rig: Any) -> N
     with capture_session(rig.backend, rig.pool, rig.events) as session:
         for size in (3, 2, 1):
             record(torch.neg, (torch.ones(size),), session, name="n", breaks=False)
-    assert rig.backend.counters["sessions"] == 1
+    assert rig.backend.counters["preparations"] == 1
     assert rig.backend.counters["captures"] == 3
 
 
@@ -29,7 +29,7 @@ def test_a_lazy_capture_goes_without_preparation(make_replay_rig: Any) -> None:
     collections = gc.get_stats()[2]["collections"]
     with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
         pass
-    assert rig.backend.counters["sessions"] == 0
+    assert rig.backend.counters["preparations"] == 0
     assert gc.get_stats()[2]["collections"] == collections
 
 

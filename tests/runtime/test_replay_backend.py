@@ -303,6 +303,8 @@ def test_the_modelled_limit_is_an_out_of_memory(make_replay_rig: Any) -> None:
         rig.record(torch.neg, torch.ones(60))
     assert rig.backend.memory().used == 80
     assert rig.backend.memory().free == 70
+    again = rig.record(torch.neg, torch.ones(20))  # in the memory of the first
+    assert again.bytes == 0
     kept.replay()
 
 
