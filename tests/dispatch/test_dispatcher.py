@@ -10,8 +10,10 @@ from piecegraph.dispatch import (
     Batch,
     BatchDescriptor,
     Dispatcher,
+    DispatchPlan,
     GraphMode,
     PaddingLimit,
+    PlanEntry,
     Reason,
     RuntimeMode,
     default_capture_sizes,
@@ -172,6 +174,34 @@ def test_failure_W13_a_batch_without_adapters_uses_the_one_case_there_is():
     assert cases == (5,)
     it = dispatcher("PIECEWISE", [8], lora_cases=cases)
     assert it.dispatch(Batch(8, 8)).descriptor.lora_case == 5
+
+
+def test_the_smallest_case_with_room_is_taken_in_whatever_order_they_were_given():
+    it = dispatcher("PIECEWISE", [8], lora_cases=(5, 0, 2))
+    taken = [it.dispatch(Batch(8, 8, num_loras=active)).descriptor.lora_case for active in range(6)]
+    assert taken == [0, 2, 2, 5, 5, 5]
+
+
+def test_of_two_equal_graphs_the_one_for_decode_alone_serves_decode():
+    entries = tuple(PlanEntry(FULL, key) for key in (MIXED_8, DECODE_8))
+    plan = DispatchPlan(entries, max_num_reqs=8)
+    it = Dispatcher(plan, captured=[0, 1])
+    assert it.dispatch(Batch(8, 8, True, 1)).slot == 1
+    assert it.dispatch(Batch(8, 8, False)).slot == 0
+
+
+@pytest.mark.parametrize(
+    ("entries", "axes"),
+    [
+        ([PlanEntry(NONE, RELAXED_8)], ()),
+        ([PlanEntry(PIECEWISE, BatchDescriptor(0))], ()),
+        ([PlanEntry(FULL, MIXED_8)] * 2, ()),
+        ([PlanEntry(FULL, MIXED_8)], (Axis("a", (1,)),)),
+    ],
+)
+def test_a_plan_that_cannot_be_is_an_error(entries, axes):
+    with pytest.raises(PlanInvalid):
+        DispatchPlan(tuple(entries), 8, axes)
 
 
 def test_failure_6_adapters_without_a_case_run_without_a_graph():
