@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 
 class Histogram:
     """Counts by number of tokens, 0 to `limit`; larger batches are counted together in `above`.
@@ -26,10 +24,6 @@ class Histogram:
         self._left -= 1
         if not self._left:
             self._fade()
-
-    def extend(self, batches: Iterable[int]) -> None:
-        for num_tokens in batches:
-            self.add(num_tokens)
 
     def _fade(self) -> None:
         self.counts = [count // 2 for count in self.counts]

@@ -52,7 +52,7 @@ engines = st.builds(
 shapes = st.builds(Bucket, st.integers(1, 6), st.integers(1, 24), st.integers(0, 16))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(Phase), engines, st.data())
 def test_the_proof_finds_each_hole_and_closing_leaves_none(phase, limits, data):
     if data.draw(st.booleans()):

@@ -121,6 +121,12 @@ def test_vectors_of_the_default_ladder():
         assert (decision.mode, decision.descriptor.num_tokens) == (mode, padded)
 
 
+def test_failure_3_a_full_graph_is_taken_where_a_piecewise_one_is_smaller():
+    it = dispatcher("FULL_AND_PIECEWISE", [1, 2, 4, 8, 16, 24], query_lens=[3])
+    assert it.dispatch(Batch(15, 5, True, 3)).descriptor.num_tokens == 18
+    assert it.dispatch(Batch(15, 5, True, 3), excluded_modes=[FULL]).descriptor.num_tokens == 16
+
+
 def test_capture_order_is_piecewise_first_and_largest_first():
     plan = dispatcher("FULL_AND_PIECEWISE", [1, 4, 8], lora_cases=(0, 3)).plan
     order = [(e.mode, -e.descriptor.num_tokens, e.descriptor.lora_case) for e in plan.entries]
@@ -197,11 +203,18 @@ def test_of_two_equal_graphs_the_one_for_decode_alone_serves_decode():
         ([PlanEntry(PIECEWISE, BatchDescriptor(0))], ()),
         ([PlanEntry(FULL, MIXED_8)] * 2, ()),
         ([PlanEntry(FULL, MIXED_8)], (Axis("a", (1,)),)),
+        ([], (Axis("a", (1,)), Axis("a", (2,)))),
     ],
 )
 def test_a_plan_that_cannot_be_is_an_error(entries, axes):
     with pytest.raises(PlanInvalid):
         DispatchPlan(tuple(entries), 8, axes)
+
+
+@pytest.mark.parametrize("query_lens", [[], [0], [1, -1]])
+def test_query_lengths_below_one_are_an_error(query_lens):
+    with pytest.raises(InvalidSetting, match="query_lens"):
+        make_plan(GraphMode.FULL, [8], max_num_reqs=8, query_lens=query_lens)
 
 
 def test_failure_6_adapters_without_a_case_run_without_a_graph():
@@ -294,7 +307,7 @@ def test_decode_of_unequal_lengths_by_an_upper_bound():
     assert it.dispatch(Batch(7, 3, False, None, max_query_len=3)).mode is PIECEWISE
 
 
-def test_extra_axes_are_in_the_key():
+def test_failure_5_what_reaches_a_launch_can_be_an_axis_of_the_key():
     axes = [Axis("num_ubatches", (1, 2)), Axis("prefix_chunks", (0, 4), rounds_up=True)]
     it = dispatcher("FULL", [8], axes=axes)
 
