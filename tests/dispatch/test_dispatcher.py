@@ -297,6 +297,19 @@ def test_chunks_above_the_largest_size_only_if_allowed():
     assert dispatcher("FULL", [4, 8, 12], chunked=True).dispatch(batch).mode is NONE
 
 
+def test_no_chunks_if_the_rest_of_the_tokens_would_be_padded_too_much():
+    it = dispatcher("PIECEWISE", [4, 12], chunked=True, padding=PaddingLimit(tokens=1))
+    assert len(it.dispatch(Batch(27, 2)).chunks) == 3
+    assert it.dispatch(Batch(26, 2)).mode is NONE
+
+
+def test_chunks_compete_with_none_on_measured_cost():
+    it = dispatcher("PIECEWISE", [4, 12], chunked=True)
+    it.set_costs({0: 3.0, 1: 1.0}, none_cost=lambda tokens: 6.5)
+    assert it.dispatch(Batch(24, 2)).mode is PIECEWISE
+    assert it.dispatch(Batch(25, 2)).mode is NONE
+
+
 def test_decode_of_unequal_lengths_by_an_upper_bound():
     it = dispatcher("FULL_AND_PIECEWISE", [4, 8, 24], query_lens=[3], varlen_decode=True)
     decision = it.dispatch(Batch(7, 3, True, None, max_query_len=3))
@@ -336,6 +349,7 @@ def test_a_batch_must_have_just_the_axes_of_the_plan(axes):
 def test_negative_counts_are_errors(facts):
     it = dispatcher("PIECEWISE", [8])
     it.dispatch(Batch(1, 1))
+    assert it.dispatch(Batch(8, 8)) is it.dispatch(Batch(8, 8))  # the last of the hot row
     with pytest.raises(BatchInvalid, match="negative"):
         it.dispatch(Batch(*facts, num_loras=int(facts[1] < 0)))
 
