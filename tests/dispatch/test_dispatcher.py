@@ -127,6 +127,22 @@ def test_failure_3_a_full_graph_is_taken_where_a_piecewise_one_is_smaller():
     assert it.dispatch(Batch(15, 5, True, 3), excluded_modes=[FULL]).descriptor.num_tokens == 16
 
 
+def test_decode_keys_end_at_the_largest_size_and_at_the_most_requests():
+    def decode_keys(sizes, max_num_reqs):
+        plan = dispatcher("FULL_DECODE_ONLY", sizes, max_num_reqs, query_lens=[3]).plan
+        return [(e.descriptor.num_tokens, e.descriptor.num_reqs) for e in plan.entries]
+
+    assert decode_keys([1, 8], 8) == [(3, 1)]
+    assert decode_keys([3, 9, 12], 3) == [(9, 3), (3, 1)]
+
+
+def test_find_knows_that_a_decode_batch_may_use_a_mixed_key():
+    plan = dispatcher("FULL", [4, 8]).plan
+    assert plan.find(FULL, Batch(8, 8, True, 1)) == plan.find(FULL, Batch(8, 8)) == 0
+    assert plan.find(FULL, Batch(7, 7)) is None
+    assert plan.find(PIECEWISE, Batch(8, 8)) is None
+
+
 def test_capture_order_is_piecewise_first_and_largest_first():
     plan = dispatcher("FULL_AND_PIECEWISE", [1, 4, 8], lora_cases=(0, 3)).plan
     order = [(e.mode, -e.descriptor.num_tokens, e.descriptor.lora_case) for e in plan.entries]
