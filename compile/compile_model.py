@@ -18,21 +18,20 @@ from ..cache import Cache, Entry, Key
 from ..errors import ModelMismatch, PieceFailed
 from ..events import Events, trace_artifact
 from ..torch_compat import reasoning_about_sizes
-from .asserts import take_size_asserts
 from .bundle import BadBundle, bundle_contents, read_bundle
 from .compiled_model import CompiledModel, bind
 from .compilers import Compiler, compiler_named
 from .config import CompileConfig
 from .factors import codegen_key, trace_key
 from .fingerprint import fingerprint
-from .guards import GuardBook
 from .inductor import Blobs, PieceFn
+from .passes.graph_pass import inductor_passes, passes_for
 from .pieces import Piece, lift
-from .planning import Planner, base_symbols, symbol_labels
-from .split import split, splitting_by_name
+from .planning import Planner, base_symbols
+from .sound_trace import sound_trace
+from .split import is_splitting, split
 from .stitch import stitched_source
-from .trace import Trace, trace
-from .zero_one import hidden_guards
+from .trace import Trace
 
 ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -95,12 +94,7 @@ def _compile(
     examples: ExampleArguments | None,
     compiler: Compiler,
 ) -> tuple[CompiledModel, Trace, list[Blobs]]:
-    traced = trace(model, config, device, examples, events)
-    labels = symbol_labels(traced)
-    book = GuardBook(traced.shape_env, labels, config, events)
-    book.check_symbols()
-    book.settle("dynamo", take_size_asserts(traced.graph.graph, labels, traced.shape_env))
-    book.unproved += hidden_guards(model, config, device, examples, events)
+    traced, book, config = sound_trace(model, config, device, examples, events)
     with events.span("split"):
         planner = Planner(traced, config)
         unique = _split(traced, config, planner, events)
@@ -126,7 +120,7 @@ def _split(
     symbols = base_symbols(traced)
     unique: dict[str, tuple[int, Piece]] = {}
     total = 0
-    for section in split(graph, splitting_by_name(graph, config.splitting_ops)):
+    for section in split(graph, is_splitting(graph, config)):
         if section.splitting:
             planner.calls(section)
             continue
@@ -158,11 +152,12 @@ def _obtain(
             blobs = dict(entry.contents)
             return compiler.load([blobs])[0], blobs
     graph = piece.module(traced.graph)
+    options = {**config.inductor_options, **inductor_passes(passes_for(config), events, index)}
     trace_artifact(f"piece_{index}", graph.print_readable(print_output=False))
     began = time.perf_counter()
     try:
         with reasoning_about_sizes(config.dynamic_shapes.value):
-            fn, blobs = compiler.compile(graph, piece.example_values(), config.inductor_options)
+            fn, blobs = compiler.compile(graph, piece.example_values(), options)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise PieceFailed(

@@ -23,7 +23,10 @@ import torch
 from ..cache import Key
 from ..cache.environment import environment_factors
 from ..cache.feeds import config_factors
+from ..cache.sources import fingerprint
 from .config import CompileConfig
+from .passes.graph_pass import pass_factors, passes_for
+from .split import splitting_predicate
 
 DEPTH = 6
 """How deep an attribute of a module is followed; configuration objects are seldom deeper than 3."""
@@ -39,6 +42,8 @@ def trace_key(model: torch.nn.Module, config: CompileConfig, device: torch.devic
             "attributes": _digest(module_attributes(model)),
             "tensors": _digest(tensor_signature(model)),
             "config": config_factors(config, "trace"),
+            "splitting": predicate_factor(config),
+            "passes": pass_factors(passes_for(config)),
             "device": device_factors(device),
             "versions": versions(),
             "environment": environment_factors(),
@@ -53,12 +58,19 @@ def codegen_key(piece_digest: str, config: CompileConfig, device: torch.device) 
         {
             "piece": piece_digest,
             "config": config_factors(config, "codegen"),
+            "passes": pass_factors(passes_for(config)),
             "device": device_factors(device),
             "toolchain": toolchain(),
             "versions": versions(),
             "environment": environment_factors(),
         },
     )
+
+
+def predicate_factor(config: CompileConfig) -> str | None:
+    """Fingerprint of the source of a user's splitting predicate."""
+    predicate = splitting_predicate(config)
+    return fingerprint(predicate) if predicate else None
 
 
 def versions() -> dict[str, str]:
