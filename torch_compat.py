@@ -96,17 +96,6 @@ def capture_full_graph(
     )
 
 
-def trace_errors() -> tuple[type[BaseException], ...]:
-    """Exceptions by which Dynamo refuses a model."""
-    from torch._dynamo import exc
-    from torch.fx.experimental.symbolic_shapes import (
-        ConstraintViolationError,
-        GuardOnDataDependentSymNode,
-    )
-
-    return (exc.TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode)
-
-
 def user_location(error: BaseException) -> str | None:
     """file:line of the user's code that a Dynamo error is about."""
     seen: BaseException | None = error
@@ -207,6 +196,20 @@ def inductor_callable(artifact: Any) -> Callable[[list[Any]], Any]:
     """The artifact as a function of one list of arguments, past its outermost wrapper."""
     compiled_fn = artifact.inner_fn.compiled_fn
     return lambda args: compiled_fn(*args)
+
+
+def post_grad_pass(run: Callable[[torch.fx.Graph], None], uuid: Any) -> Any:
+    """`run` in the form in which Inductor takes a pass; `uuid` is its part of Inductor's keys."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            run(graph)
+
+        def uuid(self) -> Any:
+            return uuid
+
+    return Pass()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def disagreement(fn: PieceFn, graph: GraphModule, sizes: Sizes) -> str | None:
     for any table. Results that are bare allocations are not compared.
     """
     results: Any = graph.graph.output_node().args[0]
-    inputs = [_made_up(node, sizes) for node in graph.graph.find_nodes(op="placeholder")]
+    inputs = concrete_inputs(graph, sizes)
     with torch.no_grad():
         expected = graph(*_copied(inputs))
         got = fn(_copied(inputs))
@@ -35,6 +35,11 @@ def disagreement(fn: PieceFn, graph: GraphModule, sizes: Sizes) -> str | None:
         if fault := _fault(one, other):
             return f"result {index} {fault}"
     return None
+
+
+def concrete_inputs(graph: GraphModule, sizes: Sizes) -> list[Any]:
+    """Made-up inputs of the forms that the graph's inputs have at `sizes`."""
+    return [_made_up(node, sizes) for node in graph.graph.find_nodes(op="placeholder")]
 
 
 def _fault(got: Any, expected: Any) -> str | None:

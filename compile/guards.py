@@ -177,6 +177,10 @@ class GuardBook:
         base = [symbol for symbol in self._labels if self._env.replace(symbol) == symbol]
         return {symbol: self._config.limits(str(self._labels[symbol])) for symbol in base}
 
+    def label(self, symbol: sympy.Symbol) -> sympy.Symbol:
+        """The declared name of a symbol of the trace."""
+        return self._labels[symbol]
+
     def _differs(self, found: Difference, sizes: dict[sympy.Symbol, int], origin: str) -> None:
         error = ShapesDiffer(
             where=found.where,

@@ -13,7 +13,8 @@ import torch
 
 from ..cache import Cache
 from ..cache.environment import CACHE_DIR, read
-from ..compile.compile_model import ExampleArguments, Task, compile_model
+from ..compile.compile_model import compile_model
+from ..compile.cut import ExampleArguments, Task
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,

@@ -86,7 +86,7 @@ class PreparedModel:
         self._bind = binder(compiled.plan, signature)
         self._pack = packer(compiled.plan)
         self._stitched = compiled.link()
-        self._captured_fn = compiled.link(_piece_hook, _call_hook)
+        self._captured_fn = compiled.link(piece_hook=_piece_hook, call_hook=_call_hook)
         self._inputs = _static_inputs(compiled, config, device)
         self._slots: list[_Slot | None] = [None] * len(dispatcher.plan.entries)
         self._failed: set[int] = set()
