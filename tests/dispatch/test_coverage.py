@@ -92,6 +92,12 @@ def test_the_holes_of_the_worked_example_are_named_and_closed():
     assert all(EXP_4096.keeps(bucket) for bucket in closed if bucket.query > 1)
 
 
+def test_one_hole_within_the_budget_is_closed_by_one_bucket():
+    limits = BucketLimits(4, 100, 10, max_num_reqs=3, max_prefill_reqs=3)
+    assert close_holes(Phase.PROMPT, limits, ()) == (Bucket(3, 10, 3),)
+    assert close_holes(Phase.DECODE, limits, ()) == (Bucket(3, 1, 9),)
+
+
 def test_closing_keeps_queries_in_chunks():
     limits = replace(EXP_4096, chunk_size=256)
     closed = plan_buckets(Phase.PROMPT, limits, covering=True)
