@@ -10,107 +10,146 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 
 from ..cache import Cache, Entry, Key
 from ..errors import ModelMismatch, PieceFailed
 from ..events import Events, trace_artifact
 from ..torch_compat import reasoning_about_sizes
-from .bundle import BadBundle, bundle_contents, read_bundle
+from .artifact import CODE, LIBRARY, Blobs, PieceFn
+from .asserts import take_size_asserts
+from .bundle import BadBundle, Bundle, read_bundle, store_bundle
 from .compiled_model import CompiledModel, bind
 from .compilers import Compiler, compiler_named
 from .config import CompileConfig
+from .examples import TOKENS
 from .factors import codegen_key, trace_key
 from .fingerprint import fingerprint
 from .guards import GuardBook
-from .inductor import Blobs, PieceFn
 from .pieces import Piece, lift
+from .plan import Plan
 from .planning import Planner, base_symbols, symbol_labels
+from .readable import readable
 from .split import split, splitting_by_name
-from .stitch import stitched_source
+from .tell import tell_lookup, tell_plan
 from .trace import Trace, trace
+from .zero_one import hidden_guards
 
 ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def compile_model(
-    model: torch.nn.Module,
-    config: CompileConfig,
-    cache: Cache,
-    events: Events,
-    device: torch.device,
-    examples: ExampleArguments | None = None,
-) -> CompiledModel:
-    """Compiled form of `model` for `device`; `examples` are (args, kwargs) to trace with, if given.
+@dataclass(frozen=True)
+class Task:
+    """A model to compile, and with what. `examples` are (args, kwargs) to trace with, if given."""
+
+    model: torch.nn.Module
+    config: CompileConfig
+    cache: Cache
+    events: Events
+    device: torch.device
+    examples: ExampleArguments | None = None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A traced model cut into pieces: the unique ones with their digests, in order of first use."""
+
+    trace: Trace
+    planner: Planner
+    unique: list[tuple[str, Piece]]
+    guards: GuardBook
+    labels: dict[sympy.Symbol, str]
+    """The declared name of each symbol."""
+
+    def plan(self) -> Plan:
+        return self.planner.plan(self.unique, self.guards.unproved, self.guards.settled)
+
+
+def compile_model(task: Task) -> CompiledModel:
+    """The compiled form of a model.
 
     Raises the errors of tracing, splitting, guards and compilers; never one of the cache.
     """
-    compiler = compiler_named(config.compiler)
-    key = trace_key(model, config, device)
+    compiler = compiler_named(task.config.compiler)
     if compiler.load is None:
-        events.emit("bundle", hit=False, reason=f"compiler {compiler.name} keeps no artifacts")
-        return _compile(model, config, cache, events, device, examples, compiler)[0]
-    if warm := _warm(model, key, cache, events, compiler):
+        reason = f"compiler {compiler.name!r} keeps no artifacts"
+        task.events.emit("bundle", hit=False, reason=reason)
+        cut = cut_model(task)
+        compiled = _compile_pieces(task, cut, compiler)
+        return _bound(task, cut.plan(), compiled)
+    key = trace_key(task.model, task.config, task.device)
+    if warm := _warm(task, key, compiler):
         return warm
-    with cache.single_flight("bundle", key) as held:
-        if held and (warm := _warm(model, key, cache, events, compiler)):
+    with task.cache.single_flight("bundle", key) as held:
+        if held and (warm := _warm(task, key, compiler)):
             return warm
-        compiled, traced, blobs = _compile(model, config, cache, events, device, examples, compiler)
-        meta, contents = bundle_contents(compiled.plan, traced.modules, blobs)
-        with events.span("cache.store"):
-            cache.publish("bundle", key, meta, contents)
-    return compiled
+        cut = cut_model(task)
+        compiled = _compile_pieces(task, cut, compiler)
+        plan = cut.plan()
+        bundle = Bundle(plan, cut.trace.modules, [blobs for _, blobs in compiled])
+        with task.events.span("cache.store", level=logging.INFO):
+            store_bundle(task.cache, key, bundle)
+    return _bound(task, plan, compiled)
 
 
-def _warm(
-    model: torch.nn.Module, key: Key, cache: Cache, events: Events, compiler: Compiler
-) -> CompiledModel | None:
-    with events.span("cache.lookup"):
-        entry = cache.lookup("bundle", key)
+def cut_model(task: Task) -> Cut:
+    """Trace and split a model, and find its unique pieces; every guard so far is settled."""
+    events = task.events
+    traced = trace(task.model, task.config, task.device, task.examples, events)
+    labels = symbol_labels(traced)
+    book = GuardBook(traced.shape_env, labels, task.config, events)
+    book.check_symbols()
+    book.settle("dynamo", take_size_asserts(traced.graph.graph, labels, traced.shape_env))
+    book.unproved += hidden_guards(task.model, task.config, task.device, task.examples, events)
+    trace_artifact("graph", lambda: readable(traced.graph))
+    with events.span("split", level=logging.INFO):
+        planner = Planner(traced, task.config)
+        unique = _split(traced, task.config, planner, events)
+    return Cut(traced, planner, unique, book, labels)
+
+
+def _warm(task: Task, key: Key, compiler: Compiler) -> CompiledModel | None:
+    events = task.events
+    with events.span("cache.lookup", level=logging.INFO):
+        entry = task.cache.lookup("bundle", key)
+    tell_lookup("bundle", key, entry, task.cache, events)
     if not isinstance(entry, Entry):
         events.emit("bundle", hit=False, reason=entry.reason, detail=entry.detail)
         return None
     try:
-        with events.span("bundle.load"):
-            plan, artifacts = read_bundle(entry)
-            assert compiler.load is not None
-            compiled = bind(plan, compiler.load(artifacts), model, from_bundle=True)
+        with events.span("bundle.load", level=logging.INFO):
+            bundle = read_bundle(entry)
+            pieces = _load(task, compiler, entry, bundle)
+            compiled = bind(bundle.plan, pieces, task.model, from_bundle=True)
     except (BadBundle, ModelMismatch) as error:
         events.emit("bundle", level=logging.WARNING, hit=False, reason=str(error))
         return None
     events.emit("bundle", hit=True, bytes=entry.size)
+    tell_plan(bundle.plan, events)
     return compiled
 
 
-def _compile(
-    model: torch.nn.Module,
-    config: CompileConfig,
-    cache: Cache,
-    events: Events,
-    device: torch.device,
-    examples: ExampleArguments | None,
-    compiler: Compiler,
-) -> tuple[CompiledModel, Trace, list[Blobs]]:
-    traced = trace(model, config, device, examples, events)
-    book = GuardBook(traced.shape_env, symbol_labels(traced), config, events)
-    book.check_symbols()
-    book.settle("dynamo")
-    with events.span("split"):
-        planner = Planner(traced, config)
-        unique = _split(traced, config, planner, events)
-    loaded: list[tuple[PieceFn, Blobs]] = []
-    for index, (digest, piece) in enumerate(unique):
-        with events.span("compile.piece", piece=index, digest=digest[:12]):
-            loaded.append(
-                _obtain(index, digest, piece, traced, config, cache, events, device, compiler)
-            )
-        book.settle(f"piece {index}")
-    plan = planner.plan(unique, book.unproved)
-    trace_artifact("stitched", stitched_source(plan)[0])
-    compiled = bind(plan, [fn for fn, _ in loaded], model, from_bundle=False)
-    return compiled, traced, [blobs for _, blobs in loaded]
+def _load(task: Task, compiler: Compiler, entry: Entry, bundle: Bundle) -> list[PieceFn]:
+    """Ahead-of-time libraries if every piece has one, else what the compiler stored."""
+    if not all(LIBRARY in blobs for blobs in bundle.artifacts):
+        assert compiler.load is not None
+        return compiler.load(bundle.artifacts)
+    from .aoti import load_library
+
+    return [
+        load_library(task.cache.path(entry, f"p{index}.{LIBRARY}"), piece.sizes, task.device)
+        for index, piece in enumerate(bundle.plan.pieces)
+    ]
+
+
+def _bound(task: Task, plan: Plan, compiled: Sequence[tuple[PieceFn, Blobs]]) -> CompiledModel:
+    tell_plan(plan, task.events)
+    return bind(plan, [fn for fn, _ in compiled], task.model, from_bundle=False)
 
 
 def _split(
@@ -134,37 +173,48 @@ def _split(
     return [(digest, piece) for digest, (_, piece) in unique.items()]
 
 
+def _compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> list[tuple[PieceFn, Blobs]]:
+    """Callable and blobs of each unique piece, one after the other; the first error ends it."""
+    done = []
+    with task.events.span("compile", level=logging.INFO, pieces=len(cut.unique)):
+        for index, (digest, piece) in enumerate(cut.unique):
+            cut.guards.check_ends(piece.module(cut.trace.graph), f"piece {index}")
+            with task.events.span("compile.piece", piece=index, digest=digest[:12]):
+                done.append(_obtain(task, cut.trace, index, digest, piece, compiler))
+            cut.guards.settle(f"piece {index}")
+    return done
+
+
 def _obtain(
-    index: int,
-    digest: str,
-    piece: Piece,
-    traced: Trace,
-    config: CompileConfig,
-    cache: Cache,
-    events: Events,
-    device: torch.device,
-    compiler: Compiler,
+    task: Task, traced: Trace, index: int, digest: str, piece: Piece, compiler: Compiler
 ) -> tuple[PieceFn, Blobs]:
     """The callable of one unique piece: from the cache if it is there, else compiled and stored."""
-    key = codegen_key(digest, config, device)
+    key = codegen_key(digest, task.config, task.device)
     if compiler.load is not None:
-        entry = cache.lookup("artifact", key)
-        if isinstance(entry, Entry):
-            blobs = dict(entry.contents)
-            return compiler.load([blobs])[0], blobs
+        entry = task.cache.lookup("artifact", key)
+        tell_lookup("artifact", key, entry, task.cache, task.events)
+        if isinstance(entry, Entry) and CODE in entry.contents:
+            return compiler.load([entry.contents])[0], entry.contents
     graph = piece.module(traced.graph)
-    trace_artifact(f"piece_{index}", graph.print_readable(print_output=False))
+    about: dict[str, Any] = {
+        "piece": index,
+        "digest": digest[:12],
+        "range": task.config.limits(TOKENS),
+    }
+    task.events.emit("compile.start", compiler=compiler.name, **about)
     began = time.perf_counter()
     try:
-        with reasoning_about_sizes(config.dynamic_shapes.value):
-            fn, blobs = compiler.compile(graph, piece.example_values(), config.inductor_options)
+        with reasoning_about_sizes(task.config.dynamic_shapes.value):
+            options = task.config.inductor_options
+            fn, blobs = compiler.compile(graph, piece.example_values(), options)
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise PieceFailed(
             compiler=compiler.name, piece=index, digest=digest[:12], reason=reason
         ) from error
-    events.count(f"{compiler.name}_compiles")
+    seconds = time.perf_counter() - began
+    task.events.emit("compile.end", seconds=seconds, bytes=sum(map(len, blobs.values())), **about)
+    task.events.count(f"{compiler.name}_compiles")
     if blobs:
-        seconds = time.perf_counter() - began
-        cache.publish("artifact", key, {"compile_seconds": seconds}, blobs)
+        task.cache.publish("artifact", key, {"compile_seconds": seconds}, blobs)
     return fn, blobs

@@ -84,7 +84,8 @@ def mark(examples: Examples, config: CompileConfig) -> None:
         if isinstance(leaf.value, torch.Tensor):
             for dim in range(leaf.value.dim()):
                 if symbol := examples.symbols.get((leaf.label, dim)):
-                    mark_dynamic(leaf.value, dim, symbol, config.dynamic_shapes.value)
+                    limits = config.limits(symbol)
+                    mark_dynamic(leaf.value, dim, symbol, limits, config.dynamic_shapes.value)
 
 
 def _built(

@@ -85,8 +85,10 @@ class UniquePiece(Frozen):
     digest: str
     """Content hash; see `fingerprint`."""
     nodes: int
-    symbols: tuple[str, ...]
-    """Plan symbols that are among its arguments, as seen by its first use."""
+    sizes: tuple[int, ...]
+    """Positions of sizes among its arguments; the others are tensors."""
+    text: str = ""
+    """Its graph as annotated source, for people."""
 
 
 class Check(Frozen):
@@ -94,6 +96,18 @@ class Check(Frozen):
 
     expression: str
     where: str | None
+
+
+class SettledGuard(Frozen):
+    """A guard as it was found and proved when the model was traced, for people."""
+
+    expression: str
+    where: str | None
+    origin: str
+    proved: bool | None
+    method: str
+    failing: tuple[dict[str, int], ...] = ()
+    """The first sizes for which it does not hold."""
 
 
 class Result(Frozen):
@@ -119,6 +133,9 @@ class Plan(Frozen):
     checks: tuple[Check, ...] = ()
     parameters: tuple[str, ...]
     """Parameter names of the model's forward, in order."""
+    shapes: dict[str, str] = {}
+    """Dtype and shape of each intermediate value, as text for people."""
+    guards: tuple[SettledGuard, ...] = ()
 
     def piece_uses(self) -> list[int]:
         """Unique piece of each piece step, in order of execution."""

@@ -24,11 +24,13 @@ from .plan import (
     PieceStep,
     Plan,
     Result,
+    SettledGuard,
     Symbol,
     UniquePiece,
     UserInput,
     Weight,
 )
+from .readable import readable
 from .split import Section
 from .trace import Trace
 
@@ -76,6 +78,7 @@ class Planner:
         self._symbols = self._named_symbols()
         self._counter = 0
         self._steps: list[PieceStep | CallStep] = []
+        self._shapes: dict[str, str] = {}
         for node, source in trace.sources.items():
             if source is not None:
                 self._names[node] = self._bind(node, source)
@@ -98,7 +101,12 @@ class Planner:
             elements = [u for u in node.users if u in inside and u.target is operator.getitem]
             self._steps.append(self._call(node, elements))
 
-    def plan(self, unique: Sequence[tuple[str, Piece]], unproved: Sequence[Guard]) -> Plan:
+    def plan(
+        self,
+        unique: Sequence[tuple[str, Piece]],
+        unproved: Sequence[Guard],
+        settled: Sequence[SettledGuard],
+    ) -> Plan:
         outputs = self._trace.outputs()
         return Plan(
             inputs=tuple(self._inputs),
@@ -109,11 +117,12 @@ class Planner:
                 UniquePiece(
                     digest=digest,
                     nodes=len(piece.graph.nodes),
-                    symbols=tuple(
-                        self._symbols[key].name
-                        for key in piece.inputs
+                    sizes=tuple(
+                        position
+                        for position, key in enumerate(piece.inputs)
                         if isinstance(key, sympy.Symbol)
                     ),
+                    text=readable(piece.module(self._trace.graph)),
                 )
                 for digest, piece in unique
             ),
@@ -125,6 +134,8 @@ class Planner:
                 for guard in unproved
             ),
             parameters=tuple(self._trace.examples.signature.parameters),
+            shapes=self._shapes,
+            guards=tuple(settled),
         )
 
     def _named_symbols(self) -> dict[sympy.Symbol, Symbol]:
@@ -181,7 +192,16 @@ class Planner:
     def _fresh(self, node: Node) -> str:
         self._names[node] = f"t{self._counter}"
         self._counter += 1
+        self._shapes[self._names[node]] = self._form(node.meta.get("example_value"))
         return self._names[node]
+
+    def _form(self, value: Any) -> str:
+        """Dtype and shape, dynamic sizes by their labels."""
+        if not isinstance(value, torch.Tensor):
+            return type(value).__name__
+        labels = {s: sympy.Symbol(symbol.label) for s, symbol in self._symbols.items()}
+        sizes = (self._trace.symbol_of(size).xreplace(labels) for size in value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, sizes))}]"
 
     def _call(self, node: Node, elements: list[Node]) -> CallStep:
         op: Any = node.target
@@ -204,7 +224,7 @@ class Planner:
 
     def _argument(self, value: Any) -> Any:
         match value:
-            case Node() if is_size(value) and value not in self._names:
+            case Node() if value not in self._names and self._is_size(value):
                 return self._size_argument(value.meta["example_value"])
             case Node():
                 return Ref(self._names[value])
@@ -215,6 +235,9 @@ class Planner:
             case dict():
                 return {key: self._argument(item) for key, item in value.items()}
         return value
+
+    def _is_size(self, node: Node) -> bool:
+        return is_size(node, self._symbols, self._trace.shape_env)
 
     def _size_argument(self, value: Any) -> Any:
         if isinstance(value, torch.Size):
@@ -234,7 +257,7 @@ class Planner:
         return python_text(expression.xreplace(names))
 
     def _result(self, value: Any) -> Result:
-        if isinstance(value, Node) and not is_size(value):
+        if isinstance(value, Node) and not self._is_size(value):
             tensor = value.meta["example_value"]
             return Result(
                 name=self._names[value],

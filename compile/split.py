@@ -20,7 +20,7 @@ from ..errors import UnknownSplittingOp
 
 IsSplitting = Callable[[Node], bool]
 
-_ALLOCATIONS = frozenset(
+ALLOCATIONS = frozenset(
     {torch.empty, torch.empty_like, torch.empty_strided, "new_empty", "new_empty_strided"}
 )
 
@@ -75,7 +75,7 @@ def _section_for(
     inputs = [home[used] for used in node.all_input_nodes if used in home]
     if node.target is operator.getitem and inputs and sections[inputs[0]].splitting:
         return inputs[0]
-    if node.target in _ALLOCATIONS:
+    if node.target in ALLOCATIONS:
         earliest = max(inputs, default=0)
         compute = [i for i in range(earliest, len(sections)) if not sections[i].splitting]
         if compute:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -74,12 +75,12 @@ def trace(
     examples = example_inputs(model, config, device, given)
     mark(examples, config)
     args, kwargs = examples.call_arguments()
-    with events.span("trace.dynamo"), dynamo_tracing(config.dynamic_shapes.value):
+    dynamo = events.span("trace.dynamo", level=logging.INFO)
+    with dynamo, dynamo_tracing(config.dynamic_shapes.value):
         try:
             captured = capture_full_graph(model, args, kwargs)
         except trace_errors() as error:
-            reason = str(error).strip().splitlines()[0]
-            raise TraceFailed(where=user_location(error), reason=reason) from error
+            raise TraceFailed(where=user_location(error), reason=_reason(error)) from error
     if captured is None:
         raise NothingToCompile(model=type(model).__name__)
     events.count("dynamo_traces")
@@ -92,6 +93,13 @@ def trace(
         examples=examples,
         modules=_traced_modules(captured),
     )
+
+
+def _reason(error: BaseException) -> str:
+    """What Dynamo says in its first line, and its explanation where it gives one."""
+    first, *rest = (line.strip() for line in str(error).strip().splitlines())
+    said = [line for line in rest if line.startswith("Explanation:")]
+    return ". ".join([first, *(line.removeprefix("Explanation:").strip() for line in said)])
 
 
 def _sources(

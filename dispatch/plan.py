@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -133,6 +131,9 @@ class DispatchPlan:
     @property
     def digest(self) -> str:
         """sha256 over the plan as canonical JSON; ranks that must decide alike compare it."""
+        import hashlib
+        import json
+
         text = json.dumps(self.as_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -26,7 +26,6 @@ from .config import CaptureStrategy, Config
 from .eviction import make_room, nearest_peers
 from .graph_memory import Exchange, GraphMemory, limit_in_bytes
 from .monitors import meant
-from .pruning import Weight
 from .recording import Recording
 from .strategies import CaptureQueue
 
@@ -66,12 +65,9 @@ class Capturer:
         self._refused: set[int] = set()
         self._pool: Any = None
 
-    def startup(self, weight: Weight = lambda num_tokens: 1.0) -> None:
-        """Capture what the strategy wants before serving and is not there yet.
-
-        `weight` tells how often sizes occur, for the choice of those that a memory limit drops.
-        """
-        self._plan_memory(weight)
+    def startup(self) -> None:
+        """Capture what the strategy wants before serving and is not there yet."""
+        self._plan_memory()
         with self._session(prepare=True) as session:
             for group in self.queue.startup():
                 for slot in group:
@@ -158,7 +154,14 @@ class Capturer:
         state.captured, state.bytes, state.launches = True, num_bytes, recording.operations
         self.memory.took(entry.mode, num_bytes)
         self._refused.discard(slot)
-        self._events.emit("capture", **self._facts(slot), ms=ms, bytes=num_bytes)
+        self._events.emit(
+            "capture",
+            **self._facts(slot),
+            ms=ms,
+            bytes=num_bytes,
+            segments=len(recording.segments),
+            descriptor=entry.descriptor.as_json(),
+        )
         return True
 
     def _outcome(self, slot: int, ms: float, num_bytes: int, reason: str) -> tuple[float, int, str]:
@@ -237,7 +240,7 @@ class Capturer:
         if was and not self.active:
             self._events.emit("capture.complete", level=logging.INFO, step=self.queue.step)
 
-    def _plan_memory(self, weight: Weight) -> None:
+    def _plan_memory(self) -> None:
         limit = limit_in_bytes(self._config.memory_limit, self._backend.memory())
         if limit is None or self.memory.used:
             return
@@ -249,7 +252,7 @@ class Capturer:
                 self._actions.record,
                 self._exchange,
                 self._events,
-                weight,
+                self._dispatcher.histogram,
             )
         for slot, state in enumerate(self.queue.slots):
             state.dropped = slot in dropped

@@ -148,7 +148,7 @@ class CudaBackend:
         pass  # dropping the tensors is all: the allocator sees it
 
     def weak(self, tensor: Tensor) -> Tensor:
-        return unowned_alias(tensor)
+        return unowned_alias(tensor) if tensor.is_cuda else tensor
 
     def address(self, tensor: Tensor) -> int:
         return tensor.data_ptr()

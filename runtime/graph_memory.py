@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from ..dispatch import DispatchPlan, RuntimeMode
+from ..dispatch import DispatchPlan, Histogram, RuntimeMode
 from ..events import Events
 from .backend import GraphBackend, Memory
 from .memory_forecast import Forecast, RecordSlot, forecast_memory
@@ -57,11 +57,12 @@ class GraphMemory:
         record: RecordSlot,
         exchange: Exchange,
         events: Events,
-        weight: Weight,
+        histogram: Histogram | None,
     ) -> Collection[int]:
         """Forecast what the graphs of `plan` take; returns the slots to drop to keep `limit`.
 
-        Ranks go by the least limit and the greatest forecast of them all.
+        `histogram` tells which sizes occur, if it is known. Ranks go by the least limit and the
+        greatest forecast of them all.
         """
         slots = range(len(plan.entries))
         forecast, failed = forecast_memory(backend, plan, slots, record, events)
@@ -72,7 +73,7 @@ class GraphMemory:
         impossible = {slot for answer in answers for slot in answer["failed"]}
         impossible |= {s for s in slots if plan.entries[s].mode not in self.forecast.modes}
         possible = [slot for slot in slots if slot not in impossible]
-        pruned = prune(plan, possible, self.forecast, self.limit, weight)
+        pruned = prune(plan, possible, self.forecast, self.limit, _occurrence(histogram))
         dropped = impossible.union(pruned)
         events.emit(
             "memory.forecast",
@@ -91,3 +92,11 @@ class GraphMemory:
             sizes.setdefault(entry.mode, []).append(entry.descriptor.num_tokens)
         assert self.forecast is not None
         return sum(self.forecast.total(mode, of_mode) for mode, of_mode in sizes.items())
+
+
+def _occurrence(histogram: Histogram | None) -> Weight:
+    """How often sizes occur; all alike as long as nothing was served."""
+    if histogram is None or not any(histogram.counts):
+        return lambda num_tokens: 1.0
+    counts = histogram.counts
+    return lambda num_tokens: counts[num_tokens] if num_tokens < len(counts) else 0.0

@@ -111,6 +111,8 @@ class Monitor:
 class _TraceHandler(logging.Handler):
     """Finds in torch's structured trace what begins to trace, compile or tune."""
 
+    root_dir = None  # says, as torch's own handlers do, that nothing is written
+
     def __init__(self, saw: Callable[[Kind, str], None]) -> None:
         super().__init__()
         self._saw = saw

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 
 from ..cache import Cache
 from ..cache.environment import CACHE_DIR, read
-from ..compile.compile_model import ExampleArguments, compile_model
+from ..compile.compile_model import ExampleArguments, Task, compile_model
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,
     GraphMode,
+    ResolvedMode,
     default_capture_sizes,
     level_defaults,
     make_plan,
@@ -52,7 +54,7 @@ def prepare(
     Raises a PiecegraphError that says what is wrong with the model or the settings.
     """
     events = events or Events()
-    with events.span("prepare"), meant():
+    with events.span("prepare", level=logging.INFO), meant():
         device = _device(model)
         resolved = resolve_mode(
             config.graph_mode,
@@ -62,8 +64,10 @@ def prepare(
             query_len=config.query_len,
         )
         plan = _dispatch_plan(resolved.mode, config)
+        events.emit("config", **_settled(config, resolved, plan))
         cache = Cache(_cache_root(config), events)
-        compiled = compile_model(model, _with_compiler(config), cache, events, device, examples)
+        task = Task(model, _with_compiler(config), cache, events, device, examples)
+        compiled = compile_model(task)
     return PreparedModel(
         compiled,
         inspect.signature(model.forward),
@@ -77,6 +81,17 @@ def prepare(
         events,
         ranks,
     )
+
+
+def _settled(config: Config, resolved: ResolvedMode, plan: DispatchPlan) -> dict[str, Any]:
+    """The configuration as it will be used, and why the graph mode is what it is."""
+    return {
+        "settings": config.model_dump(mode="json"),
+        "graph_mode": resolved.mode.value,
+        "reasons": [f"{change.after.value}: {change.why}" for change in resolved.reasons],
+        "plan": [entry.as_json() for entry in plan.entries],
+        "plan_digest": plan.digest,
+    }
 
 
 def _device(model: torch.nn.Module) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +22,6 @@ from .capturer import Capturer, SlotActions
 from .config import Config
 from .forward_context import CURRENT, ForwardContext, forward_context
 from .monitors import Monitor
-from .pruning import Weight
 from .ranks import Ranks, alone, start_facts
 from .recorder import break_graph, opaque_piece, record
 from .recording import Recording
@@ -154,7 +154,7 @@ class PreparedModel:
                 results = _replay(slot, tensors, sizes)
         finally:
             CURRENT.reset(token)
-        self.usage.count(decision.slot, context.num_tokens)
+        self.usage.count(decision, context.num_tokens)
         return self._pack(results, tensors)
 
     def capture(self, metadata_for: MetadataFor | None = None) -> None:
@@ -167,8 +167,9 @@ class PreparedModel:
         self._metadata_for = metadata_for
         if self._ranks:
             self._ranks.agree("start", start_facts(self.config, self.dispatcher.plan))
-        with self.events.span("capture"):
-            self._capturer.startup(self._weight())
+        with self.events.span("capture", level=logging.INFO):
+            self._capturer.startup()
+        self.events.emit("memory", **self._memory())
 
     def capture_idle(self, budget_ms: float) -> int:
         """Capture for at most `budget_ms` what DELAYED or LAZY would have; returns how many.
@@ -193,6 +194,7 @@ class PreparedModel:
     def close(self) -> None:
         """Free everything; steps raise ModelClosed from now on. Closing twice is fine."""
         if not self._closed:
+            self.events.emit("dispatch", rows=self.usage.rows(), reasons=self.usage.reasons())
             self.release()
             self._closed = True
 
@@ -203,6 +205,12 @@ class PreparedModel:
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured slots with their recordings."""
         return [(i, slot.recording) for i, slot in enumerate(self._slots) if slot is not None]
+
+    def _memory(self) -> dict[str, int]:
+        """Bytes the recordings took as they were made, and the device's used and free ones now."""
+        taken = sum(recording.bytes for _, recording in self.recordings())
+        now = self.backend.memory()
+        return {"recordings": taken, "used": now.used, "free": now.free}
 
     def _record(self, slot: int, session: CaptureSession) -> Recording:
         """Capture a dummy batch that fills the slot's descriptor; raises CaptureFailed."""
@@ -242,14 +250,6 @@ class PreparedModel:
     def _inputs_of(self, slot: int) -> BoundInputs:
         descriptor = self.dispatcher.plan.entries[slot].descriptor
         return self._inputs.at({"num_tokens": descriptor.num_tokens, **dict(descriptor.axes)})
-
-    def _weight(self) -> Weight:
-        """How often sizes occur, by the dispatcher's histogram if it keeps one; else all alike."""
-        histogram = self.dispatcher.histogram
-        if histogram is None or not any(histogram.counts):
-            return lambda num_tokens: 1.0
-        counts = histogram.counts
-        return lambda num_tokens: counts[num_tokens] if num_tokens < len(counts) else 0.0
 
 
 def _replay(slot: _Slot, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:

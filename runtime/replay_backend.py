@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import MovedTensor
 from .backend import Memory
 from .modelled_pool import ModelledPool
+from .ownership import Ownership
 from .poison import poison
 from .tape import Tape
 
@@ -48,7 +49,8 @@ class TapeGraph:
         self._operations = tuple(tape.operations)
         self._made = tuple(tape.made.values())
         self._ownership = tape.ownership
-        self._backend = backend
+        self._options = backend.options
+        self._counters = backend.counters
         self._pool = pool
         pool.add(self, tape.made_bytes)
 
@@ -64,17 +66,22 @@ class TapeGraph:
         return self._ownership.is_made(tensor)
 
     def replay(self) -> None:
-        backend = self._backend
-        backend.counters["replays"] += 1
-        backend.counters["operations"] += len(self._operations)
-        with torch.inference_mode():
-            if backend.options.fail_on_moved_inputs:
-                self._check_inputs()
-            if backend.options.poison_before_replay:
-                for tensor in self._made:
-                    poison(tensor)
-            for operation in self._operations:
-                operation()
+        if torch.is_inference_mode_enabled():
+            self._run()
+        else:
+            with torch.inference_mode():  # inference tensors may be written in this mode alone
+                self._run()
+
+    def _run(self) -> None:
+        self._counters["replays"] += 1
+        self._counters["operations"] += len(self._operations)
+        if self._options.fail_on_moved_inputs:
+            self._check_inputs()
+        if self._options.poison_before_replay:
+            for tensor in self._made:
+                poison(tensor)
+        for operation in self._operations:
+            operation()
 
     def _check_inputs(self) -> None:
         for recorded, tensor in self._ownership.moved():
@@ -84,6 +91,7 @@ class TapeGraph:
     def release(self) -> None:
         self._operations = ()
         self._made = ()
+        self._ownership = Ownership()
         self._pool.remove(self)
 
 

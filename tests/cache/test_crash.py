@@ -63,6 +63,7 @@ def test_failure_W8_writer_killed_at_a_step(
     assert again.contents == BLOBS
 
 
+@pytest.mark.slow
 def test_failure_W8_one_thousand_random_kills(memory_root: Path, events: Events) -> None:
     """Each child publishes one key after the other and says which are out; then it is killed."""
     chance = random.Random(0)

@@ -61,7 +61,6 @@ def test_an_error_inside_closes_the_session(rig: Any) -> None:
 def test_sessions_of_two_threads_take_turns(make_replay_rig: Any) -> None:
     rig = make_replay_rig()
     inside: list[str] = []
-    entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
         with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
@@ -70,9 +69,8 @@ def test_sessions_of_two_threads_take_turns(make_replay_rig: Any) -> None:
     with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
         thread = threading.Thread(target=other)
         thread.start()
-        entered.wait(0.05)
+        thread.join(0.05)
         inside.append("first")
     thread.join()
-    leave.set()
     assert inside == ["first", "other"]
     assert gc.isenabled()

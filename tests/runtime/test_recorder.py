@@ -17,6 +17,11 @@ from piecegraph.errors import (
     RecordingReleased,
 )
 from piecegraph.runtime.capture_session import capture_session
+from piecegraph.runtime.forward_context import (
+    ForwardContext,
+    forward_context,
+    get_forward_context,
+)
 from piecegraph.runtime.recorder import break_graph, opaque_piece, record
 
 GRAPH, EAGER = "graph", "eager"
@@ -53,7 +58,7 @@ def kinds(recording: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("breaks", [True, False])
-def test_replay_computes_the_function_on_changed_inputs(rig: Any, breaks: bool) -> None:
+def test_failure_24_replay_computes_the_function_on_changed_inputs(rig: Any, breaks: bool) -> None:
     x = rig.rand(3, 4)
     recording = rig.record(layers, x, breaks=breaks)
     for _ in range(3):
@@ -160,6 +165,21 @@ def test_failure_11_fresh_results_are_copied_to_where_the_next_graph_reads(rig: 
     assert event.facts["copied_results"] == ["attend_fresh"]
 
 
+def test_failure_11_a_result_the_op_keeps_for_itself_is_never_written(rig: Any) -> None:
+    pages = [rig.rand(3).fill_(1), rig.rand(3).fill_(2)]
+
+    @break_graph
+    def turn(x: Tensor) -> Tensor:
+        pages.reverse()
+        return pages[0]
+
+    recording = rig.record(lambda x: turn(x * 1) + 0, rig.rand(3))
+    for _ in range(3):
+        recording.replay()
+        assert torch.equal(recording.outputs, pages[0])
+    assert sorted(page.tolist() for page in pages) == [[1] * 3, [2] * 3]
+
+
 def test_several_results_in_tuples_and_dicts_are_copied(rig: Any) -> None:
     @break_graph
     def several(x: Tensor) -> tuple[Tensor, dict[str, Tensor], None, int]:
@@ -200,6 +220,20 @@ def test_failure_11_a_result_of_another_form_is_an_error_not_a_broadcast(
         recording.replay()
 
 
+def test_failure_11_a_result_that_leaves_its_argument_is_an_error(rig: Any) -> None:
+    fresh = []
+
+    @break_graph
+    def sometimes_in_place(x: Tensor) -> Tensor:
+        return x + 1 if fresh else x.add_(1)
+
+    recording = rig.record(lambda x: sometimes_in_place(x * 1) + 1, rig.rand(3))
+    recording.replay()
+    fresh.append(True)
+    with pytest.raises(EagerResultChanged, match="sometimes_in_place"):
+        recording.replay()
+
+
 def test_a_result_that_is_an_argument_is_not_copied(rig: Any) -> None:
     @break_graph
     def in_place(x: Tensor) -> Tensor:
@@ -235,6 +269,32 @@ def test_outputs_keep_their_form(rig: Any) -> None:
     recording = rig.record(lambda x: {"a": (x + 1, None), "b": [x]}, rig.rand(2))
     assert recording.outputs["a"][1] is None
     assert recording.outputs["b"][0] is recording.inputs[0]
+
+
+def test_failure_22_eager_calls_read_the_context_of_the_step_that_runs(rig: Any) -> None:
+    @break_graph
+    def attend_by_metadata(q: Tensor) -> Tensor:
+        return q * get_forward_context().metadata
+
+    x = rig.rand(3)
+    with forward_context(ForwardContext({}, metadata=2)):
+        recording = rig.record(lambda x: attend_by_metadata(x + 1) - 1, x)
+    for metadata in (3, 5):
+        with forward_context(ForwardContext({}, metadata=metadata)):
+            recording.replay()
+        assert_close(recording.outputs, (x + 1) * metadata - 1)
+
+
+def test_failure_23_a_host_decision_inside_a_graph_is_baked(rig: Any) -> None:
+    def split(x: Tensor) -> Tensor:
+        return x * get_forward_context().num_tokens
+
+    x = rig.rand(3)
+    with forward_context(ForwardContext({}, num_tokens=8)):
+        recording = rig.record(split, x, breaks=False)
+    with forward_context(ForwardContext({}, num_tokens=1)):
+        recording.replay()
+    assert_close(recording.outputs, x * 8)
 
 
 def test_splitting_functions_are_plain_outside_a_recording(rig: Any) -> None:
@@ -281,8 +341,10 @@ def test_w14_no_capture_outside_a_session(rig: Any) -> None:
 
 def test_a_released_recording_refuses_to_replay(rig: Any) -> None:
     recording = rig.record(layers, rig.rand(3, 4))
+    graphs = recording.graphs
     recording.release()
     recording.release()
+    assert [len(graph.inputs) for graph in graphs] == [0] * len(graphs)
     with pytest.raises(RecordingReleased, match="test"):
         recording.replay()
 

@@ -124,6 +124,15 @@ def test_views_of_every_kind_follow_their_base() -> None:
         assert torch.equal(mine, true)
 
 
+def test_a_view_made_in_place_is_no_operation() -> None:
+    x = torch.rand(2, 3)
+    graph, got = capture(lambda x: (x * 2).t_().unsqueeze_(0), x)
+    assert graph.operations == 1
+    x.copy_(torch.rand(2, 3))
+    graph.replay()
+    assert torch.equal(got, (x * 2).t()[None])
+
+
 def test_advanced_indexing_with_numbers_is_recorded() -> None:
     table, index = torch.rand(5, 2), torch.tensor([1, 3])
     graph, got = capture(lambda i: table[i], index)
@@ -223,7 +232,7 @@ def test_poison_is_not_what_memory_is_born_with(dtype: torch.dtype) -> None:
     assert tensor.bool().all()
 
 
-def test_poison_before_replay_shows_an_op_that_leaves_rows_unwritten(make_replay_rig: Any) -> None:
+def test_failure_27_poison_shows_an_op_that_leaves_rows_unwritten(make_replay_rig: Any) -> None:
     @break_graph
     def attend_real_rows(q: Tensor, out: Tensor) -> None:
         out[:2] = q[:2]
@@ -258,11 +267,13 @@ def test_failures_are_injected_at_the_asked_capture(make_replay_rig: Any) -> Non
     rig.record(torch.neg, x)
 
 
-def test_a_moved_input_fails_where_a_device_would_read_old_memory(make_replay_rig: Any) -> None:
-    weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+def test_failure_13_moved_scratch_fails_where_a_device_reads_old_memory(
+    make_replay_rig: Any,
+) -> None:
+    scratch = torch.ones(2)
     strict, lax = make_replay_rig(fail_on_moved_inputs=True), make_replay_rig()
-    recordings = [rig.record(lambda x: x * weight, torch.ones(2)) for rig in (strict, lax)]
-    weight.data = torch.full((2,), 5.0)
+    recordings = [rig.record(lambda x: x * scratch, torch.ones(2)) for rig in (strict, lax)]
+    scratch.data = torch.full((2,), 5.0)
     with pytest.raises(MovedTensor, match="shape \\(2,\\)"):
         recordings[0].replay()
     recordings[1].replay()

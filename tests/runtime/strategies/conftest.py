@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from piecegraph import Batch, Config, Dispatcher, Events, PreparedModel, get_forward_context
 from piecegraph.cache import Cache
-from piecegraph.compile.compile_model import compile_model
+from piecegraph.compile.compile_model import Task, compile_model
 from piecegraph.compile.compiled_model import CompiledModel
 from piecegraph.dispatch import GraphMode, make_plan, resolve_mode
 from piecegraph.runtime.ranks import Ranks
@@ -100,8 +100,7 @@ def compiled(splitting_op: str) -> tuple[Config, CompiledModel]:
         cache=False,
     )
     cache = Cache(None, Events())
-    device = torch.device("cpu")
-    return config, compile_model(Model(), config, cache, Events(), device, None)
+    return config, compile_model(Task(Model(), config, cache, Events(), torch.device("cpu")))
 
 
 @pytest.fixture

@@ -1,0 +1,51 @@
+"""Custom ops of the tests: splitting ops with each calling convention, without state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+LIBRARY: Any = torch.library.Library("piecegraph_test", "DEF")  # type: ignore[no-untyped-call]
+
+
+def define(schema: str, run: Any, fake: Any) -> None:
+    """Register op `piecegraph_test::<name>` with one kernel for all devices and its shapes."""
+    LIBRARY.define(schema)
+    name = schema.partition("(")[0].partition(".")[0]
+    overload = schema.partition("(")[0]
+    LIBRARY.impl(overload, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"piecegraph_test::{overload}", fake, lib=LIBRARY)
+    assert hasattr(torch.ops.piecegraph_test, name)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Rows see all rows before them, as attention's do."""
+    return x.cumsum(0) / torch.arange(1, len(x) + 1, dtype=x.dtype)[:, None]
+
+
+define(
+    "mix(Tensor x, Tensor(a!) out, str layer) -> ()",
+    lambda x, out, layer: out.copy_(_mix(x.flatten(1)).view_as(x)) and None,
+    lambda x, out, layer: None,
+)
+define(
+    "fresh(Tensor x, str layer) -> Tensor",
+    lambda x, layer: _mix(x.flatten(1)).view_as(x).contiguous(),
+    lambda x, layer: torch.empty_like(x),
+)
+define(
+    "pair(Tensor x, int[] sizes, *, float scale=1.0) -> (Tensor, Tensor)",
+    lambda x, sizes, *, scale=1.0: (x * scale, _mix(x.reshape(sizes)).view_as(x)),
+    lambda x, sizes, *, scale=1.0: (torch.empty_like(x), torch.empty_like(x)),
+)
+define(
+    "log.tagged(Tensor x, *, str tag) -> Tensor",
+    lambda x, *, tag: x + len(tag),
+    lambda x, *, tag: torch.empty_like(x),
+)
+define(
+    "bump(Tensor(a!) state, Tensor x) -> ()",
+    lambda state, x: state.add_(x.sum()) and None,
+    lambda state, x: None,
+)
