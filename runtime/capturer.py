@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from ..dispatch import Batch, Dispatcher
+from ..dispatch import Batch, Dispatcher, RuntimeMode
 from ..errors import CaptureFailed
 from ..events import Events
 from .backend import GraphBackend
 from .capture_budget import CaptureBudget, CaptureCosts
 from .capture_session import CaptureSession, capture_session
 from .config import CaptureStrategy, Config
-from .eviction import make_room, nearest_peers
+from .eviction import make_room, trim
 from .graph_memory import Exchange, GraphMemory, limit_in_bytes
 from .monitors import meant
 from .recording import Recording
@@ -62,6 +62,7 @@ class Capturer:
         self._actions = actions
         self._exchange = exchange
         self._costs = CaptureCosts()
+        self._lazy_cost: dict[RuntimeMode, int] = {}
         self._refused: set[int] = set()
         self._pool: Any = None
 
@@ -112,7 +113,7 @@ class Capturer:
         made = 0
         with self._session(prepare=False) as session:
             while slot is not None:
-                made += self._capture(slot, session)
+                made += self._capture(slot, session) and self._keep_lazy_bytes(slot)
                 budget.spend(self._estimate(slot))  # as it was just measured, on all ranks
                 slot = next(chosen, None)
         self._settle()
@@ -200,19 +201,19 @@ class Capturer:
         limit, slots = self._config.lazy_bytes, self.queue.slots
         if limit is None or self._config.strategy is not CaptureStrategy.LAZY:
             return True
-        expected = self._expected_bytes(slot)
+        expected = self._lazy_cost.get(self._entries[slot].mode, 0)
         if make_room(slots, self._entries, slot, expected, limit, self._evict):
             return True
         self._refuse(slot, f"lazy recordings may take {limit} bytes, and none is worth less")
         return False
 
-    def _expected_bytes(self, slot: int) -> int:
-        """By forecast, else what the nearest lazy recording of the mode took in the same pool."""
-        entry = self._entries[slot]
-        if self.memory.forecast:
-            return self.memory.growth(entry.mode, entry.descriptor.num_tokens)
-        peers = nearest_peers(self.queue.slots, self._entries, slot)
-        return next((state.bytes for state in peers if not state.kept), 0)
+    def _keep_lazy_bytes(self, slot: int) -> bool:
+        """Learn what a lazy recording takes; returns whether `slot` may keep its own."""
+        state, limit = self.queue.slots[slot], self._config.lazy_bytes
+        if limit is not None and self._config.strategy is CaptureStrategy.LAZY:
+            self._lazy_cost[self._entries[slot].mode] = state.bytes
+            trim(self.queue.slots, limit, self._evict)
+        return state.captured
 
     def _evict(self, slot: int) -> None:
         state, before = self.queue.slots[slot], self._backend.memory().used

@@ -35,47 +35,40 @@ def make_room(
 ) -> bool:
     """Evict until a recording of `slot` that takes `expected` bytes keeps `limit`.
 
-    Only what is worth less than the newcomer goes. Returns whether there is room; if there is not,
-    nothing was evicted for naught but what was worth less.
+    Only what is worth less than the newcomer goes. Returns whether there is room.
     """
     if expected > limit:
         return False
     value = worth(slots[slot].hits, _launches(slots, entries, slot), expected)
     while lazy_bytes(slots) + expected > limit:
-        victim = _least_worth(slots, slot)
-        if victim is None or worth_of(slots[victim]) >= value:
+        victim = _least_worth(slots)
+        if victim is None or _worth_of(slots[victim]) >= value:
             return False
         evict(victim)
     return True
 
 
-def worth_of(state: SlotState) -> float:
+def trim(slots: Sequence[SlotState], limit: int, evict: Callable[[int], None]) -> None:
+    """Evict until lazy recordings keep `limit`, after one took more than was expected."""
+    while lazy_bytes(slots) > limit:
+        victim = _least_worth(slots)
+        assert victim is not None
+        evict(victim)
+
+
+def _worth_of(state: SlotState) -> float:
     return worth(state.hits, state.launches, state.bytes)
 
 
-def nearest_peers(
-    slots: Sequence[SlotState], entries: Sequence[PlanEntry], slot: int
-) -> list[SlotState]:
-    """Captured slots of the same mode, the nearest size first."""
-    mode, size = entries[slot].mode, entries[slot].descriptor.num_tokens
-    peers = [
-        (abs(entry.descriptor.num_tokens - size), other)
-        for other, (entry, state) in enumerate(zip(entries, slots, strict=True))
-        if state.captured and entry.mode is mode
-    ]
-    return [slots[other] for _, other in sorted(peers)]
-
-
-def _least_worth(slots: Sequence[SlotState], spare: int) -> int | None:
-    lazy = [
-        slot
-        for slot, state in enumerate(slots)
-        if state.captured and not state.kept and slot != spare
-    ]
-    return min(lazy, key=lambda slot: (worth_of(slots[slot]), slot), default=None)
+def _least_worth(slots: Sequence[SlotState]) -> int | None:
+    lazy = [slot for slot, state in enumerate(slots) if state.captured and not state.kept]
+    return min(lazy, key=lambda slot: (_worth_of(slots[slot]), slot), default=None)
 
 
 def _launches(slots: Sequence[SlotState], entries: Sequence[PlanEntry], slot: int) -> int:
     """Launches do not depend on the size: those of any recording of the mode."""
-    peers = nearest_peers(slots, entries, slot)
-    return peers[0].launches if peers else 1
+    mode = entries[slot].mode
+    return max(
+        (state.launches for state, entry in zip(slots, entries, strict=True) if entry.mode is mode),
+        default=1,
+    )

@@ -116,9 +116,7 @@ def make(compiled: tuple[Config, CompiledModel]) -> Callable[..., Served]:
         base, model = compiled
         config = base.changed(**settings)
         backend = ReplayBackend(
-            ReplayOptions(
-                poison_before_replay=True, fail_on_moved_inputs=True, **(options or {})
-            )
+            ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True, **(options or {}))
         )
         prepared = PreparedModel(
             model,
