@@ -359,6 +359,26 @@ class ModelClosed(RunError):
     todo = "Prepare it again."
 
 
+class WorkAfterSeal(RunError):
+    what = "{kind} after seal(): {detail}, in a step of {shape}"
+    todo = "Cover that shape in warm-up, or set after_seal to 'log' or 'count'."
+
+
+class RankLost(RunError):
+    what = "rank {rank} did not answer within {seconds} s at {topic!r}: {reason}"
+    todo = "Look at that rank's own error, and restart all ranks."
+
+
+class RanksDisagree(RunError):
+    what = "rank {ranks} differs at {topic!r} in {fact}: {stated}, where most state {usual}"
+    todo = "Start all ranks with the same model, settings and capabilities."
+
+
+class UnknownWarmupStrategy(ConfigError):
+    what = "there is no bucket warm-up strategy {name!r}"
+    todo = "Known: {known}."
+
+
 # tools
 
 

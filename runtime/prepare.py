@@ -30,7 +30,9 @@ from ..events import Events
 from .backend import GraphBackend
 from .choose_backend import choose_backend
 from .config import Config
+from .monitors import meant
 from .prepared_model import PreparedModel
+from .ranks import Ranks
 
 
 def prepare(
@@ -41,17 +43,19 @@ def prepare(
     layers: Mapping[str, Any] | None = None,
     backend: GraphBackend | None = None,
     events: Events | None = None,
+    ranks: Ranks | None = None,
 ) -> PreparedModel:
     """Compile `model`, or load it from the cache, and make it ready to capture and to serve.
 
     `examples` are (args, kwargs) to trace with; without them they are built from `config.inputs`.
     `layers` is what splitting ops find by name in the forward context. `backend` replaces the one
-    that `config.graph_backend` names. Graphs are captured by `PreparedModel.capture`.
+    that `config.graph_backend` names. `ranks` are those that must capture alike.
+    Graphs are captured by `PreparedModel.capture`.
 
     Raises a PiecegraphError that says what is wrong with the model or the settings.
     """
     events = events or Events()
-    with events.span("prepare", level=logging.INFO):
+    with events.span("prepare", level=logging.INFO), meant():
         device = _device(model)
         resolved = resolve_mode(
             config.graph_mode,
@@ -76,6 +80,7 @@ def prepare(
         cache,
         layers or {},
         events,
+        ranks,
     )
 
 
