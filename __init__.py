@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .runtime.prepare import prepare
     from .runtime.prepared_model import PreparedModel
     from .runtime.recorder import break_graph
+    from .runtime.switches import SWITCHES, switched_off
 
 _HOMES = {
     "AttentionSupport": ".dispatch",
@@ -44,13 +45,16 @@ _HOMES = {
     "PreparedModel": ".runtime.prepared_model",
     "Reason": ".dispatch",
     "RuntimeMode": ".dispatch",
+    "SWITCHES": ".runtime.switches",
     "break_graph": ".runtime.recorder",
     "forward_context": ".runtime.forward_context",
     "get_forward_context": ".runtime.forward_context",
     "prepare": ".runtime.prepare",
+    "switched_off": ".runtime.switches",
 }
 
 __all__ = [
+    "SWITCHES",
     "AttentionSupport",
     "Batch",
     "BatchDescriptor",
@@ -69,6 +73,7 @@ __all__ = [
     "forward_context",
     "get_forward_context",
     "prepare",
+    "switched_off",
 ]
 
 

@@ -8,6 +8,7 @@ so an interrupted start is not lost.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from typing import Any
@@ -33,6 +34,7 @@ from .readable import readable
 from .split import split, splitting_by_name
 from .tell import tell_lookup, tell_plan
 from .trace import Trace, trace
+from .uncompiled import uncompiled_model
 
 ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -49,6 +51,9 @@ def compile_model(
 
     Raises the errors of tracing, splitting, guards and compilers; never one of the cache.
     """
+    if not config.compile:
+        events.emit("bundle", hit=False, reason="compile is off")
+        return uncompiled_model(model, config, device, examples)
     compiler = compiler_named(config.compiler)
     key = trace_key(model, config, device)
     if compiler.load is None:
@@ -133,6 +138,8 @@ def _split(
             continue
         piece = lift(section, symbols, traced.shape_env)
         digest = fingerprint(piece.graph, traced.graph)
+        if not config.dedupe:
+            digest = hashlib.sha256(f"{digest} {total}".encode()).hexdigest()
         index, _ = unique.setdefault(digest, (len(unique), piece))
         planner.piece(index, piece)
         total += 1

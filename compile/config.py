@@ -80,7 +80,16 @@ class CompileConfig(BaseModel):
     compiler: str = "inductor"
     """`inductor`, `eager`, a registered torch backend, or an entry point `piecegraph.compilers`."""
 
+    compile: Annotated[bool, TRACED] = True
+    """False calls the model's own forward: nothing is traced, and there are no graphs."""
+
+    dedupe: Annotated[bool, TRACED] = True
+    """False compiles equal pieces each on its own."""
+
     inductor_options: dict[str, Any] = Field(default_factory=dict)
+
+    dump_dir: Annotated[Path | None, LOCATION] = None
+    """Where graphs and generated code are written for people; edits of that code are used."""
 
     cache: Annotated[bool, LOCATION] = True
     cache_dir: Annotated[Path | None, LOCATION] = None

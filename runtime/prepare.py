@@ -30,6 +30,7 @@ from .backend import GraphBackend
 from .choose_backend import choose_backend
 from .config import Config
 from .prepared_model import PreparedModel
+from .switches import switched_off_by_environment
 
 
 def prepare(
@@ -50,6 +51,7 @@ def prepare(
     Raises a PiecegraphError that says what is wrong with the model or the settings.
     """
     events = events or Events()
+    config = switched_off_by_environment(config)
     with events.span("prepare", level=logging.INFO):
         device = _device(model)
         resolved = resolve_mode(
@@ -58,6 +60,7 @@ def prepare(
             pieces=bool(config.splitting_ops),
             level=config.level,
             query_len=config.query_len,
+            eager=not config.compile,
         )
         plan = _dispatch_plan(resolved.mode, config)
         events.emit("config", **_settled(config, resolved, plan))

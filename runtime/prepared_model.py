@@ -167,6 +167,7 @@ class PreparedModel:
     def seal(self) -> None:
         """From now on nothing compiles, and nothing is captured but by the strategy."""
         self._sealed = True
+        self.events.emit("seal")
 
     def release(self) -> None:
         """Free all graphs and their memory; `capture` on an unsealed model brings them back."""
