@@ -23,6 +23,7 @@ from .bundle import BadBundle, bundle_contents, read_bundle
 from .compiled_model import CompiledModel, bind
 from .compilers import Compiler, compiler_named
 from .config import CompileConfig
+from .dump import dump_plan
 from .examples import TOKENS
 from .factors import codegen_key, trace_key
 from .fingerprint import fingerprint
@@ -35,6 +36,7 @@ from .split import split, splitting_by_name
 from .tell import tell_lookup, tell_plan
 from .trace import Trace, trace
 from .uncompiled import uncompiled_model
+from .unpacked import unpacked_inductor
 
 ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -54,7 +56,7 @@ def compile_model(
     if not config.compile:
         events.emit("bundle", hit=False, reason="compile is off")
         return uncompiled_model(model, config, device, examples)
-    compiler = compiler_named(config.compiler)
+    compiler = _compiler(config)
     key = trace_key(model, config, device)
     if compiler.load is None:
         events.emit("bundle", hit=False, reason=f"compiler {compiler.name} keeps no artifacts")
@@ -69,6 +71,12 @@ def compile_model(
         with events.span("cache.store", level=logging.INFO):
             cache.publish("bundle", key, meta, contents)
     return compiled
+
+
+def _compiler(config: CompileConfig) -> Compiler:
+    if config.dump_dir is not None and config.compiler == "inductor":
+        return unpacked_inductor(config.dump_dir)
+    return compiler_named(config.compiler)
 
 
 def _warm(
@@ -120,6 +128,9 @@ def _compile(
             book.settle(f"piece {index}")
     plan = planner.plan(unique, book.unproved, book.settled)
     tell_plan(plan, events)
+    if config.dump_dir is not None:
+        dump_plan(plan, config.dump_dir)
+        (config.dump_dir / "graph.py").write_text(readable(traced.graph))
     compiled = bind(plan, [fn for fn, _ in loaded], model, from_bundle=False)
     return compiled, traced, [blobs for _, blobs in loaded]
 

@@ -30,7 +30,7 @@ from .backend import GraphBackend
 from .choose_backend import choose_backend
 from .config import Config
 from .prepared_model import PreparedModel
-from .switches import switched_off_by_environment
+from .switches import settled_by_environment
 
 
 def prepare(
@@ -51,7 +51,7 @@ def prepare(
     Raises a PiecegraphError that says what is wrong with the model or the settings.
     """
     events = events or Events()
-    config = switched_off_by_environment(config)
+    config = settled_by_environment(config)
     with events.span("prepare", level=logging.INFO):
         device = _device(model)
         resolved = resolve_mode(

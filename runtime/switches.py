@@ -7,9 +7,10 @@ off in any engine, without a change of its code.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from ..cache.environment import OFF, read
+from ..cache.environment import DUMP_DIR, OFF, read
 from ..errors import InvalidSetting
 from .config import Config
 
@@ -40,6 +41,8 @@ def switched_off(config: Config, names: Iterable[str]) -> Config:
     return config.changed(**settings) if settings else config
 
 
-def switched_off_by_environment(config: Config) -> Config:
-    """`config` with the parts off that PIECEGRAPH_OFF names."""
-    return switched_off(config, (name for name in (read(OFF) or "").split(",") if name))
+def settled_by_environment(config: Config) -> Config:
+    """`config` with the parts off that PIECEGRAPH_OFF names, dumped to PIECEGRAPH_DUMP_DIR."""
+    config = switched_off(config, (name for name in (read(OFF) or "").split(",") if name))
+    folder = read(DUMP_DIR)
+    return config.changed(dump_dir=Path(folder)) if folder and config.dump_dir is None else config

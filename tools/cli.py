@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import CacheError, ConfigError, DispatchError, InvalidSetting, PiecegraphError
+from .log import log_to_stderr
 from .options import STDOUT, RunOptions, writable
 from .run_arguments import with_run_options
 
@@ -36,6 +37,7 @@ JsonOption = Annotated[
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0, 1 for a wrong result, 2 for a bad value, 3 for other failures."""
     try:
+        log_to_stderr()
         status = app(
             (sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False
         )
