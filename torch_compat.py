@@ -194,7 +194,7 @@ def inductor_unpack(
 
 def inductor_load_unpacked(folder: str) -> Callable[[list[Any]], Any]:
     """The function whose code lies in `folder`, of one list of arguments."""
-    from torch._inductor import CompiledArtifact
+    from torch._inductor.standalone_compile import CompiledArtifact
     from torch._inductor.utils import clear_caches
 
     with compiler_lock:
