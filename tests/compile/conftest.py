@@ -55,12 +55,14 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compiled(artifacts: Path) -> Iterator[Compile]:
     """`compiled(model, splitting_ops=…, …)`: settings as in `CompileConfig`, eager pieces."""
 
-    def compile_(model: torch.nn.Module, *, examples: Any = None, **settings: Any) -> Compiled:
+    def compile_(
+        model: torch.nn.Module, *, examples: Any = None, device: str = "cpu", **settings: Any
+    ) -> Compiled:
         config = CompileConfig(**{"compiler": "eager", **settings})
         root = None if config.compiler == "eager" else artifacts
         events = Events()
         cache = Cache(root, events)
-        made = compile_model(model, config, cache, events, torch.device("cpu"), examples)
+        made = compile_model(model, config, cache, events, torch.device(device), examples)
         return Compiled(made, inspect.signature(model.forward), events)
 
     yield compile_

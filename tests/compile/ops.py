@@ -19,6 +19,14 @@ def define(schema: str, run: Any, fake: Any) -> None:
     assert hasattr(torch.ops.piecegraph_test, name)
 
 
+def _mix_into(x: torch.Tensor, out: torch.Tensor, layer: str) -> None:
+    out.copy_(_mix(x.flatten(1)).view_as(x))
+
+
+def _bump(state: torch.Tensor, x: torch.Tensor) -> None:
+    state.add_(x.sum())
+
+
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """Rows see all rows before them, as attention's do."""
     return x.cumsum(0) / torch.arange(1, len(x) + 1, dtype=x.dtype)[:, None]
@@ -26,7 +34,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 define(
     "mix(Tensor x, Tensor(a!) out, str layer) -> ()",
-    lambda x, out, layer: out.copy_(_mix(x.flatten(1)).view_as(x)) and None,
+    _mix_into,
     lambda x, out, layer: None,
 )
 define(
@@ -46,6 +54,23 @@ define(
 )
 define(
     "bump(Tensor(a!) state, Tensor x) -> ()",
-    lambda state, x: state.add_(x.sum()) and None,
+    _bump,
     lambda state, x: None,
+)
+
+
+def _scan(value: torch.Tensor, decay: torch.Tensor, layer: str) -> torch.Tensor:
+    """A linear recurrence over tokens: state = decay * state + value."""
+    state = torch.zeros_like(value[0])
+    rows = []
+    for row in value:
+        state = decay * state + row
+        rows.append(state)
+    return torch.stack(rows)
+
+
+define(
+    "scan(Tensor value, Tensor decay, str layer) -> Tensor",
+    _scan,
+    lambda value, decay, layer: value.new_empty(value.shape),
 )
