@@ -26,6 +26,7 @@ from .factors import codegen_key, trace_key
 from .fingerprint import fingerprint
 from .inductor import Blobs, PieceFn
 from .passes.graph_pass import inductor_passes, passes_for
+from .piece_graph import picture
 from .pieces import Piece, lift
 from .planning import Planner, base_symbols
 from .sound_trace import sound_trace
@@ -107,6 +108,7 @@ def _compile(
             )
         book.settle(f"piece {index}")
     plan = planner.plan(unique, book.unproved)
+    trace_artifact("piece_graph", picture(plan))
     trace_artifact("stitched", stitched_source(plan)[0])
     compiled = bind(plan, [fn for fn, _ in loaded], model, from_bundle=False)
     return compiled, traced, [blobs for _, blobs in loaded]

@@ -95,7 +95,7 @@ def _last_uses(plan: Plan) -> dict[int, list[str]]:
     kept = {result.name for result in plan.results}
     last: dict[str, int] = {}
     for index, step in enumerate(plan.steps):
-        for name in [*_used(step), *(out for out in step.outs if out)]:
+        for name in [*used(step), *(out for out in step.outs if out)]:
             if name.startswith("t") and name not in kept:
                 last[name] = index
     dead: dict[int, list[str]] = {}
@@ -104,7 +104,8 @@ def _last_uses(plan: Plan) -> dict[int, list[str]]:
     return dead
 
 
-def _used(step: PieceStep | CallStep) -> Sequence[str]:
+def used(step: PieceStep | CallStep) -> Sequence[str]:
+    """Names of the values that a step is given, in order."""
     if isinstance(step, PieceStep):
         return step.args
     return refs([decode(argument) for argument in [*step.args, *step.kwargs.values()]])

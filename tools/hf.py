@@ -1,9 +1,8 @@
 """Hugging Face models behind the library: their attention as one splitting op.
 
-`adapt(model)` routes the attention of a transformers model to `piecegraph_hf::attention`, and
-`PackedModel` gives it the inputs of a serving step: tokens of all requests in one row. What the op
-does in a layer is the engine's business: a callable by layer name in the forward context, such as a
-paged KV cache; without one, each request attends over its own tokens of this step.
+`adapt` routes the attention of a transformers model to `piecegraph_hf::attention`; `PackedModel`
+takes the tokens of all requests in one row. What the op does in a layer is a callable by layer name
+in the forward context, such as one that keeps a KV cache; by default `attend_packed`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from ..errors import MissingMetadata
 SPLITTING_OP = "piecegraph_hf::attention"
 INPUTS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
 
-# What models hand to every attention function, and what changes nothing for packed tokens.
-_HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
+# What models hand to every attention function and what changes no score.
+_HARMLESS = {"position_ids", "use_cache"}
 
 LIBRARY: Any = torch.library.Library("piecegraph_hf", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(
@@ -49,10 +48,7 @@ class PackedRequests:
 
 
 class PackedModel(nn.Module):
-    """A transformers base model over the tokens of all requests.
-
-    `input_ids`, `positions`: (T,) int64. Returns hidden states (T, hidden).
-    """
+    """A base model over packed tokens: two (T,) int64 tensors to hidden states (T, hidden)."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -113,23 +109,13 @@ def _attend(
     return output[None], None
 
 
-def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    layer_name: str,
-    scale: float,
-    causal: bool,
-    window: int,
-    softcap: float,
-) -> None:
+def _run(query: Tensor, key: Tensor, value: Tensor, output: Tensor, name: str, *rule: Any) -> None:
     """The op: `query`, `output` (T, heads, head_dim), `key`, `value` (T, kv_heads, head_dim)."""
     context = get_forward_context()
     if context.metadata is None:
-        raise MissingMetadata(layer_name=layer_name)
-    layer = context.layers.get(layer_name, attend_packed)
-    layer(query, key, value, output, Rule(scale, causal, window, softcap), context.metadata)
+        raise MissingMetadata(layer_name=name)
+    layer = context.layers.get(name, attend_packed)
+    layer(query, key, value, output, Rule(*rule), context.metadata)
 
 
 LIBRARY.impl("attention", _run, "CompositeExplicitAutograd")

@@ -34,7 +34,9 @@ def _does_nothing(node: Node) -> bool:
     return node.target is aten.slice.Tensor and _takes_all(*node.args[1:])
 
 
-def _takes_all(dim: int = 0, start: int | None = None, stop: int = sys.maxsize, step: int = 1) -> bool:  # type: ignore[misc]
+def _takes_all(
+    dim: int = 0, start: int | None = None, stop: int = sys.maxsize, step: int = 1
+) -> bool:  # type: ignore[misc]
     return not start and stop == sys.maxsize and step == 1
 
 

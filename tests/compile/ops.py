@@ -43,7 +43,7 @@ define(
     lambda x, layer: torch.empty_like(x),
 )
 define(
-    "pair(Tensor x, int[] sizes, *, float scale=1.0) -> (Tensor, Tensor)",
+    "pair(Tensor x, SymInt[] sizes, *, float scale=1.0) -> (Tensor, Tensor)",
     lambda x, sizes, *, scale=1.0: (x * scale, _mix(x.reshape(sizes)).view_as(x)),
     lambda x, sizes, *, scale=1.0: (torch.empty_like(x), torch.empty_like(x)),
 )

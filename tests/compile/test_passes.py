@@ -29,7 +29,9 @@ def lowered(function, *inputs) -> torch.fx.GraphModule:
     """The graph that a post-grad pass sees, by Inductor's own decompositions."""
     from torch._inductor.decomposition import select_decomp_table
 
-    return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
+    return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(
+        *inputs
+    )
 
 
 def targets(graph: torch.fx.GraphModule) -> list[object]:
@@ -94,7 +96,11 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", [llama, reference, by_product])
 def test_add_rms_norm_is_found(function, dtype):
-    inputs = torch.randn(5, 8, dtype=dtype), torch.randn(5, 8, dtype=dtype), torch.randn(8).to(dtype)
+    inputs = (
+        torch.randn(5, 8, dtype=dtype),
+        torch.randn(5, 8, dtype=dtype),
+        torch.randn(8).to(dtype),
+    )
     rewrites, graph = rewritten(add_rms_norm, function, *inputs)
     assert rewrites == 1
     assert torch.ops.piecegraph.add_rms_norm.default in targets(graph)
@@ -283,7 +289,9 @@ def test_inductor_runs_the_passes_that_are_on(compiled):
         compiler="inductor",
         pass_switches={"add_rms_norm": True, "silu_and_mul": True},
     )
-    ran = [(event.facts["graph_pass"], event.facts["rewrites"]) for event in made.events.named("pass")]
+    ran = [
+        (event.facts["graph_pass"], event.facts["rewrites"]) for event in made.events.named("pass")
+    ]
     assert [name for name, _ in ran] == ["no_op", "add_rms_norm", "silu_and_mul"]
     assert dict(ran)["add_rms_norm"] == 1
     assert dict(ran)["silu_and_mul"] == 1
