@@ -11,7 +11,7 @@ run: $(VENV)/.run
 	$(BIN)/piecegraph run
 
 test: lint
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not gpu"
 
 test-fast: $(VENV)/.dev
 	$(BIN)/pytest -m "not compile and not slow and not gpu"

@@ -1,7 +1,8 @@
 """The one way out for decisions: log line, tlparse artifact, counter and timeline span.
 
 Each prepared model has one `Events`; rooms are handed it and never format output of their own.
-Names are dotted, room first: `cache.lookup`, `compile.piece`, `capture.recorded`.
+Names are dotted, room first: `cache.hit`, `compile.piece`, `capture.recorded`. The log has one line
+a phase with its seconds at INFO, warnings above, and every single decision at DEBUG.
 """
 
 from __future__ import annotations
@@ -58,18 +59,26 @@ class Events:
         with self._lock:
             self.events.append(event)
         if log.isEnabledFor(level):
-            log.log(level, "%s %s", name, " ".join(f"{k}={v}" for k, v in facts.items()))
+            log.log(level, "%s%s", name, _shown(facts))
         trace_artifact(name, facts)
         for listener in self.listeners:
             listener(event)
+
+    def detail(self, name: str, facts: Callable[[], dict[str, Any]]) -> None:
+        """Like `emit`, for facts that cost something: made only for a trace or a DEBUG log."""
+        if tracing() or log.isEnabledFor(logging.DEBUG):
+            self.emit(name, **facts())
 
     def count(self, name: str, n: int = 1) -> None:
         with self._lock:
             self.counters[name] += n
 
     @contextmanager
-    def span(self, name: str, **facts: Any) -> Iterator[Span]:
-        """Time a stretch of work; the span is kept also when the work raises."""
+    def span(self, name: str, *, level: int = logging.DEBUG, **facts: Any) -> Iterator[Span]:
+        """Time a stretch of work; the span is kept also when the work raises.
+
+        At its end one line with the seconds is logged: at `level` INFO for a phase of the startup.
+        """
         depth = getattr(self._open, "depth", 0)
         self._open.depth = depth + 1
         span = Span(name, time.perf_counter() - self.began, 0.0, depth, facts)
@@ -80,30 +89,43 @@ class Events:
         finally:
             span.seconds = time.perf_counter() - self.began - span.start
             self._open.depth = depth
+            if log.isEnabledFor(level):
+                log.log(level, "%s: %.3f s%s", name, span.seconds, _shown(facts))
 
     def named(self, name: str) -> list[Event]:
         """The events called `name`, oldest first."""
         return [event for event in self.events if event.name == name]
 
 
-def trace_artifact(name: str, payload: dict[str, Any] | str) -> None:
+def _shown(facts: dict[str, Any]) -> str:
+    """Facts as ` name=value …`, each cut where it would fill the screen."""
+    return "".join(f" {name}={str(value)[:200]}" for name, value in facts.items())
+
+
+def tracing() -> bool:
+    """Whether torch writes a structured trace (`TORCH_TRACE`); false without torch here."""
+    if "torch" not in sys.modules:
+        return False
+    from torch._logging._internal import trace_log
+
+    # until its first record torch keeps a handler even where there is nothing to write to
+    return any(getattr(h, "root_dir", "") is not None for h in trace_log.handlers)
+
+
+def trace_artifact(name: str, payload: dict[str, Any] | Callable[[], str]) -> None:
     """Write `payload` to torch's structured trace as `piecegraph_<name>` if torch is tracing.
 
-    A dict is shown as JSON, a string as text. Without torch in the process nothing is imported.
+    A dict is shown as JSON; a function gives a text, and is called only if there is a trace.
     """
-    if "torch" not in sys.modules:
+    if not tracing():
         return
     from torch._logging._internal import trace_structured
 
     label = "piecegraph_" + name.replace(".", "_")
+    encoding = "string" if callable(payload) else "json"
     trace_structured(
         "artifact",
-        metadata_fn=lambda: {
-            "name": label,
-            "encoding": "string" if isinstance(payload, str) else "json",
-        },
-        payload_fn=lambda: (
-            payload if isinstance(payload, str) else json.dumps(payload, default=str)
-        ),
+        metadata_fn=lambda: {"name": label, "encoding": encoding},
+        payload_fn=lambda: payload() if callable(payload) else json.dumps(payload, default=str),
         expect_trace_id=False,  # a look-up of the caller's stack would import Dynamo
     )

@@ -9,6 +9,7 @@ import ctypes
 import inspect
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def mark_dynamic(
         mark = torch._dynamo.decorators.mark_unbacked
         known = {"min", "max"} <= inspect.signature(mark).parameters.keys()
         bounds = dict(zip(("min", "max"), limits, strict=True)) if known else {}
-        mark(tensor, dim, shape_id=symbol, **bounds)  # type: ignore[arg-type]
+        mark(tensor, dim, shape_id=symbol, **bounds)
     else:
         torch._dynamo.mark_dynamic(tensor, dim)
 
@@ -223,6 +224,67 @@ def inductor_options() -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class AheadCompiled:
+    """An AOTInductor library on disk, and the conditions on sizes it was compiled under."""
+
+    path: str
+    guards: tuple[Any, ...]
+    ranges: dict[Any, tuple[int, int]]
+
+
+def aoti_compile(
+    graph: torch.fx.GraphModule,
+    inputs: list[Tensor],
+    dynamic: list[dict[int, tuple[str, int, int] | None]],
+    options: dict[str, Any],
+) -> AheadCompiled:
+    """Export `graph` and compile it to one shared library.
+
+    `inputs` are example tensors of a fake mode of their own. `dynamic` says for each which
+    dimensions vary: (symbol, least, most), or None where a size follows from others.
+    """
+    from torch._inductor import aot_compile
+    from torch.export import Dim, export
+
+    dims: dict[str, Any] = {}
+
+    def dim(spec: tuple[str, int, int] | None) -> Any:
+        if spec is None:
+            return Dim.DYNAMIC
+        name, low, high = spec
+        return dims.setdefault(name, Dim(name, min=low, max=high))
+
+    shapes = tuple({index: dim(spec) for index, spec in each.items()} for each in dynamic)
+    program = export(graph, tuple(inputs), dynamic_shapes=shapes)
+    env = inputs[0].fake_mode.shape_env  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own deprecated pytree classes
+        path = aot_compile(
+            program.module(check_guards=False),
+            tuple(inputs),
+            options={"aot_inductor.enable_line_tables": False, **options},
+        )
+    ranges = {s: (int(r.lower), int(r.upper)) for s, r in program.range_constraints.items()}
+    return AheadCompiled(str(path), tuple(guard.expr for guard in env.guards), ranges)
+
+
+def aoti_load(path: str, device: torch.device) -> Callable[[list[Any]], Any]:
+    """The `run` of the library at `path`; imports neither Dynamo nor Inductor."""
+    if device.type == "cpu":
+        return torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1).run
+    runner = torch._C._aoti.AOTIModelContainerRunnerCuda
+    return runner(path, 1, str(device)).run
+
+
+def fresh_fake_mode() -> Any:
+    """A fake mode with a shape environment of its own."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
 # graphs: what recordings need below the public surface of torch
 
 
@@ -270,8 +332,7 @@ def run_kernel(op: torch._ops.OpOverload, device: str, args: Any, kwargs: Any) -
 
 def raw_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     """The C++ replay of `graph`, bound: without the Python method that wraps it."""
-    replay: Callable[[], None] = torch._C._CUDAGraph.replay.__get__(graph)
-    return replay
+    return super(torch.cuda.CUDAGraph, graph).replay
 
 
 def node_count(graph: torch.cuda.CUDAGraph) -> int:

@@ -30,8 +30,7 @@ PREFIXES = ("PIECEGRAPH_", "TORCH", "PYTORCH_", "TRITON_", "ATEN_")
 EXEMPT: Mapping[str, str] = {
     r"PIECEGRAPH_CACHE_.*": "where and whom to trust, not what is compiled; one is a secret",
     r".*_(DIR|DIRS|PATH|HOME|FILE|FOLDER)": "a place",
-    r".*(LOG|LOGS|LOG_LEVEL|TRACE|STACKTRACES|VERBOSE|PROGRESS|PRINT_AUTOTUNING)": "what is shown",
-    r"TORCH_(COMPILE_DEBUG|SHOW_.*|CPP_LOG.*)|TORCHDYNAMO_VERBOSE": "what is shown",
+    r".*_(LOGS?|LOG_LEVEL|TRACE|VERBOSE|PROGRESS|PRINT_.*|SHOW_.*|COMPILE_DEBUG)": "what is shown",
     r".*_(DUMP|DEBUG_DUMP|DUMP_.*|REPRODUCER.*)": "what is written for people",
     r"TORCHELASTIC_.*|TORCH_(NCCL|GLOO|UCC)_.*|TORCH_DISTRIBUTED_DEBUG": "launch and transport",
     r"PYTORCH(_CUDA|_HIP|_NO_CUDA)?_(ALLOC_CONF|MEMORY_CACHING)": "where tensors lie, not code",

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ..cache.feeds import Feeds, exempt
 from ..errors import InvalidSetting
 
+TOKENS = "num_tokens"
+"""The symbol of the token dimension."""
+
 
 class DynamicShapes(StrEnum):
     """How Dynamo sees a dynamic dimension; see torch's `mark_dynamic` and `mark_unbacked`."""
@@ -55,6 +58,7 @@ class InputSpec(BaseModel):
 
 LOCATION = exempt("a place, not content: moving the cache must not change a key")
 SOURCE = exempt("the source of what it names is a factor of its own; see compile/factors.py")
+SPANNED = Feeds(("trace",), "an artifact is the same whatever spans there are beside its own")
 TRACED = Feeds(("trace",), "it shapes the graph; a piece's content hash sees what came of it")
 
 
@@ -87,6 +91,12 @@ class CompileConfig(BaseModel):
 
     compiler: str = "inductor"
     """`inductor`, `eager`, a registered torch backend, or an entry point `piecegraph.compilers`."""
+
+    compile_ranges: Annotated[tuple[int, ...], SPANNED] = ()
+    """Token counts at which a range ends; each range is compiled with a symbolic size."""
+
+    compile_sizes: Annotated[tuple[int, ...], SPANNED] = ()
+    """Token counts that get static code of their own, autotuned on a GPU."""
 
     inductor_options: dict[str, Any] = Field(default_factory=dict)
 

@@ -14,7 +14,7 @@ import inspect
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..cache.environment import environment_factors
 from ..cache.feeds import config_factors
 from ..cache.sources import fingerprint
 from .config import CompileConfig
-from .passes.graph_pass import pass_factors, passes_for
+from .passes.graph_pass import GraphPass, pass_factors, passes_for
 from .split import splitting_predicate
 
 DEPTH = 6
@@ -51,14 +51,21 @@ def trace_key(model: torch.nn.Module, config: CompileConfig, device: torch.devic
     )
 
 
-def codegen_key(piece_digest: str, config: CompileConfig, device: torch.device) -> Key:
-    """Key of the artifact of one unique piece."""
+def codegen_key(
+    piece_digest: str,
+    config: CompileConfig,
+    device: torch.device,
+    passes: Sequence[GraphPass],
+    size: int | None,
+) -> Key:
+    """Key of the artifact of one unique piece under `passes`, static if for one `size`."""
     return Key.of(
         "codegen",
         {
             "piece": piece_digest,
+            "size": size,
             "config": config_factors(config, "codegen"),
-            "passes": pass_factors(passes_for(config)),
+            "passes": pass_factors(passes),
             "device": device_factors(device),
             "toolchain": toolchain(),
             "versions": versions(),

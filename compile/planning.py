@@ -20,15 +20,18 @@ from .pieces import BaseSymbols, Piece, is_size
 from .plan import (
     CallStep,
     Check,
+    CompiledSpan,
     Constant,
     PieceStep,
     Plan,
     Result,
+    SettledGuard,
     Symbol,
     UniquePiece,
     UserInput,
     Weight,
 )
+from .readable import readable
 from .split import Section
 from .trace import Trace
 
@@ -76,6 +79,7 @@ class Planner:
         self._symbols = self._named_symbols()
         self._counter = 0
         self._steps: list[PieceStep | CallStep] = []
+        self._shapes: dict[str, str] = {}
         for node, source in trace.sources.items():
             if source is not None:
                 self._names[node] = self._bind(node, source)
@@ -98,7 +102,13 @@ class Planner:
             elements = [u for u in node.users if u in inside and u.target is operator.getitem]
             self._steps.append(self._call(node, elements))
 
-    def plan(self, unique: Sequence[tuple[str, Piece]], unproved: Sequence[Guard]) -> Plan:
+    def plan(
+        self,
+        unique: Sequence[tuple[str, Piece]],
+        spans: Sequence[CompiledSpan],
+        unproved: Sequence[Guard],
+        settled: Sequence[SettledGuard],
+    ) -> Plan:
         outputs = self._trace.outputs()
         return Plan(
             inputs=tuple(self._inputs),
@@ -109,14 +119,16 @@ class Planner:
                 UniquePiece(
                     digest=digest,
                     nodes=len(piece.graph.nodes),
-                    symbols=tuple(
-                        self._symbols[key].name
-                        for key in piece.inputs
+                    sizes=tuple(
+                        position
+                        for position, key in enumerate(piece.inputs)
                         if isinstance(key, sympy.Symbol)
                     ),
+                    text=readable(piece.module(self._trace.graph)),
                 )
                 for digest, piece in unique
             ),
+            spans=tuple(spans),
             steps=tuple(self._steps),
             results=tuple(self._result(value) for value in outputs),
             structure=encode(self._trace.structure),
@@ -125,6 +137,8 @@ class Planner:
                 for guard in unproved
             ),
             parameters=tuple(self._trace.examples.signature.parameters),
+            shapes=self._shapes,
+            guards=tuple(settled),
         )
 
     def _named_symbols(self) -> dict[sympy.Symbol, Symbol]:
@@ -186,7 +200,16 @@ class Planner:
     def _fresh(self, node: Node) -> str:
         self._names[node] = f"t{self._counter}"
         self._counter += 1
+        self._shapes[self._names[node]] = self._form(node.meta.get("example_value"))
         return self._names[node]
+
+    def _form(self, value: Any) -> str:
+        """Dtype and shape, dynamic sizes by their labels."""
+        if not isinstance(value, torch.Tensor):
+            return type(value).__name__
+        labels = {s: sympy.Symbol(symbol.label) for s, symbol in self._symbols.items()}
+        sizes = (self._trace.symbol_of(size).xreplace(labels) for size in value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, sizes))}]"
 
     def _call(self, node: Node, elements: list[Node]) -> CallStep:
         op: Any = node.target
@@ -194,8 +217,8 @@ class Planner:
             op = default_overload(op)
         namespace, _, name = op._schema.name.partition("::")
         if elements:
-            width = 1 + max(int(element.args[1]) for element in elements)  # type: ignore[arg-type]
             taken = {int(e.args[1]): self._fresh(e) for e in elements}  # type: ignore[arg-type]
+            width = len(node.meta["example_value"])
             outs: tuple[str | None, ...] = tuple(taken.get(i) for i in range(width))
         else:
             outs = (self._fresh(node),) if node.users else ()

@@ -72,7 +72,8 @@ class _Run(Interpreter):
         value = node.meta["example_value"]
         if not isinstance(value, torch.Tensor):
             return self._size(value)
-        shape, stride = ([self._size(n) for n in dims] for dims in (value.shape, value.stride()))
+        forms: Any = (value.shape, value.stride())
+        shape, stride = ([self._size(n) for n in dims] for dims in forms)
         return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
     def run_node(self, n: Node) -> Any:
@@ -111,7 +112,7 @@ class _Run(Interpreter):
                 return None if size is None else str(size)
         return None
 
-    def _size(self, size: int | torch.SymInt) -> int | None:
+    def _size(self, size: Any) -> Any:
         if not isinstance(size, torch.SymInt):
             return size
         expression = self._shape_env.replace(size.node.expr).subs(self._sizes)

@@ -65,8 +65,8 @@ def stitched_source(plan: Plan) -> tuple[str, dict[str, Any]]:
     piece_use = call_use = 0
     for index, step in enumerate(plan.steps):
         if isinstance(step, PieceStep):
-            outs = ", ".join(step.outs)
-            body.append(f"{outs}, = p{piece_use}([{', '.join(step.args)}])")
+            taken = "".join(f"{out}, " for out in step.outs) + "= " if step.outs else ""
+            body.append(f"{taken}p{piece_use}([{', '.join(step.args)}])")
             piece_use += 1
         else:
             body.append(writer.call(f"c{call_use}", step))
@@ -125,7 +125,8 @@ class _Writer:
             return call
         if not step.unpack:
             return f"{step.outs[0]} = {call}"
-        return f"{', '.join(out or '_' for out in step.outs)}, = {call}"
+        let_go = "" if all(step.outs) else "; del _"
+        return f"{', '.join(out or '_' for out in step.outs)}, = {call}{let_go}"
 
     def value(self, value: Any) -> str:
         match value:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ def trace(
     examples = example_inputs(model, config, device, given)
     mark(examples, config)
     args, kwargs = examples.call_arguments()
-    with events.span("trace.dynamo"), dynamo_tracing(config.dynamic_shapes.value):
+    dynamo = events.span("trace.dynamo", level=logging.INFO)
+    with dynamo, dynamo_tracing(config.dynamic_shapes.value):
         try:
             captured = capture_full_graph(model, args, kwargs)
         except Exception as error:  # Dynamo lets many kinds through besides its own

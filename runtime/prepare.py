@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 
 from ..cache import Cache
 from ..cache.environment import CACHE_DIR, read
-from ..compile.compile_model import ExampleArguments, compile_model
+from ..compile.compile_model import compile_model
+from ..compile.cut import ExampleArguments, Task
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,
     GraphMode,
+    ResolvedMode,
     default_capture_sizes,
     level_defaults,
     make_plan,
@@ -27,7 +30,9 @@ from ..events import Events
 from .backend import GraphBackend
 from .choose_backend import choose_backend
 from .config import Config
+from .monitors import meant
 from .prepared_model import PreparedModel
+from .ranks import Ranks
 
 
 def prepare(
@@ -38,17 +43,19 @@ def prepare(
     layers: Mapping[str, Any] | None = None,
     backend: GraphBackend | None = None,
     events: Events | None = None,
+    ranks: Ranks | None = None,
 ) -> PreparedModel:
     """Compile `model`, or load it from the cache, and make it ready to capture and to serve.
 
     `examples` are (args, kwargs) to trace with; without them they are built from `config.inputs`.
     `layers` is what splitting ops find by name in the forward context. `backend` replaces the one
-    that `config.graph_backend` names. Graphs are captured by `PreparedModel.capture`.
+    that `config.graph_backend` names. `ranks` are those that must capture alike.
+    Graphs are captured by `PreparedModel.capture`.
 
     Raises a PiecegraphError that says what is wrong with the model or the settings.
     """
     events = events or Events()
-    with events.span("prepare"):
+    with events.span("prepare", level=logging.INFO), meant():
         device = _device(model)
         resolved = resolve_mode(
             config.graph_mode,
@@ -58,8 +65,10 @@ def prepare(
             query_len=config.query_len,
         )
         plan = _dispatch_plan(resolved.mode, config)
+        events.emit("config", **_settled(config, resolved, plan))
         cache = Cache(_cache_root(config), events)
-        compiled = compile_model(model, _with_compiler(config), cache, events, device, examples)
+        task = Task(model, _with_compiler(config), cache, events, device, examples)
+        compiled = compile_model(task)
     return PreparedModel(
         compiled,
         inspect.signature(model.forward),
@@ -71,7 +80,19 @@ def prepare(
         cache,
         layers or {},
         events,
+        ranks,
     )
+
+
+def _settled(config: Config, resolved: ResolvedMode, plan: DispatchPlan) -> dict[str, Any]:
+    """The configuration as it will be used, and why the graph mode is what it is."""
+    return {
+        "settings": config.model_dump(mode="json"),
+        "graph_mode": resolved.mode.value,
+        "reasons": [f"{change.after.value}: {change.why}" for change in resolved.reasons],
+        "plan": [entry.as_json() for entry in plan.entries],
+        "plan_digest": plan.digest,
+    }
 
 
 def _device(model: torch.nn.Module) -> torch.device:

@@ -50,6 +50,7 @@ def build_report(
         },
         "captures": [event.facts for event in events.named("capture")],
         "dispatch": usage.rows(),
+        "reasons": usage.reasons(),
     }
 
 

@@ -1,26 +1,29 @@
-"""How often each graph was used and how much of it was padding; two additions a step."""
+"""How often each graph was used, why, and how much of it was padding; three additions a step."""
 
 from __future__ import annotations
 
 from collections import Counter
 from typing import Any
 
-from ..dispatch import NO_SLOT, DispatchPlan
+from ..dispatch import NO_SLOT, Decision, DispatchPlan, Reason, RuntimeMode
 
 
 class Usage:
-    """Counts by slot, and for steps without a graph by size."""
+    """Counts by slot, for steps without a graph by size, and reasons by runtime mode."""
 
-    __slots__ = ("_plan", "_steps", "_tokens", "_without")
+    __slots__ = ("_plan", "_reasons", "_steps", "_tokens", "_without")
 
     def __init__(self, plan: DispatchPlan) -> None:
         self._plan = plan
         self._steps = [0] * len(plan.entries)
         self._tokens = [0] * len(plan.entries)
         self._without: Counter[int] = Counter()
+        self._reasons: tuple[Counter[Reason], ...] = tuple(Counter() for _ in RuntimeMode)
 
-    def count(self, slot: int, num_tokens: int) -> None:
-        """One step of `num_tokens` real tokens in the graph of `slot`."""
+    def count(self, decision: Decision, num_tokens: int) -> None:
+        """One step of `num_tokens` real tokens, run as decided."""
+        self._reasons[decision.mode][decision.reason] += 1
+        slot = decision.slot
         if slot == NO_SLOT:
             self._without[num_tokens] += 1
         else:
@@ -45,4 +48,12 @@ class Usage:
         return used + [
             {"mode": "NONE", "num_tokens": size, "count": count, "padded_tokens": 0}
             for size, count in sorted(self._without.items())
+        ]
+
+    def reasons(self) -> list[dict[str, Any]]:
+        """`{mode, reason, count}`: how often each reason decided."""
+        return [
+            {"mode": mode.name, "reason": reason.value, "count": count}
+            for mode in RuntimeMode
+            for reason, count in sorted(self._reasons[mode].items())
         ]

@@ -35,7 +35,6 @@ WRONG_RESULT, BAD_VALUE, FAILED, INTERRUPTED = 1, 2, 3, 130
 
 app = typer.Typer(
     help="Graph capture and dispatch for LLM inference.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -49,7 +48,9 @@ JsonOption = Annotated[
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0, 1 for a wrong result, 2 for a bad value, 3 for other failures."""
     try:
-        status = app(arguments, standalone_mode=False)
+        status = app(
+            (sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False
+        )
     except KeyboardInterrupt:
         return INTERRUPTED
     except PiecegraphError as error:
@@ -70,8 +71,10 @@ def run(
     ] = "tiny",
     dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(min=0, help="Draws weights and prompts.")] = 0,
-    trace: Annotated[Path, typer.Option(help="Request trace in the Azure form.")] = EXCERPT,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Draws weights and prompts.")] = 0,
+    trace: Annotated[
+        Path, typer.Option(help="Request trace in the Azure form.", show_default="an excerpt of it")
+    ] = EXCERPT,
     requests: Annotated[int, typer.Option(min=1, help="Requests of the trace to serve.")] = 64,
     length_scale: Annotated[float, typer.Option(help="Factor on the trace's lengths.")] = 0.05,
     time_scale: Annotated[
@@ -84,15 +87,22 @@ def run(
     capture_sizes: Annotated[
         str | None, typer.Option(help="Padded sizes with graphs, such as 1,2,4,8.")
     ] = None,
-    max_num_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 128,
-    max_num_reqs: Annotated[int, typer.Option(min=1, help="Requests running at a time.")] = 16,
+    max_num_tokens: Annotated[
+        int, typer.Option(min=1, max=2**17, help="Token budget of a step.")
+    ] = 128,
+    max_num_reqs: Annotated[
+        int, typer.Option(min=1, max=2**17, help="Requests running at a time.")
+    ] = 16,
     backend: Annotated[str, typer.Option(help="Compiler: inductor or eager.")] = "inductor",
     level: Annotated[int | None, typer.Option(min=0, max=3, help="Optimisation level.")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where artifacts are kept.")] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither read nor store.")] = False,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens a KV-cache block.")] = 16,
+    block_size: Annotated[
+        int, typer.Option(min=1, max=2**13, help="Tokens a KV-cache block.")
+    ] = 16,
     kv_blocks: Annotated[
-        int | None, typer.Option(min=1, help="KV-cache blocks; too few force preemption.")
+        int | None,
+        typer.Option(min=1, max=2**22, help="KV-cache blocks; too few force preemption."),
     ] = None,
     verify: Annotated[str, typer.Option(help="Compare none, sample or all steps.")] = "sample",
     json_path: JsonOption = None,

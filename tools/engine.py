@@ -63,7 +63,7 @@ class Engine:
         self.clock = clock
         self.device = device
         self.served = Served()
-        self._run = run or prepared.run
+        self.run = run or prepared.run
 
     def serve(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Serve requests in the order of their arrival; yields after each step what it completed.
@@ -84,7 +84,7 @@ class Engine:
         schedule = self.scheduler.schedule()
         decision = self.prepared.dispatch(_facts(schedule))
         metadata = self.buffers.fill(schedule, self.scheduler.blocks, decision.descriptor)
-        hidden = self._run(decision, *self._inputs(schedule), metadata=metadata)
+        hidden = self.run(decision, *self._inputs(schedule), metadata=metadata)
         sampled = self._sample(schedule, hidden)
         now = self.clock.now()
         for share in schedule.shares:

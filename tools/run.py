@@ -19,7 +19,7 @@ from .. import (
     PreparedModel,
     prepare,
 )
-from ..errors import InvalidSetting
+from ..errors import InvalidSetting, TooLarge
 from .block_manager import BlockManager
 from .clock import Clock
 from .engine import Engine
@@ -43,29 +43,14 @@ def bring_up_and_serve(
     Raises InvalidSetting for a device that is not there and whatever the library refuses.
     """
     device = find_device(options.device)
-    with _phase(phases, "build model"):
-        model = Decoder(options.model, seed=options.seed)
-        model = model.to(device=device, dtype=getattr(torch, options.dtype))
     blocks = BlockManager(_num_blocks(options, requests), options.block_size)
     scheduler = Scheduler(
         blocks, max_num_tokens=options.max_num_tokens, max_num_reqs=options.max_num_reqs
     )
     for request in requests:
         scheduler.check(request)
-    layers = allocate_layer_caches(
-        model.layer_names,
-        num_blocks=blocks.num_blocks,
-        block_size=blocks.block_size,
-        num_kv_heads=options.model.kv_heads,
-        head_dim=options.model.head_dim,
-        dtype=getattr(torch, options.dtype),
-        device=device,
-    )
-    buffers = MetadataBuffers(
-        max_rows=options.max_num_tokens,
-        max_blocks=_blocks_of_longest(options, requests),
-        device=device,
-    )
+    with _phase(phases, "build model"), _allocation():
+        model, layers, buffers = _build(options, requests, blocks, device)
     with working(console, "preparing: from the cache, or tracing and compiling"):
         prepared = prepare(model, library_config(options), layers=layers, events=Events())
     try:
@@ -90,17 +75,17 @@ def bring_up_and_serve(
 
 def find_device(name: str) -> torch.device:
     """The device called `name`, if this machine has it."""
+    reason = "the reference engine runs on cpu and cuda"
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        if device.type in ("cpu", "cuda"):
+            torch.empty(0, device=device)
+            return device
     except (RuntimeError, AssertionError) as error:
-        raise InvalidSetting(
-            name="--device",
-            value=name,
-            reason=str(error).splitlines()[0].rstrip("."),
-            expected="cpu, or cuda where torch finds a GPU",
-        ) from None
-    return device
+        reason = _first_line(error)
+    raise InvalidSetting(
+        name="--device", value=name, reason=reason, expected="cpu, or cuda where torch finds a GPU"
+    )
 
 
 def library_config(options: RunOptions) -> Config:
@@ -123,6 +108,29 @@ def library_config(options: RunOptions) -> Config:
         attention_support=AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE,
         **chosen,
     )
+
+
+def _build(
+    options: RunOptions, requests: Sequence[Request], blocks: BlockManager, device: torch.device
+) -> tuple[Decoder, dict[str, LayerCache], MetadataBuffers]:
+    """The model with its KV cache, and the metadata's buffers: all that takes memory."""
+    dtype = getattr(torch, options.dtype)
+    model = Decoder(options.model, seed=options.seed).to(device=device, dtype=dtype)
+    layers = allocate_layer_caches(
+        model.layer_names,
+        num_blocks=blocks.num_blocks,
+        block_size=blocks.block_size,
+        num_kv_heads=options.model.kv_heads,
+        head_dim=options.model.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    buffers = MetadataBuffers(
+        max_rows=options.max_num_tokens,
+        max_blocks=_blocks_of_longest(options, requests),
+        device=device,
+    )
+    return model, layers, buffers
 
 
 def _engine(
@@ -158,6 +166,19 @@ def _num_blocks(options: RunOptions, requests: Sequence[Request]) -> int:
     """As asked, else as many as keep the most requests at their longest; and the dump block."""
     enough = options.max_num_reqs * _blocks_of_longest(options, requests)
     return 1 + (options.kv_blocks or enough)
+
+
+@contextmanager
+def _allocation() -> Iterator[None]:
+    """Turn what numpy and torch raise for a size they cannot allocate into TooLarge."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, ValueError) as error:
+        raise TooLarge(reason=_first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 @contextmanager

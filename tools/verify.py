@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import BatchDescriptor, PreparedModel
+from .. import BatchDescriptor, PreparedModel, RuntimeMode
 from .block_manager import DUMP_BLOCK
 from .clock import Clock
 from .eager import run_eagerly
@@ -59,7 +59,8 @@ class Verification:
 class Verifier:
     """Runs steps, and those it picks a second time; `run` takes the place of `prepared.run`.
 
-    It picks the first step of each runtime mode and padded size and then every `every`-th step.
+    It picks the first step of each recording (runtime mode and padded size), the first one without
+    a graph, and every `every`-th step.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class Verifier:
         return output
 
     def _picks(self, decision: Any) -> bool:
-        kind = (decision.mode.name, decision.descriptor.num_tokens)
+        recorded = decision.mode != RuntimeMode.NONE
+        kind = (decision.mode.name, decision.descriptor.num_tokens if recorded else 0)
         first = kind not in self._seen
         self._seen.add(kind)
         return first or self._step % self.every == 0

@@ -80,11 +80,11 @@ def inductor_passes(passes: Sequence[GraphPass], events: Events, piece: int) -> 
     def run(graph: Graph) -> None:
         for position, each in enumerate(passes):
             label = f"post_grad.{piece}.{position}.{each.name}"
-            trace_artifact(f"{label}.before", str(graph))
+            trace_artifact(f"{label}.before", lambda: str(graph))
             rewrites = each.apply(graph)
             graph.eliminate_dead_code()
             graph.lint()
-            trace_artifact(f"{label}.after", str(graph))
+            trace_artifact(f"{label}.after", lambda: str(graph))
             events.emit("pass", graph_pass=each.name, piece=piece, rewrites=rewrites)
 
     return {"post_grad_custom_post_pass": post_grad_pass(run, pass_factors(passes))}

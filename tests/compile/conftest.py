@@ -15,6 +15,7 @@ from piecegraph.cache import Cache
 from piecegraph.compile.compile_model import compile_model
 from piecegraph.compile.compiled_model import CompiledModel
 from piecegraph.compile.config import CompileConfig
+from piecegraph.compile.cut import Task
 from piecegraph.events import Events
 from piecegraph.runtime.binding import binder, packer
 
@@ -62,7 +63,8 @@ def compiled(artifacts: Path) -> Iterator[Compile]:
         root = None if config.compiler == "eager" else artifacts
         events = Events()
         cache = Cache(root, events)
-        made = compile_model(model, config, cache, events, torch.device(device), examples)
+        task = Task(model, config, cache, events, torch.device(device), examples)
+        made = compile_model(task)
         return Compiled(made, inspect.signature(model.forward), events)
 
     yield compile_

@@ -11,6 +11,7 @@ from piecegraph.compile.literal import Expr, Ref, encode
 from piecegraph.compile.plan import (
     CallStep,
     Check,
+    CompiledSpan,
     Constant,
     PieceStep,
     Plan,
@@ -31,7 +32,8 @@ def small_plan(steps, results=(Result(name="t9", dtype="float32", shape=("s0", 8
         constants=(Constant(path=("mode",), value=encode(float("inf"))),),
         weights=(Weight(name="w0", target="a.b", dtype="float32", shape=(8,), stride=(1,)),),
         symbols=(Symbol(name="s0", label="num_tokens", source="i0", dim=0, low=1, high=9),),
-        pieces=(UniquePiece(digest="d", nodes=3, symbols=("s0",)),),
+        pieces=(UniquePiece(digest="d", nodes=3, sizes=(1,)),),
+        spans=(CompiledSpan(low=1, high=9, artifacts=(0,)),),
         steps=tuple(steps),
         results=results,
         structure=encode((Ref("o0"), 3, {"a": None})),
@@ -78,7 +80,6 @@ def test_plan_of_another_form_is_refused(change):
 )
 def test_segments_are_pieces_and_runs_of_calls(kinds, segments):
     steps = [
-        PieceStep(piece=0, args=(), outs=()) if kind == "p" else CALL.model_copy()
-        for kind in kinds
+        PieceStep(piece=0, args=(), outs=()) if kind == "p" else CALL.model_copy() for kind in kinds
     ]
     assert small_plan(steps, results=()).segments() == segments

@@ -141,7 +141,7 @@ def test_consecutive_ops_with_getitems_between(cut):
 
     plan = cut(body)
     assert kinds(plan) == "pccp"
-    assert [step.outs for step in plan.calls()] == [("t1",), ("t2", "t3")]
+    assert [step.outs for step in plan.calls()] == [("t1", None), ("t2", "t3")]
 
 
 def test_sizes_reach_ops_in_lists_keywords_and_expressions(cut):
@@ -154,7 +154,7 @@ def test_sizes_reach_ops_in_lists_keywords_and_expressions(cut):
 
     plan = cut(body)
     assert all(isinstance(step, CallStep) for step in plan.calls())
-    assert plan.pieces[0].symbols == ("s0",)
+    assert all("s0" in str(step.args) + str(step.kwargs) for step in plan.calls()[:3])
 
 
 def test_size_made_in_one_piece_is_made_again_in_the_next(cut):
@@ -219,15 +219,24 @@ def test_value_written_in_place_after_it_crossed_a_cut(cut):
     assert kinds(cut(body)) == "pcp"
 
 
-def test_splitting_op_inside_a_nested_region(cut):
-    @torch.compiler.nested_compile_region
-    def region(x, weight):
-        return ops.fresh(x @ weight, "layer") + 1
+def test_last_piece_that_only_has_effects(compiled):
+    class Remember(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(8))
 
-    def body(m, x):
-        return region(region(x, m.linear.weight), m.linear.weight)
+        def forward(self, x):
+            y = ops.fresh(x + 1, "a")
+            self.seen.add_(y.sum(0))
+            return y
 
-    assert kinds(cut(body)) == "pcpcp"
+    model, plain = Remember(), Remember()
+    made = compiled(model, inputs=X, splitting_patterns=ALL)
+    for size in (3, 1):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(made(x), plain(x))
+    torch.testing.assert_close(model.seen, plain.seen)
+    assert kinds(made.plan) == "pcp"
 
 
 def test_layer_names_do_not_tell_pieces_apart(cut):

@@ -80,6 +80,12 @@ def test_results_of_calls_are_unpacked_and_unused_ones_skipped():
     torch.testing.assert_close(t3, torch.ops.piecegraph_test.fresh(X, "layer"))
 
 
+def test_step_without_results_is_called_for_its_effects():
+    seen = []
+    assert run([piece("i0", outs=())], [], lambda args: seen.append(args[0].shape)) == ()
+    assert seen == [X.shape]
+
+
 def test_overloads_are_called_by_name():
     (out,) = run([call("log.tagged", Ref("i0"), tag="abc", outs=("t0",))], ["t0"])
     torch.testing.assert_close(out, X + 3)
@@ -173,7 +179,9 @@ class Mode(enum.Enum):
 
 
 def test_constants_that_have_no_source_form_are_bound():
-    inf = call("x", math.inf, -math.inf, torch.float16, torch.device("cpu"), Mode.FAST, slice(1, None))
+    inf = call(
+        "x", math.inf, -math.inf, torch.float16, torch.device("cpu"), Mode.FAST, slice(1, None)
+    )
     source, constants = stitched_source(small_plan([inf], results=()))
     assert list(constants.values()) == [
         math.inf,

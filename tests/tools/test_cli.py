@@ -82,8 +82,8 @@ def test_options_reach_the_library(library):
 
 def test_what_is_not_chosen_is_left_to_the_library(library):
     assert main(QUICK) == 0
-    given = library[0].config.__dict__
-    assert not {"graph_mode", "level", "capture_sizes", "cache_dir"} & set(given)
+    given = library[0].config.model_fields_set
+    assert not {"graph_mode", "level", "capture_sizes", "cache_dir"} & given
 
 
 def test_the_prepared_model_is_closed_when_serving_fails(library, monkeypatch):
@@ -96,10 +96,17 @@ def test_the_prepared_model_is_closed_when_serving_fails(library, monkeypatch):
 
 
 BAD = {
-    "--model": ["huge", "layers=0", "layers=x", "hidden=33", "heads=4,kv_heads=3", ""],
+    "--model": [
+        "huge",
+        "layers=0",
+        "layers=x",
+        "hidden=33",
+        "heads=4,kv_heads=3",
+        "",
+    ],
     "--dtype": ["int8"],
-    "--device": ["quantum", "cuda:99"],
-    "--seed": ["-1", "x"],
+    "--device": ["quantum", "cuda:99", "meta", ""],
+    "--seed": ["-1", "x", str(2**63)],
     "--trace": ["/does/not/exist.csv", "/"],
     "--requests": ["0", "1001", "many"],
     "--length-scale": ["0", "-1", "nan", "inf", "x", "400"],
@@ -107,12 +114,12 @@ BAD = {
     "--mode": ["fast"],
     "--strategy": ["never"],
     "--capture-sizes": ["1,two", "", "1,,2"],
-    "--max-num-tokens": ["0", "15"],
-    "--max-num-reqs": ["0", "129"],
+    "--max-num-tokens": ["0", "15", str(10**15)],
+    "--max-num-reqs": ["0", "129", str(10**15)],
     "--backend": ["gcc"],
     "--level": ["-1", "4"],
-    "--block-size": ["0"],
-    "--kv-blocks": ["0", "1"],
+    "--block-size": ["0", str(10**16)],
+    "--kv-blocks": ["0", "1", str(10**16)],
     "--verify": ["maybe"],
     "--json": ["/does/not/exist/report.json", "/"],
     "--unknown": ["1"],
@@ -189,6 +196,24 @@ def test_help_imports_nothing_heavy():
     assert done.returncode == 0, done.stderr
     assert "run" in done.stdout
     assert "bench" in done.stdout
+
+
+def test_no_command_is_a_call_for_help(capsys):
+    assert main([]) == 0
+    assert "Usage" in capsys.readouterr().out
+
+
+def test_sizes_that_cannot_be_allocated_are_a_bad_value(library, capsys, monkeypatch):
+    from piecegraph.tools import run
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nbacktrace")
+
+    monkeypatch.setattr(run, "allocate_layer_caches", refuse)
+    assert main(QUICK) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "do not fit into memory: DefaultCPUAllocator: can't allocate memory" in error
+    assert "backtrace" not in error
 
 
 @pytest.mark.slow

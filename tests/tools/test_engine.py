@@ -116,7 +116,7 @@ def test_failure_12_metadata_keeps_its_addresses(make_world, make_requests):
         addresses.add(tuple(tensor.data_ptr() for tensor in tensors))
         return run(decision, *inputs, metadata=metadata)
 
-    world.engine._run = watch
+    world.engine.run = watch
     for _ in world.engine.serve(make_requests((13, 5), (4, 6), (2, 9))):
         pass
     assert len(addresses) == 1
@@ -134,6 +134,6 @@ def test_failure_30_metadata_is_sized_for_the_padded_batch(make_world, make_requ
         assert (metadata.block_table[len(metadata.query_lens) :] == 0).all()
         return run(decision, *inputs, metadata=metadata)
 
-    world.engine._run = check
-    for _ in world.engine.serve(make_requests((5, 5), (4, 6), (2, 9))):
+    world.engine.run = check
+    for _ in world.engine.serve(make_requests((3, 2), (3, 6), (2, 9), (1, 9))):
         pass

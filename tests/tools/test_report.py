@@ -25,13 +25,14 @@ def report(library, capsys):
     return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_a_documented_key_is_there(report, name):
-    value = report
-    for key in name.split("."):
-        assert key.removesuffix("[]") in value
-        value = value[key.removesuffix("[]")]
-    assert isinstance(value, list) == name.endswith("[]")
+def test_every_documented_key_is_there(report):
+    assert len(DOCUMENTED) > 25
+    for name in DOCUMENTED:
+        value = report
+        for key in name.split("."):
+            assert key.removesuffix("[]") in value, name
+            value = value[key.removesuffix("[]")]
+        assert isinstance(value, list) == name.endswith("[]"), name
 
 
 def test_counts_agree_with_each_other(report):

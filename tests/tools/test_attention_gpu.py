@@ -1,0 +1,87 @@
+"""Attention on a GPU: the same numbers as on the CPU, and a decode step that can be captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from piecegraph import BatchDescriptor, ForwardContext, RuntimeMode, forward_context
+from piecegraph.tools import attention  # noqa: F401 - registers the op
+from piecegraph.tools.block_manager import BlockManager
+from piecegraph.tools.kv_cache import LayerCache
+from piecegraph.tools.metadata import MetadataBuffers
+from piecegraph.tools.scheduler import Request, Schedule, Share
+
+pytestmark = pytest.mark.gpu
+
+HEADS, KV_HEADS, DIM, BLOCK, NUM_BLOCKS = 8, 2, 32, 16, 80
+
+
+def decodes(contexts, blocks):
+    for i, context in enumerate(contexts):
+        assert blocks.grow(i, context + 1)
+    shares = [Share(Request(i, [0] * 200, 1), n, 1, True) for i, n in enumerate(contexts)]
+    return Schedule(tuple(shares), ())
+
+
+def chunks(shapes, blocks):
+    for i, (start, query_len) in enumerate(shapes):
+        assert blocks.grow(i, start + query_len)
+    shares = [Share(Request(i, [0] * 200, 1), *shape, False) for i, shape in enumerate(shapes)]
+    return Schedule(tuple(shares), ())
+
+
+class Side:
+    """One device's cache, buffers and inputs, the same on every device."""
+
+    def __init__(self, device, rows):
+        self.buffers = MetadataBuffers(max_rows=rows, max_blocks=16, device=torch.device(device))
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape):
+            return torch.randn(*shape, DIM, generator=generator).to(device)
+
+        cache_shape = (NUM_BLOCKS, BLOCK, KV_HEADS)
+        self.cache = LayerCache(draw(*cache_shape), draw(*cache_shape))
+        self.query = draw(rows, HEADS)
+        self.key, self.value = draw(rows, KV_HEADS), draw(rows, KV_HEADS)
+        self.output = torch.full_like(self.query, torch.nan)
+
+    def attend(self, metadata):
+        with forward_context(ForwardContext({"here": self.cache}, metadata)):
+            torch.ops.piecegraph_reference.paged_attention(
+                self.query, self.key, self.value, self.output, "here"
+            )
+        return self.output
+
+
+@pytest.mark.parametrize("decode", [False, True])
+def test_the_device_computes_what_the_cpu_does(decode):
+    outputs = []
+    for device in ("cpu", "cuda"):
+        blocks = BlockManager(NUM_BLOCKS, BLOCK)
+        schedule = (
+            decodes([40, 3, 100], blocks) if decode else chunks([(40, 1), (0, 5), (90, 2)], blocks)
+        )
+        side = Side(device, 8)
+        metadata = side.buffers.fill(schedule, blocks, BatchDescriptor(8))
+        outputs.append(side.attend(metadata).cpu())
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
+    assert (outputs[1][schedule.num_tokens :] == 0).all()
+
+
+def test_a_captured_decode_step_follows_the_buffers_contents():
+    side, expected = Side("cuda", 8), Side("cuda", 8)
+    dummy = side.buffers.padding(BatchDescriptor(8, 8, 1), RuntimeMode.FULL)
+    side.attend(dummy)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side.attend(dummy)
+    for contexts in ([40, 3, 100], [7], [120] * 8):
+        blocks = BlockManager(NUM_BLOCKS, BLOCK)
+        schedule = decodes(contexts, blocks)
+        side.buffers.fill(schedule, blocks, BatchDescriptor(8, 8, 1))
+        graph.replay()
+        metadata = expected.buffers.fill(schedule, blocks, BatchDescriptor(8, 8, 1))
+        assert torch.equal(side.output, expected.attend(metadata))
