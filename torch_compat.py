@@ -198,6 +198,30 @@ def inductor_compile(
     )
 
 
+def inductor_unpack(
+    graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any], folder: str
+) -> None:
+    """Compile `graph` and lay its generated code out in `folder`, as files that may be edited."""
+    from torch._inductor import standalone_compile
+
+    with compiler_lock:
+        artifact = standalone_compile(
+            graph, inputs, dynamic_shapes="from_graph", options={"config_patches": options}
+        )
+        artifact.save(path=folder, format="unpacked")
+
+
+def inductor_load_unpacked(folder: str) -> Callable[[list[Any]], Any]:
+    """The function whose code lies in `folder`, of one list of arguments."""
+    from torch._inductor.standalone_compile import CompiledArtifact
+    from torch._inductor.utils import clear_caches
+
+    with compiler_lock:
+        clear_caches()
+        artifact = CompiledArtifact.load(path=folder, format="unpacked")
+    return lambda args: artifact(*args)
+
+
 def inductor_serialize(artifact: Any) -> bytes:
     return bytes(artifact.serialize())
 

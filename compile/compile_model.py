@@ -16,10 +16,15 @@ from .bundle import BadBundle, Bundle, read_bundle, store_bundle
 from .compile_pieces import compile_pieces
 from .compiled_model import CompiledModel, bind
 from .compilers import Compiler, compiler_named
+from .config import CompileConfig
 from .cut import Task, cut_model
+from .dump import dump_plan
 from .factors import trace_key
 from .piece_graph import picture
+from .readable import readable
 from .tell import tell_lookup, tell_plan
+from .uncompiled import uncompiled_model
+from .unpacked import unpacked_inductor
 
 
 def compile_model(task: Task) -> CompiledModel:
@@ -27,7 +32,10 @@ def compile_model(task: Task) -> CompiledModel:
 
     Raises the errors of tracing, splitting, guards and compilers; never one of the cache.
     """
-    compiler = compiler_named(task.config.compiler)
+    if not task.config.compile:
+        task.events.emit("bundle", hit=False, reason="compile is off")
+        return uncompiled_model(task.model, task.config, task.device, task.examples)
+    compiler = _compiler(task.config)
     if compiler.load is None:
         reason = f"compiler {compiler.name!r} keeps no artifacts"
         task.events.emit("bundle", hit=False, reason=reason)
@@ -39,6 +47,12 @@ def compile_model(task: Task) -> CompiledModel:
         if held and (warm := _warm(task, key, compiler)):
             return warm
         return _cold(task, compiler, key)
+
+
+def _compiler(config: CompileConfig) -> Compiler:
+    if config.dump_dir is not None and config.compiler == "inductor":
+        return unpacked_inductor(config.dump_dir)
+    return compiler_named(config.compiler)
 
 
 def _warm(task: Task, key: Key, compiler: Compiler) -> CompiledModel | None:
@@ -83,6 +97,9 @@ def _cold(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel:
     drawn = picture(plan)
     task.events.detail("piece_graph", lambda: drawn)
     tell_plan(plan, task.events)
+    if (directory := task.config.dump_dir) is not None:
+        dump_plan(plan, directory)
+        (directory / "graph.py").write_text(readable(cut.trace.graph))
     if key is not None:
         with task.events.span("cache.store", level=logging.INFO):
             store_bundle(task.cache, key, Bundle(plan, cut.trace.modules, compiled.artifacts))

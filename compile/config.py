@@ -107,6 +107,15 @@ class CompileConfig(BaseModel):
     """Passes to run after the shipped ones: a `GraphPass`, a function of a graph, or the name of
     one, as `module:function` or an entry point of the group `piecegraph.passes`."""
 
+    compile: Annotated[bool, TRACED] = True
+    """False calls the model's own forward: nothing is traced, and there are no graphs."""
+
+    dedupe: Annotated[bool, TRACED] = True
+    """False compiles equal pieces each on its own."""
+
+    dump_dir: Annotated[Path | None, LOCATION] = None
+    """Where graphs and generated code are written for people; edits of that code are used."""
+
     cache: Annotated[bool, LOCATION] = True
     cache_dir: Annotated[Path | None, LOCATION] = None
 

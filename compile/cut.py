@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ def _split(
             continue
         piece = lift(section, symbols, traced.shape_env)
         digest = fingerprint(piece.graph, traced.graph)
+        if not config.dedupe:
+            digest = hashlib.sha256(f"{digest} {total}".encode()).hexdigest()
         found = unique.setdefault(digest, UniquePiece(len(unique), digest, piece))
         planner.piece(found.index, piece)
         total += 1

@@ -182,6 +182,7 @@ class PreparedModel:
         """From now on nothing compiles, and nothing is captured but by the strategy."""
         self._sealed = True
         self._monitor.start()
+        self.events.emit("seal")
 
     def release(self) -> None:
         """Free all graphs and their memory; `capture` on an unsealed model brings them back."""

@@ -74,3 +74,11 @@ define(
     _scan,
     lambda value, decay, layer: value.new_empty(value.shape),
 )
+
+
+def _turn(query: torch.Tensor, key: torch.Tensor) -> None:
+    query.mul_(3)
+    key.neg_()
+
+
+define("turn(Tensor(a!) query, Tensor(b!) key) -> ()", _turn, lambda query, key: None)

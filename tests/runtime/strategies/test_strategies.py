@@ -168,7 +168,7 @@ def test_no_garbage_collection_for_a_lazy_capture(make: Any) -> None:
     finally:
         gc.callbacks.pop()
     assert 2 not in collections
-    assert served.backend.counters["sessions"] == 1
+    assert served.backend.counters["preparations"] == 1
 
 
 def test_capturing_leaves_the_random_state_alone(make: Any) -> None:
