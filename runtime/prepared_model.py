@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .capture_session import CaptureSession
 from .capturer import Capturer, SlotActions
 from .config import Config
 from .forward_context import CURRENT, ForwardContext, forward_context
+from .memory_ledger import MemoryLedger, MemoryPlan, Owner, plan_memory
 from .monitors import Monitor
 from .ranks import Ranks, alone, start_facts
 from .recorder import break_graph, opaque_piece, record
@@ -29,6 +31,7 @@ from .report import build_report
 from .results import RealResults
 from .static_inputs import BoundInputs, InputSpec, Padding, StaticInputs
 from .usage import Usage
+from .warmup import AuxiliaryTask, capture_items, range_works, warm_up
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
@@ -95,6 +98,7 @@ class PreparedModel:
         self._addresses = Addresses(backend.address)
         for name, weight in compiled.weights.items():
             self._addresses.watch(name, weight)
+        self.ledger = _ledger(compiled, self._inputs)
         self._context = ForwardContext(layers)
         self._metadata_for: MetadataFor | None = None
         self._ranks = ranks
@@ -171,6 +175,41 @@ class PreparedModel:
             self._capturer.startup()
         self.events.emit("memory", **self._memory())
 
+    def warm_up(
+        self,
+        metadata_for: MetadataFor | None = None,
+        tasks: Sequence[AuxiliaryTask] = (),
+        *,
+        skip: Collection[str] = (),
+        show: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Run each compiled range, capture as `capture` does, run the engine's `tasks`.
+
+        `skip` names kinds of warm-up to leave out ("range", "capture", "auxiliary"); what that
+        costs is logged. `show` is given a line of progress for each item.
+        """
+        self._metadata_for = metadata_for
+        warm_up(
+            range_works(self.compiled.plan.symbols, self._run_dummy),
+            capture_items(self._capturer.queue, self.dispatcher.plan),
+            partial(self.capture, metadata_for),
+            tasks,
+            skip,
+            self.backend.memory,
+            self.events,
+            show,
+        )
+
+    def memory_plan(self, utilisation: float = 0.9) -> MemoryPlan:
+        """What is left for the KV cache if the engine uses this share of the device.
+
+        Asked before any capture, graphs count with a forecast, for which a few are probed.
+        """
+        graphs = self._capturer.expected_bytes()
+        for mode, num_bytes in self._capturer.memory.by_mode.items():
+            self.ledger.state(f"graph pool {mode.name}", num_bytes)
+        return plan_memory(self.backend.memory(), self.ledger, graphs, utilisation)
+
     def capture_idle(self, budget_ms: float) -> int:
         """Capture for at most `budget_ms` what DELAYED or LAZY would have; returns how many.
 
@@ -205,6 +244,16 @@ class PreparedModel:
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured slots with their recordings."""
         return [(i, slot.recording) for i, slot in enumerate(self._slots) if slot is not None]
+
+    def _run_dummy(self, sizes: Mapping[str, int]) -> None:
+        """Run the compiled code without a graph on a batch of padding."""
+        descriptor = BatchDescriptor(sizes["num_tokens"])
+        context = self._context
+        if self._metadata_for:
+            context.metadata = self._metadata_for(descriptor, RuntimeMode.NONE)
+        context.num_tokens = descriptor.num_tokens
+        with forward_context(context), torch.no_grad():
+            self._stitched(*self._inputs.at(sizes).views)
 
     def _memory(self) -> dict[str, int]:
         """Bytes the recordings took as they were made, and the device's used and free ones now."""
@@ -269,6 +318,14 @@ def _piece_hook(use: int, piece: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call_hook(use: int, op: Callable[..., Any]) -> Callable[..., Any]:
     return break_graph(op)
+
+
+def _ledger(compiled: CompiledModel, inputs: StaticInputs) -> MemoryLedger:
+    ledger = MemoryLedger()
+    ledger.own(Owner.WEIGHTS, compiled.weights.values())
+    limits = {symbol.label: symbol.high for symbol in compiled.plan.symbols}
+    ledger.own(Owner.STATIC_BUFFERS, inputs.at(limits).views)
+    return ledger
 
 
 def _static_inputs(compiled: CompiledModel, config: Config, device: torch.device) -> StaticInputs:

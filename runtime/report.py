@@ -49,6 +49,8 @@ def build_report(
             "reasons": [f"{change.after.value}: {change.why}" for change in resolved.reasons],
         },
         "captures": [event.facts for event in events.named("capture")],
+        "warmup": [event.facts for event in events.named("warmup")],
+        "skipped_warmup": [event.facts for event in events.named("warmup.skipped")],
         "dispatch": usage.rows(),
         "reasons": usage.reasons(),
     }
