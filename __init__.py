@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .compile.piece_graphs import PieceGraph, compile_graph, piece_graphs
     from .dispatch import (
         AttentionSupport,
         Batch,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .runtime.prepare import prepare
     from .runtime.prepared_model import PreparedModel
     from .runtime.recorder import break_graph
+    from .runtime.switches import SWITCHES, switched_off
 
 _HOMES = {
     "AttentionSupport": ".dispatch",
@@ -41,16 +43,22 @@ _HOMES = {
     "ForwardContext": ".runtime.forward_context",
     "GraphMode": ".dispatch",
     "PiecegraphError": ".errors",
+    "PieceGraph": ".compile.piece_graphs",
     "PreparedModel": ".runtime.prepared_model",
     "Reason": ".dispatch",
     "RuntimeMode": ".dispatch",
+    "SWITCHES": ".runtime.switches",
     "break_graph": ".runtime.recorder",
+    "compile_graph": ".compile.piece_graphs",
     "forward_context": ".runtime.forward_context",
     "get_forward_context": ".runtime.forward_context",
+    "piece_graphs": ".compile.piece_graphs",
     "prepare": ".runtime.prepare",
+    "switched_off": ".runtime.switches",
 }
 
 __all__ = [
+    "SWITCHES",
     "AttentionSupport",
     "Batch",
     "BatchDescriptor",
@@ -61,14 +69,18 @@ __all__ = [
     "Events",
     "ForwardContext",
     "GraphMode",
+    "PieceGraph",
     "PiecegraphError",
     "PreparedModel",
     "Reason",
     "RuntimeMode",
     "break_graph",
+    "compile_graph",
     "forward_context",
     "get_forward_context",
+    "piece_graphs",
     "prepare",
+    "switched_off",
 ]
 
 

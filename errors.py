@@ -257,7 +257,7 @@ class LibraryNotGeneral(CompileError):
 
 
 class LibraryDisagrees(CompileError):
-    what = "the ahead-of-time library is off by {difference} in a result of shape {shape}"
+    what = "the ahead-of-time library differs from its piece at {sizes}: {fault}"
     todo = "The piece is served by Inductor's standalone artifact instead."
 
 

@@ -96,17 +96,6 @@ def capture_full_graph(
     )
 
 
-def trace_errors() -> tuple[type[BaseException], ...]:
-    """Exceptions by which Dynamo refuses a model."""
-    from torch._dynamo import exc
-    from torch.fx.experimental.symbolic_shapes import (
-        ConstraintViolationError,
-        GuardOnDataDependentSymNode,
-    )
-
-    return (exc.TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode)
-
-
 def user_location(error: BaseException) -> str | None:
     """file:line of the user's code that a Dynamo error is about."""
     seen: BaseException | None = error
@@ -193,6 +182,30 @@ def inductor_compile(
     )
 
 
+def inductor_unpack(
+    graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any], folder: str
+) -> None:
+    """Compile `graph` and lay its generated code out in `folder`, as files that may be edited."""
+    from torch._inductor import standalone_compile
+
+    with compiler_lock:
+        artifact = standalone_compile(
+            graph, inputs, dynamic_shapes="from_graph", options={"config_patches": options}
+        )
+        artifact.save(path=folder, format="unpacked")
+
+
+def inductor_load_unpacked(folder: str) -> Callable[[list[Any]], Any]:
+    """The function whose code lies in `folder`, of one list of arguments."""
+    from torch._inductor.standalone_compile import CompiledArtifact
+    from torch._inductor.utils import clear_caches
+
+    with compiler_lock:
+        clear_caches()
+        artifact = CompiledArtifact.load(path=folder, format="unpacked")
+    return lambda args: artifact(*args)
+
+
 def inductor_serialize(artifact: Any) -> bytes:
     return bytes(artifact.serialize())
 
@@ -207,6 +220,20 @@ def inductor_callable(artifact: Any) -> Callable[[list[Any]], Any]:
     """The artifact as a function of one list of arguments, past its outermost wrapper."""
     compiled_fn = artifact.inner_fn.compiled_fn
     return lambda args: compiled_fn(*args)
+
+
+def post_grad_pass(run: Callable[[torch.fx.Graph], None], uuid: Any) -> Any:
+    """`run` in the form in which Inductor takes a pass; `uuid` is its part of Inductor's keys."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            run(graph)
+
+        def uuid(self) -> Any:
+            return uuid
+
+    return Pass()
 
 
 @contextmanager

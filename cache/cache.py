@@ -3,6 +3,10 @@
 A look-up gives an entry or a miss with its reason; damage is moved to quarantine and is a miss. A
 publish that fails is an event, and the entry is returned all the same: the process goes on serving
 from what it holds. With no root and no layers the cache is off, behind the same interface.
+
+Counters: `cache.hit`, `cache.hit.<layer>`, `cache.miss`, `cache.miss.<reason>`, `cache.bytes_read`,
+`cache.bytes_written`, `cache.published`, `cache.publish_failed`, `cache.quarantined`,
+`cache.evicted`, `cache.duplicate_work`, `cache.milliseconds_saved`.
 """
 
 from __future__ import annotations

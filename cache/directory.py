@@ -3,6 +3,10 @@
 Blobs come first, each written to a private temporary file, forced to the disk and renamed to its
 sha256; the manifest that names them comes last, by one rename. A reader therefore sees a whole
 entry or none, whoever dies when. Nothing is truncated, and nothing is listed in order to read.
+
+Made for any number of processes of one machine. On a network file system entries stay whole, since
+all of it rests on rename and on digests, but what one machine publishes may be a miss on another
+for a while, and without locks work may be done twice: better give it as a shared layer.
 """
 
 from __future__ import annotations

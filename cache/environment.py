@@ -17,11 +17,17 @@ from .factors import is_place
 CACHE_DIR = "PIECEGRAPH_CACHE_DIR"
 SIGNING_KEY = "PIECEGRAPH_CACHE_SIGNING_KEY"
 SIGNING_KEY_FILE = "PIECEGRAPH_CACHE_SIGNING_KEY_FILE"
+OFF = "PIECEGRAPH_OFF"
+DUMP_DIR = "PIECEGRAPH_DUMP_DIR"
+LOG_LEVEL = "PIECEGRAPH_LOG_LEVEL"
 
 DECLARED: Mapping[str, str] = {
     CACHE_DIR: "where the private cache directory lies",
     SIGNING_KEY: "secret that signs shared entries",
     SIGNING_KEY_FILE: "file that holds this secret",
+    OFF: "parts that are off, separated by commas",
+    DUMP_DIR: "where graphs and generated code are written for people",
+    LOG_LEVEL: "least severe level that the command line logs: debug, info, warning",
 }
 """Every variable the library reads, with its meaning."""
 
@@ -29,6 +35,7 @@ PREFIXES = ("PIECEGRAPH_", "TORCH", "PYTORCH_", "TRITON_", "ATEN_")
 
 EXEMPT: Mapping[str, str] = {
     r"PIECEGRAPH_CACHE_.*": "where and whom to trust, not what is compiled; one is a secret",
+    OFF: "what it changes is in the settings",
     r".*_(DIR|DIRS|PATH|HOME|FILE|FOLDER)": "a place",
     r".*_(LOGS?|LOG_LEVEL|TRACE|VERBOSE|PROGRESS|PRINT_.*|SHOW_.*|COMPILE_DEBUG)": "what is shown",
     r".*_(DUMP|DEBUG_DUMP|DUMP_.*|REPRODUCER.*)": "what is written for people",

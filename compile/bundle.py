@@ -25,7 +25,7 @@ class BadBundle(Exception):
 
 @dataclass(frozen=True)
 class Bundle:
-    """`modules` are those whose code was traced; `artifacts` has one entry a unique piece."""
+    """`modules` are those whose code was traced; `artifacts` are those the plan's spans name."""
 
     plan: Plan
     modules: Sequence[str]
@@ -35,7 +35,7 @@ class Bundle:
 def store_bundle(cache: Cache, key: Key, bundle: Bundle) -> None:
     """Publish a bundle under its trace key, in the place of an earlier one."""
     blobs = {
-        f"p{index}.{name}": content
+        f"a{index}.{name}": content
         for index, artifact in enumerate(bundle.artifacts)
         for name, content in artifact.items()
     }
@@ -55,9 +55,9 @@ def read_bundle(entry: Entry) -> Bundle:
         plan = Plan.model_validate_json(entry.contents[PLAN])
     except (KeyError, ValidationError) as error:
         raise BadBundle(f"its plan cannot be read: {error}") from error
-    artifacts: list[dict[str, bytes]] = [{} for _ in plan.pieces]
+    artifacts: list[dict[str, bytes]] = [{} for _ in plan.sizes_of_artifacts()]
     for name, content in entry.contents.items():
-        piece, _, rest = name.partition(".")
-        if piece[0] == "p" and piece[1:].isdigit() and int(piece[1:]) < len(artifacts):
-            artifacts[int(piece[1:])][rest] = content
+        artifact, _, rest = name.partition(".")
+        if artifact[0] == "a" and artifact[1:].isdigit() and int(artifact[1:]) < len(artifacts):
+            artifacts[int(artifact[1:])][rest] = content
     return Bundle(plan, list(sources), artifacts)

@@ -1,4 +1,4 @@
-"""Give a bundle its fast form: an AOTInductor library for each unique piece.
+"""Give a bundle its fast form: an AOTInductor library for each artifact.
 
 A cold start serves from Inductor's standalone artifacts, which are ready sooner. This is run after
 it, or by whoever builds an image; the next start then loads in milliseconds and imports neither
@@ -8,50 +8,51 @@ Dynamo nor Inductor. The model is traced again; its artifacts come from the cach
 from __future__ import annotations
 
 import logging
-import time
 
-from ..cache import Entry
 from ..torch_compat import reasoning_about_sizes
-from .aoti import Limits, build_library
+from .aoti import build_library
 from .artifact import LIBRARY, Blobs
 from .bundle import Bundle, store_bundle
-from .compile_model import Cut, Task, cut_model
-from .factors import codegen_key, trace_key
-from .pieces import Piece
+from .compile_pieces import Job, compile_pieces, compiler_options, store_artifact
+from .compilers import compiler_named
+from .cut import Cut, Task, cut_model
+from .factors import trace_key
 
 
 def compile_ahead(task: Task) -> bool:
-    """Build the missing libraries and republish the bundle; False if a piece cannot have one.
+    """Build the missing libraries and republish the bundle; False if an artifact cannot have one.
 
-    Such a piece is reported, and the bundle keeps its form.
+    It is then reported, and the bundle keeps its form.
     """
     cut = cut_model(task)
-    limits = {str(symbol): task.config.limits(label) for symbol, label in cut.labels.items()}
+    compiled = compile_pieces(task, cut, compiler_named(task.config.compiler))
     artifacts: list[Blobs] = []
-    for index, (digest, piece) in enumerate(cut.unique):
-        key = codegen_key(digest, task.config, task.device)
-        entry = task.cache.lookup("artifact", key)
-        stored = entry.contents if isinstance(entry, Entry) else {}
-        if LIBRARY not in stored:
-            began = time.perf_counter()
-            with task.events.span("compile.library", piece=index, digest=digest[:12]):
-                library = _library(task, cut, index, piece, limits)
+    for job, blobs in zip(compiled.jobs, compiled.artifacts, strict=True):
+        if LIBRARY not in blobs:
+            library = _library(task, cut, job)
             if library is None:
                 return False
-            stored = {**stored, LIBRARY: library}
-            seconds = time.perf_counter() - began
-            task.cache.publish("artifact", key, {"compile_seconds": seconds}, stored)
-        artifacts.append(stored)
+            blobs = {**blobs, LIBRARY: library}
+            store_artifact(task, cut, job, blobs)
+        artifacts.append(blobs)
+    plan = cut.plan(compiled.spans)
     key = trace_key(task.model, task.config, task.device)
-    store_bundle(task.cache, key, Bundle(cut.plan(), cut.trace.modules, artifacts))
+    store_bundle(task.cache, key, Bundle(plan, cut.trace.modules, artifacts))
     return True
 
 
-def _library(task: Task, cut: Cut, index: int, piece: Piece, limits: Limits) -> bytes | None:
-    graph = piece.module(cut.trace.graph)
+def _library(task: Task, cut: Cut, job: Job) -> bytes | None:
+    graph = job.unique.piece.module(cut.trace.graph)
+    limits = cut.guards.limits()
+    if job.size is not None:
+        limits |= dict.fromkeys(job.unique.piece.symbols(), (job.size, job.size))
+    index = job.unique.index
     try:
-        with reasoning_about_sizes(task.config.dynamic_shapes.value):
-            library = build_library(graph, limits, task.device, task.config.inductor_options)
+        with (
+            task.events.span("compile.library", piece=index, digest=job.unique.digest[:12]),
+            reasoning_about_sizes(cut.config.dynamic_shapes.value),
+        ):
+            library = build_library(graph, limits, task.device, compiler_options(task, cut, job))
     except Exception as error:  # whatever torch refuses: the other form serves
         reason = f"{type(error).__name__}: {error}"
         task.events.emit(

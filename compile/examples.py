@@ -15,9 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ExampleInputsMissing, ExampleMismatch, UndeclaredDynamicShape, UnknownInput
 from ..torch_compat import mark_dynamic
-from .config import CompileConfig, InputSpec
-
-TOKENS = "num_tokens"
+from .config import TOKENS, CompileConfig, InputSpec
 
 # Sizes unlike any that a model treats specially: a guard such as T % 8 == 0 must show itself.
 _SIZES = (17, 19, 23, 29, 31, 37)

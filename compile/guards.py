@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,9 @@ EXHAUSTIVE = 1 << 20
 """Combinations of sizes that are tried one by one; beyond, only intervals prove."""
 
 Ranges = dict[sympy.Symbol, tuple[int, int]]
+
+Run = Callable[[Mapping[sympy.Symbol, int]], str | None]
+"""Runs what was compiled at the given sizes; None if it is right there, else how it is wrong."""
 
 
 @dataclass(frozen=True)
@@ -121,21 +124,27 @@ class GuardBook:
         self.unproved: list[Guard] = []
         self.settled: list[SettledGuard] = []
 
-    def settle(self, origin: str, asserts: Sequence[SizeAssert] = ()) -> None:
+    def settle(
+        self, origin: str, asserts: Sequence[SizeAssert] = (), run: Run | None = None
+    ) -> bool:
         """Prove all guards added since the last call, or treat them as the policy says.
 
-        `asserts` are assertions that were taken out of a graph. Raises GuardUnproved under the
-        policy `prove`.
+        `asserts` are assertions that were taken out of a graph. `run` runs what was compiled at
+        given sizes and says how it is wrong there: a guard of the compiler's that fails only for a
+        few sizes is settled by running these. Returns whether all is proved; raises GuardUnproved
+        under the policy `prove`.
         """
+        before = len(self.unproved)
         guards = self._env.guards[self._read :]
         self._read = len(self._env.guards)
         for shape_guard in guards:
-            self._settle(shape_guard.expr, _user_line(shape_guard.sloc), origin)
+            self._settle(shape_guard.expr, _user_line(shape_guard.sloc), origin, run)
         if self._config.dynamic_shapes is DynamicShapes.UNBACKED:
             for expression, where in [*self._narrowed(), *asserts, *self._deferred()]:
                 if expression not in self._asserted:
                     self._asserted.add(expression)
-                    self._settle(expression, where, origin)
+                    self._settle(expression, where, origin, run)
+        return len(self.unproved) == before
 
     def _narrowed(self) -> Iterator[SizeAssert]:
         """Bounds that tracing put on unbacked sizes; unlike assertions they know their line."""
@@ -159,11 +168,18 @@ class GuardBook:
 
         Raises ShapesDiffer under the policy `prove`.
         """
-        base = {s: label for s, label in self._labels.items() if self._env.replace(s) == s}
-        limits = {s: self._config.limits(str(label)) for s, label in base.items()}
-        for sizes in corners(limits):
+        for sizes in corners(self.limits()):
             if found := difference_at(piece, self._env, sizes):
-                self._differs(found, {base[s]: n for s, n in sizes.items()}, origin)
+                self._differs(found, {self._labels[s]: n for s, n in sizes.items()}, origin)
+
+    def limits(self) -> Ranges:
+        """The served range of each symbol that is not equal to another."""
+        base = [symbol for symbol in self._labels if self._env.replace(symbol) == symbol]
+        return {symbol: self._config.limits(str(self._labels[symbol])) for symbol in base}
+
+    def label(self, symbol: sympy.Symbol) -> sympy.Symbol:
+        """The declared name of a symbol of the trace."""
+        return self._labels[symbol]
 
     def _differs(self, found: Difference, sizes: dict[sympy.Symbol, int], origin: str) -> None:
         error = ShapesDiffer(
@@ -200,9 +216,13 @@ class GuardBook:
         named = set(self._labels.values())
         return {s: self._config.limits(str(s)) for s in expression.free_symbols if s in named}
 
-    def _settle(self, expression: sympy.Basic, where: str | None, origin: str) -> None:
+    def _settle(
+        self, expression: sympy.Basic, where: str | None, origin: str, run: Run | None
+    ) -> None:
         guard = Guard(self._labelled(expression), where, origin)
         proof = prove(guard.expression, self._ranges(guard.expression))
+        if run is not None and self._right_where_it_fails(proof, run):
+            proof = Proof(True, "run at the sizes it fails for", proof.failing, proof.failures)
         settled = SettledGuard(
             expression=str(guard.expression),
             where=guard.where,
@@ -224,6 +244,14 @@ class GuardBook:
                 self._events.emit(
                     "guard.dropped", level=logging.WARNING, expression=str(guard.expression)
                 )
+
+    def _right_where_it_fails(self, proof: Proof, run: Run) -> bool:
+        if proof.holds is not False or proof.failures > len(proof.failing):
+            return False
+        least = {symbol: low for symbol, (low, _) in self.limits().items()}
+        symbols = {str(self._labels[symbol]): symbol for symbol in least}
+        points = [{symbols[name]: size for name, size in f.items()} for f in proof.failing]
+        return all(run({**least, **point}) is None for point in points)
 
     def _error(self, guard: Guard, proof: Proof) -> GuardUnproved:
         symbols = sorted(map(str, guard.expression.free_symbols))

@@ -37,6 +37,17 @@ class Piece:
         graph.output(graph.graph_copy(self.graph, {}))
         return GraphModule(root, graph, class_name="Piece")
 
+    def symbols(self) -> list[sympy.Symbol]:
+        """The symbols in the sizes of its inputs, by first appearance."""
+        found: dict[sympy.Symbol, None] = {}
+        for value in self.example_values():
+            sizes = [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]
+            for size in sizes:
+                if isinstance(size, torch.SymInt):
+                    expression = size.node.shape_env.replace(size.node.expr)
+                    found.update(dict.fromkeys(sorted(expression.free_symbols, key=str)))
+        return list(found)
+
     def example_values(self) -> list[Any]:
         """Fake tensors and symbolic ints for the inputs, in order."""
         return [node.meta["example_value"] for node in self.graph.find_nodes(op="placeholder")]

@@ -20,6 +20,7 @@ from .pieces import BaseSymbols, Piece, is_size
 from .plan import (
     CallStep,
     Check,
+    CompiledSpan,
     Constant,
     PieceStep,
     Plan,
@@ -104,6 +105,7 @@ class Planner:
     def plan(
         self,
         unique: Sequence[tuple[str, Piece]],
+        spans: Sequence[CompiledSpan],
         unproved: Sequence[Guard],
         settled: Sequence[SettledGuard],
     ) -> Plan:
@@ -126,6 +128,7 @@ class Planner:
                 )
                 for digest, piece in unique
             ),
+            spans=tuple(spans),
             steps=tuple(self._steps),
             results=tuple(self._result(value) for value in outputs),
             structure=encode(self._trace.structure),

@@ -112,7 +112,7 @@ class _Run(Interpreter):
                 return None if size is None else str(size)
         return None
 
-    def _size(self, size: int | torch.SymInt) -> int | None:
+    def _size(self, size: Any) -> Any:
         if not isinstance(size, torch.SymInt):
             return size
         expression = self._shape_env.replace(size.node.expr).subs(self._sizes)

@@ -8,7 +8,7 @@ from ..cache import Cache, Entry, Key, Miss
 from ..cache.explain import why
 from ..events import Events, trace_artifact
 from .literal import decode, refs
-from .plan import CallStep, Plan, UniquePiece
+from .plan import CallStep, Plan, UniquePiece, UserInput, Weight
 from .stitch import stitched_source
 
 
@@ -41,11 +41,22 @@ def split_graph(plan: Plan) -> list[dict[str, Any]]:
             steps.append({"op": step.op, "takes": taken, "gives": [o for o in step.outs if o]})
         else:
             steps.append({"piece": step.piece, "takes": step.args, "gives": step.outs})
-    shown = plan.shapes
+    shown = {**plan.shapes, **_outer_shapes(plan)}
     return [
         {**step, **{k: {n: shown.get(n, "") for n in step[k]} for k in ("takes", "gives")}}
         for step in steps
     ]
+
+
+def _outer_shapes(plan: Plan) -> dict[str, str]:
+    """Dtype and shape of inputs and weights, dynamic sizes by their labels; labels of symbols."""
+    labels = {symbol.name: symbol.label for symbol in plan.symbols}
+    outer: list[UserInput | Weight] = [*plan.inputs, *plan.weights]
+    shapes = dict(labels)
+    for item in outer:
+        sizes = ", ".join(labels.get(str(size), str(size)) for size in item.shape)
+        shapes[item.name] = f"{item.dtype}[{sizes}]"
+    return shapes
 
 
 def call_inputs(step: CallStep) -> list[str]:

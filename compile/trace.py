@@ -25,7 +25,6 @@ from ..torch_compat import (
     capture_full_graph,
     dynamo_tracing,
     input_source,
-    trace_errors,
     user_location,
 )
 from .config import CompileConfig
@@ -79,7 +78,7 @@ def trace(
     with dynamo, dynamo_tracing(config.dynamic_shapes.value):
         try:
             captured = capture_full_graph(model, args, kwargs)
-        except trace_errors() as error:
+        except Exception as error:  # Dynamo lets many kinds through besides its own
             raise TraceFailed(where=user_location(error), reason=_reason(error)) from error
     if captured is None:
         raise NothingToCompile(model=type(model).__name__)
@@ -97,7 +96,8 @@ def trace(
 
 def _reason(error: BaseException) -> str:
     """What Dynamo says in its first line, and its explanation where it gives one."""
-    first, *rest = (line.strip() for line in str(error).strip().splitlines())
+    text = str(error).strip() or type(error).__name__
+    first, *rest = (line.strip() for line in text.splitlines())
     said = [line for line in rest if line.startswith("Explanation:")]
     return ". ".join([first, *(line.removeprefix("Explanation:").strip() for line in said)])
 

@@ -31,13 +31,13 @@ class BucketTable:
         limits. Raises BeyondLimits for a batch that no limit allows.
         """
         limits = self.limits
-        if phase is Phase.DECODE:
-            # contexts are warmed up to the largest bucket, beyond it the limits alone count
-            largest = max((bucket.context for bucket in self.buckets), default=0)
-            most = limits.total_blocks or batch * limits.request_blocks
-            most, most_query = (largest if context <= largest else max(most, largest)), 1
-        else:
+        if phase is Phase.PROMPT:
             most, most_query = limits.blocks(limits.max_model_len - 1), limits.max_num_tokens
+        else:
+            # a context that was warmed, or for what is above all of them what there can be
+            warmed = max((bucket.context for bucket in self.buckets), default=0)
+            legal = limits.total_blocks or batch * limits.request_blocks
+            most, most_query = (warmed if context <= warmed else legal), 1
         bucket = Bucket(
             min(coarse(batch, 2), limits.max_num_reqs),
             min(coarse(query, max(32, limits.chunk_size or 0)), most_query),

@@ -28,7 +28,10 @@ def find_holes(phase: Phase, limits: BucketLimits, buckets: Iterable[Bucket]) ->
 def close_holes(
     phase: Phase, limits: BucketLimits, buckets: Iterable[Bucket]
 ) -> tuple[Bucket, ...]:
-    """`buckets` and those that close every hole, none above the token budget, ascending."""
+    """`buckets` and those that close every hole, ascending.
+
+    Those are within the token budget, but for the rounding of a query to the chunk size.
+    """
     closed = set(buckets)
     for first, last in _open_cells(phase, limits, set(closed)):
         closed.update(_tops(phase, limits, first, last))
@@ -65,9 +68,8 @@ def _reach(
     for bucket in buckets:
         corner = min(bucket.batch, batches[-1]), min(bucket.query, queries[-1])
         reach[corner] = max(bucket.context, reach.get(corner, -1))
-    wider = [*batches[1:], 0], [*queries[1:], 0]
-    rows = list(zip(batches, wider[0], strict=True))[::-1]
-    columns = list(zip(queries, wider[1], strict=True))[::-1]
+    rows = zip(reversed(batches), [0, *reversed(batches)], strict=False)
+    columns = list(zip(reversed(queries), [0, *reversed(queries)], strict=False))
     for (batch, more), (query, longer) in product(rows, columns):
         corners = (batch, query), (more, query), (batch, longer)
         reach[batch, query] = max(reach.get(corner, -1) for corner in corners)
@@ -112,15 +114,15 @@ def _first_legal(phase: Phase, limits: BucketLimits, least: Bucket) -> Bucket:
 
 
 def _tops(phase: Phase, limits: BucketLimits, first: Bucket, last: Bucket) -> Iterator[Bucket]:
-    """The fewest shapes within the token budget that hold every legal batch of one cell."""
+    """The fewest shapes that hold every legal batch of one cell."""
     if phase is Phase.DECODE:
         batch = last.batch if limits.contiguous else min(last.batch, last.context)
         yield Bucket(batch, 1, min(last.context, _most_context(phase, limits, batch, 1)))
         return
     context = min(last.context, _most_context(phase, limits, 1, first.query))
-    shorter = 0
+    chunk, shorter = limits.chunk_size or 1, 0
     for batch in range(last.batch, first.batch - 1, -1):
         query = min(last.query, limits.max_num_tokens // batch)
         if query >= first.query and query > shorter:
-            yield Bucket(batch, query, context)
+            yield Bucket(batch, -(-query // chunk) * chunk, context)
             shorter = query

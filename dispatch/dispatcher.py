@@ -108,6 +108,7 @@ class Dispatcher:
     ) -> None:
         self.plan = plan
         self.histogram = histogram
+        self._record = None if histogram is None else histogram.add
         done = frozenset(captured)
         slots = range(len(plan.entries))
         self._lock = threading.Lock()
@@ -135,8 +136,8 @@ class Dispatcher:
         contradict each other or the plan.
         """
         num_tokens = batch.num_tokens
-        if self.histogram is not None:
-            self.histogram.add(num_tokens)
+        if self._record is not None:
+            self._record(num_tokens)
         if (
             0 <= num_tokens < self._end
             and allowed_modes is None

@@ -141,7 +141,7 @@ def refit(
 ) -> Refit:
     """The change from `sizes` to what fits `counts` now; nothing if it gains less than `gain`.
 
-    `counts` are those of the dispatcher's `Histogram`. `gain` is the share of the cost that must
+    `counts` come from the dispatcher's `Histogram`. `gain` is the share of the cost that must
     be saved, so that it repays the new captures. `base` and the last of `sizes`, the largest, are
     always kept; what is above them is not fitted.
     """

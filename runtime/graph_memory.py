@@ -75,7 +75,8 @@ class GraphMemory:
         possible = [slot for slot in slots if slot not in impossible]
         pruned: list[int] = []
         if self.limit is not None:
-            pruned = prune(plan, possible, self.forecast, self.limit, _occurrence(histogram))
+            occurrence = _occurrence(histogram, plan.largest)
+            pruned = prune(plan, possible, self.forecast, self.limit, occurrence)
         dropped = impossible.union(pruned)
         events.emit(
             "memory.forecast",
@@ -96,9 +97,9 @@ class GraphMemory:
         return sum(self.forecast.total(mode, of_mode) for mode, of_mode in sizes.items())
 
 
-def _occurrence(histogram: Histogram | None) -> Weight:
-    """How often sizes occur; all alike as long as nothing was served."""
-    if histogram is None or not any(histogram.counts):
+def _occurrence(histogram: Histogram | None, limit: int) -> Weight:
+    """How often sizes up to `limit` occur; all alike as long as nothing was served."""
+    counts = histogram.counts(limit) if histogram is not None else []
+    if not any(counts):
         return lambda num_tokens: 1.0
-    counts = histogram.counts
     return lambda num_tokens: counts[num_tokens] if num_tokens < len(counts) else 0.0

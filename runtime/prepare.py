@@ -13,7 +13,8 @@ import torch
 
 from ..cache import Cache
 from ..cache.environment import CACHE_DIR, read
-from ..compile.compile_model import ExampleArguments, Task, compile_model
+from ..compile.compile_model import compile_model
+from ..compile.cut import ExampleArguments, Task
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,
@@ -32,6 +33,7 @@ from .config import Config
 from .monitors import meant
 from .prepared_model import PreparedModel
 from .ranks import Ranks
+from .switches import settled_by_environment
 
 
 def prepare(
@@ -54,6 +56,7 @@ def prepare(
     Raises a PiecegraphError that says what is wrong with the model or the settings.
     """
     events = events or Events()
+    config = settled_by_environment(config)
     with events.span("prepare", level=logging.INFO), meant():
         device = _device(model)
         resolved = resolve_mode(
@@ -62,6 +65,7 @@ def prepare(
             pieces=bool(config.splitting_ops),
             level=config.level,
             query_len=config.query_len,
+            eager=not config.compile,
         )
         plan = _dispatch_plan(resolved.mode, config)
         events.emit("config", **_settled(config, resolved, plan))

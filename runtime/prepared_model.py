@@ -15,48 +15,28 @@ from ..compile.compiled_model import CompiledModel
 from ..dispatch import Batch, BatchDescriptor, Decision, Dispatcher, ResolvedMode, RuntimeMode
 from ..errors import BatchInvalid, CaptureAfterSeal, CaptureOutOfMemory, ModelClosed
 from ..events import Events
-from .addresses import Addresses, Snapshot
+from .addresses import Addresses
 from .backend import GraphBackend
 from .binding import binder, packer
 from .capture_session import CaptureSession
+from .captured_slot import CapturedSlot
 from .capturer import Capturer, SlotActions
 from .config import Config
 from .forward_context import CURRENT, ForwardContext, forward_context
-from .memory_ledger import MemoryLedger, MemoryPlan, Owner, plan_memory
+from .memory_ledger import MemoryPlan, plan_memory
+from .model_memory import opening_ledger, static_inputs
 from .monitors import Monitor
 from .ranks import Ranks, alone, start_facts
 from .recorder import break_graph, opaque_piece, record
 from .recording import Recording
 from .report import build_report
 from .results import RealResults
-from .static_inputs import BoundInputs, InputSpec, Padding, StaticInputs
+from .static_inputs import BoundInputs
 from .usage import Usage
 from .warmup import AuxiliaryTask, capture_items, range_works, warm_up
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
-
-ADDRESSES_PER_STEP = 4
-"""Watched tensors compared on each replay after the first, going round."""
-
-
-class _Slot:
-    """A captured entry of the plan: its recording and what a step needs around it."""
-
-    __slots__ = ("addresses", "inputs", "recording", "replayed", "results")
-
-    def __init__(
-        self,
-        recording: Recording,
-        inputs: BoundInputs,
-        results: RealResults,
-        addresses: Snapshot,
-    ) -> None:
-        self.recording = recording
-        self.inputs = inputs
-        self.results = results
-        self.addresses = addresses
-        self.replayed = False
 
 
 class PreparedModel:
@@ -92,13 +72,13 @@ class PreparedModel:
         self._bind = binder(compiled.plan, signature)
         self._pack = packer(compiled.plan)
         self._stitched = compiled.link()
-        self._captured_fn = compiled.link(_piece_hook, _call_hook)
-        self._inputs = _static_inputs(compiled, config, device)
-        self._slots: list[_Slot | None] = [None] * len(dispatcher.plan.entries)
+        self._captured_fn = compiled.link(piece_hook=_piece_hook, call_hook=_call_hook)
+        self._inputs = static_inputs(compiled, config, device)
+        self._slots: list[CapturedSlot | None] = [None] * len(dispatcher.plan.entries)
         self._addresses = Addresses(backend.address)
         for name, weight in compiled.weights.items():
             self._addresses.watch(name, weight)
-        self.ledger = _ledger(compiled, self._inputs)
+        self.ledger = opening_ledger(compiled, self._inputs, config)
         self._context = ForwardContext(layers)
         self._metadata_for: MetadataFor | None = None
         self._ranks = ranks
@@ -155,7 +135,7 @@ class PreparedModel:
                 with torch.no_grad():
                     results = self._stitched(*tensors)
             else:
-                results = _replay(slot, tensors, sizes)
+                results = slot.replay(tensors, sizes)
         finally:
             CURRENT.reset(token)
         self.usage.count(decision, context.num_tokens)
@@ -221,6 +201,7 @@ class PreparedModel:
         """From now on nothing compiles, and nothing is captured but by the strategy."""
         self._sealed = True
         self._monitor.start()
+        self.events.emit("seal")
 
     def release(self) -> None:
         """Free all graphs and their memory; `capture` on an unsealed model brings them back."""
@@ -287,7 +268,7 @@ class PreparedModel:
     def _install(self, slot: int, recording: Recording) -> None:
         results = RealResults(self.compiled.plan, recording.outputs)
         addresses = self._addresses.snapshot()
-        self._slots[slot] = _Slot(recording, self._inputs_of(slot), results, addresses)
+        self._slots[slot] = CapturedSlot(recording, self._inputs_of(slot), results, addresses)
         self.dispatcher.set_captured(slot, True)
 
     def _remove(self, slot: int) -> None:
@@ -301,43 +282,9 @@ class PreparedModel:
         return self._inputs.at({"num_tokens": descriptor.num_tokens, **dict(descriptor.axes)})
 
 
-def _replay(slot: _Slot, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
-    if slot.replayed:
-        slot.addresses.check_some(ADDRESSES_PER_STEP)
-    else:
-        slot.addresses.check()
-        slot.replayed = True
-    slot.inputs.load(tensors, sizes)
-    slot.recording.replay()
-    return slot.results.at(sizes)
-
-
 def _piece_hook(use: int, piece: Callable[..., Any]) -> Callable[..., Any]:
     return opaque_piece(piece)
 
 
 def _call_hook(use: int, op: Callable[..., Any]) -> Callable[..., Any]:
     return break_graph(op)
-
-
-def _ledger(compiled: CompiledModel, inputs: StaticInputs) -> MemoryLedger:
-    ledger = MemoryLedger()
-    ledger.own(Owner.WEIGHTS, compiled.weights.values())
-    limits = {symbol.label: symbol.high for symbol in compiled.plan.symbols}
-    ledger.own(Owner.STATIC_BUFFERS, inputs.at(limits).views)
-    return ledger
-
-
-def _static_inputs(compiled: CompiledModel, config: Config, device: torch.device) -> StaticInputs:
-    labels = {symbol.name: symbol.label for symbol in compiled.plan.symbols}
-    specs = [
-        InputSpec(
-            name=".".join(map(str, item.path)),
-            dims=tuple(labels[d] if isinstance(d, str) else d for d in item.shape),
-            dtype=getattr(torch, item.dtype),
-            padding=Padding.ZERO,
-        )
-        for item in compiled.plan.inputs
-    ]
-    limits = {symbol.label: config.limits(symbol.label)[1] for symbol in compiled.plan.symbols}
-    return StaticInputs(specs, limits, device)

@@ -58,13 +58,6 @@ class TapeGraph:
     def operations(self) -> int:
         return len(self._operations)
 
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return self._ownership.found
-
-    def made(self, tensor: Tensor) -> bool:
-        return self._ownership.is_made(tensor)
-
     def replay(self) -> None:
         if torch.is_inference_mode_enabled():
             self._run()
@@ -91,15 +84,14 @@ class TapeGraph:
     def release(self) -> None:
         self._operations = ()
         self._made = ()
-        self._ownership = Ownership()
         self._pool.remove(self)
 
 
 class TapeCapture:
     """A tape that records in this thread."""
 
-    def __init__(self, backend: ReplayBackend, pool: ModelledPool) -> None:
-        self._tape = Tape()
+    def __init__(self, backend: ReplayBackend, pool: ModelledPool, ownership: Ownership) -> None:
+        self._tape = Tape(ownership)
         self._backend = backend
         self._pool = pool
         self._tape.start()
@@ -125,7 +117,7 @@ class TapeCapture:
 
 @dataclass(slots=True)
 class ReplayBackend:
-    """Graphs emulated on the CPU; `counters` holds captures, replays, operations, sessions."""
+    """Graphs emulated on the CPU; `counters` holds captures, replays, operations, preparations."""
 
     options: ReplayOptions = field(default_factory=ReplayOptions)
     name: str = "replay"
@@ -138,18 +130,18 @@ class ReplayBackend:
         return pool
 
     def prepare(self) -> None:
-        self.counters["sessions"] += 1
+        self.counters["preparations"] += 1
 
     def capture_stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def begin(self, pool: ModelledPool) -> TapeCapture:
+    def begin(self, pool: ModelledPool, ownership: Ownership) -> TapeCapture:
         self.counters["captures"] += 1
         if self.counters["captures"] in self.options.failing_captures:
             raise RuntimeError("failure injected into this capture")
         if self.counters["captures"] in self.options.exhausting_captures:
             raise torch.OutOfMemoryError("exhaustion injected into this capture")
-        return TapeCapture(self, pool)
+        return TapeCapture(self, pool, ownership)
 
     def settle(self, pool: ModelledPool) -> None:
         pool.settle()

@@ -23,7 +23,7 @@ def build_report(
             "phases": [
                 {"name": span.name, "seconds": span.seconds}
                 for span in events.spans
-                if span.depth == 1 or span.name == "capture"
+                if span.name == "capture" or (span.depth == 1 and span.name != "capture.session")
             ],
             "prepare_seconds": prepare.seconds,
         },

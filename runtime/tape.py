@@ -19,12 +19,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..errors import HostReadInCapture
-from ..torch_compat import (
-    storage_id,
-    tree_map_only,
-    without_modes,
-)
-from .ownership import tensors_in
+from ..torch_compat import storage_id, tree_map_only, without_modes
+from .ownership import Ownership, tensors_in
 from .poison import poison
 from .tape_operation import Operation, tape_operation
 from .watch import Watch
@@ -38,8 +34,8 @@ _HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_outp
 class Tape(Watch):  # type: ignore[no-untyped-call]
     """A watch that records; `finish` or `undo` must follow `stop`."""
 
-    def __init__(self) -> None:
-        super().__init__("CPU")
+    def __init__(self, ownership: Ownership) -> None:
+        super().__init__("CPU", ownership)
         self.operations: list[Operation] = []
         self.made: dict[int, Tensor] = {}
         self.host_read: HostReadInCapture | None = None
@@ -94,7 +90,7 @@ class Tape(Watch):  # type: ignore[no-untyped-call]
 
     def _save(self, tensors: list[Tensor]) -> None:
         """Remember what tensors from outside hold before something may write to them."""
-        outside = [tensor for tensor in tensors if not self.ownership.is_made(tensor)]
+        outside = [tensor for tensor in tensors if storage_id(tensor) not in self.made]
         self._before += [(tensor.detach(), tensor.clone()) for tensor in outside]
 
     @property

@@ -6,27 +6,16 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import CacheError, ConfigError, DispatchError, InvalidSetting, PiecegraphError
-from .decoder_config import parse_decoder_config
-from .options import (
-    BACKENDS,
-    DTYPES,
-    MODES,
-    STDOUT,
-    STRATEGIES,
-    VERIFY,
-    RunOptions,
-    choice,
-    finite,
-    parse_sizes,
-    writable,
-)
-from .trace_reader import EXCERPT
+from .log import log_to_stderr
+from .options import STDOUT, RunOptions, writable
+from .run_arguments import with_run_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,6 +37,7 @@ JsonOption = Annotated[
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0, 1 for a wrong result, 2 for a bad value, 3 for other failures."""
     try:
+        log_to_stderr()
         status = app(
             (sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False
         )
@@ -65,73 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @app.command()
+@with_run_options
 def run(
-    model: Annotated[
-        str, typer.Option(help="A preset (tiny, small, 1b, 8b) and sizes: small,layers=2.")
-    ] = "tiny",
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Draws weights and prompts.")] = 0,
-    trace: Annotated[
-        Path, typer.Option(help="Request trace in the Azure form.", show_default="an excerpt of it")
-    ] = EXCERPT,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of the trace to serve.")] = 64,
-    length_scale: Annotated[float, typer.Option(help="Factor on the trace's lengths.")] = 0.05,
-    time_scale: Annotated[
-        float, typer.Option(help="Factor on the trace's arrival times; 0: all arrive at once.")
-    ] = 0.0,
-    mode: Annotated[
-        str | None, typer.Option(help="Graph mode: " + ", ".join(MODES).lower() + ".")
-    ] = None,
-    strategy: Annotated[str, typer.Option(help="Capture: eager, delayed or lazy.")] = "eager",
-    capture_sizes: Annotated[
-        str | None, typer.Option(help="Padded sizes with graphs, such as 1,2,4,8.")
-    ] = None,
-    max_num_tokens: Annotated[
-        int, typer.Option(min=1, max=2**17, help="Token budget of a step.")
-    ] = 128,
-    max_num_reqs: Annotated[
-        int, typer.Option(min=1, max=2**17, help="Requests running at a time.")
-    ] = 16,
-    backend: Annotated[str, typer.Option(help="Compiler: inductor or eager.")] = "inductor",
-    level: Annotated[int | None, typer.Option(min=0, max=3, help="Optimisation level.")] = None,
-    cache_dir: Annotated[Path | None, typer.Option(help="Where artifacts are kept.")] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Neither read nor store.")] = False,
-    block_size: Annotated[
-        int, typer.Option(min=1, max=2**13, help="Tokens a KV-cache block.")
-    ] = 16,
-    kv_blocks: Annotated[
-        int | None,
-        typer.Option(min=1, max=2**22, help="KV-cache blocks; too few force preemption."),
-    ] = None,
-    verify: Annotated[str, typer.Option(help="Compare none, sample or all steps.")] = "sample",
+    options: RunOptions,
     json_path: JsonOption = None,
+    metrics: Annotated[
+        Path | None, typer.Option(help="Write metrics in Prometheus' text form; - for stdout.")
+    ] = None,
 ) -> int:
     """Bring a model up through the cache and serve a real request trace with it."""
-    options = RunOptions(
-        model=parse_decoder_config(model),
-        dtype=choice("--dtype", dtype, DTYPES),
-        device=device,
-        seed=seed,
-        trace=trace,
-        requests=requests,
-        length_scale=finite("--length-scale", length_scale, above_zero=True),
-        time_scale=finite("--time-scale", time_scale, above_zero=False),
-        mode=mode and choice("--mode", mode, MODES),
-        strategy=choice("--strategy", strategy, STRATEGIES),
-        capture_sizes=parse_sizes("--capture-sizes", capture_sizes),
-        max_num_tokens=max_num_tokens,
-        max_num_reqs=max_num_reqs,
-        backend=choice("--backend", backend, BACKENDS),
-        level=level,
-        cache_dir=cache_dir,
-        cache=not no_cache,
-        block_size=block_size,
-        kv_blocks=kv_blocks,
-        verify=choice("--verify", verify, VERIFY),
-        json=writable("--json", json_path),
+    return _run(
+        replace(options, json=writable("--json", json_path), metrics=writable("--metrics", metrics))
     )
-    return _run(options)
 
 
 @app.command()

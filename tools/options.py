@@ -16,6 +16,7 @@ STRATEGIES = ("EAGER", "DELAYED", "LAZY")
 BACKENDS = ("inductor", "eager")
 DTYPES = ("float32", "float16", "bfloat16")
 VERIFY = ("none", "sample", "all")
+SWITCH_NAMES = ("all", "compile", "graphs", "inductor", "cache", "dedupe", "guard-proof")
 STDOUT = Path("-")
 
 
@@ -43,14 +44,17 @@ class RunOptions:
     block_size: int
     kv_blocks: int | None
     verify: str
-    json: Path | None
+    off: tuple[str, ...] = ()
+    dump_dir: Path | None = None
+    json: Path | None = None
+    metrics: Path | None = None
 
 
 def choice(name: str, value: str, choices: Iterable[str]) -> str:
     """The one of `choices` that `value` means; case and `-` for `_` are free."""
     meant = value.replace("-", "_").casefold()
     for candidate in choices:
-        if candidate.casefold() == meant:
+        if candidate.replace("-", "_").casefold() == meant:
             return candidate
     raise InvalidSetting(
         name=name,

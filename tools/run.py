@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .. import (
     GraphMode,
     PreparedModel,
     prepare,
+    switched_off,
 )
 from ..errors import InvalidSetting, TooLarge
 from .block_manager import BlockManager
@@ -25,6 +27,7 @@ from .clock import Clock
 from .engine import Engine
 from .kv_cache import LayerCache, allocate_layer_caches
 from .metadata import MetadataBuffers
+from .metrics import write_metrics
 from .model import Decoder
 from .options import RunOptions
 from .progress import counting, working
@@ -35,6 +38,18 @@ from .verify import SAMPLE_EVERY, TOLERANCE, Verification, Verifier
 Phases = list[tuple[str, float]]
 
 
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A model that is up, and the engine that serves with it."""
+
+    prepared: PreparedModel
+    model: Decoder
+    layers: dict[str, LayerCache]
+    buffers: MetadataBuffers
+    engine: Engine
+    verification: Verification
+
+
 def bring_up_and_serve(
     options: RunOptions, requests: Sequence[Request], phases: Phases, console: Console
 ) -> Report:
@@ -42,6 +57,18 @@ def bring_up_and_serve(
 
     Raises InvalidSetting for a device that is not there and whatever the library refuses.
     """
+    with bring_up(options, requests, phases, console) as service:
+        serve(service, requests, console)
+        if options.metrics is not None:
+            write_metrics(service.prepared, options.metrics)
+        return service_report(service, options, requests, phases)
+
+
+@contextmanager
+def bring_up(
+    options: RunOptions, requests: Sequence[Request], phases: Phases, console: Console
+) -> Iterator[Service]:
+    """The model prepared and captured, and an engine that can serve `requests`; closed at last."""
     device = find_device(options.device)
     blocks = BlockManager(_num_blocks(options, requests), options.block_size)
     scheduler = Scheduler(
@@ -58,19 +85,30 @@ def bring_up_and_serve(
             prepared.capture(buffers.padding)
             prepared.seal()
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers)
-        with counting(console, "serving requests", len(requests)) as advance:
-            for completed in engine.serve(requests):
-                advance(len(completed))
-        return build_report(
-            options=options,
-            prepared=prepared.report(),
-            phases=phases,
-            requests=requests,
-            served=engine.served,
-            verification=verification,
-        )
+        yield Service(prepared, model, layers, buffers, engine, verification)
     finally:
         prepared.close()
+
+
+def serve(service: Service, requests: Sequence[Request], console: Console) -> None:
+    """Serve `requests` to their end."""
+    with counting(console, "serving requests", len(requests)) as advance:
+        for completed in service.engine.serve(requests):
+            advance(len(completed))
+
+
+def service_report(
+    service: Service, options: RunOptions, requests: Sequence[Request], phases: Phases
+) -> Report:
+    """The report of what was served."""
+    return build_report(
+        options=options,
+        prepared=service.prepared.report(),
+        phases=phases,
+        requests=requests,
+        served=service.engine.served,
+        verification=service.verification,
+    )
 
 
 def find_device(name: str) -> torch.device:
@@ -95,9 +133,10 @@ def library_config(options: RunOptions) -> Config:
         "level": options.level,
         "capture_sizes": options.capture_sizes,
         "cache_dir": options.cache_dir,
+        "dump_dir": options.dump_dir,
     }
     chosen = {name: value for name, value in left_to_the_library.items() if value is not None}
-    return Config(
+    config = Config(
         splitting_ops=("piecegraph_reference::paged_attention",),
         inputs={"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"},
         max_num_tokens=options.max_num_tokens,
@@ -108,6 +147,7 @@ def library_config(options: RunOptions) -> Config:
         attention_support=AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE,
         **chosen,
     )
+    return switched_off(config, options.off)
 
 
 def _build(

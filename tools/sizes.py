@@ -54,7 +54,7 @@ def read_trace(path: Path) -> list[Request]:
             if rows.fieldnames is None or not {*COLUMNS} <= {*rows.fieldnames}:
                 raise _bad_trace(f"{path} line 1", rows.fieldnames, "columns are missing")
             stamped = [_parse(path, rows.line_num, row) for row in rows]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise _bad_trace(str(path), "trace", str(error)) from error
     if not stamped:
         raise _bad_trace(str(path), "trace", "it has no requests")
@@ -67,8 +67,7 @@ def read_trace(path: Path) -> list[Request]:
 
 def _parse(path: Path, line: int, row: dict[str, str]) -> tuple[datetime, int, int]:
     try:
-        # fromisoformat knows no more than six digits after the point
-        at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+        at = datetime.fromisoformat(row["TIMESTAMP"])
         prompt, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
     except (TypeError, ValueError) as error:
         raise _bad_trace(f"{path} line {line}", row, str(error)) from error

@@ -129,6 +129,7 @@ def test_sizes_that_lie_are_refused_before_anything_is_read(tmp_path: Path) -> N
         {"blobs": [["../../etc/passwd", 0]], "manifests": []},
         {"blobs": [["0" * 64]], "manifests": []},
         {"blobs": 1, "manifests": []},
+        {"blobs": [[[], 0]], "manifests": []},
         {"blobs": [], "manifests": [], "more": 1},
     ],
 )

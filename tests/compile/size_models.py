@@ -122,7 +122,8 @@ def halves(m, x):
 
 
 def as_number(m, x):
-    return m.linear(x) * float([0.5, 1.0][x.shape[0] > 100])  # unsound
+    scale = 0.5 if x.shape[0] > 100 else 1.0  # unsound
+    return m.linear(x) * scale
 
 
 # sound

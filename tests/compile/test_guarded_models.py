@@ -1,4 +1,4 @@
-"""Models that are wrong for some sizes are refused, with the line; models that are right are not."""
+"""Models that are wrong for some sizes are refused, with the line; right ones are not."""
 
 from __future__ import annotations
 

@@ -173,6 +173,12 @@ def test_the_edge_of_a_long_context_leaves_room_for_the_query():
     )
 
 
+def test_the_edge_never_passes_the_last_context():
+    limits = BucketLimits(128, 2048, 16384, max_num_reqs=8)
+    ranges = BucketRanges([1], [128], [0, 5])
+    assert plan_buckets(PROMPT, limits, ranges=ranges) == (Bucket(1, 128, 0), Bucket(1, 128, 5))
+
+
 def test_queries_are_rounded_to_chunks():
     limits = replace(EXP_4096, chunk_size=256)
     assert all(b.query % 256 == 0 for b in plan_buckets(PROMPT, limits, EXP))
@@ -227,6 +233,8 @@ def test_look_up_examples():
 def test_look_up_is_not_lexicographic():
     table = BucketTable([Bucket(1, 2048, 31), Bucket(2, 128, 0)], EXP_4096)
     assert table.find(1, 100, 0) == (2, 128, 0)
+    table = BucketTable([Bucket(4, 128, 0), Bucket(1, 128, 1)], EXP_4096)
+    assert table.find(1, 100, 0) == (1, 128, 1)
 
 
 shapes = st.tuples(st.integers(1, 20), st.integers(1, 2048), st.integers(0, 32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
@@ -52,7 +53,7 @@ engines = st.builds(
 shapes = st.builds(Bucket, st.integers(1, 6), st.integers(1, 24), st.integers(0, 16))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(Phase), engines, st.data())
 def test_the_proof_finds_each_hole_and_closing_leaves_none(phase, limits, data):
     if data.draw(st.booleans()):
@@ -89,6 +90,19 @@ def test_the_holes_of_the_worked_example_are_named_and_closed():
     closed = plan_buckets(Phase.PROMPT, EXP_4096, covering=True)
     assert find_holes(Phase.PROMPT, EXP_4096, closed) == ()
     assert all(EXP_4096.keeps(bucket) for bucket in closed if bucket.query > 1)
+
+
+def test_one_hole_within_the_budget_is_closed_by_one_bucket():
+    limits = BucketLimits(4, 100, 10, max_num_reqs=3, max_prefill_reqs=3)
+    assert close_holes(Phase.PROMPT, limits, ()) == (Bucket(3, 10, 3),)
+    assert close_holes(Phase.DECODE, limits, ()) == (Bucket(3, 1, 9),)
+
+
+def test_closing_keeps_queries_in_chunks():
+    limits = replace(EXP_4096, chunk_size=256)
+    closed = plan_buckets(Phase.PROMPT, limits, covering=True)
+    assert find_holes(Phase.PROMPT, limits, closed) == ()
+    assert all(bucket.query % 256 == 0 for bucket in closed)
 
 
 def test_decode_of_the_worked_example_has_no_hole():

@@ -118,6 +118,20 @@ def test_blurring_moves_weight_and_keeps_it(counts, drift):
         assert weight == 0 or near
 
 
+def test_blurring_spreads_evenly_over_half_to_one_and_a_half():
+    counts = [0] * 40
+    counts[10] = 11
+    assert blur(counts, 0.5) == [0] * 5 + [1] * 11 + [0] * 24
+
+
+def test_blurring_leaves_nothing_where_nothing_was_near():
+    counts = [0] * 400
+    counts[7], counts[11], counts[97], counts[140] = 3, 1, 13, 1
+    spread = blur(counts, 0.3)
+    assert spread[15:67] == [0] * 52
+    assert spread[183:] == [0] * 217
+
+
 def test_a_tail_reaches_from_the_largest_batch_seen_to_the_limit():
     assert tail_sizes([9, 0, 1, 0, 0, 3, 0], 100) == (8, 16, 32, 64, 100)
     assert tail_sizes([0] * 8 + [1], 32) == (16, 32)

@@ -38,7 +38,7 @@ def test_failure_14_a_temporary_view_read_by_a_graph_is_held(rig: Any) -> None:
         return rig.record(lambda x: x @ temporary, x)
 
     recording = record_with_temporary()
-    assert any(torch.equal(found, expected) for found in recording.graphs[0].inputs)
+    assert any(torch.equal(found, expected) for found in recording.ownership.found)
     gc.collect()
     kept = churn(rig)
     x.copy_(rig.rand(8, 8))
@@ -56,7 +56,7 @@ def test_failure_14_an_argument_of_a_compiled_piece_is_held(rig: Any) -> None:
         return rig.record(lambda x: piece(x, temporary) + 0, x)
 
     recording = record_with_temporary()
-    assert any(torch.equal(found, expected) for found in recording.graphs[0].inputs)
+    assert any(torch.equal(found, expected) for found in recording.ownership.found)
     gc.collect()
     kept = churn(rig)
     recording.replay()
@@ -146,11 +146,12 @@ def test_failure_17_bridges_are_held_until_the_session_is_finalised(rig: Any) ->
         return out + 1
 
     with capture_session(rig.backend, rig.pool, rig.events) as session:
-        record(step, (rig.rand(3),), session, name="first", breaks=True)
+        first = record(step, (rig.rand(3),), session, name="first", breaks=True)
         record(step, (rig.rand(2),), session, name="second", breaks=True)
         assert all(bridge() is not None for bridge in held)
         session.finalise()
         assert all(bridge() is None for bridge in held)
+        assert [found.data_ptr() for found in first.ownership.found] == [first.inputs[0].data_ptr()]
         record(step, (rig.rand(2),), session, name="third", breaks=True)
     assert all(bridge() is None for bridge in held)
 

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from piecegraph.errors import CaptureFailed, CaptureOutOfMemory, MovedTensor
 from piecegraph.runtime.capture_session import capture_session
+from piecegraph.runtime.ownership import Ownership
 from piecegraph.runtime.poison import poison
 from piecegraph.runtime.recorder import break_graph, opaque_piece, record
 from piecegraph.runtime.replay_backend import ReplayBackend, TapeGraph
@@ -20,7 +21,7 @@ from piecegraph.runtime.replay_backend import ReplayBackend, TapeGraph
 def capture(fn: Any, *inputs: Tensor) -> tuple[TapeGraph, Any]:
     """One raw capture, without the recorder's first replay."""
     backend = ReplayBackend()
-    opened = backend.begin(backend.new_pool())
+    opened = backend.begin(backend.new_pool(), Ownership())
     try:
         result = fn(*inputs)
     except BaseException:
@@ -288,8 +289,10 @@ def test_pool_memory_is_shared_between_recordings_that_are_finalised(make_replay
         small = record(torch.neg, (torch.ones(10),), session, name="small", breaks=False)
         unfinalised = record(torch.neg, (torch.ones(45),), session, name="more", breaks=False)
     assert (big.bytes, small.bytes, unfinalised.bytes) == (300, 100, 120)
+    graphs = [recording.graphs for recording in (big, small, unfinalised)]
     for recording in (big, small, unfinalised):
         recording.release()
+    assert graphs
     assert rig.backend.memory().used == 0
 
 
@@ -300,6 +303,8 @@ def test_the_modelled_limit_is_an_out_of_memory(make_replay_rig: Any) -> None:
         rig.record(torch.neg, torch.ones(60))
     assert rig.backend.memory().used == 80
     assert rig.backend.memory().free == 70
+    again = rig.record(torch.neg, torch.ones(20))  # in the memory of the first
+    assert again.bytes == 0
     kept.replay()
 
 

@@ -6,6 +6,7 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
+from piecegraph.runtime.ownership import Ownership
 from piecegraph.runtime.recording import Recording, Segment, SegmentKind
 
 
@@ -16,7 +17,7 @@ def nothing() -> None:
 def test_a_replay_of_65_segments_costs_at_most_1_3_bare_loops() -> None:
     kinds = [SegmentKind.GRAPH, SegmentKind.EAGER] * 32 + [SegmentKind.GRAPH]
     segments = [Segment(kind, [nothing]) for kind in kinds]
-    recording = Recording("r", segments, (), (), None, seconds=0, bytes=0)
+    recording = Recording("r", segments, (), Ownership(), (), None, seconds=0, bytes=0)
     calls = tuple([nothing] * 65)
 
     def bare() -> None:

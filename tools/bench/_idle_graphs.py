@@ -17,7 +17,6 @@ class IdleGraph:
     """Both a capture, which runs what it captures, and the graph it becomes, which does not."""
 
     operations = 1
-    inputs: tuple[torch.Tensor, ...] = ()
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return fn(*args)
@@ -30,9 +29,6 @@ class IdleGraph:
 
     def replay(self) -> None:
         pass
-
-    def made(self, tensor: torch.Tensor) -> bool:
-        return False
 
     def release(self) -> None:
         pass
@@ -50,7 +46,7 @@ class IdleBackend:
     def capture_stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def begin(self, pool: Any) -> IdleGraph:
+    def begin(self, pool: Any, ownership: Any) -> IdleGraph:
         return IdleGraph()
 
     def settle(self, pool: Any) -> None:

@@ -1,0 +1,46 @@
+"""Remove operators that return what they are given.
+
+Views to the same shape, slices of everything and conversions to the same dtype change no value, but
+they stand between the operators that patterns look for.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+
+_SAME_SHAPE = (aten.view.default, aten.reshape.default, aten.expand.default)
+_SAME_DTYPE = (torch.ops.prims.convert_element_type.default,)
+
+
+def apply(graph: Graph) -> int:
+    """Replace each operator without effect by its input; returns how many there were."""
+    useless = [node for node in graph.nodes if _does_nothing(node)]
+    for node in useless:
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    return len(useless)
+
+
+def _does_nothing(node: Node) -> bool:
+    if node.target in _SAME_SHAPE:
+        return _shape(node) == _shape(node.args[0])
+    if node.target in _SAME_DTYPE:
+        return bool(node.meta["val"].dtype == node.args[0].meta["val"].dtype)  # type: ignore[union-attr]
+    return node.target is aten.slice.Tensor and _takes_all(*node.args[1:])
+
+
+def _takes_all(
+    dim: int = 0, start: int | None = None, stop: int = sys.maxsize, step: int = 1
+) -> bool:  # type: ignore[misc]
+    return not start and stop == sys.maxsize and step == 1
+
+
+def _shape(node: object) -> list[str]:
+    """Sizes as text: two symbolic sizes are the same if their expressions are."""
+    assert isinstance(node, Node)
+    return [str(size) for size in node.meta["val"].shape]

@@ -1,0 +1,117 @@
+"""Small models with a fault planted in the parts around them, for tests of bisect.
+
+They live in a module of their own so that a reproduction script can import them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from piecegraph import get_forward_context
+
+LIBRARY = torch.library.Library("faulty", "DEF")
+LIBRARY.define("attention(Tensor query, Tensor(a!) output, str layer_name) -> ()")
+
+
+def attention(query, output, layer_name):
+    """Add each row to its slot of the cache, and read that."""
+    context = get_forward_context()
+    layer, slots = context.layers[layer_name], context.metadata
+    layer.cache.index_add_(0, slots, query)
+    output.copy_(layer.cache[slots])
+    if layer.moves:
+        layer.cache = layer.cache.clone()
+
+
+LIBRARY.impl("attention", attention, "CPU")
+torch.library.register_fake(
+    "faulty::attention", lambda query, output, layer_name: None, lib=LIBRARY
+)
+
+
+@dataclass
+class Layer:
+    """A cache of one row a slot; `moves` plants a cache that is somewhere else after each step."""
+
+    cache: torch.Tensor
+    moves: bool = False
+
+
+@dataclass
+class Slots:
+    """A step's slots in a persistent buffer, padded with `dump` or with what is left there."""
+
+    buffer: torch.Tensor
+    rows: tuple[int, ...]
+    dump: int | None
+
+    def __call__(self, decision):
+        padded = decision.descriptor.num_tokens
+        if self.dump is not None:
+            self.buffer[:padded] = self.dump
+        self.buffer[: len(self.rows)] = torch.tensor(self.rows)
+        return self.buffer[:padded]
+
+
+@dataclass
+class Padding:
+    """Metadata of a capture: the persistent buffer, every row in the dump slot."""
+
+    buffer: torch.Tensor
+    dump: int
+
+    def __call__(self, descriptor, mode):
+        return self.buffer[: descriptor.num_tokens].fill_(self.dump)
+
+
+class Tiny(torch.nn.Module):
+    """Two pieces around one attention op."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.after = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        query = self.before(x).sin()
+        output = torch.empty_like(query)
+        torch.ops.faulty.attention(query, output, "layer")
+        return (self.after(output) * 2).relu() - 1
+
+
+class Branching(Tiny):
+    """Takes another way when the number of tokens is a multiple of 8."""
+
+    def forward(self, x):
+        if x.shape[0] % 8 == 0:
+            x = x + 1
+        return super().forward(x)
+
+
+class Twice(Tiny):
+    """Of its four pieces the second and the third differ in nothing but an operator."""
+
+    def forward(self, x):
+        y = self.before(x).sin()
+        for mend in (torch.cos, torch.sin, torch.tanh):
+            output = torch.empty_like(y)
+            torch.ops.faulty.attention(y, output, "layer")
+            y = mend(output)
+        return y
+
+
+class Unsteady(Tiny):
+    def forward(self, x):
+        return super().forward(x) + torch.rand(4)
+
+
+def relu_is_abs(graph, inputs):
+    """A compiler with a wrong pass."""
+    for node in graph.graph.nodes:
+        if node.op == "call_method" and node.target == "relu":
+            node.target = "abs"
+    graph.recompile()
+    return graph.forward

@@ -1,0 +1,215 @@
+"""Bisect names the fault that was planted: at each stage one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from piecegraph import AttentionSupport, Batch, Config
+from piecegraph.compile import compile_model, planning
+from piecegraph.compile.compilers import Compiler, compiler_named
+from piecegraph.tools.bisect import Step, Subject, bisect
+
+sys.path.append(str(Path(__file__).parent))
+import faulty_models as models
+
+pytestmark = pytest.mark.compile
+
+DUMP = 31
+
+
+def subject(model=None, sizes=(8, 3, 5), *, moves=False, dump=DUMP, **settings):
+    """Steps of these sizes; in each the rows go to the slots from the end backwards."""
+    buffer = torch.full((32,), DUMP)
+    steps = [
+        Step(
+            (torch.randn(size, 4, generator=torch.Generator().manual_seed(size)),),
+            Batch(size, size, is_decode=True, query_len=1),
+            models.Slots(buffer, tuple(reversed(range(size))), dump),
+        )
+        for size in sizes
+    ]
+    config = {
+        "splitting_ops": ("faulty::attention",),
+        "inputs": {"x": "float32[num_tokens, 4]"},
+        "max_num_tokens": 32,
+        "max_num_reqs": 16,
+        "capture_sizes": (4, 8),
+        "compiler": "eager",
+        "cache": False,
+        "attention_support": AttentionSupport.ALWAYS,
+        **settings,
+    }
+    layers = {"layer": models.Layer(torch.zeros(32, 4), moves)}
+    padding = models.Padding(buffer, DUMP)
+    return Subject(model or models.Tiny(), Config(**config), steps, layers, padding)
+
+
+@pytest.fixture
+def found():
+    """`found(subject)` bisects within two minutes and gives the finding and its line."""
+
+    def find(it, **options):
+        began = time.perf_counter()
+        finding = bisect(it, **options)
+        assert time.perf_counter() - began < 120
+        assert finding is not None
+        return finding, finding.line()
+
+    return find
+
+
+@pytest.fixture
+def wrong_pass():
+    from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
+
+    register_backend(models.relu_is_abs, name="relu_is_abs")
+    yield "relu_is_abs"
+    del _COMPILER_FNS["relu_is_abs"]
+
+
+def test_a_model_that_is_right_gives_no_finding():
+    said = []
+    assert bisect(subject(), say=said.append) is None
+    assert said == [
+        "traced graph: right",
+        "split: right",
+        "dedupe: right",
+        "PIECEWISE: right",
+        "FULL: right",
+    ]
+
+
+def test_a_wrong_pass_is_found_down_to_the_operator_and_its_line(found, wrong_pass):
+    finding, line = found(subject(compiler=wrong_pass))
+    assert (finding.stage, finding.piece, finding.size) == ("compiler", 1, 8)
+    assert finding.operator.startswith("relu (faulty_models.py:")
+    assert finding.wrong.expected == -1 < finding.wrong.got
+    assert "first wrong: output 0 [" in line
+    assert "\n" not in line
+
+
+def test_a_swapped_artifact_is_found_in_the_warm_cache(found, monkeypatch, tmp_path):
+    """The bundle is whole and verified, but the artifacts of two pieces have changed places."""
+
+    kept = {}
+
+    def keep(graph, inputs, options):
+        name = str(len(kept)).encode()
+        kept[name] = lambda args: graph.forward(*args)
+        return kept[name], {"code": name}
+
+    def load(artifacts):
+        order = [0, 2, 1, 3] if len(artifacts) == 4 else [0]
+        return [kept[artifacts[place]["code"]] for place in order]
+
+    fake = Compiler("inductor", keep, load)
+    choose = lambda name: fake if name == "inductor" else compiler_named(name)  # noqa: E731
+    monkeypatch.setattr(compile_model, "compiler_named", choose)
+    cached = {"compiler": "inductor", "cache": True, "cache_dir": tmp_path / "cache"}
+    finding, line = found(subject(models.Twice(), **cached))
+    assert (finding.stage, finding.piece) == ("warm cache", 1)
+    assert "remove its artifact" in line
+
+
+def test_equal_pieces_that_are_not_equal_are_found(found, monkeypatch):
+    """A content hash that cannot tell cos from sin."""
+    monkeypatch.setattr(compile_model, "fingerprint", lambda graph, root: str(len(graph.nodes)))
+    finding, _ = found(subject(models.Twice()))
+    assert (finding.stage, finding.piece) == ("dedupe", 1)
+
+
+def test_a_wrong_stitching_order_is_found(found, monkeypatch):
+    """Outputs of a piece are handed on in the wrong order."""
+    right = planning.Planner.piece
+
+    def crossed(self, index, piece):
+        right(self, index, piece)
+        step = self._steps[-1]
+        self._steps[-1] = step.model_copy(update={"args": step.args[:1] + step.args[:0:-1]})
+
+    monkeypatch.setattr(planning.Planner, "piece", crossed)
+    finding, _ = found(subject(models.Tiny()))
+    assert finding.stage in ("traced graph", "split")
+
+
+def test_a_moved_cache_is_found_in_the_full_graph(found):
+    finding, line = found(subject(moves=True, sizes=(4, 12)))
+    assert finding.stage == "FULL"
+    assert finding.operator == "faulty::attention"
+    assert "moved after the capture: layers['layer'].cache" in line
+
+
+def test_a_moved_weight_is_named(found):
+    """The weight is given other memory between two steps, as a reload of weights does."""
+    it = subject(sizes=(4, 4))
+
+    def reload(decision):
+        if decision.slot >= 0:
+            it.model.before.weight.data = it.model.before.weight.data.clone()
+        return torch.arange(4)
+
+    it.steps[1] = Step(it.steps[1].args, it.steps[1].batch, reload)
+    finding, line = found(it)
+    assert (finding.stage, finding.step) == ("PIECEWISE", 1)
+    assert "before.weight" in line
+    assert "MovedTensor" in line
+
+
+def test_a_stale_padding_row_is_found(found):
+    finding, line = found(subject(dump=None, sizes=(4, 3)))
+    assert finding.stage == "PIECEWISE"
+    assert finding.operator == "faulty::attention"
+    assert (finding.size, finding.padded, finding.step) == (3, 4, 1)
+    assert "size=3 (padded to 4)" in line
+    assert "something of an earlier step is left" in line
+
+
+def test_a_dropped_guard_is_named_with_its_line_and_sizes(found):
+    finding, line = found(subject(models.Branching(), guards="drop"))
+    assert (finding.stage, finding.size) == ("traced graph", 8)
+    assert finding.operator.startswith("faulty_models.py:")
+    assert "num_tokens" in line
+    assert "'num_tokens': 8" in line
+
+
+def test_a_guard_that_cannot_be_proved_is_an_error_of_the_first_rung(found):
+    finding, line = found(subject(models.Branching()))
+    assert finding.stage == "traced graph"
+    assert "GuardUnproved" in line
+
+
+def test_a_model_that_is_not_deterministic_is_said_to_be(found):
+    finding, _ = found(subject(models.Unsteady()))
+    assert finding.stage == "eager"
+
+
+def test_the_state_is_as_before(wrong_pass):
+    it = subject(compiler=wrong_pass)
+    cache = it.layers["layer"].cache
+    bisect(it)
+    assert it.layers["layer"].cache is cache
+    assert not cache.any()
+
+
+def test_the_script_fails_as_long_as_the_number_is_wrong(found, tmp_path):
+    script = tmp_path / "wrong.py"
+    _, line = found(subject(models.Branching(), guards="drop"), script=script)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.strip() == line
+    assert line in script.read_text()
+
+
+def test_what_cannot_be_pickled_is_said(wrong_pass, tmp_path):
+    said = []
+    it = subject(compiler=wrong_pass)
+    it.model.hidden = lambda: None
+    finding = bisect(it, script=tmp_path / "wrong.py", say=said.append)
+    assert finding is not None
+    assert said[-1].startswith("no script: ")

@@ -1,0 +1,54 @@
+"""The first element that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+"""Absolute and relative: compiled code adds up in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """An element that differs; `tensor` numbers the tensors of the result."""
+
+    tensor: int
+    element: tuple[int, ...]
+    expected: float
+    got: float
+
+    def __str__(self) -> str:
+        error = abs(self.got - self.expected)
+        place = f"output {self.tensor} {list(self.element)}"
+        return f"{place} expected={self.expected:.6g} got={self.got:.6g} error={error:.3g}"
+
+
+def first_wrong(
+    expected: Sequence[Tensor], got: Sequence[Tensor], tolerance: float | None = None
+) -> Wrong | None:
+    """The first difference beyond the tolerance; rows of `got` beyond those expected are padding.
+
+    Tensors of other rank or smaller shape differ in their first element, with NaN for its value.
+    """
+    for index, (want, have) in enumerate(zip(expected, got, strict=False)):
+        if want.dim() != have.dim() or any(
+            h < w for w, h in zip(want.shape, have.shape, strict=True)
+        ):
+            return Wrong(index, (0,) * want.dim(), float("nan"), float("nan"))
+        real = have[tuple(slice(0, size) for size in want.shape)]
+        bad = _differs(want, real, tolerance)
+        if bad.any():
+            element = tuple(int(i) for i in bad.nonzero()[0])
+            return Wrong(index, element, float(want[element]), float(real[element]))
+    return None
+
+
+def _differs(want: Tensor, have: Tensor, tolerance: float | None) -> Tensor:
+    if not want.dtype.is_floating_point:
+        return want != have
+    limit = TOLERANCE.get(want.dtype, 1e-4) if tolerance is None else tolerance
+    return ~torch.isclose(have.double(), want.double(), rtol=limit, atol=limit, equal_nan=True)

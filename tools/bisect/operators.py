@@ -1,0 +1,134 @@
+"""Inside a guilty piece: the shortest beginning of it that is compiled wrongly, by bisection."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from ... import Config, ForwardContext, PreparedModel, compile_graph, forward_context, piece_graphs
+from ...torch_compat import tree_leaves, tree_map_only
+from .compare import first_wrong
+from .subject import Subject
+
+_FRAME = re.compile(r'File "(?:[^"]*/)?([^"/]+)", line (\d+)')
+
+
+def guilty_operator(subject: Subject, prepared: PreparedModel, step: int, use: int) -> str | None:
+    """The operator, with the user's line, that makes the piece of `use` wrong in `step`.
+
+    None if the piece is right when it is compiled and run by itself on the same inputs.
+    """
+    examples = None if subject.config.inputs else _arguments(subject, 0)
+    device = next(iter(subject.model.parameters()), torch.empty(0)).device
+    graphs = piece_graphs(subject.model, subject.config, device, examples)
+    piece = graphs[prepared.compiled.plan.piece_uses()[use]]
+    values = _inputs_of(subject, prepared, [graph.graph for graph in graphs], step, use)
+    nodes = [node for node in piece.graph.graph.nodes if node.op.startswith("call_")]
+
+    def is_wrong(count: int) -> bool:
+        return _wrong(_beginning(piece.graph, nodes[:count]), piece.inputs, values, subject)
+
+    if not nodes or not is_wrong(len(nodes)):
+        return None
+    right, wrong = 0, len(nodes)
+    while wrong - right > 1:
+        middle = (right + wrong) // 2
+        right, wrong = (right, middle) if is_wrong(middle) else (middle, wrong)
+    return _described(nodes[wrong - 1])
+
+
+def _inputs_of(
+    subject: Subject, prepared: PreparedModel, graphs: Sequence[GraphModule], step: int, use: int
+) -> list[Any]:
+    """What the piece of `use` takes in `step` when all pieces run node by node."""
+    taken: list[Any] = []
+
+    def hook(index: int, piece: Any) -> Any:
+        def call(args: list[Any]) -> Any:
+            if index == use:
+                taken[:] = _copied(args)
+            return piece(args)
+
+        return call
+
+    pieces = tuple(_plainly(graph) for graph in graphs)
+    run = replace(prepared.compiled, pieces=pieces).link(piece_hook=hook)
+    for each, earlier in enumerate(subject.steps[: step + 1]):
+        args, kwargs = _arguments(subject, each)
+        bound = inspect.signature(subject.model.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        tensors = [_at(bound.arguments, i.path) for i in prepared.compiled.plan.inputs]
+        metadata = earlier.metadata_for(earlier.without_graph())
+        with forward_context(ForwardContext(subject.layers, metadata)), torch.no_grad():
+            run(*tensors)
+    return taken
+
+
+def _plainly(graph: GraphModule) -> Any:
+    return lambda args: graph(*args)
+
+
+def _arguments(subject: Subject, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return subject.steps[step].args, dict(subject.steps[step].kwargs)
+
+
+def _at(arguments: Any, path: Sequence[str | int]) -> Any:
+    for part in path:
+        arguments = arguments[part]
+    return arguments
+
+
+def _beginning(graph: GraphModule, nodes: Sequence[Node]) -> GraphModule:
+    """The graph up to the last of `nodes`; it returns every tensor that is used after them."""
+    kept = set(nodes)
+    beginning = Graph()
+    copies: dict[Node, Node] = {}
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "get_attr") or node in kept:
+            copies[node] = beginning.node_copy(node, copies.__getitem__)
+    live = [
+        copies[node]
+        for node in nodes
+        if isinstance(node.meta.get("example_value"), Tensor)
+        and (node is nodes[-1] or any(user not in kept for user in node.users))
+    ]
+    beginning.output(tuple(live))
+    return GraphModule(graph, beginning)
+
+
+def _wrong(graph: GraphModule, fakes: list[Any], values: list[Any], subject: Subject) -> bool:
+    """Whether `graph` compiled differs from itself run node by node; a failure to compile does."""
+    with torch.no_grad():
+        expected = tree_leaves(graph(*_copied(values)))
+        if not expected:
+            return False
+        try:
+            got = tree_leaves(_compiled(graph, fakes, subject.config)(_copied(values)))
+        except Exception:
+            return True
+    return first_wrong(expected, got, subject.tolerance) is not None
+
+
+def _compiled(graph: GraphModule, fakes: list[Any], config: Config) -> Any:
+    """A copy is compiled: compilers change the graph they are given."""
+    copied = Graph()
+    copied.output(copied.graph_copy(graph.graph, {}))
+    return compile_graph(GraphModule(graph, copied), fakes, config)
+
+
+def _copied(values: list[Any]) -> list[Any]:
+    copied: list[Any] = tree_map_only(Tensor, torch.Tensor.clone, values)
+    return copied
+
+
+def _described(node: Node) -> str:
+    target = node.target if isinstance(node.target, str) else node._pretty_print_target(node.target)
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    return f"{target} ({':'.join(frames[-1])})" if frames else str(target)

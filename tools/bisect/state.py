@@ -1,0 +1,78 @@
+"""The state that steps change: tensors of layers and buffers, put back before each rung."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEPTH = 4
+
+
+class State:
+    """What the tensors below `layers`, and the buffers of `model`, hold now."""
+
+    def __init__(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
+        found = [*_tensors(layers, "layers", DEPTH), *_buffers(model)]
+        self._saved = [(holder, key, tensor, tensor.clone()) for _, holder, key, tensor in found]
+
+    def restore(self) -> None:
+        """The same tensors in the same places, with the same contents."""
+        with torch.no_grad():
+            for holder, key, tensor, content in self._saved:
+                if _get(holder, key) is not tensor:
+                    _put(holder, key, tensor)
+                tensor.copy_(content)
+
+
+def addresses(model: torch.nn.Module, layers: Mapping[str, Any]) -> dict[str, int]:
+    """Where each tensor of the state and each weight is, by name."""
+    named = {name: tensor for name, _, _, tensor in _tensors(layers, "layers", DEPTH)}
+    named.update(model.named_buffers())
+    named.update(model.named_parameters())
+    return {name: tensor.data_ptr() for name, tensor in named.items()}
+
+
+Found = tuple[str, Any, Any, Tensor]
+
+
+def _tensors(value: Any, name: str, depth: int) -> Iterator[Found]:
+    if not depth:
+        return
+    for key, item in _items(value):
+        label = f"{name}[{key!r}]" if isinstance(value, Mapping | list) else f"{name}.{key}"
+        if isinstance(item, Tensor):
+            yield label, value, key, item
+        else:
+            yield from _tensors(item, label, depth - 1)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return list(getattr(value, "__dict__", {}).items())
+
+
+def _buffers(model: torch.nn.Module) -> Iterator[Found]:
+    for name, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                yield f"{name}.{key}", module._buffers, key, buffer
+
+
+def _get(holder: Any, key: Any) -> Any:
+    return holder[key] if isinstance(holder, Mapping | list | tuple) else getattr(holder, key)
+
+
+def _put(holder: Any, key: Any, tensor: Tensor) -> None:
+    if isinstance(holder, Mapping | list):
+        holder[key] = tensor  # type: ignore[index]
+    else:
+        object.__setattr__(holder, key, tensor)  # a frozen dataclass too
