@@ -23,7 +23,7 @@ from .captured_slot import CapturedSlot
 from .capturer import Capturer, SlotActions
 from .config import Config
 from .forward_context import CURRENT, ForwardContext, forward_context
-from .memory_ledger import MemoryPlan, plan_memory
+from .memory_ledger import MemoryLedger, MemoryPlan, plan_memory
 from .model_memory import opening_ledger, static_inputs
 from .monitors import Monitor
 from .ranks import Ranks, alone, start_facts
@@ -186,9 +186,7 @@ class PreparedModel:
         Asked before any capture, graphs count with a forecast, for which a few are probed.
         """
         graphs = self._capturer.expected_bytes()
-        for mode, num_bytes in self._capturer.memory.by_mode.items():
-            self.ledger.state(f"graph pool {mode.name}", num_bytes)
-        return plan_memory(self.backend.memory(), self.ledger, graphs, utilisation)
+        return plan_memory(self.backend.memory(), self._stated_ledger(), graphs, utilisation)
 
     def capture_idle(self, budget_ms: float) -> int:
         """Capture for at most `budget_ms` what DELAYED or LAZY would have; returns how many.
@@ -220,7 +218,14 @@ class PreparedModel:
 
     def report(self) -> dict[str, Any]:
         """What was prepared, captured and dispatched so far; see `runtime.report`."""
-        return build_report(self.events, self.compiled.plan, self.resolved, self.usage, self._cache)
+        return build_report(
+            self.events,
+            self.compiled.plan,
+            self.resolved,
+            self.usage,
+            self._cache,
+            self._stated_ledger(),
+        )
 
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured slots with their recordings."""
@@ -235,6 +240,12 @@ class PreparedModel:
         context.num_tokens = descriptor.num_tokens
         with forward_context(context), torch.no_grad():
             self._stitched(*self._inputs.at(sizes).views)
+
+    def _stated_ledger(self) -> MemoryLedger:
+        """The ledger with what the graphs of each mode take now."""
+        for mode, num_bytes in self._capturer.memory.by_mode.items():
+            self.ledger.state(f"graph pool {mode.name}", num_bytes)
+        return self.ledger
 
     def _memory(self) -> dict[str, int]:
         """Bytes the recordings took as they were made, and the device's used and free ones now."""
