@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from .runtime.prepare import prepare
     from .runtime.prepared_model import PreparedModel
     from .runtime.recorder import break_graph
+    from .runtime.warmup import AuxiliaryTask
     from .runtime.switches import SWITCHES, switched_off
 
 _HOMES = {
     "AttentionSupport": ".dispatch",
+    "AuxiliaryTask": ".runtime.warmup",
     "Batch": ".dispatch",
     "BatchDescriptor": ".dispatch",
     "CaptureStrategy": ".runtime.config",
@@ -62,6 +64,7 @@ _HOMES = {
 __all__ = [
     "SWITCHES",
     "AttentionSupport",
+    "AuxiliaryTask",
     "Batch",
     "BatchDescriptor",
     "CaptureStrategy",
