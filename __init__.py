@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .compile.factors import trace_key
     from .compile.piece_graphs import PieceGraph, compile_graph, piece_graphs
     from .dispatch import (
         AttentionSupport,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .events import Events
     from .runtime.config import CaptureStrategy, Config
     from .runtime.forward_context import ForwardContext, forward_context, get_forward_context
-    from .runtime.prepare import prepare
+    from .runtime.prepare import cache_root, prepare
     from .runtime.prepared_model import PreparedModel
     from .runtime.recorder import break_graph
     from .runtime.switches import SWITCHES, switched_off
@@ -49,12 +50,14 @@ _HOMES = {
     "RuntimeMode": ".dispatch",
     "SWITCHES": ".runtime.switches",
     "break_graph": ".runtime.recorder",
+    "cache_root": ".runtime.prepare",
     "compile_graph": ".compile.piece_graphs",
     "forward_context": ".runtime.forward_context",
     "get_forward_context": ".runtime.forward_context",
     "piece_graphs": ".compile.piece_graphs",
     "prepare": ".runtime.prepare",
     "switched_off": ".runtime.switches",
+    "trace_key": ".compile.factors",
 }
 
 __all__ = [
@@ -75,12 +78,14 @@ __all__ = [
     "Reason",
     "RuntimeMode",
     "break_graph",
+    "cache_root",
     "compile_graph",
     "forward_context",
     "get_forward_context",
     "piece_graphs",
     "prepare",
     "switched_off",
+    "trace_key",
 ]
 
 

@@ -28,7 +28,7 @@ from .examples import TOKENS
 from .factors import codegen_key, trace_key
 from .fingerprint import fingerprint
 from .guards import GuardBook
-from .inductor import Blobs, PieceFn
+from .inductor import Blobs, PieceFn, kernels
 from .pieces import Piece, lift
 from .planning import Planner, base_symbols, symbol_labels
 from .readable import readable
@@ -96,7 +96,7 @@ def _warm(
     except (BadBundle, ModelMismatch) as error:
         events.emit("bundle", level=logging.WARNING, hit=False, reason=str(error))
         return None
-    events.emit("bundle", hit=True, bytes=entry.size)
+    events.emit("bundle", hit=True, bytes=entry.size, kernels=kernels(artifacts))
     tell_plan(plan, events)
     return compiled
 
@@ -190,7 +190,7 @@ def _obtain(
             compiler=compiler.name, piece=index, digest=digest[:12], reason=reason
         ) from error
     seconds = time.perf_counter() - began
-    events.emit("compile.end", seconds=seconds, bytes=sum(map(len, blobs.values())), **about)
+    events.emit("compile.end", seconds=seconds, kernels=kernels([blobs])[0], **about)
     events.count(f"{compiler.name}_compiles")
     if blobs:
         cache.publish("artifact", key, {"compile_seconds": seconds}, blobs)

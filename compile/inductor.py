@@ -58,6 +58,11 @@ def _kernels(folder: Path) -> Blobs:
     }
 
 
+def kernels(artifacts: Sequence[Blobs]) -> list[int]:
+    """How many compiled libraries each artifact holds."""
+    return [sum(name.startswith(KERNEL) for name in artifact) for artifact in artifacts]
+
+
 def _lay_out(artifact: Blobs, folder: Path) -> None:
     for name, content in artifact.items():
         if name.startswith(KERNEL):

@@ -64,7 +64,7 @@ def prepare(
         )
         plan = _dispatch_plan(resolved.mode, config)
         events.emit("config", **_settled(config, resolved, plan))
-        cache = Cache(_cache_root(config), events)
+        cache = Cache(cache_root(config), events)
         compiled = compile_model(model, _with_compiler(config), cache, events, device, examples)
     return PreparedModel(
         compiled,
@@ -121,7 +121,8 @@ def _with_compiler(config: Config) -> Config:
     return config.changed(compiler="eager")
 
 
-def _cache_root(config: Config) -> Path | None:
+def cache_root(config: Config) -> Path | None:
+    """Where the private cache directory of `config` lies; None if the cache is off."""
     if not config.cache:
         return None
     named = config.cache_dir or read(CACHE_DIR)
