@@ -27,7 +27,7 @@ def collect(report: Facts, prepared: PreparedModel, steps: Sequence[StepRecord])
         "lookups": [event.facts for event in events.named("cache.lookup")],
         "graph_mode": report["graph_mode"],
         "settings": settings(events),
-        "steps": split_graph(events),
+        "steps": split_graph(prepared),
         "pieces": pieces(prepared),
         "guards": [guard.model_dump(mode="json") for guard in prepared.compiled.plan.guards],
         "policy": prepared.config.guards.value,
@@ -64,10 +64,20 @@ def settings(events: Events) -> Facts:
     return found
 
 
-def split_graph(events: Events) -> list[Facts]:
-    """The steps of the plan, with what they take and give."""
-    named = events.named("split_graph")
-    return list(named[-1].facts["steps"]) if named else []
+def split_graph(prepared: PreparedModel) -> list[Facts]:
+    """The steps of the plan, with what they take and give, between inputs and results."""
+    named = prepared.events.named("split_graph")
+    if not named:
+        return []
+    plan, steps = prepared.compiled.plan, named[-1].facts["steps"]
+    shapes = {name: shape for step in steps for name, shape in step["takes"].items()}
+    inputs = {item.name: shapes.get(item.name, "") for item in plan.inputs}
+    results = {result.name: "" for result in plan.results}
+    return [
+        {"outer": "inputs", "takes": {}, "gives": inputs},
+        *steps,
+        {"outer": "results", "takes": results, "gives": {}},
+    ]
 
 
 def pieces(prepared: PreparedModel) -> list[Facts]:

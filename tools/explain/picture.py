@@ -1,7 +1,8 @@
 """The split graph as SVG: the steps in a column, values as lines between them.
 
-A value that the next step takes goes straight down; one that skips steps bends around on the right,
-in a lane of its own as long as it lives. The middle of a long chain is left out.
+A value that the next step takes goes straight down. One that later steps take runs down a lane on
+the right, which is its own from where it is made to where it is last used; at its beginning stands
+its shape. The middle of a long chain is left out.
 """
 
 from __future__ import annotations
@@ -13,39 +14,44 @@ from typing import Any
 
 Facts = dict[str, Any]
 
-WIDTH, HEIGHT, GAP = 250, 34, 46
-LEFT, LANE = 20, 18
+WIDTH, HEIGHT, GAP = 300, 34, 46
+LEFT, FIRST_LANE, LANE, LABELS = 20, 170, 14, 260
 HEAD, TAIL = 14, 9
 """Steps shown at the beginning and at the end of a chain too long to be shown whole."""
 
 COLOURS = 8
+SHAPES = 5
+"""Shapes written beside one step at most."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
-    """A value on its way from one row to another."""
+class _Value:
+    """A value, the row that makes it and the rows further down that take it."""
 
     name: str
     shape: str
     start: int
-    stop: int
+    stops: tuple[int, ...]
 
 
 def picture(steps: Sequence[Facts]) -> str:
     """An `<svg>` element; its classes are styled by the page."""
     shown, left_out = _shortened(steps)
-    lines = _lines(shown)
-    lanes = _lanes([line for line in lines if line.stop > line.start + 1])
-    width = LEFT + WIDTH + 150 + LANE * (max(lanes.values(), default=-1) + 1) + 170
-    height = len(shown) * (HEIGHT + GAP)
+    values = _values(shown)
+    lanes = _lanes([value for value in values if value.stops[-1] > value.start + 1])
+    labels = LEFT + WIDTH + FIRST_LANE + LANE * (max(lanes.values(), default=-1) + 1)
+    width, height = labels + LABELS, len(shown) * (HEIGHT + GAP)
+    rows = range(len(shown))
     parts = [
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"'
-        f' aria-label="Split graph: {len(steps)} steps, {left_out} of them not shown">'
+        f' aria-label="Split graph: {len(steps)} steps, {left_out} of them not shown">',
+        *(_straight(row, [value for value in values if value.start == row]) for row in rows),
+        *(_lane(value, lane) for value, lane in lanes.items()),
+        *(_shapes(row, [value for value in lanes if value.start == row], labels) for row in rows),
+        *(_box(row, step) for row, step in enumerate(shown)),
+        "</svg>",
     ]
-    parts += [_straight(row, [x for x in lines if x.start == row]) for row in range(len(shown))]
-    parts += [_bent(line, lane) for line, lane in lanes.items()]
-    parts += [_box(row, step) for row, step in enumerate(shown)]
-    return "".join([*parts, "</svg>"])
+    return "".join(parts)
 
 
 def _shortened(steps: Sequence[Facts]) -> tuple[list[Facts], int]:
@@ -56,32 +62,29 @@ def _shortened(steps: Sequence[Facts]) -> tuple[list[Facts], int]:
     return [*steps[:HEAD], gap, *steps[-TAIL:]], len(middle)
 
 
-def _lines(steps: Sequence[Facts]) -> list[_Line]:
-    """Each value from the row that gives it to each row that takes it."""
-    made = {name: row for row, step in enumerate(steps) for name in step["gives"]}
+def _values(steps: Sequence[Facts]) -> list[_Value]:
+    """Every value that is made and taken among `steps`, in the order in which they are made."""
+    takers: dict[str, list[int]] = {}
+    for row, step in enumerate(steps):
+        for name in step["takes"]:
+            takers.setdefault(name, []).append(row)
     return [
-        _Line(name, steps[made[name]]["gives"][name], made[name], row)
+        _Value(name, shape, row, tuple(takers[name]))
         for row, step in enumerate(steps)
-        for name in step["takes"]
-        if name in made and made[name] < row
+        for name, shape in step["gives"].items()
+        if name in takers
     ]
 
 
-def _lanes(lines: Sequence[_Line]) -> dict[_Line, int]:
-    """The first lane that is free from the line's start to its stop."""
-    busy: list[list[_Line]] = []
-    lanes: dict[_Line, int] = {}
-    for line in sorted(lines, key=lambda line: (line.start, line.stop)):
-        free = (
-            lane
-            for lane, others in enumerate(busy)
-            if all(other.stop <= line.start or other.start >= line.stop for other in others)
-        )
+def _lanes(values: Sequence[_Value]) -> dict[_Value, int]:
+    """For each value the first lane that is free as long as it lives."""
+    busy: list[int] = []
+    lanes: dict[_Value, int] = {}
+    for value in values:
+        free = (lane for lane, until in enumerate(busy) if until <= value.start)
         lane = next(free, len(busy))
-        if lane == len(busy):
-            busy.append([])
-        busy[lane].append(line)
-        lanes[line] = lane
+        busy[lane : lane + 1] = [value.stops[-1]]
+        lanes[value] = lane
     return lanes
 
 
@@ -92,42 +95,55 @@ def _top(row: int) -> int:
 def _box(row: int, step: Facts) -> str:
     place = f'x="{LEFT}" y="{_top(row)}" width="{WIDTH}" height="{HEIGHT}"'
     if "gap" in step:
-        return _text(LEFT + WIDTH // 2, _top(row) + 22, f"… {step['gap']} more steps …", "gap")
+        return _centred(row, f"… {step['gap']} more steps …", "gap")
+    if "outer" in step:
+        return f'<rect {place} class="outer"/>' + _centred(row, step["outer"], "label")
     if "op" in step:
-        label = step["op"]
-        shape = f'<rect {place} rx="17" class="op"/>'
-        return shape + _text(LEFT + WIDTH // 2, _top(row) + 22, label, "label")
+        name = step["op"].removesuffix(".default")
+        return f'<rect {place} rx="17" class="op"/>' + _centred(row, name, "label")
     index = step["piece"]
     shape = f'<rect {place} rx="4" class="piece c{index % COLOURS}"/>'
-    text = _text(LEFT + WIDTH // 2, _top(row) + 22, f"piece {index}", "label")
-    return f'<a href="#piece-{index}">{shape}{text}</a>'
+    return f'<a href="#piece-{index}">{shape}{_centred(row, f"piece {index}", "label")}</a>'
 
 
-def _straight(row: int, lines: Sequence[_Line]) -> str:
+def _straight(row: int, values: Sequence[_Value]) -> str:
     """One line to the next row for all values it takes, with their shapes beside it."""
-    near = [line for line in lines if line.stop == row + 1]
+    near = [value for value in values if value.stops[0] == row + 1]
     if not near:
         return ""
-    x, top = LEFT + WIDTH // 2, _top(row) + HEIGHT
-    arrow = f'<path class="edge" d="M{x} {top} V{_top(row + 1) - 2}" marker-end="none"/>'
-    head = f'<path class="head" d="M{x - 4} {_top(row + 1) - 7} h8 l-4 6 z"/>'
-    shapes = list(dict.fromkeys(line.shape for line in near))
-    labels = [
-        _text(x + 10, top + 15 + 13 * place, shape, "shape")
-        for place, shape in enumerate([*shapes[:2], *(["…"] if len(shapes) > 2 else [])])
-    ]
-    return arrow + head + "".join(labels)
+    x, top, end = LEFT + WIDTH // 2, _top(row) + HEIGHT, _top(row + 1)
+    line = f'<path class="edge" d="M{x} {top} V{end - 2}"/>'
+    head = f'<path class="head" d="M{x - 4} {end - 7} h8 l-4 6 z"/>'
+    shapes = list(dict.fromkeys(value.shape for value in near))
+    shown = [*shapes[:2], *(["…"] if len(shapes) > 2 else [])]
+    labels = (_text(x + 10, top + 15 + 13 * n, shape, "shape") for n, shape in enumerate(shown))
+    return line + head + "".join(labels)
 
 
-def _bent(line: _Line, lane: int) -> str:
+def _lane(value: _Value, lane: int) -> str:
+    """Down the lane, and back to each step further down than the next that takes the value."""
     x = LEFT + WIDTH
-    bend = x + 150 + LANE * lane
-    start, stop = _top(line.start) + HEIGHT - 8, _top(line.stop) + 8
-    path = f'<path class="edge skip" d="M{x} {start} H{bend} V{stop} H{x}"/>'
-    head = f'<path class="head" d="M{x + 7} {stop - 4} v8 l-6 -4 z"/>'
-    title = f"<title>{escape(line.name)}: {escape(line.shape)}</title>"
-    label = _text(bend + 4, start + 12, line.shape, "shape") if line.stop > line.start + 2 else ""
-    return f"<g>{title}{path}{head}{label}</g>"
+    bend, start = x + FIRST_LANE + LANE * lane, _top(value.start) + HEIGHT - 8
+    far = [stop for stop in value.stops if stop > value.start + 1]
+    trunk = f'<path class="edge" d="M{x} {start} H{bend} V{_top(far[-1]) + 8}"/>'
+    branches = "".join(
+        f'<path class="edge" d="M{bend} {_top(stop) + 8} H{x + 6}"/>'
+        f'<path class="head" d="M{x + 7} {_top(stop) + 4} v8 l-6 -4 z"/>'
+        for stop in far
+    )
+    return f"<g><title>{escape(value.name)}: {escape(value.shape)}</title>{trunk}{branches}</g>"
+
+
+def _shapes(row: int, values: Sequence[_Value], x: int) -> str:
+    """The shapes of the values whose lanes begin here, from left to right."""
+    texts = [f"{value.name}: {value.shape}" for value in values]
+    if len(texts) > SHAPES:
+        texts = [*texts[: SHAPES - 1], f"… {len(texts) - SHAPES + 1} more"]
+    return "".join(_text(x, _top(row) + 12 + 13 * n, text, "shape") for n, text in enumerate(texts))
+
+
+def _centred(row: int, text: str, kind: str) -> str:
+    return _text(LEFT + WIDTH // 2, _top(row) + 22, text, kind)
 
 
 def _text(x: int, y: int, text: str, kind: str) -> str:
