@@ -29,7 +29,7 @@ def collect(report: Facts, prepared: PreparedModel, steps: Sequence[StepRecord])
         "settings": settings(events),
         "steps": split_graph(prepared),
         "pieces": pieces(prepared),
-        "guards": [guard.model_dump(mode="json") for guard in prepared.compiled.plan.guards],
+        "guards": guards(prepared),
         "policy": prepared.config.guards.value,
         "captures": captures(prepared),
         "memory": events.named("memory")[-1].facts,
@@ -103,6 +103,12 @@ def pieces(prepared: PreparedModel) -> list[Facts]:
             }
         )
     return rows
+
+
+def guards(prepared: PreparedModel) -> list[Facts]:
+    """The guards on sizes; those that came out as plain `True` say nothing."""
+    settled = prepared.compiled.plan.guards
+    return [guard.model_dump(mode="json") for guard in settled if guard.expression != "True"]
 
 
 def captures(prepared: PreparedModel) -> list[Facts]:
