@@ -89,7 +89,7 @@ def compile_task(
     model: torch.nn.Module, config: Config, events: Events, examples: ExampleArguments | None
 ) -> Task:
     """What to compile, and with what: the model's device, the cache, the level's compiler."""
-    cache = Cache(_cache_root(config), events)
+    cache = Cache(cache_root(config), events)
     return Task(model, _with_compiler(config), cache, events, _device(model), examples)
 
 
@@ -134,7 +134,8 @@ def _with_compiler(config: Config) -> Config:
     return config.changed(compiler="eager")
 
 
-def _cache_root(config: Config) -> Path | None:
+def cache_root(config: Config) -> Path | None:
+    """Where the private cache directory of `config` lies; None if the cache is off."""
     if not config.cache:
         return None
     named = config.cache_dir or read(CACHE_DIR)
