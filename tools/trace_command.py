@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -61,13 +60,12 @@ def render(tlparse: str, logs: Sequence[Path], output: Path) -> list[Path]:
 
 
 def _run(command: Sequence[str], folder: Path) -> int:
-    try:
-        done = subprocess.run(command, env={**os.environ, "TORCH_TRACE": str(folder)})
-    except OSError as error:
+    if shutil.which(command[0]) is None:
         raise InvalidSetting(
             name="COMMAND",
             value=command[0],
-            reason=(error.strerror or "it cannot be run").casefold(),
+            reason="no such file or directory",
             expected="a program, such as `piecegraph trace -- piecegraph run`",
-        ) from None
+        )
+    done = subprocess.run(["env", f"TORCH_TRACE={folder}", *command])
     return done.returncode
