@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .compile.factors import trace_key
     from .compile.piece_graphs import PieceGraph, compile_graph, piece_graphs
     from .dispatch import (
         AttentionSupport,
@@ -24,15 +25,18 @@ if TYPE_CHECKING:
     )
     from .errors import PiecegraphError
     from .events import Events
+    from .runtime.ahead import compile_ahead
     from .runtime.config import CaptureStrategy, Config
     from .runtime.forward_context import ForwardContext, forward_context, get_forward_context
-    from .runtime.prepare import prepare
+    from .runtime.prepare import cache_root, prepare
     from .runtime.prepared_model import PreparedModel
     from .runtime.recorder import break_graph
     from .runtime.switches import SWITCHES, switched_off
+    from .runtime.warmup import AuxiliaryTask
 
 _HOMES = {
     "AttentionSupport": ".dispatch",
+    "AuxiliaryTask": ".runtime.warmup",
     "Batch": ".dispatch",
     "BatchDescriptor": ".dispatch",
     "CaptureStrategy": ".runtime.config",
@@ -49,17 +53,21 @@ _HOMES = {
     "RuntimeMode": ".dispatch",
     "SWITCHES": ".runtime.switches",
     "break_graph": ".runtime.recorder",
+    "cache_root": ".runtime.prepare",
     "compile_graph": ".compile.piece_graphs",
+    "compile_ahead": ".runtime.ahead",
     "forward_context": ".runtime.forward_context",
     "get_forward_context": ".runtime.forward_context",
     "piece_graphs": ".compile.piece_graphs",
     "prepare": ".runtime.prepare",
     "switched_off": ".runtime.switches",
+    "trace_key": ".compile.factors",
 }
 
 __all__ = [
     "SWITCHES",
     "AttentionSupport",
+    "AuxiliaryTask",
     "Batch",
     "BatchDescriptor",
     "CaptureStrategy",
@@ -75,12 +83,15 @@ __all__ = [
     "Reason",
     "RuntimeMode",
     "break_graph",
+    "cache_root",
+    "compile_ahead",
     "compile_graph",
     "forward_context",
     "get_forward_context",
     "piece_graphs",
     "prepare",
     "switched_off",
+    "trace_key",
 ]
 
 

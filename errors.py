@@ -407,6 +407,16 @@ class TooLarge(ConfigError):
     todo = "Choose a smaller model, fewer blocks or smaller limits."
 
 
+class ToolMissing(ConfigError):
+    what = "{name} is not installed"
+    todo = "Install it with `pip install 'piecegraph[{extra}]'`."
+
+
+class NoSuchEntry(ConfigError):
+    what = "the cache at {path} has no entry {name!r}"
+    todo = "List what it has with `piecegraph cache list`; the first digits of a key are enough."
+
+
 class MissingMetadata(RunError):
     what = "layer {layer_name} was run without attention metadata"
     todo = "Pass metadata= with every step, or give capture() a function that builds it."

@@ -11,7 +11,7 @@ import logging
 
 from ..cache import Entry, Key
 from ..errors import ModelMismatch
-from .artifact import LIBRARY, PieceFn
+from .artifact import LIBRARY, PieceFn, kernels
 from .bundle import BadBundle, Bundle, read_bundle, store_bundle
 from .compile_pieces import compile_pieces
 from .compiled_model import CompiledModel, bind
@@ -71,7 +71,7 @@ def _warm(task: Task, key: Key, compiler: Compiler) -> CompiledModel | None:
     except (BadBundle, ModelMismatch) as error:
         events.emit("bundle", level=logging.WARNING, hit=False, reason=str(error))
         return None
-    events.emit("bundle", hit=True, bytes=entry.size)
+    events.emit("bundle", hit=True, bytes=entry.size, kernels=kernels(bundle.artifacts))
     tell_plan(bundle.plan, events)
     return compiled
 

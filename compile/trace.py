@@ -163,8 +163,8 @@ def _renamed(value: Any, known: dict[int, Ref]) -> Any:
         names = [field.name for field in dataclasses.fields(value) if field.init]
         return Record(kind, {name: _renamed(getattr(value, name), known) for name in names})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = zip(value._fields, value, strict=True)
-        return Record(kind, {name: _renamed(item, known) for name, item in items})
+        fields = zip(value._fields, value, strict=True)
+        return Record(kind, {name: _renamed(item, known) for name, item in fields})
     if isinstance(value, (list, tuple)):
         items = [_renamed(item, known) for item in value]
         return items if isinstance(value, list) else tuple(items)

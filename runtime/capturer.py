@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from ..dispatch import Batch, Dispatcher, RuntimeMode
 from ..errors import CaptureFailed
 from ..events import Events
@@ -26,6 +24,7 @@ from .config import CaptureStrategy, Config
 from .eviction import make_room, trim
 from .graph_memory import Exchange, GraphMemory, limit_in_bytes
 from .monitors import meant
+from .random_state import same_random_state
 from .recording import Recording
 from .strategies import CaptureQueue
 
@@ -68,7 +67,8 @@ class Capturer:
 
     def startup(self) -> None:
         """Capture what the strategy wants before serving and is not there yet."""
-        self._plan_memory()
+        if self._config.memory_limit is not None and not self.memory.used:
+            self._plan_memory()
         with self._session(prepare=True) as session:
             for group in self.queue.startup():
                 for slot in group:
@@ -241,11 +241,18 @@ class Capturer:
         if was and not self.active:
             self._events.emit("capture.complete", level=logging.INFO, step=self.queue.step)
 
+    def expected_bytes(self) -> int:
+        """Bytes of all graphs that are there or, before the first, are forecast."""
+        if self.memory.used:
+            return self.memory.used
+        self._plan_memory()
+        slots = [slot for slot, state in enumerate(self.queue.slots) if not state.dropped]
+        return self.memory.forecast_of(self._dispatcher.plan, slots)
+
     def _plan_memory(self) -> None:
+        """Forecast what graphs take, and drop those that would pass a limit."""
         limit = limit_in_bytes(self._config.memory_limit, self._backend.memory())
-        if limit is None or self.memory.used:
-            return
-        with meant(), _same_random_state():
+        with meant(), same_random_state():
             dropped = self.memory.plan(
                 limit,
                 self._dispatcher.plan,
@@ -287,15 +294,7 @@ class Capturer:
             self._pool = self._backend.new_pool()
         with (
             meant(),
-            _same_random_state(),
+            same_random_state(),
             capture_session(self._backend, self._pool, self._events, prepare=prepare) as session,
         ):
             yield session
-
-
-@contextmanager
-def _same_random_state() -> Iterator[None]:
-    """Dummy batches may draw random numbers; outside, nobody can tell."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=devices):
-        yield

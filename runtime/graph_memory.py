@@ -51,7 +51,7 @@ class GraphMemory:
 
     def plan(
         self,
-        limit: int,
+        limit: int | None,
         plan: DispatchPlan,
         backend: GraphBackend,
         record: RecordSlot,
@@ -59,7 +59,7 @@ class GraphMemory:
         events: Events,
         histogram: Histogram | None,
     ) -> Collection[int]:
-        """Forecast what the graphs of `plan` take; returns the slots to drop to keep `limit`.
+        """Forecast what the graphs of `plan` take; returns the slots to drop to keep a `limit`.
 
         `histogram` tells which sizes occur, if it is known. Ranks go by the least limit and the
         greatest forecast of them all.
@@ -68,13 +68,15 @@ class GraphMemory:
         forecast, failed = forecast_memory(backend, plan, slots, record, events)
         told = {"limit": limit, "forecast": forecast.as_json(), "failed": failed}
         answers = exchange("memory", told)
-        self.limit = min(answer["limit"] for answer in answers)
+        self.limit = limit and min(answer["limit"] for answer in answers)
         self.forecast = Forecast.worst([answer["forecast"] for answer in answers])
         impossible = {slot for answer in answers for slot in answer["failed"]}
         impossible |= {s for s in slots if plan.entries[s].mode not in self.forecast.modes}
         possible = [slot for slot in slots if slot not in impossible]
-        occurrence = _occurrence(histogram, plan.largest)
-        pruned = prune(plan, possible, self.forecast, self.limit, occurrence)
+        pruned: list[int] = []
+        if self.limit is not None:
+            occurrence = _occurrence(histogram, plan.largest)
+            pruned = prune(plan, possible, self.forecast, self.limit, occurrence)
         dropped = impossible.union(pruned)
         events.emit(
             "memory.forecast",

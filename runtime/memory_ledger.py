@@ -33,8 +33,12 @@ class MemoryLedger:
         self._owned: dict[str, list[tuple[int, int]]] = {}
         self._bytes: dict[str, int] = {}
 
-    def own(self, owner: Owner, tensors: Iterable[Tensor]) -> int:
-        """Enter the whole storages of `tensors`; returns how many bytes were nobody's before."""
+    def own(self, owner: str, tensors: Iterable[Tensor]) -> int:
+        """Enter the whole storages of `tensors` for an `Owner`, which may be given by its value.
+
+        Returns how many bytes were nobody's before.
+        """
+        owner = Owner(owner)
         before = self._bytes.get(owner.value, 0)
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -94,13 +98,15 @@ class MemoryPlan:
 
 
 def plan_memory(
-    memory: Memory, ledger: MemoryLedger, graphs: int, utilisation: float, unowned: int = 0
+    memory: Memory, ledger: MemoryLedger, graphs: int, utilisation: float
 ) -> MemoryPlan:
     """The plan for a device, graphs of `graphs` bytes in all, captured or still to come.
 
-    `unowned` are bytes in use that no one in the ledger owns: other processes, the allocator.
+    Bytes in use that no one in the ledger owns, such as those of other processes, are not left
+    for the KV cache either.
     """
     total = memory.used + memory.free
+    unowned = max(0, memory.used - ledger.total)
     owners = (Owner.WEIGHTS, Owner.STATIC_BUFFERS, Owner.WORKSPACES)
     other = unowned + sum(ledger.bytes(owner.value) for owner in owners)
     return MemoryPlan(

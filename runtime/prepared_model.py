@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,46 +22,28 @@ from ..errors import (
     ModelClosed,
 )
 from ..events import Events
-from .addresses import Addresses, Snapshot
+from .addresses import Addresses
 from .backend import GraphBackend
 from .binding import binder, packer
 from .capture_session import CaptureSession
+from .captured_slot import CapturedSlot
 from .capturer import Capturer, SlotActions
 from .config import Config
 from .forward_context import CURRENT, ForwardContext, forward_context
+from .memory_ledger import MemoryLedger, MemoryPlan, plan_memory
+from .model_memory import opening_ledger, static_inputs
 from .monitors import Monitor
 from .ranks import Ranks, alone, start_facts
 from .recorder import break_graph, opaque_piece, record
 from .recording import Recording
 from .report import build_report
 from .results import RealResults
-from .static_inputs import BoundInputs, InputSpec, Padding, StaticInputs
+from .static_inputs import BoundInputs
 from .usage import Usage
+from .warmup import AuxiliaryTask, capture_items, range_works, warm_up
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
-
-ADDRESSES_PER_STEP = 4
-"""Watched tensors compared on each replay after the first, going round."""
-
-
-class _Slot:
-    """A captured entry of the plan: its recording and what a step needs around it."""
-
-    __slots__ = ("addresses", "inputs", "recording", "replayed", "results")
-
-    def __init__(
-        self,
-        recording: Recording,
-        inputs: BoundInputs,
-        results: RealResults,
-        addresses: Snapshot,
-    ) -> None:
-        self.recording = recording
-        self.inputs = inputs
-        self.results = results
-        self.addresses = addresses
-        self.replayed = False
 
 
 class PreparedModel:
@@ -99,11 +82,12 @@ class PreparedModel:
         self._eager = eager
         self._stitched = compiled.link()
         self._captured_fn = compiled.link(piece_hook=_piece_hook, call_hook=_call_hook)
-        self._inputs = _static_inputs(compiled, config, device)
-        self._slots: list[_Slot | None] = [None] * len(dispatcher.plan.entries)
+        self._inputs = static_inputs(compiled, config, device)
+        self._slots: list[CapturedSlot | None] = [None] * len(dispatcher.plan.entries)
         self._addresses = Addresses(backend.address)
         for name, weight in compiled.weights.items():
             self._addresses.watch(name, weight)
+        self.ledger = opening_ledger(compiled, self._inputs, config)
         self._context = ForwardContext(layers)
         self._metadata_for: MetadataFor | None = None
         self._ranks = ranks
@@ -165,7 +149,7 @@ class PreparedModel:
                 with torch.no_grad():
                     results = self._stitched(*tensors)
             else:
-                results = _replay(slot, tensors, sizes)
+                results = slot.replay(tensors, sizes)
         finally:
             CURRENT.reset(token)
         self.usage.count(decision, context.num_tokens)
@@ -195,6 +179,39 @@ class PreparedModel:
         with self.events.span("capture", level=logging.INFO):
             self._capturer.startup()
         self.events.emit("memory", **self._memory())
+
+    def warm_up(
+        self,
+        metadata_for: MetadataFor | None = None,
+        tasks: Sequence[AuxiliaryTask] = (),
+        *,
+        skip: Collection[str] = (),
+        show: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Run each compiled range, capture as `capture` does, run the engine's `tasks`.
+
+        `skip` names kinds of warm-up to leave out ("range", "capture", "auxiliary"); what that
+        costs is logged. `show` is given a line of progress for each item.
+        """
+        self._metadata_for = metadata_for
+        warm_up(
+            range_works(self.compiled.plan.symbols, self._run_dummy),
+            capture_items(self._capturer.queue, self.dispatcher.plan),
+            partial(self.capture, metadata_for),
+            tasks,
+            skip,
+            self.backend.memory,
+            self.events,
+            show,
+        )
+
+    def memory_plan(self, utilisation: float = 0.9) -> MemoryPlan:
+        """What is left for the KV cache if the engine uses this share of the device.
+
+        Asked before any capture, graphs count with a forecast, for which a few are probed.
+        """
+        graphs = self._capturer.expected_bytes()
+        return plan_memory(self.backend.memory(), self._stated_ledger(), graphs, utilisation)
 
     def capture_idle(self, budget_ms: float) -> int:
         """Capture for at most `budget_ms` what DELAYED or LAZY would have; returns how many.
@@ -226,11 +243,34 @@ class PreparedModel:
 
     def report(self) -> dict[str, Any]:
         """What was prepared, captured and dispatched so far; see `runtime.report`."""
-        return build_report(self.events, self.compiled.plan, self.resolved, self.usage, self._cache)
+        return build_report(
+            self.events,
+            self.compiled.plan,
+            self.resolved,
+            self.usage,
+            self._cache,
+            self._stated_ledger(),
+        )
 
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured slots with their recordings."""
         return [(i, slot.recording) for i, slot in enumerate(self._slots) if slot is not None]
+
+    def _run_dummy(self, sizes: Mapping[str, int]) -> None:
+        """Run the compiled code without a graph on a batch of padding."""
+        descriptor = BatchDescriptor(sizes["num_tokens"])
+        context = self._context
+        if self._metadata_for:
+            context.metadata = self._metadata_for(descriptor, RuntimeMode.NONE)
+        context.num_tokens = descriptor.num_tokens
+        with forward_context(context), torch.no_grad():
+            self._stitched(*self._inputs.at(sizes).views)
+
+    def _stated_ledger(self) -> MemoryLedger:
+        """The ledger with what the graphs of each mode take now."""
+        for mode, num_bytes in self._capturer.memory.by_mode.items():
+            self.ledger.state(f"graph pool {mode.name}", num_bytes)
+        return self.ledger
 
     def _memory(self) -> dict[str, int]:
         """Bytes the recordings took as they were made, and the device's used and free ones now."""
@@ -266,7 +306,7 @@ class PreparedModel:
     def _install(self, slot: int, recording: Recording) -> None:
         results = RealResults(self.compiled.plan, recording.outputs)
         addresses = self._addresses.snapshot()
-        self._slots[slot] = _Slot(recording, self._inputs_of(slot), results, addresses)
+        self._slots[slot] = CapturedSlot(recording, self._inputs_of(slot), results, addresses)
         self.dispatcher.set_captured(slot, True)
 
     def _remove(self, slot: int) -> None:
@@ -284,35 +324,9 @@ def _sizes(descriptor: BatchDescriptor) -> dict[str, int]:
     return {"num_tokens": descriptor.num_tokens, **dict(descriptor.axes)}
 
 
-def _replay(slot: _Slot, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
-    if slot.replayed:
-        slot.addresses.check_some(ADDRESSES_PER_STEP)
-    else:
-        slot.addresses.check()
-        slot.replayed = True
-    slot.inputs.load(tensors, sizes)
-    slot.recording.replay()
-    return slot.results.at(sizes)
-
-
 def _piece_hook(use: int, piece: Callable[..., Any]) -> Callable[..., Any]:
     return opaque_piece(piece)
 
 
 def _call_hook(use: int, op: Callable[..., Any]) -> Callable[..., Any]:
     return break_graph(op)
-
-
-def _static_inputs(compiled: CompiledModel, config: Config, device: torch.device) -> StaticInputs:
-    labels = {symbol.name: symbol.label for symbol in compiled.plan.symbols}
-    specs = [
-        InputSpec(
-            name=".".join(map(str, item.path)),
-            dims=tuple(labels[d] if isinstance(d, str) else d for d in item.shape),
-            dtype=getattr(torch, item.dtype),
-            padding=Padding.ZERO,
-        )
-        for item in compiled.plan.inputs
-    ]
-    limits = {symbol.label: config.limits(symbol.label)[1] for symbol in compiled.plan.symbols}
-    return StaticInputs(specs, limits, device)

@@ -13,17 +13,20 @@ from rich.console import Console
 
 from .. import (
     AttentionSupport,
+    AuxiliaryTask,
     CaptureStrategy,
     Config,
     Events,
     GraphMode,
     PreparedModel,
+    RuntimeMode,
     prepare,
     switched_off,
 )
 from ..errors import InvalidSetting, TooLarge
 from .block_manager import BlockManager
 from .clock import Clock
+from .defragmenter import Defragmenter
 from .engine import Engine
 from .kv_cache import LayerCache, allocate_layer_caches
 from .metadata import MetadataBuffers
@@ -32,6 +35,8 @@ from .model import Decoder
 from .options import RunOptions
 from .progress import counting, working
 from .report import Report, build_report
+from .sampler import Sampler
+from .sampler_warmup import sampler_warmup
 from .scheduler import Request, Scheduler
 from .verify import SAMPLE_EVERY, TOLERANCE, Verification, Verifier
 
@@ -66,7 +71,11 @@ def bring_up_and_serve(
 
 @contextmanager
 def bring_up(
-    options: RunOptions, requests: Sequence[Request], phases: Phases, console: Console
+    options: RunOptions,
+    requests: Sequence[Request],
+    phases: Phases,
+    console: Console,
+    events: Events | None = None,
 ) -> Iterator[Service]:
     """The model prepared and captured, and an engine that can serve `requests`; closed at last."""
     device = find_device(options.device)
@@ -79,12 +88,14 @@ def bring_up(
     with _phase(phases, "build model"), _allocation():
         model, layers, buffers = _build(options, requests, blocks, device)
     with working(console, "preparing: from the cache, or tracing and compiling"):
-        prepared = prepare(model, library_config(options), layers=layers, events=Events())
+        prepared = prepare(model, library_config(options), layers=layers, events=events or Events())
     try:
-        with working(console, "capturing"):
-            prepared.capture(buffers.padding)
-            prepared.seal()
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers)
+        caches = [part for cache in layers.values() for part in (cache.keys, cache.values)]
+        prepared.ledger.own("KV cache", caches)
+        with working(console, "warming up and capturing"):
+            prepared.warm_up(buffers.padding, _warmup_tasks(prepared, model, engine))
+            prepared.seal()
         yield Service(prepared, model, layers, buffers, engine, verification)
     finally:
         prepared.close()
@@ -150,12 +161,17 @@ def library_config(options: RunOptions) -> Config:
     return switched_off(config, options.off)
 
 
+def build_model(options: RunOptions) -> Decoder:
+    """The reference decoder, on the CPU."""
+    return Decoder(options.model, seed=options.seed).to(dtype=getattr(torch, options.dtype))
+
+
 def _build(
     options: RunOptions, requests: Sequence[Request], blocks: BlockManager, device: torch.device
 ) -> tuple[Decoder, dict[str, LayerCache], MetadataBuffers]:
     """The model with its KV cache, and the metadata's buffers: all that takes memory."""
     dtype = getattr(torch, options.dtype)
-    model = Decoder(options.model, seed=options.seed).to(device=device, dtype=dtype)
+    model = build_model(options).to(device)
     layers = allocate_layer_caches(
         model.layer_names,
         num_blocks=blocks.num_blocks,
@@ -171,6 +187,19 @@ def _build(
         device=device,
     )
     return model, layers, buffers
+
+
+def _warmup_tasks(prepared: PreparedModel, model: Decoder, engine: Engine) -> list[AuxiliaryTask]:
+    """What the engine does beside the model: sampling for decode sizes, and moving blocks."""
+    plan = prepared.dispatcher.plan
+    sizes = [
+        entry.descriptor.num_tokens for entry in plan.entries if entry.mode == RuntimeMode.FULL
+    ]
+    hidden = model.norm.weight[None]
+    tasks = [sampler_warmup(engine.sampler, model.logits, sizes, hidden)]
+    if engine.defragmenter is not None:
+        tasks.append(engine.defragmenter.warmup())
+    return tasks
 
 
 def _engine(
@@ -193,7 +222,17 @@ def _engine(
     )
     run = prepared.run if options.verify == "none" else verifier.run
     device = next(model.parameters()).device
-    engine = Engine(prepared, model.logits, scheduler, buffers, clock=clock, device=device, run=run)
+    engine = Engine(
+        prepared,
+        model.logits,
+        scheduler,
+        buffers,
+        clock=clock,
+        device=device,
+        run=run,
+        sampler=Sampler(seed=options.seed, device=device),
+        defragmenter=Defragmenter(scheduler.blocks, layers),
+    )
     return engine, verifier.result
 
 

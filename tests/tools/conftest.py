@@ -53,6 +53,15 @@ class EagerPrepared:
     batches: list = field(default_factory=list)
     calls: list = field(default_factory=list)
 
+    dispatcher = SimpleNamespace(plan=SimpleNamespace(entries=()))
+    ledger = SimpleNamespace(own=lambda owner, tensors: None)
+
+    def warm_up(self, metadata_for, tasks):
+        self.capture(metadata_for)
+        for task in tasks:
+            for shape in task.shapes:
+                task.run(shape)
+
     def capture(self, metadata_for):
         self.calls.append("capture")
         for size in SIZES:
