@@ -7,7 +7,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    field_validator,
+)
 
 from ..cache.feeds import Feeds, exempt
 from ..errors import InvalidSetting
@@ -129,6 +136,18 @@ class CompileConfig(BaseModel):
     @classmethod
     def _check_inputs(cls, inputs: dict[str, str]) -> dict[str, str]:
         return {name: str(InputSpec.parse(text)) for name, text in inputs.items()}
+
+    @field_serializer("splitting_predicate", "user_passes", when_used="json")
+    def _named(self, value: Any) -> Any:
+        """Functions by their names: for people, keys hold their source."""
+        if isinstance(value, tuple):
+            return [self._named(item) for item in value]
+        return value if value is None else str(getattr(value, "__qualname__", value))
+
+    def cuts(self) -> bool:
+        """Whether there is anything to cut the graph at."""
+        named = self.splitting_ops or self.splitting_patterns
+        return bool(named) or self.splitting_predicate is not None
 
     def input_specs(self) -> dict[str, InputSpec]:
         """`inputs`, read."""

@@ -20,7 +20,7 @@ from .config import TOKENS, CompileConfig, InputSpec
 
 # Sizes unlike any that a model treats specially: a guard such as T % 8 == 0 must show itself.
 # Independent sizes differ where their limits allow it, so that nothing holds by accident.
-_SIZES = (17, 19, 23, 29, 31, 37)
+_SIZES = (17, 19, 23, 29, 31, 37, 13, 11, 7, 5)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ..dispatch import (
 from ..events import Events
 from .backend import GraphBackend
 from .choose_backend import choose_backend
-from .config import Config
+from .config import BrokenGuard, Config
 from .monitors import meant
 from .prepared_model import PreparedModel
 from .ranks import Ranks
@@ -61,7 +61,7 @@ def prepare(
         resolved = resolve_mode(
             config.graph_mode,
             support=config.supports(),
-            pieces=bool(config.splitting_ops),
+            pieces=config.cuts(),
             level=config.level,
             query_len=config.query_len,
             eager=not config.compile,
@@ -82,6 +82,7 @@ def prepare(
         layers or {},
         events,
         ranks,
+        model.forward if config.broken_guard is BrokenGuard.EAGER else None,
     )
 
 
