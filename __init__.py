@@ -25,15 +25,18 @@ if TYPE_CHECKING:
     )
     from .errors import PiecegraphError
     from .events import Events
+    from .runtime.ahead import compile_ahead
     from .runtime.config import CaptureStrategy, Config
     from .runtime.forward_context import ForwardContext, forward_context, get_forward_context
     from .runtime.prepare import cache_root, prepare
     from .runtime.prepared_model import PreparedModel
     from .runtime.recorder import break_graph
     from .runtime.switches import SWITCHES, switched_off
+    from .runtime.warmup import AuxiliaryTask
 
 _HOMES = {
     "AttentionSupport": ".dispatch",
+    "AuxiliaryTask": ".runtime.warmup",
     "Batch": ".dispatch",
     "BatchDescriptor": ".dispatch",
     "CaptureStrategy": ".runtime.config",
@@ -52,6 +55,7 @@ _HOMES = {
     "break_graph": ".runtime.recorder",
     "cache_root": ".runtime.prepare",
     "compile_graph": ".compile.piece_graphs",
+    "compile_ahead": ".runtime.ahead",
     "forward_context": ".runtime.forward_context",
     "get_forward_context": ".runtime.forward_context",
     "piece_graphs": ".compile.piece_graphs",
@@ -63,6 +67,7 @@ _HOMES = {
 __all__ = [
     "SWITCHES",
     "AttentionSupport",
+    "AuxiliaryTask",
     "Batch",
     "BatchDescriptor",
     "CaptureStrategy",
@@ -79,6 +84,7 @@ __all__ = [
     "RuntimeMode",
     "break_graph",
     "cache_root",
+    "compile_ahead",
     "compile_graph",
     "forward_context",
     "get_forward_context",

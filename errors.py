@@ -107,6 +107,21 @@ class DecisionNotPossible(DispatchError):
     todo = "Compare the ranks' plan digests and captured slots; all ranks must have the same."
 
 
+class NoBuckets(DispatchError):
+    what = "the limits leave no bucket; rejected were (batch, query, context) {rejected}"
+    todo = "Widen the ranges, or raise the limit on tokens or on the model's length."
+
+
+class BucketFileInvalid(DispatchError):
+    what = "{source} has lines that are not buckets: {listed}"
+    todo = "Write (batch, query, context), each an int, a list of ints or range(start, stop)."
+
+
+class BeyondLimits(DispatchError):
+    what = "no bucket can hold {shape} (batch, query, context): the limits allow {allowed}"
+    todo = "Keep the engine's batches within the limits that its buckets were planned for."
+
+
 # cache
 
 
@@ -118,6 +133,11 @@ class InvalidFactor(CacheError):
 class InvalidName(CacheError):
     what = "{name!r} cannot name a {thing} in the cache"
     todo = "Use letters, digits, '.', '_' and '-', at most 128, the first no sign."
+
+
+class InvalidEntry(CacheError):
+    what = "entry {entry} cannot be stored: {reason}"
+    todo = "Give meta as numbers, strings, lists and dicts, and large contents as blobs."
 
 
 class UndeclaredVariable(CacheError):
@@ -177,7 +197,7 @@ class GuardUnproved(CompileError):
 
 
 class ShapesDiffer(CompileError):
-    what = "at {sizes} the model returns {actual} where the trace says {expected}"
+    what = "at {sizes} the model has {actual} where the trace says {expected}"
     todo = "Look for squeeze() or a branch on a size of one, which leave no guard."
 
 
@@ -226,9 +246,24 @@ class NotPortable(CompileError):
     todo = "Pass it as a tensor, number, string, slice, dtype, device or enum member."
 
 
+class IllegalOrder(CompileError):
+    what = "the plan cannot run: step {step} uses {value} {fault}"
+    todo = "Report this with the traced graph; meanwhile cut at fewer splitting ops."
+
+
 class PieceFailed(CompileError):
     what = "compiler {compiler!r} failed on piece {piece} ({digest}): {reason}"
     todo = "Run with compiler='eager' to see whether the piece itself is at fault."
+
+
+class LibraryNotGeneral(CompileError):
+    what = "the ahead-of-time library holds only where {expression}"
+    todo = "The piece is served by Inductor's standalone artifact instead."
+
+
+class LibraryDisagrees(CompileError):
+    what = "the ahead-of-time library differs from its piece at {sizes}: {fault}"
+    todo = "The piece is served by Inductor's standalone artifact instead."
 
 
 class UnknownCompiler(CompileError):
@@ -327,6 +362,26 @@ class CaptureAfterSeal(RunError):
 class ModelClosed(RunError):
     what = "the prepared model is closed"
     todo = "Prepare it again."
+
+
+class WorkAfterSeal(RunError):
+    what = "{kind} after seal(): {detail}, in a step of {shape}"
+    todo = "Cover that shape in warm-up, or set after_seal to 'log' or 'count'."
+
+
+class RankLost(RunError):
+    what = "rank {rank} did not answer within {seconds} s at {topic!r}: {reason}"
+    todo = "Look at that rank's own error, and restart all ranks."
+
+
+class RanksDisagree(RunError):
+    what = "rank {ranks} differs at {topic!r} in {fact}: {stated}, where most state {usual}"
+    todo = "Start all ranks with the same model, settings and capabilities."
+
+
+class UnknownWarmupStrategy(ConfigError):
+    what = "there is no bucket warm-up strategy {name!r}"
+    todo = "Known: {known}."
 
 
 # tools

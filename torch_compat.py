@@ -6,8 +6,11 @@ Nothing here imports Dynamo or Inductor at module level: a warm start must not p
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
+import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,6 +30,8 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
 ]
+
+_TORCH = os.path.dirname(torch.__file__)
 
 # Dynamo and Inductor keep process-wide state while they run; only one of our threads may be inside.
 compiler_lock = threading.RLock()
@@ -92,34 +97,33 @@ def capture_full_graph(
     )
 
 
-def trace_errors() -> tuple[type[BaseException], ...]:
-    """Exceptions by which Dynamo refuses a model."""
-    from torch._dynamo import exc
-    from torch.fx.experimental.symbolic_shapes import (
-        ConstraintViolationError,
-        GuardOnDataDependentSymNode,
-    )
-
-    return (exc.TorchDynamoException, ConstraintViolationError, GuardOnDataDependentSymNode)
-
-
 def user_location(error: BaseException) -> str | None:
     """file:line of the user's code that a Dynamo error is about."""
     seen: BaseException | None = error
     while seen is not None:
         stack = getattr(seen, "real_stack", None)
         if stack:
-            return f"{stack[-1].filename}:{stack[-1].lineno}"
+            own = [frame for frame in stack if not frame.filename.startswith(_TORCH)]
+            return f"{(own or stack)[-1].filename}:{(own or stack)[-1].lineno}"
         seen = seen.__cause__ or seen.__context__
     return None
 
 
-def mark_dynamic(tensor: torch.Tensor, dim: int, symbol: str, dynamic_shapes: str) -> None:
-    """Declare a dimension dynamic; for unbacked shapes, equal symbols share one."""
+def mark_dynamic(
+    tensor: torch.Tensor, dim: int, symbol: str, limits: tuple[int, int], dynamic_shapes: str
+) -> None:
+    """Declare a dimension dynamic; for unbacked shapes, equal symbols share one.
+
+    Only an unbacked dimension is told its limits (from torch 2.12 on): a backed one that is found
+    narrower would be an error of torch's instead of a guard of ours.
+    """
     import torch._dynamo
 
     if dynamic_shapes == "unbacked":
-        torch._dynamo.decorators.mark_unbacked(tensor, dim, shape_id=symbol)
+        mark = torch._dynamo.decorators.mark_unbacked
+        known = {"min", "max"} <= inspect.signature(mark).parameters.keys()
+        bounds = dict(zip(("min", "max"), limits, strict=True)) if known else {}
+        mark(tensor, dim, shape_id=symbol, **bounds)
     else:
         torch._dynamo.mark_dynamic(tensor, dim)
 
@@ -133,6 +137,21 @@ def default_overload(packet: Any) -> Any:
     """The overload that a call of an op without an overload's name means."""
     names = packet.overloads()
     return getattr(packet, names[0] if len(names) == 1 else "default")
+
+
+def custom_op_function(name: str) -> Callable[..., Any] | None:
+    """The Python function behind an op made by `torch.library.custom_op`; else None."""
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(name)
+    return definition._init_fn if definition else None
+
+
+def registering_files(name: str) -> set[str]:
+    """Python files, torch's apart, that registered kernels of the overload `ns::op.overload`."""
+    known: str = torch._C._dispatch_dump(name)
+    files = set(re.findall(r"registered at (.+\.py):\d+", known))
+    return {file for file in files if not file.startswith(_TORCH) and os.path.isfile(file)}
 
 
 def input_source(node: torch.fx.Node) -> str:
@@ -219,6 +238,20 @@ def inductor_callable(artifact: Any) -> Callable[[list[Any]], Any]:
     return lambda args: compiled_fn(*args)
 
 
+def post_grad_pass(run: Callable[[torch.fx.Graph], None], uuid: Any) -> Any:
+    """`run` in the form in which Inductor takes a pass; `uuid` is its part of Inductor's keys."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            run(graph)
+
+        def uuid(self) -> Any:
+            return uuid
+
+    return Pass()
+
+
 @contextmanager
 def inductor_options() -> Iterator[None]:
     """Options of every compile and load of ours.
@@ -229,6 +262,67 @@ def inductor_options() -> Iterator[None]:
 
     with inductor_config.patch({"cpp.vec_isa_ok": True}):
         yield
+
+
+@dataclass(frozen=True)
+class AheadCompiled:
+    """An AOTInductor library on disk, and the conditions on sizes it was compiled under."""
+
+    path: str
+    guards: tuple[Any, ...]
+    ranges: dict[Any, tuple[int, int]]
+
+
+def aoti_compile(
+    graph: torch.fx.GraphModule,
+    inputs: list[Tensor],
+    dynamic: list[dict[int, tuple[str, int, int] | None]],
+    options: dict[str, Any],
+) -> AheadCompiled:
+    """Export `graph` and compile it to one shared library.
+
+    `inputs` are example tensors of a fake mode of their own. `dynamic` says for each which
+    dimensions vary: (symbol, least, most), or None where a size follows from others.
+    """
+    from torch._inductor import aot_compile
+    from torch.export import Dim, export
+
+    dims: dict[str, Any] = {}
+
+    def dim(spec: tuple[str, int, int] | None) -> Any:
+        if spec is None:
+            return Dim.DYNAMIC
+        name, low, high = spec
+        return dims.setdefault(name, Dim(name, min=low, max=high))
+
+    shapes = tuple({index: dim(spec) for index, spec in each.items()} for each in dynamic)
+    program = export(graph, tuple(inputs), dynamic_shapes=shapes)
+    env = inputs[0].fake_mode.shape_env  # type: ignore[attr-defined]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own deprecated pytree classes
+        path = aot_compile(
+            program.module(check_guards=False),
+            tuple(inputs),
+            options={"aot_inductor.enable_line_tables": False, **options},
+        )
+    ranges = {s: (int(r.lower), int(r.upper)) for s, r in program.range_constraints.items()}
+    return AheadCompiled(str(path), tuple(guard.expr for guard in env.guards), ranges)
+
+
+def aoti_load(path: str, device: torch.device) -> Callable[[list[Any]], Any]:
+    """The `run` of the library at `path`; imports neither Dynamo nor Inductor."""
+    if device.type == "cpu":
+        return torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1).run
+    runner = torch._C._aoti.AOTIModelContainerRunnerCuda
+    return runner(path, 1, str(device)).run
+
+
+def fresh_fake_mode() -> Any:
+    """A fake mode with a shape environment of its own."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
 
 
 # graphs: what recordings need below the public surface of torch
@@ -278,8 +372,7 @@ def run_kernel(op: torch._ops.OpOverload, device: str, args: Any, kwargs: Any) -
 
 def raw_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     """The C++ replay of `graph`, bound: without the Python method that wraps it."""
-    replay: Callable[[], None] = torch._C._CUDAGraph.replay.__get__(graph)
-    return replay
+    return super(torch.cuda.CUDAGraph, graph).replay
 
 
 def node_count(graph: torch.cuda.CUDAGraph) -> int:

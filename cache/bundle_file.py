@@ -13,6 +13,7 @@ shared layer is: signed, pinned, or by explicit opt-in.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,7 +63,7 @@ def import_entries(path: Path, trust: Trust, limit: int = MAX_BUNDLE_BYTES) -> l
     Nothing is written and nothing of the contents is interpreted. Raises BundleRefused.
     """
     try:
-        return _entries(memoryview(read_file(path.resolve(), limit)), trust)
+        return _entries(memoryview(read_file(Path(os.path.realpath(path)), limit)), trust)
     except (_Refused, BadManifest, OSError) as error:
         raise BundleRefused(path=path, reason=error) from error
 
@@ -105,7 +106,7 @@ def _header(content: memoryview) -> tuple[list[BlobRef], list[int], int]:
         header = json.loads(line)
         refs = [BlobRef(sha256, size) for sha256, size in header["blobs"]]
         lengths = list(header["manifests"])
-        in_form = canonical(header) == line
+        in_form = canonical(header) == line and header.keys() == {"blobs", "manifests"}
     except (ValueError, TypeError, KeyError, RecursionError):
         _refuse("its header is malformed")
     sizes = [*lengths, *(ref.size for ref in refs)]

@@ -3,6 +3,10 @@
 A look-up gives an entry or a miss with its reason; damage is moved to quarantine and is a miss. A
 publish that fails is an event, and the entry is returned all the same: the process goes on serving
 from what it holds. With no root and no layers the cache is off, behind the same interface.
+
+Counters: `cache.hit`, `cache.hit.<layer>`, `cache.miss`, `cache.miss.<reason>`, `cache.bytes_read`,
+`cache.bytes_written`, `cache.published`, `cache.publish_failed`, `cache.quarantined`,
+`cache.evicted`, `cache.duplicate_work`, `cache.milliseconds_saved`.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ..errors import LayerFailed
+from ..errors import InvalidEntry, LayerFailed
 from ..events import Events
 from .directory import PrivateDirectory
 from .entries import Entry, Miss, find
@@ -26,8 +30,8 @@ from .factors import Json
 from .files import Fault, no_fault
 from .keys import Key
 from .layers import Layer
-from .manifest import BlobRef, Manifest, decode, encode
-from .names import blob_name, checked_name
+from .manifest import BadManifest, BlobRef, Manifest, decode, encode
+from .names import checked_name
 
 
 class Cache:
@@ -63,7 +67,7 @@ class Cache:
     def lookup(self, kind: str, key: Key) -> Entry | Miss:
         """The entry of `kind` ("artifact", "bundle") for `key`, every byte verified, or a Miss.
 
-        Raises nothing but LayerFailed, and that only for a layer told to raise.
+        Raises InvalidName for a bad kind and LayerFailed for a layer that is told to raise.
         """
         began = time.perf_counter()
         found = self._find(kind, key)
@@ -122,8 +126,8 @@ class Cache:
         """Store an entry in every writable layer and return it, also where storing failed.
 
         `meta` is plain data; `compile_seconds` in it, if given, is what a later hit has saved.
-        Raises InvalidName for a bad name, ValueError or TypeError for meta that is not plain data
-        and OSError if a blob given as a path cannot be read.
+        Raises InvalidName for a bad name, InvalidEntry if meta is not plain data or something is
+        too large, and OSError if a blob given as a path cannot be read.
         """
         contents = {
             checked_name(name, "blob"): blob if isinstance(blob, bytes) else blob.read_bytes()
@@ -131,7 +135,10 @@ class Cache:
         }
         refs = {name: BlobRef.of(content) for name, content in contents.items()}
         checked_name(kind, "kind of entry")
-        manifest, _ = decode(encode(Manifest(kind, key, meta, refs)))  # as a reader will see it
+        try:
+            manifest, _ = decode(encode(Manifest(kind, key, meta, refs)))  # as a reader will see it
+        except (BadManifest, TypeError, ValueError) as error:
+            raise InvalidEntry(entry=_label(kind, key), reason=error) from error
         entry = Entry(manifest, contents, "published")
         self.store(entry)
         return entry
@@ -141,15 +148,6 @@ class Cache:
         for layer in self.layers:
             if layer.writable:
                 self._store(layer, entry)
-        self._since_eviction += entry.size
-        if self._since_eviction > self._limits.size / 16:
-            self.evict()
-
-    def evict(self) -> None:
-        """Bring the private directory within its limits now."""
-        self._since_eviction = 0
-        if self.private is not None:
-            evict(self.private.root, self._limits, self._events)
 
     def _store(self, layer: Layer, entry: Entry) -> None:
         label = _label(entry.manifest.kind, entry.key)
@@ -170,6 +168,20 @@ class Cache:
             self._events.count("cache.published")
             self._events.count("cache.bytes_written", entry.size)
             self._events.emit("cache.publish", entry=label, layer=layer.name, bytes=entry.size)
+            if layer is self.private:
+                self._make_room(entry.size)
+
+    def _make_room(self, published: int) -> None:
+        """Evict now and then: counting what there is costs more than a publish."""
+        self._since_eviction += published
+        if self._since_eviction > self._limits.size / 16:
+            self.evict()
+
+    def evict(self) -> None:
+        """Bring the private directory within its limits now."""
+        self._since_eviction = 0
+        if self.private is not None:
+            evict(self.private.root, self._limits, self._events)
 
     def read(self, entry: Entry, name: str) -> bytes:
         """The verified bytes of a blob; KeyError if the entry has no such blob."""
@@ -182,8 +194,8 @@ class Cache:
         one that lives as long as this cache. KeyError if there is no such blob.
         """
         ref, content = entry.manifest.blobs[name], entry.contents[name]
-        if self.private is not None and self.private.holds(ref):
-            return self.private.root / blob_name(ref.sha256)
+        if self.private is not None and (stored := self.private.file(ref, content)):
+            return stored
         directory = Path(tempfile.mkdtemp(prefix="piecegraph-"))
         weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
         (directory / name).write_bytes(content)

@@ -3,6 +3,10 @@
 Blobs come first, each written to a private temporary file, forced to the disk and renamed to its
 sha256; the manifest that names them comes last, by one rename. A reader therefore sees a whole
 entry or none, whoever dies when. Nothing is truncated, and nothing is listed in order to read.
+
+Made for any number of processes of one machine. On a network file system entries stay whole, since
+all of it rests on rename and on digests, but what one machine publishes may be a miss on another
+for a while, and without locks work may be done twice: better give it as a shared layer.
 """
 
 from __future__ import annotations
@@ -11,7 +15,6 @@ import contextlib
 import json
 import os
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -37,10 +40,13 @@ class PrivateDirectory:
     writable = True
 
     def __init__(self, root: Path, fault: Fault = no_fault) -> None:
-        """Create what is missing; raises UntrustedDirectory or CacheNotWritable."""
-        self.root = root.absolute()
+        """Create what is missing; raises UntrustedDirectory or CacheNotWritable.
+
+        Links on the way are followed now and never again: who re-points one later is too late.
+        """
         self._fault = fault
         try:
+            self.root = Path(os.path.realpath(root))
             make_private(self.root / "tmp")
             check_private(self.root)
             with self._scratch():
@@ -55,7 +61,7 @@ class PrivateDirectory:
         return None
 
     def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
-        """Publish an entry; raises OSError, and then the entry is as absent as before."""
+        """Publish an entry; raises OSError, and what readers find then is whole or a miss."""
         blobs = {manifest.blobs[name]: content for name, content in contents.items()}
         with self._scratch() as scratch:
             for ref, content in blobs.items():
@@ -71,24 +77,27 @@ class PrivateDirectory:
         self._fault("done")
 
     def _put_blob(self, scratch: Path, ref: BlobRef, content: bytes) -> None:
-        final = self.root / blob_name(ref.sha256)
-        if self.holds(ref):
-            with contextlib.suppress(OSError):
-                os.utime(final)
+        if self.file(ref, content) is not None:
             return
         temporary = scratch / ref.sha256
         write_synced(temporary, content)
         self._fault("blob written")
-        place(temporary, final)
+        place(temporary, self.root / blob_name(ref.sha256))
         self._fault("blob placed")
 
-    def holds(self, ref: BlobRef) -> bool:
-        """Whether a regular file of the right size lies under the blob's name."""
+    def file(self, ref: BlobRef, content: bytes) -> Path | None:
+        """The file of a blob, safe from eviction for the time of grace.
+
+        None unless it is here with the right content: damage is no reason not to write it again.
+        """
+        path = self.root / blob_name(ref.sha256)
         try:
-            status = (self.root / blob_name(ref.sha256)).lstat()
+            if read_file(path, ref.size) != content:
+                return None
+            os.utime(path)
         except OSError:
-            return False
-        return stat.S_ISREG(status.st_mode) and status.st_size == ref.size
+            return None
+        return path
 
     def used(self, manifest: Manifest) -> None:
         """Record, once a minute, that an entry was of use; eviction goes by it."""
@@ -100,14 +109,16 @@ class PrivateDirectory:
     def quarantine(self, name: str, reason: str) -> bool:
         """Move a damaged file out of the way, with the reason beside it; raises OSError.
 
-        False, and the file is back, if another process had put a good one there meanwhile.
+        False if another process has done so, or has put a good file there, which is put back.
         """
         quarantine = self.root / "quarantine"
         make_private(quarantine)
         kept = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-"), dir=quarantine))
-        os.replace(self.root / name, kept / "file")
-        if is_intact(name, kept / "file"):
-            place(kept / "file", self.root / name)
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(self.root / name, kept / "file")
+            if is_intact(name, kept / "file"):
+                place(kept / "file", self.root / name)
+        if not os.path.lexists(kept / "file"):
             kept.rmdir()
             return False
         (kept / "reason.json").write_text(json.dumps({"name": name, "reason": reason}))

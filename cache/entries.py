@@ -11,8 +11,8 @@ from typing import Protocol
 from .factors import Json
 from .files import Irregular, read_file
 from .keys import Key
-from .manifest import MAX_BLOB_BYTES, MAX_MANIFEST_BYTES, BadManifest, Manifest, OtherSchema, decode
-from .names import blob_name, entry_name
+from .manifest import MAX_BLOB_BYTES, MAX_MANIFEST_BYTES, BadManifest, Manifest, decode
+from .names import BLOB_AREA, blob_name, entry_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Entry:
 class Miss:
     """Why there is no entry.
 
-    `reason` is one of: "absent"; "unreadable" (an error of the system, another schema);
+    `reason` is one of: "absent"; "unreadable" (an error of the system);
     "incomplete" (a blob was evicted or is not visible yet); "damaged"; "untrusted"; "disabled"
     (no layer at all). `damaged` is the relative name of the file at fault, where one is.
     """
@@ -68,7 +68,10 @@ class Readable(Protocol):
     def name(self) -> str: ...
 
     def read(self, name: str, limit: int) -> bytes:
-        """The bytes at a relative name, at most `limit`; FileNotFoundError or another OSError."""
+        """The bytes at a relative name; FileNotFoundError or another OSError.
+
+        No more than about `limit` bytes are read; whether they are right is for the caller.
+        """
         ...
 
     def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
@@ -85,8 +88,6 @@ def find(place: Readable, kind: str, key_digest: str) -> Entry | Miss:
         return Miss("absent", layer=place.name)
     except OSError as error:
         return _unreadable(place, name, error)
-    except OtherSchema as error:
-        return Miss("unreadable", str(error), place.name)
     except BadManifest as error:
         return Miss("damaged", f"manifest: {error}", place.name, name)
     if (manifest.kind, manifest.key.digest) != (kind, key_digest):
@@ -100,7 +101,7 @@ def is_intact(name: str, file: Path) -> bool:
     """Whether `file` is what belongs under the relative `name`."""
     area, *kind, _, digest = name.split("/")
     try:
-        if area == "blobs":
+        if area == BLOB_AREA:
             return hashlib.sha256(read_file(file, MAX_BLOB_BYTES)).hexdigest() == digest
         manifest, _ = decode(read_file(file, MAX_MANIFEST_BYTES))
     except (OSError, BadManifest):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..errors import InvalidName
 from ..events import Events
-from .files import make_private, place, read_file, write_synced
+from .files import Irregular, make_private, place, read_file, write_synced
 from .listing import blob_names, entry_names
 from .manifest import MAX_MANIFEST_BYTES, BadManifest, BlobRef, decode
 from .names import blob_name, checked_name, is_digest
@@ -43,7 +43,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """An entry as eviction sees it; `idle` is seconds since its last use, never negative."""
+    """An entry as eviction sees it.
+
+    `idle` is seconds since its last use; negative, which is as good as fresh, if the clock has been
+    set back.
+    """
 
     name: str
     idle: float
@@ -73,10 +77,9 @@ def evict(root: Path, limits: Limits, events: Events) -> None:
     """Remove what exceeds `limits`, then the blobs that no entry needs. Never raises OSError."""
     try:
         entries = sorted(_stored(root), key=lambda entry: entry.idle)
-        gone = _surplus(entries, limits)
+        kept, gone = _divided(entries, limits)
         for entry in gone:
             (root / entry.name).unlink(missing_ok=True)
-        kept = [entry for entry in entries if entry not in gone]
         freed = _remove_orphans(root, {ref for entry in kept for ref in entry.blobs}, limits.grace)
         _remove_leftovers(root, limits.leftover)
     except OSError as error:
@@ -93,33 +96,41 @@ def _stored(root: Path) -> Iterator[_Stored]:
         _, kind, _, digest = name.split("/")
         with contextlib.suppress(FileNotFoundError):
             status = (root / name).lstat()
-            idle = max(0.0, now - status.st_mtime)  # the clock may have been set back
+            idle = now - status.st_mtime
             pinned = (root / "pins" / f"{kind}-{digest}").exists()
             yield _Stored(name, idle, status.st_size, _blobs(root / name), pinned)
 
 
 def _blobs(path: Path) -> frozenset[BlobRef]:
-    """What a manifest needs; nothing if it is damaged."""
+    """What a manifest needs; nothing if it is damaged or gone.
+
+    Raises OSError if that cannot be told: what is needed must not be taken for an orphan.
+    """
     try:
         return frozenset(decode(read_file(path, MAX_MANIFEST_BYTES))[0].blobs.values())
-    except (OSError, BadManifest):
+    except (FileNotFoundError, Irregular, BadManifest):
         return frozenset()
 
 
-def _surplus(entries: Iterable[_Stored], limits: Limits) -> list[_Stored]:
-    """Of entries, most recently used first, those that have to go. Shared blobs count once."""
+def _divided(entries: Iterable[_Stored], limits: Limits) -> tuple[list[_Stored], list[_Stored]]:
+    """Of entries, most recently used first, those that stay and those that have to go.
+
+    A blob that several share counts once.
+    """
+    kept: list[_Stored] = []
     gone: list[_Stored] = []
-    kept: set[BlobRef] = set()
+    blobs: set[BlobRef] = set()
     total = 0
     for entry in sorted(entries, key=lambda entry: not entry.pinned):
-        size = entry.size + sum(ref.size for ref in entry.blobs - kept)
+        size = entry.size + sum(ref.size for ref in entry.blobs - blobs)
         stays = entry.pinned or entry.idle <= limits.grace
         if stays or (total + size <= limits.size and entry.idle <= limits.age):
             total += size
-            kept |= entry.blobs
+            blobs |= entry.blobs
+            kept.append(entry)
         else:
             gone.append(entry)
-    return gone
+    return kept, gone
 
 
 def _remove_orphans(root: Path, needed: set[BlobRef], grace: float) -> int:

@@ -30,7 +30,7 @@ def why(root: Path, kind: str, key: Key, at_most: int = 3) -> list[Near]:
     """The entries of `kind` in a directory with the fewest factors other than `key`'s.
 
     Nearest first, the one used last first among equals; empty if there is none of the same kind
-    of key. Damaged entries are passed over.
+    of key. Damaged and unreadable entries are passed over.
     """
     near = (
         Near(entry.key, tuple(diff(entry.key.factors, key.factors)), used)
@@ -41,8 +41,9 @@ def why(root: Path, kind: str, key: Key, at_most: int = 3) -> list[Near]:
 
 
 def _manifests(root: Path, kind: str) -> Iterator[tuple[Manifest, float]]:
-    for name in entry_names(root):
-        if name.split("/")[1] == kind:
-            with contextlib.suppress(OSError, BadManifest):
-                manifest, _ = decode(read_file(root / name, MAX_MANIFEST_BYTES))
-                yield manifest, (root / name).stat().st_mtime
+    with contextlib.suppress(OSError):
+        for name in entry_names(root):
+            if name.split("/")[1] == kind:
+                with contextlib.suppress(OSError, BadManifest):
+                    manifest, _ = decode(read_file(root / name, MAX_MANIFEST_BYTES))
+                    yield manifest, (root / name).stat().st_mtime

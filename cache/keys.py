@@ -10,10 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from .factors import Json, canonical, plain
-from .names import checked_name
-
-SCHEMA = 1
-"""Of keys and manifests; part of every key, so that schemas never meet under one name."""
+from .names import SCHEMA, checked_name
 
 
 class Absent(StrEnum):

@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 from ..errors import InvalidFactor, InvalidName
 from .factors import Json, canonical
-from .keys import SCHEMA, Key
-from .names import is_digest, is_name
+from .keys import Key
+from .names import SCHEMA, is_digest, is_name
 
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_BLOB_BYTES = 4 << 30
@@ -32,10 +32,6 @@ _FIELDS = {"blobs", "factors", "key", "key_kind", "kind", "meta", "schema"}
 
 class BadManifest(Exception):
     """These bytes are not a manifest; the text says why."""
-
-
-class OtherSchema(BadManifest):
-    """A manifest perhaps, but of another version of the library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +116,10 @@ def _fields(line: bytes) -> dict[str, Any]:
             _bad("not in canonical form")
     except (ValueError, RecursionError) as error:
         raise BadManifest(f"not JSON: {type(error).__name__}") from None
-    if not isinstance(fields, dict) or type(fields.get("schema")) is not int:
-        _bad("no schema number")
-    if fields["schema"] != SCHEMA:
-        raise OtherSchema(f"schema {fields['schema']}, not {SCHEMA}")
-    if fields.keys() != _FIELDS:
+    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
         _bad("missing or unknown fields")
+    if type(fields["schema"]) is not int or fields["schema"] != SCHEMA:
+        _bad("another schema")
     return fields
 
 

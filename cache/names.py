@@ -1,10 +1,12 @@
 """Names inside the cache: what may be one, and where each thing lies relative to a layer's root.
 
-    entries/<kind>/<2 hex>/<key digest>      manifests, replaced by rename
-    blobs/<2 hex>/<sha256>                   immutable contents
+    entries-v1/<kind>/<2 hex>/<key digest>   manifests, replaced by rename
+    blobs-v1/<2 hex>/<sha256>                immutable contents
     tmp/ locks/ pins/ quarantine/            of a private directory only
 
 Every layer, local or remote, uses the same relative names, so that one can be copied to another.
+The schema is in the names, so that versions of the library can share a directory and neither
+misread nor evict each other's entries.
 """
 
 from __future__ import annotations
@@ -12,6 +14,12 @@ from __future__ import annotations
 import re
 
 from ..errors import InvalidName
+
+SCHEMA = 1
+"""Of keys and manifests; part of every key as well."""
+
+ENTRY_AREA = f"entries-v{SCHEMA}"
+BLOB_AREA = f"blobs-v{SCHEMA}"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -33,8 +41,8 @@ def checked_name(name: str, thing: str) -> str:
 
 
 def entry_name(kind: str, key_digest: str) -> str:
-    return f"entries/{checked_name(kind, 'kind of entry')}/{key_digest[:2]}/{key_digest}"
+    return f"{ENTRY_AREA}/{checked_name(kind, 'kind of entry')}/{key_digest[:2]}/{key_digest}"
 
 
 def blob_name(sha256: str) -> str:
-    return f"blobs/{sha256[:2]}/{sha256}"
+    return f"{BLOB_AREA}/{sha256[:2]}/{sha256}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import stat
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -71,7 +72,7 @@ def secret_from_environment() -> bytes | None:
 def _private_content(path: Path) -> bytes:
     try:
         mode = path.stat().st_mode
-        content = read_file(path.resolve(), 1 << 16)
+        content = read_file(Path(os.path.realpath(path)), 1 << 16)
     except OSError as error:
         raise _invalid(f"{path}: {error.strerror}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):

@@ -1,12 +1,13 @@
 """Who may have written what is about to be loaded as code.
 
 A private directory is trusted because nobody else can write to it: it is ours, closed to others,
-and no directory on the way to it, links resolved or not, lets others replace it. Shared layers are
-trusted by signature, by pinned digests or because the operator says so: see signing.py.
+and no directory above it lets others put another in its place. Shared layers are trusted by
+signature, by pinned digests or because the operator says so: see signing.py.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import stat
@@ -23,22 +24,18 @@ def check_private(directory: Path) -> None:
 
     Private: owned by this process's user with mode 0700 or less, and every directory above it
     owned by this user or root and not writable by others unless sticky, as OpenSSH demands of
-    `~/.ssh`. Raises OSError when it cannot be examined.
+    `~/.ssh`. It has to be resolved: links on the way to it are for the caller to follow, once.
+    Raises OSError when it cannot be examined.
     """
-    directory = directory.absolute()
-    resolved = directory.resolve(strict=True)
-    _check_itself(resolved)
-    for ancestor in dict.fromkeys([*_above(directory), *resolved.parents]):
+    _check_itself(directory)
+    for ancestor in directory.parents:
         _check_ancestor(ancestor)
 
 
-def _above(directory: Path) -> list[Path]:
-    """The literal ancestors: who can re-point a link on the way decides what is loaded."""
-    return [path for path in directory.parents if not path.is_symlink()]
-
-
 def _check_itself(directory: Path) -> None:
-    status = directory.stat()
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
     if status.st_uid != os.geteuid():
         raise _untrusted(directory, f"user {status.st_uid} owns it", f"chown {os.geteuid()}")
     if status.st_mode & _OTHERS_ANY:

@@ -6,6 +6,7 @@ Exit statuses are those of `nix store verify`, summed: 0 clean, 1 corrupt, 2 unt
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntFlag
@@ -43,11 +44,14 @@ def verify(root: Path, trust: Trust | None = None) -> list[Finding]:
     """
     findings = [] if trust is not None else list(_openness(root))
     place = SharedDirectory(root, trust or anybody)
-    for name in entry_names(root):
-        findings += _check_entry(place, name)
-    for name in blob_names(root):
-        if not is_intact(name, root / name):
-            findings.append(Finding(Status.CORRUPT, name, "not the bytes of its name"))
+    try:
+        for name in entry_names(root):
+            findings += _check_entry(place, name)
+        for name in blob_names(root):
+            if not is_intact(name, root / name):
+                findings.append(Finding(Status.CORRUPT, name, "not the bytes of its name"))
+    except OSError as error:
+        findings.append(Finding(Status.UNVERIFIABLE, ".", str(error)))
     return findings
 
 
@@ -61,7 +65,7 @@ def exit_status(findings: Iterable[Finding]) -> int:
 
 def _openness(root: Path) -> Iterator[Finding]:
     try:
-        check_private(root)
+        check_private(Path(os.path.realpath(root)))
     except UntrustedDirectory as error:
         yield Finding(Status.UNTRUSTED, ".", str(error))
     except OSError as error:

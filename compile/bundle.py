@@ -5,13 +5,15 @@ It is complete: with nothing but a bundle and the model's weights, a process can
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from ..cache import Entry
+from ..cache import Cache, Entry, Key
+from ..cache.factors import Json
+from .artifact import Blobs
 from .factors import source_digest
-from .inductor import Blobs
 from .plan import Plan
 
 PLAN = "plan.json"
@@ -21,24 +23,28 @@ class BadBundle(Exception):
     """The bundle is not for this model; the message says why. It never leaves the room."""
 
 
-def bundle_contents(
-    plan: Plan, modules: list[str], artifacts: list[Blobs]
-) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Meta data and blobs of the entry. `modules` are those whose code was traced."""
-    meta = {
-        "pieces": len(plan.pieces),
-        "sources": {name: source_digest(name) for name in modules},
-    }
+@dataclass(frozen=True)
+class Bundle:
+    """`modules` are those whose code was traced; `artifacts` are those the plan's spans name."""
+
+    plan: Plan
+    modules: Sequence[str]
+    artifacts: Sequence[Blobs]
+
+
+def store_bundle(cache: Cache, key: Key, bundle: Bundle) -> None:
+    """Publish a bundle under its trace key, in the place of an earlier one."""
     blobs = {
-        f"p{index}.{name}": content
-        for index, artifact in enumerate(artifacts)
+        f"a{index}.{name}": content
+        for index, artifact in enumerate(bundle.artifacts)
         for name, content in artifact.items()
     }
-    return meta, {PLAN: plan.model_dump_json().encode(), **blobs}
+    meta: dict[str, Json] = {"sources": {name: source_digest(name) for name in bundle.modules}}
+    cache.publish("bundle", key, meta, {PLAN: bundle.plan.model_dump_json().encode(), **blobs})
 
 
-def read_bundle(entry: Entry) -> tuple[Plan, list[Blobs]]:
-    """Plan and artifacts of a verified entry; raises BadBundle if its sources have changed."""
+def read_bundle(entry: Entry) -> Bundle:
+    """The bundle in a verified entry; raises BadBundle if the sources it names have changed."""
     sources = entry.meta.get("sources")
     if not isinstance(sources, dict):
         raise BadBundle("it does not say what it was traced from")
@@ -49,9 +55,9 @@ def read_bundle(entry: Entry) -> tuple[Plan, list[Blobs]]:
         plan = Plan.model_validate_json(entry.contents[PLAN])
     except (KeyError, ValidationError) as error:
         raise BadBundle(f"its plan cannot be read: {error}") from error
-    artifacts: list[Blobs] = [{} for _ in plan.pieces]
+    artifacts: list[dict[str, bytes]] = [{} for _ in plan.sizes_of_artifacts()]
     for name, content in entry.contents.items():
-        piece, _, rest = name.partition(".")
-        if name != PLAN and piece.removeprefix("p").isdigit():
-            artifacts[int(piece[1:])][rest] = content
-    return plan, artifacts
+        artifact, _, rest = name.partition(".")
+        if artifact[0] == "a" and artifact[1:].isdigit() and int(artifact[1:]) < len(artifacts):
+            artifacts[int(artifact[1:])][rest] = content
+    return Bundle(plan, list(sources), artifacts)

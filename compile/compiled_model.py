@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..errors import ModelMismatch
+from .artifact import PieceFn
 from .plan import Plan
 from .stitch import Hook, StepFn, stitch
 
@@ -18,18 +20,42 @@ class CompiledModel:
     """What `compile_model` returns; `from_bundle` if nothing was traced or compiled for it."""
 
     plan: Plan
-    pieces: tuple[Callable[[list[Any]], Any], ...]
+    pieces: tuple[PieceFn, ...]
+    """One callable for each artifact that the plan's spans name."""
     weights: Mapping[str, torch.Tensor]
     from_bundle: bool
 
-    def link(self, piece_hook: Hook | None = None, call_hook: Hook | None = None) -> StepFn:
-        """The straight-line function from the plan's input tensors to its results; see `stitch`."""
-        return stitch(self.plan, self.pieces, self.weights, piece_hook, call_hook)
+    def link(
+        self,
+        num_tokens: int | None = None,
+        piece_hook: Hook | None = None,
+        call_hook: Hook | None = None,
+    ) -> StepFn:
+        """The straight-line function from the plan's input tensors to its results; see `stitch`.
+
+        It is made of the artifacts for the span of `num_tokens`; without it, the function looks
+        at the size it is called with.
+        """
+        if num_tokens is not None or len(self.plan.spans) == 1:
+            artifacts = self.plan.span_of(num_tokens).artifacts
+            pieces = [self.pieces[artifact] for artifact in artifacts]
+            return stitch(self.plan, pieces, self.weights, piece_hook, call_hook)
+        return self._by_size(piece_hook, call_hook)
+
+    def _by_size(self, piece_hook: Hook | None, call_hook: Hook | None) -> StepFn:
+        steps = [self.link(span.high, piece_hook, call_hook) for span in self.plan.spans]
+        ends = [span.high for span in self.plan.spans]
+        source, dim = self.plan.token_source()
+
+        def step(*inputs: torch.Tensor) -> tuple[Any, ...]:
+            return steps[bisect_left(ends, inputs[source].size(dim))](*inputs)
+
+        return step
 
 
 def bind(
     plan: Plan,
-    pieces: Sequence[Callable[[list[Any]], Any]],
+    pieces: Sequence[PieceFn],
     model: torch.nn.Module,
     *,
     from_bundle: bool,

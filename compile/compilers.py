@@ -6,7 +6,7 @@ only, so a model compiled by them is traced anew at each start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -15,21 +15,23 @@ from torch.fx import GraphModule
 
 from ..errors import UnknownCompiler
 from . import inductor
-from .inductor import Blobs, PieceFn
+from .artifact import Blobs, PieceFn
 
 ENTRY_POINTS = "piecegraph.compilers"
+
+CompilePiece = Callable[[GraphModule, list[Any], Mapping[str, Any]], tuple[PieceFn, Blobs]]
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """`compile(graph, inputs, options)` gives the callable and its blobs; none if not kept.
+    """`compile(graph, inputs, options)` gives the callable and its blobs, none if not kept.
 
     `load` rebuilds the callables of several artifacts at once; None for a compiler that keeps none.
     """
 
     name: str
-    compile: Callable[[GraphModule, list[Any], Mapping[str, Any]], tuple[PieceFn, Blobs]]
-    load: Callable[[list[Blobs]], list[PieceFn]] | None = None
+    compile: CompilePiece
+    load: Callable[[Sequence[Blobs]], list[PieceFn]] | None = None
 
 
 def compiler_named(name: str) -> Compiler:
@@ -41,31 +43,29 @@ def compiler_named(name: str) -> Compiler:
     if name == "inductor":
         return Compiler(name, inductor.compile_piece, inductor.load_pieces)
     if name == "eager":
-        return Compiler(name, _eager)
-    for entry_point in entry_points(group=ENTRY_POINTS):
-        if entry_point.name == name:
-            loaded: Compiler = entry_point.load()
-            return loaded
+        return Compiler(name, _compile_eagerly)
+    registered = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name in registered:
+        loaded: Compiler = registered[name].load()
+        return loaded
     from torch._dynamo.backends.registry import list_backends
 
     backends = list_backends(exclude_tags=())
     if name not in backends:
-        known = ["inductor", "eager", *(e.name for e in entry_points(group=ENTRY_POINTS))]
-        raise UnknownCompiler(name=name, known=", ".join(sorted({*known, *backends})))
-    return Compiler(name, _backend(name))
+        known = sorted({"inductor", "eager", *registered, *backends})
+        raise UnknownCompiler(name=name, known=", ".join(known))
+    return Compiler(name, _with_backend(name))
 
 
-def _eager(
+def _compile_eagerly(
     graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
 ) -> tuple[PieceFn, Blobs]:
     forward = graph.forward
     return lambda args: forward(*args), {}
 
 
-def _backend(
-    name: str,
-) -> Callable[[GraphModule, list[Any], Mapping[str, Any]], tuple[PieceFn, Blobs]]:
-    def compile_with_backend(
+def _with_backend(name: str) -> CompilePiece:
+    def compile_piece(
         graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
     ) -> tuple[PieceFn, Blobs]:
         from torch._dynamo.backends.registry import lookup_backend
@@ -73,4 +73,4 @@ def _backend(
         compiled = lookup_backend(name)(graph, inputs)
         return lambda args: compiled(*args), {}
 
-    return compile_with_backend
+    return compile_piece

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ..cache.feeds import Feeds, exempt
 from ..errors import InvalidSetting
 
+TOKENS = "num_tokens"
+"""The symbol of the token dimension."""
+
 
 class DynamicShapes(StrEnum):
     """How Dynamo sees a dynamic dimension; see torch's `mark_dynamic` and `mark_unbacked`."""
@@ -54,6 +57,8 @@ class InputSpec(BaseModel):
 
 
 LOCATION = exempt("a place, not content: moving the cache must not change a key")
+SOURCE = exempt("the source of what it names is a factor of its own; see compile/factors.py")
+SPANNED = Feeds(("trace",), "an artifact is the same whatever spans there are beside its own")
 TRACED = Feeds(("trace",), "it shapes the graph; a piece's content hash sees what came of it")
 
 
@@ -64,6 +69,13 @@ class CompileConfig(BaseModel):
 
     splitting_ops: Annotated[tuple[str, ...], TRACED] = ()
     """Custom ops at which the graph is cut: `ns::op` or `ns::op.overload`."""
+
+    splitting_patterns: Annotated[tuple[str, ...], TRACED] = ()
+    """Custom ops at which the graph is cut, as patterns such as `vllm::*attention*`."""
+
+    splitting_predicate: Annotated[Any, SOURCE] = None
+    """A function of a graph node that says whether to cut there; or its name, as
+    `module:function` or an entry point of the group `piecegraph.splitters`."""
 
     inputs: Annotated[dict[str, str], TRACED] = Field(default_factory=dict)
     """Tensor inputs by parameter name, as `int64[num_tokens]`; example inputs are built from it."""
@@ -80,13 +92,26 @@ class CompileConfig(BaseModel):
     compiler: str = "inductor"
     """`inductor`, `eager`, a registered torch backend, or an entry point `piecegraph.compilers`."""
 
+    compile_ranges: Annotated[tuple[int, ...], SPANNED] = ()
+    """Token counts at which a range ends; each range is compiled with a symbolic size."""
+
+    compile_sizes: Annotated[tuple[int, ...], SPANNED] = ()
+    """Token counts that get static code of their own, autotuned on a GPU."""
+
+    inductor_options: dict[str, Any] = Field(default_factory=dict)
+
+    pass_switches: Annotated[dict[str, bool], SOURCE] = Field(default_factory=dict)
+    """Passes to turn on or off by name; what is not named is as it ships."""
+
+    user_passes: Annotated[tuple[Any, ...], SOURCE] = ()
+    """Passes to run after the shipped ones: a `GraphPass`, a function of a graph, or the name of
+    one, as `module:function` or an entry point of the group `piecegraph.passes`."""
+
     compile: Annotated[bool, TRACED] = True
     """False calls the model's own forward: nothing is traced, and there are no graphs."""
 
     dedupe: Annotated[bool, TRACED] = True
     """False compiles equal pieces each on its own."""
-
-    inductor_options: dict[str, Any] = Field(default_factory=dict)
 
     dump_dir: Annotated[Path | None, LOCATION] = None
     """Where graphs and generated code are written for people; edits of that code are used."""

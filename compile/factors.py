@@ -14,7 +14,7 @@ import inspect
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -23,7 +23,10 @@ import torch
 from ..cache import Key
 from ..cache.environment import environment_factors
 from ..cache.feeds import config_factors
+from ..cache.sources import fingerprint
 from .config import CompileConfig
+from .passes.graph_pass import GraphPass, pass_factors, passes_for
+from .split import splitting_predicate
 
 DEPTH = 6
 """How deep an attribute of a module is followed; configuration objects are seldom deeper than 3."""
@@ -39,6 +42,8 @@ def trace_key(model: torch.nn.Module, config: CompileConfig, device: torch.devic
             "attributes": _digest(module_attributes(model)),
             "tensors": _digest(tensor_signature(model)),
             "config": config_factors(config, "trace"),
+            "splitting": predicate_factor(config),
+            "passes": pass_factors(passes_for(config)),
             "device": device_factors(device),
             "versions": versions(),
             "environment": environment_factors(),
@@ -46,19 +51,33 @@ def trace_key(model: torch.nn.Module, config: CompileConfig, device: torch.devic
     )
 
 
-def codegen_key(piece_digest: str, config: CompileConfig, device: torch.device) -> Key:
-    """Key of the artifact of one unique piece."""
+def codegen_key(
+    piece_digest: str,
+    config: CompileConfig,
+    device: torch.device,
+    passes: Sequence[GraphPass],
+    size: int | None,
+) -> Key:
+    """Key of the artifact of one unique piece under `passes`, static if for one `size`."""
     return Key.of(
         "codegen",
         {
             "piece": piece_digest,
+            "size": size,
             "config": config_factors(config, "codegen"),
+            "passes": pass_factors(passes),
             "device": device_factors(device),
             "toolchain": toolchain(),
             "versions": versions(),
             "environment": environment_factors(),
         },
     )
+
+
+def predicate_factor(config: CompileConfig) -> str | None:
+    """Fingerprint of the source of a user's splitting predicate."""
+    predicate = splitting_predicate(config)
+    return fingerprint(predicate) if predicate else None
 
 
 def versions() -> dict[str, str]:

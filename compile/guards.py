@@ -11,23 +11,29 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
+from torch.fx import GraphModule
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from ..errors import GuardUnproved, Specialised
+from ..errors import GuardUnproved, ShapesDiffer, Specialised
 from ..events import Events
-from .config import CompileConfig, GuardPolicy
+from .asserts import SizeAssert
+from .config import CompileConfig, DynamicShapes, GuardPolicy
 from .plan import SettledGuard
+from .range_ends import Difference, corners, difference_at
 
 EXHAUSTIVE = 1 << 20
 """Combinations of sizes that are tried one by one; beyond, only intervals prove."""
 
 Ranges = dict[sympy.Symbol, tuple[int, int]]
+
+Run = Callable[[Mapping[sympy.Symbol, int]], str | None]
+"""Runs what was compiled at the given sizes; None if it is right there, else how it is wrong."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,15 @@ def _landmarks(span: range) -> Iterator[int]:
 
 def _predicate(expression: sympy.Basic, symbols: list[sympy.Symbol]) -> Any:
     names = ", ".join(map(str, symbols))
-    return eval(f"lambda {names}: {python_text(expression)}", {"math": math})
+    holds = eval(f"lambda {names}: {python_text(expression)}", {"math": math})
+
+    def holds_at(*sizes: int) -> bool:
+        try:
+            return bool(holds(*sizes))
+        except ZeroDivisionError:  # where it has no meaning it does not hold
+            return False
+
+    return holds_at
 
 
 def python_text(expression: sympy.Basic) -> str:
@@ -114,20 +128,83 @@ class GuardBook:
         self._config = config
         self._events = events
         self._read = 0
+        self._asserted: set[sympy.Basic] = set()
         self.unproved: list[Guard] = []
         self.settled: list[SettledGuard] = []
 
-    def settle(self, origin: str) -> None:
+    def settle(
+        self, origin: str, asserts: Sequence[SizeAssert] = (), run: Run | None = None
+    ) -> bool:
         """Prove all guards added since the last call, or treat them as the policy says.
 
-        Raises GuardUnproved or Specialised under the policy `prove`.
+        `asserts` are assertions that were taken out of a graph. `run` runs what was compiled at
+        given sizes and says how it is wrong there: a guard of the compiler's that fails only for a
+        few sizes is settled by running these. Returns whether all is proved; raises GuardUnproved
+        under the policy `prove`.
         """
+        before = len(self.unproved)
         guards = self._env.guards[self._read :]
         self._read = len(self._env.guards)
         for shape_guard in guards:
-            expression = self._labelled(shape_guard.expr)
-            guard = Guard(expression, _user_line(shape_guard.sloc), origin)
-            self._settle(guard)
+            self._settle(shape_guard.expr, _user_line(shape_guard.sloc), origin, run)
+        if self._config.dynamic_shapes is DynamicShapes.UNBACKED:
+            for expression, where in [*self._narrowed(), *asserts, *self._deferred()]:
+                if expression not in self._asserted:
+                    self._asserted.add(expression)
+                    self._settle(expression, where, origin, run)
+        return len(self.unproved) == before
+
+    def _narrowed(self) -> Iterator[SizeAssert]:
+        """Bounds that tracing put on unbacked sizes; unlike assertions they know their line."""
+        for symbol in self._labels:
+            bounds = self._env.var_to_range.get(symbol)
+            if bounds is not None:
+                lines = self._env.var_to_range_sloc[symbol]
+                yield sympy.Ge(symbol, bounds.lower), _user_line(lines.lower)
+                if bounds.upper.is_Integer:
+                    yield sympy.Le(symbol, bounds.upper), _user_line(lines.upper)
+
+    def _deferred(self) -> Iterator[SizeAssert]:
+        for deferred in self._env.deferred_runtime_asserts.values():
+            for item in deferred:
+                expression = self._env.replace(item.expr)
+                if expression.free_symbols <= set(self._labels):
+                    yield expression, None
+
+    def check_ends(self, piece: GraphModule, origin: str) -> None:
+        """Compare the shapes of a piece at the ends of the range with what the trace says.
+
+        Raises ShapesDiffer under the policy `prove`.
+        """
+        for sizes in corners(self.limits()):
+            if found := difference_at(piece, self._env, sizes):
+                self._differs(found, {self._labels[s]: n for s, n in sizes.items()}, origin)
+
+    def limits(self) -> Ranges:
+        """The served range of each symbol that is not equal to another."""
+        base = [symbol for symbol in self._labels if self._env.replace(symbol) == symbol]
+        return {symbol: self._config.limits(str(self._labels[symbol])) for symbol in base}
+
+    def label(self, symbol: sympy.Symbol) -> sympy.Symbol:
+        """The declared name of a symbol of the trace."""
+        return self._labels[symbol]
+
+    def _differs(self, found: Difference, sizes: dict[sympy.Symbol, int], origin: str) -> None:
+        error = ShapesDiffer(
+            where=found.where,
+            sizes=", ".join(f"{symbol} = {size}" for symbol, size in sizes.items()),
+            actual=found.actual,
+            expected=found.expected,
+        )
+        self._events.emit("shapes_differ", origin=origin, what=str(error))
+        match self._config.guards:
+            case GuardPolicy.PROVE:
+                raise error
+            case GuardPolicy.CHECK:
+                other = sympy.Or(*(sympy.Ne(symbol, size) for symbol, size in sizes.items()))
+                self.unproved.append(Guard(other, found.where, origin))
+            case GuardPolicy.DROP:
+                self._events.emit("guard.dropped", level=logging.WARNING, expression=str(error))
 
     def check_symbols(self) -> None:
         """Raise Specialised if tracing turned a declared symbol into a number."""
@@ -144,10 +221,16 @@ class GuardBook:
         )
 
     def _ranges(self, expression: sympy.Basic) -> Ranges:
-        return {s: self._config.limits(str(s)) for s in expression.free_symbols}
+        named = set(self._labels.values())
+        return {s: self._config.limits(str(s)) for s in expression.free_symbols if s in named}
 
-    def _settle(self, guard: Guard) -> None:
+    def _settle(
+        self, expression: sympy.Basic, where: str | None, origin: str, run: Run | None
+    ) -> None:
+        guard = Guard(self._labelled(expression), where, origin)
         proof = prove(guard.expression, self._ranges(guard.expression))
+        if run is not None and self._right_where_it_fails(proof, run):
+            proof = Proof(True, "run at the sizes it fails for", proof.failing, proof.failures)
         settled = SettledGuard(
             expression=str(guard.expression),
             where=guard.where,
@@ -169,6 +252,14 @@ class GuardBook:
                 self._events.emit(
                     "guard.dropped", level=logging.WARNING, expression=str(guard.expression)
                 )
+
+    def _right_where_it_fails(self, proof: Proof, run: Run) -> bool:
+        if proof.holds is not False or proof.failures > len(proof.failing):
+            return False
+        least = {symbol: low for symbol, (low, _) in self.limits().items()}
+        symbols = {str(self._labels[symbol]): symbol for symbol in least}
+        points = [{symbols[name]: size for name, size in f.items()} for f in proof.failing]
+        return all(run({**least, **point}) is None for point in points)
 
     def _error(self, guard: Guard, proof: Proof) -> GuardUnproved:
         symbols = sorted(map(str, guard.expression.free_symbols))

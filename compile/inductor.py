@@ -8,7 +8,7 @@ carries those libraries, and loading lays them out in a private directory first.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,7 @@ from ..torch_compat import (
     inductor_options,
     inductor_serialize,
 )
-
-PieceFn = Callable[[list[Any]], Any]
-Blobs = dict[str, bytes]
-
-CODE = "code"
-KERNEL = "kernel."
+from .artifact import CODE, KERNEL, Blobs, PieceFn
 
 
 def compile_piece(
@@ -44,13 +39,13 @@ def compile_piece(
 def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
     """The callables of artifacts whose bytes have been verified; no compiler is run."""
     with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
-        for artifact in artifacts:
-            _lay_out(artifact, Path(folder))
+        for blobs in artifacts:
+            _lay_out(blobs, Path(folder))
         with inductor_cache_directory(folder), inductor_options():
             return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
 
 
-def _kernels(folder: Path) -> Blobs:
+def _kernels(folder: Path) -> dict[str, bytes]:
     """Inductor keeps each library at <two letters>/<name>; a blob's name holds both."""
     return {
         f"{KERNEL}{file.parent.name}.{file.name}": file.read_bytes()
@@ -58,13 +53,8 @@ def _kernels(folder: Path) -> Blobs:
     }
 
 
-def kernels(artifacts: Sequence[Blobs]) -> list[int]:
-    """How many compiled libraries each artifact holds."""
-    return [sum(name.startswith(KERNEL) for name in artifact) for artifact in artifacts]
-
-
-def _lay_out(artifact: Blobs, folder: Path) -> None:
-    for name, content in artifact.items():
+def _lay_out(blobs: Blobs, folder: Path) -> None:
+    for name, content in blobs.items():
         if name.startswith(KERNEL):
             parent, _, file = name.removeprefix(KERNEL).partition(".")
             (folder / parent).mkdir(exist_ok=True)

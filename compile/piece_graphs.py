@@ -9,15 +9,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from ..cache import Cache
 from ..events import Events
 from ..torch_compat import reasoning_about_sizes
 from .compilers import compiler_named
 from .config import CompileConfig
-from .fingerprint import fingerprint
-from .pieces import Piece, lift
-from .planning import base_symbols
-from .split import split, splitting_by_name
-from .trace import trace
+from .cut import Task, cut_model
 
 
 @dataclass(frozen=True)
@@ -39,17 +36,10 @@ def piece_graphs(
 
     Raises the errors of tracing and splitting.
     """
-    traced = trace(model, config, device, examples, Events())
-    graph = traced.graph.graph
-    symbols = base_symbols(traced)
-    unique: dict[str, Piece] = {}
-    for section in split(graph, splitting_by_name(graph, config.splitting_ops)):
-        if not section.splitting:
-            piece = lift(section, symbols, traced.shape_env)
-            unique.setdefault(fingerprint(piece.graph, traced.graph), piece)
+    cut = cut_model(Task(model, config, Cache(None, Events()), Events(), device, examples))
     return [
-        PieceGraph(digest, piece.module(traced.graph), piece.example_values())
-        for digest, piece in unique.items()
+        PieceGraph(each.digest, each.piece.module(cut.trace.graph), each.piece.example_values())
+        for each in cut.unique
     ]
 
 

@@ -7,7 +7,7 @@ no size crosses from piece to piece. Every piece returns a tuple.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,17 @@ class Piece:
         graph.output(graph.graph_copy(self.graph, {}))
         return GraphModule(root, graph, class_name="Piece")
 
+    def symbols(self) -> list[sympy.Symbol]:
+        """The symbols in the sizes of its inputs, by first appearance."""
+        found: dict[sympy.Symbol, None] = {}
+        for value in self.example_values():
+            sizes = [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]
+            for size in sizes:
+                if isinstance(size, torch.SymInt):
+                    expression = size.node.shape_env.replace(size.node.expr)
+                    found.update(dict.fromkeys(sorted(expression.free_symbols, key=str)))
+        return list(found)
+
     def example_values(self) -> list[Any]:
         """Fake tensors and symbolic ints for the inputs, in order."""
         return [node.meta["example_value"] for node in self.graph.find_nodes(op="placeholder")]
@@ -49,24 +60,25 @@ def lift(section: Section, symbols: BaseSymbols, shape_env: Any) -> Piece:
     for node in section.nodes:
         builder.copy(node)
     outputs = tuple(
-        node
-        for node in section.nodes
-        if not is_size(node) and any(user not in inside for user in node.users)
+        node for node in section.nodes if any(user not in inside for user in node.users)
     )
     builder.graph.output(tuple(builder.values[node] for node in outputs))
     return Piece(_with_inputs_first(builder.graph), tuple(builder.inputs), outputs)
 
 
-def is_size(node: Node) -> bool:
-    """Whether a node's value is a size that can be computed from symbols: int or torch.Size."""
+def is_size(node: Node, symbols: Collection[sympy.Symbol], shape_env: Any) -> bool:
+    """Whether a node's value can be computed from base `symbols`: an int or a torch.Size.
+
+    A size that depends on data, such as the length of `nonzero()`, is a value like a tensor.
+    """
     value = node.meta.get("example_value")
-    if isinstance(value, torch.SymInt):
-        return not _is_unbacked(value)
-    return isinstance(value, (int, torch.Size)) and not isinstance(value, bool)
-
-
-def _is_unbacked(value: torch.SymInt) -> bool:
-    return any(str(s).startswith("u") for s in value.node.expr.free_symbols)
+    sizes = value if isinstance(value, torch.Size) else [value]
+    return all(
+        shape_env.replace(size.node.expr).free_symbols <= set(symbols)
+        if isinstance(size, torch.SymInt)
+        else isinstance(size, int) and not isinstance(size, bool)
+        for size in sizes
+    )
 
 
 class _Builder:
@@ -93,7 +105,7 @@ class _Builder:
         value: Any = node.meta.get("example_value")
         if node.op == "get_attr":
             return self.graph.node_copy(node)
-        if not is_size(node):
+        if not is_size(node, self._symbols, self._shape_env):
             return self._input(node, value)
         if isinstance(value, torch.Size):
             return tuple(self.size(dim) for dim in value)

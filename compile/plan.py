@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from .config import TOKENS
+
 
 class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -85,10 +87,18 @@ class UniquePiece(Frozen):
     digest: str
     """Content hash; see `fingerprint`."""
     nodes: int
-    symbols: tuple[str, ...]
-    """Plan symbols that are among its arguments, as seen by its first use."""
+    sizes: tuple[int, ...]
+    """Positions of sizes among its arguments; the others are tensors."""
     text: str = ""
     """Its graph as annotated source, for people."""
+
+
+class CompiledSpan(Frozen):
+    """Token counts from `low` to `high`, and the artifact of each unique piece that serves them."""
+
+    low: int
+    high: int
+    artifacts: tuple[int, ...]
 
 
 class Check(Frozen):
@@ -125,6 +135,7 @@ class Plan(Frozen):
     weights: tuple[Weight, ...]
     symbols: tuple[Symbol, ...]
     pieces: tuple[UniquePiece, ...]
+    spans: tuple[CompiledSpan, ...]
     steps: tuple[PieceStep | CallStep, ...]
     results: tuple[Result, ...]
     structure: Any
@@ -149,3 +160,20 @@ class Plan(Frozen):
         kinds = [step.kind for step in self.steps]
         runs = [b for a, b in zip([None, *kinds], kinds, strict=False) if b == "piece" or a != b]
         return len(runs)
+
+    def sizes_of_artifacts(self) -> dict[int, tuple[int, ...]]:
+        """For each artifact the positions of sizes among its arguments."""
+        return {
+            artifact: piece.sizes
+            for span in self.spans
+            for artifact, piece in zip(span.artifacts, self.pieces, strict=True)
+        }
+
+    def span_of(self, num_tokens: int | None) -> CompiledSpan:
+        """The span that serves a token count; the first one if there is no count."""
+        return next(s for s in self.spans if num_tokens is None or num_tokens <= s.high)
+
+    def token_source(self) -> tuple[int, int]:
+        """Position among the inputs, and dimension, where the token count is read."""
+        symbol = next(symbol for symbol in self.symbols if symbol.label == TOKENS)
+        return int(symbol.source[1:]), symbol.dim

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from ..errors import UnboundSymbol
 from ..torch_compat import default_overload, original_symbol
-from .config import CompileConfig
+from .config import TOKENS, CompileConfig
 from .examples import Leaf
 from .guards import Guard, python_text
 from .literal import Expr, Ref, encode
@@ -20,6 +20,7 @@ from .pieces import BaseSymbols, Piece, is_size
 from .plan import (
     CallStep,
     Check,
+    CompiledSpan,
     Constant,
     PieceStep,
     Plan,
@@ -104,6 +105,7 @@ class Planner:
     def plan(
         self,
         unique: Sequence[tuple[str, Piece]],
+        spans: Sequence[CompiledSpan],
         unproved: Sequence[Guard],
         settled: Sequence[SettledGuard],
     ) -> Plan:
@@ -117,15 +119,16 @@ class Planner:
                 UniquePiece(
                     digest=digest,
                     nodes=len(piece.graph.nodes),
-                    symbols=tuple(
-                        self._symbols[key].name
-                        for key in piece.inputs
+                    sizes=tuple(
+                        position
+                        for position, key in enumerate(piece.inputs)
                         if isinstance(key, sympy.Symbol)
                     ),
                     text=readable(piece.module(self._trace.graph)),
                 )
                 for digest, piece in unique
             ),
+            spans=tuple(spans),
             steps=tuple(self._steps),
             results=tuple(self._result(value) for value in outputs),
             structure=encode(self._trace.structure),
@@ -139,23 +142,28 @@ class Planner:
         )
 
     def _named_symbols(self) -> dict[sympy.Symbol, Symbol]:
+        """The base symbols in the order of the arguments, the token count first."""
         labels = symbol_labels(self._trace)
-        named: dict[sympy.Symbol, Symbol] = {}
         arguments = [n for n, source in self._trace.sources.items() if isinstance(source, Leaf)]
+        found: dict[sympy.Symbol, tuple[int, int]] = {}
         for position, node in enumerate(arguments):
             for dim, size in enumerate(node.meta["example_value"].shape):
                 symbol = self._trace.symbol_of(size)
-                if symbol.is_Symbol and symbol not in named:
-                    label = labels[symbol]
-                    low, high = self._config.limits(label)
-                    named[symbol] = Symbol(
-                        name=f"s{len(named)}",
-                        label=label,
-                        source=f"i{position}",
-                        dim=dim,
-                        low=low,
-                        high=high,
-                    )
+                if symbol.is_Symbol:
+                    found.setdefault(symbol, (position, dim))
+        declared = list(dict.fromkeys([TOKENS, *self._trace.examples.symbols.values()]))
+        named: dict[sympy.Symbol, Symbol] = {}
+        for symbol in sorted(found, key=lambda s: declared.index(labels[s])):
+            position, dim = found[symbol]
+            low, high = self._config.limits(labels[symbol])
+            named[symbol] = Symbol(
+                name=f"s{len(named)}",
+                label=labels[symbol],
+                source=f"i{position}",
+                dim=dim,
+                low=low,
+                high=high,
+            )
         return named
 
     def _bind(self, node: Node, source: Leaf | str) -> str:
@@ -186,7 +194,7 @@ class Planner:
         return [
             Constant(path=leaf.path, value=encode(leaf.value))
             for leaf in self._trace.examples.leaves()
-            if isinstance(leaf.value, (bool, int, float, str))
+            if leaf.value is None or isinstance(leaf.value, (bool, int, float, str))
         ]
 
     def _fresh(self, node: Node) -> str:
@@ -209,8 +217,8 @@ class Planner:
             op = default_overload(op)
         namespace, _, name = op._schema.name.partition("::")
         if elements:
-            width = 1 + max(int(element.args[1]) for element in elements)  # type: ignore[arg-type]
             taken = {int(e.args[1]): self._fresh(e) for e in elements}  # type: ignore[arg-type]
+            width = len(node.meta["example_value"])
             outs: tuple[str | None, ...] = tuple(taken.get(i) for i in range(width))
         else:
             outs = (self._fresh(node),) if node.users else ()
@@ -224,7 +232,7 @@ class Planner:
 
     def _argument(self, value: Any) -> Any:
         match value:
-            case Node() if is_size(value) and value not in self._names:
+            case Node() if value not in self._names and self._is_size(value):
                 return self._size_argument(value.meta["example_value"])
             case Node():
                 return Ref(self._names[value])
@@ -235,6 +243,9 @@ class Planner:
             case dict():
                 return {key: self._argument(item) for key, item in value.items()}
         return value
+
+    def _is_size(self, node: Node) -> bool:
+        return is_size(node, self._symbols, self._trace.shape_env)
 
     def _size_argument(self, value: Any) -> Any:
         if isinstance(value, torch.Size):
@@ -254,7 +265,7 @@ class Planner:
         return python_text(expression.xreplace(names))
 
     def _result(self, value: Any) -> Result:
-        if isinstance(value, Node) and not is_size(value):
+        if isinstance(value, Node) and not self._is_size(value):
             tensor = value.meta["example_value"]
             return Result(
                 name=self._names[value],

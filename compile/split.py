@@ -10,17 +10,21 @@ for it alone.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 import torch
 from torch.fx import Graph, Node
 
 from ..errors import UnknownSplittingOp
+from .config import CompileConfig
+from .named_object import named_object
 
-IsSplitting = Callable[[Node], bool]
+Predicate = Callable[[Node], bool]
+SPLITTERS = "piecegraph.splitters"
 
-_ALLOCATIONS = frozenset(
+ALLOCATIONS = frozenset(
     {torch.empty, torch.empty_like, torch.empty_strided, "new_empty", "new_empty_strided"}
 )
 
@@ -45,42 +49,62 @@ def op_names(node: Node) -> frozenset[str]:
     return frozenset()
 
 
-def splitting_by_name(graph: Graph, names: Sequence[str]) -> IsSplitting:
-    """Predicate for nodes called one of `names`; raises UnknownSplittingOp for a name unmatched."""
+def is_splitting(graph: Graph, config: CompileConfig) -> Predicate:
+    """Whether to cut at a node: by its op's name, by a pattern, or by the user's predicate.
+
+    Raises UnknownSplittingOp for a name or pattern that matches no op of `graph`.
+    """
     present = [op_names(node) for node in graph.nodes if node.op == "call_function"]
     known = frozenset().union(*present) if present else frozenset()
-    for name in names:
-        if name not in known:
+    wanted: set[str] = set()
+    for name in (*config.splitting_ops, *config.splitting_patterns):
+        is_pattern = name in config.splitting_patterns
+        matched = {n for n in known if n == name or (is_pattern and fnmatchcase(n, name))}
+        if not matched:
             custom = sorted(n for n in known if "." not in n and not n.startswith(("aten", "prim")))
             raise UnknownSplittingOp(name=name, known=", ".join(custom) or "none")
-    wanted = frozenset(names)
-    return lambda node: not wanted.isdisjoint(op_names(node))
+        wanted |= matched
+    predicate = splitting_predicate(config)
+    return lambda node: (
+        not wanted.isdisjoint(op_names(node))
+        or (predicate is not None and bool(op_names(node)) and predicate(node))
+    )
 
 
-def split(graph: Graph, is_splitting: IsSplitting) -> list[Section]:
-    """Sections of `graph` in order of execution; empty ones are left out."""
+def splitting_predicate(config: CompileConfig) -> Predicate | None:
+    """The user's predicate; raises InvalidSetting for a name that leads nowhere."""
+    given = config.splitting_predicate
+    found: Predicate | None = named_object(given, SPLITTERS) if isinstance(given, str) else given
+    return found
+
+
+def split(graph: Graph, splits: Predicate, is_size: Predicate) -> list[Section]:
+    """Sections of `graph` in order of execution; empty ones are left out.
+
+    Sizes are in no section: whoever needs one computes it from the symbols.
+    """
     sections = [Section(splitting=False)]
     home: dict[Node, int] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or is_size(node):
             continue
-        home[node] = _section_for(node, home, sections, is_splitting)
+        home[node] = _section_for(node, home, sections, splits)
         sections[home[node]].nodes.append(node)
     return [section for section in sections if section.nodes]
 
 
 def _section_for(
-    node: Node, home: dict[Node, int], sections: list[Section], is_splitting: IsSplitting
+    node: Node, home: dict[Node, int], sections: list[Section], splits: Predicate
 ) -> int:
     inputs = [home[used] for used in node.all_input_nodes if used in home]
     if node.target is operator.getitem and inputs and sections[inputs[0]].splitting:
         return inputs[0]
-    if node.target in _ALLOCATIONS:
+    if node.target in ALLOCATIONS:
         earliest = max(inputs, default=0)
         compute = [i for i in range(earliest, len(sections)) if not sections[i].splitting]
         if compute:
             return compute[0]
-    wanted = is_splitting(node)
+    wanted = splits(node)
     if sections[-1].splitting != wanted:
         sections.append(Section(splitting=wanted))
     return len(sections) - 1

@@ -19,7 +19,7 @@ from .compiled_model import CompiledModel
 from .config import CompileConfig
 from .examples import Examples, Leaf, example_inputs
 from .literal import Ref, encode
-from .plan import Constant, PieceStep, Plan, Result, Symbol, UniquePiece, UserInput
+from .plan import CompiledSpan, Constant, PieceStep, Plan, Result, Symbol, UniquePiece, UserInput
 
 ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -47,7 +47,8 @@ def uncompiled_model(
         ),
         weights=(),
         symbols=tuple(symbols.values()),
-        pieces=(UniquePiece(digest="", nodes=1, symbols=()),),
+        pieces=(UniquePiece(digest="", nodes=1, sizes=()),),
+        spans=(CompiledSpan(low=1, high=config.max_num_tokens, artifacts=(0,)),),
         steps=(PieceStep(piece=0, args=tuple(f"i{i}" for i in range(len(tensors))), outs=outs),),
         results=tuple(
             Result(name=name, dtype=_dtype(tensor), shape=tuple(tensor.shape))

@@ -53,14 +53,3 @@ class Decision:
     missed: Reason | None = None
     chunks: tuple[int, ...] = ()
     max_reqs: int = sys.maxsize
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One entry of the plan as seen by one batch: `obstacle` is None if it could serve it."""
-
-    mode: RuntimeMode
-    descriptor: BatchDescriptor
-    slot: int
-    obstacle: Reason | None
-    chosen: bool

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, deque
 
 
 class Histogram:
-    """Counts by number of tokens, 0 to `limit`; larger batches are counted together in `above`.
+    """The numbers of tokens of the last `window` batches, so that old traffic is forgotten.
 
-    Every `window` batches all counts are halved, so that old traffic fades.
+    `add` records one batch; it is the bound method of a C type, since every dispatch calls it.
     """
 
-    def __init__(self, limit: int, *, window: int = 1 << 20) -> None:
-        self.limit = limit
-        self.window = window
-        self.counts = [0] * (limit + 1)
-        self.above = 0
-        self._left = window
+    def __init__(self, window: int = 1 << 16) -> None:
+        self._last: deque[int] = deque(maxlen=window)
+        self.add = self._last.append
 
-    def add(self, num_tokens: int) -> None:
-        if num_tokens <= self.limit:
-            self.counts[num_tokens] += 1
-        else:
-            self.above += 1
-        self._left -= 1
-        if not self._left:
-            self._fade()
-
-    def extend(self, batches: Iterable[int]) -> None:
-        for num_tokens in batches:
-            self.add(num_tokens)
-
-    def _fade(self) -> None:
-        self.counts = [count // 2 for count in self.counts]
-        self.above //= 2
-        self._left = self.window
+    def counts(self, limit: int) -> list[int]:
+        """How often each number of tokens from 0 to `limit` occurs; more are left out."""
+        seen = Counter(self._last.copy())
+        return [seen[num_tokens] for num_tokens in range(limit + 1)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -70,7 +68,7 @@ class DispatchPlan:
 
     Entries are in capture order: PIECEWISE before FULL, the largest first. `chunked` allows
     PIECEWISE in chunks above the largest size. Raises PlanInvalid for an entry that is there
-    twice, is NONE, is empty, or does not name exactly the plan's axes.
+    twice, is NONE, is empty, or does not name exactly the plan's axes, each once.
     """
 
     entries: tuple[PlanEntry, ...]
@@ -83,6 +81,8 @@ class DispatchPlan:
     def __post_init__(self) -> None:
         slots: dict[PlanEntry, int] = {}
         names = [axis.name for axis in self.axes]
+        if len(set(names)) < len(names):
+            raise PlanInvalid(fault=f"an axis of {names} is there twice")
         for slot, entry in enumerate(self.entries):
             if entry.mode is RuntimeMode.NONE or entry.descriptor.num_tokens < 1:
                 raise PlanInvalid(fault=f"{entry} is no graph")
@@ -133,6 +133,9 @@ class DispatchPlan:
     @property
     def digest(self) -> str:
         """sha256 over the plan as canonical JSON; ranks that must decide alike compare it."""
+        import hashlib
+        import json
+
         text = json.dumps(self.as_json(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -195,7 +198,13 @@ def make_plan(
 
     `query_lens` are the query lengths of uniform decode; with `varlen_decode` decode batches are
     keyed by the longest of them as a bound. `lora_cases` come from the function of that name.
+    Raises InvalidSetting for a query length below 1.
     """
+    if min(query_lens, default=0) < 1:
+        reason = "a decode request has tokens"
+        raise InvalidSetting(
+            name="query_lens", value=query_lens, reason=reason, expected="lengths of 1 or more"
+        )
     names = [axis.name for axis in axes]
     entries = {
         PlanEntry(

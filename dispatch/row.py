@@ -1,13 +1,9 @@
-"""Rows: for one lane, the decision for each number of tokens, painted from the plan's intervals.
-
-The graph of an entry serves the token counts from the least that the padding limit allows up to
-its size, so a row is painted in slices: the dearest candidate first, the cheapest last.
-"""
+"""Rows: for one lane, the decision for each number of tokens, made once and kept."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import PlanInvalid
 from .decision import NO_SLOT, Decision, Reason
@@ -27,18 +23,13 @@ NEARNESS = (
     Reason.PADDING_LIMIT,
     Reason.NOT_CAPTURED,
     Reason.COST,
+    Reason.NO_TOKENS,
 )
 """Obstacles in the order in which they are met: the later, the nearer a candidate came."""
-_LEVEL = {reason: level for level, reason in enumerate(NEARNESS)}
-
-
-def nearest(obstacles: Iterable[Reason]) -> Reason | None:
-    """The obstacle of the candidate that came nearest."""
-    return max(obstacles, key=_LEVEL.__getitem__, default=None)
 
 
 class Preference:
-    """The plan's slots from the cheapest to the dearest, and the token counts each can serve.
+    """The plan's slots from the cheapest to the dearest.
 
     Without `costs` the better mode is the cheaper and, within a mode, the fewer padded tokens:
     padding alone cannot be compared between modes, since NONE has none. With measured `costs`
@@ -59,8 +50,8 @@ class Preference:
         self.costs = costs
         self.none_cost = none_cost if costs is not None else None
         self.order = tuple(sorted(range(len(plan.entries)), key=self._rank))
-        sizes = [entry.descriptor.num_tokens for entry in plan.entries]
-        self.spans = tuple((plan.padding.least_tokens(size), size) for size in sizes)
+        sizes = (entry.descriptor.num_tokens for entry in plan.entries)
+        self.least_tokens = tuple(plan.padding.least_tokens(size) for size in sizes)
 
     def _rank(self, slot: int) -> tuple[object, ...]:
         mode, key = self.plan.entries[slot].mode, self.plan.entries[slot].descriptor
@@ -80,77 +71,62 @@ class Preference:
             return False
         return self.none_cost(num_tokens) < sum(self.costs[slot] for slot in slots)
 
-    def obstacle(
-        self, slot: int, lane: Lane, num_tokens: int, num_reqs: int, captured: bool
-    ) -> Reason | None:
-        """What keeps one batch from one slot, by the definitions that `paint` uses in bulk."""
-        entry = self.plan.entries[slot]
-        least, size = self.spans[slot]
+
+class Row:
+    """The decisions of one lane by number of tokens, 0 to the largest size."""
+
+    def __init__(self, preference: Preference, lane: Lane, captured: Sequence[bool]) -> None:
+        plan = preference.plan
+        self.preference = preference
+        self.lane = lane
+        self.captured = captured
+        self.decisions: list[Decision | None] = [None] * (plan.largest + 1)
+        self._closed = {
+            slot: lane_obstacle(plan, plan.entries[slot], lane) for slot in preference.order
+        }
+
+    def obstacles(self, num_tokens: int, num_reqs: int = 0) -> dict[int, Reason | None]:
+        """What keeps a batch from each slot, None where nothing does; the best slot first."""
+        return {
+            slot: closed or self._obstacle(slot, num_tokens, num_reqs)
+            for slot, closed in self._closed.items()
+        }
+
+    def _obstacle(self, slot: int, num_tokens: int, num_reqs: int) -> Reason | None:
+        key = self.preference.plan.entries[slot].descriptor
         if num_tokens == 0:
             return Reason.NO_TOKENS
-        if reason := lane_obstacle(self.plan, entry, lane):
-            return reason
-        if num_tokens > size:
+        if num_tokens > key.num_tokens:
             return Reason.ABOVE_LARGEST_SIZE
-        if entry.descriptor.num_reqs is not None and num_reqs > entry.descriptor.num_reqs:
+        if key.num_reqs is not None and num_reqs > key.num_reqs:
             return Reason.TOO_MANY_REQS
-        if num_tokens < least:
+        if num_tokens < self.preference.least_tokens[slot]:
             return Reason.PADDING_LIMIT
-        if not captured:
+        if not self.captured[slot]:
             return Reason.NOT_CAPTURED
-        return Reason.COST if self.none_is_cheaper((slot,), num_tokens, lane) else None
+        cheaper = self.preference.none_is_cheaper((slot,), num_tokens, self.lane)
+        return Reason.COST if cheaper else None
 
+    def decide(self, num_tokens: int, num_reqs: int = 0) -> Decision:
+        """The decision for these counts, made anew."""
+        entries = self.preference.plan.entries
+        obstacles = self.obstacles(num_tokens, num_reqs)
+        chosen = next((slot for slot, reason in obstacles.items() if reason is None), NO_SLOT)
+        mode = RuntimeMode.NONE if chosen == NO_SLOT else entries[chosen].mode
+        better = {
+            why or Reason.COST for slot, why in obstacles.items() if entries[slot].mode > mode
+        }
+        missed = max(better, key=NEARNESS.index, default=None)
+        if chosen == NO_SLOT:
+            return none_decision(self.lane, num_tokens, missed or Reason.CAPABILITY)
+        return graph_decision(entries[chosen], chosen, self.lane, num_tokens, missed)
 
-def paint(preference: Preference, lane: Lane, captured: Sequence[bool]) -> list[Decision]:
-    """Decisions by number of tokens, 0 to the largest size; one more stands for all above.
-
-    They hold for any number of requests that the decision's `max_reqs` admits.
-    """
-    plan = preference.plan
-    end = plan.largest + 2
-    best = [NO_SLOT] * end
-    strokes: list[tuple[int, RuntimeMode, int, int]] = []
-    for slot in reversed(preference.order):
-        entry, (least, size) = plan.entries[slot], preference.spans[slot]
-        if reason := lane_obstacle(plan, entry, lane):
-            strokes.append((_LEVEL[reason], entry.mode, 1, end))
-            continue
-        inside = Reason.COST if captured[slot] else Reason.NOT_CAPTURED
-        strokes.append((_LEVEL[Reason.ABOVE_LARGEST_SIZE], entry.mode, size + 1, end))
-        strokes.append((_LEVEL[Reason.PADDING_LIMIT], entry.mode, 1, least))
-        strokes.append((_LEVEL[inside], entry.mode, least, size + 1))
-        if captured[slot]:
-            best[least : size + 1] = [slot] * (size + 1 - least)
-    nearest = {mode: [-1] * end for mode in RuntimeMode}
-    for level, mode, start, stop in sorted(strokes):
-        nearest[mode][start:stop] = [level] * (stop - start)
-    if preference.none_cost:
-        for n, slot in enumerate(best):
-            if slot != NO_SLOT and preference.none_is_cheaper((slot,), n, lane):
-                best[n] = NO_SLOT
-    return _decisions(plan, lane, best, nearest)
-
-
-def _decisions(
-    plan: DispatchPlan, lane: Lane, best: list[int], nearest: Mapping[RuntimeMode, list[int]]
-) -> list[Decision]:
-    shared: dict[tuple[int, bool, int], Decision] = {}
-    row = [none_decision(lane, 0, Reason.NO_TOKENS)]
-    full, piecewise = nearest[RuntimeMode.FULL], nearest[RuntimeMode.PIECEWISE]
-    for n in range(1, len(best)):
-        slot = best[n]
-        if slot == NO_SLOT:
-            level = max(full[n], piecewise[n], 0)
-            row.append(none_decision(lane, n, NEARNESS[level]))
-            continue
-        entry = plan.entries[slot]
-        level = -1 if entry.mode is RuntimeMode.FULL else full[n]
-        key = (slot, n == entry.descriptor.num_tokens, level)
-        if key not in shared:
-            missed = None if level < 0 else NEARNESS[level]
-            shared[key] = graph_decision(entry, slot, lane, n, missed)
-        row.append(shared[key])
-    return row
+    def at(self, num_tokens: int) -> Decision:
+        """The kept decision for so many tokens and any number of requests that it has room for."""
+        decision = self.decisions[num_tokens]
+        if decision is None:
+            decision = self.decisions[num_tokens] = self.decide(num_tokens)
+        return decision
 
 
 def graph_decision(

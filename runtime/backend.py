@@ -6,12 +6,14 @@ protocols (segments, sessions, lifetimes, addresses) is the same for every accel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from .ownership import Ownership
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Memory:
 
 
 class Graph(Protocol):
-    """What one capture recorded. It owns its pool memory and every tensor from outside it reads."""
+    """What one capture recorded; it owns the pool memory that the capture allocated."""
 
     @property
     def operations(self) -> int:
@@ -32,13 +34,6 @@ class Graph(Protocol):
     @property
     def replay(self) -> Callable[[], None]:
         """Run the recorded work on the recorded addresses."""
-
-    @property
-    def inputs(self) -> Sequence[Tensor]:
-        """Tensors made outside the capture that it touches, held strongly."""
-
-    def made(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lives in memory that this capture allocated."""
 
     def release(self) -> None:
         """Drop the graph and its memory; it cannot be replayed any more."""
@@ -71,8 +66,11 @@ class GraphBackend(Protocol):
     def capture_stream(self) -> AbstractContextManager[Any]:
         """The stream that captures run on, current inside the block."""
 
-    def begin(self, pool: Any) -> Capture:
-        """Open a capture into `pool` on the capture stream."""
+    def begin(self, pool: Any, ownership: Ownership) -> Capture:
+        """Open a capture into `pool` on the capture stream.
+
+        `ownership` is one recording's: the capture tells it what it makes and what it finds.
+        """
 
     def settle(self, pool: Any) -> None:
         """Tensors held for the captures so far are dropped: later captures may use their memory."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import NoCaptureSession
 from ..events import Events
 from .backend import Capture, GraphBackend
+from .ownership import Ownership
 
 # Garbage collection is paused for the whole process, and torch allows one capture at a time in it.
 _ONE_AT_A_TIME = threading.RLock()
@@ -33,10 +34,10 @@ class CaptureSession:
         self._held: list[Tensor] = []
         self._open = True
 
-    def begin(self) -> Capture:
+    def begin(self, ownership: Ownership) -> Capture:
         if not self._open:
             raise NoCaptureSession()
-        return self.backend.begin(self._pool)
+        return self.backend.begin(self._pool, ownership)
 
     def hold(self, tensor: Tensor) -> None:
         self._held.append(tensor)

@@ -23,6 +23,14 @@ class CaptureStrategy(StrEnum):
     LAZY = "lazy"
 
 
+class AfterSeal(StrEnum):
+    """What becomes of compiling and capturing after `seal()` outside the strategy."""
+
+    COUNT = "count"
+    LOG = "log"
+    RAISE = "raise"
+
+
 class Config(CompileConfig):
     """What a user states about a model that is to be served. Unknown names are refused."""
 
@@ -53,6 +61,18 @@ class Config(CompileConfig):
 
     min_hits: Annotated[int, SERVING, Field(ge=1)] = 1
     """Occurrences of a size before LAZY captures it."""
+
+    capture_ms_per_step: Annotated[float | None, SERVING, Field(ge=0)] = None
+    """Most milliseconds of capturing between two steps, by the measured cost of captures."""
+
+    memory_limit: Annotated[int | float | None, SERVING, Field(ge=0)] = None
+    """Most memory for graphs: an integer is bytes, a float a fraction of what is free then."""
+
+    lazy_bytes: Annotated[int | None, SERVING, Field(ge=0)] = None
+    """Bytes of recordings captured on use; beyond them LAZY evicts what is worth least."""
+
+    after_seal: Annotated[AfterSeal, SERVING] = AfterSeal.LOG
+    """Count, log or raise what compiles or captures after `seal()`; see `runtime.monitors`."""
 
     padding_limit: Annotated[PaddingLimit | None, SERVING] = None
     """The most padding a graph may bring; above it a batch goes to a lower mode."""

@@ -41,11 +41,10 @@ class CudaPool:
 
 
 class CudaGraph:
-    """A captured graph with the tensors from outside that it reads."""
+    """A captured graph; one without nodes only owns memory and is never instantiated."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, ownership: Ownership) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graph = graph
-        self._ownership = ownership
         self._nodes = node_count(graph)
         if self._nodes:
             graph.instantiate()
@@ -58,25 +57,17 @@ class CudaGraph:
     def replay(self) -> Callable[[], None]:
         return raw_replay(self._graph)
 
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return self._ownership.found
-
-    def made(self, tensor: Tensor) -> bool:
-        return self._ownership.is_made(tensor)
-
     def release(self) -> None:
         self._graph.reset()
-        self._ownership = Ownership()
 
 
 class CudaCapture:
     """A stream capture in progress on the current stream."""
 
-    def __init__(self, pool: Any, device: int) -> None:
+    def __init__(self, pool: Any, device: int, ownership: Ownership) -> None:
         self._pool = pool
         self._device = device
-        self._watch = Watch("CUDA")
+        self._watch = Watch("CUDA", ownership)
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._graph.capture_begin(pool=pool, capture_error_mode=_ERROR_MODE)
         self._watch.start()
@@ -91,7 +82,7 @@ class CudaCapture:
         except BaseException:
             self._recover()
             raise
-        return CudaGraph(self._graph, self._watch.ownership)
+        return CudaGraph(self._graph)
 
     def abort(self) -> None:
         self._watch.stop()
@@ -139,16 +130,16 @@ class CudaBackend:
         finally:
             current.wait_stream(self._stream)
 
-    def begin(self, pool: CudaPool) -> CudaCapture:
+    def begin(self, pool: CudaPool, ownership: Ownership) -> CudaCapture:
         if pool.anchor is None:
             pool.anchor = _capture_nothing(pool.handle)
-        return CudaCapture(pool.handle, self._device)
+        return CudaCapture(pool.handle, self._device, ownership)
 
     def settle(self, pool: CudaPool) -> None:
         pass  # dropping the tensors is all: the allocator sees it
 
     def weak(self, tensor: Tensor) -> Tensor:
-        return unowned_alias(tensor)
+        return unowned_alias(tensor) if tensor.is_cuda else tensor
 
     def address(self, tensor: Tensor) -> int:
         return tensor.data_ptr()

@@ -43,24 +43,34 @@ def eager_call(
 ) -> Callable[[], None]:
     """`fn` on its static arguments, its fresh results copied to the `targets` the next graph reads.
 
-    Raises `EagerResultChanged` when a result's form is not what was captured.
+    Raises `EagerResultChanged` when a result's form is not what was captured, or when one that
+    was in an argument's memory no longer is. An op that returns nothing is called as it is.
     """
     call = partial(fn, *args, **kwargs)
-    if not targets:
+    if static is None:
         return call
-    expected = [_form(leaf) for leaf in tree_leaves(static)]
+
+    def forms(result: Any) -> list[Any]:
+        leaves = enumerate(tree_leaves(result))
+        return [_form(leaf, position in targets) for position, leaf in leaves]
+
+    expected = forms(static)
 
     def call_and_copy() -> None:
-        leaves = tree_leaves(call())
-        got = [_form(leaf) for leaf in leaves]
+        result = call()
+        got = forms(result)
         if got != expected:
             raise EagerResultChanged(op=name, got=got, expected=expected)
+        leaves = tree_leaves(result)
         for position, target in targets.items():
             target.copy_(leaves[position])
 
     return call_and_copy
 
 
-def _form(leaf: Any) -> Any:
-    """What must not change between capture and replay: a tensor's form, anything else itself."""
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+def _form(leaf: Any, copied: bool) -> Any:
+    """What must not change between capture and replay: of a tensor shape and dtype, and the
+    address unless it is copied; anything else itself."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return tuple(leaf.shape), leaf.dtype, None if copied else leaf.data_ptr()

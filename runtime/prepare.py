@@ -13,7 +13,8 @@ import torch
 
 from ..cache import Cache
 from ..cache.environment import CACHE_DIR, read
-from ..compile.compile_model import ExampleArguments, compile_model
+from ..compile.compile_model import compile_model
+from ..compile.cut import ExampleArguments, Task
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,
@@ -29,7 +30,9 @@ from ..events import Events
 from .backend import GraphBackend
 from .choose_backend import choose_backend
 from .config import Config
+from .monitors import meant
 from .prepared_model import PreparedModel
+from .ranks import Ranks
 from .switches import settled_by_environment
 
 
@@ -41,19 +44,20 @@ def prepare(
     layers: Mapping[str, Any] | None = None,
     backend: GraphBackend | None = None,
     events: Events | None = None,
+    ranks: Ranks | None = None,
 ) -> PreparedModel:
     """Compile `model`, or load it from the cache, and make it ready to capture and to serve.
 
     `examples` are (args, kwargs) to trace with; without them they are built from `config.inputs`.
     `layers` is what splitting ops find by name in the forward context. `backend` replaces the one
-    that `config.graph_backend` names. Graphs are captured by `PreparedModel.capture`.
+    that `config.graph_backend` names. `ranks` are those that must capture alike.
+    Graphs are captured by `PreparedModel.capture`.
 
     Raises a PiecegraphError that says what is wrong with the model or the settings.
     """
     events = events or Events()
     config = settled_by_environment(config)
-    with events.span("prepare", level=logging.INFO):
-        device = _device(model)
+    with events.span("prepare", level=logging.INFO), meant():
         resolved = resolve_mode(
             config.graph_mode,
             support=config.supports(),
@@ -64,20 +68,29 @@ def prepare(
         )
         plan = _dispatch_plan(resolved.mode, config)
         events.emit("config", **_settled(config, resolved, plan))
-        cache = Cache(cache_root(config), events)
-        compiled = compile_model(model, _with_compiler(config), cache, events, device, examples)
+        task = compile_task(model, config, events, examples)
+        compiled = compile_model(task)
     return PreparedModel(
         compiled,
         inspect.signature(model.forward),
         config,
         resolved,
         Dispatcher(plan),
-        backend or choose_backend(config.backend_for(device.type)),
-        device,
-        cache,
+        backend or choose_backend(config.backend_for(task.device.type)),
+        task.device,
+        task.cache,
         layers or {},
         events,
+        ranks,
     )
+
+
+def compile_task(
+    model: torch.nn.Module, config: Config, events: Events, examples: ExampleArguments | None
+) -> Task:
+    """What to compile, and with what: the model's device, the cache, the level's compiler."""
+    cache = Cache(cache_root(config), events)
+    return Task(model, _with_compiler(config), cache, events, _device(model), examples)
 
 
 def _settled(config: Config, resolved: ResolvedMode, plan: DispatchPlan) -> dict[str, Any]:

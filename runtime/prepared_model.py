@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,46 +13,30 @@ import torch
 from ..cache import Cache
 from ..compile.compiled_model import CompiledModel
 from ..dispatch import Batch, BatchDescriptor, Decision, Dispatcher, ResolvedMode, RuntimeMode
-from ..errors import BatchInvalid, CaptureAfterSeal, CaptureFailed, ModelClosed
+from ..errors import BatchInvalid, CaptureAfterSeal, CaptureOutOfMemory, ModelClosed
 from ..events import Events
-from .addresses import Addresses, Snapshot
+from .addresses import Addresses
 from .backend import GraphBackend
 from .binding import binder, packer
-from .capture_session import CaptureSession, capture_session
-from .config import CaptureStrategy, Config
+from .capture_session import CaptureSession
+from .captured_slot import CapturedSlot
+from .capturer import Capturer, SlotActions
+from .config import Config
 from .forward_context import CURRENT, ForwardContext, forward_context
+from .memory_ledger import MemoryLedger, MemoryPlan, plan_memory
+from .model_memory import opening_ledger, static_inputs
+from .monitors import Monitor
+from .ranks import Ranks, alone, start_facts
 from .recorder import break_graph, opaque_piece, record
 from .recording import Recording
 from .report import build_report
 from .results import RealResults
-from .static_inputs import BoundInputs, InputSpec, Padding, StaticInputs
-from .strategies import StepPolicy, startup_slots
+from .static_inputs import BoundInputs
 from .usage import Usage
+from .warmup import AuxiliaryTask, capture_items, range_works, warm_up
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
-
-ADDRESSES_PER_STEP = 4
-"""Watched tensors compared on each replay after the first, going round."""
-
-
-class _Slot:
-    """A captured entry of the plan: its recording and what a step needs around it."""
-
-    __slots__ = ("addresses", "inputs", "recording", "replayed", "results")
-
-    def __init__(
-        self,
-        recording: Recording,
-        inputs: BoundInputs,
-        results: RealResults,
-        addresses: Snapshot,
-    ) -> None:
-        self.recording = recording
-        self.inputs = inputs
-        self.results = results
-        self.addresses = addresses
-        self.replayed = False
 
 
 class PreparedModel:
@@ -74,6 +59,7 @@ class PreparedModel:
         cache: Cache,
         layers: Mapping[str, Any],
         events: Events,
+        ranks: Ranks | None = None,
     ) -> None:
         self.compiled = compiled
         self.config = config
@@ -86,18 +72,25 @@ class PreparedModel:
         self._bind = binder(compiled.plan, signature)
         self._pack = packer(compiled.plan)
         self._stitched = compiled.link()
-        self._captured_fn = compiled.link(_piece_hook, _call_hook)
-        self._inputs = _static_inputs(compiled, config, device)
-        self._slots: list[_Slot | None] = [None] * len(dispatcher.plan.entries)
-        self._failed: set[int] = set()
-        self._policy = StepPolicy(config.strategy, dispatcher.plan, config.min_hits)
-        self._pool: Any = None
+        self._captured_fn = compiled.link(piece_hook=_piece_hook, call_hook=_call_hook)
+        self._inputs = static_inputs(compiled, config, device)
+        self._slots: list[CapturedSlot | None] = [None] * len(dispatcher.plan.entries)
         self._addresses = Addresses(backend.address)
         for name, weight in compiled.weights.items():
             self._addresses.watch(name, weight)
+        self.ledger = opening_ledger(compiled, self._inputs, config)
         self._context = ForwardContext(layers)
         self._metadata_for: MetadataFor | None = None
-        self._capturing = False
+        self._ranks = ranks
+        self._capturer = Capturer(
+            config,
+            dispatcher,
+            backend,
+            events,
+            SlotActions(self._record, self._install, self._remove),
+            ranks.exchange if ranks else alone,
+        )
+        self._monitor = Monitor(config.after_seal, events, self._context)
         self._sealed = False
         self._closed = False
 
@@ -118,8 +111,8 @@ class PreparedModel:
         """
         if batch.num_reqs > self.config.max_num_reqs:
             raise BatchInvalid(batch=batch, fault=f"max_num_reqs is {self.config.max_num_reqs}")
-        if self._capturing:
-            self._capture_between_steps(batch)
+        if self._capturer.active and not self._capturer.before_step(batch):
+            self.seal()
         return self.dispatcher.dispatch(batch)
 
     def run(self, decision: Decision, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
@@ -142,7 +135,7 @@ class PreparedModel:
                 with torch.no_grad():
                     results = self._stitched(*tensors)
             else:
-                results = _replay(slot, tensors, sizes)
+                results = slot.replay(tensors, sizes)
         finally:
             CURRENT.reset(token)
         self.usage.count(decision, context.num_tokens)
@@ -156,27 +149,64 @@ class PreparedModel:
         if self._sealed:
             raise CaptureAfterSeal(name="the startup set")
         self._metadata_for = metadata_for
-        slots = startup_slots(self.config.strategy, self.dispatcher.plan)
+        if self._ranks:
+            self._ranks.agree("start", start_facts(self.config, self.dispatcher.plan))
         with self.events.span("capture", level=logging.INFO):
-            self._capture([slot for slot in slots if self._slots[slot] is None], prepare=True)
+            self._capturer.startup()
         self.events.emit("memory", **self._memory())
-        self._capturing = self.config.strategy is not CaptureStrategy.EAGER and any(
-            slot is None for slot in self._slots
+
+    def warm_up(
+        self,
+        metadata_for: MetadataFor | None = None,
+        tasks: Sequence[AuxiliaryTask] = (),
+        *,
+        skip: Collection[str] = (),
+        show: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Run each compiled range, capture as `capture` does, run the engine's `tasks`.
+
+        `skip` names kinds of warm-up to leave out ("range", "capture", "auxiliary"); what that
+        costs is logged. `show` is given a line of progress for each item.
+        """
+        self._metadata_for = metadata_for
+        warm_up(
+            range_works(self.compiled.plan.symbols, self._run_dummy),
+            capture_items(self._capturer.queue, self.dispatcher.plan),
+            partial(self.capture, metadata_for),
+            tasks,
+            skip,
+            self.backend.memory,
+            self.events,
+            show,
         )
+
+    def memory_plan(self, utilisation: float = 0.9) -> MemoryPlan:
+        """What is left for the KV cache if the engine uses this share of the device.
+
+        Asked before any capture, graphs count with a forecast, for which a few are probed.
+        """
+        graphs = self._capturer.expected_bytes()
+        return plan_memory(self.backend.memory(), self._stated_ledger(), graphs, utilisation)
+
+    def capture_idle(self, budget_ms: float) -> int:
+        """Capture for at most `budget_ms` what DELAYED or LAZY would have; returns how many.
+
+        For an engine that has nothing to do. With several ranks all must call it, alike.
+        """
+        return self._capturer.idle(budget_ms)
 
     def seal(self) -> None:
         """From now on nothing compiles, and nothing is captured but by the strategy."""
         self._sealed = True
+        self._monitor.start()
         self.events.emit("seal")
 
     def release(self) -> None:
         """Free all graphs and their memory; `capture` on an unsealed model brings them back."""
-        for index, slot in enumerate(self._slots):
-            if slot is not None:
-                slot.recording.release()
-                self.dispatcher.set_captured(index, False)
-        self._slots = [None] * len(self._slots)
-        self._pool = None
+        for index, _ in self.recordings():
+            self._remove(index)
+        self._capturer.forget()
+        self._monitor.stop()
         self._sealed = False
 
     def close(self) -> None:
@@ -188,11 +218,34 @@ class PreparedModel:
 
     def report(self) -> dict[str, Any]:
         """What was prepared, captured and dispatched so far; see `runtime.report`."""
-        return build_report(self.events, self.compiled.plan, self.resolved, self.usage, self._cache)
+        return build_report(
+            self.events,
+            self.compiled.plan,
+            self.resolved,
+            self.usage,
+            self._cache,
+            self._stated_ledger(),
+        )
 
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured slots with their recordings."""
         return [(i, slot.recording) for i, slot in enumerate(self._slots) if slot is not None]
+
+    def _run_dummy(self, sizes: Mapping[str, int]) -> None:
+        """Run the compiled code without a graph on a batch of padding."""
+        descriptor = BatchDescriptor(sizes["num_tokens"])
+        context = self._context
+        if self._metadata_for:
+            context.metadata = self._metadata_for(descriptor, RuntimeMode.NONE)
+        context.num_tokens = descriptor.num_tokens
+        with forward_context(context), torch.no_grad():
+            self._stitched(*self._inputs.at(sizes).views)
+
+    def _stated_ledger(self) -> MemoryLedger:
+        """The ledger with what the graphs of each mode take now."""
+        for mode, num_bytes in self._capturer.memory.by_mode.items():
+            self.ledger.state(f"graph pool {mode.name}", num_bytes)
+        return self.ledger
 
     def _memory(self) -> dict[str, int]:
         """Bytes the recordings took as they were made, and the device's used and free ones now."""
@@ -200,68 +253,44 @@ class PreparedModel:
         now = self.backend.memory()
         return {"recordings": taken, "used": now.used, "free": now.free}
 
-    def _capture_between_steps(self, batch: Batch) -> None:
-        captured = {i for i, slot in enumerate(self._slots) if slot is not None} | self._failed
-        wanted = self.dispatcher.wanted(batch).slot
-        slots = self._policy.next_slots(wanted, captured, self.config.captures_per_step)
-        if slots:
-            self._capture(slots, prepare=False)
-        self._capturing = len(captured) + len(slots) < len(self._slots)
-
-    def _capture(self, slots: Iterable[int], *, prepare: bool) -> None:
-        if self._pool is None:
-            self._pool = self.backend.new_pool()
-        with capture_session(self.backend, self._pool, self.events, prepare=prepare) as session:
-            for slot in slots:
-                self._capture_slot(slot, session)
-
-    def _capture_slot(self, slot: int, session: CaptureSession) -> None:
+    def _record(self, slot: int, session: CaptureSession) -> Recording:
+        """Capture a dummy batch that fills the slot's descriptor; raises CaptureFailed."""
         entry = self.dispatcher.plan.entries[slot]
         descriptor = entry.descriptor
         name = f"{entry.mode.name} {descriptor.num_tokens}"
-        sizes = {"num_tokens": descriptor.num_tokens, **dict(descriptor.axes)}
-        inputs = self._inputs.at(sizes)
+        inputs = self._inputs_of(slot)
         self._context.metadata = (
             self._metadata_for(descriptor, entry.mode) if self._metadata_for else None
         )
         self._context.num_tokens = descriptor.num_tokens
-        try:
-            with forward_context(self._context), torch.no_grad():
+        with forward_context(self._context), torch.no_grad():
+            try:
                 self._stitched(*inputs.views)
-                recording = record(
-                    self._captured_fn,
-                    inputs.views,
-                    session,
-                    name=name,
-                    breaks=entry.mode is RuntimeMode.PIECEWISE,
-                )
-        except CaptureFailed as error:
-            self._failed.add(slot)
-            self.events.emit("capture.failed", level=logging.WARNING, slot=slot, reason=str(error))
-            return
-        self.events.emit(
-            "capture",
-            mode=entry.mode.name,
-            num_tokens=descriptor.num_tokens,
-            ms=recording.seconds * 1000,
-            bytes=recording.bytes,
-            segments=len(recording.segments),
-            descriptor=descriptor.as_json(),
-        )
+            except torch.OutOfMemoryError as error:
+                raise CaptureOutOfMemory(name=name, reason=str(error)) from error
+            return record(
+                self._captured_fn,
+                inputs.views,
+                session,
+                name=name,
+                breaks=entry.mode is RuntimeMode.PIECEWISE,
+            )
+
+    def _install(self, slot: int, recording: Recording) -> None:
         results = RealResults(self.compiled.plan, recording.outputs)
-        self._slots[slot] = _Slot(recording, inputs, results, self._addresses.snapshot())
+        addresses = self._addresses.snapshot()
+        self._slots[slot] = CapturedSlot(recording, self._inputs_of(slot), results, addresses)
         self.dispatcher.set_captured(slot, True)
 
+    def _remove(self, slot: int) -> None:
+        captured, self._slots[slot] = self._slots[slot], None
+        if captured is not None:
+            captured.recording.release()
+            self.dispatcher.set_captured(slot, False)
 
-def _replay(slot: _Slot, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
-    if slot.replayed:
-        slot.addresses.check_some(ADDRESSES_PER_STEP)
-    else:
-        slot.addresses.check()
-        slot.replayed = True
-    slot.inputs.load(tensors, sizes)
-    slot.recording.replay()
-    return slot.results.at(sizes)
+    def _inputs_of(self, slot: int) -> BoundInputs:
+        descriptor = self.dispatcher.plan.entries[slot].descriptor
+        return self._inputs.at({"num_tokens": descriptor.num_tokens, **dict(descriptor.axes)})
 
 
 def _piece_hook(use: int, piece: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,18 +299,3 @@ def _piece_hook(use: int, piece: Callable[..., Any]) -> Callable[..., Any]:
 
 def _call_hook(use: int, op: Callable[..., Any]) -> Callable[..., Any]:
     return break_graph(op)
-
-
-def _static_inputs(compiled: CompiledModel, config: Config, device: torch.device) -> StaticInputs:
-    labels = {symbol.name: symbol.label for symbol in compiled.plan.symbols}
-    specs = [
-        InputSpec(
-            name=".".join(map(str, item.path)),
-            dims=tuple(labels[d] if isinstance(d, str) else d for d in item.shape),
-            dtype=getattr(torch, item.dtype),
-            padding=Padding.ZERO,
-        )
-        for item in compiled.plan.inputs
-    ]
-    limits = {symbol.label: config.limits(symbol.label)[1] for symbol in compiled.plan.symbols}
-    return StaticInputs(specs, limits, device)

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ..errors import CaptureFailed, CaptureOutOfMemory, NestedCapture, PiecegraphError
 from ..torch_compat import tree_map_only
 from .backend import Capture, Graph
 from .capture_session import CaptureSession
 from .eager_call import eager_call, static_results
+from .ownership import Ownership
 from .recording import Recording, Segment, SegmentKind
 
 P = ParamSpec("P")
@@ -35,7 +37,7 @@ def break_graph(fn: Callable[P, R]) -> Callable[P, R]:
 
     Outside a recording, and in a FULL one, it is a plain call.
     """
-    name = getattr(fn, "__name__", str(fn))
+    name = _name(fn)
 
     @wraps(fn)
     def breaking(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -46,6 +48,13 @@ def break_graph(fn: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return breaking
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    """What a report calls `fn`: an operator's full name, or a function's own."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return str(fn) if isinstance(fn, OpOverload) else getattr(fn, "__name__", type(fn).__name__)
 
 
 def opaque_piece(fn: Callable[..., R]) -> Callable[..., R]:
@@ -93,6 +102,7 @@ def record(
         name,
         recorder.segments,
         recorder.graphs,
+        recorder.ownership,
         inputs,
         outputs,
         seconds=perf_counter() - began,
@@ -126,6 +136,7 @@ class Recorder:
         self.breaks = breaks
         self.segments: list[Segment] = []
         self.graphs: list[Graph] = []
+        self.ownership = Ownership()
         self._session = session
         self._capture: Capture | None = None
         self._began = 0.0
@@ -169,7 +180,7 @@ class Recorder:
 
     def _open_graph(self) -> None:
         self._began = perf_counter()
-        self._capture = self._session.begin()
+        self._capture = self._session.begin(self.ownership)
 
     def _close_graph(self) -> None:
         """End the graph and let it compute what the capture only recorded; skip an empty one."""
@@ -193,7 +204,7 @@ class Recorder:
         """`value` with the tensors that graphs made held by the session, no longer by us."""
 
         def weaken(tensor: Tensor) -> Tensor:
-            if not any(graph.made(tensor) for graph in self.graphs):
+            if not self.ownership.is_made(tensor):
                 return tensor
             self._session.hold(tensor)
             return self._session.backend.weak(tensor)

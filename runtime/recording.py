@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import RecordingReleased
 from .backend import Graph
+from .ownership import Ownership
 
 
 class SegmentKind(StrEnum):
@@ -37,17 +38,28 @@ class Recording:
     """Segments over static inputs and outputs; `replay` runs them in order.
 
     Outputs are overwritten by the next replay or capture in the same pool. `graphs` own the pool
-    memory; one without operations is kept for that alone. `bytes` is by how much the device's used
-    memory grew.
+    memory; one without operations is kept for that alone. `ownership` holds the tensors from
+    outside that they read. `bytes` is by how much the device's used memory grew.
     """
 
-    __slots__ = ("bytes", "calls", "graphs", "inputs", "name", "outputs", "seconds", "segments")
+    __slots__ = (
+        "bytes",
+        "calls",
+        "graphs",
+        "inputs",
+        "name",
+        "outputs",
+        "ownership",
+        "seconds",
+        "segments",
+    )
 
     def __init__(
         self,
         name: str,
         segments: Sequence[Segment],
         graphs: Sequence[Graph],
+        ownership: Ownership,
         inputs: tuple[Tensor, ...],
         outputs: Any,
         *,
@@ -58,6 +70,7 @@ class Recording:
         self.segments = tuple(segments)
         self.calls = tuple(call for segment in segments for call in segment.calls)
         self.graphs = tuple(graphs)
+        self.ownership = ownership
         self.inputs = inputs
         self.outputs = outputs
         self.seconds = seconds
@@ -72,11 +85,15 @@ class Recording:
             call()
 
     def release(self) -> None:
-        """Free the graphs and their memory; a replay raises `RecordingReleased` from now on."""
+        """Free the graphs and their memory, which the device must be done with.
+
+        A replay raises `RecordingReleased` from now on.
+        """
         for graph in self.graphs:
             graph.release()
         self.segments = ()
         self.graphs = ()
+        self.ownership = Ownership()
         self.calls = (self._refuse,)
         self.outputs = None
 

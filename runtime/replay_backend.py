@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import MovedTensor
 from .backend import Memory
 from .modelled_pool import ModelledPool
+from .ownership import Ownership
 from .poison import poison
 from .tape import Tape
 
@@ -48,7 +49,8 @@ class TapeGraph:
         self._operations = tuple(tape.operations)
         self._made = tuple(tape.made.values())
         self._ownership = tape.ownership
-        self._backend = backend
+        self._options = backend.options
+        self._counters = backend.counters
         self._pool = pool
         pool.add(self, tape.made_bytes)
 
@@ -56,25 +58,23 @@ class TapeGraph:
     def operations(self) -> int:
         return len(self._operations)
 
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return self._ownership.found
-
-    def made(self, tensor: Tensor) -> bool:
-        return self._ownership.is_made(tensor)
-
     def replay(self) -> None:
-        backend = self._backend
-        backend.counters["replays"] += 1
-        backend.counters["operations"] += len(self._operations)
-        with torch.inference_mode():
-            if backend.options.fail_on_moved_inputs:
-                self._check_inputs()
-            if backend.options.poison_before_replay:
-                for tensor in self._made:
-                    poison(tensor)
-            for operation in self._operations:
-                operation()
+        if torch.is_inference_mode_enabled():
+            self._run()
+        else:
+            with torch.inference_mode():  # inference tensors may be written in this mode alone
+                self._run()
+
+    def _run(self) -> None:
+        self._counters["replays"] += 1
+        self._counters["operations"] += len(self._operations)
+        if self._options.fail_on_moved_inputs:
+            self._check_inputs()
+        if self._options.poison_before_replay:
+            for tensor in self._made:
+                poison(tensor)
+        for operation in self._operations:
+            operation()
 
     def _check_inputs(self) -> None:
         for recorded, tensor in self._ownership.moved():
@@ -90,8 +90,8 @@ class TapeGraph:
 class TapeCapture:
     """A tape that records in this thread."""
 
-    def __init__(self, backend: ReplayBackend, pool: ModelledPool) -> None:
-        self._tape = Tape()
+    def __init__(self, backend: ReplayBackend, pool: ModelledPool, ownership: Ownership) -> None:
+        self._tape = Tape(ownership)
         self._backend = backend
         self._pool = pool
         self._tape.start()
@@ -117,7 +117,7 @@ class TapeCapture:
 
 @dataclass(slots=True)
 class ReplayBackend:
-    """Graphs emulated on the CPU; `counters` holds captures, replays, operations, sessions."""
+    """Graphs emulated on the CPU; `counters` holds captures, replays, operations, preparations."""
 
     options: ReplayOptions = field(default_factory=ReplayOptions)
     name: str = "replay"
@@ -130,18 +130,18 @@ class ReplayBackend:
         return pool
 
     def prepare(self) -> None:
-        self.counters["sessions"] += 1
+        self.counters["preparations"] += 1
 
     def capture_stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def begin(self, pool: ModelledPool) -> TapeCapture:
+    def begin(self, pool: ModelledPool, ownership: Ownership) -> TapeCapture:
         self.counters["captures"] += 1
         if self.counters["captures"] in self.options.failing_captures:
             raise RuntimeError("failure injected into this capture")
         if self.counters["captures"] in self.options.exhausting_captures:
             raise torch.OutOfMemoryError("exhaustion injected into this capture")
-        return TapeCapture(self, pool)
+        return TapeCapture(self, pool, ownership)
 
     def settle(self, pool: ModelledPool) -> None:
         pool.settle()

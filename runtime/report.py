@@ -9,11 +9,17 @@ from ..cache.listing import blob_names, entry_names
 from ..compile.plan import Plan
 from ..dispatch import ResolvedMode
 from ..events import Events
+from .memory_ledger import MemoryLedger
 from .usage import Usage
 
 
 def build_report(
-    events: Events, plan: Plan, resolved: ResolvedMode, usage: Usage, cache: Cache
+    events: Events,
+    plan: Plan,
+    resolved: ResolvedMode,
+    usage: Usage,
+    cache: Cache,
+    ledger: MemoryLedger,
 ) -> dict[str, Any]:
     """All of it is JSON-able; times are in seconds unless named `ms`, sizes in bytes."""
     bundle = events.named("bundle")[-1].facts
@@ -49,6 +55,9 @@ def build_report(
             "reasons": [f"{change.after.value}: {change.why}" for change in resolved.reasons],
         },
         "captures": [event.facts for event in events.named("capture")],
+        "memory": ledger.rows(),
+        "warmup": [event.facts for event in events.named("warmup")],
+        "skipped_warmup": [event.facts for event in events.named("warmup.skipped")],
         "dispatch": usage.rows(),
         "reasons": usage.reasons(),
     }

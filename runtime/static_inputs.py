@@ -72,14 +72,15 @@ class StaticInputs:
     ) -> None:
         self.specs = tuple(specs)
         self.symbols = tuple(limits)
-        self.device = device
+        self.device = torch.empty(0, device=device).device  # with its index
         self.poison = poison
         self.owned = dict(owned or {})
-        self._buffers = {
-            spec.name: torch.zeros(prod(spec.shape(limits)), dtype=spec.dtype, device=device)
-            for spec in specs
-            if spec.name not in self.owned
-        }
+        with torch.inference_mode(False):  # else they could be written in this mode alone
+            self._buffers = {
+                spec.name: torch.zeros(prod(spec.shape(limits)), dtype=spec.dtype, device=device)
+                for spec in specs
+                if spec.name not in self.owned
+            }
 
     def at(self, sizes: Mapping[str, int]) -> BoundInputs:
         """The inputs of the padded `sizes`, ready to be captured and loaded."""
@@ -93,13 +94,10 @@ class StaticInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """How a batch of one real size gets in.
+    """How a batch of one real size gets in: for each input the shape it must have and what takes
+    it, then what writes the padding."""
 
-    `copies`: what each input must be, where it goes, whether it is there already; `fills`: what
-    writes the padding.
-    """
-
-    copies: tuple[tuple[InputSpec, tuple[int, ...], Tensor, bool], ...]
+    takes: tuple[tuple[InputSpec, tuple[int, ...], Callable[[Tensor], object]], ...]
     fills: tuple[Callable[[], object], ...]
 
 
@@ -122,21 +120,11 @@ class BoundInputs:
         load = self._loads.get(real)
         if load is None:
             load = self._remember(real)
-        for tensor, (spec, shape, target, owned) in zip(tensors, load.copies, strict=True):
-            if (
-                tensor.shape != shape
-                or tensor.dtype is not spec.dtype
-                or tensor.device != target.device
-            ):
-                raise self._mismatch(spec, shape, tensor)
-            if not owned:
-                target.copy_(tensor, non_blocking=True)
-            elif tensor.data_ptr() != target.data_ptr():
-                raise MovedTensor(
-                    name=f"input {spec.name!r}",
-                    recorded=hex(target.data_ptr()),
-                    now=hex(tensor.data_ptr()),
-                )
+        device = self._inputs.device
+        for tensor, (spec, shape, take) in zip(tensors, load.takes, strict=True):
+            if tensor.shape != shape or tensor.dtype is not spec.dtype or tensor.device != device:
+                raise _mismatch(tensor, spec, shape, device)
+            take(tensor)
         for fill in load.fills:
             fill()
 
@@ -144,22 +132,33 @@ class BoundInputs:
         if len(self._loads) >= _MEMOISED_SIZES:
             self._loads.clear()
         sizes = dict(zip(self._inputs.symbols, real, strict=True))
-        copies = []
+        takes = []
         fills: list[Callable[[], object]] = []
         for spec, view in zip(self._inputs.specs, self.views, strict=True):
             shape = spec.shape(sizes)
             target = _box(view, [(0, size) for size in shape])
-            copies.append((spec, shape, target, spec.name in self._inputs.owned))
+            owned = spec.name in self._inputs.owned
+            takes.append((spec, shape, partial(_stay, spec, target) if owned else target.copy_))
             fills += _fills(spec, view, shape, self._inputs.poison)
-        load = self._loads[real] = _Load(tuple(copies), tuple(fills))
+        load = self._loads[real] = _Load(tuple(takes), tuple(fills))
         return load
 
-    def _mismatch(self, spec: InputSpec, shape: tuple[int, ...], tensor: Tensor) -> InputMismatch:
-        return InputMismatch(
-            name=spec.name,
-            got=f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
-            expected=f"{spec.dtype} {shape} on {self._inputs.device}",
-        )
+
+def _stay(spec: InputSpec, target: Tensor, tensor: Tensor) -> None:
+    """Take an engine-owned buffer: it is in place already, or it is the wrong one."""
+    recorded, now = target.data_ptr(), tensor.data_ptr()
+    if now != recorded:
+        raise MovedTensor(name=f"input {spec.name!r}", recorded=hex(recorded), now=hex(now))
+
+
+def _mismatch(
+    tensor: Tensor, spec: InputSpec, shape: tuple[int, ...], device: torch.device
+) -> InputMismatch:
+    return InputMismatch(
+        name=spec.name,
+        got=f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
+        expected=f"{spec.dtype} {shape} on {device}",
+    )
 
 
 def _box(tensor: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:

@@ -1,49 +1,118 @@
 """Capture strategies as policy: which slots at startup, which between two steps.
 
-| strategy | at startup                | between steps                                          |
-|----------|---------------------------|--------------------------------------------------------|
-| EAGER    | every slot                | none                                                   |
-| DELAYED  | the largest of each mode  | the wanted slot if missing, else the next largest      |
+| strategy | at startup                | between steps                                            |
+|----------|---------------------------|----------------------------------------------------------|
+| EAGER    | every slot                | none                                                     |
+| DELAYED  | the largest of each mode  | the wanted slot if missing, then the next largest        |
 | LAZY     | the largest of each mode  | the wanted slot once it has been wanted `min_hits` times |
 
-The padded size decides, never the raw one: what is counted is the slot.
+The padded size decides, never the raw one: what is counted is the slot. Everything here follows
+from the plan, the wanted slots and the outcomes of captures, so ranks that see the same choose
+the same.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+from collections.abc import Iterable, Iterator
 
-from ..dispatch import DispatchPlan
+from ..dispatch import NO_SLOT, DispatchPlan
 from .config import CaptureStrategy
 
+RETRY_STEPS = 64
+"""Steps before a capture that failed once is tried again; each further failure doubles them."""
 
-def startup_slots(strategy: CaptureStrategy, plan: DispatchPlan) -> list[int]:
-    """Slots to capture at startup, in the plan's order: PIECEWISE before FULL, largest first."""
-    if strategy is CaptureStrategy.EAGER:
-        return list(range(len(plan.entries)))
-    first: dict[object, int] = {}
-    for slot, entry in enumerate(plan.entries):
-        first.setdefault(entry.mode, slot)
-    return sorted(first.values())
+GIVE_UP_AFTER = 5
+"""Failures after which a slot is left alone."""
+
+FADE_STEPS = 4096
+"""Every so many steps all hits are halved, so that old traffic fades."""
 
 
-class StepPolicy:
-    """What DELAYED and LAZY capture between steps; counts how often each slot was wanted."""
+class SlotState:
+    """What is known of one slot.
+
+    `kept` slots were captured at startup and are not evicted, `dropped` ones are never captured.
+    `bytes` and `launches` are those of its recording, `hits` how often it was wanted of late.
+    """
+
+    __slots__ = (
+        "bytes", "captured", "dropped", "failures", "hits", "kept", "launches", "retry_at",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.captured = self.kept = self.dropped = False
+        self.hits = self.failures = self.retry_at = self.bytes = self.launches = 0
+
+
+class CaptureQueue:
+    """What a strategy captures next. `step` counts the batches seen so far."""
 
     def __init__(self, strategy: CaptureStrategy, plan: DispatchPlan, min_hits: int) -> None:
+        self.slots = [SlotState() for _ in plan.entries]
+        self.step = 0
         self._strategy = strategy
-        self._slots = range(len(plan.entries))
+        self._plan = plan
         self._min_hits = min_hits
-        self._hits: Counter[int] = Counter()
+        self._by_size = sorted(
+            range(len(plan.entries)), key=lambda slot: -plan.entries[slot].descriptor.num_tokens
+        )
 
-    def next_slots(self, wanted: int, captured: Collection[int], budget: int) -> list[int]:
-        """At most `budget` slots to capture now that a batch wants slot `wanted` (-1 for none)."""
-        missing = [] if wanted < 0 or wanted in captured else [wanted]
-        if self._strategy is CaptureStrategy.LAZY:
-            self._hits.update(missing)
-            return [slot for slot in missing if self._hits[slot] >= self._min_hits]
+    def startup(self) -> list[list[int]]:
+        """Groups of slots, in the plan's order; of each group one is wanted, the first that can be.
+
+        Under EAGER a group is one slot, otherwise the slots of one mode, largest first.
+        """
+        slots = range(len(self.slots))
         if self._strategy is CaptureStrategy.EAGER:
-            return []
-        rest = [slot for slot in self._slots if slot not in captured and slot not in missing]
-        return (missing + rest)[:budget]
+            return [[slot] for slot in slots]
+        modes = dict.fromkeys(entry.mode for entry in self._plan.entries)
+        return [[s for s in slots if self._plan.entries[s].mode is mode] for mode in modes]
+
+    def see(self, wanted: int) -> None:
+        """A batch wants slot `wanted`, or NO_SLOT."""
+        self.step += 1
+        if wanted != NO_SLOT:
+            self.slots[wanted].hits += 1
+        if self.step % FADE_STEPS == 0:
+            for state in self.slots:
+                state.hits //= 2
+
+    def between_steps(self, wanted: int) -> Iterator[int]:
+        """Slots to capture before a step that wants slot `wanted`, the most urgent first."""
+        return (slot for slot in self._order(wanted) if self._may_capture(slot))
+
+    def in_idle_time(self) -> Iterator[int]:
+        """Slots to capture while no request waits."""
+        if self._strategy is CaptureStrategy.LAZY:
+            wanted: Iterable[int] = sorted(self._by_size, key=lambda slot: -self.slots[slot].hits)
+            wanted = [slot for slot in wanted if self.slots[slot].hits >= self._min_hits]
+        else:
+            wanted = self._by_size
+        return (slot for slot in wanted if self._may_capture(slot))
+
+    def failed(self, slot: int) -> None:
+        """Remember a failed capture: it is tried again later, or never."""
+        state = self.slots[slot]
+        state.retry_at = self.step + (RETRY_STEPS << state.failures)
+        state.failures += 1
+        state.dropped = state.failures >= GIVE_UP_AFTER
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left that could ever be captured."""
+        return all(state.captured or state.dropped for state in self.slots)
+
+    def _order(self, wanted: int) -> Iterator[int]:
+        if self._strategy is CaptureStrategy.EAGER:
+            return
+        ready = wanted != NO_SLOT and (
+            self._strategy is CaptureStrategy.DELAYED or self.slots[wanted].hits >= self._min_hits
+        )
+        if ready:
+            yield wanted
+        if self._strategy is CaptureStrategy.DELAYED:
+            yield from (slot for slot in self._by_size if slot != wanted)
+
+    def _may_capture(self, slot: int) -> bool:
+        state = self.slots[slot]
+        return not state.captured and not state.dropped and self.step >= state.retry_at

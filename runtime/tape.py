@@ -11,6 +11,7 @@ What it cannot see: a read on the host that bypasses the dispatcher (`numpy()`, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..errors import HostReadInCapture
-from ..torch_compat import (
-    storage_id,
-    tree_map_only,
-    without_modes,
-)
-from .ownership import tensors_in
+from ..torch_compat import storage_id, tree_map_only, without_modes
+from .ownership import Ownership, tensors_in
 from .poison import poison
+from .tape_operation import Operation, tape_operation
 from .watch import Watch
-
-Operation = Callable[[], None]
 
 _UNWRITTEN = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -38,8 +34,8 @@ _HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_outp
 class Tape(Watch):  # type: ignore[no-untyped-call]
     """A watch that records; `finish` or `undo` must follow `stop`."""
 
-    def __init__(self) -> None:
-        super().__init__("CPU")
+    def __init__(self, ownership: Ownership) -> None:
+        super().__init__("CPU", ownership)
         self.operations: list[Operation] = []
         self.made: dict[int, Tensor] = {}
         self.host_read: HostReadInCapture | None = None
@@ -60,7 +56,7 @@ class Tape(Watch):  # type: ignore[no-untyped-call]
             return result
         fresh = self.fresh(result, used)
         if written or (fresh and func.overloadpacket.__name__ not in _UNWRITTEN):
-            self._record(func, args, kwargs, _places(result, fresh))
+            self._record(func, args, kwargs, result, fresh)
         return result
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -76,7 +72,7 @@ class Tape(Watch):  # type: ignore[no-untyped-call]
             kept = fn(*args)
             result = fn(*args)
             fresh = self.fresh(result, used + tensors_in(kept))
-            self._record(fn, args, {}, _places(result, fresh))
+            self._record(fn, args, {}, result, fresh)
         return result
 
     def fresh(self, result: Any, used: list[Tensor]) -> list[Tensor]:
@@ -87,14 +83,14 @@ class Tape(Watch):  # type: ignore[no-untyped-call]
         return fresh
 
     def _record(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, places: list[Tensor | None]
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, result: Any, fresh: list[Tensor]
     ) -> None:
         args, kwargs = tree_map_only(Tensor, torch.Tensor.detach, (args, kwargs))
-        self.operations.append(_operation(fn, args, kwargs, places))
+        self.operations.append(tape_operation(partial(fn, *args, **kwargs), result, fresh))
 
     def _save(self, tensors: list[Tensor]) -> None:
         """Remember what tensors from outside hold before something may write to them."""
-        outside = [tensor for tensor in tensors if not self.ownership.is_made(tensor)]
+        outside = [tensor for tensor in tensors if storage_id(tensor) not in self.made]
         self._before += [(tensor.detach(), tensor.clone()) for tensor in outside]
 
     @property
@@ -114,31 +110,6 @@ class Tape(Watch):  # type: ignore[no-untyped-call]
             for tensor, before in reversed(self._before):
                 tensor.copy_(before)
         self._before.clear()
-
-
-def _operation(
-    fn: Callable[..., Any], args: Any, kwargs: Any, places: list[Tensor | None]
-) -> Operation:
-    """`fn` on its recorded arguments, its fresh results put where they were when recorded."""
-    if not any(place is not None for place in places):
-
-        def write() -> None:
-            fn(*args, **kwargs)
-
-        return write
-
-    def compute() -> None:
-        for place, value in zip(places, tensors_in(fn(*args, **kwargs)), strict=True):
-            if place is not None:
-                place.copy_(value)
-
-    return compute
-
-
-def _places(result: Any, fresh: list[Tensor]) -> list[Tensor | None]:
-    """For each tensor of `result` the recorded place to copy to, None for one that has its own."""
-    owned = {storage_id(tensor) for tensor in fresh}
-    return [t.detach() if storage_id(t) in owned else None for t in tensors_in(result)]
 
 
 def _written(func: OpOverload, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -13,11 +13,11 @@ from .ownership import Ownership, tensors_in
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fills `ownership` between `start` and `stop`. `device` names the dispatch key: CPU, CUDA."""
+    """Tells `ownership` between `start` and `stop`. `device` names the dispatch key: CPU, CUDA."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, ownership: Ownership) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ownership = Ownership()
+        self.ownership = ownership
         self._device = device
 
     def start(self) -> None:
@@ -55,7 +55,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def fresh(self, result: Any, used: list[Tensor]) -> list[Tensor]:
-        """The tensors of `result` that share no memory with `used`, now owned by the capture."""
+        """The tensors of `result` that share no memory with `used`, made by the capture."""
         old = {storage_id(tensor) for tensor in used}
         fresh = [tensor for tensor in tensors_in(result) if storage_id(tensor) not in old]
         for tensor in fresh:

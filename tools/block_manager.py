@@ -7,6 +7,7 @@ entries of a block table point to. A sentinel such as -1 would be an index of a 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 DUMP_BLOCK = 0
 
@@ -23,6 +24,22 @@ class BlockManager:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def used(self) -> list[int]:
+        """Blocks that requests own."""
+        return [block for table in self._tables.values() for block in table]
+
+    @property
+    def free_blocks(self) -> list[int]:
+        return list(self._free)
+
+    def exchange(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """The contents of the blocks of each pair have changed places."""
+        now = {block: other for a, b in pairs for block, other in ((a, b), (b, a))}
+        self._free = deque(now.get(block, block) for block in self._free)
+        for table in self._tables.values():
+            table[:] = [now.get(block, block) for block in table]
 
     @property
     def capacity(self) -> int:

@@ -19,6 +19,7 @@ from .explain.command import explain_command
 from .log import log_to_stderr
 from .options import STDOUT, RunOptions, writable
 from .run_arguments import with_run_options
+from .sizes_commands import sizes_app
 from .trace_command import trace_command
 
 if TYPE_CHECKING:
@@ -71,6 +72,9 @@ def run(
     return _run(
         replace(options, json=writable("--json", json_path), metrics=writable("--metrics", metrics))
     )
+
+
+app.add_typer(sizes_app, name="sizes")
 
 
 @app.command()

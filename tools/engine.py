@@ -16,8 +16,9 @@ import torch
 
 from .. import Batch, PreparedModel
 from .clock import Clock
+from .defragmenter import Defragmenter
 from .metadata import MetadataBuffers
-from .sampler import sample_greedily
+from .sampler import Sampler
 from .scheduler import Request, Schedule, Scheduler
 
 
@@ -55,6 +56,8 @@ class Engine:
         clock: Clock,
         device: torch.device,
         run: Callable[..., Any] | None = None,
+        sampler: Sampler | None = None,
+        defragmenter: Defragmenter | None = None,
     ) -> None:
         self.prepared = prepared
         self.logits = logits
@@ -63,6 +66,8 @@ class Engine:
         self.clock = clock
         self.device = device
         self.served = Served()
+        self.sampler = sampler or Sampler(seed=0, device=device)
+        self.defragmenter = defragmenter
         self.run = run or prepared.run
 
     def serve(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
@@ -101,7 +106,10 @@ class Engine:
                 seconds=now - began,
             )
         )
-        return self.scheduler.finish(schedule, sampled)
+        completed = self.scheduler.finish(schedule, sampled)
+        if self.defragmenter is not None:
+            self.defragmenter.run()
+        return completed
 
     def _inputs(self, schedule: Schedule) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and positions of the real rows, (num_tokens,) int64."""
@@ -115,12 +123,13 @@ class Engine:
 
     def _sample(self, schedule: Schedule, hidden: torch.Tensor) -> list[int]:
         """Next tokens of the shares that sample, from just their last rows."""
-        rows, end = [], 0
+        rows, params, end = [], [], 0
         for share in schedule.shares:
             end += share.query_len
             if share.samples:
                 rows.append(end - 1)
-        return sample_greedily(self.logits(hidden[rows])) if rows else []
+                params.append(share.request.sampling)
+        return self.sampler.sample(self.logits(hidden[rows]), params) if rows else []
 
 
 def facts_of(schedule: Schedule) -> Batch:

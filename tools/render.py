@@ -25,9 +25,13 @@ def render(report: Report, console: Console) -> None:
 
 
 def _startup(startup: Report) -> Table:
-    rows = [(phase["name"], f"{phase['seconds']:.3f}") for phase in startup["phases"]]
-    rows.append(("prepare, all in all", f"{startup['prepare_seconds']:.3f}"))
-    return table("Startup", ("phase", "seconds"), rows)
+    """One line a phase; phases of the same name, such as a piece's compilation, share theirs."""
+    times: dict[str, list[float]] = {}
+    for phase in startup["phases"]:
+        times.setdefault(phase["name"], []).append(phase["seconds"])
+    times["prepare, all in all"] = [startup["prepare_seconds"]]
+    rows = [(name, len(spent), f"{sum(spent):.3f}") for name, spent in times.items()]
+    return table("Startup", ("phase", "times", "seconds"), rows)
 
 
 def _facts(report: Report) -> Table:
@@ -38,14 +42,16 @@ def _facts(report: Report) -> Table:
     grid.add_column(overflow="fold")
     found = "hit" if cache["hit"] else "miss"
     why = f": {cache['reason']}" if cache.get("reason") else ""
+    ranges = _join(f"{low} to {high}" for low, high in pieces["ranges"])
     stored = f"{cache['entries']} entries, {size(cache['bytes'])}"
     rows = {
         "cache": f"{found}{why} ({stored})",
         "compiled": f"{counters['dynamo_traces']} Dynamo traces,"
         f" {counters['inductor_compiles']} Inductor compiles",
         "pieces": f"{pieces['total']}, {pieces['unique']} of them unique,"
-        f" in {pieces['segments']} segments; ranges {_join(pieces['ranges'])}",
-        "graph mode": f"{mode['requested']} requested, {mode['resolved']} resolved",
+        f" in {pieces['segments']} segments; tokens {ranges}",
+        "graph mode": f"{mode['requested'] or 'none in particular'} requested,"
+        f" {mode['resolved']} resolved",
         "because": _join(mode["reasons"]),
     }
     for name, fact in rows.items():

@@ -13,17 +13,20 @@ from rich.console import Console
 
 from .. import (
     AttentionSupport,
+    AuxiliaryTask,
     CaptureStrategy,
     Config,
     Events,
     GraphMode,
     PreparedModel,
+    RuntimeMode,
     prepare,
     switched_off,
 )
 from ..errors import InvalidSetting, TooLarge
 from .block_manager import BlockManager
 from .clock import Clock
+from .defragmenter import Defragmenter
 from .engine import Engine
 from .kv_cache import LayerCache, allocate_layer_caches
 from .metadata import MetadataBuffers
@@ -32,6 +35,8 @@ from .model import Decoder
 from .options import RunOptions
 from .progress import counting, working
 from .report import Report, build_report
+from .sampler import Sampler
+from .sampler_warmup import sampler_warmup
 from .scheduler import Request, Scheduler
 from .verify import SAMPLE_EVERY, TOLERANCE, Verification, Verifier
 
@@ -85,10 +90,12 @@ def bring_up(
     with working(console, "preparing: from the cache, or tracing and compiling"):
         prepared = prepare(model, library_config(options), layers=layers, events=events or Events())
     try:
-        with working(console, "capturing"):
-            prepared.capture(buffers.padding)
-            prepared.seal()
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers)
+        caches = [part for cache in layers.values() for part in (cache.keys, cache.values)]
+        prepared.ledger.own("KV cache", caches)
+        with working(console, "warming up and capturing"):
+            prepared.warm_up(buffers.padding, _warmup_tasks(prepared, model, engine))
+            prepared.seal()
         yield Service(prepared, model, layers, buffers, engine, verification)
     finally:
         prepared.close()
@@ -182,6 +189,19 @@ def _build(
     return model, layers, buffers
 
 
+def _warmup_tasks(prepared: PreparedModel, model: Decoder, engine: Engine) -> list[AuxiliaryTask]:
+    """What the engine does beside the model: sampling for decode sizes, and moving blocks."""
+    plan = prepared.dispatcher.plan
+    sizes = [
+        entry.descriptor.num_tokens for entry in plan.entries if entry.mode == RuntimeMode.FULL
+    ]
+    hidden = model.norm.weight[None]
+    tasks = [sampler_warmup(engine.sampler, model.logits, sizes, hidden)]
+    if engine.defragmenter is not None:
+        tasks.append(engine.defragmenter.warmup())
+    return tasks
+
+
 def _engine(
     options: RunOptions,
     prepared: PreparedModel,
@@ -202,7 +222,17 @@ def _engine(
     )
     run = prepared.run if options.verify == "none" else verifier.run
     device = next(model.parameters()).device
-    engine = Engine(prepared, model.logits, scheduler, buffers, clock=clock, device=device, run=run)
+    engine = Engine(
+        prepared,
+        model.logits,
+        scheduler,
+        buffers,
+        clock=clock,
+        device=device,
+        run=run,
+        sampler=Sampler(seed=options.seed, device=device),
+        defragmenter=Defragmenter(scheduler.blocks, layers),
+    )
     return engine, verifier.result
 
 

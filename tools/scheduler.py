@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ..errors import InvalidSetting, RequestTooLong
 from .block_manager import BlockManager
+from .sampling_params import GREEDY, SamplingParams
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,7 @@ class Request:
     tokens: list[int]
     num_generate: int
     arrival: float = 0.0
+    sampling: SamplingParams = GREEDY
     num_prompt: int = field(init=False)
     num_prefill: int = field(init=False)
     num_computed: int = field(init=False, default=0)

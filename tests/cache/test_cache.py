@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Entry, Key, Miss
-from piecegraph.errors import InvalidName
+from piecegraph.cache.factors import Json
+from piecegraph.cache.names import BLOB_AREA
+from piecegraph.errors import InvalidEntry, InvalidName
 from piecegraph.events import Events
 
 from .conftest import BLOBS, META
@@ -38,7 +40,7 @@ def test_kinds_and_keys_do_not_meet(cache: Cache, key: Key) -> None:
 def test_equal_contents_are_stored_once(cache: Cache, root: Path) -> None:
     for piece in ("a", "b"):
         cache.publish("artifact", Key.of("codegen", {"piece": piece}), {}, {"x": b"1", "y": b"1"})
-    assert len([path for path in (root / "blobs").rglob("*") if path.is_file()]) == 1
+    assert len([path for path in (root / BLOB_AREA).rglob("*") if path.is_file()]) == 1
 
 
 def test_blob_given_as_a_file(cache: Cache, tmp_path: Path, key: Key) -> None:
@@ -65,6 +67,14 @@ def test_name_that_could_leave_the_directory_is_refused(cache: Cache, key: Key, 
         cache.publish(name, key, {}, {})
     with pytest.raises(InvalidName):
         Key.of(name, {})
+
+
+@pytest.mark.parametrize("meta", [{"x": float("nan")}, {"x": object()}, {"x": "y" * (17 << 20)}])
+def test_meta_that_no_reader_would_take_is_refused(
+    cache: Cache, key: Key, meta: dict[str, Json]
+) -> None:
+    with pytest.raises(InvalidEntry, match="meta as numbers"):
+        cache.publish("artifact", key, meta, {})
 
 
 def test_everything_written_is_closed_to_others(cache: Cache, root: Path, key: Key) -> None:
@@ -113,6 +123,15 @@ def test_counters_and_events_tell_the_story(cache: Cache, events: Events, key: K
     assert expected.items() <= events.counters.items()
     assert 2400 < events.counters["cache.milliseconds_saved"] <= 2500
     assert [event.name for event in events.events] == ["cache.miss", "cache.publish", "cache.hit"]
+
+
+@pytest.mark.parametrize("meta", [{}, {"compile_seconds": 0.0}, {"compile_seconds": "long"}])
+def test_nothing_is_saved_where_nothing_was_spent(
+    cache: Cache, events: Events, key: Key, meta: dict[str, Json]
+) -> None:
+    cache.publish("artifact", key, meta, BLOBS)
+    cache.lookup("artifact", key)
+    assert "cache.milliseconds_saved" not in events.counters
 
 
 def test_moved_directory_still_hits_c1_vllm_47573(

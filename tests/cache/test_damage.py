@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache.factors import canonical
-from piecegraph.cache.manifest import BadManifest, decode
-from piecegraph.cache.names import blob_name, entry_name
+from piecegraph.cache.manifest import BadManifest, BlobRef, decode
+from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name, entry_name
 from piecegraph.cache.verify import exit_status, verify
 from piecegraph.events import Events
 
@@ -24,7 +24,7 @@ from .conftest import BLOBS, META
 
 
 def files_of(root: Path) -> list[Path]:
-    areas = (root / "entries", root / "blobs")
+    areas = (root / ENTRY_AREA, root / BLOB_AREA)
     return sorted(path for area in areas for path in area.rglob("*") if path.is_file())
 
 
@@ -111,6 +111,14 @@ def test_entry_that_is_good_again_is_not_quarantined(cache: Cache, root: Path, k
     assert list((root / "quarantine").iterdir()) == []
 
 
+def test_damage_that_another_process_has_put_away_is_no_news(
+    cache: Cache, root: Path, key: Key
+) -> None:
+    assert cache.private is not None
+    assert not cache.private.quarantine(entry_name("artifact", key.digest), "was damaged")
+    assert list((root / "quarantine").iterdir()) == []
+
+
 def test_failure_W5_manifest_of_another_key_is_not_believed(
     cache: Cache, root: Path, key: Key
 ) -> None:
@@ -153,6 +161,34 @@ def test_what_is_no_regular_file_is_a_miss(
         else:
             os.mkfifo(file)
         assert_miss_then_mended(cache, key, BLOBS)
+
+
+def test_huge_file_is_a_miss_and_is_not_read(cache: Cache, root: Path, key: Key) -> None:
+    """A sparse file of a tebibyte costs nothing to make and no memory could hold it."""
+    cache.publish("artifact", key, META, BLOBS)
+    for file in files_of(root):
+        os.truncate(file, 1 << 40)
+        assert_miss_then_mended(cache, key, BLOBS)
+
+
+@pytest.mark.parametrize("make", ["short", "link", "other bytes"])
+def test_publish_does_not_rely_on_a_damaged_blob(
+    cache: Cache, root: Path, tmp_path: Path, key: Key, make: str
+) -> None:
+    entry = cache.publish("artifact", key, META, BLOBS)
+    for ref in entry.manifest.blobs.values():
+        blob = root / blob_name(ref.sha256)
+        if make == "short":
+            os.truncate(blob, 1)
+        elif make == "other bytes":
+            blob.write_bytes(bytes(ref.size))
+        else:
+            blob.unlink()
+            blob.symlink_to("x" * ref.size if ref.size < 200 else tmp_path)
+    published = cache.publish("bundle", key, META, BLOBS)
+    for name, content in BLOBS.items():
+        assert cache.path(published, name).read_bytes() == content
+    assert isinstance(cache.lookup("bundle", key), Entry)
 
 
 def test_hostile_pickle_in_a_blob_is_never_loaded(
@@ -223,6 +259,27 @@ def test_parser_takes_any_value_of_any_field(field: str, value: object) -> None:
         return
     assert field in ("meta", "blobs", "kind") or value == GOOD[field]
     assert b"%s\nsha256 %s\n" % (manifest.line(), manifest.digest.encode()) == content
+
+
+@pytest.mark.parametrize("field", [*sorted(GOOD), "extra"])
+def test_missing_and_unknown_fields_are_refused(field: str) -> None:
+    fields = {name: value for name, value in GOOD.items() if name != field}
+    with pytest.raises(BadManifest):
+        decode(sealed(fields if field in GOOD else GOOD | {field: 1}))
+
+
+@pytest.mark.parametrize("line", [b"", b"hmac-sha256", b"hmac-sha256 xyz", b"md5 " + b"0" * 64])
+def test_malformed_signatures_are_refused(line: bytes) -> None:
+    good = b"hmac-sha256 " + b"0" * 64
+    assert decode(sealed(GOOD) + good + b"\n")[1] == "0" * 64
+    with pytest.raises(BadManifest):
+        decode(sealed(GOOD) + line + b"\n")
+
+
+def test_reference_with_the_digest_of_a_blob_of_another_size_is_refused() -> None:
+    ref = BlobRef.of(b"abc")
+    assert ref.matches(b"abc")
+    assert not BlobRef(ref.sha256, 4).matches(b"abc")
 
 
 @pytest.mark.parametrize(

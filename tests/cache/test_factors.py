@@ -132,7 +132,7 @@ PER_RUN = [f"{object()!r}", f"{test_digest_is_full_length_and_stable!r}", str(uu
 @pytest.mark.parametrize("value", PER_PLACE + PER_RUN)
 def test_c1_vllm_47573_what_varies_per_place_or_run_is_refused(value: str) -> None:
     for factor in (value, [value], {"x": value}, {value: 1}):
-        with pytest.raises(InvalidFactor, match="trace.config"):
+        with pytest.raises(InvalidFactor, match=r"trace\.config"):
             Key.of("trace", {"config": factor})
 
 
@@ -164,7 +164,7 @@ def test_words_that_are_no_places_are_taken(value: str) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), b"x", object(), Path("x"), {1: 2}])
 def test_what_is_no_plain_data_is_refused(value: Any) -> None:
-    with pytest.raises(InvalidFactor, match="trace.x"):
+    with pytest.raises(InvalidFactor, match=r"trace\.x"):
         Key.of("trace", {"x": value})
 
 

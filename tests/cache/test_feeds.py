@@ -1,4 +1,4 @@
-"""Every field feeds every key unless it says otherwise; mutate each and see the right keys change."""
+"""Every field feeds every key unless it says otherwise: mutate each and see which keys change."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import pytest
 
 from piecegraph.cache import Cache, Entry, Key
 from piecegraph.cache.evict import Limits
+from piecegraph.cache.names import BLOB_AREA
 from piecegraph.cache.verify import verify
 from piecegraph.events import Events
 
@@ -188,7 +189,7 @@ def test_blob_re_used_while_it_is_evicted_survives(root: Path, events: Events) -
 
     def evict_all(step: str) -> None:
         if step == "manifest written":
-            for path in (root / "blobs").rglob("*"):
+            for path in (root / BLOB_AREA).rglob("*"):
                 if path.is_file():
                     path.unlink()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import itertools
 import sys
@@ -19,6 +20,7 @@ SOURCE = """
 import math
 from functools import partial
 
+HERE = __file__
 SCALE = 0.5
 TABLE = {"silu": 1}
 calls = 0
@@ -27,7 +29,13 @@ memo = {}
 def helper(x):
     return x + 1
 
-class Tool:
+def only_nested(x):
+    return x * 3
+
+class Base:
+    height = 5
+
+class Tool(Base):
     width = 4
     def use(self, x):
         return helper(x) * self.width
@@ -38,6 +46,12 @@ def op(x, eps=1e-6):
     calls += 1
     memo[x] = TABLE["silu"]
     inner = [helper(y) for y in (x,) if y in {"a", "b"}]
+    later = lambda: only_nested(x)
+    try:
+        first = x.real - x.imag
+        second = HERE
+    except ValueError:
+        pass
     return Tool().use(x) * SCALE + eps + math.pi
 
 def make(n):
@@ -54,6 +68,9 @@ small, large = make(1), make(2)
 bound = Tool().use
 half = partial(op, eps=1.0)
 """
+
+
+SECOND_OUTSIDE = "    except ValueError:\n        pass\n    else:\n        second = HERE\n"
 
 
 def module(tmp_path: Path, source: str = SOURCE, name: str = "model") -> types.ModuleType:
@@ -86,6 +103,10 @@ def test_moved_checkout_and_moved_lines_change_nothing_c1_vllm_47573(
         ("SCALE = 0.5", "SCALE = 0.25"),
         ('"silu": 1', '"silu": 2'),
         ("width = 4", "width = 8"),
+        ("height = 5", "height = 6"),
+        ("x * 3", "x * 4"),
+        ("x.real - x.imag", "x.imag - x.real"),
+        ("        second = HERE\n    except ValueError:\n        pass\n", SECOND_OUTSIDE),
         ("* self.width", "+ self.width"),
         ("1e-6", "1e-5"),
         ('{"a", "b"}', '{"a", "c"}'),
@@ -150,6 +171,23 @@ def test_recursion_ends(tmp_path: Path) -> None:
         tmp_path, "def even(n): return n == 0 or odd(n - 1)\ndef odd(n): return even(n)\n"
     )
     assert fingerprint(made.even) != fingerprint(made.odd)
+
+
+def test_functions_reached_through_a_module_are_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prints = set()
+    for number, body in enumerate(("x + 1", "x + 2")):
+        package = tmp_path / str(number) / "package_of_a_model"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "helpers.py").write_text(f"def f(x): return {body}\n")
+        (package / "model.py").write_text("from . import helpers\ndef op(x): return helpers.f(x)\n")
+        monkeypatch.syspath_prepend(package.parent)
+        prints.add(fingerprint(importlib.import_module("package_of_a_model.model").op))
+        for name in [name for name in sys.modules if name.startswith("package_of_a_model")]:
+            del sys.modules[name]
+    assert len(prints) == 2
 
 
 def test_other_packages_are_not_followed(tmp_path: Path) -> None:

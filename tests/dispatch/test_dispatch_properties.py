@@ -96,7 +96,7 @@ def fits(plan: DispatchPlan, entry, batch: Batch) -> bool:
     )
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(st.data())
 def test_dispatch_takes_the_cheapest_captured_graph_that_fits(data):
     plan = data.draw(plans)

@@ -10,8 +10,10 @@ from piecegraph.dispatch import (
     Batch,
     BatchDescriptor,
     Dispatcher,
+    DispatchPlan,
     GraphMode,
     PaddingLimit,
+    PlanEntry,
     Reason,
     RuntimeMode,
     default_capture_sizes,
@@ -119,6 +121,28 @@ def test_vectors_of_the_default_ladder():
         assert (decision.mode, decision.descriptor.num_tokens) == (mode, padded)
 
 
+def test_failure_3_a_full_graph_is_taken_where_a_piecewise_one_is_smaller():
+    it = dispatcher("FULL_AND_PIECEWISE", [1, 2, 4, 8, 16, 24], query_lens=[3])
+    assert it.dispatch(Batch(15, 5, True, 3)).descriptor.num_tokens == 18
+    assert it.dispatch(Batch(15, 5, True, 3), excluded_modes=[FULL]).descriptor.num_tokens == 16
+
+
+def test_decode_keys_end_at_the_largest_size_and_at_the_most_requests():
+    def decode_keys(sizes, max_num_reqs):
+        plan = dispatcher("FULL_DECODE_ONLY", sizes, max_num_reqs, query_lens=[3]).plan
+        return [(e.descriptor.num_tokens, e.descriptor.num_reqs) for e in plan.entries]
+
+    assert decode_keys([1, 8], 8) == [(3, 1)]
+    assert decode_keys([3, 9, 12], 3) == [(9, 3), (3, 1)]
+
+
+def test_find_knows_that_a_decode_batch_may_use_a_mixed_key():
+    plan = dispatcher("FULL", [4, 8]).plan
+    assert plan.find(FULL, Batch(8, 8, True, 1)) == plan.find(FULL, Batch(8, 8)) == 0
+    assert plan.find(FULL, Batch(7, 7)) is None
+    assert plan.find(PIECEWISE, Batch(8, 8)) is None
+
+
 def test_capture_order_is_piecewise_first_and_largest_first():
     plan = dispatcher("FULL_AND_PIECEWISE", [1, 4, 8], lora_cases=(0, 3)).plan
     order = [(e.mode, -e.descriptor.num_tokens, e.descriptor.lora_case) for e in plan.entries]
@@ -172,6 +196,41 @@ def test_failure_W13_a_batch_without_adapters_uses_the_one_case_there_is():
     assert cases == (5,)
     it = dispatcher("PIECEWISE", [8], lora_cases=cases)
     assert it.dispatch(Batch(8, 8)).descriptor.lora_case == 5
+
+
+def test_the_smallest_case_with_room_is_taken_in_whatever_order_they_were_given():
+    it = dispatcher("PIECEWISE", [8], lora_cases=(5, 0, 2))
+    taken = [it.dispatch(Batch(8, 8, num_loras=active)).descriptor.lora_case for active in range(6)]
+    assert taken == [0, 2, 2, 5, 5, 5]
+
+
+def test_of_two_equal_graphs_the_one_for_decode_alone_serves_decode():
+    entries = tuple(PlanEntry(FULL, key) for key in (MIXED_8, DECODE_8))
+    plan = DispatchPlan(entries, max_num_reqs=8)
+    it = Dispatcher(plan, captured=[0, 1])
+    assert it.dispatch(Batch(8, 8, True, 1)).slot == 1
+    assert it.dispatch(Batch(8, 8, False)).slot == 0
+
+
+@pytest.mark.parametrize(
+    ("entries", "axes"),
+    [
+        ([PlanEntry(NONE, RELAXED_8)], ()),
+        ([PlanEntry(PIECEWISE, BatchDescriptor(0))], ()),
+        ([PlanEntry(FULL, MIXED_8)] * 2, ()),
+        ([PlanEntry(FULL, MIXED_8)], (Axis("a", (1,)),)),
+        ([], (Axis("a", (1,)), Axis("a", (2,)))),
+    ],
+)
+def test_a_plan_that_cannot_be_is_an_error(entries, axes):
+    with pytest.raises(PlanInvalid):
+        DispatchPlan(tuple(entries), 8, axes)
+
+
+@pytest.mark.parametrize("query_lens", [[], [0], [1, -1]])
+def test_query_lengths_below_one_are_an_error(query_lens):
+    with pytest.raises(InvalidSetting, match="query_lens"):
+        make_plan(GraphMode.FULL, [8], max_num_reqs=8, query_lens=query_lens)
 
 
 def test_failure_6_adapters_without_a_case_run_without_a_graph():
@@ -254,6 +313,19 @@ def test_chunks_above_the_largest_size_only_if_allowed():
     assert dispatcher("FULL", [4, 8, 12], chunked=True).dispatch(batch).mode is NONE
 
 
+def test_no_chunks_if_the_rest_of_the_tokens_would_be_padded_too_much():
+    it = dispatcher("PIECEWISE", [4, 12], chunked=True, padding=PaddingLimit(tokens=1))
+    assert len(it.dispatch(Batch(27, 2)).chunks) == 3
+    assert it.dispatch(Batch(26, 2)).mode is NONE
+
+
+def test_chunks_compete_with_none_on_measured_cost():
+    it = dispatcher("PIECEWISE", [4, 12], chunked=True)
+    it.set_costs({0: 3.0, 1: 1.0}, none_cost=lambda tokens: 6.5)
+    assert it.dispatch(Batch(24, 2)).mode is PIECEWISE
+    assert it.dispatch(Batch(25, 2)).mode is NONE
+
+
 def test_decode_of_unequal_lengths_by_an_upper_bound():
     it = dispatcher("FULL_AND_PIECEWISE", [4, 8, 24], query_lens=[3], varlen_decode=True)
     decision = it.dispatch(Batch(7, 3, True, None, max_query_len=3))
@@ -264,7 +336,7 @@ def test_decode_of_unequal_lengths_by_an_upper_bound():
     assert it.dispatch(Batch(7, 3, False, None, max_query_len=3)).mode is PIECEWISE
 
 
-def test_extra_axes_are_in_the_key():
+def test_failure_5_what_reaches_a_launch_can_be_an_axis_of_the_key():
     axes = [Axis("num_ubatches", (1, 2)), Axis("prefix_chunks", (0, 4), rounds_up=True)]
     it = dispatcher("FULL", [8], axes=axes)
 
@@ -293,6 +365,7 @@ def test_a_batch_must_have_just_the_axes_of_the_plan(axes):
 def test_negative_counts_are_errors(facts):
     it = dispatcher("PIECEWISE", [8])
     it.dispatch(Batch(1, 1))
+    assert it.dispatch(Batch(8, 8)) is it.dispatch(Batch(8, 8))  # the last of the hot row
     with pytest.raises(BatchInvalid, match="negative"):
         it.dispatch(Batch(*facts, num_loras=int(facts[1] < 0)))
 
@@ -364,9 +437,12 @@ def test_explain_names_what_keeps_the_batch_from_each_entry():
     assert {each.slot for each in listed} == set(range(6))
     [taken] = [each for each in listed if each.chosen]
     assert taken.slot == it.dispatch(batch).slot
-    small = [each.obstacle for each in listed if each.descriptor.num_tokens == 2]
+    small = [each.obstacle for each in listed if each.entry.descriptor.num_tokens == 2]
     assert small == [Reason.ABOVE_LARGEST_SIZE] * 2
-    assert [each.obstacle for each in listed if each.descriptor.num_tokens == 8] == [None, None]
+    assert [each.obstacle for each in listed if each.entry.descriptor.num_tokens == 8] == [
+        None,
+        None,
+    ]
 
 
 def test_digests_agree_just_where_decisions_do():
@@ -400,5 +476,5 @@ def test_rows_kept_for_rare_batches_are_bounded():
     for active in range(3000):
         assert it.dispatch(Batch(8, 8, num_loras=active)).slot == 0
         assert it.dispatch(Batch(9 + active, 8)).descriptor.num_tokens == 9 + active
-    assert len(it._live.rows) <= 1024
-    assert len(it._live.above) <= 1024
+    assert len(it._live.rows) <= 256
+    assert len(it._live.above) <= 256

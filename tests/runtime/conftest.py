@@ -30,7 +30,7 @@ class Rig:
     def record(
         self, fn: Callable[..., Any], *inputs: torch.Tensor, breaks: bool = True
     ) -> Recording:
-        with capture_session(self.backend, self.pool, self.events) as session:
+        with capture_session(self.backend, self.pool, self.events, prepare=False) as session:
             return record(fn, inputs, session, name="test", breaks=breaks)
 
     def rand(self, *shape: int) -> torch.Tensor:

@@ -118,6 +118,7 @@ def test_an_error_in_an_eager_segment_at_replay_reaches_the_caller(rig: Any) -> 
 
 def test_a_failure_releases_the_memory_of_the_segments_before_it(make_replay_rig: Any) -> None:
     rig = make_replay_rig()
-    with pytest.raises(CaptureFailed):
+    with pytest.raises(CaptureFailed) as caught:
         rig.record(lambda x: in_eager_call(x * 2), torch.rand(100))
     assert rig.backend.memory().used == 0
+    assert caught.value.__cause__ is not None  # whose traceback still holds the frames

@@ -11,6 +11,7 @@ import torch
 
 from piecegraph.errors import NoCaptureSession
 from piecegraph.runtime.capture_session import capture_session
+from piecegraph.runtime.ownership import Ownership
 from piecegraph.runtime.recorder import record
 
 
@@ -19,7 +20,7 @@ def test_w3_a_session_prepares_once_for_many_captures(make_replay_rig: Any) -> N
     with capture_session(rig.backend, rig.pool, rig.events) as session:
         for size in (3, 2, 1):
             record(torch.neg, (torch.ones(size),), session, name="n", breaks=False)
-    assert rig.backend.counters["sessions"] == 1
+    assert rig.backend.counters["preparations"] == 1
     assert rig.backend.counters["captures"] == 3
 
 
@@ -28,7 +29,7 @@ def test_a_lazy_capture_goes_without_preparation(make_replay_rig: Any) -> None:
     collections = gc.get_stats()[2]["collections"]
     with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
         pass
-    assert rig.backend.counters["sessions"] == 0
+    assert rig.backend.counters["preparations"] == 0
     assert gc.get_stats()[2]["collections"] == collections
 
 
@@ -55,13 +56,12 @@ def test_an_error_inside_closes_the_session(rig: Any) -> None:
             raise ValueError("mine")
     assert gc.isenabled()
     with pytest.raises(NoCaptureSession):
-        session.begin()
+        session.begin(Ownership())
 
 
 def test_sessions_of_two_threads_take_turns(make_replay_rig: Any) -> None:
     rig = make_replay_rig()
     inside: list[str] = []
-    entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
         with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
@@ -70,9 +70,8 @@ def test_sessions_of_two_threads_take_turns(make_replay_rig: Any) -> None:
     with capture_session(rig.backend, rig.pool, rig.events, prepare=False):
         thread = threading.Thread(target=other)
         thread.start()
-        entered.wait(0.05)
+        thread.join(0.05)
         inside.append("first")
     thread.join()
-    leave.set()
     assert inside == ["first", "other"]
     assert gc.isenabled()

@@ -6,13 +6,21 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
 from piecegraph.runtime.capture_session import capture_session
 from piecegraph.runtime.recorder import break_graph, opaque_piece, record
+from piecegraph.runtime.replay_backend import ReplayBackend
 from piecegraph.torch_compat import storage_id, unowned_alias, weak_storage
+
+
+@pytest.fixture(autouse=True)
+def recordings_own_no_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device, where a tensor that a graph made is kept weakly."""
+    monkeypatch.setattr(ReplayBackend, "weak", lambda self, tensor: unowned_alias(tensor))
 
 
 def churn(rig: Any) -> list[Tensor]:
@@ -30,6 +38,7 @@ def test_failure_14_a_temporary_view_read_by_a_graph_is_held(rig: Any) -> None:
         return rig.record(lambda x: x @ temporary, x)
 
     recording = record_with_temporary()
+    assert any(torch.equal(found, expected) for found in recording.ownership.found)
     gc.collect()
     kept = churn(rig)
     x.copy_(rig.rand(8, 8))
@@ -45,6 +54,26 @@ def test_failure_14_an_argument_of_a_compiled_piece_is_held(rig: Any) -> None:
     def record_with_temporary() -> Any:
         temporary = expected.clone()
         return rig.record(lambda x: piece(x, temporary) + 0, x)
+
+    recording = record_with_temporary()
+    assert any(torch.equal(found, expected) for found in recording.ownership.found)
+    gc.collect()
+    kept = churn(rig)
+    recording.replay()
+    assert_close(recording.outputs, x @ expected)
+    assert len(kept) == 64
+
+
+def test_failure_15_a_temporary_read_by_an_eager_call_is_held(rig: Any) -> None:
+    @break_graph
+    def look_up(q: Tensor, table: Tensor) -> Tensor:
+        return q @ table
+
+    expected, x = rig.rand(8, 8), rig.rand(8, 8)
+
+    def record_with_temporary() -> Any:
+        temporary = expected.clone()
+        return rig.record(lambda x: look_up(x * 1, temporary) + 0, x)
 
     recording = record_with_temporary()
     gc.collect()
@@ -116,18 +145,13 @@ def test_failure_17_bridges_are_held_until_the_session_is_finalised(rig: Any) ->
         attend(q, out)
         return out + 1
 
-    # the backend keeps no bridge itself, as on a device: only the session does
-    class Weak(type(rig.backend)):  # type: ignore[misc]
-        def weak(self, tensor: Tensor) -> Tensor:
-            return unowned_alias(tensor)
-
-    rig.backend.__class__ = Weak
     with capture_session(rig.backend, rig.pool, rig.events) as session:
-        record(step, (rig.rand(3),), session, name="first", breaks=True)
+        first = record(step, (rig.rand(3),), session, name="first", breaks=True)
         record(step, (rig.rand(2),), session, name="second", breaks=True)
         assert all(bridge() is not None for bridge in held)
         session.finalise()
         assert all(bridge() is None for bridge in held)
+        assert [found.data_ptr() for found in first.ownership.found] == [first.inputs[0].data_ptr()]
         record(step, (rig.rand(2),), session, name="third", breaks=True)
     assert all(bridge() is None for bridge in held)
 
@@ -159,7 +183,7 @@ def test_memory_is_flat_over_200_captures_and_releases(make_replay_rig: Any) -> 
         recording.release()
 
     def tensors_alive() -> int:
-        return sum(isinstance(thing, Tensor) for thing in gc.get_objects())
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
     cycle()
     before = tensors_alive()

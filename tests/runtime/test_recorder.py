@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,11 @@ from piecegraph.errors import (
     RecordingReleased,
 )
 from piecegraph.runtime.capture_session import capture_session
+from piecegraph.runtime.forward_context import (
+    ForwardContext,
+    forward_context,
+    get_forward_context,
+)
 from piecegraph.runtime.recorder import break_graph, opaque_piece, record
 
 GRAPH, EAGER = "graph", "eager"
@@ -53,7 +59,7 @@ def kinds(recording: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("breaks", [True, False])
-def test_replay_computes_the_function_on_changed_inputs(rig: Any, breaks: bool) -> None:
+def test_failure_24_replay_computes_the_function_on_changed_inputs(rig: Any, breaks: bool) -> None:
     x = rig.rand(3, 4)
     recording = rig.record(layers, x, breaks=breaks)
     for _ in range(3):
@@ -99,6 +105,38 @@ def test_capturing_advances_state_by_exactly_one_step(rig: Any, breaks: bool) ->
     recording.replay()
     assert captured.tolist() == eager.tolist() == [2, 2]
     assert recording.outputs.tolist() == [4, 4]
+
+
+def test_an_operation_in_place_on_a_bridge_runs_once_a_step(rig: Any) -> None:
+    @break_graph
+    def between() -> None:
+        pass
+
+    def step(x: Tensor) -> Tensor:
+        residual = x * 2
+        between()
+        return residual.add_(1)
+
+    x = rig.rand(3)
+    recording = rig.record(step, x)
+    assert_close(recording.outputs, x * 2 + 1)
+    recording.replay()
+    assert_close(recording.outputs, x * 2 + 1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"),
+    [
+        (torch.ops.aten.cumsum.default, "aten.cumsum.default"),
+        (partial(partial(torch.cumsum), dim=0), "cumsum"),
+        (torch.nn.Softmax(0), "Softmax"),
+    ],
+)
+def test_eager_calls_are_named_for_people(make_replay_rig: Any, fn: Any, name: str) -> None:
+    call = break_graph(fn)
+    args = (0,) if isinstance(fn, torch._ops.OpOverload) else ()
+    recording = make_replay_rig().record(lambda x: call(x * 2, *args), torch.rand(3))
+    assert recording.segments[1].copied == [name]
 
 
 def test_an_eager_call_sees_what_the_graph_before_it_computed(rig: Any) -> None:
@@ -160,6 +198,21 @@ def test_failure_11_fresh_results_are_copied_to_where_the_next_graph_reads(rig: 
     assert event.facts["copied_results"] == ["attend_fresh"]
 
 
+def test_failure_11_a_result_the_op_keeps_for_itself_is_never_written(rig: Any) -> None:
+    pages = [rig.rand(3).fill_(1), rig.rand(3).fill_(2)]
+
+    @break_graph
+    def turn(x: Tensor) -> Tensor:
+        pages.reverse()
+        return pages[0]
+
+    recording = rig.record(lambda x: turn(x * 1) + 0, rig.rand(3))
+    for _ in range(3):
+        recording.replay()
+        assert torch.equal(recording.outputs, pages[0])
+    assert sorted(page.tolist() for page in pages) == [[1] * 3, [2] * 3]
+
+
 def test_several_results_in_tuples_and_dicts_are_copied(rig: Any) -> None:
     @break_graph
     def several(x: Tensor) -> tuple[Tensor, dict[str, Tensor], None, int]:
@@ -200,6 +253,20 @@ def test_failure_11_a_result_of_another_form_is_an_error_not_a_broadcast(
         recording.replay()
 
 
+def test_failure_11_a_result_that_leaves_its_argument_is_an_error(rig: Any) -> None:
+    fresh = []
+
+    @break_graph
+    def sometimes_in_place(x: Tensor) -> Tensor:
+        return x + 1 if fresh else x.add_(1)
+
+    recording = rig.record(lambda x: sometimes_in_place(x * 1) + 1, rig.rand(3))
+    recording.replay()
+    fresh.append(True)
+    with pytest.raises(EagerResultChanged, match="sometimes_in_place"):
+        recording.replay()
+
+
 def test_a_result_that_is_an_argument_is_not_copied(rig: Any) -> None:
     @break_graph
     def in_place(x: Tensor) -> Tensor:
@@ -237,6 +304,32 @@ def test_outputs_keep_their_form(rig: Any) -> None:
     assert recording.outputs["b"][0] is recording.inputs[0]
 
 
+def test_failure_22_eager_calls_read_the_context_of_the_step_that_runs(rig: Any) -> None:
+    @break_graph
+    def attend_by_metadata(q: Tensor) -> Tensor:
+        return q * get_forward_context().metadata
+
+    x = rig.rand(3)
+    with forward_context(ForwardContext({}, metadata=2)):
+        recording = rig.record(lambda x: attend_by_metadata(x + 1) - 1, x)
+    for metadata in (3, 5):
+        with forward_context(ForwardContext({}, metadata=metadata)):
+            recording.replay()
+        assert_close(recording.outputs, (x + 1) * metadata - 1)
+
+
+def test_failure_23_a_host_decision_inside_a_graph_is_baked(rig: Any) -> None:
+    def split(x: Tensor) -> Tensor:
+        return x * get_forward_context().num_tokens
+
+    x = rig.rand(3)
+    with forward_context(ForwardContext({}, num_tokens=8)):
+        recording = rig.record(split, x, breaks=False)
+    with forward_context(ForwardContext({}, num_tokens=1)):
+        recording.replay()
+    assert_close(recording.outputs, x * 8)
+
+
 def test_splitting_functions_are_plain_outside_a_recording(rig: Any) -> None:
     x = rig.rand(3)
     assert_close(attend_fresh(x), x.cumsum(0))
@@ -262,7 +355,7 @@ def test_recordings_do_not_nest(rig: Any) -> None:
         rig.record(lambda x: inner(layers, x), rig.rand(3, 4))
 
 
-def test_full_and_piecewise_of_one_function_do_not_interfere(rig: Any) -> None:
+def test_w2_one_function_serves_full_and_piecewise(rig: Any) -> None:
     x = rig.rand(3, 4)
     recordings = [rig.record(layers, x, breaks=breaks) for breaks in (True, False, True)]
     for recording in [*recordings, *reversed(recordings)]:
@@ -283,6 +376,7 @@ def test_a_released_recording_refuses_to_replay(rig: Any) -> None:
     recording = rig.record(layers, rig.rand(3, 4))
     recording.release()
     recording.release()
+    assert not recording.ownership.found
     with pytest.raises(RecordingReleased, match="test"):
         recording.replay()
 

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from piecegraph.errors import CaptureFailed, CaptureOutOfMemory, MovedTensor
 from piecegraph.runtime.capture_session import capture_session
+from piecegraph.runtime.ownership import Ownership
 from piecegraph.runtime.poison import poison
 from piecegraph.runtime.recorder import break_graph, opaque_piece, record
 from piecegraph.runtime.replay_backend import ReplayBackend, TapeGraph
@@ -20,7 +21,7 @@ from piecegraph.runtime.replay_backend import ReplayBackend, TapeGraph
 def capture(fn: Any, *inputs: Tensor) -> tuple[TapeGraph, Any]:
     """One raw capture, without the recorder's first replay."""
     backend = ReplayBackend()
-    opened = backend.begin(backend.new_pool())
+    opened = backend.begin(backend.new_pool(), Ownership())
     try:
         result = fn(*inputs)
     except BaseException:
@@ -124,6 +125,15 @@ def test_views_of_every_kind_follow_their_base() -> None:
         assert torch.equal(mine, true)
 
 
+def test_a_view_made_in_place_is_no_operation() -> None:
+    x = torch.rand(2, 3)
+    graph, got = capture(lambda x: (x * 2).t_().unsqueeze_(0), x)
+    assert graph.operations == 1
+    x.copy_(torch.rand(2, 3))
+    graph.replay()
+    assert torch.equal(got, (x * 2).t()[None])
+
+
 def test_advanced_indexing_with_numbers_is_recorded() -> None:
     table, index = torch.rand(5, 2), torch.tensor([1, 3])
     graph, got = capture(lambda i: table[i], index)
@@ -223,7 +233,7 @@ def test_poison_is_not_what_memory_is_born_with(dtype: torch.dtype) -> None:
     assert tensor.bool().all()
 
 
-def test_poison_before_replay_shows_an_op_that_leaves_rows_unwritten(make_replay_rig: Any) -> None:
+def test_failure_27_poison_shows_an_op_that_leaves_rows_unwritten(make_replay_rig: Any) -> None:
     @break_graph
     def attend_real_rows(q: Tensor, out: Tensor) -> None:
         out[:2] = q[:2]
@@ -258,11 +268,13 @@ def test_failures_are_injected_at_the_asked_capture(make_replay_rig: Any) -> Non
     rig.record(torch.neg, x)
 
 
-def test_a_moved_input_fails_where_a_device_would_read_old_memory(make_replay_rig: Any) -> None:
-    weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+def test_failure_13_moved_scratch_fails_where_a_device_reads_old_memory(
+    make_replay_rig: Any,
+) -> None:
+    scratch = torch.ones(2)
     strict, lax = make_replay_rig(fail_on_moved_inputs=True), make_replay_rig()
-    recordings = [rig.record(lambda x: x * weight, torch.ones(2)) for rig in (strict, lax)]
-    weight.data = torch.full((2,), 5.0)
+    recordings = [rig.record(lambda x: x * scratch, torch.ones(2)) for rig in (strict, lax)]
+    scratch.data = torch.full((2,), 5.0)
     with pytest.raises(MovedTensor, match="shape \\(2,\\)"):
         recordings[0].replay()
     recordings[1].replay()
@@ -277,8 +289,10 @@ def test_pool_memory_is_shared_between_recordings_that_are_finalised(make_replay
         small = record(torch.neg, (torch.ones(10),), session, name="small", breaks=False)
         unfinalised = record(torch.neg, (torch.ones(45),), session, name="more", breaks=False)
     assert (big.bytes, small.bytes, unfinalised.bytes) == (300, 100, 120)
+    graphs = [recording.graphs for recording in (big, small, unfinalised)]
     for recording in (big, small, unfinalised):
         recording.release()
+    assert graphs
     assert rig.backend.memory().used == 0
 
 
@@ -289,6 +303,8 @@ def test_the_modelled_limit_is_an_out_of_memory(make_replay_rig: Any) -> None:
         rig.record(torch.neg, torch.ones(60))
     assert rig.backend.memory().used == 80
     assert rig.backend.memory().free == 70
+    again = rig.record(torch.neg, torch.ones(20))  # in the memory of the first
+    assert again.bytes == 0
     kept.replay()
 
 

@@ -135,5 +135,5 @@ def test_failure_30_metadata_is_sized_for_the_padded_batch(make_world, make_requ
         return run(decision, *inputs, metadata=metadata)
 
     world.engine.run = check
-    for _ in world.engine.serve(make_requests((5, 5), (4, 6), (2, 9))):
+    for _ in world.engine.serve(make_requests((3, 2), (3, 6), (2, 9), (1, 9))):
         pass

@@ -1,0 +1,63 @@
+"""Give a bundle its fast form: an AOTInductor library for each artifact.
+
+A cold start serves from Inductor's standalone artifacts, which are ready sooner. This is run after
+it, or by whoever builds an image; the next start then loads in milliseconds and imports neither
+Dynamo nor Inductor. The model is traced again; its artifacts come from the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ..torch_compat import reasoning_about_sizes
+from .aoti import build_library
+from .artifact import LIBRARY, Blobs
+from .bundle import Bundle, store_bundle
+from .compile_pieces import Job, compile_pieces, compiler_options, store_artifact
+from .compilers import compiler_named
+from .cut import Cut, Task, cut_model
+from .factors import trace_key
+
+
+def compile_ahead(task: Task) -> bool:
+    """Build the missing libraries and republish the bundle; False if an artifact cannot have one.
+
+    It is then reported, and the bundle keeps its form.
+    """
+    cut = cut_model(task)
+    compiled = compile_pieces(task, cut, compiler_named(task.config.compiler))
+    artifacts: list[Blobs] = []
+    for job, blobs in zip(compiled.jobs, compiled.artifacts, strict=True):
+        if LIBRARY not in blobs:
+            library = _library(task, cut, job)
+            if library is None:
+                return False
+            blobs = {**blobs, LIBRARY: library}
+            store_artifact(task, cut, job, blobs)
+        artifacts.append(blobs)
+    plan = cut.plan(compiled.spans)
+    key = trace_key(task.model, task.config, task.device)
+    store_bundle(task.cache, key, Bundle(plan, cut.trace.modules, artifacts))
+    return True
+
+
+def _library(task: Task, cut: Cut, job: Job) -> bytes | None:
+    graph = job.unique.piece.module(cut.trace.graph)
+    limits = cut.guards.limits()
+    if job.size is not None:
+        limits |= dict.fromkeys(job.unique.piece.symbols(), (job.size, job.size))
+    index = job.unique.index
+    try:
+        with (
+            task.events.span("compile.library", piece=index, digest=job.unique.digest[:12]),
+            reasoning_about_sizes(cut.config.dynamic_shapes.value),
+        ):
+            library = build_library(graph, limits, task.device, compiler_options(task, cut, job))
+    except Exception as error:  # whatever torch refuses: the other form serves
+        reason = f"{type(error).__name__}: {error}"
+        task.events.emit(
+            "compile.library_failed", level=logging.WARNING, piece=index, reason=reason
+        )
+        return None
+    task.events.count("library_compiles")
+    return library

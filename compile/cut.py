@@ -1,0 +1,104 @@
+"""A model cut into pieces: traced, its guards settled, split, and equal pieces found."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..cache import Cache
+from ..events import Events, trace_artifact
+from .config import CompileConfig
+from .fingerprint import fingerprint
+from .guards import GuardBook
+from .pieces import Piece, is_size, lift
+from .plan import CompiledSpan, Plan
+from .planning import Planner, base_symbols
+from .readable import readable
+from .sound_trace import sound_trace
+from .split import is_splitting, split
+from .trace import Trace
+
+ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model to compile, and with what. `examples` are (args, kwargs) to trace with, if given."""
+
+    model: torch.nn.Module
+    config: CompileConfig
+    cache: Cache
+    events: Events
+    device: torch.device
+    examples: ExampleArguments | None = None
+
+
+@dataclass(frozen=True)
+class UniquePiece:
+    """A piece that is compiled once, however often it is used."""
+
+    index: int
+    digest: str
+    piece: Piece
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`unique` is in order of first use; `config` has the type of dynamic shapes traced with."""
+
+    trace: Trace
+    planner: Planner
+    unique: list[UniquePiece]
+    guards: GuardBook
+    config: CompileConfig
+
+    def plan(self, spans: Sequence[CompiledSpan]) -> Plan:
+        """The plan, once it is known what serves which span."""
+        pieces = [(unique.digest, unique.piece) for unique in self.unique]
+        return self.planner.plan(pieces, spans, self.guards.unproved, self.guards.settled)
+
+
+def cut_model(task: Task) -> Cut:
+    """Trace and split a model. Raises the errors of tracing, splitting and guards."""
+    events = task.events
+    traced, guards, config = sound_trace(
+        task.model, task.config, task.device, task.examples, events
+    )
+    trace_artifact("graph", lambda: readable(traced.graph))
+    with events.span("split", level=logging.INFO):
+        planner = Planner(traced, config)
+        unique = _split(traced, config, planner, events)
+    return Cut(traced, planner, unique, guards, config)
+
+
+def _split(
+    traced: Trace, config: CompileConfig, planner: Planner, events: Events
+) -> list[UniquePiece]:
+    """Write the plan's steps while pieces are lifted and compared by content."""
+    graph = traced.graph.graph
+    symbols = base_symbols(traced)
+    unique: dict[str, UniquePiece] = {}
+    total = 0
+    sections = split(
+        graph,
+        is_splitting(graph, config),
+        lambda node: is_size(node, symbols, traced.shape_env),
+    )
+    for section in sections:
+        if section.splitting:
+            planner.calls(section)
+            continue
+        piece = lift(section, symbols, traced.shape_env)
+        digest = fingerprint(piece.graph, traced.graph)
+        if not config.dedupe:
+            digest = hashlib.sha256(f"{digest} {total}".encode()).hexdigest()
+        found = unique.setdefault(digest, UniquePiece(len(unique), digest, piece))
+        planner.piece(found.index, piece)
+        total += 1
+    events.emit("split", pieces=total, unique=len(unique))
+    return list(unique.values())

@@ -1,0 +1,108 @@
+"""Passes over Inductor's post-grad graph: which run, in what order, and what they did.
+
+A pass gets a functional graph of aten operators, changes it in place and returns how often. The
+source of every pass that is on is part of the codegen key, so a changed pass misses the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Graph
+
+from ...cache.sources import fingerprint
+from ...errors import InvalidSetting
+from ...events import Events, trace_artifact
+from ...torch_compat import post_grad_pass
+from ..config import CompileConfig
+from ..named_object import named_object
+from . import add_rms_norm, no_op, silu_and_mul
+
+ENTRY_POINTS = "piecegraph.passes"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPass:
+    """A named rewrite. `apply` changes a graph and returns the number of rewrites."""
+
+    name: str
+    apply: Callable[[Graph], int | None]
+    max_num_tokens: int | None = None
+    """It pays only for ranges that end here or below; None for any size."""
+    default: bool = True
+    """Whether it is on unless the configuration says otherwise."""
+
+
+SHIPPED = (
+    GraphPass("no_op", no_op.apply),
+    # Off: their ops stand for an engine's own kernels; Inductor's fusion is faster than the
+    # operators they are made of here.
+    GraphPass("add_rms_norm", add_rms_norm.apply, default=False),
+    GraphPass("silu_and_mul", silu_and_mul.apply, default=False),
+)
+"""The order is that of application: what does nothing goes first, so that patterns are found."""
+
+
+def passes_for(config: CompileConfig, num_tokens: int | None = None) -> tuple[GraphPass, ...]:
+    """The passes that are on, in order, for a range that ends at `num_tokens` (None for all).
+
+    Raises InvalidSetting for a switch that names no pass or a pass that cannot be called.
+    """
+    user = [_user_pass(each) for each in config.user_passes]
+    named = {each.name: each for each in (*SHIPPED, *user)}
+    if unknown := sorted(set(config.pass_switches) - set(named)):
+        raise InvalidSetting(
+            name="pass_switches",
+            value=unknown[0],
+            reason="there is no such pass",
+            expected=f"one of {', '.join(named)}",
+        )
+    on = (each for each in named.values() if config.pass_switches.get(each.name, each.default))
+    return tuple(each for each in on if _pays(each, num_tokens))
+
+
+def thresholds(config: CompileConfig) -> tuple[int, ...]:
+    """Sizes at which the set of passes changes: a range should end at each of them."""
+    limits = {each.max_num_tokens for each in passes_for(config)} - {None}
+    return tuple(sorted(limit for limit in limits if limit is not None))
+
+
+def pass_factors(passes: Sequence[GraphPass]) -> list[list[str]]:
+    """Names and source fingerprints, in order, for a key."""
+    return [[each.name, fingerprint(each.apply)] for each in passes]
+
+
+def inductor_passes(passes: Sequence[GraphPass], events: Events, piece: int) -> dict[str, Any]:
+    """Options by which Inductor runs `passes` on the piece."""
+
+    def run(graph: Graph) -> None:
+        for position, each in enumerate(passes):
+            label = f"post_grad.{piece}.{position}.{each.name}"
+            trace_artifact(f"{label}.before", lambda: str(graph))
+            rewrites = each.apply(graph)
+            graph.eliminate_dead_code()
+            graph.lint()
+            trace_artifact(f"{label}.after", lambda: str(graph))
+            events.emit("pass", graph_pass=each.name, piece=piece, rewrites=rewrites)
+
+    return {"post_grad_custom_post_pass": post_grad_pass(run, pass_factors(passes))}
+
+
+def _pays(each: GraphPass, num_tokens: int | None) -> bool:
+    return num_tokens is None or each.max_num_tokens is None or num_tokens <= each.max_num_tokens
+
+
+def _user_pass(given: Any) -> GraphPass:
+    value = named_object(given, ENTRY_POINTS) if isinstance(given, str) else given
+    if isinstance(value, GraphPass):
+        return value
+    if not callable(value):
+        raise InvalidSetting(
+            name="user_passes",
+            value=given,
+            reason="it cannot be called",
+            expected="a GraphPass, or a function of a torch.fx.Graph",
+        )
+    return GraphPass(str(getattr(value, "__qualname__", type(value).__qualname__)), value)

@@ -1,0 +1,41 @@
+"""Remove operators that return what they are given.
+
+Views to the same shape, slices of everything and conversions to the same dtype change no value, but
+they stand between the operators that patterns look for.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+
+_SAME_SHAPE = (aten.view.default, aten.reshape.default, aten.expand.default)
+_SAME_DTYPE = (torch.ops.prims.convert_element_type.default,)
+
+
+def apply(graph: Graph) -> int:
+    """Replace each operator without effect by its input; returns how many there were."""
+    useless = [node for node in graph.nodes if _does_nothing(node)]
+    for node in useless:
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    return len(useless)
+
+
+def _does_nothing(node: Node) -> bool:
+    if node.target in _SAME_SHAPE:
+        return _shape(node) == _shape(node.args[0])
+    if node.target in _SAME_DTYPE:
+        return bool(node.meta["val"].dtype == node.args[0].meta["val"].dtype)  # type: ignore[union-attr]
+    return node.target is aten.slice.Tensor and _takes_all(node.args)
+
+
+def _takes_all(args: tuple[Any, ...]) -> bool:
+    """Whether the arguments (tensor, dim, start, stop, step) of a slice leave nothing out."""
+    start, stop, step = (*args[2:], None, None, None)[:3]
+    return not start and stop in (None, sys.maxsize) and step in (None, 1)

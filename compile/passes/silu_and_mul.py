@@ -1,0 +1,52 @@
+"""Fuse the SwiGLU activation, `silu(gate) * up`, into one operator."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from . import ops  # noqa: F401  (registers the operator)
+from .matching import Either, Op, match
+
+aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+def _silu(x: object) -> Either:
+    """As Inductor decomposes it, and as it is written by hand."""
+    quotient = Op(aten.div.Tensor, (x, Op(aten.add.Tensor, (_exp_of_minus(x), 1))))
+    product = Op(aten.mul.Tensor, (x, Op(aten.sigmoid.default, (x,))), swap=True)
+    return Either((quotient, product))
+
+
+def _exp_of_minus(x: object) -> Op:
+    return Op(aten.exp.default, (Op(aten.neg.default, (x,)),))
+
+
+_WIDENED = Op(_CONVERT, (_silu(Op(_CONVERT, ("gate", torch.float32))), "dtype"))
+_PATTERN = Op(aten.mul.Tensor, (Either((_WIDENED, _silu("gate"))), "up"), swap=True)
+
+
+def apply(graph: Graph) -> int:
+    """Rewrite each occurrence; returns how many there were."""
+    rewrites = 0
+    for node in list(graph.find_nodes(op="call_function", target=aten.mul.Tensor)):
+        found = match(_PATTERN, node)
+        if found and _alike(found["gate"], found["up"]):
+            with graph.inserting_before(node):
+                fused = graph.call_function(
+                    torch.ops.piecegraph.silu_and_mul.default, (found["gate"], found["up"])
+                )
+            fused.meta.update(node.meta)
+            node.replace_all_uses_with(fused)
+            graph.erase_node(node)
+            rewrites += 1
+    return rewrites
+
+
+def _alike(gate: object, up: object) -> bool:
+    if not (isinstance(gate, Node) and isinstance(up, Node)):
+        return False
+    one, other = gate.meta["val"], up.meta["val"]
+    same_shape = list(map(str, one.shape)) == list(map(str, other.shape))
+    return same_shape and bool(one.dtype == other.dtype)

@@ -1,0 +1,87 @@
+"""What an engine that buckets in several dimensions can be asked for: the legal batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+LONG_CONTEXT = 8192
+"""From this model length on, context is planned for what the query leaves of it."""
+
+
+class Phase(StrEnum):
+    PROMPT = "prompt"
+    DECODE = "decode"
+
+
+class Bucket(NamedTuple):
+    """A padded shape: requests, query length, and blocks of context.
+
+    Context is counted per request in prompts and in total in decode, where the query length is 1.
+    """
+
+    batch: int
+    query: int
+    context: int
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.DECODE if self.query == 1 else Phase.PROMPT
+
+    def holds(self, other: Bucket) -> bool:
+        return (
+            self.batch >= other.batch
+            and self.query >= other.query
+            and self.context >= other.context
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLimits:
+    """The engine's limits; lengths in tokens, `block_size` in tokens for each KV-cache block.
+
+    `total_blocks` is the size of the KV cache, None if unknown. `contiguous`: attention reads all
+    blocks up to the highest in use. `clamped`: decode has no use for more than three times the
+    cache (shared blocks count for each request). `merged_prefill`: prompts are laid one behind
+    another into one row. `slice_size` and `slice_from`: queries of sliding-window models are cut
+    into slices. `chunk_size`: queries of state-space models come in multiples of it.
+    """
+
+    block_size: int
+    max_num_tokens: int
+    max_model_len: int
+    max_num_reqs: int
+    max_prefill_reqs: int = 1
+    total_blocks: int | None = None
+    contiguous: bool = False
+    clamped: bool = True
+    merged_prefill: bool = False
+    slice_size: int | None = None
+    slice_from: int = 8192
+    chunk_size: int | None = None
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that hold `tokens`."""
+        return -(-tokens // self.block_size)
+
+    @property
+    def request_blocks(self) -> int:
+        """Blocks of the longest request."""
+        return self.blocks(self.max_model_len)
+
+    def keeps(self, bucket: Bucket) -> bool:
+        """Whether a bucket is worth having; beyond this no legal batch needs it."""
+        if bucket.phase is Phase.DECODE:
+            return self.contiguous or bucket.batch <= bucket.context
+        if self.merged_prefill:
+            rest = self.max_model_len - bucket.query // self.max_prefill_reqs
+            return bucket.context <= self.max_prefill_reqs * (rest // self.block_size)
+        if self.slice_size is not None:
+            sliced = bucket.query < self.slice_from or bucket.query % self.slice_size == 0
+            return bucket.context != 0 or sliced
+        return (
+            bucket.context <= self.blocks(self.max_model_len - 1)
+            and bucket.query <= self.max_model_len
+            and bucket.batch * bucket.query <= self.max_num_tokens
+        )

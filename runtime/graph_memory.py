@@ -1,0 +1,105 @@
+"""The bytes that graphs may take, and those they have taken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from ..dispatch import DispatchPlan, Histogram, RuntimeMode
+from ..events import Events
+from .backend import GraphBackend, Memory
+from .memory_forecast import Forecast, RecordSlot, forecast_memory
+from .pruning import Weight, prune
+
+Exchange = Callable[[str, Mapping[str, Any]], list[dict[str, Any]]]
+"""Tells all ranks some facts and returns those of each; alone, just one's own."""
+
+
+def limit_in_bytes(limit: int | float | None, memory: Memory) -> int | None:
+    """An operator's limit: a whole number is bytes, a float is a fraction of free memory."""
+    return int(limit * memory.free) if isinstance(limit, float) else limit
+
+
+class GraphMemory:
+    """`used` is what captures took less what was seen to come back.
+
+    It is kept here and not read from the device, where the engine allocates at the same time.
+    """
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
+        self.forecast: Forecast | None = None
+        self.by_mode: dict[RuntimeMode, int] = {}
+
+    @property
+    def used(self) -> int:
+        return sum(self.by_mode.values())
+
+    def took(self, mode: RuntimeMode, num_bytes: int) -> None:
+        self.by_mode[mode] = self.by_mode.get(mode, 0) + num_bytes
+
+    def growth(self, mode: RuntimeMode, num_tokens: int) -> int:
+        """Expected bytes of one more graph; 0 where nothing was probed."""
+        if self.forecast is None or mode not in self.forecast.modes:
+            return 0
+        return self.forecast.growth(mode, num_tokens, first=mode not in self.by_mode)
+
+    def admits(self, mode: RuntimeMode, num_tokens: int) -> bool:
+        """Whether one more graph is expected to keep the limit."""
+        return self.limit is None or self.used + self.growth(mode, num_tokens) <= self.limit
+
+    def plan(
+        self,
+        limit: int | None,
+        plan: DispatchPlan,
+        backend: GraphBackend,
+        record: RecordSlot,
+        exchange: Exchange,
+        events: Events,
+        histogram: Histogram | None,
+    ) -> Collection[int]:
+        """Forecast what the graphs of `plan` take; returns the slots to drop to keep a `limit`.
+
+        `histogram` tells which sizes occur, if it is known. Ranks go by the least limit and the
+        greatest forecast of them all.
+        """
+        slots = range(len(plan.entries))
+        forecast, failed = forecast_memory(backend, plan, slots, record, events)
+        told = {"limit": limit, "forecast": forecast.as_json(), "failed": failed}
+        answers = exchange("memory", told)
+        self.limit = limit and min(answer["limit"] for answer in answers)
+        self.forecast = Forecast.worst([answer["forecast"] for answer in answers])
+        impossible = {slot for answer in answers for slot in answer["failed"]}
+        impossible |= {s for s in slots if plan.entries[s].mode not in self.forecast.modes}
+        possible = [slot for slot in slots if slot not in impossible]
+        pruned: list[int] = []
+        if self.limit is not None:
+            occurrence = _occurrence(histogram, plan.largest)
+            pruned = prune(plan, possible, self.forecast, self.limit, occurrence)
+        dropped = impossible.union(pruned)
+        events.emit(
+            "memory.forecast",
+            level=logging.INFO,
+            limit=self.limit,
+            bytes=self.forecast_of(plan, [slot for slot in slots if slot not in dropped]),
+            dropped=[plan.entries[slot].as_json() for slot in (*sorted(impossible), *pruned)],
+        )
+        return dropped
+
+    def forecast_of(self, plan: DispatchPlan, slots: Collection[int]) -> int:
+        """Forecast bytes of just `slots`."""
+        sizes: dict[RuntimeMode, list[int]] = {}
+        for slot in slots:
+            entry = plan.entries[slot]
+            sizes.setdefault(entry.mode, []).append(entry.descriptor.num_tokens)
+        assert self.forecast is not None
+        return sum(self.forecast.total(mode, of_mode) for mode, of_mode in sizes.items())
+
+
+def _occurrence(histogram: Histogram | None, limit: int) -> Weight:
+    """How often sizes up to `limit` occur; all alike as long as nothing was served."""
+    counts = histogram.counts(limit) if histogram is not None else []
+    if not any(counts):
+        return lambda num_tokens: 1.0
+    return lambda num_tokens: counts[num_tokens] if num_tokens < len(counts) else 0.0

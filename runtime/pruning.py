@@ -1,0 +1,58 @@
+"""Which capture sizes to give up so that a plan keeps a memory limit: those that save least.
+
+A size saves padding: without it its batches go to the next larger graph of the mode, or, at the
+top, to no graph at all, which counts as padding of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..dispatch import DispatchPlan, RuntimeMode
+from .memory_forecast import Forecast
+
+Weight = Callable[[int], float]
+"""How often a batch of so many tokens occurs."""
+
+
+def prune(
+    plan: DispatchPlan,
+    slots: Sequence[int],
+    forecast: Forecast,
+    limit: int,
+    weight: Weight = lambda num_tokens: 1.0,
+) -> list[int]:
+    """Slots to leave out, in the order in which they were given up, the least saving per byte.
+
+    What remains is forecast to take at most `limit` bytes; if nothing can, nothing remains.
+    """
+    kept: dict[RuntimeMode, list[int]] = {}
+    for slot in slots:
+        kept.setdefault(plan.entries[slot].mode, []).append(slot)
+    for of_mode in kept.values():
+        of_mode.sort(key=lambda slot: plan.entries[slot].descriptor.num_tokens)
+    dropped: list[int] = []
+
+    def size(slot: int) -> int:
+        return plan.entries[slot].descriptor.num_tokens
+
+    def total(mode: RuntimeMode, remaining: Sequence[int]) -> int:
+        return forecast.total(mode, [size(slot) for slot in remaining])
+
+    def saving_per_byte(mode: RuntimeMode, slot: int) -> float:
+        rest = [other for other in kept[mode] if other != slot]
+        freed = total(mode, kept[mode]) - total(mode, rest)
+        place = kept[mode].index(slot)
+        below = size(kept[mode][place - 1]) if place else 0
+        padding = size(rest[place]) - size(slot) if place < len(rest) else size(slot)
+        batches = sum(weight(n) for n in range(below + 1, size(slot) + 1))
+        return batches * padding / max(freed, 1)
+
+    while sum(total(mode, of_mode) for mode, of_mode in kept.items()) > limit:
+        mode, slot = min(
+            ((mode, slot) for mode, of_mode in kept.items() for slot in of_mode),
+            key=lambda pair: (saving_per_byte(*pair), -size(pair[1]), pair[1]),
+        )
+        kept[mode].remove(slot)
+        dropped.append(slot)
+    return dropped

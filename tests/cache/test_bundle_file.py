@@ -1,0 +1,191 @@
+"""One file in, one file out: deterministic, and nothing hostile gets beyond the parser."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache.bundle_file import MAGIC, export_entries, import_entries
+from piecegraph.cache.factors import Json, canonical
+from piecegraph.cache.manifest import encode
+from piecegraph.cache.names import BLOB_AREA
+from piecegraph.cache.signing import anybody, pinned, signed_with
+from piecegraph.errors import BundleRefused
+from piecegraph.events import Events
+
+from .conftest import BLOBS, META
+
+SECRET = b"sixteen bytes or more"
+
+
+@pytest.fixture
+def entries(cache: Cache, key: Key) -> list[Entry]:
+    plan = {"plan.json": b"{}", "code.py": BLOBS["code.py"], "empty": b""}
+    return [
+        cache.publish("bundle", Key.of("trace", {"model": "decoder"}), {"n": 1}, plan),
+        cache.publish("artifact", key, META, BLOBS),
+    ]
+
+
+@pytest.fixture
+def file(tmp_path: Path, entries: list[Entry]) -> Path:
+    export_entries(entries, tmp_path / "model.bundle", SECRET)
+    return tmp_path / "model.bundle"
+
+
+def test_there_and_back(file: Path, entries: list[Entry], tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "other", Events())
+    for entry in import_entries(file, signed_with(SECRET)):
+        cache.store(entry)
+    for entry in entries:
+        found = cache.lookup(entry.manifest.kind, entry.key)
+        assert isinstance(found, Entry)
+        assert (found.contents, found.digest) == (entry.contents, entry.digest)
+
+
+def test_equal_entries_give_equal_bytes(file: Path, entries: list[Entry], tmp_path: Path) -> None:
+    export_entries(reversed(entries), tmp_path / "again", SECRET)
+    assert (tmp_path / "again").read_bytes() == file.read_bytes()
+    export_entries(import_entries(file, anybody), tmp_path / "copy", SECRET)
+    assert (tmp_path / "copy").read_bytes() == file.read_bytes()
+
+
+def test_shared_blobs_are_in_it_once(file: Path) -> None:
+    assert file.read_bytes().count(BLOBS["code.py"]) == 1
+
+
+def test_nothing_else_is_left_beside_the_file(file: Path) -> None:
+    assert sorted(path.name for path in file.parent.iterdir()) == ["cache", file.name]
+
+
+def test_only_trusted_files_are_taken(file: Path, entries: list[Entry], tmp_path: Path) -> None:
+    with pytest.raises(BundleRefused, match="signed with another key"):
+        import_entries(file, signed_with(SECRET + b"!"))
+    export_entries(entries, tmp_path / "unsigned")
+    with pytest.raises(BundleRefused, match="not signed"):
+        import_entries(tmp_path / "unsigned", signed_with(SECRET))
+    with pytest.raises(BundleRefused, match="not pinned"):
+        import_entries(tmp_path / "unsigned", pinned({entries[0].digest}))
+    assert len(import_entries(tmp_path / "unsigned", pinned({e.digest for e in entries}))) == 2
+
+
+def test_every_damage_is_refused(file: Path) -> None:
+    content = file.read_bytes()
+    chance = random.Random(2)
+    cuts = [content[: chance.randrange(len(content))] for _ in range(200)]
+    grown = [content + b"\0", content + content]
+    flips = []
+    for _ in range(600):
+        at = chance.randrange(len(content))
+        flipped = bytes([content[at] ^ 1 << chance.randrange(8)])
+        flips.append(content[:at] + flipped + content[at + 1 :])
+    for bad in cuts + grown + flips:
+        file.write_bytes(bad)
+        with pytest.raises(BundleRefused):
+            import_entries(file, signed_with(SECRET))
+
+
+@given(st.binary(max_size=300))
+def test_parser_takes_any_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any"
+    for prefix in (b"", MAGIC):
+        path.write_bytes(prefix + content)
+        with pytest.raises(BundleRefused):
+            import_entries(path, anybody)
+
+
+def refused(path: Path, header: Json, rest: bytes = b"") -> str:
+    path.write_bytes(MAGIC + canonical(header) + b"\n" + rest)
+    with pytest.raises(BundleRefused) as refusal:
+        import_entries(path, anybody)
+    return str(refusal.value.facts["reason"])
+
+
+def test_sizes_that_lie_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    """No compression and exact lengths: there is nothing for a bomb to blow up."""
+    path = tmp_path / "bomb"
+    for size in (1 << 62, 1 << 31, 1):
+        assert "do not add up" in refused(path, {"blobs": [["0" * 64, size]], "manifests": []})
+        assert "do not add up" in refused(path, {"blobs": [], "manifests": [size]})
+    for none in (-1, 1.0, True, None, "1"):
+        assert "size that is none" in refused(path, {"blobs": [["0" * 64, none]], "manifests": []})
+        assert "size that is none" in refused(path, {"blobs": [], "manifests": [none]})
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [],
+        {},
+        None,
+        {"blobs": {}, "manifests": 1},
+        {"blobs": [["../../etc/passwd", 0]], "manifests": []},
+        {"blobs": [["0" * 64]], "manifests": []},
+        {"blobs": 1, "manifests": []},
+        {"blobs": [[[], 0]], "manifests": []},
+        {"blobs": [], "manifests": [], "more": 1},
+    ],
+)
+def test_malformed_headers_are_refused(tmp_path: Path, header: Json) -> None:
+    refused(tmp_path / "x", header)
+
+
+def test_header_has_one_form(tmp_path: Path) -> None:
+    for line in (b'{"blobs": [], "manifests": []}', b'{"manifests":[],"blobs":[]}', b'{"x":NaN}'):
+        (tmp_path / "x").write_bytes(MAGIC + line + b"\n")
+        with pytest.raises(BundleRefused, match=r"form"):
+            import_entries(tmp_path / "x", anybody)
+
+
+def test_blob_that_is_not_in_the_file_is_refused(tmp_path: Path, entries: list[Entry]) -> None:
+    manifest = encode(entries[0].manifest)
+    assert "is not in it" in refused(
+        tmp_path / "x", {"blobs": [], "manifests": [len(manifest)]}, manifest
+    )
+
+
+def test_file_larger_than_the_limit_is_refused(file: Path) -> None:
+    with pytest.raises(BundleRefused, match="more than 100"):
+        import_entries(file, anybody, limit=100)
+
+
+def test_pickles_and_archives_are_refused(tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (tmp_path / "executed",)
+
+    for content in (pickle.dumps(Payload()), b"PK\3\4" + bytes(100), b"\x1f\x8b" + bytes(100)):
+        (tmp_path / "x").write_bytes(content)
+        with pytest.raises(BundleRefused):
+            import_entries(tmp_path / "x", anybody)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_missing_file_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(BundleRefused, match="No such file"):
+        import_entries(tmp_path / "none", anybody)
+
+
+def test_link_to_a_bundle_may_be_imported(file: Path, tmp_path: Path) -> None:
+    """Mounted secrets and configurations are links; the user has named this one."""
+    (tmp_path / "link").symlink_to(file)
+    assert len(import_entries(tmp_path / "link", anybody)) == 2
+
+
+def test_imported_names_stay_inside_the_cache(tmp_path: Path, file: Path) -> None:
+    root = tmp_path / "other"
+    cache = Cache(root, Events())
+    before = {path for path in tmp_path.rglob("*") if not path.is_relative_to(root)}
+    for entry in import_entries(file, anybody):
+        cache.store(entry)
+    assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(root)} == before
+    for path in (root / BLOB_AREA).rglob("*"):
+        if path.is_file():
+            assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name

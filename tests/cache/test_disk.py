@@ -1,0 +1,231 @@
+"""Disks fill up, go away and lie: the process is told once and goes on serving."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from piecegraph.cache import Cache, Entry, Key, Miss
+from piecegraph.cache import directory as directory_module
+from piecegraph.cache.evict import Limits
+from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name
+from piecegraph.cache.verify import verify
+from piecegraph.errors import CacheNotWritable
+from piecegraph.events import Events
+
+from .children import fork, status
+from .conftest import BLOBS, META
+
+LARGE = {"large": bytes(1 << 20)}
+ROOT = os.geteuid() == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB, where the system lets us mount one."""
+    mount = tmp_path / "disk"
+    mount.mkdir(mode=0o700)
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", str(mount)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting needs rights this user does not have")
+    yield mount
+    subprocess.run(["umount", str(mount)], check=True)
+
+
+def assert_serves(cache: Cache, events: Events, key: Key, blobs: dict[str, bytes]) -> str:
+    """Publishing fails, the entry is usable all the same; gives the reason that was told."""
+    entry = cache.publish("artifact", key, META, blobs)
+    for name, content in blobs.items():
+        assert cache.read(entry, name) == content
+        assert cache.path(entry, name).read_bytes() == content
+    assert isinstance(cache.lookup("artifact", key), Miss)
+    assert events.counters["cache.publish_failed"] == 1
+    return str(events.named("cache.publish_failed")[0].facts["reason"])
+
+
+def test_disk_full(small_disk: Path, events: Events, key: Key) -> None:
+    cache = Cache(small_disk / "cache", events)
+    kept = Key.of("codegen", {"piece": "kept"})
+    cache.publish("artifact", kept, META, BLOBS)
+
+    assert "No space left" in assert_serves(cache, events, key, LARGE)
+
+    assert isinstance(cache.lookup("artifact", kept), Entry)
+    assert verify(small_disk / "cache") == []
+    assert list((small_disk / "cache" / "tmp").iterdir()) == []
+
+
+def test_disk_goes_read_only(small_disk: Path, events: Events, key: Key) -> None:
+    cache = Cache(small_disk / "cache", events)
+    kept = Key.of("codegen", {"piece": "kept"})
+    cache.publish("artifact", kept, META, BLOBS)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+
+    assert "Read-only" in assert_serves(cache, events, key, BLOBS | {"more": b"x"})
+
+    assert isinstance(cache.lookup("artifact", kept), Entry)
+    with cache.single_flight("artifact", key) as held:
+        assert not held
+    with pytest.raises(CacheNotWritable, match="Read-only"):
+        Cache(small_disk / "cache", events)
+
+
+def in_child(work: Callable[[], None]) -> None:
+    assert status(fork(work)) == 0
+
+
+def test_file_size_limit_cuts_a_blob_short(root: Path, key: Key) -> None:
+    def work() -> None:
+        events = Events()
+        cache = Cache(root, events)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        with pytest.raises(OSError, match="too large"):  # even the temporary file of `path`
+            assert_serves(cache, events, key, LARGE)
+        assert "too large" in events.named("cache.publish_failed")[0].facts["reason"]
+
+    in_child(work)
+    assert verify(root) == []
+    assert list((root / "tmp").iterdir()) == []
+
+
+def test_permission_is_taken_away(root: Path, key: Key) -> None:
+    kept = Key.of("codegen", {"piece": "kept"})
+
+    def work() -> None:
+        events = Events()
+        cache = Cache(root, events)
+        cache.publish("artifact", kept, META, BLOBS)
+        if ROOT:
+            os.seteuid(65534)
+        else:
+            root.chmod(0)
+        missed = cache.lookup("artifact", kept)
+        assert isinstance(missed, Miss)
+        assert missed.reason == "unreadable"
+        assert "Permission denied" in missed.detail
+        assert "Permission denied" in assert_serves(cache, events, key, BLOBS)
+        with cache.single_flight("artifact", key) as held:
+            assert not held
+        with pytest.raises(CacheNotWritable, match="Permission denied"):
+            Cache(root, events)
+
+    in_child(work)
+    root.chmod(0o700)
+    assert isinstance(Cache(root, Events()).lookup("artifact", kept), Entry)
+
+
+def test_directory_vanishes(cache: Cache, root: Path, events: Events, key: Key) -> None:
+    shutil.rmtree(root)
+    assert "No such file" in assert_serves(cache, events, key, BLOBS)
+    with cache.single_flight("artifact", key) as held:
+        assert not held
+    cache.evict()
+    assert not root.exists(), "it may be an unmounted disk: nothing is written in its place"
+
+
+def test_directory_is_replaced_by_a_file(
+    cache: Cache, root: Path, events: Events, key: Key
+) -> None:
+    shutil.rmtree(root)
+    root.write_text("no directory")
+    assert "Not a directory" in assert_serves(cache, events, key, BLOBS)
+    with pytest.raises(CacheNotWritable):
+        Cache(root, events)
+
+
+def test_parts_of_the_directory_vanish(cache: Cache, root: Path, key: Key) -> None:
+    for part in ("tmp", BLOB_AREA, ENTRY_AREA, "locks", "quarantine"):
+        cache.publish("artifact", key, META, BLOBS)
+        shutil.rmtree(root / part, ignore_errors=True)
+        cache.publish("artifact", key, META, BLOBS)
+        assert isinstance(cache.lookup("artifact", key), Entry), part
+
+
+def test_clock_set_back(root: Path, events: Events, key: Key) -> None:
+    """Entries from the future are found, are taken for fresh and do not stay fresh for ever."""
+    cache = Cache(root, events, limits=Limits(size=0, grace=60.0))
+    cache.publish("artifact", key, META, BLOBS)
+    future = time.time() + 86400
+    for path in root.rglob("*"):
+        os.utime(path, (future, future))
+    cache.evict()
+    assert isinstance(cache.lookup("artifact", key), Entry)
+    (manifest,) = [path for path in (root / ENTRY_AREA).rglob("*") if path.is_file()]
+    assert abs(manifest.stat().st_mtime - time.time()) < 5
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_c2_triton_11867_stale_network_file_is_a_miss_and_stays(
+    cache: Cache, root: Path, key: Key, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    cache.publish("artifact", key, META, BLOBS)
+    read = directory_module.read_file
+    stale = [2]
+
+    def read_file(path: Path, limit: int) -> bytes:
+        stale[0] -= 1
+        if stale[0] == 0:
+            raise OSError(code, os.strerror(code), str(path))
+        return read(path, limit)
+
+    monkeypatch.setattr(directory_module, "read_file", read_file)
+    missed = cache.lookup("artifact", key)
+    assert isinstance(missed, Miss)
+    assert missed.reason == "unreadable"
+    assert os.strerror(code) in missed.detail
+    assert isinstance(cache.lookup("artifact", key), Entry)
+
+
+def test_c2_triton_11867_blob_that_is_not_visible_yet(cache: Cache, root: Path, key: Key) -> None:
+    entry = cache.publish("artifact", key, META, BLOBS)
+    blob = root / blob_name(entry.manifest.blobs["code.py"].sha256)
+    blob.rename(root / "hidden")
+    missed = cache.lookup("artifact", key)
+    assert isinstance(missed, Miss)
+    assert missed.reason == "incomplete"
+    (root / "hidden").rename(blob)
+    assert isinstance(cache.lookup("artifact", key), Entry)
+
+
+def test_c2_triton_11512_clean_up_that_fails_is_no_failure(
+    cache: Cache, events: Events, key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*args: object, **options: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    cache.publish("artifact", key, META, BLOBS)
+    assert isinstance(cache.lookup("artifact", key), Entry)
+    assert events.counters["cache.publish_failed"] == 0
+
+
+def test_c2_insitubatch_42_published_files_are_replaced_and_never_truncated(
+    cache: Cache, root: Path, key: Key
+) -> None:
+    cache.publish("artifact", key, META, BLOBS)
+    held = [path.open("rb") for path in root.rglob("*") if path.is_file()]
+    cache.publish("artifact", key, META, {"code.py": b"other"})
+    cache.publish("artifact", key, META, BLOBS)
+    assert all(file.read() for file in held)
+    for file in held:
+        file.close()
+
+
+def test_a_loop_of_links_is_an_error_with_advice(tmp_path: Path, events: Events) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(CacheNotWritable):
+        Cache(tmp_path / "loop", events)
+
+
+def test_a_path_that_cannot_be_made_is_an_error_with_advice(tmp_path: Path, events: Events) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CacheNotWritable, match="turn the cache off"):
+        Cache(tmp_path / "file" / "cache", events)

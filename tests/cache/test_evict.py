@@ -1,0 +1,198 @@
+"""Limits are kept by taking what was used longest ago, and from under nobody's hands."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache import evict as evict_module
+from piecegraph.cache.evict import Limits, evict, pin, unpin
+from piecegraph.cache.names import BLOB_AREA, entry_name
+from piecegraph.cache.verify import verify
+from piecegraph.errors import InvalidName
+from piecegraph.events import Events
+
+KB = 1024
+
+
+def numbered(number: int) -> Key:
+    return Key.of("codegen", {"number": number})
+
+
+@pytest.fixture
+def filled(root: Path, events: Events) -> Cache:
+    """Ten entries of 10 KiB and a blob of 10 KiB that all share; number n was used n hours ago."""
+    cache = Cache(root, events)
+    for number in range(10):
+        blobs = {"own": bytes([number]) * 10 * KB, "shared": b"x" * 10 * KB}
+        cache.publish("artifact", numbered(number), {}, blobs)
+        set_idle(root, number, number * 3600)
+    for path in (root / BLOB_AREA).rglob("*"):
+        os.utime(path, (0, 0))
+    return cache
+
+
+def set_idle(root: Path, number: int, seconds: float) -> None:
+    at = time.time() - seconds
+    os.utime(root / entry_name("artifact", numbered(number).digest), (at, at))
+
+
+def left(root: Path) -> list[int]:
+    return [n for n in range(10) if (root / entry_name("artifact", numbered(n).digest)).exists()]
+
+
+def size(root: Path) -> int:
+    return sum(path.stat().st_size for path in (root / BLOB_AREA).rglob("*") if path.is_file())
+
+
+def test_least_recently_used_go_first(filled: Cache, root: Path, events: Events) -> None:
+    evict(root, Limits(size=45 * KB), events)
+    assert left(root) == [0, 1, 2]
+    assert size(root) == 40 * KB, "the shared blob stays and counts once"
+    assert verify(root) == []
+    assert events.counters["cache.evicted"] == 7
+    assert events.named("cache.evict")[-1].facts == {"entries": 7, "kept": 3, "bytes": 70 * KB}
+
+
+def test_a_look_up_is_a_use(filled: Cache, root: Path, events: Events) -> None:
+    assert isinstance(filled.lookup("artifact", numbered(9)), Entry)
+    evict(root, Limits(size=35 * KB), events)
+    assert left(root) == [0, 9]
+
+
+def test_age_limit(filled: Cache, root: Path, events: Events) -> None:
+    evict(root, Limits(age=4.5 * 3600), events)
+    assert left(root) == [0, 1, 2, 3, 4]
+
+
+def test_pinned_entries_stay(filled: Cache, root: Path, events: Events) -> None:
+    pin(root, "artifact", numbered(8).digest)
+    pin(root, "artifact", numbered(8).digest)
+    evict(root, Limits(size=35 * KB), events)
+    assert left(root) == [0, 8]
+    set_idle(root, 0, 3600)
+    evict(root, Limits(size=0, age=60), events)
+    assert left(root) == [8]
+    unpin(root, "artifact", numbered(8).digest)
+    unpin(root, "artifact", numbered(8).digest)
+    evict(root, Limits(size=0), events)
+    assert left(root) == []
+    assert size(root) == 0
+
+
+@pytest.mark.parametrize("name", [("../x", "0" * 64), ("artifact", "../../../x")])
+def test_pin_stays_inside(filled: Cache, root: Path, name: tuple[str, str]) -> None:
+    with pytest.raises(InvalidName):
+        pin(root, *name)
+
+
+def test_what_was_used_just_now_stays_whatever_the_limit(
+    filled: Cache, root: Path, events: Events
+) -> None:
+    evict(root, Limits(size=0, grace=2.5 * 3600), events)
+    assert left(root) == [0, 1, 2]
+
+
+def test_blob_just_written_for_an_entry_to_come_stays(root: Path, events: Events) -> None:
+    """A writer has placed its blobs and not yet its manifest when an eviction passes."""
+
+    def pass_by(step: str) -> None:
+        if step == "manifest written":
+            before = size(root)
+            evict(root, Limits(size=0), events)
+            assert size(root) == before > 0
+
+    cache = Cache(root, events, fault=pass_by)
+    cache.publish("artifact", numbered(0), {}, {"x": b"new"})
+    assert isinstance(cache.lookup("artifact", numbered(0)), Entry)
+
+
+def test_file_that_was_just_handed_out_stays(filled: Cache, root: Path, events: Events) -> None:
+    """Its loader may be about to open it, though the entry has been replaced meanwhile."""
+    entry = filled.lookup("artifact", numbered(5))
+    assert isinstance(entry, Entry)
+    path = filled.path(entry, "own")
+    filled.publish("artifact", numbered(5), {}, {"own": b"another"})
+    evict(root, Limits(size=0), events)
+    assert path.exists()
+
+
+def test_blob_that_gets_an_entry_during_the_eviction_is_put_back(
+    filled: Cache, root: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The publish falls between the first listing of entries and the second."""
+    replace = os.replace
+    published = []
+
+    def publish_first(source: Path, target: Path) -> None:
+        if not published and "tmp" in Path(target).parts and BLOB_AREA in Path(source).parts:
+            published.append(1)
+            name = entry_name("artifact", numbered(0).digest)
+            replace(root / "hidden", root / name)
+        replace(source, target)
+
+    (root / entry_name("artifact", numbered(0).digest)).rename(root / "hidden")
+    monkeypatch.setattr(os, "replace", publish_first)
+    evict(root, Limits(size=0, grace=60), events)
+    assert isinstance(filled.lookup("artifact", numbered(0)), Entry)
+
+
+def test_publishing_keeps_the_directory_within_its_limit(root: Path, events: Events) -> None:
+    cache = Cache(root, events, limits=Limits(size=100 * KB, grace=0.0))
+    for number in range(60):
+        cache.publish("artifact", numbered(number), {}, {"x": bytes([number]) * 5 * KB})
+        assert size(root) < 120 * KB
+    assert events.counters["cache.evicted"] > 30
+
+
+def test_leftovers_of_dead_writers_go_after_their_time(root: Path, events: Events) -> None:
+    Cache(root, events)
+    for area in ("tmp", "quarantine", "locks"):
+        for name in ("old", "new"):
+            (root / area / name).mkdir(parents=True)
+            (root / area / name / "file").touch()
+        os.utime(root / area / "old", (0, 0))
+    evict(root, Limits(), events)
+    for area in ("tmp", "quarantine", "locks"):
+        assert [path.name for path in (root / area).iterdir()] == ["new"]
+
+
+def test_damaged_manifest_is_evicted_like_any_other(
+    filled: Cache, root: Path, events: Events
+) -> None:
+    (root / entry_name("artifact", numbered(9).digest)).write_bytes(b"damaged")
+    set_idle(root, 9, 9 * 3600)
+    evict(root, Limits(age=8.5 * 3600), events)
+    assert left(root) == list(range(9))
+
+
+def test_manifest_that_cannot_be_read_now_keeps_its_blobs(
+    filled: Cache, root: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moment's failure of the disk must not turn what is needed into orphans."""
+    before = size(root)
+
+    def fail(path: Path, limit: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evict_module, "read_file", fail)
+        evict(root, Limits(grace=0), events)
+    assert "Input/output error" in events.named("cache.evict_failed")[0].facts["reason"]
+    assert (left(root), size(root)) == (list(range(10)), before)
+
+
+def test_eviction_that_fails_is_an_event(
+    filled: Cache, root: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    evict(root, Limits(size=0), events)
+    assert "not permitted" in events.named("cache.evict_failed")[0].facts["reason"]

@@ -1,0 +1,320 @@
+"""Shared and remote layers: believed only for a reason, copied before use, never in the way."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from piecegraph.cache import Cache, Entry, Key, Miss
+from piecegraph.cache.layers import SharedDirectory
+from piecegraph.cache.manifest import MAX_MANIFEST_BYTES
+from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name, entry_name
+from piecegraph.cache.remote import Remote
+from piecegraph.cache.signing import anybody, pinned, signed_with
+from piecegraph.errors import LayerFailed
+from piecegraph.events import Events
+
+from .conftest import BLOBS, META
+
+SECRET = b"sixteen bytes or more"
+
+
+@pytest.fixture
+def image(tmp_path: Path, key: Key) -> Path:
+    """A directory as a container image has it, with one entry."""
+    directory = tmp_path / "image"
+    Cache(directory, Events()).publish("artifact", key, META, BLOBS)
+    return directory
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """An empty remote of its own."""
+    name = f"memory://{uuid.uuid4().hex}"
+    yield name
+    files, base = fsspec.core.url_to_fs(name)
+    if files.exists(base):
+        files.rm(base, recursive=True)
+
+
+def test_shared_directory_is_read_through(root: Path, image: Path, key: Key) -> None:
+    events = Events()
+    cache = Cache(root, events, shared=[SharedDirectory(image, anybody)])
+    found = cache.lookup("artifact", key)
+    assert isinstance(found, Entry)
+    assert found.contents == BLOBS
+    assert cache.path(found, "kernel.so").is_relative_to(root), "others could swap the shared file"
+    shutil.rmtree(image)
+    assert isinstance(cache.lookup("artifact", key), Entry)
+    assert events.counters[f"cache.hit.shared:{image}"] == 1
+    assert events.counters["cache.hit.private"] == 1
+
+
+def test_shared_directory_alone_is_a_cache(image: Path, key: Key, events: Events) -> None:
+    cache = Cache(None, events, shared=[SharedDirectory(image, anybody)])
+    assert cache.enabled
+    found = cache.lookup("artifact", key)
+    assert isinstance(found, Entry)
+    assert not cache.path(found, "kernel.so").is_relative_to(image)
+
+
+def test_shared_directory_is_never_written(root: Path, image: Path, key: Key) -> None:
+    (image / blob_name(other_blob(image))).write_bytes(b"damaged")
+    before = {path: path.stat().st_mtime_ns for path in image.rglob("*")}
+    cache = Cache(root, Events(), shared=[SharedDirectory(image, anybody)])
+    missed = cache.lookup("artifact", key)
+    assert isinstance(missed, Miss)
+    assert missed.reason == "damaged"
+    cache.publish("artifact", Key.of("codegen", {}), {}, BLOBS)
+    assert {path: path.stat().st_mtime_ns for path in image.rglob("*")} == before
+
+
+def other_blob(image: Path) -> str:
+    return next(path.name for path in (image / BLOB_AREA).rglob("*") if path.is_file())
+
+
+def test_damaged_private_entry_is_mended_from_the_next_layer(
+    root: Path, image: Path, key: Key
+) -> None:
+    shutil.copytree(image, root)
+    (root / blob_name(other_blob(root))).write_bytes(b"damaged")
+    cache = Cache(root, Events(), shared=[SharedDirectory(image, anybody)])
+    for layer in (f"shared:{image}", "private"):
+        found = cache.lookup("artifact", key)
+        assert isinstance(found, Entry)
+        assert found.layer == layer
+
+
+def test_first_reason_that_says_something_is_told(root: Path, image: Path, key: Key) -> None:
+    shutil.copytree(image, root)
+    (root / blob_name(other_blob(root))).write_bytes(b"damaged")
+    shutil.rmtree(image / ENTRY_AREA)
+    cache = Cache(root, Events(), shared=[SharedDirectory(image, anybody)])
+    missed = cache.lookup("artifact", key)
+    assert isinstance(missed, Miss)
+    assert (missed.reason, missed.layer) == ("damaged", "private")
+
+
+def test_first_layer_that_has_it_is_asked(root: Path, tmp_path: Path, key: Key) -> None:
+    shared = []
+    for name in ("first", "second"):
+        Cache(tmp_path / name, Events()).publish("artifact", key, {}, {"x": name.encode()})
+        shared.append(SharedDirectory(tmp_path / name, anybody))
+    found = Cache(root, Events(), shared=shared).lookup("artifact", key)
+    assert isinstance(found, Entry)
+    assert found.contents == {"x": b"first"}
+
+
+def test_untrusted_entry_is_a_miss_and_is_not_copied(root: Path, image: Path, key: Key) -> None:
+    cache = Cache(root, Events(), shared=[SharedDirectory(image, signed_with(SECRET))])
+    missed = cache.lookup("artifact", key)
+    assert missed == Miss("untrusted", "it is not signed", f"shared:{image}")
+    assert not (root / BLOB_AREA).exists()
+
+
+def test_pinned_entry_is_believed(root: Path, image: Path, key: Key) -> None:
+    entry = Cache(image, Events()).lookup("artifact", key)
+    assert isinstance(entry, Entry)
+    believing = Cache(root, Events(), shared=[SharedDirectory(image, pinned({entry.digest}))])
+    assert isinstance(believing.lookup("artifact", key), Entry)
+
+
+def test_links_in_a_shared_directory_are_not_followed(
+    root: Path, image: Path, tmp_path: Path, key: Key
+) -> None:
+    manifest = image / entry_name("artifact", key.digest)
+    manifest.rename(tmp_path / "elsewhere")
+    manifest.symlink_to(tmp_path / "elsewhere")
+    cache = Cache(root, Events(), shared=[SharedDirectory(image, anybody)])
+    missed = cache.lookup("artifact", key)
+    assert isinstance(missed, Miss)
+    assert "symbolic link" in missed.detail
+    assert manifest.is_symlink(), "a shared layer is not put into quarantine"
+
+
+def test_remote_is_written_back_signed_and_read_through(url: str, tmp_path: Path, key: Key) -> None:
+    trust = signed_with(SECRET)
+    writing = Remote(url, trust, write_back=True, secret=SECRET)
+    Cache(tmp_path / "one", Events(), shared=[writing]).publish("artifact", key, META, BLOBS)
+
+    other = Cache(tmp_path / "two", Events(), shared=[Remote(url, trust)])
+    for layer in (f"remote:{url}", "private"):
+        found = other.lookup("artifact", key)
+        assert isinstance(found, Entry)
+        assert (found.contents, found.meta, found.layer) == (BLOBS, META, layer)
+
+
+def test_signed_directory_for_an_image_is_made_through_a_remote(
+    root: Path, tmp_path: Path, key: Key
+) -> None:
+    layer = tmp_path / "layer"
+    writing = Remote(f"file://{layer}", anybody, write_back=True, secret=SECRET)
+    Cache(None, Events(), shared=[writing]).publish("artifact", key, META, BLOBS)
+    shared = [SharedDirectory(layer, signed_with(SECRET))]
+    assert isinstance(Cache(root, Events(), shared=shared).lookup("artifact", key), Entry)
+
+
+def test_remote_is_read_only_unless_told(url: str, root: Path, key: Key) -> None:
+    Cache(root, Events(), shared=[Remote(url, anybody)]).publish("artifact", key, META, BLOBS)
+    files, base = fsspec.core.url_to_fs(url)
+    assert not files.exists(base)
+
+
+def test_empty_blob_and_equal_blobs_in_a_remote(url: str, key: Key) -> None:
+    blobs = {"empty": b"", "a": b"same", "b": b"same"}
+    cache = Cache(None, Events(), shared=[Remote(url, anybody, write_back=True)])
+    cache.publish("artifact", key, {}, blobs)
+    found = cache.lookup("artifact", key)
+    assert isinstance(found, Entry)
+    assert found.contents == blobs
+
+
+@pytest.mark.parametrize("content", [b"", b"other", b"x" * 5000])
+def test_damaged_remote_is_a_miss_and_a_write_back_mends_it(
+    url: str, key: Key, content: bytes
+) -> None:
+    cache = Cache(None, Events(), shared=[Remote(url, anybody, write_back=True)])
+    entry = cache.publish("artifact", key, META, BLOBS)
+    files, base = fsspec.core.url_to_fs(url)
+    files.pipe_file(f"{base}/{blob_name(entry.manifest.blobs['code.py'].sha256)}", content)
+    missed = cache.lookup("artifact", key)
+    assert isinstance(missed, Miss)
+    assert missed.reason == "damaged"
+    cache.publish("artifact", key, META, BLOBS)
+    assert isinstance(cache.lookup("artifact", key), Entry)
+
+
+class Counting:
+    """Lists the requests that reach a file system, and can be made to fail."""
+
+    def __init__(self, remote: Remote) -> None:
+        self.verbs: list[str] = []
+        self.failure: Exception | None = None
+        self._files = remote._files
+        remote._files = self
+
+    def __getattr__(self, verb: str) -> Any:
+        self.verbs.append(verb)
+        if self.failure is not None:
+            raise self.failure
+        return getattr(self._files, verb)
+
+
+def test_blobs_that_a_remote_has_are_not_sent_again(url: str, key: Key) -> None:
+    remote = Remote(url, anybody, write_back=True)
+    counting = Counting(remote)
+    cache = Cache(None, Events(), shared=[remote])
+    cache.publish("artifact", key, META, BLOBS)
+    assert counting.verbs.count("pipe_file") == len(BLOBS) + 1
+    cache.publish("bundle", key, META, BLOBS)
+    assert counting.verbs.count("pipe_file") == len(BLOBS) + 2
+
+
+def test_no_more_than_a_blob_is_asked_for(
+    url: str, key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The remote may hold anything of any size; empty ranges, which some refuse, are not asked."""
+    remote = Remote(url, anybody, write_back=True)
+    cache = Cache(None, Events(), shared=[remote])
+    cache.publish("artifact", key, {}, {"three": b"abc", "empty": b""})
+    asked = []
+    cat_file = remote._files.cat_file
+
+    def watch(path: str, start: int, end: int) -> Any:
+        asked.append((start, end))
+        return cat_file(path, start=start, end=end)
+
+    monkeypatch.setattr(remote._files, "cat_file", watch)
+    assert isinstance(cache.lookup("artifact", key), Entry)
+    assert asked == [(0, MAX_MANIFEST_BYTES + 1), (0, 4)]
+
+
+def test_what_a_remote_lacks_is_remembered(url: str, key: Key) -> None:
+    remote = Remote(url, anybody, write_back=True)
+    counting = Counting(remote)
+    cache = Cache(None, Events(), shared=[remote])
+    for _ in range(5):
+        assert isinstance(cache.lookup("artifact", key), Miss)
+    assert len(counting.verbs) == 1
+    cache.publish("artifact", key, META, BLOBS)
+    assert isinstance(cache.lookup("artifact", key), Entry)
+
+
+def test_memory_of_what_a_remote_lacks_ends(url: str, key: Key) -> None:
+    remote = Remote(url, anybody, memory_seconds=0.0)
+    reader = Cache(None, Events(), shared=[remote])
+    assert isinstance(reader.lookup("artifact", key), Miss)
+    writer = Cache(None, Events(), shared=[Remote(url, anybody, write_back=True)])
+    writer.publish("artifact", key, META, BLOBS)
+    assert isinstance(reader.lookup("artifact", key), Entry)
+
+
+@pytest.mark.parametrize("failure", [TimeoutError("late"), ConnectionError("reset"), KeyError("x")])
+def test_failing_remote_is_a_miss_and_is_left_alone_for_a_while(
+    url: str, root: Path, key: Key, failure: Exception
+) -> None:
+    events = Events()
+    remote = Remote(url, anybody, write_back=True)
+    counting = Counting(remote)
+    counting.failure = failure
+    cache = Cache(root, events, shared=[remote])
+    missed = cache.lookup("artifact", key)
+    assert isinstance(missed, Miss)
+    assert missed.reason == "unreadable"
+    entry = cache.publish("artifact", key, META, BLOBS)
+    assert isinstance(cache.lookup("artifact", key), Entry)
+    assert cache.read(entry, "code.py") == BLOBS["code.py"]
+    assert len(counting.verbs) == 1
+    assert events.counters["cache.publish_failed"] == 1
+
+
+def test_failing_remote_raises_where_the_operator_wants_it(url: str, root: Path, key: Key) -> None:
+    remote = Remote(url, anybody, write_back=True, failures="raise", memory_seconds=0.0)
+    counting = Counting(remote)
+    counting.failure = ConnectionError("reset")
+    cache = Cache(root, Events(), shared=[remote])
+    with pytest.raises(LayerFailed, match="reset"):
+        cache.lookup("artifact", key)
+    with pytest.raises(LayerFailed, match="reset"):
+        cache.publish("artifact", key, META, BLOBS)
+
+
+def test_unreadable_shared_directory_raises_where_the_operator_wants_it(
+    root: Path, image: Path, key: Key
+) -> None:
+    manifest = image / entry_name("artifact", key.digest)
+    shutil.rmtree(manifest.parent)
+    manifest.parent.write_text("a file where a directory belongs")
+    shared = [SharedDirectory(image, anybody, failures="raise")]
+    with pytest.raises(LayerFailed, match="Not a directory"):
+        Cache(root, Events(), shared=shared).lookup("artifact", key)
+
+
+def test_unknown_protocol_is_a_clear_error() -> None:
+    with pytest.raises(LayerFailed, match="extra `remote`"):
+        Remote("nosuch://bucket/x", anybody)
+
+
+def test_private_directory_needs_no_fsspec(root: Path, key: Key) -> None:
+    """A warm start imports neither fsspec nor filelock."""
+    script = (
+        "import sys, pathlib; from piecegraph.cache import Cache, Key; "
+        "from piecegraph.events import Events; "
+        f"cache = Cache(pathlib.Path({str(root)!r}), Events()); "
+        "cache.lookup('artifact', Key.of('codegen', {})); "
+        "print(sorted({'torch', 'fsspec', 'filelock', 'pydantic'} & set(sys.modules)))"
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "[]\n"

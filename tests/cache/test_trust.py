@@ -1,0 +1,152 @@
+"""A directory that others can write to is refused, with the command that mends it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from piecegraph.cache import Cache, Entry, Key, Miss
+from piecegraph.cache.environment import SIGNING_KEY, SIGNING_KEY_FILE
+from piecegraph.cache.signing import anybody, pinned, secret_from_environment, sign, signed_with
+from piecegraph.cache.trust import check_private
+from piecegraph.cache.verify import Status, exit_status, verify
+from piecegraph.errors import InvalidSecret, UntrustedDirectory
+from piecegraph.events import Events
+
+from .conftest import BLOBS, META
+
+SECRET = b"sixteen bytes or more"
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o770, 0o777, 0o701, 0o1777])
+def test_open_directory_is_refused_and_its_command_mends_it(root: Path, mode: int) -> None:
+    root.mkdir()
+    root.chmod(mode)
+    with pytest.raises(UntrustedDirectory) as refusal:
+        Cache(root, Events())
+    assert (Status.UNTRUSTED & exit_status(verify(root))) == Status.UNTRUSTED
+    subprocess.run(shlex.split(refusal.value.facts["command"]), check=True)
+    Cache(root, Events())
+    assert verify(root) == []
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757])
+def test_ancestor_that_others_can_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    above = tmp_path / "with space"
+    above.mkdir()
+    above.chmod(mode)
+    with pytest.raises(UntrustedDirectory, match="above it") as refusal:
+        Cache(above / "deep" / "cache", Events())
+    subprocess.run(shlex.split(refusal.value.facts["command"]), check=True)
+    Cache(above / "deep" / "cache", Events())
+
+
+def test_sticky_ancestor_is_no_danger(tmp_path: Path) -> None:
+    (tmp_path / "sticky").mkdir()
+    (tmp_path / "sticky").chmod(0o1777)
+    Cache(tmp_path / "sticky" / "cache", Events())
+
+
+def test_link_is_followed_once_and_re_pointing_it_later_has_no_effect(
+    tmp_path: Path, key: Key
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "ours")
+    cache = Cache(link, Events())
+    Cache(tmp_path / "theirs", Events()).publish("artifact", key, {}, {"x": b"evil"})
+    link.unlink()
+    link.symlink_to(tmp_path / "theirs")
+    assert isinstance(cache.lookup("artifact", key), Miss)
+
+
+def test_link_to_an_open_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "open" / "inner").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "open" / "inner")
+    with pytest.raises(UntrustedDirectory):
+        Cache(tmp_path / "link", Events())
+    with pytest.raises(NotADirectoryError):
+        check_private(tmp_path / "link")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_directory_of_another_user_is_refused(root: Path, tmp_path: Path) -> None:
+    root.mkdir(mode=0o700)
+    os.chown(root, 12345, -1)
+    with pytest.raises(UntrustedDirectory, match="user 12345 owns it") as refusal:
+        Cache(root, Events())
+    subprocess.run(shlex.split(refusal.value.facts["command"]), check=True)
+    Cache(root, Events())
+    os.chown(tmp_path, 12345, -1)
+    with pytest.raises(UntrustedDirectory, match=r"user 12345 owns .* above it"):
+        Cache(root, Events())
+    os.chown(tmp_path, 0, -1)
+
+
+def test_what_the_cache_creates_is_private_under_any_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        Cache(tmp_path / "a" / "b" / "cache", Events())
+    finally:
+        os.umask(before)
+
+
+@pytest.fixture
+def entry(cache: Cache, key: Key) -> Entry:
+    return cache.publish("artifact", key, META, BLOBS)
+
+
+def test_signature_covers_all_of_the_entry(cache: Cache, entry: Entry, key: Key) -> None:
+    trust = signed_with(SECRET)
+    signature = sign(entry.manifest, SECRET)
+    assert trust(entry.manifest, signature) is None
+    assert trust(entry.manifest, None) == "it is not signed"
+    assert trust(entry.manifest, sign(entry.manifest, SECRET + b"!")) is not None
+    for changed in (
+        cache.publish("bundle", key, META, BLOBS),
+        cache.publish("artifact", Key.of("trace", key.factors), META, BLOBS),
+        cache.publish("artifact", key, {**META, "x": 1}, BLOBS),
+        cache.publish("artifact", key, META, BLOBS | {"code.py": b"evil"}),
+        cache.publish("artifact", key, META, {"other.py": BLOBS["code.py"]}),
+    ):
+        assert trust(changed.manifest, signature) == "it is signed with another key"
+
+
+def test_pins_name_contents_and_not_keys(cache: Cache, entry: Entry, key: Key) -> None:
+    trust = pinned({entry.digest})
+    assert trust(entry.manifest, None) is None
+    other = cache.publish("artifact", key, META, BLOBS | {"code.py": b"evil"})
+    assert trust(other.manifest, None) == f"{other.digest} is not pinned"
+    anybody(other.manifest, None)
+
+
+def test_secret_from_file_or_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SIGNING_KEY, raising=False)
+    monkeypatch.delenv(SIGNING_KEY_FILE, raising=False)
+    assert secret_from_environment() is None
+    monkeypatch.setenv(SIGNING_KEY, SECRET.decode())
+    assert secret_from_environment() == SECRET
+    file = tmp_path / "key"
+    file.write_bytes(b"another secret of the file\n")
+    file.chmod(0o600)
+    monkeypatch.setenv(SIGNING_KEY_FILE, str(file))
+    assert secret_from_environment() == b"another secret of the file"
+
+
+def test_weak_or_open_secrets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SIGNING_KEY, "short")
+    with pytest.raises(InvalidSecret, match="5 bytes"):
+        secret_from_environment()
+    file = tmp_path / "key"
+    monkeypatch.setenv(SIGNING_KEY_FILE, str(file))
+    with pytest.raises(InvalidSecret, match="No such file"):
+        secret_from_environment()
+    file.write_bytes(SECRET)
+    file.chmod(0o644)
+    with pytest.raises(InvalidSecret, match="chmod 600"):
+        secret_from_environment()

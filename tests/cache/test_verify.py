@@ -1,0 +1,101 @@
+"""`verify` tells corrupt, untrusted and unverifiable apart, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from piecegraph.cache import Cache, Key
+from piecegraph.cache.explain import why
+from piecegraph.cache.names import ENTRY_AREA, blob_name, entry_name
+from piecegraph.cache.signing import anybody, signed_with
+from piecegraph.cache.verify import Status, exit_status, verify
+from piecegraph.events import Events
+
+from .conftest import BLOBS, META
+
+
+@pytest.fixture
+def manifest(cache: Cache, root: Path, key: Key) -> Path:
+    cache.publish("artifact", key, META, BLOBS)
+    return root / entry_name("artifact", key.digest)
+
+
+@pytest.fixture
+def blob(cache: Cache, root: Path, key: Key) -> Path:
+    entry = cache.publish("artifact", key, META, BLOBS)
+    return root / blob_name(entry.manifest.blobs["code.py"].sha256)
+
+
+def test_clean(manifest: Path, root: Path) -> None:
+    assert exit_status(verify(root)) == 0
+
+
+def test_corrupt_manifest(manifest: Path, root: Path, key: Key) -> None:
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    (finding,) = verify(root)
+    assert (finding.status, finding.name) == (
+        Status.CORRUPT,
+        entry_name("artifact", key.digest),
+    )
+    assert exit_status([finding]) == 1
+
+
+def test_corrupt_blob_is_found_also_if_no_entry_needs_it(blob: Path, root: Path) -> None:
+    blob.write_bytes(b"other")
+    assert len(verify(root)) == 2
+    assert exit_status(verify(root)) == 1
+    for path in (root / ENTRY_AREA).rglob("*"):
+        if path.is_file():
+            path.unlink()
+    (finding,) = verify(root)
+    assert finding.reason == "not the bytes of its name"
+
+
+def test_untrusted(manifest: Path, root: Path) -> None:
+    assert exit_status(verify(root, signed_with(b"sixteen bytes or more"))) == 2
+    assert exit_status(verify(root, anybody)) == 0
+
+
+def test_unverifiable(blob: Path, root: Path) -> None:
+    blob.unlink()
+    assert exit_status(verify(root)) == 4
+
+
+def test_stray_file_is_unverifiable(manifest: Path, root: Path) -> None:
+    stray = manifest.with_name(".nfs0001")
+    stray.touch()
+    (finding,) = verify(root)
+    assert (finding.status, finding.reason) == (Status.UNVERIFIABLE, "no entry has this name")
+
+
+def test_directory_that_cannot_be_listed_is_unverifiable(
+    manifest: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> list[str]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert exit_status(verify(root)) == 4
+    assert why(root, "artifact", Key.of("codegen", {})) == []
+
+
+def test_statuses_are_summed(manifest: Path, blob: Path, root: Path) -> None:
+    other = Cache(root, Events()).publish("artifact", Key.of("trace", {}), {}, {"x": b"x"})
+    (root / blob_name(other.manifest.blobs["x"].sha256)).unlink()
+    blob.write_bytes(b"other")
+    root.chmod(0o755)
+    assert exit_status(verify(root)) == 1 + 2 + 4
+
+
+def test_missing_directory_is_unverifiable(tmp_path: Path) -> None:
+    assert exit_status(verify(tmp_path / "none")) == 4
+
+
+def test_nothing_is_changed(manifest: Path, blob: Path, root: Path) -> None:
+    blob.write_bytes(b"other")
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    verify(root)
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before

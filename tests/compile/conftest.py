@@ -1,0 +1,71 @@
+"""Compile a model through the room's main path and call it as the model would be called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.cache import Cache
+from piecegraph.compile.compile_model import compile_model
+from piecegraph.compile.compiled_model import CompiledModel
+from piecegraph.compile.config import CompileConfig
+from piecegraph.compile.cut import Task
+from piecegraph.events import Events
+from piecegraph.runtime.binding import binder, packer
+
+
+@dataclass
+class Compiled:
+    """A compiled model that is called like the model it was made from."""
+
+    compiled: CompiledModel
+    signature: inspect.Signature
+    events: Events
+
+    def __post_init__(self) -> None:
+        self._bind = binder(self.compiled.plan, self.signature)
+        self._step = self.compiled.link()
+        self._pack = packer(self.compiled.plan)
+
+    @property
+    def plan(self) -> Any:
+        return self.compiled.plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors, _ = self._bind(*args, **kwargs)
+        with torch.no_grad():
+            return self._pack(self._step(*tensors), tensors)
+
+
+Compile = Callable[..., Compiled]
+
+
+@pytest.fixture(scope="session")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache directory for all tests that run Inductor."""
+    return tmp_path_factory.mktemp("artifacts")
+
+
+@pytest.fixture
+def compiled(artifacts: Path) -> Iterator[Compile]:
+    """`compiled(model, splitting_ops=…, …)`: settings as in `CompileConfig`, eager pieces."""
+
+    def compile_(
+        model: torch.nn.Module, *, examples: Any = None, device: str = "cpu", **settings: Any
+    ) -> Compiled:
+        config = CompileConfig(**{"compiler": "eager", **settings})
+        root = None if config.compiler == "eager" else artifacts
+        events = Events()
+        cache = Cache(root, events)
+        task = Task(model, config, cache, events, torch.device(device), examples)
+        made = compile_model(task)
+        return Compiled(made, inspect.signature(model.forward), events)
+
+    yield compile_
+    torch._dynamo.reset()

@@ -1,0 +1,246 @@
+"""Small models that treat sizes specially: sound and unsound to serve for 1 to 2048 tokens.
+
+An unsound one is right only for some sizes; the line that makes it so is marked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+MARK = "# unsound"
+
+
+class SizeModel(nn.Module):
+    """`body(module, x)` as a model; `x` is (num_tokens, 8)."""
+
+    def __init__(self, body: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = body
+        self.linear = nn.Linear(8, 8)
+        self.table = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def marked_line(body: Callable[..., Tensor]) -> int:
+    lines, first = inspect.getsourcelines(body)
+    (index,) = [i for i, line in enumerate(lines) if MARK in line]
+    return first + index
+
+
+# unsound
+
+
+def multiple_of_128(m, x):
+    if x.shape[0] % 128 == 0:  # unsound
+        return x * 2
+    return m.linear(x)
+
+
+def one_token(m, x):
+    if x.shape[0] == 1:  # unsound
+        return x * 2
+    return m.linear(x)
+
+
+def at_least_two(m, x):
+    if x.shape[0] > 1:  # unsound
+        return m.linear(x)
+    return x
+
+
+def more_than_four(m, x):
+    if x.shape[0] > 4:  # unsound
+        return m.linear(x)
+    return x
+
+
+def large_batch(m, x):
+    if x.shape[0] >= 1024:  # unsound
+        return x - 1
+    return m.linear(x)
+
+
+def even(m, x):
+    y = m.linear(x)
+    return y * 2 if x.size(0) % 2 else y  # unsound
+
+
+def not_seventeen(m, x):
+    if x.shape[0] != 18:  # unsound
+        return m.linear(x)
+    return x
+
+
+def asserted(m, x):
+    assert x.shape[0] <= 500  # unsound
+    return m.linear(x)
+
+
+def checked(m, x):
+    torch._check(x.shape[0] <= 100)  # unsound
+    return m.linear(x)
+
+
+def squeezed(m, x):
+    return m.linear(x).squeeze(0)  # unsound
+
+
+def squeezed_away(m, x):
+    y = m.linear(x).squeeze()  # unsound
+    return y.softmax(0).view(x.shape[0], 8)
+
+
+def broadcast(m, x):
+    return m.linear(x) + torch.ones(17, 8)  # unsound
+
+
+def unrolled(m, x):
+    for row in range(x.shape[0]):  # unsound
+        x = x + row
+    return m.linear(x)
+
+
+def fixed_rows(m, x):
+    return m.linear(x).narrow(0, 3, 2)  # unsound
+
+
+def last_five(m, x):
+    return m.linear(x).unfold(0, 5, 1).sum(-1)  # unsound
+
+
+def halves(m, x):
+    first, second = m.linear(x).chunk(2, 0)  # unsound
+    return torch.cat([second, first])
+
+
+def as_number(m, x):
+    scale = 0.5 if x.shape[0] > 100 else 1.0  # unsound
+    return m.linear(x) * scale
+
+
+# sound
+
+
+def linear(m, x):
+    return m.linear(x).relu()
+
+
+def mean(m, x):
+    return m.linear(x).mean(0)
+
+
+def softmax_over_tokens(m, x):
+    return m.linear(x).softmax(0)
+
+
+def first_half(m, x):
+    return m.linear(x)[: x.shape[0] // 2]
+
+
+def at_most_four(m, x):
+    return m.linear(x)[: min(x.shape[0], 4)]
+
+
+def scaled_by_size(m, x):
+    return m.linear(x) * x.shape[0]
+
+
+def positions(m, x):
+    return m.linear(x) + torch.arange(x.shape[0])[:, None]
+
+
+def doubled(m, x):
+    return torch.cat([x, m.linear(x)])
+
+
+def sorted_(m, x):
+    return m.linear(x).sort(0).values
+
+
+def causal(m, x):
+    return torch.ones(x.shape[0], x.shape[0]).tril() @ m.linear(x)
+
+
+def padded(m, x):
+    return F.pad(m.linear(x), (0, 0, 0, 3))[: x.shape[0]]
+
+
+def heads(m, x):
+    return m.linear(x).view(x.shape[0], 2, 4).transpose(0, 1).reshape(2, -1)
+
+
+def last_row(m, x):
+    return m.linear(x)[-1]
+
+
+def rounded_up(m, x):
+    rows = (x.shape[0] + 7) // 8 * 8
+    return F.pad(m.linear(x), (0, 0, 0, rows - x.shape[0]))
+
+
+def true_for_all(m, x):
+    if x.shape[0] < 1:
+        return x
+    return m.linear(x)
+
+
+def below_the_limit(m, x):
+    torch._check(x.shape[0] <= 4096)
+    return m.linear(x)
+
+
+def chosen_by_data(m, x):
+    return torch.where(x.sum() > 0, m.linear(x), x)
+
+
+def repeated(m, x):
+    return m.linear(x).repeat_interleave(3, 0)
+
+
+UNSOUND = [
+    multiple_of_128,
+    one_token,
+    at_least_two,
+    more_than_four,
+    large_batch,
+    even,
+    not_seventeen,
+    asserted,
+    checked,
+    squeezed,
+    squeezed_away,
+    broadcast,
+    unrolled,
+    fixed_rows,
+    last_five,
+    halves,
+    as_number,
+]
+SOUND = [
+    linear,
+    mean,
+    softmax_over_tokens,
+    first_half,
+    at_most_four,
+    scaled_by_size,
+    positions,
+    doubled,
+    sorted_,
+    causal,
+    padded,
+    heads,
+    last_row,
+    rounded_up,
+    true_for_all,
+    below_the_limit,
+    chosen_by_data,
+    repeated,
+]

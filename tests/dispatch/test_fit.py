@@ -1,0 +1,189 @@
+"""Fitted sizes against brute force, and what is done with a fit."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from piecegraph.dispatch import fit_sizes, fit_validated, padding_waste, refit, tail_sizes
+from piecegraph.dispatch.traffic import blur
+from piecegraph.errors import InvalidSetting
+
+
+def total_cost(counts, sizes, cost=float) -> float:
+    spent = 0.0
+    for tokens, count in enumerate(counts):
+        if tokens and count:
+            fitting = [cost(size) for size in sizes if size >= tokens]
+            spent += count * min(fitting, default=float("inf"))
+    return spent
+
+
+histograms = st.lists(st.integers(0, 9), min_size=2, max_size=10)
+
+
+@settings(max_examples=300)
+@given(histograms, st.integers(2, 6), st.data())
+def test_the_fit_is_the_best_of_all_lists(counts, max_graphs, data):
+    every = range(1, len(counts))
+    base = data.draw(st.sets(st.sampled_from(every), max_size=1))
+    sizes = fit_sizes(counts, max_graphs=max_graphs, base=base)
+    assert base <= set(sizes)
+    assert len(sizes) <= max_graphs
+    assert list(sizes) == sorted(set(sizes))
+    lists = (each for k in range(max_graphs + 1) for each in combinations(every, k))
+    best = min(total_cost(counts, each) for each in lists if base <= set(each))
+    assert total_cost(counts, sizes) == best
+
+
+@settings(max_examples=300)
+@given(histograms, st.integers(1, 6), st.data())
+def test_the_fit_is_the_best_for_any_measured_cost(counts, max_graphs, data):
+    table = data.draw(st.lists(st.integers(1, 9), min_size=len(counts), max_size=len(counts)))
+    cost = table.__getitem__
+    sizes = fit_sizes(counts, max_graphs=max_graphs, cost=cost)
+    assert len(sizes) <= max_graphs
+    lists = (each for k in range(max_graphs + 1) for each in combinations(range(1, len(counts)), k))
+    best = min(total_cost(counts, each, cost) for each in lists)
+    assert total_cost(counts, sizes, cost) == best
+
+
+@given(histograms, st.integers(1, 5))
+def test_aligned_sizes(counts, alignment):
+    sizes = fit_sizes(counts, max_graphs=3, alignment=alignment)
+    assert all(size % alignment == 0 for size in sizes)
+    multiples = range(alignment, len(counts) + alignment, alignment)
+    lists = (each for k in range(4) for each in combinations(multiples, k))
+    assert total_cost(counts, sizes) == min(total_cost(counts, each) for each in lists)
+
+
+def test_bytes_limit_the_number_of_graphs():
+    counts = [0, *[1] * 20]
+    by_bytes = fit_sizes(counts, max_bytes=350, graph_bytes=100)
+    assert by_bytes == fit_sizes(counts, max_graphs=3)
+    assert len(by_bytes) == 3
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"max_graphs": 0},
+        {"max_graphs": 1, "base": [1]},
+        {"max_graphs": 4, "max_bytes": 9, "graph_bytes": 1},
+        {"max_bytes": 100},
+        {"max_bytes": 99, "graph_bytes": 100},
+    ],
+)
+def test_a_limit_that_cannot_be_is_an_error(limits):
+    with pytest.raises(InvalidSetting, match="max_"):
+        fit_sizes([0, 1, 1, 1], **limits)
+
+
+def test_no_traffic_needs_the_base_alone():
+    assert fit_sizes([0, 0, 0], max_graphs=4) == ()
+    assert fit_sizes([0, 0, 0], max_graphs=4, base=[2]) == (2,)
+
+
+def test_a_large_fit_takes_less_than_two_seconds():
+    rng = random.Random(0)
+    counts = [rng.randrange(1000) for _ in range(8193)]
+    start = time.process_time()
+    sizes = fit_sizes(counts, max_graphs=64)
+    assert time.process_time() - start < 2
+    assert len(sizes) == 64
+    even = [8192 * k // 64 for k in range(1, 65)]
+    assert padding_waste(counts, sizes).share <= padding_waste(counts, even).share
+
+
+def test_waste_counts_padding_and_what_has_no_graph():
+    waste = padding_waste([5, 2, 0, 1, 3], [2, 3])
+    assert (waste.real, waste.padded, waste.without_graph) == (2 + 3, 4 + 3, 3)
+    assert waste.share == pytest.approx(2 / 7)
+    assert padding_waste([0, 1], []).share == 0
+
+
+@given(st.lists(st.integers(0, 1000), min_size=2, max_size=60), st.floats(0, 0.9))
+def test_blurring_moves_weight_and_keeps_it(counts, drift):
+    spread = blur(counts, drift)
+    assert len(spread) == len(counts)
+    assert sum(spread) == pytest.approx(sum(counts[1:]), abs=1e-3)
+    for tokens, weight in enumerate(spread):
+        near = [n for n, c in enumerate(counts) if c and n and abs(n - tokens) <= drift * n + 1]
+        assert weight == 0 or near
+
+
+def test_blurring_spreads_evenly_over_half_to_one_and_a_half():
+    counts = [0] * 40
+    counts[10] = 11
+    assert blur(counts, 0.5) == [0] * 5 + [1] * 11 + [0] * 24
+
+
+def test_blurring_leaves_nothing_where_nothing_was_near():
+    counts = [0] * 400
+    counts[7], counts[11], counts[97], counts[140] = 3, 1, 13, 1
+    spread = blur(counts, 0.3)
+    assert spread[15:67] == [0] * 52
+    assert spread[183:] == [0] * 217
+
+
+def test_a_tail_reaches_from_the_largest_batch_seen_to_the_limit():
+    assert tail_sizes([9, 0, 1, 0, 0, 3, 0], 100) == (8, 16, 32, 64, 100)
+    assert tail_sizes([0] * 8 + [1], 32) == (16, 32)
+    assert tail_sizes([0] * 100 + [1], 100) == (100,)
+
+
+def test_a_fit_replaces_the_default_where_it_is_better():
+    counts = [0] * 65
+    counts[20] = counts[40] = 100
+    result = fit_validated(counts, counts, default=(1, 8, 32, 64), max_graphs=8, base=[64])
+    assert not result.kept_default
+    assert len(result.sizes) <= 8
+    assert result.waste.share < result.default_waste.share
+
+
+def test_the_default_is_kept_where_the_fit_does_not_beat_it():
+    counts, held_out = [0] * 65, [0] * 65
+    counts[60], held_out[5] = 100, 100
+    result = fit_validated(counts, held_out, default=(8, 64), max_graphs=8, drift=0.1)
+    assert result.kept_default
+    assert result.sizes == (8, 64)
+    assert result.waste == result.default_waste
+
+
+def test_the_default_is_kept_where_the_fit_leaves_batches_without_a_graph():
+    counts, held_out = [0] * 65, [0] * 65
+    counts[9] = 100
+    held_out[9], held_out[64] = 100, 1
+    result = fit_validated(counts, held_out, default=(16, 64), max_graphs=8, drift=0.0)
+    assert result.fitted == (9,)
+    assert result.kept_default
+
+
+def test_refit_says_what_to_add_and_what_to_drop():
+    counts = [0] * 65
+    counts[21] = 1000
+    change = refit((8, 16, 32, 64), counts, max_graphs=4, drift=0.0)
+    assert (change.add, change.drop) == ((21,), (8, 16, 32))
+    assert (change.cost_before, change.cost_after) == (pytest.approx(32 / 21), 1)
+    after = refit((21, 64), counts, max_graphs=4, drift=0.0)
+    assert (after.add, after.drop) == ((), ())
+
+
+def test_refit_needs_a_gain_that_repays_captures():
+    counts = [0] * 65
+    counts[63] = 1000
+    assert refit((8, 64), counts, max_graphs=2, drift=0.0, gain=0.02).add == ()
+    assert refit((8, 64), counts, max_graphs=2, drift=0.0, gain=0.01).add == (63,)
+
+
+def test_refit_knows_measured_costs():
+    counts = [0] * 65
+    counts[21] = 1000
+    flat = refit((8, 64), counts, max_graphs=4, cost=lambda size: 1.0)
+    assert (flat.add, flat.drop) == ((), ())

@@ -1,0 +1,162 @@
+"""Forks ranks that play one scene over gloo: `rank_launcher.py FOLDER SIZE SCENE SUBJECT`.
+
+Each rank writes what came of it into FOLDER; one that hangs is killed and writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from piecegraph import Batch, CaptureStrategy, Config, Dispatcher, Events, GraphMode
+from piecegraph.dispatch import AttentionSupport, make_plan
+from piecegraph.runtime.capture_session import CaptureSession
+from piecegraph.runtime.capturer import Capturer, SlotActions
+from piecegraph.runtime.ranks import Ranks, start_facts
+from piecegraph.runtime.recorder import record
+from piecegraph.runtime.recording import Recording
+from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+
+TIMEOUT_S = 3.0
+DEADLINE_S = 30.0
+
+
+def agree(ranks: Ranks, odd: bool) -> list[str]:
+    start(ranks, (1, 2))
+    return ["agreed"]
+
+
+def disagree_on_sizes(ranks: Ranks, odd: bool) -> list[str]:
+    start(ranks, (1, 3) if odd else (1, 2))
+    return ["agreed"]
+
+
+def disagree_on_attention(ranks: Ranks, odd: bool) -> list[str]:
+    start(ranks, (1, 2), AttentionSupport.NEVER if odd else AttentionSupport.ALWAYS)
+    return ["agreed"]
+
+
+def stay_away(ranks: Ranks, odd: bool) -> list[str]:
+    if odd:
+        time.sleep(3 * TIMEOUT_S)
+        return ["slept"]
+    start(ranks, (1, 2))
+    return ["agreed"]
+
+
+def die(ranks: Ranks, odd: bool) -> list[str]:
+    start(ranks, (1, 2))
+    if odd:
+        os.kill(os.getpid(), signal.SIGKILL)
+    ranks.exchange("after the death", {})
+    return ["agreed"]
+
+
+def one_cannot_capture(ranks: Ranks, odd: bool) -> list[str]:
+    capturer, captured = capturer_of(ranks, failing={2} if odd else set())
+    capturer.startup()
+    for n in (2, 2, 1, 1):
+        capturer.before_step(Batch(n, n))
+    return captured
+
+
+def one_sees_another_batch(ranks: Ranks, odd: bool) -> list[str]:
+    capturer, captured = capturer_of(ranks)
+    capturer.startup()
+    capturer.before_step(Batch(1, 1) if odd else Batch(2, 2))
+    return captured
+
+
+def limits_differ(ranks: Ranks, odd: bool) -> list[str]:
+    capturer, captured = capturer_of(ranks, eager=True, memory_limit=0.5, free=300 if odd else 900)
+    capturer.startup()
+    return captured
+
+
+def start(ranks: Ranks, sizes: tuple[int, ...], support: AttentionSupport | None = None) -> None:
+    settings = {} if support is None else {"attention_support": support}
+    plan = make_plan(GraphMode.FULL, sizes, max_num_reqs=8)
+    ranks.agree("start", start_facts(Config(**settings), plan))
+
+
+def capturer_of(
+    ranks: Ranks,
+    *,
+    failing: set[int] = frozenset(),  # type: ignore[assignment]
+    eager: bool = False,
+    free: int = 10_000,
+    **settings: float,
+) -> tuple[Capturer, list[str]]:
+    """A capturer of a tiny function, and the list of what it has captured."""
+    options = ReplayOptions(failing_captures=frozenset(failing), graph_bytes=100, limit=free)
+    backend, captured = ReplayBackend(options), list[str]()
+    dispatcher = Dispatcher(make_plan(GraphMode.FULL, (1, 2, 4), max_num_reqs=8))
+    buffer = torch.zeros(4)
+
+    def make(slot: int, session: CaptureSession) -> Recording:
+        size = dispatcher.plan.entries[slot].descriptor.num_tokens
+        return record(double, (buffer[:size],), session, name=str(size), breaks=False)
+
+    def install(slot: int, recording: Recording) -> None:
+        captured.append(recording.name)
+
+    strategy = CaptureStrategy.EAGER if eager else CaptureStrategy.LAZY
+    config = Config(strategy=strategy, **settings)
+    actions = SlotActions(make, install, captured.__delitem__)
+    exchange = ranks.exchange
+    return Capturer(config, dispatcher, backend, Events(), actions, exchange), captured
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+SCENES: dict[str, Callable[[Ranks, bool], list[str]]] = {
+    scene.__name__: scene
+    for scene in (
+        agree, disagree_on_sizes, disagree_on_attention, stay_away, die, one_cannot_capture,
+        one_sees_another_batch, limits_differ,
+    )
+}  # fmt: skip
+
+
+def play(folder: Path, rank: int, size: int, scene: str, odd: int) -> None:
+    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=20), size, rank)
+    began = time.monotonic()
+    try:
+        outcome = {"result": SCENES[scene](Ranks(timeout_s=TIMEOUT_S), rank == odd)}
+    except Exception as error:
+        outcome = {"error": type(error).__name__, "message": str(error)}
+    outcome["seconds"] = time.monotonic() - began
+    (folder / f"rank-{rank}.json").write_text(json.dumps(outcome))
+    os._exit(0)
+
+
+def main() -> None:
+    folder, size, scene, odd = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            play(folder, rank, size, scene, odd)
+        children.append(child)
+    deadline = time.monotonic() + DEADLINE_S
+    while children and time.monotonic() < deadline:
+        children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
+        time.sleep(0.02)
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

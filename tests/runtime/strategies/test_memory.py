@@ -1,0 +1,228 @@
+"""Forecast, pruning, limits and eviction on pools whose bytes are modelled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from piecegraph.dispatch import GraphMode, RuntimeMode, make_plan
+from piecegraph.runtime.eviction import worth
+from piecegraph.runtime.memory_forecast import Forecast, ModeForecast, fit
+from piecegraph.runtime.pruning import prune
+
+GRAPH = 1000
+OPTIONS = {"graph_bytes": GRAPH}
+LADDER = (1, 2, 4, 8, 16, 24, 32)
+
+
+def everything(make: Any, sizes: Any = LADDER) -> int:
+    """Bytes of all graphs of the small model."""
+    served = make(sizes, strategy="eager", options=OPTIONS)
+    served.prepared.capture()
+    return int(served.used)
+
+
+def facts(served: Any, event: str) -> dict[str, Any]:
+    return dict(served.prepared.events.named(event)[-1].facts)
+
+
+def test_a_line_is_laid_through_what_further_sizes_add() -> None:
+    assert fit([(64, 900), (32, 42), (2, 12)]) == ModeForecast(64, 900, 10.0, 1.0)
+    assert fit([(64, 900), (2, 12)]) == ModeForecast(64, 900, 12.0)
+    assert fit([(64, 900)]) == ModeForecast(64, 900)
+    assert fit([(64, 900), (32, 10), (2, 12)]).growth(64) >= 10
+
+
+def test_failure_32_the_forecast_counts_the_shared_part_once(make: Any) -> None:
+    served = make(LADDER, strategy="eager", memory_limit=10**9, options=OPTIONS)
+    served.prepared.capture()
+    told = facts(served, "memory.accuracy")
+    assert told["actual"] == served.used
+    assert told["forecast"] == pytest.approx(told["actual"], rel=0.1)
+    assert facts(served, "memory.forecast")["bytes"] == told["forecast"]
+
+
+def test_failure_34_probes_leave_nothing_in_the_pool(make: Any) -> None:
+    plain = everything(make)
+    served = make(LADDER, strategy="eager", memory_limit=10**9, options=OPTIONS)
+    served.prepared.capture()
+    assert served.used == plain
+    assert served.captures == make_all(make).captures
+
+
+def make_all(make: Any) -> Any:
+    served = make(LADDER, strategy="eager", options=OPTIONS)
+    served.prepared.capture()
+    return served
+
+
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(["eager", "delayed", "lazy"]),
+    st.integers(0, 3000),
+    st.floats(0, 1.2),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 33)), max_size=15),
+)
+def test_no_strategy_ever_exceeds_the_limit(
+    make: Any, strategy: str, graph_bytes: int, share: float, batches: Any
+) -> None:
+    limit = int(share * (len(LADDER) * 4 * graph_bytes + 10_000))
+    options = {"graph_bytes": graph_bytes}
+    served = make(LADDER, strategy=strategy, memory_limit=limit, options=options)
+    served.prepared.capture()
+    assert served.used <= limit
+    for is_decode, n in batches:
+        served.decode(n) if is_decode else served.mixed(n)
+        assert served.used <= limit
+
+
+costs = st.builds(
+    ModeForecast,
+    st.just(64),
+    st.integers(0, 5000),
+    st.floats(0, 500),
+    st.floats(0, 50),
+)
+
+
+@given(
+    st.sets(st.integers(1, 64), min_size=1, max_size=12),
+    costs,
+    costs,
+    st.integers(0, 20_000),
+)
+def test_no_pruned_plan_is_forecast_above_the_limit(
+    sizes: set[int], piecewise: ModeForecast, full: ModeForecast, limit: int
+) -> None:
+    plan = make_plan(GraphMode.FULL_AND_PIECEWISE, sorted(sizes), max_num_reqs=64)
+    forecast = Forecast({RuntimeMode.PIECEWISE: piecewise, RuntimeMode.FULL: full})
+    slots = list(range(len(plan.entries)))
+    dropped = prune(plan, slots, forecast, limit)
+
+    def total(left_out: list[int]) -> int:
+        return sum(
+            forecast.total(
+                mode,
+                [
+                    entry.descriptor.num_tokens
+                    for slot, entry in enumerate(plan.entries)
+                    if entry.mode is mode and slot not in left_out
+                ],
+            )
+            for mode in (RuntimeMode.PIECEWISE, RuntimeMode.FULL)
+        )
+
+    assert total(dropped) <= limit
+    assert not dropped or total(dropped[:-1]) > limit  # nothing is dropped beyond need
+    assert len(set(dropped)) == len(dropped)
+
+
+def test_what_saves_least_goes_first() -> None:
+    plan = make_plan(GraphMode.FULL, (8, 16, 17, 32), max_num_reqs=64)
+    forecast = Forecast({RuntimeMode.FULL: ModeForecast(32, 100, 100.0)})
+    slots = list(range(4))
+    sizes = [entry.descriptor.num_tokens for entry in plan.entries]
+    assert [sizes[slot] for slot in prune(plan, slots, forecast, 300)] == [16]
+    often_16 = prune(plan, slots, forecast, 300, lambda n: 100.0 if n == 16 else 1.0)
+    assert [sizes[slot] for slot in often_16] == [17]
+
+
+def test_the_limit_names_what_it_drops_and_the_rest_serves(make: Any) -> None:
+    limit = everything(make) // 2
+    served = make(LADDER, strategy="eager", memory_limit=limit, options=OPTIONS)
+    served.prepared.capture()
+    dropped = facts(served, "memory.forecast")["dropped"]
+    assert dropped
+    assert len(dropped) + len(served.captures) == 2 * len(LADDER)
+    assert served.used > limit // 2
+    for n in range(1, 34):
+        served.decode(n)
+        served.mixed(n)
+
+
+def test_a_share_of_free_memory_is_a_limit_too(make: Any) -> None:
+    free = 2 * everything(make)
+    served = make(LADDER, memory_limit=0.25, options={**OPTIONS, "limit": free})
+    served.prepared.capture()
+    assert facts(served, "memory.forecast")["limit"] == free // 4
+    assert 0 < served.used <= free // 4
+
+
+def test_failure_33_out_of_memory_drops_the_largest_and_goes_on(make: Any) -> None:
+    # the first PIECEWISE capture and the first FULL one run out, whatever was foreseen
+    served = make((2, 4, 8), strategy="eager", options={"exhausting_captures": frozenset({1, 6})})
+    served.prepared.capture()
+    assert served.told("capture.failed") == ["PIECEWISE 8", "FULL 8"]
+    assert "ran out of memory" in facts(served, "capture.failed")["reason"]
+    assert served.captures == ["PIECEWISE 4", "PIECEWISE 2", "FULL 4", "FULL 2"]
+    assert served.decode(7) == "NONE 7"
+    assert served.decode(3) == "FULL 4"
+
+
+@pytest.mark.parametrize("strategy", ["lazy", "delayed"])
+def test_the_largest_that_fits_is_captured_at_startup(make: Any, strategy: str) -> None:
+    served = make((2, 4, 8), strategy=strategy, options={"exhausting_captures": frozenset({1})})
+    served.prepared.capture()
+    assert served.captures == ["PIECEWISE 4", "FULL 8"]
+
+
+def lazily(make: Any, graphs: int) -> Any:
+    served = make((1, 2, 4, 8, 64), strategy="lazy", lazy_bytes=graphs * GRAPH, options=OPTIONS)
+    served.prepared.capture()
+    served.prepared.seal()
+    return served
+
+
+def test_lazy_recordings_keep_their_bytes_and_the_least_wanted_goes(make: Any) -> None:
+    served = lazily(make, 2)
+    at_startup = served.used
+    for n in (8, 8, 8, 4, 2, 2):
+        served.decode(n)
+        assert served.used - at_startup <= 2 * GRAPH
+    assert served.told("capture.evicted") == ["FULL 4"]
+    assert served.captures[2:] == ["FULL 8", "FULL 4", "FULL 2"]
+    assert served.decode(8) == "FULL 8"
+    assert served.decode(4) == "FULL 8"
+
+
+def test_what_is_worth_more_is_not_evicted(make: Any) -> None:
+    served = lazily(make, 1)
+    assert [served.decode(n) for n in (8, 8, 8, 2, 2, 2)] == ["FULL 8"] * 6
+    assert served.told("capture.evicted") == []
+    assert served.told("capture.refused") == ["FULL 2"]
+    assert [served.decode(2), served.decode(2)] == ["FULL 2", "FULL 2"]
+    assert served.told("capture.evicted") == ["FULL 8"]
+
+
+def test_startup_recordings_are_never_evicted(make: Any) -> None:
+    served = lazily(make, 0)
+    for _ in range(5):
+        served.decode(2)
+    assert served.told("capture.evicted") == ["FULL 2"]  # it took more than was known before
+    assert served.captures == ["PIECEWISE 64", "FULL 64", "FULL 2"]
+    assert served.decode(2) == "FULL 64"
+
+
+@settings(
+    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, 6), st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=40))
+def test_eviction_from_the_shared_pool_changes_no_result(
+    make: Any, graphs: int, batches: Any
+) -> None:
+    served = lazily(make, graphs)
+    at_startup = served.used
+    for is_decode, n in batches:
+        served.decode(n) if is_decode else served.mixed(n)
+        assert served.used - at_startup <= graphs * GRAPH
+
+
+def test_worth_is_what_is_saved_per_byte() -> None:
+    assert worth(10, 5, 100) == 0.5
+    assert worth(0, 5, 100) == 0
+    assert worth(0, 5, 0) > worth(10**9, 10**9, 1)

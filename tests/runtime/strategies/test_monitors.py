@@ -1,0 +1,191 @@
+"""After seal(), each kind of late work that a CPU can provoke is seen, with its shape and place."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from piecegraph import Batch
+from piecegraph.errors import WorkAfterSeal
+from piecegraph.runtime.capture_session import capture_session
+from piecegraph.runtime.monitors import TRACE_LOGGER, meant
+from piecegraph.runtime.recorder import record
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def sealed(make: Any) -> Any:
+    def make_sealed(after_seal: str = "log", **settings: Any) -> Any:
+        served = make((8,), after_seal=after_seal, **settings)
+        served.prepared.capture()
+        served.prepared.seal()
+        made.append(served)
+        return served
+
+    made: list[Any] = []
+    yield make_sealed
+    for served in made:
+        served.prepared.close()
+
+
+def kinds(served: Any) -> list[str]:
+    return [event.facts["kind"] for event in served.prepared.events.named("after_seal")]
+
+
+def late(x: Tensor) -> Tensor:
+    return x * 2 + 1
+
+
+def test_a_trace_and_a_recompile_are_told_with_what_was_traced(sealed: Any) -> None:
+    served = sealed()
+    compiled = torch.compile(late, backend="eager", dynamic=False)
+    compiled(torch.ones(2))
+    compiled(torch.ones(3))
+    compiled(torch.ones(3))
+    assert kinds(served) == ["Dynamo trace", "Dynamo recompile"]
+    facts = served.prepared.events.named("after_seal")[0].facts
+    assert "late" in facts["detail"]
+    assert facts["shape"] == "no step"
+    assert any("test_monitors.py" in line for line in facts["stack"])
+
+
+@pytest.mark.compile
+def test_an_inductor_compile_is_told(sealed: Any) -> None:
+    served = sealed()
+    torch.compile(late)(torch.ones(2))
+    assert kinds(served) == ["Dynamo trace", "Inductor compile"]
+
+
+def test_in_a_step_the_shape_is_told(sealed: Any) -> None:
+    served = sealed()
+    compiled = torch.compile(late, backend="eager", dynamic=False)
+    stitched = served.prepared._stitched
+    served.prepared._stitched = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
+    served.step(Batch(11, 1))
+    assert served.prepared.events.named("after_seal")[0].facts["shape"] == "11 tokens in NONE"
+
+
+def test_raising_stops_the_compile_and_names_the_line(sealed: Any) -> None:
+    served = sealed("raise")
+    compiled = torch.compile(late, backend="eager", dynamic=False)
+    with pytest.raises(Exception, match=r"Dynamo trace after seal\(\).*test_monitors.py") as caught:
+        compiled(torch.ones(2))
+    causes = [caught.value, caught.value.__cause__, caught.value.__context__]
+    assert any(isinstance(cause, WorkAfterSeal) for cause in causes)
+    assert served.prepared.events.counters["after_seal.trace"] == 1
+    assert served.decode(3) == "FULL 8"
+
+
+def test_counting_only_counts(sealed: Any) -> None:
+    served = sealed("count")
+    torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
+    assert kinds(served) == []
+    assert served.prepared.events.counters["after_seal.trace"] == 1
+
+
+def autotune(name: str) -> None:
+    """What torch's autotuners do around their benchmarks."""
+    from torch._dynamo.utils import dynamo_timed
+
+    with dynamo_timed(name, log_pt2_compile_event=True):
+        pass
+
+
+@pytest.mark.parametrize(
+    "span", ["CachingAutotuner.benchmark_all_configs", "mm_template_autotuning"]
+)
+def test_autotuning_is_told(sealed: Any, span: str) -> None:
+    served = sealed()
+    autotune(span)
+    autotune("something_else")
+    assert kinds(served) == ["autotuning"]
+
+
+def test_a_triton_compile_is_told_and_earlier_listeners_hear_of_it(
+    sealed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    heard = []
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda **facts: heard.append(facts["cache_hit"])
+    )
+    served = sealed()
+    source = type("Source", (), {"name": "late_kernel"})
+    for hit in (True, False):
+        triton.knobs.compilation.listener(src=source, cache_hit=hit, metadata={})
+    assert kinds(served) == ["Triton compile"]
+    assert served.prepared.events.named("after_seal")[0].facts["detail"] == "kernel late_kernel"
+    assert heard == [True, False]
+    served.prepared.close()
+    assert triton.knobs.compilation.listener.__name__ == "<lambda>"
+
+
+@pytest.mark.compile
+def test_a_kernel_compiled_by_triton_is_told(sealed: Any, monkeypatch: Any, tmp_path: Any) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    served = sealed()
+    source = ASTSource(fn=triton.jit(kernel), signature={"x": "*fp32"}, constexprs={})
+    triton.compile(source, target=GPUTarget("cuda", 80, 32))
+    assert kinds(served) == ["Triton compile"]
+
+
+def kernel(x):  # type: ignore[no-untyped-def]
+    pass
+
+
+def test_failure_6_an_unplanned_capture_is_told(sealed: Any) -> None:
+    served = sealed("raise")
+    events, backend = served.prepared.events, served.backend
+    with pytest.raises(WorkAfterSeal, match="unplanned capture"):
+        with capture_session(backend, backend.new_pool(), events) as session:
+            record(late, (torch.ones(2),), session, name="stray", breaks=False)
+
+
+def test_captures_of_the_strategy_are_planned(make: Any) -> None:
+    served = make(strategy="lazy", after_seal="raise")
+    served.prepared.capture()
+    served.prepared.seal()
+    assert served.decode(2) == "FULL 2"
+    served.prepared.close()
+
+
+def test_preparing_another_model_is_meant(sealed: Any) -> None:
+    served = sealed("raise")
+    with meant():
+        torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
+    assert kinds(served) == []
+
+
+def test_another_thread_is_not_this_models_business(sealed: Any) -> None:
+    served = sealed("raise")
+    compiled = torch.compile(late, backend="eager", dynamic=False)
+    thread = threading.Thread(target=lambda: compiled(torch.ones(2)))
+    thread.start()
+    thread.join()
+    assert kinds(served) == []
+
+
+def test_release_stops_watching(sealed: Any) -> None:
+    served = sealed("raise")
+    handlers = len(logging.getLogger(TRACE_LOGGER).handlers)
+    served.prepared.seal()
+    assert len(logging.getLogger(TRACE_LOGGER).handlers) == handlers
+    served.prepared.release()
+    assert len(logging.getLogger(TRACE_LOGGER).handlers) == handlers - 1
+    torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
+    assert kinds(served) == []

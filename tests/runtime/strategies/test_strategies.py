@@ -1,0 +1,225 @@
+"""Each strategy step by step; every step's result is compared, with poison on."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from piecegraph import Batch
+from piecegraph.errors import CaptureAfterSeal
+from piecegraph.runtime import capturer
+from piecegraph.runtime.strategies import GIVE_UP_AFTER, RETRY_STEPS
+
+EVERYTHING = ["PIECEWISE 8", "PIECEWISE 4", "PIECEWISE 2", "PIECEWISE 1"]
+EVERYTHING += ["FULL 8", "FULL 4", "FULL 2", "FULL 1"]
+
+
+def test_eager_captures_everything_piecewise_before_full_largest_first(make: Any) -> None:
+    served = make(strategy="eager")
+    served.prepared.capture()
+    assert served.captures == EVERYTHING
+    assert served.decode(3) == "FULL 4"
+    assert served.mixed(3) == "PIECEWISE 4"
+    assert served.captures == EVERYTHING
+
+
+@pytest.mark.parametrize("strategy", ["delayed", "lazy"])
+def test_at_startup_only_the_largest_of_each_mode(make: Any, strategy: str) -> None:
+    served = make(strategy=strategy)
+    served.prepared.capture()
+    assert served.captures == ["PIECEWISE 8", "FULL 8"]
+
+
+def test_delayed_takes_the_current_size_first_then_the_next_largest(make: Any) -> None:
+    served = make(strategy="delayed")
+    served.prepared.capture()
+    assert [served.decode(n) for n in (1, 1, 8, 2, 8, 8)] == [
+        "FULL 1",
+        "FULL 1",
+        "FULL 8",
+        "FULL 2",
+        "FULL 8",
+        "FULL 8",
+    ]
+    assert served.captures[2:] == [
+        "FULL 1", "PIECEWISE 4", "FULL 4", "FULL 2", "PIECEWISE 2", "PIECEWISE 1",
+    ]  # fmt: skip
+
+
+def test_delayed_is_sealed_when_everything_is_there(make: Any) -> None:
+    served = make(strategy="delayed", captures_per_step=3)
+    served.prepared.capture()
+    served.decode(8)
+    served.prepared.capture()
+    served.decode(8)
+    assert sorted(served.captures) == sorted(EVERYTHING)
+    assert served.prepared.events.named("capture.complete")
+    with pytest.raises(CaptureAfterSeal):
+        served.prepared.capture()
+
+
+def test_lazy_takes_only_what_occurs_after_min_hits(make: Any) -> None:
+    served = make(strategy="lazy", min_hits=3)
+    served.prepared.capture()
+    served.prepared.seal()
+    assert [served.decode(2) for _ in range(4)] == ["FULL 8", "FULL 8", "FULL 2", "FULL 2"]
+    assert served.captures[2:] == ["FULL 2"]
+
+
+def test_the_padded_size_decides_not_the_raw_one(make: Any) -> None:
+    served = make(strategy="lazy", min_hits=3)
+    served.prepared.capture()
+    assert [served.decode(n) for n in (5, 3, 4, 3)] == ["FULL 8", "FULL 8", "FULL 8", "FULL 4"]
+    assert [served.mixed(n) for n in (3, 4, 3)] == ["PIECEWISE 8", "PIECEWISE 8", "PIECEWISE 4"]
+
+
+def test_beyond_the_budget_a_step_takes_the_next_larger_or_none(make: Any) -> None:
+    served = make(strategy="delayed", capture_ms_per_step=0)
+    served.prepared.capture()
+    assert served.decode(2) == "FULL 8"
+    assert served.mixed(9) == "NONE 9"
+    assert served.captures == ["PIECEWISE 8", "FULL 8"]
+    assert served.told("capture.refused")[0] == "FULL 2"
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 5])
+def test_the_budget_bounds_captures_per_step(make: Any, per_step: int) -> None:
+    served = make(strategy="delayed", captures_per_step=per_step)
+    served.prepared.capture()
+    before = len(served.captures)
+    served.decode(1)
+    assert len(served.captures) - before == per_step
+
+
+def test_the_budget_in_milliseconds_goes_by_what_captures_took(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = itertools.count(step=0.020)  # a capture is looked at twice, so it takes 20 ms
+    monkeypatch.setattr(capturer, "perf_counter", lambda: next(moments))
+    served = make(strategy="delayed", captures_per_step=8, capture_ms_per_step=19)
+    served.prepared.capture()
+    assert served.decode(1) == "FULL 8"
+    assert served.told("capture.refused")[0] == "FULL 1"
+    assert served.captures[2:] == []
+    assert served.prepared.capture_idle(59) == 2
+    assert served.captures[2:] == ["PIECEWISE 4", "FULL 4"]
+    assert served.prepared.capture_idle(21) == 1
+
+
+def test_idle_time_is_used_up_to_its_budget(make: Any) -> None:
+    served = make(strategy="delayed")
+    served.prepared.capture()
+    assert served.prepared.capture_idle(1e6) == 6
+    assert sorted(served.captures) == sorted(EVERYTHING)
+    assert served.prepared.capture_idle(1e6) == 0
+
+
+def test_lazy_uses_idle_time_for_what_was_wanted_most_first(make: Any) -> None:
+    served = make(strategy="lazy", min_hits=2, capture_ms_per_step=0)
+    served.prepared.capture()
+    for n in (1, 2, 2, 2, 4, 1):
+        served.decode(n)
+    assert served.prepared.capture_idle(1e6) == 2
+    assert served.captures[2:] == ["FULL 2", "FULL 1"]
+
+
+def test_idle_time_captures_nothing_more_under_eager(make: Any) -> None:
+    served = make(strategy="eager")
+    served.prepared.capture()
+    assert served.prepared.capture_idle(1e6) == 0
+
+
+def test_a_failed_capture_is_remembered_and_not_retried_at_once(make: Any) -> None:
+    # graphs: PIECEWISE 8 takes two, FULL 8 one; the fourth is FULL 2
+    served = make(strategy="lazy", options={"failing_captures": frozenset({4})})
+    served.prepared.capture()
+    steps = [served.decode(2) for _ in range(RETRY_STEPS + 1)]
+    assert steps[:-1] == ["FULL 8"] * RETRY_STEPS
+    assert steps[-1] == "FULL 2"
+    failure = served.prepared.events.named("capture.failed")[0].facts
+    assert "failure injected" in failure["reason"]
+    assert failure["retry_at_step"] == 1 + RETRY_STEPS
+
+
+def test_what_keeps_failing_is_given_up(make: Any) -> None:
+    always = {"failing_captures": frozenset(range(4, 1000))}
+    served = make((1, 8), strategy="lazy", options=always)
+    served.prepared.capture()
+    for _ in range(RETRY_STEPS << GIVE_UP_AFTER):
+        served.prepared.dispatch(Batch(1, 1, is_decode=True, query_len=1))
+    assert len(served.told("capture.failed")) == GIVE_UP_AFTER
+    assert served.prepared.events.named("capture.failed")[-1].facts["retry_at_step"] is None
+    assert served.decode(1) == "FULL 8"
+
+
+def test_no_garbage_collection_for_a_lazy_capture(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = make(strategy="lazy")
+    served.prepared.capture()
+    collections: list[Any] = []
+    prepared: list[Any] = []
+    monkeypatch.setattr(type(served.backend), "prepare", prepared.append)
+    gc.callbacks.append(lambda phase, info: collections.append(info["generation"]))
+    try:
+        assert served.decode(2) == "FULL 2"
+    finally:
+        gc.callbacks.pop()
+    assert 2 not in collections
+    assert prepared == []
+
+
+def test_capturing_leaves_the_random_state_alone(make: Any) -> None:
+    served = make(strategy="lazy")
+    noise = served.prepared._stitched
+    served.prepared._stitched = lambda *inputs: (torch.rand(3), noise(*inputs))[1]
+    before = torch.get_rng_state()
+    served.prepared.capture()
+    served.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
+    assert served.captures[2:] == ["FULL 2"]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_after_release_a_startup_brings_the_same_graphs_back(make: Any) -> None:
+    served = make(strategy="lazy")
+    served.prepared.capture()
+    served.decode(2)
+    served.prepared.release()
+    assert served.decode(2) == "NONE 2"
+    served.prepared.capture()
+    assert served.decode(2) == "FULL 2"
+    assert served.captures == ["PIECEWISE 8", "FULL 8", "FULL 2"] * 2
+
+
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(["eager", "delayed", "lazy"]),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.frozensets(st.integers(1, 30), max_size=6),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 10)), max_size=12),
+)
+def test_every_step_is_right_under_every_strategy(
+    make: Any, strategy: str, per_step: int, min_hits: int, failing: Any, batches: Any
+) -> None:
+    served = make(
+        strategy=strategy,
+        captures_per_step=per_step,
+        min_hits=min_hits,
+        options={"failing_captures": failing},
+    )
+    served.prepared.capture()
+    served.prepared.seal()
+    for is_decode, n in batches:
+        before = len(served.captures)
+        served.decode(n) if is_decode else served.mixed(n)
+        assert len(served.captures) - before <= (0 if strategy == "eager" else per_step)
+    served.prepared.close()

@@ -1,0 +1,113 @@
+"""Warm-up runs its plan in order, tells of each item, and leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph import AuxiliaryTask
+
+
+def facts(served: Any, name: str) -> list[dict[str, Any]]:
+    return [event.facts for event in served.prepared.events.named(name)]
+
+
+def task(done: list[Any], *shapes: Any) -> AuxiliaryTask:
+    return AuxiliaryTask("sampler", shapes, "it follows each step", done.append)
+
+
+def test_the_plan_runs_in_order_with_progress(make: Any) -> None:
+    served = make((2, 8), strategy="eager", options={"limit": 10**6})
+    done: list[Any] = []
+    lines: list[str] = []
+    served.prepared.warm_up(None, [task(done, 1, 4)], show=lines.append)
+    plan = facts(served, "warmup.plan")[0]["items"]
+    assert [(item["kind"], item["shape"]) for item in plan] == [
+        ("range", "num_tokens 2048"),
+        ("range", "num_tokens 1"),
+        ("capture", "PIECEWISE 8"),
+        ("capture", "PIECEWISE 2"),
+        ("capture", "FULL 8"),
+        ("capture", "FULL 2"),
+        ("auxiliary", "sampler 1"),
+        ("auxiliary", "sampler 4"),
+    ]
+    assert all(item["why"] for item in plan)
+    steps = facts(served, "warmup")
+    assert [(step["kind"], step["shape"]) for step in steps] == [
+        (item["kind"], item["shape"]) for item in plan
+    ]
+    assert [(step["n"], step["of"]) for step in steps] == [(n, 8) for n in range(1, 9)]
+    assert all(step["ms"] >= 0 and step["free_bytes"] <= 10**6 for step in steps)
+    assert steps[-1]["free_bytes"] < 10**6
+    assert len(lines) == 8
+    assert lines[2].startswith("3 of 8: capture PIECEWISE 8, ")
+    assert done == [1, 4]
+
+
+def test_what_is_skipped_is_said_with_its_cost(make: Any) -> None:
+    served = make((2, 8), strategy="eager")
+    done: list[Any] = []
+    served.prepared.warm_up(None, [task(done, 1)], skip=["capture", "auxiliary"])
+    skipped = {fact["kind"]: fact for fact in facts(served, "warmup.skipped")}
+    assert sorted(skipped) == ["auxiliary", "capture"]
+    assert skipped["capture"]["shapes"] == ["PIECEWISE 8", "PIECEWISE 2", "FULL 8", "FULL 2"]
+    assert "without a graph" in skipped["capture"]["cost"]
+    assert done == []
+    assert served.captures == []
+    assert served.decode(2) == "NONE 2"
+
+
+def test_every_range_is_run_without_a_graph(make: Any) -> None:
+    served = make((8,), strategy="lazy")
+    sizes, stitched = [], served.prepared._stitched
+    served.prepared._stitched = lambda *inputs: (sizes.append(len(inputs[0])), stitched(*inputs))[1]
+    served.prepared.warm_up(None, skip=["capture"])
+    assert sizes == [2048, 1]
+
+
+def test_the_random_state_is_as_before(make: Any) -> None:
+    served = make((8,), strategy="eager")
+    stitched = served.prepared._stitched
+    served.prepared._stitched = lambda *inputs: (torch.rand(3), stitched(*inputs))[1]
+    before = torch.get_rng_state()
+    drawing = AuxiliaryTask("drawing", [1], "", lambda shape: torch.rand(3))
+    served.prepared.warm_up(None, [drawing])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert served.prepared.report  # and steps are right
+    assert served.decode(3) == "FULL 8"
+
+
+def test_a_failing_task_is_the_engines_own_error(make: Any) -> None:
+    served = make((8,), strategy="eager")
+
+    def broken(shape: int) -> None:
+        raise ValueError("no such kernel")
+
+    with pytest.raises(ValueError, match="no such kernel"):
+        served.prepared.warm_up(None, [AuxiliaryTask("broken", [1], "", broken)])
+    assert served.decode(3) == "FULL 8"
+
+
+def test_the_memory_plan_is_known_before_anything_is_captured(make: Any) -> None:
+    total = 1_000_000
+    served = make((1, 2, 4, 8), strategy="eager", options={"graph_bytes": 1000, "limit": total})
+    foreseen = served.prepared.memory_plan(0.5)
+    assert served.used == 0
+    assert served.captures == []
+    weights = {row["owner"]: row["bytes"] for row in served.prepared.ledger.rows()}
+    assert weights == {"weights": 16, "static buffers": 2048 * 16}
+    served.prepared.capture()
+    assert foreseen.graphs == pytest.approx(served.used, rel=0.1)
+    assert foreseen.kv_cache == total // 2 - 16 - 2048 * 16 - foreseen.graphs
+    plan = served.prepared.memory_plan(0.5)
+    assert plan.graphs == served.used
+    pools = {row["owner"]: row["bytes"] for row in served.prepared.ledger.rows()}
+    assert pools["graph pool PIECEWISE"] + pools["graph pool FULL"] == served.used
+
+
+def test_dropped_sizes_do_not_count_in_the_plan(make: Any) -> None:
+    limited = make((1, 2, 4, 8), memory_limit=5000, options={"graph_bytes": 1000, "limit": 10**6})
+    assert limited.prepared.memory_plan().graphs <= 5000

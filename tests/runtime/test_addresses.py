@@ -1,0 +1,115 @@
+"""Address checks: what moved or was freed is named, in production, before it is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.errors import MovedTensor
+from piecegraph.runtime.addresses import Addresses
+from piecegraph.runtime.replay_backend import ReplayBackend
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    return model.requires_grad_(False)
+
+
+@pytest.fixture
+def addresses(model: nn.Module) -> Addresses:
+    addresses = Addresses(ReplayBackend().address)
+    addresses.watch_module(model)
+    return addresses
+
+
+def test_an_update_in_place_is_fine(model: nn.Module, addresses: Addresses) -> None:
+    snapshot = addresses.snapshot()
+    model[0].weight.copy_(torch.rand(2, 2))
+    snapshot.check()
+    assert snapshot.moved() == []
+
+
+def test_failure_19_weights_with_new_data_are_named(model: nn.Module, addresses: Addresses) -> None:
+    snapshot = addresses.snapshot()
+    old = model[0].weight.data
+    model[0].weight.data = torch.rand(2, 2)
+    assert snapshot.moved() == ["0.weight"]
+    with pytest.raises(MovedTensor, match=r"^0\.weight is not where it was") as caught:
+        snapshot.check()
+    assert hex(old.data_ptr()) in str(caught.value)
+
+
+def test_failure_19_a_replaced_parameter_is_named(model: nn.Module, addresses: Addresses) -> None:
+    snapshot = addresses.snapshot()
+    kept = model[0].bias
+    model[0].bias = nn.Parameter(kept.clone(), requires_grad=False)
+    assert snapshot.moved() == ["0.bias"]
+
+
+def test_failure_18_a_replaced_state_buffer_is_named(
+    model: nn.Module, addresses: Addresses
+) -> None:
+    snapshot = addresses.snapshot()
+    kept = model[1].running_mean
+    model[1].running_mean = kept.clone()
+    assert snapshot.moved() == ["1.running_mean"]
+
+
+def test_failure_20_a_freed_workspace_is_named() -> None:
+    addresses = Addresses(ReplayBackend().address)
+    workspace = torch.rand(4)
+    addresses.watch("workspace", workspace)
+    snapshot = addresses.snapshot()
+    del workspace
+    with pytest.raises(MovedTensor, match=r"^workspace is not where .* freed now"):
+        snapshot.check()
+
+
+def test_failure_21_memory_that_is_away_is_named_and_fine_when_back() -> None:
+    addresses = Addresses(ReplayBackend().address)
+    cache = torch.rand(4)
+    addresses.watch("kv_cache", cache)
+    snapshot = addresses.snapshot()
+    home = cache.data
+    cache.data = torch.empty(0)
+    with pytest.raises(MovedTensor, match="kv_cache"):
+        snapshot.check()
+    cache.data = home
+    snapshot.check()
+
+
+def test_w15_samples_reach_every_tensor_in_turn(model: nn.Module, addresses: Addresses) -> None:
+    snapshot = addresses.snapshot()
+    kept = model[1].bias
+    model[1].bias = nn.Parameter(kept.clone(), requires_grad=False)
+    found = 0
+    for _ in model.state_dict():
+        try:
+            snapshot.check_some(1)
+        except MovedTensor:
+            found += 1
+    assert found == 1
+
+
+def test_a_snapshot_of_some_names_ignores_the_rest() -> None:
+    addresses = Addresses(ReplayBackend().address)
+    weight, cache = torch.rand(2), torch.rand(2)
+    addresses.watch("weight", weight)
+    addresses.watch("cache", cache)
+    snapshot = addresses.snapshot(["weight"])
+    del cache
+    snapshot.check()
+    snapshot.check_some(5)
+
+
+def test_only_recordings_made_before_the_move_are_stale(
+    model: nn.Module, addresses: Addresses
+) -> None:
+    before = addresses.snapshot()
+    kept = model[0].weight.data
+    model[0].weight.data = torch.rand(2, 2)
+    after = addresses.snapshot()
+    assert [bool(snapshot.moved()) for snapshot in (before, after)] == [True, False]
+    assert kept.numel() == 4

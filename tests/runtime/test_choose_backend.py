@@ -1,0 +1,39 @@
+"""Backends by name: ours, those that an installed package registers, and unknown ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from piecegraph.errors import BackendUnavailable, UnknownBackend
+from piecegraph.runtime.choose_backend import choose_backend
+from piecegraph.runtime.replay_backend import ReplayBackend
+
+
+def test_the_replay_backend_ships() -> None:
+    assert isinstance(choose_backend("replay"), ReplayBackend)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_cuda_backend_needs_a_device() -> None:
+    with pytest.raises(BackendUnavailable, match="no CUDA device"):
+        choose_backend("cuda")
+
+
+def test_an_installed_package_registers_a_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "abacus_backend.py").write_text(
+        "from piecegraph.runtime.replay_backend import ReplayBackend\n"
+        "def make():\n    return ReplayBackend(name='abacus')\n"
+    )
+    metadata = tmp_path / "abacus-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: abacus\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[piecegraph.backends]\nabacus=abacus_backend:make")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert choose_backend("abacus").name == "abacus"
+    with pytest.raises(UnknownBackend, match=r"'slide_rule'.*'replay', 'cuda', 'abacus'"):
+        choose_backend("slide_rule")

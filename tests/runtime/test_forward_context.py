@@ -1,0 +1,53 @@
+"""The forward context: there in a step, not outside, not in another thread, restored on errors."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from piecegraph.errors import OutsideStep
+from piecegraph.runtime.forward_context import ForwardContext, forward_context, get_forward_context
+
+
+def test_a_step_sees_its_context() -> None:
+    context = ForwardContext({"layer.0": object()}, metadata="m", num_tokens=3)
+    with forward_context(context):
+        assert get_forward_context() is context
+        with forward_context(ForwardContext({})) as inner:
+            assert get_forward_context() is inner
+        assert get_forward_context() is context
+
+
+def test_outside_a_step_there_is_none() -> None:
+    with pytest.raises(OutsideStep, match="no step is running"):
+        get_forward_context()
+
+
+def test_w23_an_error_restores_the_context() -> None:
+    with pytest.raises(ValueError, match="mine"):
+        with forward_context(ForwardContext({})):
+            raise ValueError("mine")
+    with pytest.raises(OutsideStep):
+        get_forward_context()
+
+
+def test_threads_do_not_share_it() -> None:
+    seen: list[type[BaseException]] = []
+
+    def look() -> None:
+        try:
+            get_forward_context()
+        except OutsideStep as error:
+            seen.append(type(error))
+
+    with forward_context(ForwardContext({})):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert seen == [OutsideStep]
+
+
+def test_it_has_no_other_attributes() -> None:
+    with pytest.raises(AttributeError):
+        ForwardContext({}).batch = 1  # type: ignore[attr-defined]

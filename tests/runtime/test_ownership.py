@@ -1,0 +1,44 @@
+"""What a capture made and what it found: identities outlive the tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from piecegraph.runtime.ownership import Ownership
+
+
+def test_a_new_tensor_is_never_taken_for_a_freed_one() -> None:
+    ownership = Ownership()
+    for _ in range(100):
+        ownership.make(torch.rand(7))
+    assert not any(ownership.is_made(torch.rand(7)) for _ in range(100))
+
+
+def test_views_belong_to_whoever_owns_their_memory() -> None:
+    ownership = Ownership()
+    made, found = torch.rand(4), torch.rand(4)
+    ownership.make(made)
+    ownership.find([made[1:], found[2:], found])
+    assert ownership.is_made(made.view(2, 2))
+    assert not ownership.is_made(found)
+    assert len(ownership.found) == 1
+
+
+def test_what_was_found_keeps_its_memory_when_the_original_gets_new_data() -> None:
+    ownership = Ownership()
+    weight = nn.Parameter(torch.ones(3))
+    ownership.find([weight])
+    assert list(ownership.moved()) == []
+    then = weight.data_ptr()
+    weight.data = torch.zeros(3)
+    assert ownership.found[0].tolist() == [1, 1, 1]
+    ((recorded, now),) = ownership.moved()
+    assert (recorded, now is weight) == (then, True)
+
+
+def test_a_freed_original_has_not_moved() -> None:
+    ownership = Ownership()
+    ownership.find([torch.ones(3)])
+    assert list(ownership.moved()) == []
+    assert ownership.found[0].tolist() == [1, 1, 1]

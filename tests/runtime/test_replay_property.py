@@ -1,0 +1,96 @@
+"""Random programs of tensor operations: a recording equals the program, on any input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from piecegraph.events import Events
+from piecegraph.runtime.capture_session import capture_session
+from piecegraph.runtime.recorder import break_graph, opaque_piece, record
+from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+
+SHAPE = (4, 6)
+State = list[Tensor]
+Op = Callable[[State, int, int], Any]
+
+
+def _put(state: State, value: Tensor) -> None:
+    state.append(value)
+
+
+@break_graph
+def _eager_out(q: Tensor, out: Tensor) -> None:
+    out.copy_(q.cumsum(0))
+
+
+@break_graph
+def _eager_fresh(q: Tensor) -> Tensor:
+    return q.flip(0)
+
+
+def _attend(state: State, i: int, j: int) -> None:
+    out = torch.empty_like(state[i])
+    _eager_out(state[i], out)
+    state.append(out)
+
+
+_fused = opaque_piece(lambda a, b: (a.tanh() * b, a - b))
+
+OPS: list[Op] = [
+    lambda s, i, j: _put(s, s[i] + s[j]),
+    lambda s, i, j: _put(s, s[i].mul(0.5)),
+    lambda s, i, j: _put(s, s[i].t().reshape(SHAPE)),
+    lambda s, i, j: _put(s, s[i].view(6, 4).t().contiguous().view(SHAPE)),
+    lambda s, i, j: _put(s, torch.softmax(s[i], -1)),
+    lambda s, i, j: _put(s, s[i][[3, 1, 0, 2]]),
+    lambda s, i, j: _put(s, torch.cat([s[i][:2], s[j][2:]])),
+    lambda s, i, j: _put(s, torch.where(s[i] > 0, s[j], s[i])),
+    lambda s, i, j: _put(s, s[i]),
+    lambda s, i, j: s[i].add_(0.25),
+    lambda s, i, j: s[i][1:3].copy_(s[j][:2].clone()),
+    lambda s, i, j: s[i].t()[2].zero_(),
+    lambda s, i, j: torch.neg(s[i], out=s[j]),
+    lambda s, i, j: s.extend(_fused(s[i], s[j])),
+    _attend,
+    lambda s, i, j: _put(s, _eager_fresh(s[i])),
+]
+
+steps = st.tuples(st.integers(0, len(OPS) - 1), st.integers(0, 9), st.integers(0, 9))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    program=st.lists(steps, max_size=12),
+    breaks=st.booleans(),
+    inference=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_replay_equals_the_program(program: Any, breaks: bool, inference: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+
+    def run(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        state = [x, weight]
+        for op, i, j in program:
+            OPS[op](state, i % len(state), j % len(state))
+        return tuple(state)
+
+    with torch.inference_mode(inference), torch.no_grad():
+        backend = ReplayBackend(ReplayOptions(poison_before_replay=True))
+        mine = (torch.rand(SHAPE), torch.rand(SHAPE))
+        true = tuple(tensor.clone() for tensor in mine)
+        with capture_session(backend, backend.new_pool(), Events(), prepare=False) as session:
+            recording = record(run, mine, session, name="program", breaks=breaks)
+        for step in range(3):
+            if step > 0:
+                fresh = torch.rand(SHAPE)
+                mine[0].copy_(fresh)
+                true[0].copy_(fresh)
+                recording.replay()
+            for got, expected in zip(recording.outputs, run(*true), strict=True):
+                assert torch.equal(got, expected)

@@ -1,0 +1,66 @@
+"""What a watch sees of a capture, tested on the CPU for the device that has no tape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from piecegraph.runtime.ownership import Ownership
+from piecegraph.runtime.watch import Watch
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch("CPU", Ownership())
+
+
+def watched(watch: Watch, fn: Any, *args: Tensor) -> Any:
+    watch.start()
+    try:
+        return fn(*args)
+    finally:
+        watch.stop()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_results_are_made_and_arguments_are_found(watch: Watch, mode: Any) -> None:
+    with mode():
+        x, weight = torch.rand(2, 3), torch.rand(4, 3)
+        result = watched(watch, lambda x: torch.nn.functional.linear(x, weight).view(-1), x)
+        assert watch.ownership.is_made(result)
+        found = {tensor.data_ptr() for tensor in watch.ownership.found}
+        assert found == {x.data_ptr(), weight.data_ptr()}
+
+
+def test_failure_12_what_the_body_of_a_custom_op_reads_is_found(watch: Watch) -> None:
+    library = torch.library.Library("piecegraph_watch_test", "DEF")
+    metadata = torch.rand(3)
+    library.define("attend(Tensor q, Tensor(a!) out) -> ()")
+
+    def attend(q: Tensor, out: Tensor) -> None:
+        out.copy_(q * metadata)
+
+    library.impl("attend", attend, "CPU")
+    q, out = torch.rand(3), torch.zeros(3)
+    try:
+        watched(watch, torch.ops.piecegraph_watch_test.attend.default, q, out)
+    finally:
+        library._destroy()
+    found = {tensor.data_ptr() for tensor in watch.ownership.found}
+    assert found == {q.data_ptr(), out.data_ptr(), metadata.data_ptr()}
+
+
+def test_a_piece_is_not_looked_into_but_its_ends_are_known(watch: Watch) -> None:
+    hidden, x = torch.rand(3), torch.rand(3)
+    result, same = watched(watch, lambda x: watch.opaque(lambda x: (x * hidden, x), (x,)), x)
+    assert watch.ownership.is_made(result)
+    assert same is x
+    assert [tensor.data_ptr() for tensor in watch.ownership.found] == [x.data_ptr()]
+
+
+def test_nothing_is_seen_after_the_stop(watch: Watch) -> None:
+    watched(watch, torch.neg, torch.rand(2))
+    assert not watch.ownership.is_made(torch.rand(2).neg())

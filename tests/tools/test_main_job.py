@@ -1,0 +1,132 @@
+"""The main job with nothing replaced: every mode and strategy, warm starts, what is reported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from piecegraph import GraphMode
+from piecegraph.tools.cli import main
+from piecegraph.tools.options import MODES, STRATEGIES
+
+pytestmark = pytest.mark.compile
+
+SMALL = ["--requests", "12", "--model", "layers=3,hidden=32,heads=2,kv_heads=1,vocab=64"]
+
+
+@pytest.fixture(scope="module")
+def cache_dir(tmp_path_factory):
+    """One cache for the module, so that only the first run of a kind traces."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def run(cache_dir, tmp_path):
+    """Run the main job in this process; returns its report."""
+
+    def run(*options, backend="eager"):
+        path = tmp_path / "report.json"
+        arguments = ["run", *SMALL, "--cache-dir", str(cache_dir), "--backend", backend]
+        assert main([*arguments, "--json", str(path), *options]) == 0
+        return json.loads(path.read_text())
+
+    return run
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_and_strategy_serves_and_verifies(run, mode, strategy):
+    report = run("--mode", mode, "--strategy", strategy, "--verify", "all")
+    assert report["verification"]["ok"]
+    assert report["verification"]["steps"] == report["serving"]["steps"] > 5
+    assert report["graph_mode"]["requested"] == mode
+    assert bool(report["captures"]) == (mode != "NONE")
+    resolved = GraphMode[report["graph_mode"]["resolved"]]
+    used = {entry["mode"] for entry in report["dispatch"]}
+    assert used <= {resolved.decode.name, resolved.mixed.name, "NONE", "PIECEWISE"}
+    assert sum(entry["count"] for entry in report["dispatch"]) == report["serving"]["steps"]
+
+
+def test_the_same_tokens_come_out_of_every_mode(run):
+    totals = {run("--mode", mode)["serving"]["generated_tokens"] for mode in MODES}
+    assert len(totals) == 1
+
+
+def test_three_unique_pieces_whatever_the_depth(run):
+    assert {name: run()["pieces"][name] for name in ("total", "unique", "segments")} == {
+        "total": 4,
+        "unique": 3,
+        "segments": 7,
+    }
+
+
+def test_each_batch_runs_in_its_own_mode(run):
+    """Pure decode FULL, mixed batches within the sizes PIECEWISE, larger ones NONE."""
+    report = run("--mode", "full-and-piecewise", "--requests", "64", "--max-num-reqs", "8")
+    by_mode = {}
+    for entry in report["dispatch"]:
+        by_mode.setdefault(entry["mode"], []).append(entry["num_tokens"])
+    assert set(by_mode) == {"FULL", "PIECEWISE", "NONE"}
+    largest = max(capture["num_tokens"] for capture in report["captures"])
+    assert max(by_mode["FULL"]) <= 8
+    assert max(by_mode["PIECEWISE"]) <= largest < min(by_mode["NONE"])
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_every_level_serves(run, level):
+    assert run("--level", str(level))["verification"]["ok"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_preemption_and_chunks_verify(run, strategy):
+    options = "--kv-blocks 9 --max-num-tokens 24 --verify all --strategy " + strategy
+    report = run(*options.split())
+    assert report["verification"]["ok"]
+    assert report["serving"]["preemptions"] > 0
+
+
+def test_no_cache_leaves_nothing_behind(run):
+    report = run("--no-cache")
+    assert report["cache"]["entries"] == 0
+    assert report["counters"]["dynamo_traces"] == 1
+
+
+@pytest.mark.slow
+def test_the_second_start_neither_traces_nor_compiles(tmp_path):
+    """Processes of their own, as a user starts them, with Inductor; of two warm ones the faster."""
+    reports = []
+    for i in range(3):
+        path = tmp_path / f"{i}.json"
+        command = [sys.executable, "-m", "piecegraph", "run", *SMALL, "--verify", "all"]
+        command += ["--cache-dir", str(tmp_path / "cache"), "--json", str(path)]
+        subprocess.run(command, check=True, capture_output=True, timeout=280)
+        reports.append(json.loads(path.read_text()))
+    cold, *warm = reports
+    assert not cold["cache"]["hit"]
+    assert cold["counters"]["inductor_compiles"] == 3
+    for report in warm:
+        assert report["cache"]["hit"]
+        assert report["counters"]["dynamo_traces"] == 0
+        assert report["counters"]["inductor_compiles"] == 0
+        assert report["verification"]["ok"]
+    fastest = min(report["startup"]["prepare_seconds"] for report in warm)
+    assert fastest <= cold["startup"]["prepare_seconds"] / 3
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--capture-sizes", "0,4"),
+        ("--capture-sizes", "-4"),
+        ("--capture-sizes", "4,1000"),
+        ("--cache-dir", "/dev/null/cache"),
+    ],
+)
+def test_what_the_library_refuses_is_one_line_and_exit_status_2(capsys, option, value):
+    assert main(["run", *SMALL, "--backend", "eager", option, value]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: ")

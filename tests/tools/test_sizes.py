@@ -1,0 +1,101 @@
+"""Sizes fitted to a trace, as the command does it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from piecegraph.dispatch import default_capture_sizes
+from piecegraph.errors import InvalidSetting
+from piecegraph.tools.options import parse_sizes
+from piecegraph.tools.sizes import decode_steps, fit_trace, read_sizes
+from piecegraph.tools.sizes_commands import sizes_app
+from piecegraph.tools.trace_reader import EXCERPT, TraceRow, read_trace
+
+
+def test_one_request_decodes_alone():
+    assert decode_steps([TraceRow(0.0, 5000, 4)])[:3] == [0, 3, 0]
+    assert sum(decode_steps([TraceRow(0.0, 10, 1)])) == 0
+
+
+def test_requests_overlap_by_rate_and_never_pass_the_limit():
+    apart = [TraceRow(float(k), 10, 20) for k in range(4)]
+    assert decode_steps(apart)[2:] == [0] * 255
+    together = decode_steps(apart, rate=1e6)
+    assert together[4] > 0
+    crowd = decode_steps([TraceRow(0.0, 10, 50)] * 600)
+    assert crowd[256] > 0
+    assert len(crowd) == 257
+
+
+def test_every_output_token_is_decoded_once():
+    requests = [TraceRow(0.1 * k, 700, 2 + k % 7) for k in range(50)]
+    counts = decode_steps(requests, rate=0.001)
+    assert sum(n * count for n, count in enumerate(counts)) == sum(
+        r.num_generate - 1 for r in requests
+    )
+
+
+@pytest.mark.parametrize("rate", [1.0, 2.0, 3.0])
+def test_fitted_sizes_waste_no_more_than_the_default_ladder(rate):
+    result = fit_trace(read_trace(EXCERPT), rate=rate)
+    assert result["sizes"][-1] >= 256
+    assert result["waste"]["fitted"] <= result["waste"]["default"]
+    assert len(result["sizes"]) <= 24 or result["kept_default"]
+    assert [point["graphs"] for point in result["curve"]][-6:-2] == [12, 16, 20, 24]
+    wastes = [point["waste"] for point in result["curve"]]
+    assert wastes == sorted(wastes, reverse=True)
+
+
+def test_24_fitted_sizes_cut_the_waste_of_the_excerpt_by_half():
+    result = fit_trace(read_trace(EXCERPT))
+    assert not result["kept_default"]
+    assert len(result["sizes"]) == 24
+    assert result["waste"]["fitted"] < result["waste"]["default"] / 2
+    assert result["waste"]["default"] < result["waste"]["powers_of_two"]
+
+
+def test_too_few_graphs_keep_the_default():
+    result = fit_trace(read_trace(EXCERPT), max_graphs=4, rate=3.0)
+    assert result["kept_default"]
+    assert tuple(result["sizes"]) == default_capture_sizes(256, 2048)
+    assert result["waste"]["fitted"] == result["waste"]["default"]
+
+
+@pytest.mark.parametrize("bad", [{"max_graphs": 1}, {"rate": 0.0}, {"rate": -1.0}])
+def test_settings_that_are_too_small_are_named(bad):
+    with pytest.raises(InvalidSetting, match=next(iter(bad))):
+        fit_trace([TraceRow(0.0, 1, 1)] * 2, **bad)
+
+
+def test_the_command_prints_plots_and_writes_a_sizes_file(tmp_path):
+    pytest.importorskip("matplotlib")
+    figures, png, output = (tmp_path / name for name in ("f.json", "f.png", "sizes.json"))
+    arguments = ["fit", str(EXCERPT), "--max-graphs", "16", "--rate", "1.5"]
+    arguments += ["--json", str(figures), "--plot", str(png), "--output", str(output)]
+    done = CliRunner().invoke(sizes_app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "powers of two" in done.output
+    assert "the fit is taken" in done.output
+    result = json.loads(figures.read_text())
+    assert {"default", "fitted", "powers_of_two"} == set(result["waste"])
+    assert read_sizes(output) == result["sizes"]
+    assert parse_sizes("--capture-sizes", str(output)) == tuple(result["sizes"])
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_to_standard_output_is_all_that_is_printed():
+    done = CliRunner().invoke(
+        sizes_app, ["fit", str(EXCERPT), "--json", "-"], catch_exceptions=False
+    )
+    assert json.loads(done.output)["max_graphs"] == 24
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", '{"capture_sizes": ["x"]}', "no json"])
+def test_a_file_that_holds_no_sizes_is_an_error(tmp_path, text):
+    path = tmp_path / "sizes.json"
+    path.write_text(text)
+    with pytest.raises(InvalidSetting, match=r"sizes\.json"):
+        read_sizes(path)
