@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from ..cache.environment import child_environment
 from ..errors import InvalidSetting, ToolMissing
 
 
@@ -60,12 +61,13 @@ def render(tlparse: str, logs: Sequence[Path], output: Path) -> list[Path]:
 
 
 def _run(command: Sequence[str], folder: Path) -> int:
-    if shutil.which(command[0]) is None:
+    try:
+        done = subprocess.run(command, env=child_environment(TORCH_TRACE=str(folder)))
+    except OSError as error:
         raise InvalidSetting(
             name="COMMAND",
             value=command[0],
-            reason="no such file or directory",
+            reason=(error.strerror or "it cannot be run").casefold(),
             expected="a program, such as `piecegraph trace -- piecegraph run`",
-        )
-    done = subprocess.run(["env", f"TORCH_TRACE={folder}", *command])
+        ) from None
     return done.returncode
