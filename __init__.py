@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .runtime.prepare import prepare
     from .runtime.prepared_model import PreparedModel
     from .runtime.recorder import break_graph
-    from .runtime.warmup import AuxiliaryTask
     from .runtime.switches import SWITCHES, switched_off
+    from .runtime.warmup import AuxiliaryTask
 
 _HOMES = {
     "AttentionSupport": ".dispatch",
