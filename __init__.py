@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from .errors import PiecegraphError
     from .events import Events
+    from .runtime.ahead import compile_ahead
     from .runtime.config import CaptureStrategy, Config
     from .runtime.forward_context import ForwardContext, forward_context, get_forward_context
     from .runtime.prepare import prepare
@@ -52,6 +53,7 @@ _HOMES = {
     "SWITCHES": ".runtime.switches",
     "break_graph": ".runtime.recorder",
     "compile_graph": ".compile.piece_graphs",
+    "compile_ahead": ".runtime.ahead",
     "forward_context": ".runtime.forward_context",
     "get_forward_context": ".runtime.forward_context",
     "piece_graphs": ".compile.piece_graphs",
@@ -78,6 +80,7 @@ __all__ = [
     "Reason",
     "RuntimeMode",
     "break_graph",
+    "compile_ahead",
     "compile_graph",
     "forward_context",
     "get_forward_context",

@@ -246,6 +246,11 @@ class NotPortable(CompileError):
     todo = "Pass it as a tensor, number, string, slice, dtype, device or enum member."
 
 
+class IllegalOrder(CompileError):
+    what = "the plan cannot run: step {step} uses {value} {fault}"
+    todo = "Report this with the traced graph; meanwhile cut at fewer splitting ops."
+
+
 class PieceFailed(CompileError):
     what = "compiler {compiler!r} failed on piece {piece} ({digest}): {reason}"
     todo = "Run with compiler='eager' to see whether the piece itself is at fault."

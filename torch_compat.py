@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -136,6 +137,21 @@ def default_overload(packet: Any) -> Any:
     """The overload that a call of an op without an overload's name means."""
     names = packet.overloads()
     return getattr(packet, names[0] if len(names) == 1 else "default")
+
+
+def custom_op_function(name: str) -> Callable[..., Any] | None:
+    """The Python function behind an op made by `torch.library.custom_op`; else None."""
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(name)
+    return definition._init_fn if definition else None
+
+
+def registering_files(name: str) -> set[str]:
+    """Python files, torch's apart, that registered kernels of the overload `ns::op.overload`."""
+    known: str = torch._C._dispatch_dump(name)
+    files = set(re.findall(r"registered at (.+\.py):\d+", known))
+    return {file for file in files if not file.startswith(_TORCH) and os.path.isfile(file)}
 
 
 def input_source(node: torch.fx.Node) -> str:

@@ -20,6 +20,7 @@ from .config import CompileConfig
 from .cut import Task, cut_model
 from .dump import dump_plan
 from .factors import trace_key
+from .piece_graph import picture
 from .readable import readable
 from .tell import tell_lookup, tell_plan
 from .uncompiled import uncompiled_model
@@ -93,6 +94,8 @@ def _cold(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel:
     cut = cut_model(task)
     compiled = compile_pieces(task, cut, compiler)
     plan = cut.plan(compiled.spans)
+    drawn = picture(plan)
+    task.events.detail("piece_graph", lambda: drawn)
     tell_plan(plan, task.events)
     if (directory := task.config.dump_dir) is not None:
         dump_plan(plan, directory)

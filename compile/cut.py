@@ -15,7 +15,7 @@ from ..events import Events, trace_artifact
 from .config import CompileConfig
 from .fingerprint import fingerprint
 from .guards import GuardBook
-from .pieces import Piece, lift
+from .pieces import Piece, is_size, lift
 from .plan import CompiledSpan, Plan
 from .planning import Planner, base_symbols
 from .readable import readable
@@ -84,7 +84,12 @@ def _split(
     symbols = base_symbols(traced)
     unique: dict[str, UniquePiece] = {}
     total = 0
-    for section in split(graph, is_splitting(graph, config)):
+    sections = split(
+        graph,
+        is_splitting(graph, config),
+        lambda node: is_size(node, symbols, traced.shape_env),
+    )
+    for section in sections:
         if section.splitting:
             planner.calls(section)
             continue

@@ -7,6 +7,7 @@ be unique: all sizes above one in the example inputs are equal, and that size is
 from __future__ import annotations
 
 import inspect
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..torch_compat import mark_dynamic
 from .config import TOKENS, CompileConfig, InputSpec
 
 # Sizes unlike any that a model treats specially: a guard such as T % 8 == 0 must show itself.
+# Independent sizes differ where their limits allow it, so that nothing holds by accident.
 _SIZES = (17, 19, 23, 29, 31, 37)
 
 
@@ -90,7 +92,7 @@ def _built(
     signature: inspect.Signature, config: CompileConfig, device: torch.device
 ) -> dict[str, Any]:
     specs = config.input_specs()
-    sizes = _symbol_sizes(config)
+    sizes = symbol_sizes(config)
     built = {}
     for name, parameter in signature.parameters.items():
         if spec := specs.get(name):
@@ -104,14 +106,17 @@ def _built(
     return built
 
 
-def _symbol_sizes(config: CompileConfig) -> dict[str, int]:
+def symbol_sizes(config: CompileConfig) -> dict[str, int]:
+    """The size that each declared symbol has in the examples."""
     names = dict.fromkeys(
         dim for spec in config.input_specs().values() for dim in spec.shape if isinstance(dim, str)
     )
-    sizes = {}
-    for name, size in zip(names, _SIZES * (1 + len(names) // len(_SIZES)), strict=False):
+    sizes: dict[str, int] = {}
+    for name in names:
         low, high = config.limits(name)
-        sizes[name] = min(max(size, low), high)
+        candidates = itertools.chain(_SIZES, range(high, low - 1, -1))
+        unused = (n for n in candidates if low <= n <= high and n not in sizes.values())
+        sizes[name] = next(unused, high)
     return sizes
 
 

@@ -10,14 +10,16 @@ user-code line numbers are not in it.
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..cache.sources import fingerprint as source_fingerprint
+from ..torch_compat import custom_op_function, registering_files
 from .literal import encode
 
 
@@ -74,7 +76,7 @@ class _Writer:
         if isinstance(value, GraphModule):
             return f"graph({canonical_text(value.graph, value)})"
         if isinstance(value, torch.Tensor):
-            data = value.detach().cpu().contiguous()
+            data = value.detach().cpu().reshape(-1)
             content = hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
             return f"tensor({self._value(value)}, {content})"
         return repr(encode(value))
@@ -141,21 +143,16 @@ class _Writer:
 
 
 def op_source(op: Any) -> str:
-    """Schema of a custom op and, where it is written in Python, a hash of its implementations."""
-    overloads = (
-        [op] if isinstance(op, torch._ops.OpOverload) else [getattr(op, n) for n in op.overloads()]
-    )
-    return "; ".join(
-        " ".join([str(overload._schema), *_implementations(overload)]) for overload in overloads
-    )
+    """Schemas of a custom op, and hashes of the Python code that implements it.
 
-
-def _implementations(overload: torch._ops.OpOverload) -> list[str]:
-    digests = []
-    for key, kernel in sorted(overload.py_kernels.items(), key=lambda item: str(item[0])):
-        try:
-            source = inspect.getsource(kernel)
-        except (OSError, TypeError):
-            continue
-        digests.append(f"{key}:{hashlib.sha256(source.encode()).hexdigest()}")
-    return digests
+    An op made by `torch.library.custom_op` is known by its function. Of one registered through
+    `Library` torch keeps no function, only the files that did it: their content counts.
+    """
+    packet = op.overloadpacket if isinstance(op, torch._ops.OpOverload) else op
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    schemas = [str(overload._schema) for overload in overloads]
+    if function := custom_op_function(packet._qualified_op_name):
+        return "; ".join([*schemas, source_fingerprint(function)])
+    files = {file for overload in overloads for file in registering_files(overload.name())}
+    contents = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files)
+    return "; ".join([*schemas, *contents])

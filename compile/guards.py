@@ -100,7 +100,15 @@ def _landmarks(span: range) -> Iterator[int]:
 
 def _predicate(expression: sympy.Basic, symbols: list[sympy.Symbol]) -> Any:
     names = ", ".join(map(str, symbols))
-    return eval(f"lambda {names}: {python_text(expression)}", {"math": math})
+    holds = eval(f"lambda {names}: {python_text(expression)}", {"math": math})
+
+    def holds_at(*sizes: int) -> bool:
+        try:
+            return bool(holds(*sizes))
+        except ZeroDivisionError:  # where it has no meaning it does not hold
+            return False
+
+    return holds_at
 
 
 def python_text(expression: sympy.Basic) -> str:

@@ -1,14 +1,19 @@
 """Python values as JSON and back: what a plan may hold besides references to tensors.
 
 Every value that an FX graph hands to an op survives the round trip: non-finite floats, complex
-numbers, slices, tuples, devices, dtypes, layouts, memory formats and enum members.
+numbers, slices, tuples, devices, dtypes, layouts, memory formats and enum members; and of a model's
+result its dataclasses and named tuples, as records.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import importlib
 import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -28,6 +33,14 @@ class Expr(str):
     __slots__ = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An object to be made from named fields: of a dataclass, a named tuple or an OrderedDict."""
+
+    kind: type
+    fields: dict[str, Any]
+
+
 def encode(value: Any) -> Any:
     """JSON form of `value`; raises NotPortable for what cannot be rebuilt elsewhere."""
     match value:
@@ -38,8 +51,14 @@ def encode(value: Any) -> Any:
         case enum.Enum():
             kind = type(value)
             return {"enum": [kind.__module__, kind.__qualname__, value.name]}
+        case Record():
+            _class(value.kind.__module__, value.kind.__qualname__)
+            fields = [[name, encode(item)] for name, item in value.fields.items()]
+            return {"record": [value.kind.__module__, value.kind.__qualname__, fields]}
         case None | bool() | int() | str():
             return value
+        case EllipsisType():
+            return {"ellipsis": None}
         case float():
             return value if math.isfinite(value) else {"float": repr(value)}
         case complex():
@@ -71,6 +90,8 @@ def decode(data: Any) -> Any:
             return Ref(body)
         case "expr":
             return Expr(body)
+        case "ellipsis":
+            return ...
         case "float":
             return float(body)
         case "complex":
@@ -87,17 +108,37 @@ def decode(data: Any) -> Any:
             return getattr(torch, body)
         case "enum":
             return _enum_member(*body)
+        case "record":
+            module, qualname, fields = body
+            return Record(_record_class(module, qualname), {k: decode(v) for k, v in fields})
     raise NotPortable(value=data, kind=kind)
 
 
 def _enum_member(module: str, qualname: str, name: str) -> enum.Enum:
-    """Look up an enum member; nothing but enum classes is ever returned or called."""
+    """Look up an enum member; nothing but enum classes is ever indexed."""
+    kind = _class(module, qualname)
+    if not issubclass(kind, enum.Enum):
+        raise NotPortable(value=f"{module}.{qualname}", kind="enum")
+    return kind[name]
+
+
+def _record_class(module: str, qualname: str) -> type:
+    """Look up the class of a record; a class that does more than hold fields is refused."""
+    kind = _class(module, qualname)
+    is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    if not (dataclasses.is_dataclass(kind) or is_named_tuple or kind is OrderedDict):
+        raise NotPortable(value=f"{module}.{qualname}", kind="record")
+    return kind
+
+
+def _class(module: str, qualname: str) -> type:
+    """The class of that name; raises NotPortable for one that cannot be found by its name."""
     target: Any = importlib.import_module(module)
     for part in qualname.split("."):
-        target = getattr(target, part)
-    if not (isinstance(target, type) and issubclass(target, enum.Enum)):
-        raise NotPortable(value=f"{module}.{qualname}", kind="enum")
-    return target[name]
+        target = getattr(target, part, None)
+    if not isinstance(target, type):
+        raise NotPortable(value=f"{module}.{qualname}", kind="class")
+    return target
 
 
 def refs(value: Any) -> list[Ref]:
@@ -111,4 +152,6 @@ def refs(value: Any) -> list[Ref]:
             return [ref for item in value.values() for ref in refs(item)]
         case slice():
             return refs([value.start, value.stop, value.step])
+        case Record():
+            return refs(value.fields)
     return []

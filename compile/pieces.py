@@ -60,9 +60,7 @@ def lift(section: Section, symbols: BaseSymbols, shape_env: Any) -> Piece:
     for node in section.nodes:
         builder.copy(node)
     outputs = tuple(
-        node
-        for node in section.nodes
-        if any(user not in inside for user in node.users) and not is_size(node, symbols, shape_env)
+        node for node in section.nodes if any(user not in inside for user in node.users)
     )
     builder.graph.output(tuple(builder.values[node] for node in outputs))
     return Piece(_with_inputs_first(builder.graph), tuple(builder.inputs), outputs)

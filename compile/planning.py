@@ -13,7 +13,7 @@ from torch.fx import Node
 from ..errors import UnboundSymbol
 from ..torch_compat import default_overload, original_symbol
 from .config import CompileConfig
-from .examples import Leaf
+from .examples import TOKENS, Leaf
 from .guards import Guard, python_text
 from .literal import Expr, Ref, encode
 from .pieces import BaseSymbols, Piece, is_size
@@ -142,23 +142,28 @@ class Planner:
         )
 
     def _named_symbols(self) -> dict[sympy.Symbol, Symbol]:
+        """The base symbols in the order of the arguments, the token count first."""
         labels = symbol_labels(self._trace)
-        named: dict[sympy.Symbol, Symbol] = {}
         arguments = [n for n, source in self._trace.sources.items() if isinstance(source, Leaf)]
+        found: dict[sympy.Symbol, tuple[int, int]] = {}
         for position, node in enumerate(arguments):
             for dim, size in enumerate(node.meta["example_value"].shape):
                 symbol = self._trace.symbol_of(size)
-                if symbol.is_Symbol and symbol not in named:
-                    label = labels[symbol]
-                    low, high = self._config.limits(label)
-                    named[symbol] = Symbol(
-                        name=f"s{len(named)}",
-                        label=label,
-                        source=f"i{position}",
-                        dim=dim,
-                        low=low,
-                        high=high,
-                    )
+                if symbol.is_Symbol:
+                    found.setdefault(symbol, (position, dim))
+        declared = list(dict.fromkeys([TOKENS, *self._trace.examples.symbols.values()]))
+        named: dict[sympy.Symbol, Symbol] = {}
+        for symbol in sorted(found, key=lambda s: declared.index(labels[s])):
+            position, dim = found[symbol]
+            low, high = self._config.limits(labels[symbol])
+            named[symbol] = Symbol(
+                name=f"s{len(named)}",
+                label=labels[symbol],
+                source=f"i{position}",
+                dim=dim,
+                low=low,
+                high=high,
+            )
         return named
 
     def _bind(self, node: Node, source: Leaf | str) -> str:
@@ -189,7 +194,7 @@ class Planner:
         return [
             Constant(path=leaf.path, value=encode(leaf.value))
             for leaf in self._trace.examples.leaves()
-            if isinstance(leaf.value, (bool, int, float, str))
+            if leaf.value is None or isinstance(leaf.value, (bool, int, float, str))
         ]
 
     def _fresh(self, node: Node) -> str:
@@ -212,8 +217,8 @@ class Planner:
             op = default_overload(op)
         namespace, _, name = op._schema.name.partition("::")
         if elements:
-            width = 1 + max(int(element.args[1]) for element in elements)  # type: ignore[arg-type]
             taken = {int(e.args[1]): self._fresh(e) for e in elements}  # type: ignore[arg-type]
+            width = len(node.meta["example_value"])
             outs: tuple[str | None, ...] = tuple(taken.get(i) for i in range(width))
         else:
             outs = (self._fresh(node),) if node.users else ()

@@ -21,7 +21,7 @@ from ..errors import UnknownSplittingOp
 from .config import CompileConfig
 from .named_object import named_object
 
-IsSplitting = Callable[[Node], bool]
+Predicate = Callable[[Node], bool]
 SPLITTERS = "piecegraph.splitters"
 
 ALLOCATIONS = frozenset(
@@ -49,7 +49,7 @@ def op_names(node: Node) -> frozenset[str]:
     return frozenset()
 
 
-def is_splitting(graph: Graph, config: CompileConfig) -> IsSplitting:
+def is_splitting(graph: Graph, config: CompileConfig) -> Predicate:
     """Whether to cut at a node: by its op's name, by a pattern, or by the user's predicate.
 
     Raises UnknownSplittingOp for a name or pattern that matches no op of `graph`.
@@ -71,19 +71,22 @@ def is_splitting(graph: Graph, config: CompileConfig) -> IsSplitting:
     )
 
 
-def splitting_predicate(config: CompileConfig) -> IsSplitting | None:
+def splitting_predicate(config: CompileConfig) -> Predicate | None:
     """The user's predicate; raises InvalidSetting for a name that leads nowhere."""
     given = config.splitting_predicate
-    found: IsSplitting | None = named_object(given, SPLITTERS) if isinstance(given, str) else given
+    found: Predicate | None = named_object(given, SPLITTERS) if isinstance(given, str) else given
     return found
 
 
-def split(graph: Graph, splits: IsSplitting) -> list[Section]:
-    """Sections of `graph` in order of execution; empty ones are left out."""
+def split(graph: Graph, splits: Predicate, is_size: Predicate) -> list[Section]:
+    """Sections of `graph` in order of execution; empty ones are left out.
+
+    Sizes are in no section: whoever needs one computes it from the symbols.
+    """
     sections = [Section(splitting=False)]
     home: dict[Node, int] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or is_size(node):
             continue
         home[node] = _section_for(node, home, sections, splits)
         sections[home[node]].nodes.append(node)
@@ -91,7 +94,7 @@ def split(graph: Graph, splits: IsSplitting) -> list[Section]:
 
 
 def _section_for(
-    node: Node, home: dict[Node, int], sections: list[Section], splits: IsSplitting
+    node: Node, home: dict[Node, int], sections: list[Section], splits: Predicate
 ) -> int:
     inputs = [home[used] for used in node.all_input_nodes if used in home]
     if node.target is operator.getitem and inputs and sections[inputs[0]].splitting:

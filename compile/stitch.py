@@ -65,8 +65,8 @@ def stitched_source(plan: Plan) -> tuple[str, dict[str, Any]]:
     piece_use = call_use = 0
     for index, step in enumerate(plan.steps):
         if isinstance(step, PieceStep):
-            outs = ", ".join(step.outs)
-            body.append(f"{outs}, = p{piece_use}([{', '.join(step.args)}])")
+            taken = "".join(f"{out}, " for out in step.outs) + "= " if step.outs else ""
+            body.append(f"{taken}p{piece_use}([{', '.join(step.args)}])")
             piece_use += 1
         else:
             body.append(writer.call(f"c{call_use}", step))
@@ -95,7 +95,7 @@ def _last_uses(plan: Plan) -> dict[int, list[str]]:
     kept = {result.name for result in plan.results}
     last: dict[str, int] = {}
     for index, step in enumerate(plan.steps):
-        for name in [*_used(step), *(out for out in step.outs if out)]:
+        for name in [*used(step), *(out for out in step.outs if out)]:
             if name.startswith("t") and name not in kept:
                 last[name] = index
     dead: dict[int, list[str]] = {}
@@ -104,7 +104,8 @@ def _last_uses(plan: Plan) -> dict[int, list[str]]:
     return dead
 
 
-def _used(step: PieceStep | CallStep) -> Sequence[str]:
+def used(step: PieceStep | CallStep) -> Sequence[str]:
+    """Names of the values that a step is given, in order."""
     if isinstance(step, PieceStep):
         return step.args
     return refs([decode(argument) for argument in [*step.args, *step.kwargs.values()]])
@@ -124,7 +125,8 @@ class _Writer:
             return call
         if not step.unpack:
             return f"{step.outs[0]} = {call}"
-        return f"{', '.join(out or '_' for out in step.outs)}, = {call}"
+        let_go = "" if all(step.outs) else "; del _"
+        return f"{', '.join(out or '_' for out in step.outs)}, = {call}{let_go}"
 
     def value(self, value: Any) -> str:
         match value:

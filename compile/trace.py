@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import logging
 import sys
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ from ..torch_compat import (
 )
 from .config import CompileConfig
 from .examples import Examples, Leaf, example_inputs, mark
-from .literal import Ref
+from .literal import Record, Ref
 
 
 @dataclass(frozen=True)
@@ -95,19 +96,23 @@ def trace(
 
 
 def _reason(error: BaseException) -> str:
-    """What Dynamo says in its first line, and its explanation where it gives one."""
+    """What Dynamo says: its first line, the explanation and the context where it gives them."""
     text = str(error).strip() or type(error).__name__
     first, *rest = (line.strip() for line in text.splitlines())
-    said = [line for line in rest if line.startswith("Explanation:")]
-    return ". ".join([first, *(line.removeprefix("Explanation:").strip() for line in said)])
+    labels = ("Explanation: ", "Developer debug context: ")
+    said = [line.removeprefix(label) for line in rest for label in labels if line.startswith(label)]
+    return ". ".join(part.rstrip(".") for part in [first, *said])
 
 
 def _sources(
     graph: GraphModule, model: torch.nn.Module, examples: Examples
 ) -> dict[Node, Leaf | str | None]:
     """Evaluate each placeholder's source expression and recognise the object it yields."""
-    first = next(iter(_forward_parameters(model)))
-    scope = {"L": {first: model, **examples.arguments}, "G": _forward(model).__globals__}
+    args, kwargs = examples.call_arguments()
+    forward = _forward(model)
+    # a decorated forward is traced from its wrapper, whose parameters are often *args, **kwargs
+    taken = inspect.signature(forward, follow_wrapped=False).bind(model, *args, **kwargs)
+    scope = {"L": taken.arguments, "G": forward.__globals__}
     weights = {
         id(tensor): name
         for named in (model.named_parameters, model.named_buffers)
@@ -131,10 +136,6 @@ def _sources(
     return sources
 
 
-def _forward_parameters(model: torch.nn.Module) -> tuple[str, ...]:
-    return tuple(inspect.signature(_forward(model)).parameters)
-
-
 def _forward(model: torch.nn.Module) -> Any:
     """The function behind `model.forward`, unbound."""
     return getattr(model.forward, "__func__", model.forward)
@@ -154,16 +155,21 @@ def _structure(captured: Captured, model: torch.nn.Module, examples: Examples) -
 
 
 def _renamed(value: Any, known: dict[int, Ref]) -> Any:
+    """The result with references for tensors, and records for objects of the model's classes."""
     if ref := known.get(id(value)):
         return ref
-    if isinstance(value, list):
-        return [_renamed(item, known) for item in value]
-    if isinstance(value, tuple):
+    kind = type(value)
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return Record(kind, {name: _renamed(getattr(value, name), known) for name in names})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = zip(value._fields, value, strict=True)
+        return Record(kind, {name: _renamed(item, known) for name, item in items})
+    if isinstance(value, (list, tuple)):
         items = [_renamed(item, known) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return type(value)(**{k: _renamed(v, known) for k, v in fields.items() if v is not None})
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, OrderedDict):
+        return Record(kind, {str(key): _renamed(item, known) for key, item in value.items()})
     if isinstance(value, dict):
         return {key: _renamed(item, known) for key, item in value.items()}
     return value

@@ -14,8 +14,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ..torch_compat import inductor_load_unpacked, inductor_options, inductor_unpack
-from .compilers import Compiler
 from .artifact import Blobs, PieceFn
+from .compilers import Compiler
 from .readable import readable
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..compile.literal import Expr, Ref, decode
+from ..compile.literal import Expr, Record, Ref, decode
 from ..compile.plan import Check, Constant, Plan, Symbol, UserInput
 from ..errors import ArgumentFixed, GuardBroken, InputMismatch, SizeOutOfRange
 
@@ -41,7 +41,8 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         names[f"k{index}"] = decode(constant.value)
         names[f"K{index}"] = constant
         value = _access(constant.path)
-        body.append(f"if {value} != k{index}: fixed(K{index}, {value})")
+        differs = "is not" if names[f"k{index}"] is None else "!="
+        body.append(f"if {value} {differs} k{index}: fixed(K{index}, {value})")
     tensors = "".join(f"{item.name}, " for item in plan.inputs)
     for index, item in enumerate(plan.inputs):
         names[f"u{index}"] = item
@@ -101,6 +102,10 @@ def _expression(value: Any, positions: Mapping[str, str], constants: dict[str, A
         case dict():
             items = (f"{k!r}: {_expression(v, positions, constants)}" for k, v in value.items())
             return f"{{{', '.join(items)}}}"
+        case Record():
+            kind = f"k{len(constants)}"
+            constants[kind] = value.kind
+            return f"{kind}(**{_expression(value.fields, positions, constants)})"
     name = f"k{len(constants)}"
     constants[name] = value
     return name

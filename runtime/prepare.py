@@ -58,7 +58,6 @@ def prepare(
     events = events or Events()
     config = settled_by_environment(config)
     with events.span("prepare", level=logging.INFO), meant():
-        device = _device(model)
         resolved = resolve_mode(
             config.graph_mode,
             support=config.supports(),
@@ -69,8 +68,7 @@ def prepare(
         )
         plan = _dispatch_plan(resolved.mode, config)
         events.emit("config", **_settled(config, resolved, plan))
-        cache = Cache(_cache_root(config), events)
-        task = Task(model, _with_compiler(config), cache, events, device, examples)
+        task = compile_task(model, config, events, examples)
         compiled = compile_model(task)
     return PreparedModel(
         compiled,
@@ -78,13 +76,21 @@ def prepare(
         config,
         resolved,
         Dispatcher(plan),
-        backend or choose_backend(config.backend_for(device.type)),
-        device,
-        cache,
+        backend or choose_backend(config.backend_for(task.device.type)),
+        task.device,
+        task.cache,
         layers or {},
         events,
         ranks,
     )
+
+
+def compile_task(
+    model: torch.nn.Module, config: Config, events: Events, examples: ExampleArguments | None
+) -> Task:
+    """What to compile, and with what: the model's device, the cache, the level's compiler."""
+    cache = Cache(_cache_root(config), events)
+    return Task(model, _with_compiler(config), cache, events, _device(model), examples)
 
 
 def _settled(config: Config, resolved: ResolvedMode, plan: DispatchPlan) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ..errors import CacheError, ConfigError, DispatchError, InvalidSetting, Pie
 from .log import log_to_stderr
 from .options import STDOUT, RunOptions, writable
 from .run_arguments import with_run_options
+from .sizes_commands import sizes_app
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,6 +68,9 @@ def run(
     return _run(
         replace(options, json=writable("--json", json_path), metrics=writable("--metrics", metrics))
     )
+
+
+app.add_typer(sizes_app, name="sizes")
 
 
 @app.command()

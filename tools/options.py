@@ -65,7 +65,14 @@ def choice(name: str, value: str, choices: Iterable[str]) -> str:
 
 
 def parse_sizes(name: str, value: str | None) -> tuple[int, ...] | None:
-    """Capture sizes from `1,2,4`; whether they suit the limits is the library's question."""
+    """Capture sizes from `1,2,4`, or from a file that `piecegraph sizes fit` wrote.
+
+    Whether they suit the limits is the library's question.
+    """
+    if value is not None and value.endswith(".json"):
+        from .sizes import read_sizes
+
+        return tuple(read_sizes(Path(value)))
     try:
         return value if value is None else tuple(int(item) for item in value.split(","))
     except ValueError:

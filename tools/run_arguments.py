@@ -45,7 +45,7 @@ def read_run_options(
     ] = None,
     strategy: Annotated[str, typer.Option(help="Capture: eager, delayed or lazy.")] = "eager",
     capture_sizes: Annotated[
-        str | None, typer.Option(help="Padded sizes with graphs, such as 1,2,4,8.")
+        str | None, typer.Option(help="Padded sizes with graphs: 1,2,4,8 or a sizes file.")
     ] = None,
     max_num_tokens: Annotated[
         int, typer.Option(min=1, max=2**17, help="Token budget of a step.")

@@ -1,4 +1,4 @@
-"""`piecegraph sizes`: capture sizes fitted to a request trace, beside the lists in common use.
+"""Capture sizes fitted to a request trace, beside the lists in common use.
 
 The trace is served by a simulated engine with continuous batching: decode first, prompts in chunks
 under a token budget, a step takes a fixed time and a time for each token. Its decode batches are
@@ -7,80 +7,22 @@ what is counted; batches with prompts in them depend on the budget more than on 
 
 from __future__ import annotations
 
-import csv
 import json
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from ..dispatch import default_capture_sizes, fit_validated, padding_waste, tail_sizes
 from ..errors import InvalidSetting
+from .trace_reader import TraceRow
 
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2048, 256
 STEP_SECONDS, TOKEN_SECONDS = 8e-3, 3e-5
 CURVE = (4, 8, 12, 16, 20, 24, 32, 48)
-COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-
-app = typer.Typer(no_args_is_help=True)
 
 
-@app.callback()
-def sizes() -> None:
-    """Capture sizes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One row of a trace: arrival in seconds from the first, lengths in tokens."""
-
-    arrival: float
-    prompt: int
-    output: int
-
-
-def read_trace(path: Path) -> list[Request]:
-    """The requests of a trace in the Azure format, by arrival.
-
-    Raises InvalidSetting naming the file and line that cannot be read.
-    """
-    try:
-        with path.open(newline="") as file:
-            rows = csv.DictReader(file)
-            if rows.fieldnames is None or not {*COLUMNS} <= {*rows.fieldnames}:
-                raise _bad_trace(f"{path} line 1", rows.fieldnames, "columns are missing")
-            stamped = [_parse(path, rows.line_num, row) for row in rows]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise _bad_trace(str(path), "trace", str(error)) from error
-    if not stamped:
-        raise _bad_trace(str(path), "trace", "it has no requests")
-    start = min(stamped)[0]
-    return [
-        Request((at - start).total_seconds(), prompt, output)
-        for at, prompt, output in sorted(stamped)
-    ]
-
-
-def _parse(path: Path, line: int, row: dict[str, str]) -> tuple[datetime, int, int]:
-    try:
-        at = datetime.fromisoformat(row["TIMESTAMP"])
-        prompt, output = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-    except (TypeError, ValueError) as error:
-        raise _bad_trace(f"{path} line {line}", row, str(error)) from error
-    if prompt < 1 or output < 0:
-        raise _bad_trace(f"{path} line {line}", row, "a length is too small")
-    return at, prompt, output
-
-
-def _bad_trace(name: str, value: object, reason: str) -> InvalidSetting:
-    return InvalidSetting(name=name, value=value, reason=reason, expected=", ".join(COLUMNS))
-
-
-def decode_steps(requests: Sequence[Request], rate: float = 1.0) -> list[int]:
+def decode_steps(requests: Sequence[TraceRow], rate: float = 1.0) -> list[int]:
     """How often each number of requests, 0 to MAX_NUM_REQS, makes up a step of decode alone.
 
     `rate` scales the arrivals.
@@ -97,7 +39,7 @@ def decode_steps(requests: Sequence[Request], rate: float = 1.0) -> list[int]:
         while arriving and arriving[0] <= now:
             arriving.popleft()
             request = coming.popleft()
-            prompts.append([request.prompt, request.output])
+            prompts.append([request.num_prompt, request.num_generate])
         left, started, prefilling = MAX_NUM_TOKENS - decoding, 0, 0
         if not prompts or decoding == MAX_NUM_REQS:
             counts[decoding] += 1
@@ -118,7 +60,7 @@ def decode_steps(requests: Sequence[Request], rate: float = 1.0) -> list[int]:
 
 
 def fit_trace(
-    requests: Sequence[Request], *, max_graphs: int = 24, rate: float = 1.0
+    requests: Sequence[TraceRow], *, max_graphs: int = 24, rate: float = 1.0
 ) -> dict[str, Any]:
     """Fit on the first half of the requests, judge on the second; JSON-able.
 
@@ -175,32 +117,6 @@ def read_sizes(path: Path) -> list[int]:
             reason=str(error),
             expected='{"capture_sizes": [...]}',
         ) from error
-
-
-@app.command()
-def fit(
-    trace: Annotated[Path, typer.Argument(help="CSV with " + ", ".join(COLUMNS))],
-    max_graphs: Annotated[int, typer.Option(help="Most sizes to fit.")] = 24,
-    rate: Annotated[float, typer.Option(help="Scale of the arrivals.")] = 1.0,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures; - prints.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="PNG of waste against graphs.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Sizes file for `run`.")] = None,
-) -> None:
-    """Fit capture sizes to TRACE and show the padding they waste on its second half."""
-    result = fit_trace(read_trace(trace), max_graphs=max_graphs, rate=rate)
-    text = json.dumps(result, indent=2)
-    if json_path == Path("-"):
-        typer.echo(text)
-    else:
-        typer.echo(render(result))
-        if json_path:
-            json_path.write_text(text + "\n")
-    if output:
-        output.write_text(json.dumps({"capture_sizes": result["sizes"]}) + "\n")
-    if plot:
-        draw(result, plot)
 
 
 def render(result: dict[str, Any]) -> str:

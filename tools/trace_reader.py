@@ -30,8 +30,10 @@ class TraceRow:
     num_generate: int
 
 
-def read_trace(path: Path, *, limit: int, length_scale: float = 1.0) -> list[TraceRow]:
-    """The first `limit` requests, their lengths multiplied by `length_scale` and rounded up.
+def read_trace(
+    path: Path, *, limit: int | None = None, length_scale: float = 1.0
+) -> list[TraceRow]:
+    """The first `limit` requests, or all; their lengths times `length_scale`, rounded up.
 
     Raises TraceUnreadable when there is no such text file or it holds fewer than `limit` requests
     and TraceMalformed, with the line, for what is not a trace.
@@ -42,12 +44,15 @@ def read_trace(path: Path, *, limit: int, length_scale: float = 1.0) -> list[Tra
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise TraceUnreadable(path=path, reason=reason) from error
-    if len(rows) < limit:
-        raise TraceUnreadable(path=path, reason=f"it holds {len(rows)} of the {limit} requests")
+    if len(rows) < (limit or 1):
+        reason = f"it holds {len(rows)} of the {limit or 'expected'} requests"
+        raise TraceUnreadable(path=path, reason=reason)
     return rows
 
 
-def _rows(path: Path, lines: Iterator[str], limit: int, length_scale: float) -> Iterator[TraceRow]:
+def _rows(
+    path: Path, lines: Iterator[str], limit: int | None, length_scale: float
+) -> Iterator[TraceRow]:
     reader = csv.reader(lines)
     header = tuple(name.strip() for name in next(reader, []))
     if header != COLUMNS:

@@ -56,12 +56,14 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compiled(artifacts: Path) -> Iterator[Compile]:
     """`compiled(model, splitting_ops=…, …)`: settings as in `CompileConfig`, eager pieces."""
 
-    def compile_(model: torch.nn.Module, *, examples: Any = None, **settings: Any) -> Compiled:
+    def compile_(
+        model: torch.nn.Module, *, examples: Any = None, device: str = "cpu", **settings: Any
+    ) -> Compiled:
         config = CompileConfig(**{"compiler": "eager", **settings})
         root = None if config.compiler == "eager" else artifacts
         events = Events()
         cache = Cache(root, events)
-        task = Task(model, config, cache, events, torch.device("cpu"), examples)
+        task = Task(model, config, cache, events, torch.device(device), examples)
         made = compile_model(task)
         return Compiled(made, inspect.signature(model.forward), events)
 

@@ -19,6 +19,14 @@ def define(schema: str, run: Any, fake: Any) -> None:
     assert hasattr(torch.ops.piecegraph_test, name)
 
 
+def _mix_into(x: torch.Tensor, out: torch.Tensor, layer: str) -> None:
+    out.copy_(_mix(x.flatten(1)).view_as(x))
+
+
+def _bump(state: torch.Tensor, x: torch.Tensor) -> None:
+    state.add_(x.sum())
+
+
 def _mix(x: torch.Tensor) -> torch.Tensor:
     """Rows see all rows before them, as attention's do."""
     return x.cumsum(0) / torch.arange(1, len(x) + 1, dtype=x.dtype)[:, None]
@@ -26,7 +34,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 define(
     "mix(Tensor x, Tensor(a!) out, str layer) -> ()",
-    lambda x, out, layer: out.copy_(_mix(x.flatten(1)).view_as(x)) and None,
+    _mix_into,
     lambda x, out, layer: None,
 )
 define(
@@ -35,7 +43,7 @@ define(
     lambda x, layer: torch.empty_like(x),
 )
 define(
-    "pair(Tensor x, int[] sizes, *, float scale=1.0) -> (Tensor, Tensor)",
+    "pair(Tensor x, SymInt[] sizes, *, float scale=1.0) -> (Tensor, Tensor)",
     lambda x, sizes, *, scale=1.0: (x * scale, _mix(x.reshape(sizes)).view_as(x)),
     lambda x, sizes, *, scale=1.0: (torch.empty_like(x), torch.empty_like(x)),
 )
@@ -46,6 +54,31 @@ define(
 )
 define(
     "bump(Tensor(a!) state, Tensor x) -> ()",
-    lambda state, x: state.add_(x.sum()) and None,
+    _bump,
     lambda state, x: None,
 )
+
+
+def _scan(value: torch.Tensor, decay: torch.Tensor, layer: str) -> torch.Tensor:
+    """A linear recurrence over tokens: state = decay * state + value."""
+    state = torch.zeros_like(value[0])
+    rows = []
+    for row in value:
+        state = decay * state + row
+        rows.append(state)
+    return torch.stack(rows)
+
+
+define(
+    "scan(Tensor value, Tensor decay, str layer) -> Tensor",
+    _scan,
+    lambda value, decay, layer: value.new_empty(value.shape),
+)
+
+
+def _turn(query: torch.Tensor, key: torch.Tensor) -> None:
+    query.mul_(3)
+    key.neg_()
+
+
+define("turn(Tensor(a!) query, Tensor(b!) key) -> ()", _turn, lambda query, key: None)

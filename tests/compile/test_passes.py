@@ -249,7 +249,8 @@ def test_passes_that_are_not_there_are_refused(settings):
 
 def test_key_follows_the_source_of_passes():
     def key(**settings):
-        return codegen_key("piece", CompileConfig(**settings), CPU).digest
+        config = CompileConfig(**settings)
+        return codegen_key("piece", config, CPU, passes_for(config), None).digest
 
     assert key(user_passes=(double_adds,)) == key(user_passes=(double_adds,))
     digests = {

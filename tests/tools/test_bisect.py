@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from piecegraph import AttentionSupport, Batch, Config
-from piecegraph.compile import compile_model, planning
+from piecegraph.compile import compile_model, cut, planning
 from piecegraph.compile.compilers import Compiler, compiler_named
 from piecegraph.tools.bisect import Step, Subject, bisect
 
@@ -119,7 +119,7 @@ def test_a_swapped_artifact_is_found_in_the_warm_cache(found, monkeypatch, tmp_p
 
 def test_equal_pieces_that_are_not_equal_are_found(found, monkeypatch):
     """A content hash that cannot tell cos from sin."""
-    monkeypatch.setattr(compile_model, "fingerprint", lambda graph, root: str(len(graph.nodes)))
+    monkeypatch.setattr(cut, "fingerprint", lambda graph, root: str(len(graph.nodes)))
     finding, _ = found(subject(models.Twice()))
     assert (finding.stage, finding.piece) == ("dedupe", 1)
 

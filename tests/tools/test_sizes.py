@@ -3,72 +3,39 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from piecegraph.dispatch import default_capture_sizes
 from piecegraph.errors import InvalidSetting
-from piecegraph.tools import sizes
-from piecegraph.tools.sizes import Request, app, decode_steps, fit_trace, read_sizes, read_trace
-
-EXCERPT = Path(sizes.__file__).parent / "data" / "azure_conv_excerpt.csv"
-HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-
-
-def test_the_excerpt_is_read_with_arrivals_from_zero():
-    requests = read_trace(EXCERPT)
-    assert len(requests) == 1000
-    assert requests[0] == Request(0.0, 374, 44)
-    assert requests[1].arrival == pytest.approx(4.314579)
-    assert all(a.arrival <= b.arrival for a, b in pairwise(requests))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "line 1"),
-        ("a,b\n1,2\n", "line 1.*columns are missing"),
-        (HEADER, "no requests"),
-        (HEADER + "2023-11-16 18:00:00,3,4\nyesterday,3,4\n", "line 3"),
-        (HEADER + "2023-11-16 18:00:00,many,4\n", "line 2"),
-        (HEADER + "2023-11-16 18:00:00,3\n", "line 2"),
-        (HEADER + "2023-11-16 18:00:00,0,4\n", "line 2.*too small"),
-    ],
-)
-def test_a_malformed_trace_names_the_line(tmp_path, text, message):
-    path = tmp_path / "trace.csv"
-    path.write_text(text)
-    with pytest.raises(InvalidSetting, match=message):
-        read_trace(path)
-
-
-def test_a_missing_trace_is_named(tmp_path):
-    with pytest.raises(InvalidSetting, match=r"nowhere\.csv"):
-        read_trace(tmp_path / "nowhere.csv")
+from piecegraph.tools.options import parse_sizes
+from piecegraph.tools.sizes import decode_steps, fit_trace, read_sizes
+from piecegraph.tools.sizes_commands import sizes_app
+from piecegraph.tools.trace_reader import EXCERPT, TraceRow, read_trace
 
 
 def test_one_request_decodes_alone():
-    assert decode_steps([Request(0.0, 5000, 4)])[:3] == [0, 3, 0]
-    assert sum(decode_steps([Request(0.0, 10, 1)])) == 0
+    assert decode_steps([TraceRow(0.0, 5000, 4)])[:3] == [0, 3, 0]
+    assert sum(decode_steps([TraceRow(0.0, 10, 1)])) == 0
 
 
 def test_requests_overlap_by_rate_and_never_pass_the_limit():
-    apart = [Request(float(k), 10, 20) for k in range(4)]
+    apart = [TraceRow(float(k), 10, 20) for k in range(4)]
     assert decode_steps(apart)[2:] == [0] * 255
     together = decode_steps(apart, rate=1e6)
     assert together[4] > 0
-    crowd = decode_steps([Request(0.0, 10, 50)] * 600)
+    crowd = decode_steps([TraceRow(0.0, 10, 50)] * 600)
     assert crowd[256] > 0
     assert len(crowd) == 257
 
 
 def test_every_output_token_is_decoded_once():
-    requests = [Request(0.1 * k, 700, 2 + k % 7) for k in range(50)]
+    requests = [TraceRow(0.1 * k, 700, 2 + k % 7) for k in range(50)]
     counts = decode_steps(requests, rate=0.001)
-    assert sum(n * count for n, count in enumerate(counts)) == sum(r.output - 1 for r in requests)
+    assert sum(n * count for n, count in enumerate(counts)) == sum(
+        r.num_generate - 1 for r in requests
+    )
 
 
 @pytest.mark.parametrize("rate", [1.0, 2.0, 3.0])
@@ -100,7 +67,7 @@ def test_too_few_graphs_keep_the_default():
 @pytest.mark.parametrize("bad", [{"max_graphs": 1}, {"rate": 0.0}, {"rate": -1.0}])
 def test_settings_that_are_too_small_are_named(bad):
     with pytest.raises(InvalidSetting, match=next(iter(bad))):
-        fit_trace([Request(0.0, 1, 1)] * 2, **bad)
+        fit_trace([TraceRow(0.0, 1, 1)] * 2, **bad)
 
 
 def test_the_command_prints_plots_and_writes_a_sizes_file(tmp_path):
@@ -108,18 +75,21 @@ def test_the_command_prints_plots_and_writes_a_sizes_file(tmp_path):
     figures, png, output = (tmp_path / name for name in ("f.json", "f.png", "sizes.json"))
     arguments = ["fit", str(EXCERPT), "--max-graphs", "16", "--rate", "1.5"]
     arguments += ["--json", str(figures), "--plot", str(png), "--output", str(output)]
-    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    done = CliRunner().invoke(sizes_app, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     assert "powers of two" in done.output
     assert "the fit is taken" in done.output
     result = json.loads(figures.read_text())
     assert {"default", "fitted", "powers_of_two"} == set(result["waste"])
     assert read_sizes(output) == result["sizes"]
+    assert parse_sizes("--capture-sizes", str(output)) == tuple(result["sizes"])
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_json_to_standard_output_is_all_that_is_printed():
-    done = CliRunner().invoke(app, ["fit", str(EXCERPT), "--json", "-"], catch_exceptions=False)
+    done = CliRunner().invoke(
+        sizes_app, ["fit", str(EXCERPT), "--json", "-"], catch_exceptions=False
+    )
     assert json.loads(done.output)["max_graphs"] == 24
 
 

@@ -1,0 +1,136 @@
+"""Example inputs: built from declarations, checked against them, or refused with the reason."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from piecegraph.compile.config import CompileConfig, InputSpec
+from piecegraph.compile.examples import example_inputs, leaves, symbol_sizes
+from piecegraph.errors import (
+    ExampleInputsMissing,
+    ExampleMismatch,
+    InvalidSetting,
+    UndeclaredDynamicShape,
+    UnknownInput,
+)
+
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    def forward(self, x, y=None, *, scale=2.0, **others):
+        return x
+
+
+class Strict(nn.Module):
+    def forward(self, x, table):
+        return x
+
+
+def examples(model=None, given=None, **settings):
+    return example_inputs(model or Model(), CompileConfig(**settings), CPU, given)
+
+
+def shapes(found):
+    tensors = [leaf for leaf in found.leaves() if isinstance(leaf.value, torch.Tensor)]
+    return {leaf.label: tuple(leaf.value.shape) for leaf in tensors}
+
+
+def test_inputs_are_built_from_their_declaration():
+    found = examples(inputs={"x": "int64[3, num_tokens]", "y": "float16[num_patches, 8]"})
+    assert shapes(found) == {"x": (3, 17), "y": (19, 8)}
+    assert found.arguments["x"].dtype is torch.int64
+    assert found.arguments["scale"] == 2.0
+    assert found.symbols == {("x", 1): "num_tokens", ("y", 0): "num_patches"}
+
+
+def test_equal_symbols_get_equal_sizes_and_keep_to_their_limits():
+    found = examples(
+        inputs={"x": "int64[num_tokens]", "y": "int64[few, num_tokens]"},
+        max_num_tokens=5,
+        symbol_limits={"few": (2, 3)},
+    )
+    assert shapes(found) == {"x": (5,), "y": (3, 5)}
+
+
+@given(st.integers(1, 9), st.integers(1, 6), st.integers(0, 30))
+def test_independent_sizes_are_within_limits_and_differ_where_they_can(count, low, more):
+    names = [f"n{i}" for i in range(count)]
+    config = CompileConfig(
+        inputs={name: f"int64[{name}]" for name in names},
+        symbol_limits=dict.fromkeys(names, (low, low + more)),
+    )
+    sizes = list(symbol_sizes(config).values())
+    assert len(sizes) == count
+    assert all(low <= size <= low + more for size in sizes)
+    assert len(set(sizes)) == min(count, more + 1)
+
+
+def test_given_inputs_are_checked_against_the_declaration():
+    wrong = [torch.zeros(5), torch.zeros(5, 9), torch.zeros(5, 8, dtype=torch.float64), 3]
+    for value in wrong:
+        with pytest.raises(ExampleMismatch, match="'x'"):
+            examples(given=((value,), {}), inputs={"x": "float32[num_tokens, 8]"})
+    found = examples(given=((torch.zeros(5, 8),), {}), inputs={"x": "float32[num_tokens, 8]"})
+    assert found.symbols == {("x", 0): "num_tokens"}
+
+
+def test_input_that_is_none_needs_no_declared_form():
+    inputs = {"x": "float32[num_tokens]", "y": "float32[num_tokens]"}
+    found = examples(given=((torch.zeros(5),), {}), inputs=inputs)
+    assert found.symbols == {("x", 0): "num_tokens"}
+
+
+def test_missing_examples_name_the_argument():
+    with pytest.raises(ExampleInputsMissing, match="'table'"):
+        examples(Strict(), inputs={"x": "float32[num_tokens]"})
+    with pytest.raises(ExampleInputsMissing, match="'x'"):
+        examples(Strict())
+
+
+def test_declared_input_that_the_model_does_not_take():
+    inputs = {"x": "float32[num_tokens]", "z": "float32[num_tokens]"}
+    with pytest.raises(UnknownInput, match="'z'"):
+        examples(given=((torch.zeros(5),), {}), inputs=inputs)
+
+
+def test_inference_of_the_token_dimension():
+    found = examples(given=((torch.zeros(1, 6),), {"y": torch.zeros(6)}))
+    assert found.symbols == {("x", 1): "num_tokens", ("y", 0): "num_tokens"}
+    for args in [(torch.zeros(6, 8),), (torch.zeros(1),), ()]:
+        arguments = args or (3,)
+        with pytest.raises(UndeclaredDynamicShape):
+            examples(given=(arguments, {}))
+
+
+def test_examples_are_not_the_callers_tensors():
+    given_ = torch.zeros(6)
+    found = examples(given=((given_,), {}))
+    assert found.arguments["x"] is not given_
+    assert not hasattr(given_, "_dynamo_dynamic_indices")
+
+
+def test_leaves_of_nested_arguments_are_labelled_by_path():
+    found = leaves({"batch": {"x": 1, "pair": (2, [None])}})
+    assert [leaf.label for leaf in found] == ["batch.x", "batch.pair.0", "batch.pair.1.0"]
+
+
+@given(
+    st.sampled_from(["int64", "float32", "bfloat16"]),
+    st.lists(st.integers(0, 99) | st.sampled_from(["num_tokens", "n", "_x1"]), max_size=4),
+)
+def test_input_spec_is_read_as_it_is_written(dtype, shape):
+    spec = InputSpec(dtype=dtype, shape=tuple(shape))
+    assert InputSpec.parse(str(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    "text", ["int64", "int64[", "[3]", "int64[-1]", "int64[a b]", "int64[a+1]"]
+)
+def test_malformed_spec_is_refused_with_the_setting(text):
+    with pytest.raises(InvalidSetting, match="inputs"):
+        CompileConfig(inputs={"x": text})

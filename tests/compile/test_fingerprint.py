@@ -1,0 +1,238 @@
+"""Content hash of a piece: it changes with whatever code generation reads, and with nothing else."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from piecegraph.compile.fingerprint import canonical_text, fingerprint
+
+from . import ops as _registers  # noqa: F401
+
+CONSTANT = torch.arange(4.0)
+
+
+def symbolic_mode() -> FakeTensorMode:
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def size(mode: FakeTensorMode, name: str, hint: int = 17) -> torch.SymInt:
+    """A fresh symbol; its name differs from environment to environment, as in real traces."""
+    from torch._dynamo.source import ConstantSource
+
+    env = mode.shape_env
+    symbol = env.create_symbol(hint, ConstantSource(name))
+    return env.create_symintnode(symbol, hint=hint)
+
+
+class Maker:
+    """Builds one small graph; each keyword changes one thing that code generation reads."""
+
+    def __init__(self, **changed: Any) -> None:
+        self.changed = changed
+        self.names = changed.pop("names", ("x", "w", "s"))
+        self.mode = symbolic_mode()
+
+    def get(self, name: str, default: Any) -> Any:
+        return self.changed.get(name, default)
+
+    def build(self) -> tuple[Graph, torch.nn.Module]:
+        graph, root = Graph(), torch.nn.Module()
+        root.constant = self.get("constant", CONSTANT)
+        x, w, s = (graph.placeholder(name) for name in self.names)
+        with self.mode:
+            tokens = size(self.mode, self.names[2])
+            rows = self.get("rows", lambda t: t)(tokens)
+            values = {
+                x: torch.empty_strided(
+                    (rows, self.get("width", 4)),
+                    self.get("stride", (4, 1)),
+                    dtype=self.get("dtype", torch.float32),
+                    device=self.get("device", "cpu"),
+                ),
+                w: torch.empty(4, 4, requires_grad=self.get("grad", False)),
+                s: tokens,
+            }
+            if self.get("alias", False):
+                values[w] = values[x][:4]
+            offset = self.get("offset", 0)
+            if offset:
+                values[w] = torch.empty(20)[offset : offset + 16].view(4, 4)
+        for node, value in values.items():
+            node.meta["example_value"] = value
+        weight = graph.get_attr("constant")
+        first = graph.call_function(
+            self.get("function", torch.add), (x, weight), self.get("kwargs", {"alpha": 2})
+        )
+        method = graph.call_method(self.get("method", "clamp"), (first, *self.get("args", (0, 1))))
+        op = graph.call_function(self.get("op", torch.ops.piecegraph_test.fresh), (method, "name"))
+        second = graph.call_function(torch.mm, (w, op) if self.get("swap", False) else (op, w))
+        taken = graph.call_function(operator.getitem, (second, self.get("index", slice(0, s))))
+        graph.output((taken, second) if self.get("outputs", False) else (taken,))
+        return graph, root
+
+
+def digest(**changed: Any) -> str:
+    return fingerprint(*Maker(**changed).build())
+
+
+def test_same_graph_has_the_same_hash():
+    assert digest() == digest()
+
+
+def test_names_do_not_matter():
+    assert digest(names=("a", "b", "c")) == digest(names=("l_x_", "weight", "s99"))
+
+
+def test_locations_do_not_matter():
+    graph, root = Maker().build()
+    for node in graph.nodes:
+        node.meta["stack_trace"] = 'File "/somewhere/else.py", line 3, in forward'
+        node.meta["nn_module_stack"] = {"layers.7": ("layers.7", object)}
+    assert fingerprint(graph, root) == digest()
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "dtype": {"dtype": torch.float64},
+    "device": {"device": "meta"},
+    "width": {"width": 5},
+    "stride": {"stride": (8, 1)},
+    "transposed": {"stride": (1, 4)},
+    "size expression": {"rows": lambda t: t * 2},
+    "static size": {"rows": lambda t: 17},
+    "gradient": {"grad": True},
+    "aliasing": {"alias": True},
+    "storage offset": {"offset": 2},
+    "operator": {"function": torch.sub},
+    "keyword value": {"kwargs": {"alpha": 3}},
+    "keyword type": {"kwargs": {"alpha": 2.0}},
+    "keyword left out": {"kwargs": {}},
+    "method": {"method": "clip"},
+    "argument": {"args": (0, 2)},
+    "argument type": {"args": (0, True)},
+    "argument sign of zero": {"args": (-0.0, 1)},
+    "argument float zero": {"args": (0.0, 1)},
+    "infinite argument": {"args": (0, float("inf"))},
+    "argument not a number": {"args": (0, float("nan"))},
+    "order of arguments": {"swap": True},
+    "custom op": {"op": torch.ops.piecegraph_test.scan},
+    "overload": {"op": torch.ops.piecegraph_test.fresh.default},
+    "index": {"index": 0},
+    "slice": {"index": slice(0, 3)},
+    "slice step": {"index": slice(0, None, 2)},
+    "ellipsis": {"index": (..., 0)},
+    "none index": {"index": (None, 0)},
+    "outputs": {"outputs": True},
+    "constant value": {"constant": torch.tensor([0.0, 1.0, 2.0, 4.0])},
+    "constant dtype": {"constant": CONSTANT.int()},
+    "constant shape": {"constant": CONSTANT.view(1, 4)},
+    "constant number": {"constant": torch.tensor(3.0)},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_hash_follows(change):
+    assert digest(**CHANGES[change]) != digest()
+
+
+def test_no_two_of_the_changes_are_taken_for_each_other():
+    assert len({digest(**change) for change in CHANGES.values()}) == len(CHANGES)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sets(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=3), st.randoms())
+def test_combinations_differ_from_the_original_and_not_from_themselves(chosen, random):
+    changed: dict[str, Any] = {}
+    for name in sorted(chosen):
+        changed |= CHANGES[name]
+    names = [f"n{random.randrange(10**6)}_{i}" for i in range(3)]
+    assert digest(**changed) != digest()
+    assert digest(**changed) == digest(**changed, names=names)
+
+
+def two_sizes(second: Callable[[Any, Any], Any]) -> str:
+    graph, mode = Graph(), symbolic_mode()
+    with mode:
+        a, b = size(mode, "a", 17), size(mode, "b", 19)
+        for name, value in {"x": torch.empty(a, 4), "y": torch.empty(second(a, b), 4)}.items():
+            graph.placeholder(name).meta["example_value"] = value
+    graph.output(())
+    return fingerprint(graph, torch.nn.Module())
+
+
+def test_equal_sizes_are_not_taken_for_independent_ones():
+    assert two_sizes(lambda a, b: a) != two_sizes(lambda a, b: b)
+    assert two_sizes(lambda a, b: b) == two_sizes(lambda a, b: b)
+    assert two_sizes(lambda a, b: a + b) != two_sizes(lambda a, b: b)
+
+
+def op_text(op: Any) -> str:
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(op, (x,)),))
+    return canonical_text(graph, torch.nn.Module())
+
+
+REGISTER = """
+import torch
+lib = torch.library.Library({namespace!r}, "DEF")
+lib.define("f(Tensor{mark} x) -> Tensor")
+lib.impl("f", lambda x: x + {number}, "CompositeExplicitAutograd")
+"""
+
+
+def registered(path: Path, number: int = 1, mark: str = "") -> str:
+    """Canonical text of a call of an op that a file of its own registers."""
+    path.write_text(REGISTER.format(namespace="pg_ops", number=number, mark=mark))
+    scope: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), scope)
+    text = op_text(torch.ops.pg_ops.f)
+    scope["lib"]._destroy()
+    return text
+
+
+def test_op_of_a_library_is_known_by_schema_and_by_the_file_that_registers_it(tmp_path):
+    first = registered(tmp_path / "a.py")
+    assert registered(tmp_path / "elsewhere.py") == first
+    assert registered(tmp_path / "b.py", number=2) != first
+    assert registered(tmp_path / "c.py", mark="(a!)") != first
+
+
+def test_custom_op_is_known_by_the_source_of_its_function():
+    def made(function: Any) -> str:
+        op = torch.library.custom_op("pg_custom::f", function, mutates_args=())
+        op.register_fake(torch.empty_like)
+        return op_text(torch.ops.pg_custom.f)
+
+    def plus_one(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def plus_two(x: torch.Tensor) -> torch.Tensor:
+        return x + 2
+
+    texts = [made(function) for function in (plus_one, plus_one, plus_two)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_nested_graphs_are_part_of_the_content():
+    def nested(function: Any) -> str:
+        inner = Graph()
+        inner.output(inner.call_function(function, (inner.placeholder("x"),)))
+        root = torch.nn.Module()
+        root.body = torch.fx.GraphModule({}, inner)
+        outer = Graph()
+        outer.output((outer.get_attr("body"),))
+        return fingerprint(outer, root)
+
+    assert nested(torch.sin) == nested(torch.sin)
+    assert nested(torch.sin) != nested(torch.cos)

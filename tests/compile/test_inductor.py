@@ -1,0 +1,111 @@
+"""Pieces compiled by Inductor: results, guards that it adds, mutating custom ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+from piecegraph.compile.config import DynamicShapes
+from piecegraph.errors import GuardUnproved
+
+from . import ops as _registers  # noqa: F401
+from .size_models import SizeModel, heads
+from .test_models import MIX, SIZES, Stack, X
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
+]
+
+
+def test_equal_to_eager_at_every_size_and_loaded_the_next_time(compiled):
+    model = Stack(4)
+    settings = {"inputs": X, "splitting_ops": MIX, "compiler": "inductor", "max_num_tokens": 128}
+    made = compiled(model, **settings)
+    assert made.events.counters["inductor_compiles"] == 3
+    again = compiled(model, **settings)
+    assert again.events.counters["inductor_compiles"] == 0
+    assert again.events.counters["dynamo_traces"] == 0
+    for size in SIZES:
+        x = torch.randn(size, 8)
+        expected = model(x).detach()
+        torch.testing.assert_close(made(x), expected)
+        torch.testing.assert_close(again(x), expected)
+
+
+def test_deeper_model_compiles_nothing_new(compiled):
+    settings = {"inputs": X, "splitting_ops": MIX, "compiler": "inductor", "max_num_tokens": 128}
+    compiled(Stack(4), **settings)
+    deeper = compiled(Stack(9), **settings)
+    assert deeper.events.counters["inductor_compiles"] == 0
+    x = torch.randn(7, 8)
+    torch.testing.assert_close(deeper(x), Stack(9)(x).detach())
+
+
+def test_layout_question_about_a_size_of_one_is_answered_by_unbacked_sizes(compiled):
+    model = SizeModel(heads)
+    made = compiled(model, inputs=X, compiler="inductor")
+    assert made.events.named("trace.unbacked")
+    for size in SIZES:
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(made(x), model(x).detach())
+
+
+class Ranked(nn.Module):
+    """Inductor sorts with 16-bit indices below 32767 rows, and guards on that."""
+
+    def forward(self, x):
+        return x.sort(0).indices
+
+
+def test_guard_of_the_compiler_is_proved_or_refused(compiled):
+    settings = {"inputs": X, "compiler": "inductor", "dynamic_shapes": DynamicShapes.BACKED}
+    made = compiled(Ranked(), **settings, max_num_tokens=30000)
+    guards = [event.facts for event in made.events.named("guard")]
+    assert any("32767" in guard["expression"] and guard["proved"] for guard in guards)
+    with pytest.raises(GuardUnproved, match="num_tokens < 32767.* = 32767, 32768"):
+        compiled(Ranked(), **settings, max_num_tokens=40000)
+
+
+class Rotated(nn.Module):
+    """An op that changes two views of one tensor in place, as rotary embedding does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        qkv = self.qkv(x)
+        query, key, value = qkv.split(8, -1)
+        torch.ops.piecegraph_test.turn(query, key)
+        return query + 1, key * 2, value
+
+
+def test_op_that_mutates_views_is_neither_copied_nor_lost(compiled):
+    """Inductor itself undoes the functionalisation of custom ops without a copy: no pass needed."""
+    model = Rotated()
+    made, sources = run_and_get_code(compiled, model, inputs=X, compiler="inductor")
+    (code,) = [source for source in sources if "piecegraph_test.turn" in source]
+    body = code[: code.index("piecegraph_test.turn")]
+    assert "clone" not in body[body.index("def call") :]
+    assert "copy_" not in body[body.index("def call") :]
+    for size in (1, 7):
+        x = torch.randn(size, 8)
+        with torch.no_grad():
+            torch.testing.assert_close(made(x), model(x))
+
+
+def test_original_of_a_mutated_value_is_kept_where_it_is_needed(compiled):
+    class Both(nn.Module):
+        def forward(self, x):
+            before = x * 2
+            after = before.clone()
+            torch.ops.piecegraph_test.turn(after, before.clone())
+            return before, after
+
+    made = compiled(Both(), inputs=X, compiler="inductor")
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(made(x), Both()(x))

@@ -1,0 +1,68 @@
+"""The graph of steps: what follows what, and plans that could not run."""
+
+from __future__ import annotations
+
+import networkx as nx
+import pytest
+
+from piecegraph.compile.literal import Ref
+from piecegraph.compile.piece_graph import picture, piece_graph
+from piecegraph.errors import IllegalOrder
+
+from . import ops as _registers  # noqa: F401
+from .test_plan import small_plan
+from .test_stitch import call, piece
+
+STEPS = [
+    piece("i0", outs=("t0", "t1")),
+    piece("i0", outs=("t2",)),
+    call("mix.default", Ref("t0"), Ref("t1"), "layer"),
+    piece("t1", "t2", outs=("t3",)),
+]
+
+
+def test_edges_are_values_read_and_values_written():
+    graph = piece_graph(small_plan(STEPS, results=()))
+    assert {edge: data["values"] for edge, data in graph.edges.items()} == {
+        (0, 2): ["t0", "t1"],
+        (1, 3): ["t2"],
+        (2, 3): ["t1"],
+    }
+    assert nx.is_directed_acyclic_graph(graph)
+
+
+def test_write_after_a_read_keeps_its_place():
+    steps = [
+        piece("i0", outs=("t0",)),
+        piece("t0", outs=("t1",)),
+        call("bump.default", Ref("t0"), Ref("t1")),
+        piece("t0", outs=("t2",)),
+    ]
+    graph = piece_graph(small_plan(steps, results=()))
+    assert graph.has_edge(1, 2), "the reader must run before the value is changed"
+    assert graph.has_edge(2, 3), "and who wants the change after"
+
+
+@pytest.mark.parametrize(
+    ("steps", "value"),
+    [
+        ([piece("t0", outs=("t1",))], "t0"),
+        ([piece("i0", outs=("t0",)), piece("i0", outs=("t0",))], "t0"),
+        ([STEPS[2]], "t0"),
+        ([piece("t1", outs=("t2",)), piece("i0", outs=("t1",))], "t1"),
+    ],
+)
+def test_order_that_cannot_run_is_refused(steps, value):
+    with pytest.raises(IllegalOrder, match=value):
+        piece_graph(small_plan(steps, results=()))
+
+
+def test_picture_is_data_with_depths():
+    drawn = picture(small_plan(STEPS, results=()))
+    assert [(step["label"], step["depth"]) for step in drawn["steps"]] == [
+        ("piece 0", 0),
+        ("piece 0", 0),
+        ("piecegraph_test::mix.default", 1),
+        ("piece 0", 2),
+    ]
+    assert [1, 3, ["t2"]] in drawn["edges"]

@@ -1,0 +1,250 @@
+"""Cutting at splitting ops: by name, pattern and predicate, and every awkward place to cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.compile.config import CompileConfig
+from piecegraph.compile.factors import trace_key
+from piecegraph.compile.plan import CallStep, PieceStep
+from piecegraph.errors import InvalidSetting, UnknownSplittingOp
+
+from . import ops as _registers  # noqa: F401
+
+pytestmark = pytest.mark.compile
+
+X = {"x": "float32[num_tokens, 8]"}
+ops = torch.ops.piecegraph_test
+ALL = ("piecegraph_test::*",)
+
+
+class Body(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = body
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.body(self, x)
+
+
+@pytest.fixture
+def cut(compiled):
+    """Compile a body, compare with it at several sizes, and return its plan."""
+
+    def cut_(body, **settings):
+        model = Body(body)
+        made = compiled(model, inputs=X, **({"splitting_patterns": ALL} | settings))
+        for size in (1, 3, 64):
+            x = torch.randn(size, 8)
+            with torch.no_grad():
+                torch.testing.assert_close(made(x.clone()), model(x.clone()))
+        return made.plan
+
+    return cut_
+
+
+def kinds(plan) -> str:
+    return "".join("p" if isinstance(step, PieceStep) else "c" for step in plan.steps)
+
+
+def plain(m, x):
+    y = m.linear(x)
+    z = ops.fresh(y, "a")
+    return ops.log.tagged(z, tag="bc") + y
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"splitting_ops": ("piecegraph_test::fresh",)}, "pcp"),
+        ({"splitting_ops": ("piecegraph_test::fresh.default",)}, "pcp"),
+        ({"splitting_ops": ("piecegraph_test::log",)}, "pcp"),
+        ({"splitting_ops": ("piecegraph_test::log.tagged",)}, "pcp"),
+        ({"splitting_ops": ("piecegraph_test::fresh", "piecegraph_test::log")}, "pccp"),
+        ({"splitting_patterns": ("piecegraph_test::*",)}, "pccp"),
+        ({"splitting_patterns": ("*::fr?sh",)}, "pcp"),
+        ({"splitting_patterns": ("*.tagged",)}, "pcp"),
+        ({"splitting_predicate": lambda node: node.target is ops.fresh}, "pcp"),
+        ({"splitting_predicate": "piecegraph.tests_predicate:missing"}, InvalidSetting),
+        ({"splitting_ops": ("piecegraph_test::log.default",)}, UnknownSplittingOp),
+        ({"splitting_ops": ("piecegraph_test::*",)}, UnknownSplittingOp),
+        ({"splitting_ops": ("no::such",)}, UnknownSplittingOp),
+        ({"splitting_patterns": ("no::*",)}, UnknownSplittingOp),
+        ({}, "p"),
+    ],
+)
+def test_what_a_setting_cuts_at(cut, settings, expected):
+    settings = {"splitting_patterns": ()} | settings
+    if isinstance(expected, str):
+        assert kinds(cut(plain, **settings)) == expected
+    else:
+        with pytest.raises(expected):
+            cut(plain, **settings)
+
+
+def test_unknown_op_error_lists_the_custom_ops_there_are(cut):
+    with pytest.raises(UnknownSplittingOp, match="piecegraph_test::fresh, piecegraph_test::log"):
+        cut(plain, splitting_ops=("vllm::attention",), splitting_patterns=())
+
+
+def predicate(node):
+    return node.target is ops.fresh
+
+
+def other_predicate(node):
+    return node.target is ops.log
+
+
+def test_predicate_is_keyed_by_its_source():
+    def key(found):
+        config = CompileConfig(splitting_predicate=found)
+        return trace_key(Body(plain), config, torch.device("cpu")).digest
+
+    assert key(predicate) == key(predicate)
+    assert len({key(predicate), key(other_predicate), key(None)}) == 3
+
+
+AWKWARD = {
+    # body, kinds of steps
+    "starts with a splitting op": (lambda m, x: m.linear(ops.fresh(x, "a")), "cp"),
+    "ends with a splitting op": (lambda m, x: ops.fresh(m.linear(x), "a"), "pc"),
+    "is nothing but a splitting op": (lambda m, x: ops.fresh(x, "a"), "c"),
+    "consecutive": (lambda m, x: ops.fresh(ops.fresh(x + 1, "a"), "b") + 1, "pccp"),
+    "no splitting op": (lambda m, x: m.linear(x), "p"),
+}
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_graph_that(cut, name):
+    body, expected = AWKWARD[name]
+    settings = {"splitting_patterns": ()} if expected == "p" else {}
+    assert kinds(cut(body, **settings)) == expected
+
+
+def test_getitem_belongs_to_the_op_it_takes_from(cut):
+    def body(m, x):
+        first, second = ops.pair(x + 1, [x.shape[0], 8])
+        return first * second
+
+    assert kinds(cut(body)) == "pcp"
+
+
+def test_consecutive_ops_with_getitems_between(cut):
+    def body(m, x):
+        first, _ = ops.pair(x + 1, [x.shape[0], 8])
+        second, third = ops.pair(first, [x.shape[0], 8], scale=3.0)
+        return second - third
+
+    plan = cut(body)
+    assert kinds(plan) == "pccp"
+    assert [step.outs for step in plan.calls()] == [("t1", None), ("t2", "t3")]
+
+
+def test_sizes_reach_ops_in_lists_keywords_and_expressions(cut):
+    def body(m, x):
+        tokens = x.size(0)
+        first, _ = ops.pair(x, sizes=[tokens * 2, 4])
+        second, _ = ops.pair(first, [*x.shape])
+        third, _ = ops.pair(second, list(x[: tokens // 2 + 1].shape[1:]) + [tokens])
+        return third + x.shape[0]
+
+    plan = cut(body)
+    assert all(isinstance(step, CallStep) for step in plan.calls())
+    assert all("s0" in str(step.args) + str(step.kwargs) for step in plan.calls()[:3])
+
+
+def test_size_made_in_one_piece_is_made_again_in_the_next(cut):
+    def body(m, x):
+        doubled = x.shape[0] * 2
+        y = torch.cat([x, x]).view(doubled, 8)
+        y = ops.fresh(y, "a")
+        return y.view(doubled // 2, 16)
+
+    plan = cut(body)
+    assert kinds(plan) == "pcp"
+    steps = [step for step in plan.steps if isinstance(step, PieceStep)]
+    assert steps[1].args[1:] == ("s0",)
+
+
+def test_allocation_joins_the_piece_before_so_that_none_is_for_it_alone(cut):
+    def body(m, x):
+        y = m.linear(x)
+        out = torch.empty_like(y)
+        ops.mix(y, out, "a")
+        again = torch.empty_like(y)
+        ops.mix(out, again, "b")
+        third = y.new_empty(y.shape)
+        ops.mix(again, third, "c")
+        return third * 2
+
+    assert kinds(cut(body)) == "pcccp"
+
+
+def test_allocation_that_needs_a_result_stays_after_it(cut):
+    def body(m, x):
+        y = ops.fresh(x * 2, "a")
+        out = torch.empty_like(y)
+        ops.mix(y, out, "b")
+        return out + 1
+
+    assert kinds(cut(body)) == "pcpcp"
+
+
+def test_mutations_keep_their_order(cut):
+    def body(m, x):
+        y = x * 2
+        state = torch.zeros(())
+        ops.bump(state, y)
+        seen = state * 1
+        y.add_(1)
+        ops.bump(state, y)
+        y.mul_(3)
+        return torch.cat([y, seen.expand(1, 8), state.expand(1, 8)])
+
+    assert kinds(cut(body)) == "pcpcp"
+
+
+def test_value_written_in_place_after_it_crossed_a_cut(cut):
+    def body(m, x):
+        y = x + 1
+        view = y[:, :4]
+        z = ops.fresh(y, "a")
+        view.mul_(2)
+        return y + z
+
+    assert kinds(cut(body)) == "pcp"
+
+
+def test_last_piece_that_only_has_effects(compiled):
+    class Remember(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(8))
+
+        def forward(self, x):
+            y = ops.fresh(x + 1, "a")
+            self.seen.add_(y.sum(0))
+            return y
+
+    model, plain = Remember(), Remember()
+    made = compiled(model, inputs=X, splitting_patterns=ALL)
+    for size in (3, 1):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(made(x), plain(x))
+    torch.testing.assert_close(model.seen, plain.seen)
+    assert kinds(made.plan) == "pcp"
+
+
+def test_layer_names_do_not_tell_pieces_apart(cut):
+    def body(m, x):
+        for name in ("one", "two", "three", "four"):
+            x = ops.fresh(m.linear(x), name).relu()
+        return x
+
+    plan = cut(body)
+    assert kinds(plan) == "pcpcpcpcp"
+    assert len(plan.pieces) == 3

@@ -1,0 +1,193 @@
+"""The stitched function: order, unpacking, keyword arguments, and values let go as early as can be."""
+
+from __future__ import annotations
+
+import enum
+import gc
+import math
+import re
+import weakref
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from piecegraph.compile.literal import Expr, Ref, encode
+from piecegraph.compile.plan import CallStep, PieceStep, Result
+from piecegraph.compile.stitch import resolve_op, stitch, stitched_source
+
+from . import ops as _registers  # noqa: F401
+from .test_plan import small_plan
+
+X = torch.arange(24.0).view(3, 8)
+WEIGHTS = {"a.b": torch.ones(8)}
+
+
+def piece(*args: str, outs: tuple[str, ...], index: int = 0) -> PieceStep:
+    return PieceStep(piece=index, args=args, outs=outs)
+
+
+def call(op: str, *args, outs=(), unpack=False, **kwargs) -> CallStep:
+    return CallStep(
+        op=f"piecegraph_test::{op}",
+        args=[encode(arg) for arg in args],
+        kwargs={name: encode(arg) for name, arg in kwargs.items()},
+        outs=outs,
+        unpack=unpack,
+    )
+
+
+def result(name: str) -> Result:
+    return Result(name=name, dtype="float32", shape=())
+
+
+def run(steps, results, *pieces, **hooks):
+    plan = small_plan(steps, results=tuple(map(result, results)))
+    return stitch(plan, pieces, WEIGHTS, **hooks)(X)
+
+
+def test_values_pass_from_step_to_step():
+    steps = [
+        piece("i0", "w0", "s0", outs=("t0", "t1")),
+        call("mix.default", Ref("t0"), Ref("t1"), "layer"),
+        piece("t1", "s0", outs=("t2",), index=1),
+    ]
+    seen = []
+
+    def first(args):
+        x, weight, size = args
+        seen.append(size)
+        return x + weight, torch.empty_like(x)
+
+    (out,) = run(steps, ["t2"], first, lambda args: (args[0] * args[1],))
+    expected = torch.empty_like(X)
+    torch.ops.piecegraph_test.mix(X + 1, expected, "layer")
+    torch.testing.assert_close(out, expected * 3)
+    assert seen == [3]
+
+
+def test_results_of_calls_are_unpacked_and_unused_ones_skipped():
+    arguments = (Ref("i0"), [Expr("s0*2"), 4])
+    both = call("pair.default", *arguments, outs=("t0", "t1"), unpack=True, scale=2.0)
+    second = call("pair.default", *arguments, outs=(None, "t2"), unpack=True)
+    none = call("pair.default", *arguments)
+    one = call("fresh.default", Ref("i0"), "layer", outs=("t3",))
+    t0, t1, t2, t3 = run([both, none, second, one], ["t0", "t1", "t2", "t3"])
+    first, other = torch.ops.piecegraph_test.pair(X, [6, 4])
+    torch.testing.assert_close(t0, first * 2)
+    torch.testing.assert_close(t1, other)
+    torch.testing.assert_close(t2, other)
+    torch.testing.assert_close(t3, torch.ops.piecegraph_test.fresh(X, "layer"))
+
+
+def test_step_without_results_is_called_for_its_effects():
+    seen = []
+    assert run([piece("i0", outs=())], [], lambda args: seen.append(args[0].shape)) == ()
+    assert seen == [X.shape]
+
+
+def test_overloads_are_called_by_name():
+    (out,) = run([call("log.tagged", Ref("i0"), tag="abc", outs=("t0",))], ["t0"])
+    torch.testing.assert_close(out, X + 3)
+    assert resolve_op("piecegraph_test::log.tagged")._overloadname == "tagged"
+
+
+def test_sizes_and_inputs_can_be_results():
+    steps = [piece("i0", outs=("t0",))]
+    size, same, t0 = run(steps, ["2*s0 + 1", "i0", "t0"], lambda args: (args[0] + 1,))
+    assert size == 7
+    assert same is X
+    torch.testing.assert_close(t0, X + 1)
+
+
+def test_each_use_of_a_piece_and_of_an_op_can_be_wrapped():
+    steps = [
+        piece("i0", outs=("t0",)),
+        call("fresh.default", Ref("t0"), "a", outs=("t1",)),
+        piece("t1", outs=("t2",)),
+        call("fresh.default", Ref("t2"), "b", outs=("t3",)),
+    ]
+    seen = []
+
+    def hook(kind):
+        def wrap(use, fn):
+            def wrapped(*args):
+                seen.append((kind, use))
+                return fn(*args)
+
+            return wrapped
+
+        return wrap
+
+    run(steps, ["t3"], lambda args: (args[0] + 1,), piece_hook=hook("p"), call_hook=hook("c"))
+    assert seen == [("p", 0), ("c", 0), ("p", 1), ("c", 1)]
+
+
+def test_values_die_right_after_their_last_use():
+    alive: list[list[int]] = []
+    made: list[weakref.ref] = []
+
+    def count(args):
+        gc.collect()
+        alive.append([index for index, ref in enumerate(made) if ref() is not None])
+        out = torch.zeros(2)
+        made.append(weakref.ref(out))
+        args.clear()
+        return (out,)
+
+    steps = [
+        piece("i0", outs=("t0",)),
+        piece("t0", outs=("t1",)),
+        piece("t0", "t1", outs=("t2",)),  # the last use of both
+        piece("t2", outs=("t3",)),
+        piece("i0", outs=("t4",)),
+    ]
+    run(steps, ["t4", "t2"], count)
+    assert alive == [[], [0], [0, 1], [2], [2]]
+
+
+@given(st.data())
+def test_every_intermediate_is_deleted_once_and_never_used_after(data):
+    """Against the obvious oracle: walk the source line by line and track which names exist."""
+    steps, names = [], ["i0"]
+    for _ in range(data.draw(st.integers(1, 8))):
+        args = data.draw(st.lists(st.sampled_from(names), max_size=3))
+        outs = tuple(f"t{len(names) + n}" for n in range(data.draw(st.integers(1, 2))))
+        if data.draw(st.booleans()):
+            steps.append(piece(*args, outs=outs))
+        else:
+            steps.append(call("x", *map(Ref, args), outs=outs, unpack=True))
+        names.extend(outs)
+    results = data.draw(st.lists(st.sampled_from(names), max_size=2))
+    source, _ = stitched_source(small_plan(steps, results=tuple(map(result, results))))
+    live: set[str] = set()
+    for line in map(str.strip, source.splitlines()):
+        found = re.findall(r"\bt\d+", line)
+        if line.startswith("del "):
+            assert len(found) == len(set(found))
+            assert set(found) <= live
+            live -= set(found)
+        elif "=" in line:
+            left, _, right = line.partition("=")
+            assert set(re.findall(r"\bt\d+", right)) <= live
+            live |= set(re.findall(r"\bt\d+", left))
+    assert live == {name for name in results if name.startswith("t")}
+
+
+class Mode(enum.Enum):
+    FAST = 1
+
+
+def test_constants_that_have_no_source_form_are_bound():
+    inf = call(
+        "x", math.inf, -math.inf, torch.float16, torch.device("cpu"), Mode.FAST, slice(1, None)
+    )
+    source, constants = stitched_source(small_plan([inf], results=()))
+    assert list(constants.values()) == [
+        math.inf,
+        -math.inf,
+        torch.float16,
+        torch.device("cpu"),
+        Mode.FAST,
+    ]
+    assert "slice(1, None, None)" in source

@@ -1,0 +1,53 @@
+"""`piecegraph sizes`: fit capture sizes to a request trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import STDOUT, writable
+
+sizes_app = typer.Typer(help="Capture sizes fitted to traffic.", no_args_is_help=True)
+
+
+@sizes_app.callback()
+def sizes() -> None:
+    """Capture sizes fitted to traffic."""
+
+
+@sizes_app.command()
+def fit(
+    trace: Annotated[Path, typer.Argument(help="Request trace, as `run` takes it.")],
+    max_graphs: Annotated[int, typer.Option(min=1, help="Most sizes to fit.")] = 24,
+    rate: Annotated[float, typer.Option(help="Factor on the arrival rate.")] = 1.0,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures as JSON; - for stdout.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write waste against graphs as PNG (extra `tools`).")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write a sizes file for `run --capture-sizes`.")
+    ] = None,
+) -> None:
+    """Fit capture sizes to TRACE and show the padding they waste on its second half."""
+    from .sizes import draw, fit_trace, render
+    from .trace_reader import read_trace
+
+    for name, path in (("--json", json_path), ("--plot", plot), ("--output", output)):
+        writable(name, path)
+    result = fit_trace(read_trace(trace), max_graphs=max_graphs, rate=rate)
+    text = json.dumps(result, indent=2)
+    if json_path == STDOUT:
+        typer.echo(text)
+    else:
+        typer.echo(render(result))
+        if json_path:
+            json_path.write_text(text + "\n")
+    if output:
+        output.write_text(json.dumps({"capture_sizes": result["sizes"]}) + "\n")
+    if plot:
+        draw(result, plot)
