@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .compile.factors import trace_key
     from .compile.piece_graphs import PieceGraph, compile_graph, piece_graphs
     from .dispatch import (
         AttentionSupport,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from .runtime.ahead import compile_ahead
     from .runtime.config import CaptureStrategy, Config
     from .runtime.forward_context import ForwardContext, forward_context, get_forward_context
-    from .runtime.prepare import prepare
+    from .runtime.prepare import cache_root, prepare
     from .runtime.prepared_model import PreparedModel
     from .runtime.recorder import break_graph
     from .runtime.switches import SWITCHES, switched_off
@@ -52,6 +53,7 @@ _HOMES = {
     "RuntimeMode": ".dispatch",
     "SWITCHES": ".runtime.switches",
     "break_graph": ".runtime.recorder",
+    "cache_root": ".runtime.prepare",
     "compile_graph": ".compile.piece_graphs",
     "compile_ahead": ".runtime.ahead",
     "forward_context": ".runtime.forward_context",
@@ -59,6 +61,7 @@ _HOMES = {
     "piece_graphs": ".compile.piece_graphs",
     "prepare": ".runtime.prepare",
     "switched_off": ".runtime.switches",
+    "trace_key": ".compile.factors",
 }
 
 __all__ = [
@@ -80,6 +83,7 @@ __all__ = [
     "Reason",
     "RuntimeMode",
     "break_graph",
+    "cache_root",
     "compile_ahead",
     "compile_graph",
     "forward_context",
@@ -87,6 +91,7 @@ __all__ = [
     "piece_graphs",
     "prepare",
     "switched_off",
+    "trace_key",
 ]
 
 

@@ -170,6 +170,11 @@ class BundleRefused(CacheError):
     todo = "Export it again from a cache that verifies."
 
 
+class BundleMissing(CacheError):
+    what = "no bundle of {model} can be used, and bundle='force' forbids to compile: {reason}"
+    todo = "Ship the bundle that was built from this model and these settings; see docs/cache.md."
+
+
 class ForbiddenPickle(CacheError):
     what = "stored data names {name}, which an artifact has no need of; nothing was executed"
     todo = "Remove the entry: it was not written by piecegraph, or by another version of it."
@@ -405,6 +410,16 @@ class RequestTooLong(ConfigError):
 class TooLarge(ConfigError):
     what = "the model, its KV cache or its metadata do not fit into memory: {reason}"
     todo = "Choose a smaller model, fewer blocks or smaller limits."
+
+
+class ToolMissing(ConfigError):
+    what = "{name} is not installed"
+    todo = "Install it with `pip install 'piecegraph[{extra}]'`."
+
+
+class NoSuchEntry(ConfigError):
+    what = "the cache at {path} has no entry {name!r}"
+    todo = "List what it has with `piecegraph cache list`; the first digits of a key are enough."
 
 
 class MissingMetadata(RunError):

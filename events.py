@@ -44,7 +44,9 @@ class Span:
 class Events:
     """What one prepared model decided and did, in order; safe to use from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, detailed: bool = False) -> None:
+        """`detailed` keeps also the facts that cost something to make; see `detail`."""
+        self.detailed = detailed
         self.began = time.perf_counter()
         self.events: list[Event] = []
         self.spans: list[Span] = []
@@ -66,7 +68,7 @@ class Events:
 
     def detail(self, name: str, facts: Callable[[], dict[str, Any]]) -> None:
         """Like `emit`, for facts that cost something: made only for a trace or a DEBUG log."""
-        if tracing() or log.isEnabledFor(logging.DEBUG):
+        if self.detailed or tracing() or log.isEnabledFor(logging.DEBUG):
             self.emit(name, **facts())
 
     def count(self, name: str, n: int = 1) -> None:

@@ -6,7 +6,7 @@ is an AOTInductor library (see `aoti`), which takes longer to build and loads in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,3 +27,8 @@ class Artifact:
 
     blobs: Blobs
     path: Callable[[str], Path]
+
+
+def kernels(artifacts: Sequence[Blobs]) -> list[int]:
+    """How many compiled libraries each artifact holds."""
+    return [sum(name.startswith(KERNEL) for name in artifact) for artifact in artifacts]

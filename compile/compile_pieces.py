@@ -19,7 +19,7 @@ from ..cache.factors import Json
 from ..errors import PieceFailed
 from ..torch_compat import reasoning_about_sizes
 from .agreement import concrete_inputs, disagreement
-from .artifact import CODE, Blobs, PieceFn
+from .artifact import CODE, Blobs, PieceFn, kernels
 from .compilers import Compiler
 from .config import TOKENS
 from .cut import Cut, Task, UniquePiece
@@ -172,7 +172,7 @@ def _compile(task: Task, cut: Cut, job: Job, compiler: Compiler) -> tuple[PieceF
             compiler=compiler.name, piece=unique.index, digest=unique.digest[:12], reason=reason
         ) from error
     seconds = time.perf_counter() - began
-    events.emit("compile.end", seconds=seconds, bytes=sum(map(len, blobs.values())), **about)
+    events.emit("compile.end", seconds=seconds, kernels=kernels([blobs])[0], **about)
     events.count(f"{compiler.name}_compiles")
     return fn, blobs
 

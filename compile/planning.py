@@ -12,8 +12,8 @@ from torch.fx import Node
 
 from ..errors import UnboundSymbol
 from ..torch_compat import default_overload, original_symbol
-from .config import CompileConfig
-from .examples import TOKENS, Leaf
+from .config import TOKENS, CompileConfig
+from .examples import Leaf
 from .guards import Guard, python_text
 from .literal import Expr, Ref, encode
 from .pieces import BaseSymbols, Piece, is_size

@@ -14,7 +14,8 @@ import torch
 from ..cache import Cache
 from ..cache.environment import CACHE_DIR, read
 from ..compile.compile_model import compile_model
-from ..compile.cut import ExampleArguments, Task
+from ..compile.cut import Task
+from ..compile.examples import ExampleArguments
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,
@@ -29,7 +30,7 @@ from ..dispatch import (
 from ..events import Events
 from .backend import GraphBackend
 from .choose_backend import choose_backend
-from .config import Config
+from .config import BrokenGuard, Config
 from .monitors import meant
 from .prepared_model import PreparedModel
 from .ranks import Ranks
@@ -61,7 +62,7 @@ def prepare(
         resolved = resolve_mode(
             config.graph_mode,
             support=config.supports(),
-            pieces=bool(config.splitting_ops),
+            pieces=config.cuts(),
             level=config.level,
             query_len=config.query_len,
             eager=not config.compile,
@@ -82,6 +83,7 @@ def prepare(
         layers or {},
         events,
         ranks,
+        model.forward if config.broken_guard is BrokenGuard.EAGER else None,
     )
 
 
@@ -89,7 +91,7 @@ def compile_task(
     model: torch.nn.Module, config: Config, events: Events, examples: ExampleArguments | None
 ) -> Task:
     """What to compile, and with what: the model's device, the cache, the level's compiler."""
-    cache = Cache(_cache_root(config), events)
+    cache = Cache(cache_root(config), events)
     return Task(model, _with_compiler(config), cache, events, _device(model), examples)
 
 
@@ -134,7 +136,8 @@ def _with_compiler(config: Config) -> Config:
     return config.changed(compiler="eager")
 
 
-def _cache_root(config: Config) -> Path | None:
+def cache_root(config: Config) -> Path | None:
+    """Where the private cache directory of `config` lies; None if the cache is off."""
     if not config.cache:
         return None
     named = config.cache_dir or read(CACHE_DIR)

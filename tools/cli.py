@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import CacheError, ConfigError, DispatchError, InvalidSetting, PiecegraphError
+from .bisect.command import bisect_command
+from .cache_commands import cache_app
+from .explain.command import explain_command
 from .log import log_to_stderr
 from .options import STDOUT, RunOptions, writable
 from .run_arguments import with_run_options
 from .sizes_commands import sizes_app
+from .trace_command import trace_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -99,6 +103,12 @@ def bench(
     _console(path).print(*benchmark_tables(name, result), sep="\n")
     _write_json(path, result)
     return 0
+
+
+app.command("bisect")(bisect_command)
+app.command("explain")(explain_command)
+app.command("trace")(trace_command)
+app.add_typer(cache_app, name="cache")
 
 
 def _run(options: RunOptions) -> int:

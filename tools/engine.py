@@ -87,7 +87,7 @@ class Engine:
         """Run one step; returns the requests it completed."""
         began = self.clock.now()
         schedule = self.scheduler.schedule()
-        decision = self.prepared.dispatch(_facts(schedule))
+        decision = self.prepared.dispatch(facts_of(schedule))
         metadata = self.buffers.fill(schedule, self.scheduler.blocks, decision.descriptor)
         hidden = self.run(decision, *self._inputs(schedule), metadata=metadata)
         sampled = self._sample(schedule, hidden)
@@ -132,7 +132,8 @@ class Engine:
         return self.sampler.sample(self.logits(hidden[rows]), params) if rows else []
 
 
-def _facts(schedule: Schedule) -> Batch:
+def facts_of(schedule: Schedule) -> Batch:
+    """What the library has to know of a step."""
     return Batch(
         num_tokens=schedule.num_tokens,
         num_reqs=len(schedule.shares),

@@ -71,7 +71,11 @@ def bring_up_and_serve(
 
 @contextmanager
 def bring_up(
-    options: RunOptions, requests: Sequence[Request], phases: Phases, console: Console
+    options: RunOptions,
+    requests: Sequence[Request],
+    phases: Phases,
+    console: Console,
+    events: Events | None = None,
 ) -> Iterator[Service]:
     """The model prepared and captured, and an engine that can serve `requests`; closed at last."""
     device = find_device(options.device)
@@ -84,7 +88,7 @@ def bring_up(
     with _phase(phases, "build model"), _allocation():
         model, layers, buffers = _build(options, requests, blocks, device)
     with working(console, "preparing: from the cache, or tracing and compiling"):
-        prepared = prepare(model, library_config(options), layers=layers, events=Events())
+        prepared = prepare(model, library_config(options), layers=layers, events=events or Events())
     try:
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers)
         caches = [part for cache in layers.values() for part in (cache.keys, cache.values)]
@@ -157,12 +161,17 @@ def library_config(options: RunOptions) -> Config:
     return switched_off(config, options.off)
 
 
+def build_model(options: RunOptions) -> Decoder:
+    """The reference decoder, on the CPU."""
+    return Decoder(options.model, seed=options.seed).to(dtype=getattr(torch, options.dtype))
+
+
 def _build(
     options: RunOptions, requests: Sequence[Request], blocks: BlockManager, device: torch.device
 ) -> tuple[Decoder, dict[str, LayerCache], MetadataBuffers]:
     """The model with its KV cache, and the metadata's buffers: all that takes memory."""
     dtype = getattr(torch, options.dtype)
-    model = Decoder(options.model, seed=options.seed).to(device=device, dtype=dtype)
+    model = build_model(options).to(device)
     layers = allocate_layer_caches(
         model.layer_names,
         num_blocks=blocks.num_blocks,

@@ -7,6 +7,7 @@ they stand between the operators that patterns look for.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -31,16 +32,15 @@ def _does_nothing(node: Node) -> bool:
         return _shape(node) == _shape(node.args[0])
     if node.target in _SAME_DTYPE:
         return bool(node.meta["val"].dtype == node.args[0].meta["val"].dtype)  # type: ignore[union-attr]
-    return node.target is aten.slice.Tensor and _takes_all(*node.args[1:])
+    return node.target is aten.slice.Tensor and _takes_all(node.args)
 
 
-def _takes_all(
-    dim: int = 0, start: int | None = None, stop: int = sys.maxsize, step: int = 1
-) -> bool:  # type: ignore[misc]
-    return not start and stop == sys.maxsize and step == 1
+def _takes_all(args: tuple[Any, ...]) -> bool:
+    """Whether the arguments (tensor, dim, start, stop, step) of a slice leave nothing out."""
+    start, stop, step = (*args[2:], None, None, None)[:3]
+    return not start and stop in (None, sys.maxsize) and step in (None, 1)
 
 
-def _shape(node: object) -> list[str]:
+def _shape(node: Any) -> list[str]:
     """Sizes as text: two symbolic sizes are the same if their expressions are."""
-    assert isinstance(node, Node)
     return [str(size) for size in node.meta["val"].shape]

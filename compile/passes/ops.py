@@ -1,6 +1,6 @@
 """Fused operators that passes rewrite to, with implementations that are right on every device.
 
-An engine with a faster kernel registers it: `torch.library.impl("piecegraph::add_rms_norm", "CUDA")`.
+An engine with a faster kernel registers it with `torch.library.impl`, for its own device.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Bits(enum.IntFlag):
     B = 2
 
 
-class Word(str, enum.Enum):
+class Word(enum.StrEnum):
     YES = "yes"
 
 

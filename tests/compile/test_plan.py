@@ -22,8 +22,10 @@ from piecegraph.compile.plan import (
     Weight,
 )
 
+RESULT = Result(name="t9", dtype="float32", shape=("s0", 8))
 
-def small_plan(steps, results=(Result(name="t9", dtype="float32", shape=("s0", 8)),)) -> Plan:
+
+def small_plan(steps, results=(RESULT,)) -> Plan:
     """A plan with one input, one symbol, one weight and the given steps."""
     return Plan(
         inputs=(

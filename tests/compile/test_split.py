@@ -149,7 +149,7 @@ def test_sizes_reach_ops_in_lists_keywords_and_expressions(cut):
         tokens = x.size(0)
         first, _ = ops.pair(x, sizes=[tokens * 2, 4])
         second, _ = ops.pair(first, [*x.shape])
-        third, _ = ops.pair(second, list(x[: tokens // 2 + 1].shape[1:]) + [tokens])
+        third, _ = ops.pair(second, [*x[: tokens // 2 + 1].shape[1:], tokens])
         return third + x.shape[0]
 
     plan = cut(body)

@@ -75,7 +75,7 @@ def _torch_compile(model: Any) -> dict[str, float]:
     )
     buffers = MetadataBuffers(max_rows=32, max_blocks=1, device=torch.device("cpu"))
     metadata = buffers.padding(BatchDescriptor(17), RuntimeMode.PIECEWISE)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    compiled: Any = torch.compile(model, fullgraph=True, dynamic=True)
     tokens = torch.zeros(17, dtype=torch.int64)
     with torch.no_grad(), forward_context(ForwardContext(layers, metadata, None, 17)):
         compiled(tokens, torch.arange(17))

@@ -60,7 +60,7 @@ def reproduce(data: Path, stage: str) -> int:
     The file is unpickled: run only scripts that you have made yourself.
     """
     from ... import Config
-    from .bisect import check_stage
+    from .climb import check_stage
 
     facts = torch.load(data, weights_only=False)
     finding = check_stage(Subject(**{**facts, "config": Config(**facts["config"])}), stage)

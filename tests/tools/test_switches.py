@@ -1,0 +1,118 @@
+"""Each part can be turned off alone, from three places, and the result stays right."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from piecegraph import SWITCHES, AttentionSupport, Batch, Config, GraphMode, prepare, switched_off
+from piecegraph.errors import InvalidSetting
+from piecegraph.tools.options import SWITCH_NAMES
+
+ROOT = Path(__file__).parents[2]
+TABLE = (ROOT / "docs" / "switches.md").read_text()
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x, scale=2.0):
+        return {"out": self.linear(x) * scale, "rest": (x.sum(-1), x)}
+
+
+def config(**settings):
+    return Config(
+        **{
+            "inputs": {"x": "float32[num_tokens, 4]"},
+            "max_num_tokens": 8,
+            "max_num_reqs": 8,
+            "attention_support": AttentionSupport.ALWAYS,
+            "graph_mode": GraphMode.FULL,
+            "compiler": "eager",
+            "cache": False,
+            **settings,
+        }
+    )
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", SWITCHES)
+def test_the_result_is_right_with_each_part_off(name):
+    model, x = Model(), torch.randn(3, 4)
+    prepared = prepare(model, switched_off(config(), [name]))
+    prepared.capture()
+    with torch.no_grad():
+        expected = model(x)
+    result = prepared(x, batch=Batch(3, 3))
+    torch.testing.assert_close(result, expected)
+    assert type(result["rest"]) is tuple
+
+
+@pytest.mark.compile
+def test_without_compilation_nothing_is_traced_and_python_runs_in_each_step():
+    model = Model()
+    calls = []
+    model.linear.register_forward_hook(lambda *_: calls.append(1))
+    prepared = prepare(model, config(compile=False))
+    assert prepared.events.counters["dynamo_traces"] == 0
+    assert prepared.resolved.mode is GraphMode.NONE
+    calls.clear()
+    for size in (1, 3):
+        prepared(torch.randn(size, 4), batch=Batch(size, size))
+    assert len(calls) == 2
+
+
+@pytest.mark.compile
+def test_an_uncompiled_model_checks_its_inputs_as_a_compiled_one_does():
+    from piecegraph.errors import ArgumentFixed, InputMismatch, SizeOutOfRange
+
+    prepared = prepare(Model(), config(compile=False))
+    for fault, args in (
+        (InputMismatch, (torch.randn(3, 5),)),
+        (SizeOutOfRange, (torch.randn(9, 4),)),
+        (ArgumentFixed, (torch.randn(3, 4), 3.0)),
+    ):
+        with pytest.raises(fault):
+            prepared(*args, batch=Batch(3, 3))
+
+
+@pytest.mark.compile
+def test_the_environment_turns_parts_off_in_any_engine(monkeypatch):
+    monkeypatch.setenv("PIECEGRAPH_OFF", "graphs,dedupe")
+    prepared = prepare(Model(), config())
+    assert prepared.config.graph_mode is GraphMode.NONE
+    assert prepared.config.dedupe is False
+    assert prepared.config.compile is True
+
+
+def test_a_switch_changes_nothing_but_its_own_settings():
+    for name, settings in SWITCHES.items():
+        changed = switched_off(config(compiler="inductor", cache=True), [name])
+        before = config(compiler="inductor", cache=True).model_dump()
+        differing = {k for k, v in changed.model_dump().items() if v != before[k]}
+        assert differing == set(settings)
+
+
+@pytest.mark.parametrize("name", ["", "everything", "GRAPHS"])
+def test_an_unknown_switch_is_an_error_that_lists_them(name):
+    with pytest.raises(InvalidSetting, match="dedupe"):
+        switched_off(config(), [name])
+
+
+def test_the_command_line_offers_what_the_library_has():
+    assert tuple(SWITCHES) == SWITCH_NAMES
+
+
+def test_the_table_in_the_documentation_is_the_one_in_the_code():
+    rows = re.findall(
+        r"^\| `--off ([a-z-]+)` \| `([^`]*)` \| `PIECEGRAPH_OFF=([a-z-]+)` \|", TABLE, re.M
+    )
+    stated = {name: settings for name, settings, _ in rows}
+    assert [name for name, _, _ in rows] == [variable for _, _, variable in rows] == list(SWITCHES)
+    for name, settings in SWITCHES.items():
+        assert stated[name] == ", ".join(f"{k}={v!r}" for k, v in settings.items())

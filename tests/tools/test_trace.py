@@ -1,0 +1,134 @@
+"""What a trace holds: found by the real tlparse, on a cold and on a warm start."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from piecegraph.tools.cli import main
+from piecegraph.tools.trace_command import find_tlparse
+
+SMALL = (
+    "--model layers=2,hidden=16,heads=2,vocab=32 --requests 2 --capture-sizes 1,2 --json /dev/null"
+)
+
+ALWAYS = {
+    "piecegraph_config",
+    "piecegraph_bundle",
+    "piecegraph_split_graph",
+    "piecegraph_piece",
+    "piecegraph_piece_0",
+    "piecegraph_piece_2",
+    "piecegraph_stitched",
+    "piecegraph_guards",
+    "piecegraph_capture",
+    "piecegraph_capture_recorded",
+    "piecegraph_memory",
+    "piecegraph_dispatch",
+}
+COLD = {
+    "piecegraph_graph",
+    "piecegraph_split",
+    "piecegraph_compile_start",
+    "piecegraph_compile_end",
+}
+CACHED = {"piecegraph_cache_lookup", "piecegraph_cache_hit"}
+
+
+def traced_run(arguments, folder):
+    """Run the main job under TORCH_TRACE; the artifacts' texts by name, as tlparse renders them."""
+    environment = {**os.environ, "TORCH_TRACE": str(folder / "trace")}
+    command = [sys.executable, "-m", "piecegraph", "run", *arguments.split()]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (log,) = (folder / "trace").glob("*.log")
+    parsed = [find_tlparse(), str(log), "-o", str(folder / "pages"), "--strict", "--no-browser"]
+    subprocess.run(parsed, check=True, capture_output=True)
+    found: dict[str, list[str]] = {}
+    pages = (folder / "pages").glob("*/piecegraph_*")
+    for page in sorted(pages, key=lambda page: int(page.stem.rpartition("_")[2])):
+        found.setdefault(page.stem.rpartition("_")[0], []).append(page.read_text())
+    return found
+
+
+@pytest.mark.compile
+def test_tlparse_finds_an_artifact_of_every_stage(tmp_path):
+    found = traced_run(f"{SMALL} --backend eager --no-cache", tmp_path)
+    assert set(found) >= ALWAYS | COLD
+    config = json.loads(found["piecegraph_config"][0])
+    assert config["graph_mode"] == "FULL_AND_PIECEWISE"
+    assert config["reasons"]
+    assert config["settings"]["capture_sizes"] == [1, 2]
+    pieces = [json.loads(text) for text in found["piecegraph_piece"]]
+    assert [piece["used_by"] for piece in pieces] == [[0], [1], [2]]
+    assert "torch.nn.functional.embedding" in found["piecegraph_piece_0"][0]
+    assert "paged_attention" in found["piecegraph_graph"][0]
+    assert "def step(" in found["piecegraph_stitched"][0]
+    start = json.loads(found["piecegraph_compile_start"][0])
+    assert (start["piece"], start["range"]) == (0, [1, 128])
+    captures = [json.loads(text) for text in found["piecegraph_capture"]]
+    assert {(c["mode"], c["num_tokens"], c["segments"]) for c in captures} == {
+        ("PIECEWISE", 2, 5),
+        ("PIECEWISE", 1, 5),
+        ("FULL", 2, 1),
+        ("FULL", 1, 1),
+    }
+    assert all(capture["descriptor"]["num_tokens"] for capture in captures)
+    dispatch = json.loads(found["piecegraph_dispatch"][0])
+    assert {row["mode"] for row in dispatch["rows"]} == {"FULL", "NONE"}
+    assert {"NONE", "FULL"} == {row["mode"] for row in dispatch["reasons"]}
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_a_warm_start_leaves_the_same_and_says_what_a_miss_differs_in(tmp_path):
+    arguments = f"{SMALL} --cache-dir {tmp_path / 'cache'}"
+    cold = traced_run(arguments, _made(tmp_path / "cold"))
+    assert set(cold) >= ALWAYS | COLD
+    warm = traced_run(arguments, _made(tmp_path / "warm"))
+    assert set(warm) >= ALWAYS | CACHED
+    assert not COLD & set(warm)
+    for name in ("piecegraph_piece_0", "piecegraph_stitched", "piecegraph_split_graph"):
+        assert warm[name] == cold[name]
+    changed = traced_run(f"{arguments} --max-num-tokens 64", _made(tmp_path / "changed"))
+    lookups = [json.loads(text) for text in changed["piecegraph_cache_lookup"]]
+    assert lookups[0]["differs"] == ["config.max_num_tokens: 128 -> 64"]
+    assert lookups[0]["factors"]["config"]["max_num_tokens"] == 64
+
+
+@pytest.mark.compile
+def test_the_command_runs_traces_and_renders(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = [sys.executable, "-m", "piecegraph", "run", *SMALL.split(), "--backend", "eager"]
+    assert main(["trace", "--output", "pages", "--", *run, "--no-cache"]) == 0
+    assert capsys.readouterr().out.endswith(f"rendered: {Path('pages') / 'index.html'}\n")
+    assert "piecegraph_stitched" in (tmp_path / "pages" / "index.html").read_text()
+
+
+def test_the_commands_status_is_passed_on(tmp_path, capsys):
+    output = ["--output", str(tmp_path / "pages")]
+    assert main(["trace", *output, "--", sys.executable, "-c", "raise SystemExit(7)"]) == 7
+    assert "left no trace" in capsys.readouterr().err
+    assert main(["trace", *output, "--", "/does/not/exist"]) == 2
+
+
+def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
+    (tmp_path / "precious.txt").write_text("")
+    assert main(["trace", "--output", str(tmp_path), "--", "true"]) == 2
+
+
+def test_without_tlparse_the_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setattr("piecegraph.tools.trace_command.sys.executable", "/nowhere/python")
+    monkeypatch.setenv("PATH", "")
+    assert main(["trace", "--", "true"]) == 2
+    assert "pip install 'piecegraph[tools]'" in capsys.readouterr().err
+
+
+def _made(folder):
+    folder.mkdir()
+    return folder

@@ -1,0 +1,76 @@
+"""The reference decoder as a subject: the first steps of a real serving run, recorded eagerly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ... import BatchDescriptor, Decision
+from ..block_manager import BlockManager
+from ..engine import facts_of
+from ..metadata import AttentionMetadata, MetadataBuffers
+from ..options import RunOptions
+from ..run import Service, bring_up, library_config
+from ..scheduler import Request, Schedule
+from .subject import Step, Subject
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledMetadata:
+    """The metadata of one recorded step, made anew for each decision in the same buffers."""
+
+    schedule: Schedule
+    blocks: BlockManager
+    buffers: MetadataBuffers
+
+    def __call__(self, decision: Decision) -> AttentionMetadata:
+        return self.buffers.fill(self.schedule, self.blocks, decision.descriptor)
+
+
+class _Recorder:
+    """Takes the place of the engine's buffers and of its `run`; `steps` is what passed by."""
+
+    def __init__(self, service: Service) -> None:
+        self.steps: list[Step] = []
+        self._buffers = service.buffers
+        self._run = service.engine.run
+        service.engine.buffers = self  # type: ignore[assignment]
+        service.engine.run = self.run
+
+    def fill(
+        self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor
+    ) -> AttentionMetadata:
+        kept = ScheduledMetadata(copy.deepcopy(schedule), copy.deepcopy(blocks), self._buffers)
+        self.steps.append(Step((), facts_of(schedule), kept))
+        return self._buffers.fill(schedule, blocks, descriptor)
+
+    def run(self, decision: Decision, *inputs: torch.Tensor, metadata: Any) -> Any:
+        self.steps[-1] = replace(self.steps[-1], args=inputs)
+        return self._run(decision, *inputs, metadata=metadata)
+
+
+def decoder_subject(
+    options: RunOptions, requests: Sequence[Request], num_steps: int, console: Console
+) -> Subject:
+    """The first `num_steps` steps of serving `requests`, with an empty KV cache."""
+    eager = replace(options, off=("all",), verify="none")
+    with bring_up(eager, requests, [], console) as service:
+        recorder = _Recorder(service)
+        for _ in service.engine.serve(requests):
+            if len(recorder.steps) == num_steps:
+                break
+    for layer in service.layers.values():
+        layer.keys.zero_()
+        layer.values.zero_()
+    return Subject(
+        model=service.model,
+        config=library_config(options),
+        steps=recorder.steps,
+        layers=service.layers,
+        capture_metadata=service.buffers.padding,
+    )

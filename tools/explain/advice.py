@@ -1,0 +1,82 @@
+"""What is worth a warning, and what to do about it: one function a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+Facts = dict[str, Any]
+
+MUCH_PADDING = 0.2
+MANY_WITHOUT = 0.2
+
+
+def advise(facts: Facts) -> list[Facts]:
+    """`{what, todo}` of everything that could be better."""
+    rules = (_verification, _cache, _guards, _failed, _without_graph, _padding, _unused)
+    return [{"what": what, "todo": todo} for rule in rules for what, todo in rule(facts)]
+
+
+Advice = Iterator[tuple[str, str]]
+
+
+def _verification(facts: Facts) -> Advice:
+    if not facts["verification"]["ok"]:
+        yield "a step differed from the eager model", "Run `piecegraph bisect` with these options."
+
+
+def _cache(facts: Facts) -> Advice:
+    cache = facts["cache"]
+    if not cache["hit"]:
+        yield (
+            f"this start was cold: {cache['reason']}",
+            "Build the bundle beforehand with `piecegraph cache warm`;"
+            " `piecegraph cache why` tells what a miss differs in.",
+        )
+
+
+def _guards(facts: Facts) -> Advice:
+    for guard in facts["guards"]:
+        if not guard["proved"]:
+            yield (
+                f"guard {guard['expression']} at {guard['where']} is not proved"
+                f" (policy {facts['policy']})",
+                "Make the model independent of it, or narrow the served range.",
+            )
+
+
+def _failed(facts: Facts) -> Advice:
+    for failure in facts["failed"]:
+        yield (
+            f"slot {failure['slot']} could not be captured: {failure['reason']}",
+            "Its batches run in a lower mode; drop the size or mend the op that is named.",
+        )
+
+
+def _without_graph(facts: Facts) -> Advice:
+    total = sum(row["count"] for row in facts["reasons"])
+    for row in facts["reasons"]:
+        if row["mode"] == "NONE" and row["count"] > MANY_WITHOUT * total:
+            yield (
+                f"{row['count']} of {total} steps ran without a graph: {row['reason']}",
+                "Capture larger sizes, or limit the tokens of a step to the largest size.",
+            )
+
+
+def _padding(facts: Facts) -> Advice:
+    for row in facts["padding"]:
+        if row["share"] > MUCH_PADDING and row["steps"] > 1:
+            yield (
+                f"{row['share']:.0%} of the rows of {row['mode']} {row['num_tokens']} were padding",
+                f"Capture a size between the next smaller one and {row['num_tokens']}.",
+            )
+
+
+def _unused(facts: Facts) -> Advice:
+    idle = [row for row in facts["captures"] if row["captured"] and not row["steps"]]
+    if idle:
+        seconds = sum(row["ms"] for row in idle) / 1000
+        yield (
+            f"{len(idle)} recordings were never replayed; capturing them took {seconds:.2f} s",
+            "If traffic is always like this, leave those sizes out or choose the strategy LAZY.",
+        )

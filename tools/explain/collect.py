@@ -1,0 +1,170 @@
+"""Everything the page shows, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ... import Events, PreparedModel
+from ..engine import StepRecord
+from .advice import advise
+
+Facts = dict[str, Any]
+
+MODES = ("NONE", "PIECEWISE", "FULL")
+
+
+def collect(report: Facts, prepared: PreparedModel, steps: Sequence[StepRecord]) -> Facts:
+    """JSON-able facts of a run, from its report, its events and its steps."""
+    events = prepared.events
+    facts: Facts = {
+        "versions": report["versions"],
+        "options": report["options"],
+        "startup": report["startup"],
+        "timeline": timeline(events),
+        "cache": report["cache"],
+        "counters": report["counters"],
+        "lookups": [event.facts for event in events.named("cache.lookup")],
+        "graph_mode": report["graph_mode"],
+        "settings": settings(events),
+        "steps": split_graph(prepared),
+        "pieces": pieces(prepared),
+        "guards": guards(prepared),
+        "policy": prepared.config.guards.value,
+        "captures": captures(prepared),
+        "memory": events.named("memory")[-1].facts,
+        "failed": [event.facts for event in events.named("capture.failed")],
+        "heat": heat(steps),
+        "reasons": report["reasons"],
+        "padding": padding(report["dispatch"]),
+        "serving": report["serving"],
+        "verification": report["verification"],
+    }
+    return {**facts, "advice": advise(facts)}
+
+
+def timeline(events: Events) -> list[Facts]:
+    """Spans in order of their start, in seconds since the events began."""
+    spans = sorted(events.spans, key=lambda span: (span.start, span.depth))
+    return [
+        {
+            "name": span.name,
+            "start": span.start,
+            "seconds": span.seconds,
+            "depth": span.depth,
+            "facts": " ".join(f"{name}={value}" for name, value in span.facts.items()),
+        }
+        for span in spans
+    ]
+
+
+def settings(events: Events) -> Facts:
+    """The resolved configuration."""
+    found: Facts = events.named("config")[-1].facts["settings"]
+    return found
+
+
+def split_graph(prepared: PreparedModel) -> list[Facts]:
+    """The steps of the plan, with what they take and give, between inputs and results."""
+    named = prepared.events.named("split_graph")
+    if not named:
+        return []
+    plan, steps = prepared.compiled.plan, named[-1].facts["steps"]
+    shapes = {name: shape for step in steps for name, shape in step["takes"].items()}
+    inputs = {item.name: shapes.get(item.name, "") for item in plan.inputs}
+    results = {result.name: "" for result in plan.results}
+    return [
+        {"outer": "inputs", "takes": {}, "gives": inputs},
+        *steps,
+        {"outer": "results", "takes": results, "gives": {}},
+    ]
+
+
+def pieces(prepared: PreparedModel) -> list[Facts]:
+    """Each unique piece: its uses, how it came to be, how long that took, its source."""
+    plan, events = prepared.compiled.plan, prepared.events
+    compiled = {event.facts["piece"]: event.facts for event in events.named("compile.end")}
+    bundle = events.named("bundle")[-1].facts
+    kernels = bundle.get("kernels", [])
+    uses = plan.piece_uses()
+    rows = []
+    for index, piece in enumerate(plan.pieces):
+        made = compiled.get(index)
+        rows.append(
+            {
+                "piece": index,
+                "digest": piece.digest,
+                "nodes": piece.nodes,
+                "used_by": [use for use, unique in enumerate(uses) if unique == index],
+                "made": "compiled" if made else "loaded",
+                "seconds": made and made["seconds"],
+                "kernels": made["kernels"] if made else (kernels[index] if kernels else None),
+                "source": piece.text,
+            }
+        )
+    return rows
+
+
+def guards(prepared: PreparedModel) -> list[Facts]:
+    """The guards on sizes; those that came out as plain `True` say nothing."""
+    settled = prepared.compiled.plan.guards
+    return [guard.model_dump(mode="json") for guard in settled if guard.expression != "True"]
+
+
+def captures(prepared: PreparedModel) -> list[Facts]:
+    """Each entry of the capture plan, with what its capture took and how often it was used."""
+    made = {
+        (event.facts["mode"], event.facts["num_tokens"]): event.facts
+        for event in prepared.events.named("capture")
+    }
+    used = {(row["mode"], row["num_tokens"]): row["count"] for row in prepared.usage.rows()}
+    rows = []
+    for slot, entry in enumerate(prepared.dispatcher.plan.entries):
+        place = (entry.mode.name, entry.descriptor.num_tokens)
+        capture = made.get(place)
+        rows.append(
+            {
+                "slot": slot,
+                "mode": place[0],
+                "num_tokens": place[1],
+                "captured": capture is not None,
+                "ms": capture and capture["ms"],
+                "bytes": capture["bytes"] if capture else 0,
+                "segments": capture and capture["segments"],
+                "steps": used.get(place, 0),
+            }
+        )
+    return rows
+
+
+def heat(steps: Sequence[StepRecord]) -> Facts:
+    """Steps by runtime mode and by size, in columns that double: 1, 2, 3-4, 5-8, …"""
+    columns = sorted({_column(step.num_tokens) for step in steps})
+    counts = {mode: dict.fromkeys(columns, 0) for mode in MODES}
+    for step in steps:
+        counts[step.mode][_column(step.num_tokens)] += 1
+    return {
+        "columns": [f"{low}-{high}" if low < high else str(low) for low, high in columns],
+        "rows": [{"mode": mode, "counts": list(counts[mode].values())} for mode in MODES],
+    }
+
+
+def _column(size: int) -> tuple[int, int]:
+    high = 1 << max(size - 1, 0).bit_length()
+    return high // 2 + 1, high
+
+
+def padding(dispatch: Sequence[Facts]) -> list[Facts]:
+    """Rows run and rows wasted, by mode and padded size."""
+    return [
+        {
+            "mode": row["mode"],
+            "num_tokens": row["num_tokens"],
+            "steps": row["count"],
+            "rows": row["count"] * row["num_tokens"],
+            "wasted": row["padded_tokens"],
+            "share": row["padded_tokens"] / (row["count"] * row["num_tokens"]),
+        }
+        for row in dispatch
+        if row["mode"] != "NONE"
+    ]

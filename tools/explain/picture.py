@@ -1,0 +1,150 @@
+"""The split graph as SVG: the steps in a column, values as lines between them.
+
+A value that the next step takes goes straight down. One that later steps take runs down a lane on
+the right, which is its own from where it is made to where it is last used; at its beginning stands
+its shape. The middle of a long chain is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+Facts = dict[str, Any]
+
+WIDTH, HEIGHT, GAP = 300, 34, 46
+LEFT, FIRST_LANE, LANE, LABELS = 20, 170, 14, 260
+HEAD, TAIL = 14, 9
+"""Steps shown at the beginning and at the end of a chain too long to be shown whole."""
+
+COLOURS = 8
+SHAPES = 5
+"""Shapes written beside one step at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A value, the row that makes it and the rows further down that take it."""
+
+    name: str
+    shape: str
+    start: int
+    stops: tuple[int, ...]
+
+
+def picture(steps: Sequence[Facts]) -> str:
+    """An `<svg>` element; its classes are styled by the page."""
+    shown, left_out = _shortened(steps)
+    values = _values(shown)
+    lanes = _lanes([value for value in values if value.stops[-1] > value.start + 1])
+    labels = LEFT + WIDTH + FIRST_LANE + LANE * (max(lanes.values(), default=-1) + 1)
+    width, height = labels + LABELS, len(shown) * (HEIGHT + GAP)
+    rows = range(len(shown))
+    parts = [
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"'
+        f' aria-label="Split graph: {len(steps)} steps, {left_out} of them not shown">',
+        *(_straight(row, [value for value in values if value.start == row]) for row in rows),
+        *(_lane(value, lane) for value, lane in lanes.items()),
+        *(_shapes(row, [value for value in lanes if value.start == row], labels) for row in rows),
+        *(_box(row, step) for row, step in enumerate(shown)),
+        "</svg>",
+    ]
+    return "".join(parts)
+
+
+def _shortened(steps: Sequence[Facts]) -> tuple[list[Facts], int]:
+    if len(steps) <= HEAD + TAIL + 1:
+        return list(steps), 0
+    middle = steps[HEAD:-TAIL]
+    gap = {"gap": len(middle), "takes": {}, "gives": {}}
+    return [*steps[:HEAD], gap, *steps[-TAIL:]], len(middle)
+
+
+def _values(steps: Sequence[Facts]) -> list[_Value]:
+    """Every value that is made and taken among `steps`, in the order in which they are made."""
+    takers: dict[str, list[int]] = {}
+    for row, step in enumerate(steps):
+        for name in step["takes"]:
+            takers.setdefault(name, []).append(row)
+    return [
+        _Value(name, shape, row, tuple(takers[name]))
+        for row, step in enumerate(steps)
+        for name, shape in step["gives"].items()
+        if name in takers
+    ]
+
+
+def _lanes(values: Sequence[_Value]) -> dict[_Value, int]:
+    """For each value the first lane that is free as long as it lives."""
+    busy: list[int] = []
+    lanes: dict[_Value, int] = {}
+    for value in values:
+        free = (lane for lane, until in enumerate(busy) if until <= value.start)
+        lane = next(free, len(busy))
+        busy[lane : lane + 1] = [value.stops[-1]]
+        lanes[value] = lane
+    return lanes
+
+
+def _top(row: int) -> int:
+    return row * (HEIGHT + GAP) + 2
+
+
+def _box(row: int, step: Facts) -> str:
+    place = f'x="{LEFT}" y="{_top(row)}" width="{WIDTH}" height="{HEIGHT}"'
+    if "gap" in step:
+        return _centred(row, f"… {step['gap']} more steps …", "gap")
+    if "outer" in step:
+        return f'<rect {place} class="outer"/>' + _centred(row, step["outer"], "label")
+    if "op" in step:
+        name = step["op"].removesuffix(".default")
+        return f'<rect {place} rx="17" class="op"/>' + _centred(row, name, "label")
+    index = step["piece"]
+    shape = f'<rect {place} rx="4" class="piece c{index % COLOURS}"/>'
+    return f'<a href="#piece-{index}">{shape}{_centred(row, f"piece {index}", "label")}</a>'
+
+
+def _straight(row: int, values: Sequence[_Value]) -> str:
+    """One line to the next row for all values it takes, with their shapes beside it."""
+    near = [value for value in values if value.stops[0] == row + 1]
+    if not near:
+        return ""
+    x, top, end = LEFT + WIDTH // 2, _top(row) + HEIGHT, _top(row + 1)
+    line = f'<path class="edge" d="M{x} {top} V{end - 2}"/>'
+    head = f'<path class="head" d="M{x - 4} {end - 7} h8 l-4 6 z"/>'
+    shapes = list(dict.fromkeys(value.shape for value in near))
+    shown = [*shapes[:2], *(["…"] if len(shapes) > 2 else [])]
+    labels = (_text(x + 10, top + 15 + 13 * n, shape, "shape") for n, shape in enumerate(shown))
+    return line + head + "".join(labels)
+
+
+def _lane(value: _Value, lane: int) -> str:
+    """Down the lane, and back to each step further down than the next that takes the value."""
+    x = LEFT + WIDTH
+    bend, start = x + FIRST_LANE + LANE * lane, _top(value.start) + HEIGHT - 8
+    far = [stop for stop in value.stops if stop > value.start + 1]
+    trunk = f'<path class="edge" d="M{x} {start} H{bend} V{_top(far[-1]) + 8}"/>'
+    branches = "".join(
+        f'<path class="edge" d="M{bend} {_top(stop) + 8} H{x + 6}"/>'
+        f'<path class="head" d="M{x + 7} {_top(stop) + 4} v8 l-6 -4 z"/>'
+        for stop in far
+    )
+    return f"<g><title>{escape(value.name)}: {escape(value.shape)}</title>{trunk}{branches}</g>"
+
+
+def _shapes(row: int, values: Sequence[_Value], x: int) -> str:
+    """The shapes of the values whose lanes begin here, from left to right."""
+    texts = [f"{value.name}: {value.shape}" for value in values]
+    if len(texts) > SHAPES:
+        texts = [*texts[: SHAPES - 1], f"… {len(texts) - SHAPES + 1} more"]
+    return "".join(_text(x, _top(row) + 12 + 13 * n, text, "shape") for n, text in enumerate(texts))
+
+
+def _centred(row: int, text: str, kind: str) -> str:
+    return _text(LEFT + WIDTH // 2, _top(row) + 22, text, kind)
+
+
+def _text(x: int, y: int, text: str, kind: str) -> str:
+    return f'<text x="{x}" y="{y}" class="{kind}">{escape(text)}</text>'
