@@ -7,7 +7,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    field_validator,
+)
 
 from ..cache.feeds import Feeds, exempt
 from ..errors import InvalidSetting
@@ -30,6 +37,13 @@ class GuardPolicy(StrEnum):
     PROVE = "prove"
     CHECK = "check"
     DROP = "drop"
+
+
+class BundleUse(StrEnum):
+    """What becomes of a start without a bundle: the model is compiled, or that is an error."""
+
+    USE = "use"
+    FORCE = "force"
 
 
 class InputSpec(BaseModel):
@@ -116,7 +130,14 @@ class CompileConfig(BaseModel):
     dump_dir: Annotated[Path | None, LOCATION] = None
     """Where graphs and generated code are written for people; edits of that code are used."""
 
+    bundle: Annotated[BundleUse, exempt("what is done without a bundle, not what is in it")] = (
+        BundleUse.USE
+    )
+    """`force` never compiles: a start without a bundle that fits raises BundleMissing."""
+
     cache: Annotated[bool, LOCATION] = True
+    """False turns off every layer of caching: ours, and torch's in our compiles."""
+
     cache_dir: Annotated[Path | None, LOCATION] = None
 
     def __init__(self, **settings: Any) -> None:
@@ -129,6 +150,18 @@ class CompileConfig(BaseModel):
     @classmethod
     def _check_inputs(cls, inputs: dict[str, str]) -> dict[str, str]:
         return {name: str(InputSpec.parse(text)) for name, text in inputs.items()}
+
+    @field_serializer("splitting_predicate", "user_passes", when_used="json")
+    def _named(self, value: Any) -> Any:
+        """Functions by their names: for people, keys hold their source."""
+        if isinstance(value, tuple):
+            return [self._named(item) for item in value]
+        return value if value is None else str(getattr(value, "__qualname__", value))
+
+    def cuts(self) -> bool:
+        """Whether there is anything to cut the graph at."""
+        named = self.splitting_ops or self.splitting_patterns
+        return bool(named) or self.splitting_predicate is not None
 
     def input_specs(self) -> dict[str, InputSpec]:
         """`inputs`, read."""

@@ -20,7 +20,11 @@ from .config import TOKENS, CompileConfig, InputSpec
 
 # Sizes unlike any that a model treats specially: a guard such as T % 8 == 0 must show itself.
 # Independent sizes differ where their limits allow it, so that nothing holds by accident.
-_SIZES = (17, 19, 23, 29, 31, 37)
+_SIZES = (17, 19, 23, 29, 31, 37, 13, 11, 7, 5)
+
+
+ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""(args, kwargs) of one call."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def example_inputs(
     model: torch.nn.Module,
     config: CompileConfig,
     device: torch.device,
-    given: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    given: ExampleArguments | None,
 ) -> Examples:
     """Arguments to trace with: `given` (args, kwargs), or built from `config.inputs`.
 

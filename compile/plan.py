@@ -7,6 +7,8 @@ back unchanged, so a warm start needs no graph, no trace and no pickle.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -147,6 +149,11 @@ class Plan(Frozen):
     shapes: dict[str, str] = {}
     """Dtype and shape of each intermediate value, as text for people."""
     guards: tuple[SettledGuard, ...] = ()
+
+    def broken(self, sizes: Mapping[str, int]) -> Check | None:
+        """The first check that fails at `sizes`, by label; a captured size must break none."""
+        names = {"math": math, **sizes}
+        return next((check for check in self.checks if not eval(check.expression, names)), None)
 
     def piece_uses(self) -> list[int]:
         """Unique piece of each piece step, in order of execution."""

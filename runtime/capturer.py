@@ -49,6 +49,7 @@ class Capturer:
         events: Events,
         actions: SlotActions,
         exchange: Exchange,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.active = False
         self.memory = GraphMemory()
@@ -60,6 +61,7 @@ class Capturer:
         self._events = events
         self._actions = actions
         self._exchange = exchange
+        self._clock = clock
         self._costs = CaptureCosts()
         self._lazy_cost: dict[RuntimeMode, int] = {}
         self._refused: set[int] = set()
@@ -136,13 +138,13 @@ class Capturer:
     def _capture(self, slot: int, session: CaptureSession) -> bool:
         """One capture, on all ranks or on none; whether the graph is there now."""
         entry, state = self._entries[slot], self.queue.slots[slot]
-        began = perf_counter()
+        began = self._clock()
         recording, reason = None, ""
         try:
             recording = self._actions.record(slot, session)
         except CaptureFailed as error:
             reason = str(error)
-        ms = (perf_counter() - began) * 1000
+        ms = (self._clock() - began) * 1000
         num_bytes = recording.bytes if recording else 0
         ms, num_bytes, reason = self._outcome(slot, ms, num_bytes, reason)
         self._costs.measured(entry.mode, entry.descriptor.num_tokens, ms)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ..cache.feeds import Feeds
+from ..cache.feeds import Feeds, exempt
 from ..compile.config import CompileConfig
 from ..dispatch import AttentionSupport, GraphMode, PaddingLimit
 
@@ -29,6 +29,13 @@ class AfterSeal(StrEnum):
     COUNT = "count"
     LOG = "log"
     RAISE = "raise"
+
+
+class BrokenGuard(StrEnum):
+    """What a step does for sizes at which a guard that is only checked does not hold."""
+
+    ERROR = "error"
+    EAGER = "eager"
 
 
 class Config(CompileConfig):
@@ -53,6 +60,11 @@ class Config(CompileConfig):
 
     capture_sizes: Annotated[tuple[int, ...] | None, SERVING] = None
     """Padded sizes in tokens to capture; by default the ladder of `default_capture_sizes`."""
+
+    broken_guard: Annotated[BrokenGuard, exempt("decided in the step, by the sizes it has")] = (
+        BrokenGuard.ERROR
+    )
+    """With `guards="check"`: raise GuardBroken, or run the model itself for such sizes."""
 
     strategy: Annotated[CaptureStrategy, SERVING] = CaptureStrategy.EAGER
 

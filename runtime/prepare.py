@@ -14,7 +14,8 @@ import torch
 from ..cache import Cache
 from ..cache.environment import CACHE_DIR, read
 from ..compile.compile_model import compile_model
-from ..compile.cut import ExampleArguments, Task
+from ..compile.cut import Task
+from ..compile.examples import ExampleArguments
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,
@@ -29,7 +30,7 @@ from ..dispatch import (
 from ..events import Events
 from .backend import GraphBackend
 from .choose_backend import choose_backend
-from .config import Config
+from .config import BrokenGuard, Config
 from .monitors import meant
 from .prepared_model import PreparedModel
 from .ranks import Ranks
@@ -61,7 +62,7 @@ def prepare(
         resolved = resolve_mode(
             config.graph_mode,
             support=config.supports(),
-            pieces=bool(config.splitting_ops),
+            pieces=config.cuts(),
             level=config.level,
             query_len=config.query_len,
             eager=not config.compile,
@@ -82,6 +83,7 @@ def prepare(
         layers or {},
         events,
         ranks,
+        model.forward if config.broken_guard is BrokenGuard.EAGER else None,
     )
 
 

@@ -13,7 +13,14 @@ import torch
 from ..cache import Cache
 from ..compile.compiled_model import CompiledModel
 from ..dispatch import Batch, BatchDescriptor, Decision, Dispatcher, ResolvedMode, RuntimeMode
-from ..errors import BatchInvalid, CaptureAfterSeal, CaptureOutOfMemory, ModelClosed
+from ..errors import (
+    BatchInvalid,
+    CaptureAfterSeal,
+    CaptureFailed,
+    CaptureOutOfMemory,
+    GuardBroken,
+    ModelClosed,
+)
 from ..events import Events
 from .addresses import Addresses
 from .backend import GraphBackend
@@ -60,6 +67,7 @@ class PreparedModel:
         layers: Mapping[str, Any],
         events: Events,
         ranks: Ranks | None = None,
+        eager: Callable[..., Any] | None = None,
     ) -> None:
         self.compiled = compiled
         self.config = config
@@ -71,6 +79,7 @@ class PreparedModel:
         self.usage = Usage(dispatcher.plan)
         self._bind = binder(compiled.plan, signature)
         self._pack = packer(compiled.plan)
+        self._eager = eager
         self._stitched = compiled.link()
         self._captured_fn = compiled.link(piece_hook=_piece_hook, call_hook=_call_hook)
         self._inputs = static_inputs(compiled, config, device)
@@ -123,7 +132,12 @@ class PreparedModel:
         """
         if self._closed:
             raise ModelClosed()
-        tensors, sizes = self._bind(*args, **kwargs)
+        try:
+            tensors, sizes = self._bind(*args, **kwargs)
+        except GuardBroken:
+            if self._eager is None:
+                raise
+            return self._run_eagerly(decision, args, kwargs, metadata)
         context = self._context
         context.metadata = metadata
         context.decision = decision
@@ -140,6 +154,17 @@ class PreparedModel:
             CURRENT.reset(token)
         self.usage.count(decision, context.num_tokens)
         return self._pack(results, tensors)
+
+    def _run_eagerly(
+        self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], metadata: Any
+    ) -> Any:
+        """Run the model itself: for sizes at which the compiled code would be wrong."""
+        assert self._eager is not None
+        context = self._context
+        context.metadata, context.decision = metadata, decision
+        self.events.count("eager_steps")
+        with forward_context(context), torch.no_grad():
+            return self._eager(*args, **kwargs)
 
     def capture(self, metadata_for: MetadataFor | None = None) -> None:
         """Capture what the strategy wants at startup; later calls capture what is missing of it.
@@ -258,6 +283,8 @@ class PreparedModel:
         entry = self.dispatcher.plan.entries[slot]
         descriptor = entry.descriptor
         name = f"{entry.mode.name} {descriptor.num_tokens}"
+        if broken := self.compiled.plan.broken(_sizes(descriptor)):
+            raise CaptureFailed(name=name, reason=f"it needs {broken.expression}")
         inputs = self._inputs_of(slot)
         self._context.metadata = (
             self._metadata_for(descriptor, entry.mode) if self._metadata_for else None
@@ -290,7 +317,11 @@ class PreparedModel:
 
     def _inputs_of(self, slot: int) -> BoundInputs:
         descriptor = self.dispatcher.plan.entries[slot].descriptor
-        return self._inputs.at({"num_tokens": descriptor.num_tokens, **dict(descriptor.axes)})
+        return self._inputs.at(_sizes(descriptor))
+
+
+def _sizes(descriptor: BatchDescriptor) -> dict[str, int]:
+    return {"num_tokens": descriptor.num_tokens, **dict(descriptor.axes)}
 
 
 def _piece_hook(use: int, piece: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,3 +39,8 @@ def _takes_all(args: tuple[Any, ...]) -> bool:
     """Whether the arguments (tensor, dim, start, stop, step) of a slice leave nothing out."""
     start, stop, step = (*args[2:], None, None, None)[:3]
     return not start and stop in (None, sys.maxsize) and step in (None, 1)
+
+
+def _shape(node: Any) -> list[str]:
+    """Sizes as text: two symbolic sizes are the same if their expressions are."""
+    return [str(size) for size in node.meta["val"].shape]

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from piecegraph import Batch
 from piecegraph.errors import CaptureAfterSeal
-from piecegraph.runtime import capturer
 from piecegraph.runtime.strategies import GIVE_UP_AFTER, RETRY_STEPS
 
 EVERYTHING = ["PIECEWISE 8", "PIECEWISE 4", "PIECEWISE 2", "PIECEWISE 1"]
@@ -97,12 +96,10 @@ def test_the_budget_bounds_captures_per_step(make: Any, per_step: int) -> None:
     assert len(served.captures) - before == per_step
 
 
-def test_the_budget_in_milliseconds_goes_by_what_captures_took(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_budget_in_milliseconds_goes_by_what_captures_took(make: Any) -> None:
     moments = itertools.count(step=0.020)  # a capture is looked at twice, so it takes 20 ms
-    monkeypatch.setattr(capturer, "perf_counter", lambda: next(moments))
     served = make(strategy="delayed", captures_per_step=8, capture_ms_per_step=19)
+    served.prepared._capturer._clock = lambda: next(moments)
     served.prepared.capture()
     assert served.decode(1) == "FULL 8"
     assert served.told("capture.refused")[0] == "FULL 1"

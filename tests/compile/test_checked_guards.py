@@ -1,0 +1,87 @@
+"""A guard that is checked: each step, each captured size, and what a step does where it fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph import Batch, Config, RuntimeMode, prepare
+from piecegraph.compile.config import GuardPolicy
+from piecegraph.errors import GuardBroken
+from piecegraph.runtime.config import BrokenGuard
+
+from . import ops as _registers  # noqa: F401
+
+pytestmark = pytest.mark.compile
+
+
+class Eights(nn.Module):
+    """Takes another way for multiples of 8."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = torch.ops.piecegraph_test.fresh(x + 1, "a")
+        return x * 3 if x.shape[0] % 8 == 0 else self.linear(x)
+
+
+@pytest.fixture
+def prepared():
+    made = []
+
+    def prepare_(**settings):
+        config = Config(
+            inputs={"x": "float32[num_tokens, 8]"},
+            splitting_patterns=("piecegraph_test::*",),
+            compiler="eager",
+            cache=False,
+            guards=GuardPolicy.CHECK,
+            max_num_tokens=16,
+            max_num_reqs=16,
+            capture_sizes=(4, 8, 12),
+            **settings,
+        )
+        made.append(prepare(Eights(), config))
+        made[-1].capture()
+        return made[-1]
+
+    yield prepare_
+    for each in made:
+        each.close()
+
+
+def batch(size: int) -> Batch:
+    return Batch(num_tokens=size, num_reqs=1)
+
+
+def test_size_that_breaks_a_guard_is_not_captured(prepared):
+    model = prepared()
+    captured = {
+        model.dispatcher.plan.entries[i].descriptor.num_tokens for i, _ in model.recordings()
+    }
+    assert captured == {4, 12}
+    x = torch.randn(6, 8)
+    decision = model.dispatch(batch(6))
+    assert decision.mode is not RuntimeMode.NONE
+    assert decision.descriptor.num_tokens == 12
+    with torch.no_grad():
+        torch.testing.assert_close(model.run(decision, x), Eights()(x))
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_step_with_a_broken_guard_is_an_error(prepared, size):
+    with pytest.raises(GuardBroken, match="8"):
+        prepared()(torch.randn(size, 8), batch=batch(size))
+
+
+def test_step_with_a_broken_guard_runs_the_model_itself_by_option(prepared):
+    model = prepared(broken_guard=BrokenGuard.EAGER)
+    for size in (1, 8, 7, 16, 15):
+        x = torch.randn(size, 8)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x, batch=batch(size)), Eights()(x))
+    assert model.events.counters["eager_steps"] == 2
