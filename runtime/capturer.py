@@ -8,7 +8,7 @@ captures, which ranks exchange before anyone uses a graph.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -87,6 +87,17 @@ class Capturer:
         """Capture for at most `budget_ms` milliseconds, by estimate; returns how many graphs."""
         budget = CaptureBudget(len(self._entries), budget_ms)
         return self._spend(budget, self.queue.in_idle_time()) if self.active else 0
+
+    def recapture(self, slots: Collection[int]) -> None:
+        """Free recordings that became stale, all of them before the first is captured again."""
+        if not slots:
+            return
+        for slot in slots:
+            self._evict(slot)
+        with self._session(prepare=True) as session:
+            for slot in slots:
+                self._capture(slot, session)
+        self._settle()
 
     def forget(self) -> None:
         """All recordings were released; the next startup begins anew."""

@@ -74,8 +74,8 @@ def test_an_inductor_compile_is_told(
 def test_in_a_step_the_shape_is_told(sealed: Any) -> None:
     served = sealed()
     compiled = torch.compile(late, backend="eager", dynamic=False)
-    stitched = served.prepared._stitched
-    served.prepared._stitched = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
+    stitched = served.prepared._slots.stitched
+    served.prepared._slots.stitched = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
     served.step(Batch(11, 1))
     assert served.prepared.events.named("after_seal")[0].facts["shape"] == "11 tokens in NONE"
 

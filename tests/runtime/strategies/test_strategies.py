@@ -197,8 +197,8 @@ def test_no_garbage_collection_for_a_lazy_capture(
 
 def test_capturing_leaves_the_random_state_alone(make: Any) -> None:
     served = make(strategy="lazy")
-    noise = served.prepared._stitched
-    served.prepared._stitched = lambda *inputs: (torch.rand(3), noise(*inputs))[1]
+    noise = served.prepared._slots.stitched
+    served.prepared._slots.stitched = lambda *inputs: (torch.rand(3), noise(*inputs))[1]
     before = torch.get_rng_state()
     served.prepared.capture()
     served.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
