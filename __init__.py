@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from .runtime.prepare import prepare
     from .runtime.prepared_model import PreparedModel
     from .runtime.recorder import break_graph
-    from .runtime.warmup import AuxiliaryTask
     from .runtime.switches import SWITCHES, switched_off
+    from .runtime.warmup import AuxiliaryTask
+    from .runtime.why import Why, why
 
 _HOMES = {
     "AttentionSupport": ".dispatch",
@@ -51,6 +52,7 @@ _HOMES = {
     "Reason": ".dispatch",
     "RuntimeMode": ".dispatch",
     "SWITCHES": ".runtime.switches",
+    "Why": ".runtime.why",
     "break_graph": ".runtime.recorder",
     "compile_graph": ".compile.piece_graphs",
     "compile_ahead": ".runtime.ahead",
@@ -59,6 +61,7 @@ _HOMES = {
     "piece_graphs": ".compile.piece_graphs",
     "prepare": ".runtime.prepare",
     "switched_off": ".runtime.switches",
+    "why": ".runtime.why",
 }
 
 __all__ = [
@@ -79,6 +82,7 @@ __all__ = [
     "PreparedModel",
     "Reason",
     "RuntimeMode",
+    "Why",
     "break_graph",
     "compile_ahead",
     "compile_graph",
@@ -87,6 +91,7 @@ __all__ = [
     "piece_graphs",
     "prepare",
     "switched_off",
+    "why",
 ]
 
 

@@ -33,6 +33,7 @@ from .examples import ExampleArguments, Leaf, example_inputs
 from .passes.graph_pass import GraphPass, pass_factors, passes_for
 from .split import splitting_predicate
 
+
 def trace_key(
     model: torch.nn.Module,
     config: CompileConfig,

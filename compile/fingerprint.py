@@ -154,7 +154,11 @@ def op_source(op: Any) -> str:
     packet = _packet(op)
     if function := custom_op_function(packet._qualified_op_name):
         return "; ".join([op_form(op), source_fingerprint(function)])
-    files = {file for name in packet.overloads() for file in registering_files(getattr(packet, name).name())}
+    files = {
+        file
+        for name in packet.overloads()
+        for file in registering_files(getattr(packet, name).name())
+    }
     contents = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files)
     return "; ".join([op_form(op), *contents])
 

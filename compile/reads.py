@@ -154,7 +154,7 @@ class _Locator:
             case ast.Subscript(value=inner, slice=ast.Constant(value=str() | int() as key)):
                 base, place = self._find(inner)
                 if isinstance(base, type):
-                    return vars(base)[key], _then(place, key)
+                    return vars(base)[str(key)], _then(place, key)
                 return base[key], _then(place, [key])
             case ast.Attribute(value=inner, attr=name):
                 base, place = self._find(inner)
@@ -164,6 +164,8 @@ class _Locator:
     def _global(self, name: str) -> tuple[Any, Place | None]:
         if name in self._aliases:
             return sys.modules[self._aliases[name]], None
+        if name.startswith("__builtins_dict__"):
+            raise LookupError(name)  # put there by Dynamo
         globals_ = self._scope["G"]
         return globals_[name], (globals_["__name__"], (name,))
 

@@ -1,36 +1,74 @@
 """Inductor code that a person can read and change: one directory a piece below the dump directory.
 
 What runs is always loaded from there. A directory that exists is used as it is, so an edit of its
-Python or C++ source takes effect at the next start; removing it compiles the piece anew.
+Python or C++ source takes effect at the next start, which then says that the code was tampered
+with; removing the directory compiles the piece anew.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
 
-from ..torch_compat import inductor_load_unpacked, inductor_options, inductor_unpack
+from ..events import Events
+from ..torch_compat import (
+    inductor_cache_directory,
+    inductor_load_unpacked,
+    inductor_options,
+    inductor_unpack,
+)
 from .artifact import Blobs, PieceFn
 from .compilers import Compiler
 from .readable import readable
 
+DIGEST = "sha256"
+"""File beside the code with the digest of the code as it was generated."""
 
-def unpacked_inductor(dump_dir: Path) -> Compiler:
+
+def unpacked_inductor(dump_dir: Path, events: Events) -> Compiler:
     """Inductor, by way of directories `inductor_<hash>` in `dump_dir`; it keeps no artifacts."""
 
     def compile_piece(
         graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
     ) -> tuple[PieceFn, Blobs]:
-        content = f"{readable(graph)} {sorted(options.items())}"
+        stated = {name: _stated(option) for name, option in sorted(options.items())}
+        content = f"{readable(graph)} {stated}"
         folder = dump_dir / f"inductor_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
         with inductor_options():
             if not folder.exists():
-                inductor_unpack(graph, inputs, dict(options), str(folder))
+                with tempfile.TemporaryDirectory(prefix="piecegraph-") as scratch:
+                    with inductor_cache_directory(scratch):
+                        inductor_unpack(graph, inputs, dict(options), str(folder))
                 (folder / "graph.py").write_text(readable(graph))
+                (folder / DIGEST).write_text(_digest(folder))
+            _tell_if_tampered(folder, events)
             return inductor_load_unpacked(str(folder)), {}
 
     return Compiler("inductor", compile_piece)
+
+
+def _stated(option: Any) -> Any:
+    """An option as it is from one process to the next; a pass by what stands for its source."""
+    return option.uuid() if hasattr(option, "uuid") else option
+
+
+def _tell_if_tampered(folder: Path, events: Events) -> None:
+    stated = (folder / DIGEST).read_text() if (folder / DIGEST).exists() else None
+    if stated != _digest(folder):
+        events.count("compile.tampered")
+        events.emit("compile.tampered", level=logging.WARNING, directory=folder.name)
+
+
+def _digest(folder: Path) -> str:
+    """sha256 over the source files: what is generated beside them as they run does not count."""
+    sources = sorted(file for kind in ("*.py", "*.cpp", "*.h") for file in folder.rglob(kind))
+    content = hashlib.sha256()
+    for file in sources:
+        content.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes())
+    return content.hexdigest()
