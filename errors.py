@@ -170,6 +170,11 @@ class BundleRefused(CacheError):
     todo = "Export it again from a cache that verifies."
 
 
+class BundleMissing(CacheError):
+    what = "no bundle of {model} can be used, and bundle='force' forbids to compile: {reason}"
+    todo = "Ship the bundle that was built from this model and these settings; see docs/cache.md."
+
+
 class ForbiddenPickle(CacheError):
     what = "stored data names {name}, which an artifact has no need of; nothing was executed"
     todo = "Remove the entry: it was not written by piecegraph, or by another version of it."

@@ -9,6 +9,7 @@ import ctypes
 import inspect
 import os
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -47,6 +48,10 @@ class Captured:
     """`call(compiled_fn)(model, *args, **kwargs)` runs Dynamo's bytecode around `compiled_fn`."""
     traced_code: tuple[Any, ...]
     """Code objects of all functions that were inlined."""
+    guarded: tuple[tuple[str, str], ...]
+    """What Dynamo guards on: (Python expression over `L` and `G`, kind of guard)."""
+    aliases: dict[str, str]
+    """Dynamo's own names for modules among the globals."""
 
 
 @contextmanager
@@ -94,7 +99,14 @@ def capture_full_graph(
         fake_mode=output.backend_input.fake_mode,
         call=call,
         traced_code=tuple(getattr(output.graph_capture_output, "traced_code", None) or ()),
+        guarded=_guarded(output.graph_capture_output.output_graph.guards),
+        aliases=dict(output.graph_capture_output.import_sources),
     )
+
+
+def _guarded(guards: Any) -> tuple[tuple[str, str], ...]:
+    named = {(str(guard.originating_source.name), guard.create_fn_name()) for guard in guards}
+    return tuple(sorted(named))
 
 
 def user_location(error: BaseException) -> str | None:
@@ -147,6 +159,33 @@ def custom_op_function(name: str) -> Callable[..., Any] | None:
     return definition._init_fn if definition else None
 
 
+def triton_call(node: torch.fx.Node) -> tuple[Any, dict[str, Any]] | None:
+    """The kernel and the arguments of a node that launches a Triton kernel; else None.
+
+    The node itself holds numbers of a table of this process, in the order of first use.
+    """
+    if not str(node.target).startswith("triton_kernel_wrapper"):
+        return None
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kwargs: dict[str, Any] = dict(node.kwargs)
+    kernel = kernel_side_table.get_kernel(kwargs.pop("kernel_idx"))
+    constants = kernel_side_table.get_constant_args(kwargs.pop("constant_args_idx"))
+    return kernel, {**kwargs, "constants": dict(constants)}
+
+
+def fake_function(name: str) -> Callable[..., Any] | None:
+    """The Python function that gives the shapes of op `ns::op`'s results, if one is registered."""
+    from torch._library.custom_ops import OPDEFS
+    from torch._library.simple_registry import singleton
+
+    if (definition := OPDEFS.get(name)) is not None:
+        abstract: Callable[..., Any] | None = definition._abstract_fn
+        return abstract
+    kernel = singleton.find(name).fake_impl.kernel
+    return kernel.func if kernel is not None else None
+
+
 def registering_files(name: str) -> set[str]:
     """Python files, torch's apart, that registered kernels of the overload `ns::op.overload`."""
     known: str = torch._C._dispatch_dump(name)
@@ -161,26 +200,70 @@ def input_source(node: torch.fx.Node) -> str:
 
 @contextmanager
 def inductor_cache_directory(path: str) -> Iterator[None]:
-    """Point Inductor's file cache at `path` for the duration of one compile or load.
+    """Point the file caches of Inductor and Triton at `path` for one compile or load.
 
-    Inductor reads an environment variable on every access; there is no other way to tell it. The
-    variable is put back, and in-memory tables that name files under `path` are cleared.
+    Both are told by environment variables alone: `torch._inductor.runtime.cache_dir_utils`, through
+    which every file is named, reads TORCHINDUCTOR_CACHE_DIR on each call and consults no setting
+    (2.11 to 2.13), and hands it to the processes that it starts. It also *sets* the variable where
+    there is none, and TRITON_CACHE_DIR with it. Both are put back, whatever happens inside; no two
+    threads of ours are inside at once; in-memory tables that name files under `path` are cleared.
     """
     from torch._inductor.utils import clear_caches
 
-    name = "TORCHINDUCTOR_CACHE_DIR"
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     with compiler_lock:
-        before = os.environ.get(name)
-        os.environ[name] = path
+        before = {name: os.environ.pop(name, None) for name in names}
+        os.environ[names[0]] = path
         try:
             clear_caches()
             yield
         finally:
             clear_caches()
-            if before is None:
+            for name, value in before.items():
                 os.environ.pop(name, None)
-            else:
-                os.environ[name] = before
+                if value is not None:
+                    os.environ[name] = value
+
+
+_SHAPE_CODE = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config")
+_SHAPE_NO_CODE = re.compile(
+    r"(_|trace\.|test_configs\.|worker_|compile_threads|.*(cache|debug|verbose|log|dir|path)).*"
+)
+
+
+def changed_settings() -> dict[str, Any]:
+    """Settings of torch's compilers that this process has changed, by full name.
+
+    Nothing is imported: a module of settings that is not loaded yet has its defaults, and what
+    the environment says is a factor of its own. Left out is what shapes no code.
+    """
+    from torch.utils._config_module import _UNSET_SENTINEL as unset
+
+    changed = {}
+    for module in filter(None, map(sys.modules.get, _SHAPE_CODE)):
+        settings: Any = module
+        for name, value in settings.get_config_copy().items():
+            entry = settings._config[name]
+            stated = (entry.env_value_force, entry.env_value_default, entry.default)
+            original = next(each for each in stated if each is not unset)
+            if value != original and not _SHAPE_NO_CODE.fullmatch(name):
+                changed[f"{module.__name__}.{name}"] = value
+    return changed
+
+
+def global_state() -> dict[str, Any]:
+    """Switches of this process that decide what a trace holds or which kernels are generated."""
+    return {
+        "default_dtype": str(torch.get_default_dtype()),
+        "autocast": {
+            device: str(torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        },
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "reduced_precision": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    }
 
 
 def inductor_compile(

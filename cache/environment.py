@@ -57,6 +57,11 @@ def read(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get(name)
 
 
+def child_environment(**changes: str) -> dict[str, str]:
+    """The environment with `changes`, for a process to start."""
+    return {**os.environ, **changes}
+
+
 def exemption(name: str, value: str) -> str | None:
     """Why a variable with one of the prefixes is not a factor, or None if it is one."""
     for pattern, reason in EXEMPT.items():

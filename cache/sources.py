@@ -79,7 +79,7 @@ def _inside(value: Any, package: str) -> Iterator[tuple[str, Any]]:
     elif _package(value) != package:
         return
     elif isinstance(value, types.FunctionType):
-        yield from (("code", _code(value.__code__)), ("defaults", value.__defaults__))
+        yield from (("code", code_digest(value.__code__)), ("defaults", value.__defaults__))
         yield from (("keyword defaults", value.__kwdefaults__), *_named_by(value))
     elif isinstance(value, type):
         yield ("bases", value.__bases__)
@@ -116,7 +116,7 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*nested)
 
 
-def _code(code: types.CodeType) -> str:
+def code_digest(code: types.CodeType) -> str:
     """Digest of what a code object does: no file name, no line numbers."""
     facts: list[Json] = [
         code.co_code.hex(),
@@ -132,7 +132,7 @@ def _code(code: types.CodeType) -> str:
 def _constant(value: Any) -> Json:
     """A constant of a code object or a module, without a trace of hash order or place."""
     if isinstance(value, types.CodeType):
-        return _code(value)
+        return code_digest(value)
     if isinstance(value, frozenset):
         return ["frozenset", *sorted((_constant(item) for item in value), key=canonical)]
     if isinstance(value, tuple):

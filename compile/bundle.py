@@ -1,20 +1,22 @@
-"""A bundle: the plan, the sources it was traced from, and every artifact it names.
+"""A bundle: a header, where it was traced from, the plan, and every artifact the plan names.
 
 It is complete: with nothing but a bundle and the model's weights, a process can serve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from pydantic import ValidationError
 
 from ..cache import Cache, Entry, Key
 from ..cache.factors import Json
 from .artifact import Blobs
-from .factors import source_digest
+from .header import header, misfit
 from .plan import Plan
+from .provenance import changed_since
 
 PLAN = "plan.json"
 
@@ -25,32 +27,37 @@ class BadBundle(Exception):
 
 @dataclass(frozen=True)
 class Bundle:
-    """`modules` are those whose code was traced; `artifacts` are those the plan's spans name."""
+    """`provenance` is what it was traced from; `artifacts` are those the plan's spans name."""
 
     plan: Plan
-    modules: Sequence[str]
+    provenance: Mapping[str, Json]
     artifacts: Sequence[Blobs]
 
 
-def store_bundle(cache: Cache, key: Key, bundle: Bundle) -> None:
+def store_bundle(
+    cache: Cache, key: Key, bundle: Bundle, model: torch.nn.Module, device: torch.device
+) -> None:
     """Publish a bundle under its trace key, in the place of an earlier one."""
     blobs = {
         f"a{index}.{name}": content
         for index, artifact in enumerate(bundle.artifacts)
         for name, content in artifact.items()
     }
-    meta: dict[str, Json] = {"sources": {name: source_digest(name) for name in bundle.modules}}
+    meta = {"header": header(bundle.plan, model, device), **bundle.provenance}
     cache.publish("bundle", key, meta, {PLAN: bundle.plan.model_dump_json().encode(), **blobs})
 
 
-def read_bundle(entry: Entry) -> Bundle:
-    """The bundle in a verified entry; raises BadBundle if the sources it names have changed."""
-    sources = entry.meta.get("sources")
-    if not isinstance(sources, dict):
-        raise BadBundle("it does not say what it was traced from")
-    for name, digest in sources.items():
-        if source_digest(name) != digest:
-            raise BadBundle(f"the source of {name} has changed")
+def read_bundle(entry: Entry, model: torch.nn.Module, device: torch.device) -> Bundle:
+    """The bundle in a verified entry.
+
+    Raises BadBundle if its header is of another model or another place, if what it was traced
+    from has changed, or if its plan cannot be read; in this order.
+    """
+    stated = entry.meta.get("header")
+    if not isinstance(stated, dict):
+        raise BadBundle("it has no header")
+    if reason := misfit(stated, model, device) or changed_since(entry.meta):
+        raise BadBundle(reason)
     try:
         plan = Plan.model_validate_json(entry.contents[PLAN])
     except (KeyError, ValidationError) as error:
@@ -60,4 +67,4 @@ def read_bundle(entry: Entry) -> Bundle:
         artifact, _, rest = name.partition(".")
         if artifact[0] == "a" and artifact[1:].isdigit() and int(artifact[1:]) < len(artifacts):
             artifacts[int(artifact[1:])][rest] = content
-    return Bundle(plan, list(sources), artifacts)
+    return Bundle(plan, entry.meta, artifacts)

@@ -17,6 +17,7 @@ from .compile_pieces import Job, compile_pieces, compiler_options, store_artifac
 from .compilers import compiler_named
 from .cut import Cut, Task, cut_model
 from .factors import trace_key
+from .provenance import provenance
 
 
 def compile_ahead(task: Task) -> bool:
@@ -36,8 +37,9 @@ def compile_ahead(task: Task) -> bool:
             store_artifact(task, cut, job, blobs)
         artifacts.append(blobs)
     plan = cut.plan(compiled.spans)
-    key = trace_key(task.model, task.config, task.device)
-    store_bundle(task.cache, key, Bundle(plan, cut.trace.modules, artifacts))
+    key = trace_key(task.model, task.config, task.device, task.examples)
+    bundle = Bundle(plan, provenance(cut.trace, cut.config), artifacts)
+    store_bundle(task.cache, key, bundle, task.model, task.device)
     return True
 
 

@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import logging
 
-from ..cache import Entry, Key
-from ..errors import ModelMismatch
-from .artifact import LIBRARY, PieceFn, kernels
-from .bundle import BadBundle, Bundle, read_bundle, store_bundle
+from ..cache import Key
+from ..errors import BundleMissing
+from .bundle import Bundle, store_bundle
 from .compile_pieces import compile_pieces
 from .compiled_model import CompiledModel, bind
 from .compilers import Compiler, compiler_named
-from .config import CompileConfig
+from .config import BundleUse, CompileConfig
 from .cut import Task, cut_model
 from .dump import dump_plan
 from .factors import trace_key
 from .piece_graph import picture
+from .provenance import provenance
 from .readable import readable
-from .tell import tell_lookup, tell_plan
+from .tell import tell_plan
 from .uncompiled import uncompiled_model
 from .unpacked import unpacked_inductor
+from .warm_start import Found, agreed, warm_start
 
 
 def compile_model(task: Task) -> CompiledModel:
     """The compiled form of a model.
 
-    Raises the errors of tracing, splitting, guards and compilers; never one of the cache.
+    Raises the errors of tracing, splitting, guards and compilers; BundleMissing where a bundle is
+    demanded and there is none to use; RankLost where ranks have to agree and one does not answer.
     """
     if not task.config.compile:
         task.events.emit("bundle", hit=False, reason="compile is off")
@@ -38,14 +40,22 @@ def compile_model(task: Task) -> CompiledModel:
     compiler = _compiler(task.config)
     if compiler.load is None:
         reason = f"compiler {compiler.name!r} keeps no artifacts"
+        if task.config.bundle is BundleUse.FORCE:
+            raise BundleMissing(model=type(task.model).__qualname__, reason=reason)
         task.events.emit("bundle", hit=False, reason=reason)
         return _cold(task, compiler, None)
-    key = trace_key(task.model, task.config, task.device)
-    if warm := _warm(task, key, compiler):
-        return warm
+    key = trace_key(task.model, task.config, task.device, task.examples)
+    own = warm_start(task, key, compiler)
+    found = agreed(task, key, own)
+    if isinstance(found, Found):
+        return found.compiled
+    if task.config.bundle is BundleUse.FORCE:
+        raise BundleMissing(model=type(task.model).__qualname__, reason=found)
     with task.cache.single_flight("bundle", key) as held:
-        if held and (warm := _warm(task, key, compiler)):
-            return warm
+        if held and isinstance(own, str):  # whoever held the lock before may have made it
+            found = warm_start(task, key, compiler)
+            if isinstance(found, Found):
+                return found.compiled
         return _cold(task, compiler, key)
 
 
@@ -53,41 +63,6 @@ def _compiler(config: CompileConfig) -> Compiler:
     if config.dump_dir is not None and config.compiler == "inductor":
         return unpacked_inductor(config.dump_dir)
     return compiler_named(config.compiler)
-
-
-def _warm(task: Task, key: Key, compiler: Compiler) -> CompiledModel | None:
-    events = task.events
-    with events.span("cache.lookup", level=logging.INFO):
-        entry = task.cache.lookup("bundle", key)
-    tell_lookup("bundle", key, entry, task.cache, events)
-    if not isinstance(entry, Entry):
-        events.emit("bundle", hit=False, reason=entry.reason, detail=entry.detail)
-        return None
-    try:
-        with events.span("bundle.load", level=logging.INFO):
-            bundle = read_bundle(entry)
-            pieces = _load(task, compiler, entry, bundle)
-            compiled = bind(bundle.plan, pieces, task.model, from_bundle=True)
-    except (BadBundle, ModelMismatch) as error:
-        events.emit("bundle", level=logging.WARNING, hit=False, reason=str(error))
-        return None
-    events.emit("bundle", hit=True, bytes=entry.size, kernels=kernels(bundle.artifacts))
-    tell_plan(bundle.plan, events)
-    return compiled
-
-
-def _load(task: Task, compiler: Compiler, entry: Entry, bundle: Bundle) -> list[PieceFn]:
-    """Ahead-of-time libraries if every artifact has one, else what the compiler stored."""
-    if not all(LIBRARY in blobs for blobs in bundle.artifacts):
-        assert compiler.load is not None
-        return compiler.load(bundle.artifacts)
-    from .aoti import load_library
-
-    sizes = bundle.plan.sizes_of_artifacts()
-    return [
-        load_library(task.cache.path(entry, f"a{index}.{LIBRARY}"), sizes[index], task.device)
-        for index in range(len(bundle.artifacts))
-    ]
 
 
 def _cold(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel:
@@ -102,5 +77,6 @@ def _cold(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel:
         (directory / "graph.py").write_text(readable(cut.trace.graph))
     if key is not None:
         with task.events.span("cache.store", level=logging.INFO):
-            store_bundle(task.cache, key, Bundle(plan, cut.trace.modules, compiled.artifacts))
+            bundle = Bundle(plan, provenance(cut.trace, cut.config), compiled.artifacts)
+            store_bundle(task.cache, key, bundle, task.model, task.device)
     return bind(plan, compiled.pieces, task.model, from_bundle=False)

@@ -39,6 +39,13 @@ class GuardPolicy(StrEnum):
     DROP = "drop"
 
 
+class BundleUse(StrEnum):
+    """What becomes of a start without a bundle: the model is compiled, or that is an error."""
+
+    USE = "use"
+    FORCE = "force"
+
+
 class InputSpec(BaseModel):
     """One tensor input: dtype name and shape, each dimension a size or a symbol's name."""
 
@@ -123,7 +130,14 @@ class CompileConfig(BaseModel):
     dump_dir: Annotated[Path | None, LOCATION] = None
     """Where graphs and generated code are written for people; edits of that code are used."""
 
+    bundle: Annotated[BundleUse, exempt("what is done without a bundle, not what is in it")] = (
+        BundleUse.USE
+    )
+    """`force` never compiles: a start without a bundle that fits raises BundleMissing."""
+
     cache: Annotated[bool, LOCATION] = True
+    """False turns off every layer of caching: ours, and torch's in our compiles."""
+
     cache_dir: Annotated[Path | None, LOCATION] = None
 
     def __init__(self, **settings: Any) -> None:

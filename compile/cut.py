@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from ..cache import Cache
 from ..events import Events, trace_artifact
 from .config import CompileConfig
+from .examples import ExampleArguments
 from .fingerprint import fingerprint
 from .guards import GuardBook
 from .pieces import Piece, is_size, lift
@@ -23,12 +24,14 @@ from .sound_trace import sound_trace
 from .split import is_splitting, split
 from .trace import Trace
 
-ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class Task:
-    """A model to compile, and with what. `examples` are (args, kwargs) to trace with, if given."""
+    """A model to compile, and with what.
+
+    `examples` are (args, kwargs) to trace with, if given. `exchange(topic, facts)` gives the facts
+    of every rank, by rank, where several must start alike.
+    """
 
     model: torch.nn.Module
     config: CompileConfig
@@ -36,6 +39,7 @@ class Task:
     events: Events
     device: torch.device
     examples: ExampleArguments | None = None
+    exchange: Callable[[str, Mapping[str, Any]], list[dict[str, Any]]] | None = None
 
 
 @dataclass(frozen=True)

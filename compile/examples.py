@@ -23,6 +23,10 @@ from .config import TOKENS, CompileConfig, InputSpec
 _SIZES = (17, 19, 23, 29, 31, 37, 13, 11, 7, 5)
 
 
+ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""(args, kwargs) of one call."""
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One tensor, number or None inside the arguments."""
@@ -61,7 +65,7 @@ def example_inputs(
     model: torch.nn.Module,
     config: CompileConfig,
     device: torch.device,
-    given: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    given: ExampleArguments | None,
 ) -> Examples:
     """Arguments to trace with: `given` (args, kwargs), or built from `config.inputs`.
 

@@ -2,20 +2,22 @@
 
 The trace key is made before anything is traced, so it holds what tracing reads: the source of every
 module class (by module name and content), the Python attributes of every submodule, the signature
-of every weight, the settings, and the versions of the parts. A codegen key holds what compiling one
-piece reads: its content hash, the compiler and its options, and the machine's instruction set.
+of every weight and example, the settings, and the versions of the parts. A codegen key holds what
+compiling one piece reads: its content hash, the compiler and its options, the instruction set.
+What only a trace can find out is recorded in the bundle; see `provenance`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import inspect
 import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,20 +26,29 @@ from ..cache import Key
 from ..cache.environment import environment_factors
 from ..cache.feeds import config_factors
 from ..cache.sources import fingerprint
-from .config import CompileConfig
+from ..torch_compat import changed_settings, global_state
+from .attributes import described, module_attributes
+from .config import CompileConfig, InputSpec
+from .examples import ExampleArguments, Leaf, example_inputs
 from .passes.graph_pass import GraphPass, pass_factors, passes_for
 from .split import splitting_predicate
 
-DEPTH = 6
-"""How deep an attribute of a module is followed; configuration objects are seldom deeper than 3."""
 
+def trace_key(
+    model: torch.nn.Module,
+    config: CompileConfig,
+    device: torch.device,
+    examples: ExampleArguments | None = None,
+) -> Key:
+    """Key of the bundle for `model` under `config` on `device`, traced with `examples` if given.
 
-def trace_key(model: torch.nn.Module, config: CompileConfig, device: torch.device) -> Key:
-    """Key of the bundle for `model` under `config` on `device`."""
+    Raises the errors of `example_inputs` for examples that do not fit.
+    """
     return Key.of(
         "trace",
         {
             "model": f"{type(model).__module__}.{type(model).__qualname__}",
+            "examples": example_signature(model, config, device, examples),
             "sources": module_sources(model),
             "attributes": _digest(module_attributes(model)),
             "tensors": _digest(tensor_signature(model)),
@@ -46,6 +57,7 @@ def trace_key(model: torch.nn.Module, config: CompileConfig, device: torch.devic
             "passes": pass_factors(passes_for(config)),
             "device": device_factors(device),
             "versions": versions(),
+            "torch_state": torch_state(),
             "environment": environment_factors(),
         },
     )
@@ -69,6 +81,7 @@ def codegen_key(
             "device": device_factors(device),
             "toolchain": toolchain(),
             "versions": versions(),
+            "torch_state": torch_state(),
             "environment": environment_factors(),
         },
     )
@@ -91,13 +104,24 @@ def versions() -> dict[str, str]:
     }
 
 
+def torch_state() -> dict[str, Any]:
+    """Process-wide switches of torch, and those settings of its compilers that were changed."""
+    changed = {name: str(described(value)) for name, value in changed_settings().items()}
+    return {**global_state(), "settings": changed}
+
+
 def device_factors(device: torch.device) -> dict[str, Any]:
-    """What generated code depends on: a CPU's instruction set; a GPU's name, capability, index."""
+    """What generated code depends on.
+
+    Of a CPU the instruction set and the number of threads, for which Inductor lays out its loops;
+    of a GPU name, capability and index.
+    """
     if device.type != "cuda":
         return {
             "type": device.type,
             "machine": platform.machine(),
             "capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
         }
     properties = torch.cuda.get_device_properties(device)
     return {
@@ -128,29 +152,50 @@ def module_sources(model: torch.nn.Module) -> dict[str, str]:
 
 
 def source_digest(module_name: str) -> str:
-    """sha256 of a module's source; of its name where there is no source to read."""
+    """sha256 of a module's source; of its name where there is no source to read.
+
+    A module that the model imports only while it runs is not imported for that.
+    """
     try:
-        source = inspect.getsource(sys.modules[module_name])
-    except (OSError, TypeError, KeyError):
+        if module_name in sys.modules:
+            source = inspect.getsource(sys.modules[module_name])
+        else:
+            source = _source_on_disk(module_name)
+    except (OSError, TypeError, ImportError, UnicodeDecodeError):
         source = module_name
     return hashlib.sha256(source.encode()).hexdigest()
 
 
-def module_attributes(model: torch.nn.Module) -> dict[str, Any]:
-    """Python values that tracing may bake in: the plain attributes of every submodule."""
-    inherited = set(vars(torch.nn.Module()))
-    return {
-        name: {
-            "class": type(module).__qualname__,
-            "training": module.training,
-            **{k: _plain(v, DEPTH) for k, v in sorted(vars(module).items()) if k not in inherited},
-        }
-        for name, module in model.named_modules()
-    }
+def _source_on_disk(module_name: str) -> str:
+    spec = importlib.util.find_spec(module_name)
+    if spec is None or spec.origin is None:
+        return module_name
+    return Path(spec.origin).read_text()
+
+
+def example_signature(
+    model: torch.nn.Module,
+    config: CompileConfig,
+    device: torch.device,
+    given: ExampleArguments | None,
+) -> dict[str, Any] | None:
+    """The form of each tensor among the examples, dynamic sizes by symbol, and all other values."""
+    if given is None:
+        return None  # built from `Config.inputs`, which is a factor itself
+    examples = example_inputs(model, config, device, given)
+    return {leaf.label: _form(leaf, examples.symbols) for leaf in examples.leaves()}
+
+
+def _form(leaf: Leaf, symbols: Mapping[tuple[str, int], str]) -> Any:
+    if not isinstance(leaf.value, torch.Tensor):
+        return str(described(leaf.value))
+    shape = tuple(symbols.get((leaf.label, i), n) for i, n in enumerate(leaf.value.shape))
+    dtype = str(leaf.value.dtype).removeprefix("torch.")
+    return f"{leaf.value.device.type} {InputSpec(dtype=dtype, shape=shape)}"
 
 
 def tensor_signature(model: torch.nn.Module) -> list[Any]:
-    """Name, shape, strides, dtype and device of every weight and buffer, and which are shared."""
+    """Every weight and buffer: name, form, device, class, and which of them are the same."""
     first: dict[int, str] = {}
     return [
         [
@@ -159,39 +204,12 @@ def tensor_signature(model: torch.nn.Module) -> list[Any]:
             list(tensor.stride()),
             str(tensor.dtype),
             tensor.device.type,
+            type(tensor).__qualname__,
             first.setdefault(id(tensor), name),
         ]
         for named in (model.named_parameters, model.named_buffers)
         for name, tensor in named(remove_duplicate=False)
     ]
-
-
-def _plain(value: Any, depth: int) -> Any:
-    """A stable stand-in for any attribute: its value if it is data, else its class and content."""
-    match value:
-        case None | bool() | int() | str():
-            return value
-        case float():
-            return repr(value)
-        case Enum():
-            return f"{type(value).__qualname__}.{value.name}"
-        case torch.Tensor():
-            return [str(value.dtype), list(value.shape)]
-        case list() | tuple() if depth:
-            return [_plain(item, depth - 1) for item in value]
-        case set() | frozenset() if depth:
-            return sorted(repr(_plain(item, depth - 1)) for item in value)
-        case Mapping() if depth:
-            return [[_plain(k, depth - 1), _plain(v, depth - 1)] for k, v in value.items()]
-        case torch.nn.Module():
-            return type(value).__qualname__
-        case torch.dtype() | torch.device() | torch.layout():
-            return str(value)
-    if inspect.isroutine(value) or isinstance(value, type):
-        return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    fields = getattr(value, "__dict__", None)
-    return [kind, _plain(dict(sorted(fields.items())), depth - 1)] if fields and depth else kind
 
 
 def _digest(value: Any) -> str:

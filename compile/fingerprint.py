@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..cache.sources import fingerprint as source_fingerprint
-from ..torch_compat import custom_op_function, registering_files
+from ..torch_compat import custom_op_function, fake_function, registering_files, triton_call
 from .literal import encode
 
 
@@ -44,11 +44,13 @@ class _Writer:
 
     def line(self, node: Node) -> str:
         self._numbers[node] = len(self._numbers)
+        launch = triton_call(node)
         parts = [
             node.op,
             "" if node.op in ("placeholder", "output") else self._target(node),
             self._argument(node.args),
-            self._argument(node.kwargs),
+            self._argument(node.kwargs if launch is None else launch[1]),
+            "" if launch is None else source_fingerprint(launch[0]),
             self._value(node.meta.get("example_value")),
         ]
         return f"%{self._numbers[node]} " + " | ".join(parts)
@@ -67,7 +69,8 @@ class _Writer:
             if not name.startswith(("aten.", "prims.")):
                 self._ops[name] = node.target
             return name
-        return f"{node.target.__module__}.{node.target.__qualname__}"
+        name = getattr(node.target, "__qualname__", None) or node.target.__name__
+        return f"{node.target.__module__}.{name}"
 
     def _constant(self, target: str) -> str:
         value: Any = self._root
@@ -148,11 +151,25 @@ def op_source(op: Any) -> str:
     An op made by `torch.library.custom_op` is known by its function. Of one registered through
     `Library` torch keeps no function, only the files that did it: their content counts.
     """
-    packet = op.overloadpacket if isinstance(op, torch._ops.OpOverload) else op
-    overloads = [getattr(packet, name) for name in packet.overloads()]
-    schemas = [str(overload._schema) for overload in overloads]
+    packet = _packet(op)
     if function := custom_op_function(packet._qualified_op_name):
-        return "; ".join([*schemas, source_fingerprint(function)])
-    files = {file for overload in overloads for file in registering_files(overload.name())}
+        return "; ".join([op_form(op), source_fingerprint(function)])
+    files = {
+        file
+        for name in packet.overloads()
+        for file in registering_files(getattr(packet, name).name())
+    }
     contents = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files)
-    return "; ".join([*schemas, *contents])
+    return "; ".join([op_form(op), *contents])
+
+
+def op_form(op: Any) -> str:
+    """Schemas of a custom op and a hash of its fake implementation: what a caller of it sees."""
+    packet = _packet(op)
+    schemas = [str(getattr(packet, name)._schema) for name in packet.overloads()]
+    fake = fake_function(packet._qualified_op_name)
+    return "; ".join([*schemas, *([source_fingerprint(fake)] if fake else [])])
+
+
+def _packet(op: Any) -> Any:
+    return op.overloadpacket if isinstance(op, torch._ops.OpOverload) else op

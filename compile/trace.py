@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
+from ..cache.factors import Json
 from ..errors import InputNotTraceable, NothingToCompile, TraceFailed
 from ..events import Events
 from ..torch_compat import (
@@ -31,6 +32,7 @@ from ..torch_compat import (
 from .config import CompileConfig
 from .examples import Examples, Leaf, example_inputs, mark
 from .literal import Record, Ref
+from .reads import reads
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Trace:
     examples: Examples
     modules: list[str]
     """Names of the modules whose functions were inlined, torch's apart."""
+    reads: list[Json]
+    """Values outside the model that the graph is specialised to; see `reads`."""
 
     def outputs(self) -> list[Any]:
         """What the graph returns, flat."""
@@ -92,6 +96,7 @@ def trace(
         structure=_structure(captured, model, examples),
         examples=examples,
         modules=_traced_modules(captured),
+        reads=reads(captured.guarded, _scope(model, examples), captured.aliases),
     )
 
 
@@ -108,11 +113,7 @@ def _sources(
     graph: GraphModule, model: torch.nn.Module, examples: Examples
 ) -> dict[Node, Leaf | str | None]:
     """Evaluate each placeholder's source expression and recognise the object it yields."""
-    args, kwargs = examples.call_arguments()
-    forward = _forward(model)
-    # a decorated forward is traced from its wrapper, whose parameters are often *args, **kwargs
-    taken = inspect.signature(forward, follow_wrapped=False).bind(model, *args, **kwargs)
-    scope = {"L": taken.arguments, "G": forward.__globals__}
+    scope = _scope(model, examples)
     weights = {
         id(tensor): name
         for named in (model.named_parameters, model.named_buffers)
@@ -134,6 +135,15 @@ def _sources(
             raise InputNotTraceable(source=expression)
         sources[node] = source
     return sources
+
+
+def _scope(model: torch.nn.Module, examples: Examples) -> dict[str, Any]:
+    """What Dynamo's expressions are over: arguments of the call, globals of the function."""
+    args, kwargs = examples.call_arguments()
+    forward = _forward(model)
+    # a decorated forward is traced from its wrapper, whose parameters are often *args, **kwargs
+    taken = inspect.signature(forward, follow_wrapped=False).bind(model, *args, **kwargs)
+    return {"L": taken.arguments, "G": forward.__globals__}
 
 
 def _forward(model: torch.nn.Module) -> Any:

@@ -17,11 +17,9 @@ from torch.utils import _pytree as pytree
 
 from .compiled_model import CompiledModel
 from .config import CompileConfig
-from .examples import Examples, Leaf, example_inputs
+from .examples import ExampleArguments, Examples, Leaf, example_inputs
 from .literal import Ref, encode
 from .plan import CompiledSpan, Constant, PieceStep, Plan, Result, Symbol, UniquePiece, UserInput
-
-ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def uncompiled_model(

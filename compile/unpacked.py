@@ -25,7 +25,7 @@ def unpacked_inductor(dump_dir: Path) -> Compiler:
     def compile_piece(
         graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
     ) -> tuple[PieceFn, Blobs]:
-        content = f"{readable(graph)} {sorted(options.items())}"
+        content = f"{readable(graph)} {_stable(options)}"
         folder = dump_dir / f"inductor_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
         with inductor_options():
             if not folder.exists():
@@ -34,3 +34,11 @@ def unpacked_inductor(dump_dir: Path) -> Compiler:
             return inductor_load_unpacked(str(folder)), {}
 
     return Compiler("inductor", compile_piece)
+
+
+def _stable(options: Mapping[str, Any]) -> list[Any]:
+    """Options as a text that the next process gives too: a pass by what it says it is."""
+    return [
+        (name, value.uuid() if hasattr(value, "uuid") else value)
+        for name, value in sorted(options.items())
+    ]

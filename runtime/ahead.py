@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..compile.compile_ahead import compile_ahead as build
-from ..compile.cut import ExampleArguments
+from ..compile.examples import ExampleArguments
 from ..events import Events
 from .config import Config
 from .prepare import compile_task

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -25,17 +24,8 @@ from .eviction import make_room, trim
 from .graph_memory import Exchange, GraphMemory, limit_in_bytes
 from .monitors import meant
 from .random_state import same_random_state
-from .recording import Recording
+from .slot_actions import SlotActions
 from .strategies import CaptureQueue
-
-
-@dataclass(frozen=True, slots=True)
-class SlotActions:
-    """How the owner of the slots makes a recording, puts it into use, and releases it."""
-
-    record: Callable[[int, CaptureSession], Recording]
-    install: Callable[[int, Recording], None]
-    remove: Callable[[int], None]
 
 
 class Capturer:
@@ -49,6 +39,7 @@ class Capturer:
         events: Events,
         actions: SlotActions,
         exchange: Exchange,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.active = False
         self.memory = GraphMemory()
@@ -60,6 +51,7 @@ class Capturer:
         self._events = events
         self._actions = actions
         self._exchange = exchange
+        self._clock = clock
         self._costs = CaptureCosts()
         self._lazy_cost: dict[RuntimeMode, int] = {}
         self._refused: set[int] = set()
@@ -136,13 +128,13 @@ class Capturer:
     def _capture(self, slot: int, session: CaptureSession) -> bool:
         """One capture, on all ranks or on none; whether the graph is there now."""
         entry, state = self._entries[slot], self.queue.slots[slot]
-        began = perf_counter()
+        began = self._clock()
         recording, reason = None, ""
         try:
             recording = self._actions.record(slot, session)
         except CaptureFailed as error:
             reason = str(error)
-        ms = (perf_counter() - began) * 1000
+        ms = (self._clock() - began) * 1000
         num_bytes = recording.bytes if recording else 0
         ms, num_bytes, reason = self._outcome(slot, ms, num_bytes, reason)
         self._costs.measured(entry.mode, entry.descriptor.num_tokens, ms)
@@ -242,12 +234,15 @@ class Capturer:
             self._events.emit("capture.complete", level=logging.INFO, step=self.queue.step)
 
     def expected_bytes(self) -> int:
-        """Bytes of all graphs that are there or, before the first, are forecast."""
-        if self.memory.used:
+        """Bytes of all graphs: those that are there, and those that are still to come."""
+        if self.queue.complete:
             return self.memory.used
-        self._plan_memory()
+        if self.memory.forecast is None and not self.memory.used:
+            self._plan_memory()
+        if self.memory.forecast is None:
+            return self.memory.used
         slots = [slot for slot, state in enumerate(self.queue.slots) if not state.dropped]
-        return self.memory.forecast_of(self._dispatcher.plan, slots)
+        return max(self.memory.used, self.memory.forecast_of(self._dispatcher.plan, slots))
 
     def _plan_memory(self) -> None:
         """Forecast what graphs take, and drop those that would pass a limit."""

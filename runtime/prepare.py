@@ -14,7 +14,8 @@ import torch
 from ..cache import Cache
 from ..cache.environment import CACHE_DIR, read
 from ..compile.compile_model import compile_model
-from ..compile.cut import ExampleArguments, Task
+from ..compile.cut import Task
+from ..compile.examples import ExampleArguments
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,

@@ -27,7 +27,7 @@ from .backend import GraphBackend
 from .binding import binder, packer
 from .capture_session import CaptureSession
 from .captured_slot import CapturedSlot
-from .capturer import Capturer, SlotActions
+from .capturer import Capturer
 from .config import Config
 from .forward_context import CURRENT, ForwardContext, forward_context
 from .memory_ledger import MemoryLedger, MemoryPlan, plan_memory
@@ -38,6 +38,7 @@ from .recorder import break_graph, opaque_piece, record
 from .recording import Recording
 from .report import build_report
 from .results import RealResults
+from .slot_actions import SlotActions
 from .static_inputs import BoundInputs
 from .usage import Usage
 from .warmup import AuxiliaryTask, capture_items, range_works, warm_up
@@ -81,7 +82,10 @@ class PreparedModel:
         self._pack = packer(compiled.plan)
         self._eager = eager
         self._stitched = compiled.link()
-        self._captured_fn = compiled.link(piece_hook=_piece_hook, call_hook=_call_hook)
+        self._captured_fn = compiled.link(
+            piece_hook=lambda use, piece: opaque_piece(piece),
+            call_hook=lambda use, op: break_graph(op),
+        )
         self._inputs = static_inputs(compiled, config, device)
         self._slots: list[CapturedSlot | None] = [None] * len(dispatcher.plan.entries)
         self._addresses = Addresses(backend.address)
@@ -322,11 +326,3 @@ class PreparedModel:
 
 def _sizes(descriptor: BatchDescriptor) -> dict[str, int]:
     return {"num_tokens": descriptor.num_tokens, **dict(descriptor.axes)}
-
-
-def _piece_hook(use: int, piece: Callable[..., Any]) -> Callable[..., Any]:
-    return opaque_piece(piece)
-
-
-def _call_hook(use: int, op: Callable[..., Any]) -> Callable[..., Any]:
-    return break_graph(op)

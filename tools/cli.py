@@ -81,12 +81,13 @@ app.add_typer(sizes_app, name="sizes")
 def bench(
     name: Annotated[str, typer.Argument(help="Which benchmark.")],
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the result into this image.")] = None,
     json_path: JsonOption = None,
 ) -> int:
     """Run a benchmark: two ways of doing the same, compared within one run."""
-    from .bench import find, names
+    from .bench import draw, find, names
 
-    path = writable("--json", json_path)
+    path, plot = writable("--json", json_path), writable("--plot", plot)
     if name not in names():
         raise InvalidSetting(
             name="bench",
@@ -95,6 +96,8 @@ def bench(
             expected="one of " + ", ".join(names()),
         )
     result = find(name).run(quick)
+    if plot is not None:
+        draw(find(name), result, plot)
     from .tables import benchmark_tables
 
     _console(path).print(*benchmark_tables(name, result), sep="\n")

@@ -87,9 +87,13 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
         },
     )
     yield _counter(
-        "piecegraph_compiles_after_seal",
-        "Pieces compiled after seal().",
-        {(): _after_seal(prepared)},
+        "piecegraph_after_seal",
+        "Tracing, compiling and capturing after seal(), by kind.",
+        {
+            (("kind", name.removeprefix("after_seal.")),): count
+            for name, count in sorted(counters.items())
+            if name.startswith("after_seal.")
+        },
     )
     yield Metric(
         "piecegraph_recordings", "gauge", "Recordings that are held.", {(): len(recordings)}
@@ -150,12 +154,6 @@ def _sums(amounts: Iterator[tuple[str, float]]) -> dict[Labels, float]:
     for mode, amount in amounts:
         sums[(("mode", mode),)] += amount  # type: ignore[assignment]
     return dict(sums)
-
-
-def _after_seal(prepared: PreparedModel) -> int:
-    sealed = prepared.events.named("seal")
-    compiled = prepared.events.named("compile.end")
-    return sum(event.at > sealed[0].at for event in compiled) if sealed else 0
 
 
 def _phases(prepared: PreparedModel) -> dict[str, float]:

@@ -23,7 +23,8 @@ def benchmark_tables(name: str, result: dict[str, Any]) -> Iterator[Table]:
     """What was measured, if anything was, and the ratios that sum it up."""
     rows = result["rows"]
     if rows:
-        yield table(name, list(rows[0]), [[_short(cell) for cell in row.values()] for row in rows])
+        columns = [column.replace("_", " ") for column in rows[0]]
+        yield table(name, columns, [[_short(cell) for cell in row.values()] for row in rows])
     ratios = [(ratio, _short(value)) for ratio, value in result["ratios"].items()]
     yield table("Ratios", ("medians of paired runs", "ratio"), ratios)
 

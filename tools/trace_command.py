@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from ..cache.environment import child_environment
 from ..errors import InvalidSetting, ToolMissing
 
 
@@ -62,7 +62,7 @@ def render(tlparse: str, logs: Sequence[Path], output: Path) -> list[Path]:
 
 def _run(command: Sequence[str], folder: Path) -> int:
     try:
-        done = subprocess.run(command, env={**os.environ, "TORCH_TRACE": str(folder)})
+        done = subprocess.run(command, env=child_environment(TORCH_TRACE=str(folder)))
     except OSError as error:
         raise InvalidSetting(
             name="COMMAND",

@@ -108,10 +108,12 @@ class Unsteady(Tiny):
         return super().forward(x) + torch.rand(4)
 
 
-def relu_is_abs(graph, inputs):
-    """A compiler with a wrong pass."""
+def wrong_activations(graph, inputs):
+    """A compiler with a wrong pass: relu becomes abs, and silu relu."""
     for node in graph.graph.nodes:
-        if node.op == "call_method" and node.target == "relu":
+        if node.target == "relu":
             node.target = "abs"
+        elif node.target is torch.nn.functional.silu:
+            node.target = torch.nn.functional.relu
     graph.recompile()
     return graph.forward

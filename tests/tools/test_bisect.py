@@ -68,9 +68,9 @@ def found():
 def wrong_pass():
     from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 
-    register_backend(models.relu_is_abs, name="relu_is_abs")
-    yield "relu_is_abs"
-    del _COMPILER_FNS["relu_is_abs"]
+    register_backend(models.wrong_activations, name="wrong_activations")
+    yield "wrong_activations"
+    del _COMPILER_FNS["wrong_activations"]
 
 
 def test_a_model_that_is_right_gives_no_finding():
@@ -213,3 +213,27 @@ def test_what_cannot_be_pickled_is_said(wrong_pass, tmp_path):
     finding = bisect(it, script=tmp_path / "wrong.py", say=said.append)
     assert finding is not None
     assert said[-1].startswith("no script: ")
+
+
+def test_the_command_climbs_the_ladder_with_the_reference_decoder(capsys):
+    from piecegraph.tools.cli import main
+
+    small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "2"]
+    options = ["--backend", "eager", "--no-cache", "--capture-sizes", "1,2", "--steps", "3"]
+    assert main(["bisect", *small, *options]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "traced graph: right"
+    assert out[-2:] == ["FULL: right", "every rung is right"]
+
+
+def test_the_command_names_a_fault_in_a_line_of_the_decoder(capsys, monkeypatch, wrong_pass):
+    from piecegraph.tools import run
+    from piecegraph.tools.cli import main
+
+    right = run.library_config
+    faulty = lambda options: right(options).changed(compiler=wrong_pass)  # noqa: E731
+    monkeypatch.setattr("piecegraph.tools.bisect.decoder_subject.library_config", faulty)
+    small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "2", "--no-cache"]
+    assert main(["bisect", *small, "--steps", "2"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("stage=compiler piece=1 operator=torch.nn.functional.silu (model.py:")

@@ -1,18 +1,32 @@
 """Benchmarks, one file a question; each compares within one run.
 
 A benchmark is a module with `run(quick: bool)` that returns `ratios`, named medians of paired
-runs, and `rows`, a list of dicts with equal keys: what was measured.
+runs, and `rows`, a list of dicts with equal keys: what was measured. It may have a function
+`plot(result, path)` that draws them.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from pathlib import Path
 from typing import Any, Protocol, cast
+
+from ...errors import InvalidSetting
 
 
 class Benchmark(Protocol):
     def run(self, quick: bool) -> dict[str, Any]: ...
+
+
+def draw(benchmark: Benchmark, result: dict[str, Any], path: Path) -> None:
+    """Draw `result` into the image `path`; raises InvalidSetting for one that cannot be drawn."""
+    plot = getattr(benchmark, "plot", None)
+    if plot is None:
+        raise InvalidSetting(
+            name="--plot", value=str(path), reason="this benchmark has no plot", expected="none"
+        )
+    plot(result, path)
 
 
 def names() -> list[str]:

@@ -58,8 +58,10 @@ def _inputs_of(
 
         return call
 
-    pieces = tuple(_plainly(graph) for graph in graphs)
-    run = replace(prepared.compiled, pieces=pieces).link(piece_hook=hook)
+    compiled = prepared.compiled
+    of_artifact = {a: piece for s in compiled.plan.spans for piece, a in enumerate(s.artifacts)}
+    pieces = tuple(_plainly(graphs[of_artifact[a]]) for a in range(len(compiled.pieces)))
+    run = replace(compiled, pieces=pieces).link(piece_hook=hook)
     for each, earlier in enumerate(subject.steps[: step + 1]):
         args, kwargs = _arguments(subject, each)
         bound = inspect.signature(subject.model.forward).bind(*args, **kwargs)

@@ -33,6 +33,8 @@ def collect(report: Facts, prepared: PreparedModel, steps: Sequence[StepRecord])
         "policy": prepared.config.guards.value,
         "captures": captures(prepared),
         "memory": events.named("memory")[-1].facts,
+        "ledger": report["memory"],
+        "forecast": [event.facts for event in events.named("memory.accuracy")],
         "failed": [event.facts for event in events.named("capture.failed")],
         "heat": heat(steps),
         "reasons": report["reasons"],

@@ -11,10 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from piecegraph import Batch
+from piecegraph import Batch, CaptureStrategy, GraphMode, RuntimeMode
+from piecegraph.dispatch import make_plan
 from piecegraph.errors import CaptureAfterSeal
-from piecegraph.runtime import capturer
-from piecegraph.runtime.strategies import GIVE_UP_AFTER, RETRY_STEPS
+from piecegraph.runtime.capture_budget import CaptureCosts
+from piecegraph.runtime.strategies import FADE_STEPS, GIVE_UP_AFTER, RETRY_STEPS, CaptureQueue
 
 EVERYTHING = ["PIECEWISE 8", "PIECEWISE 4", "PIECEWISE 2", "PIECEWISE 1"]
 EVERYTHING += ["FULL 8", "FULL 4", "FULL 2", "FULL 1"]
@@ -97,12 +98,10 @@ def test_the_budget_bounds_captures_per_step(make: Any, per_step: int) -> None:
     assert len(served.captures) - before == per_step
 
 
-def test_the_budget_in_milliseconds_goes_by_what_captures_took(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_budget_in_milliseconds_goes_by_what_captures_took(make: Any) -> None:
     moments = itertools.count(step=0.020)  # a capture is looked at twice, so it takes 20 ms
-    monkeypatch.setattr(capturer, "perf_counter", lambda: next(moments))
     served = make(strategy="delayed", captures_per_step=8, capture_ms_per_step=19)
+    served.prepared._capturer._clock = lambda: next(moments)
     served.prepared.capture()
     assert served.decode(1) == "FULL 8"
     assert served.told("capture.refused")[0] == "FULL 1"
@@ -110,6 +109,27 @@ def test_the_budget_in_milliseconds_goes_by_what_captures_took(
     assert served.prepared.capture_idle(59) == 2
     assert served.captures[2:] == ["PIECEWISE 4", "FULL 4"]
     assert served.prepared.capture_idle(21) == 1
+
+
+def test_a_capture_is_foretold_by_the_nearest_size_of_its_mode() -> None:
+    costs = CaptureCosts()
+    assert costs.estimate(RuntimeMode.FULL, 8) == 0
+    costs.measured(RuntimeMode.PIECEWISE, 8, 99.0)
+    costs.measured(RuntimeMode.FULL, 4, 10.0)
+    costs.measured(RuntimeMode.FULL, 8, 20.0)
+    assert [costs.estimate(RuntimeMode.FULL, n) for n in (1, 5, 6, 100)] == [10, 10, 20, 20]
+    costs.measured(RuntimeMode.FULL, 4, 11.0)
+    assert costs.estimate(RuntimeMode.FULL, 4) == 11
+
+
+def test_old_hits_fade() -> None:
+    plan = make_plan(GraphMode.FULL, (1, 2), max_num_reqs=2)
+    queue = CaptureQueue(CaptureStrategy.LAZY, plan, 1)
+    for _ in range(FADE_STEPS - 1):
+        queue.see(0)
+    assert queue.slots[0].hits == FADE_STEPS - 1
+    queue.see(-1)
+    assert queue.slots[0].hits == (FADE_STEPS - 1) // 2
 
 
 def test_idle_time_is_used_up_to_its_budget(make: Any) -> None:

@@ -1,0 +1,101 @@
+"""Events: counters, spans, and what reaches the log and torch's trace."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from piecegraph import Events
+from piecegraph.events import log
+
+
+@pytest.fixture
+def lines():
+    """The log's lines at INFO, with their levels."""
+    found = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append((record.levelname, record.getMessage()))
+    log.addHandler(handler)
+    before = log.level
+    log.setLevel(logging.INFO)
+    yield found
+    log.removeHandler(handler)
+    log.setLevel(before)
+
+
+def test_a_phase_is_one_line_with_seconds_at_info(lines):
+    events = Events()
+    with events.span("prepare", level=logging.INFO):
+        with events.span("compile.piece", piece=1):
+            events.emit("compile.start", piece=1)
+    ((level, line),) = lines
+    assert level == "INFO"
+    name, seconds, unit = line.split()
+    assert (name, unit) == ("prepare:", "s")
+    assert float(seconds) >= 0
+
+
+def test_decisions_are_for_debug_and_warnings_above(lines):
+    events = Events()
+    events.emit("capture.failed", level=logging.WARNING, slot=3)
+    log.setLevel(logging.DEBUG)
+    events.emit("split", pieces=3)
+    assert lines == [("WARNING", "capture.failed slot=3"), ("DEBUG", "split pieces=3")]
+
+
+def test_a_span_is_kept_and_logged_when_the_work_raises(lines):
+    events = Events()
+    with pytest.raises(ZeroDivisionError), events.span("split", level=logging.INFO):
+        raise ZeroDivisionError
+    assert [span.name for span in events.spans] == ["split"]
+    assert len(lines) == 1
+    with events.span("next"):
+        assert events.spans[-1].depth == 0
+
+
+def test_details_are_made_only_where_somebody_looks():
+    """In a process of its own: pytest's log capture counts as somebody."""
+    code = """
+import logging, torch
+from piecegraph import Events
+events = Events()
+events.detail("split_graph", lambda: 1 / 0)
+detailed = Events(detailed=True)
+detailed.detail("split_graph", lambda: {"steps": []})
+assert detailed.named("split_graph")[0].facts == {"steps": []}
+logging.getLogger("piecegraph").setLevel(logging.DEBUG)
+events.detail("split_graph", lambda: {"steps": []})
+assert len(events.events) == 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_texts_are_made_only_for_a_trace(tmp_path, monkeypatch):
+    code = """
+import torch
+from piecegraph.events import trace_artifact, tracing
+assert tracing() is {traced}
+trace_artifact("graph", lambda: print("made") or "text")
+"""
+    for traced in (False, True):
+        environment = {"TORCH_TRACE": str(tmp_path)} if traced else {}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(traced=traced)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == ("made\n" if traced else "")
+    (trace,) = tmp_path.iterdir()
+    assert "piecegraph_graph" in trace.read_text()
+
+
+def test_events_do_not_import_torch():
+    code = (
+        "import sys; from piecegraph.events import Events; Events().emit('x', n=1);"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

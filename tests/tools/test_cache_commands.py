@@ -1,0 +1,139 @@
+"""The cache commands, from arguments to output and exit status."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from piecegraph import Events
+from piecegraph.cache import Cache, Key
+from piecegraph.tools.cli import main
+
+SMALL = ["--model", "layers=1,hidden=16,heads=2,vocab=32"]
+SECRET = "a secret of more than sixteen bytes"
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A cache with two bundles and an artifact; the commands find it through the environment."""
+    monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("PIECEGRAPH_CACHE_SIGNING_KEY", raising=False)
+    cache = Cache(tmp_path / "cache", Events())
+    cache.publish("bundle", Key.of("trace", {"a": 1}), {"pieces": 3}, {"plan.json": b"one"})
+    cache.publish("bundle", Key.of("trace", {"a": 2}), {"pieces": 4}, {"plan.json": b"two"})
+    cache.publish("artifact", Key.of("codegen", {"b": 1}), {"compile_seconds": 1.5}, {"x": b"3"})
+    return tmp_path / "cache"
+
+
+def digest(kind, **factors):
+    return Key.of(kind, factors).digest
+
+
+def test_list_names_kind_key_size_and_facts(root, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["cache", "list"]) == 0
+    out = capsys.readouterr().out
+    assert "Entries: 3" in out
+    assert f"artifact/{digest('codegen', b=1)[:12]}" in out
+    assert "compile_seconds=1.5" in out
+
+
+def test_show_gives_the_factors_as_json(root, capsys):
+    name = digest("trace", a=2)[:10]
+    for asked in (name, f"bundle/{name}"):
+        assert main(["cache", "show", asked]) == 0
+        facts = json.loads(capsys.readouterr().out)
+        assert facts["factors"] == {"a": 2}
+        assert facts["meta"] == {"pieces": 4}
+
+
+@pytest.mark.parametrize("name", ["f" * 20, "", "artifact/" + "0" * 12])
+def test_a_name_must_mean_one_entry(root, capsys, name):
+    assert main(["cache", "show", name]) == 2
+    assert "has no entry" in capsys.readouterr().err
+
+
+def test_verify_is_0_for_a_clean_cache(root, capsys):
+    assert main(["cache", "verify"]) == 0
+    assert "3 readable entries, 0 findings" in capsys.readouterr().out
+
+
+def test_verify_sums_its_statuses(root, capsys):
+    blob = next((root / "blobs").glob("*/*"))
+    blob.write_bytes(b"?" * blob.stat().st_size)
+    assert main(["cache", "verify"]) == 1
+    assert "CORRUPT" in capsys.readouterr().out
+    root.chmod(0o755)
+    assert main(["cache", "verify"]) == 1 + 2
+    entry = next((root / "entries").glob("artifact/*/*"))
+    entry.rename(entry.with_name("stray"))
+    assert main(["cache", "verify"]) == 1 + 2 + 4
+
+
+def test_prune_goes_down_to_a_size_and_an_age(root, capsys):
+    assert main(["cache", "prune"]) == 0
+    assert "removed 0 entries" in capsys.readouterr().out
+    assert main(["cache", "prune", "--size", "0"]) == 0
+    assert "removed 3 entries" in capsys.readouterr().out
+    assert not list((root / "entries").glob("*/*/*"))
+
+
+@pytest.mark.parametrize("size", ["", "much", "-1", "1XB"])
+def test_a_bad_size_is_refused(root, size):
+    assert main(["cache", "prune", "--size", size]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5", 5), ("2KiB", 2048), ("1.5MB", 1.5e6), ("3GiB", 3 << 30), ("7B", 7)]
+)
+def test_sizes_have_decimal_and_binary_units(text, size):
+    from piecegraph.tools.cache_commands import _bytes
+
+    assert _bytes(text) == size
+
+
+def test_bundles_travel_in_one_file_and_must_be_believed(root, capsys, tmp_path, monkeypatch):
+    path, other = tmp_path / "bundle.pg", tmp_path / "other"
+    assert main(["cache", "export", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "2 entries" in out
+    assert "not signed" in out
+    first = out.split("digest ")[1].split()[0]
+    target = ["--cache-dir", str(other)]
+    assert main(["cache", "import", str(path), *target]) == 2
+    assert main(["cache", "import", str(path), "--pin", first, *target]) == 2
+    assert main(["cache", "import", str(path), "--trust", *target]) == 0
+    assert main(["cache", "show", digest("trace", a=1), *target]) == 0
+    shutil.rmtree(other)
+    monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY", SECRET)
+    assert main(["cache", "import", str(path), *target]) == 2
+    assert main(["cache", "export", str(path)]) == 0
+    assert main(["cache", "import", str(path), *target]) == 0
+    assert main(["cache", "verify", *target]) == 0
+
+
+def test_one_entry_can_be_exported_and_pinned(root, capsys, tmp_path):
+    path = tmp_path / "one.pg"
+    assert main(["cache", "export", str(path), digest("trace", a=1)]) == 0
+    pinned = capsys.readouterr().out.split("digest ")[1].split()[0]
+    target = ["--cache-dir", str(tmp_path / "other")]
+    assert main(["cache", "import", str(path), "--pin", pinned, *target]) == 0
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_why_names_the_option_that_differs_and_warm_mends_it(tmp_path, capsys):
+    there = [*SMALL, "--cache-dir", str(tmp_path / "cache")]
+    assert main(["cache", "why", *there]) == 1
+    assert capsys.readouterr().out.startswith("miss: ")
+    assert main(["cache", "warm", *there, "--ranks", "2"]) == 0
+    first, second = capsys.readouterr().out.splitlines()[-2:]
+    assert first.startswith("rank 0 on cpu: built")
+    assert second.startswith("rank 1 on cpu: was there")
+    assert main(["cache", "why", *there]) == 0
+    assert capsys.readouterr().out.startswith("hit: ")
+    assert main(["cache", "why", *there, "--max-num-tokens", "64"]) == 1
+    assert "config.max_num_tokens: 128 -> 64" in capsys.readouterr().out
+    assert main(["cache", "why", *there, "--capture-sizes", "1,2"]) == 0

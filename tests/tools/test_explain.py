@@ -1,0 +1,221 @@
+"""The explain page: its data, its forms, and how it looks in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import warnings
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from piecegraph.tools.cli import main
+from piecegraph.tools.explain.advice import advise
+from piecegraph.tools.explain.picture import HEAD, TAIL, _lanes, _Value, picture
+
+RUN = ["--model", "layers=2,hidden=16,heads=2,vocab=32", "--requests", "6", "--backend", "eager"]
+RUN += ["--no-cache", "--capture-sizes", "1,4,8"]
+
+SECTIONS = {
+    *("warnings", "startup", "graph", "pieces", "guards", "cache"),
+    *("mode", "captures", "dispatch", "padding", "settings"),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The page, the JSON, the Markdown and the timeline of one small run each."""
+    folder = tmp_path_factory.mktemp("explain")
+    timeline = ["--timeline", str(folder / "timeline.json")]
+    assert main(["explain", *RUN, "--output", str(folder / "page.html"), *timeline]) == 0
+    for form in ("json", "md"):
+        assert main(["explain", *RUN, "--format", form, "--output", str(folder / form)]) == 0
+    return folder
+
+
+class Page(HTMLParser):
+    """What a test asks of a page: ids, links, tables, text, and anything fetched from elsewhere."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.ids, self.links, self.fetched, self.text, self.open = set(), [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        facts = dict(attributes)
+        self.ids.add(facts.get("id"))
+        if tag == "a":
+            self.links.append(facts["href"])
+        if tag in ("script", "link", "img", "iframe", "object") or "src" in facts:
+            self.fetched.append((tag, facts))
+        if tag not in ("meta", "link", "path", "rect", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in ("path", "rect"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+@pytest.mark.compile
+def test_the_page_is_whole_and_needs_nothing_from_elsewhere(written):
+    text = (written / "page.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    assert not page.fetched
+    assert "url(" not in text
+    assert "@import" not in text
+    assert page.ids >= {*SECTIONS, "main", "piece-0", "piece-1", "piece-2"}
+    assert {link.removeprefix("#") for link in page.links} <= page.ids
+    assert {f"#{section}" for section in SECTIONS} <= set(page.links)
+
+
+@pytest.mark.compile
+def test_the_json_has_what_the_page_shows(written):
+    facts = json.loads((written / "json").read_text())
+    assert facts["graph_mode"]["resolved"] == "FULL_AND_PIECEWISE"
+    assert [piece["used_by"] for piece in facts["pieces"]] == [[0], [1], [2]]
+    assert all(piece["seconds"] > 0 for piece in facts["pieces"])
+    kinds = [next(k for k in ("outer", "op", "piece") if k in step) for step in facts["steps"]]
+    assert kinds == ["outer", "piece", "op", "piece", "op", "piece", "outer"]
+    assert facts["steps"][1]["gives"]["t0"] == "float32[num_tokens, 16]"
+    assert {row["num_tokens"] for row in facts["captures"]} == {1, 4, 8}
+    counted = sum(n for row in facts["heat"]["rows"] for n in row["counts"])
+    assert counted == facts["serving"]["steps"] == sum(row["count"] for row in facts["reasons"])
+    names = [span["name"] for span in facts["timeline"]]
+    assert {"prepare", "trace.dynamo", "split", "compile", "compile.piece", "capture"} <= set(names)
+    assert any("this start was cold" in advice["what"] for advice in facts["advice"])
+
+
+@pytest.mark.compile
+def test_the_markdown_has_a_table_a_section(written):
+    text = (written / "md").read_text()
+    for title in ("Warnings", "Startup", "Pieces", "Guards", "Capture plan", "Padding"):
+        assert f"## {title}" in text
+    for table in re.findall(r"(?:^\|.*\|\n)+", text, re.M):
+        assert len({line.count(" | ") for line in table.splitlines()}) == 1
+
+
+@pytest.mark.compile
+def test_the_timeline_has_startup_and_steps(written):
+    events = json.loads((written / "timeline.json").read_text())["traceEvents"]
+    assert {"prepare", "capture", "FULL 1"} <= {event["name"] for event in events}
+
+
+@pytest.mark.parametrize("arguments", [["--format", "pdf"], ["--output", "/no/where.html"]])
+def test_bad_options_are_refused_before_anything_runs(arguments):
+    assert main(["explain", *arguments]) == 2
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def screenshot(page, folder, *arguments):
+    """The page as pixels, (height, width, 3) from 0 to 255, drawn by headless Chromium."""
+    import numpy as np
+    from PIL import Image
+
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"]
+    command += ["--no-first-run", "--disable-background-networking", "--disable-component-update"]
+    command += ["--disable-sync", f"--user-data-dir={folder / 'profile'}", "--hide-scrollbars"]
+    command += ["--window-size=1200,3000", f"--screenshot={folder / 'page.png'}", *arguments]
+    subprocess.run([*command, page.as_uri()], check=True, capture_output=True, timeout=120)
+    with Image.open(folder / "page.png") as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_the_page_looks_right_in_a_browser_light_and_dark(written, tmp_path):
+    if CHROMIUM is None:
+        warnings.warn("NO CHROMIUM: nobody looks at the explain page", stacklevel=1)
+        pytest.skip("chromium is not installed")
+    folders = [tmp_path / name for name in ("light", "dark")]
+    for folder in folders:
+        folder.mkdir()
+    light = screenshot(written / "page.html", folders[0])
+    dark = screenshot(written / "page.html", folders[1], "--force-dark-mode")
+    assert light.shape == dark.shape == (3000, 1200, 3)
+    assert light[5, 5].tolist() == [255, 255, 255]
+    assert dark[5, 5].sum() < 150
+    for pixels in (light, dark):
+        background = (abs(pixels - pixels[5, 5]).sum(axis=2) > 30).mean()
+        assert 0.02 < background < 0.6  # text and pictures, not a blank and not a filled page
+    for colour in ((207, 226, 255), (211, 242, 216), (255, 224, 194), (11, 87, 208)):
+        assert (abs(light - colour).sum(axis=2) < 6).sum() > 500  # three pieces, and the bars
+
+
+def chain(length):
+    """Steps piece, op, piece, … each of which takes what the one before gave, and the first's."""
+    steps = []
+    for index in range(length):
+        takes = {f"t{index - 1}": "f[1]", "t0": "f[2]"} if index else {}
+        kind = {"op": "ns::op.default"} if index % 2 else {"piece": min(index // 2, 1)}
+        steps.append({**kind, "takes": takes, "gives": {f"t{index}": "f[1]"}})
+    return steps
+
+
+def test_the_picture_of_a_long_chain_leaves_out_its_middle():
+    text = picture(chain(200))
+    assert text.count("<rect") == HEAD + TAIL
+    assert f"… {200 - HEAD - TAIL} more steps …" in text
+    assert "200 steps" in text
+    Page(text)
+
+
+def test_text_in_the_picture_is_escaped():
+    steps = [{"op": "<b>::&op", "takes": {}, "gives": {"t": "f[<i>]"}}]
+    steps.append({"piece": 0, "takes": {"t": "f[<i>]"}, "gives": {}})
+    text = picture(steps)
+    assert "<b>" not in text
+    assert "<i>" not in text
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.lists(st.integers(1, 10), min_size=1, max_size=3)))
+)
+def test_no_two_values_share_a_lane_while_both_live(spans):
+    values = [
+        _Value(f"t{n}", "", start, tuple(sorted(start + length for length in lengths)))
+        for n, (start, lengths) in enumerate(sorted(spans))
+    ]
+    lanes = _lanes(values)
+    for one in values:
+        for other in values:
+            if one is not other and lanes[one] == lanes[other]:
+                assert one.stops[-1] <= other.start or other.stops[-1] <= one.start
+
+
+def test_advice_is_given_where_it_is_due_and_only_there():
+    fine = {
+        "verification": {"ok": True},
+        "cache": {"hit": True, "reason": None},
+        "guards": [{"proved": True}],
+        "policy": "prove",
+        "failed": [],
+        "reasons": [{"mode": "FULL", "reason": "exact", "count": 10}],
+        "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 5, "share": 0.1}],
+        "captures": [{"captured": True, "steps": 3, "ms": 1.0}],
+    }
+    assert advise(fine) == []
+    bad = {
+        "verification": {"ok": False},
+        "cache": {"hit": False, "reason": "absent"},
+        "guards": [{"proved": False, "expression": "Eq(a, 1)", "where": "m.py:3"}],
+        "policy": "drop",
+        "failed": [{"slot": 3, "reason": "out of memory"}],
+        "reasons": [{"mode": "NONE", "reason": "above largest size", "count": 10}],
+        "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 5, "share": 0.5}],
+        "captures": [{"captured": True, "steps": 0, "ms": 1.0}],
+    }
+    assert len(advise(bad)) == 7
+    for key, value in bad.items():
+        if key != "policy":
+            assert len(advise({**fine, key: value})) == 1

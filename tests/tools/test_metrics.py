@@ -1,0 +1,99 @@
+"""Metrics: the same numbers as text, through prometheus-client, and in the report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from piecegraph import AttentionSupport, Batch, Config, prepare
+from piecegraph.tools.metrics import MetricsCollector, metrics_text, read_metrics
+
+pytestmark = pytest.mark.compile
+
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+@pytest.fixture
+def prepared():
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]"},
+        max_num_tokens=16,
+        max_num_reqs=16,
+        capture_sizes=(4, 8),
+        attention_support=AttentionSupport.ALWAYS,
+        graph_mode="FULL",
+        compiler="eager",
+        cache=False,
+    )
+    prepared = prepare(Model(), config)
+    prepared.capture()
+    prepared.seal()
+    for size in (3, 4, 4, 6, 12):
+        prepared(torch.ones(size, 4), batch=Batch(size, size))
+    yield prepared
+    prepared.close()
+
+
+def samples(prepared):
+    return {
+        (metric.sample_name, *(label for _, label in labels)): value
+        for metric in read_metrics(prepared)
+        for labels, value in metric.samples.items()
+    }
+
+
+def test_steps_rows_and_padding_are_counted(prepared):
+    found = samples(prepared)
+    assert found["piecegraph_steps_total", "FULL", "exact"] == 2
+    assert found["piecegraph_steps_total", "FULL", "padded"] == 2
+    assert found["piecegraph_steps_total", "NONE", "above largest size"] == 1
+    assert found["piecegraph_rows_total", "FULL"] == 4 + 4 + 4 + 8
+    assert found["piecegraph_padding_rows_total", "FULL"] == 1 + 2
+    assert found["piecegraph_rows_total", "NONE"] == 12
+
+
+def test_captures_compiles_and_recordings_are_counted(prepared):
+    found = samples(prepared)
+    assert found["piecegraph_captures_total", "FULL"] == 2
+    assert found["piecegraph_capture_seconds_total", "FULL"] > 0
+    assert found["piecegraph_compiles_total", "eager"] == 1
+    assert not [name for name in found if name[0] == "piecegraph_after_seal_total"]
+    assert found["piecegraph_recordings",] == 2
+    assert found["piecegraph_recording_bytes",] > 0
+    assert found["piecegraph_startup_seconds", "prepare"] > 0
+    prepared.release()
+    assert samples(prepared)["piecegraph_recordings",] == 0
+
+
+def test_a_compile_after_seal_is_counted(prepared):
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert samples(prepared)["piecegraph_after_seal_total", "trace"] == 1
+
+
+def test_the_text_is_what_prometheus_reads(prepared):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    read = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(metrics_text(prepared))
+        for sample in family.samples
+    }
+    assert read == pytest.approx(samples(prepared))
+
+
+def test_a_registry_collects_the_same_with_labels_of_its_own(prepared):
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(prepared, {"rank": "3"}))
+    labels = {"rank": "3", "mode": "FULL", "reason": "padded"}
+    assert registry.get_sample_value("piecegraph_steps_total", labels) == 2
+    assert registry.get_sample_value("piecegraph_recordings", {"rank": "3"}) == 2
+
+
+def test_labels_are_escaped(prepared):
+    prepared.events.count('cache.a"b\\c\n')
+    assert 'event="a\\"b\\\\c\\n"' in metrics_text(prepared)

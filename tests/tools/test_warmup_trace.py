@@ -1,0 +1,57 @@
+"""Warm-up of the reference engine leaves no trace in caches, tables or random state."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from piecegraph.tools import run
+from piecegraph.tools.bench._real_serving import on_a_device
+from piecegraph.tools.decoder_config import parse_decoder_config
+from piecegraph.tools.workload import read_requests
+
+
+@pytest.mark.compile
+def test_kv_contents_tables_and_random_state_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    before: dict[str, Any] = {}
+    make_tasks = run._warmup_tasks
+
+    def fill_first(prepared: Any, model: Any, engine: Any) -> Any:
+        for cache in engine.defragmenter._caches:
+            cache.copy_(torch.rand_like(cache))
+        engine.scheduler.blocks.grow(7, 40)
+        before["caches"] = [cache.clone() for cache in engine.defragmenter._caches]
+        before["blocks"] = (engine.scheduler.blocks.used, engine.scheduler.blocks.free_blocks)
+        before["sampler"] = engine.sampler.generator.get_state()
+        before["torch"] = torch.get_rng_state()
+        return make_tasks(prepared, model, engine)
+
+    monkeypatch.setattr(run, "_warmup_tasks", fill_first)
+    options = replace(
+        on_a_device("eager", 4),
+        device="cpu",
+        dtype="float32",
+        model=parse_decoder_config("layers=2,hidden=32,heads=2,kv_heads=1"),
+        capture_sizes=(1, 4),
+        max_num_tokens=32,
+        max_num_reqs=4,
+    )
+    requests = read_requests(options)
+    with run.bring_up(options, requests, [], Console(file=io.StringIO())) as service:
+        engine = service.engine
+        caches = engine.defragmenter._caches  # type: ignore[union-attr]
+        for now, then in zip(caches, before["caches"], strict=True):
+            assert torch.equal(now[1:], then[1:])  # all but the dump block, where padding writes
+        blocks = engine.scheduler.blocks
+        assert (blocks.used, blocks.free_blocks) == before["blocks"]
+        assert torch.equal(engine.sampler.generator.get_state(), before["sampler"])
+        assert torch.equal(torch.get_rng_state(), before["torch"])
+        assert engine.served.steps == []
+        done = [event.facts["shape"] for event in service.prepared.events.named("warmup")]
+        assert service.prepared.ledger.bytes("KV cache") == sum(c.nbytes for c in caches)
+    assert {"sampler 4", "defragmenter 512", "FULL 4", "PIECEWISE 1", "num_tokens 32"} <= set(done)
