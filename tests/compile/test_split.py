@@ -108,6 +108,15 @@ def test_predicate_is_keyed_by_its_source():
     assert len({key(predicate), key(other_predicate), key(None)}) == 3
 
 
+def test_configuration_with_functions_is_shown_by_their_names():
+    config = CompileConfig(splitting_predicate=predicate, user_passes=(other_predicate, "a:b"))
+    shown = config.model_dump(mode="json")
+    assert shown["splitting_predicate"] == "predicate"
+    assert shown["user_passes"] == ["other_predicate", "a:b"]
+    assert config.cuts()
+    assert not CompileConfig().cuts()
+
+
 AWKWARD = {
     # body, kinds of steps
     "starts with a splitting op": (lambda m, x: m.linear(ops.fresh(x, "a")), "cp"),
