@@ -9,8 +9,9 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import piecegraph
 import pytest
+
+import piecegraph
 from piecegraph.errors import PiecegraphError
 
 ROOT = Path(piecegraph.__file__).parent
