@@ -281,6 +281,13 @@ class ModelMismatch(CompileError):
     todo = "Use the model that the plan was made for, or prepare it anew."
 
 
+class ResultFormUnknown(CompileError):
+    what = "the form of the model's result cannot be found by a run on fake tensors: {reason}"
+    todo = (
+        "Decorate functions that need a step with break_graph, with fake= if they return tensors."
+    )
+
+
 # runtime
 
 

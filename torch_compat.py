@@ -32,6 +32,10 @@ __all__ = [
     "tree_unflatten",
 ]
 
+# torch's own context managers around these cost a microsecond, which a step does not have
+is_grad_enabled = torch.is_grad_enabled
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
 _TORCH = os.path.dirname(torch.__file__)
 
 # Dynamo and Inductor keep process-wide state while they run; only one of our threads may be inside.
@@ -409,6 +413,11 @@ def fresh_fake_mode() -> Any:
 
 
 # graphs: what recordings need below the public surface of torch
+
+
+def is_faking() -> bool:
+    """Whether operations make fake tensors in this thread: a run that asks for shapes alone."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def without_modes() -> AbstractContextManager[Any]:

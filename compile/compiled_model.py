@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,11 @@ class CompiledModel:
     pieces: tuple[PieceFn, ...]
     """One callable for each artifact that the plan's spans name."""
     weights: Mapping[str, torch.Tensor]
+    model: torch.nn.Module
+    """Where the weights are from."""
     from_bundle: bool
+    traced: bool = True
+    """Whether the pieces are from a trace; otherwise the one piece is the model's own forward."""
 
     def link(
         self,
@@ -41,6 +45,10 @@ class CompiledModel:
             pieces = [self.pieces[artifact] for artifact in artifacts]
             return stitch(self.plan, pieces, self.weights, piece_hook, call_hook)
         return self._by_size(piece_hook, call_hook)
+
+    def rebound(self) -> CompiledModel:
+        """Bound to the weights that the model has now; raises ModelMismatch."""
+        return replace(self, weights=weights_of(self.model, self.plan))
 
     def _by_size(self, piece_hook: Hook | None, call_hook: Hook | None) -> StepFn:
         steps = [self.link(span.high, piece_hook, call_hook) for span in self.plan.spans]
@@ -61,6 +69,12 @@ def bind(
     from_bundle: bool,
 ) -> CompiledModel:
     """Bind a plan to the weights of `model`; raises ModelMismatch where one does not fit."""
+    weights = weights_of(model, plan)
+    return CompiledModel(plan, tuple(pieces), weights, model, from_bundle)
+
+
+def weights_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
+    """The weights that a plan names; raises ModelMismatch where one does not fit."""
     tensors = {
         **dict(model.named_buffers(remove_duplicate=False)),
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -75,4 +89,4 @@ def bind(
         if found != wanted:
             raise ModelMismatch(reason=f"{weight.target!r} is {found}, the plan has {wanted}")
         weights[weight.target] = tensor
-    return CompiledModel(plan, tuple(pieces), weights, from_bundle)
+    return weights

@@ -122,7 +122,8 @@ class CompileConfig(BaseModel):
     one, as `module:function` or an entry point of the group `piecegraph.passes`."""
 
     compile: Annotated[bool, TRACED] = True
-    """False calls the model's own forward: nothing is traced, and there are no graphs."""
+    """False calls the model's own forward: nothing is traced. There are graphs only if a mode is
+    asked for; PIECEWISE ones break at `break_graph` functions and at splitting ops."""
 
     dedupe: Annotated[bool, TRACED] = True
     """False compiles equal pieces each on its own."""

@@ -1,7 +1,8 @@
-"""A model that is not compiled: one piece, which calls its forward as it is.
+"""A model that is not traced: one piece, which calls its forward as it is.
 
-For telling whether compilation is at fault. Nothing is traced; the form of the result is learned
-from a run on fake tensors. There are no splitting calls to put graphs between, so it runs in NONE.
+For models that cannot be traced, and for telling whether compilation is at fault. Graphs of it
+break at splitting functions while it runs (see `runtime.recordable`). What form its result has is
+learned from two runs on fake tensors of different sizes.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from ..errors import ResultFormUnknown
 from .compiled_model import CompiledModel
 from .config import CompileConfig
 from .examples import ExampleArguments, Examples, Leaf, example_inputs
 from .literal import Ref, encode
 from .plan import CompiledSpan, Constant, PieceStep, Plan, Result, Symbol, UniquePiece, UserInput
+
+_UNLIKE = (41, 43, 47, 53, 59, 61)
+"""Sizes unlike those that example inputs are made with."""
 
 
 def uncompiled_model(
@@ -32,10 +37,8 @@ def uncompiled_model(
     examples = example_inputs(model, config, device, given)
     tensors = [leaf for leaf in examples.leaves() if isinstance(leaf.value, Tensor)]
     symbols = _symbols(tensors, examples, config)
-    result = _fake_result(model, examples)
-    found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-    outs = tuple(f"t{index}" for index in range(len(found)))
-    names = iter(Ref(f"o{index}") for index in range(len(found)))
+    structure, results = _result_form(model, examples, list(symbols.values()))
+    outs = tuple(result.name for result in results)
     plan = Plan(
         inputs=tuple(_input(i, leaf, examples, symbols) for i, leaf in enumerate(tensors)),
         constants=tuple(
@@ -48,20 +51,85 @@ def uncompiled_model(
         pieces=(UniquePiece(digest="", nodes=1, sizes=()),),
         spans=(CompiledSpan(low=1, high=config.max_num_tokens, artifacts=(0,)),),
         steps=(PieceStep(piece=0, args=tuple(f"i{i}" for i in range(len(tensors))), outs=outs),),
-        results=tuple(
-            Result(name=name, dtype=_dtype(tensor), shape=tuple(tensor.shape))
-            for name, tensor in zip(outs, found, strict=True)
-        ),
-        structure=encode(pytree.tree_map_only(Tensor, lambda _: next(names), result)),
+        results=results,
+        structure=structure,
         parameters=tuple(examples.signature.parameters),
     )
-    return CompiledModel(plan, (_forward(model, examples),), {}, from_bundle=False)
+    forward = _forward(model, examples)
+    return CompiledModel(plan, (forward,), {}, model, from_bundle=False, traced=False)
 
 
-def _fake_result(model: torch.nn.Module, examples: Examples) -> Any:
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad():
-        args, kwargs = pytree.tree_map_only(Tensor, fake.from_tensor, examples.call_arguments())
-        return model(*args, **kwargs)
+def _result_form(
+    model: torch.nn.Module, examples: Examples, symbols: list[Symbol]
+) -> tuple[Any, tuple[Result, ...]]:
+    """The structure of the result, encoded, and its tensors; raises ResultFormUnknown."""
+    sizes = _example_sizes(examples, symbols)
+    others = _other_sizes(sizes, symbols)
+    first, second = (_fake_result(model, examples, each) for each in (sizes, others))
+    found, again = (
+        [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        for result in (first, second)
+    )
+    if [t.dim() for t in found] != [t.dim() for t in again]:
+        raise ResultFormUnknown(reason=f"at {sizes} it has other tensors than at {others}")
+    axes = [(symbol.name, sizes[symbol.label], others[symbol.label]) for symbol in symbols]
+    results = tuple(
+        Result(
+            name=f"t{index}",
+            dtype=_dtype(one),
+            shape=tuple(_size(*pair, axes) for pair in zip(one.shape, other.shape, strict=True)),
+        )
+        for index, (one, other) in enumerate(zip(found, again, strict=True))
+    )
+    names = iter(Ref(f"o{index}") for index in range(len(found)))
+    return encode(pytree.tree_map_only(Tensor, lambda _: next(names), first)), results
+
+
+def _size(one: int, other: int, axes: list[tuple[str, int, int]]) -> int | str:
+    """The size that is `one` and `other` in the two runs, as an expression over the symbols."""
+    if one == other:
+        return one
+    for name, at_one, at_other in axes:
+        if one % at_one == 0 and other == one // at_one * at_other:
+            return name if one == at_one else f"{one // at_one}*{name}"
+    raise ResultFormUnknown(reason=f"a size is {one}, then {other}, at {axes}")
+
+
+def _example_sizes(examples: Examples, symbols: list[Symbol]) -> dict[str, int]:
+    tensors = [leaf.value for leaf in examples.leaves() if isinstance(leaf.value, Tensor)]
+    return {s.label: tensors[int(s.source[1:])].size(s.dim) for s in symbols}
+
+
+def _other_sizes(sizes: dict[str, int], symbols: list[Symbol]) -> dict[str, int]:
+    """For each symbol a size unlike the one in `sizes`, if its range has another."""
+    others = {}
+    for symbol, size in zip(symbols, _UNLIKE, strict=False):
+        other = max(symbol.low, min(size, symbol.high))
+        if other == sizes[symbol.label] and other > symbol.low:
+            other -= 1
+        others[symbol.label] = other
+    return {**sizes, **others}
+
+
+def _fake_result(model: torch.nn.Module, examples: Examples, sizes: dict[str, int]) -> Any:
+    """What the model returns for fake inputs of the given sizes."""
+    leaves = iter(examples.leaves())
+
+    def resized(value: Any) -> Any:
+        label = next(leaves).label
+        if not isinstance(value, Tensor):
+            return value
+        symbols = (examples.symbols.get((label, dim)) for dim in range(value.dim()))
+        shape = [n if s is None else sizes[s] for n, s in zip(value.shape, symbols, strict=True)]
+        return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            arguments = pytree.tree_map(resized, dict(examples.arguments))
+            bound = inspect.BoundArguments(examples.signature, arguments)
+            return model(*bound.args, **bound.kwargs)
+    except Exception as error:
+        raise ResultFormUnknown(reason=f"{type(error).__name__}: {error}") from error
 
 
 def _forward(model: torch.nn.Module, examples: Examples) -> Callable[[list[Tensor]], Any]:

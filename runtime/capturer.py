@@ -8,9 +8,8 @@ captures, which ranks exchange before anyone uses a graph.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -25,17 +24,8 @@ from .eviction import make_room, trim
 from .graph_memory import Exchange, GraphMemory, limit_in_bytes
 from .monitors import meant
 from .random_state import same_random_state
-from .recording import Recording
+from .slot_actions import SlotActions
 from .strategies import CaptureQueue
-
-
-@dataclass(frozen=True, slots=True)
-class SlotActions:
-    """How the owner of the slots makes a recording, puts it into use, and releases it."""
-
-    record: Callable[[int, CaptureSession], Recording]
-    install: Callable[[int, Recording], None]
-    remove: Callable[[int], None]
 
 
 class Capturer:
@@ -97,6 +87,17 @@ class Capturer:
         """Capture for at most `budget_ms` milliseconds, by estimate; returns how many graphs."""
         budget = CaptureBudget(len(self._entries), budget_ms)
         return self._spend(budget, self.queue.in_idle_time()) if self.active else 0
+
+    def recapture(self, slots: Collection[int]) -> None:
+        """Free recordings that became stale, all of them before the first is captured again."""
+        if not slots:
+            return
+        for slot in slots:
+            self._evict(slot)
+        with self._session(prepare=True) as session:
+            for slot in slots:
+                self._capture(slot, session)
+        self._settle()
 
     def forget(self) -> None:
         """All recordings were released; the next startup begins anew."""
@@ -244,12 +245,15 @@ class Capturer:
             self._events.emit("capture.complete", level=logging.INFO, step=self.queue.step)
 
     def expected_bytes(self) -> int:
-        """Bytes of all graphs that are there or, before the first, are forecast."""
-        if self.memory.used:
+        """Bytes of all graphs: those that are there, and those that are still to come."""
+        if self.queue.complete:
             return self.memory.used
-        self._plan_memory()
+        if self.memory.forecast is None and not self.memory.used:
+            self._plan_memory()
+        if self.memory.forecast is None:
+            return self.memory.used
         slots = [slot for slot, state in enumerate(self.queue.slots) if not state.dropped]
-        return self.memory.forecast_of(self._dispatcher.plan, slots)
+        return max(self.memory.used, self.memory.forecast_of(self._dispatcher.plan, slots))
 
     def _plan_memory(self) -> None:
         """Forecast what graphs take, and drop those that would pass a limit."""

@@ -11,6 +11,7 @@ from pydantic import Field
 from ..cache.feeds import Feeds, exempt
 from ..compile.config import CompileConfig
 from ..dispatch import AttentionSupport, GraphMode, PaddingLimit
+from .padding import Padding
 
 SERVING = Feeds(("capture",), "decided after compilation: the same code serves any of its values")
 
@@ -89,8 +90,17 @@ class Config(CompileConfig):
     padding_limit: Annotated[PaddingLimit | None, SERVING] = None
     """The most padding a graph may bring; above it a batch goes to a lower mode."""
 
+    padding: Annotated[dict[str, Padding | int | float], SERVING] = Field(default_factory=dict)
+    """What a graph's padding holds, by input: `zero` (the default), `repeat` (the last real row),
+    `keep` (whatever is there), or a number, such as the cache slot that padding may write to."""
+
     graph_backend: Annotated[str | None, SERVING] = None
     """`cuda`, `replay` or an entry point; by default the one for the model's device."""
+
+    def padding_of(self, name: str) -> tuple[Padding, int | float]:
+        """The padding policy of an input, with the number that SENTINEL writes."""
+        policy = self.padding.get(name, Padding.ZERO)
+        return (policy, 0) if isinstance(policy, Padding) else (Padding.SENTINEL, policy)
 
     def supports(self) -> dict[str, AttentionSupport]:
         """Attention capability by group."""

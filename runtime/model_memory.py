@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from ..compile.compiled_model import CompiledModel
+from ..compile.plan import Plan
+from ..errors import InvalidSetting
 from .config import Config
 from .memory_ledger import MemoryLedger, Owner
-from .static_inputs import InputSpec, Padding, StaticInputs
+from .static_inputs import InputSpec, StaticInputs
 
 
-def static_inputs(compiled: CompiledModel, config: Config, device: torch.device) -> StaticInputs:
-    """Buffers for every input of the model at its largest size."""
-    labels = {symbol.name: symbol.label for symbol in compiled.plan.symbols}
-    specs = [
-        InputSpec(
-            name=".".join(map(str, item.path)),
-            dims=tuple(labels[d] if isinstance(d, str) else d for d in item.shape),
-            dtype=getattr(torch, item.dtype),
-            padding=Padding.ZERO,
+def static_inputs(
+    compiled: CompiledModel, config: Config, device: torch.device, owned: Mapping[str, Tensor]
+) -> StaticInputs:
+    """Buffers for every input of the model at its largest size, but for those that the engine owns.
+
+    Raises InvalidSetting for a padding policy of something that is no parameter of the model.
+    """
+    plan = compiled.plan
+    labels = {symbol.name: symbol.label for symbol in plan.symbols}
+    specs = []
+    for item in plan.inputs:
+        name = ".".join(map(str, item.path))
+        padding, sentinel = config.padding_of(name)
+        specs.append(
+            InputSpec(
+                name=name,
+                dims=tuple(labels[d] if isinstance(d, str) else d for d in item.shape),
+                dtype=getattr(torch, item.dtype),
+                padding=padding,
+                sentinel=sentinel,
+            )
         )
-        for item in compiled.plan.inputs
-    ]
-    limits = {symbol.label: config.limits(symbol.label)[1] for symbol in compiled.plan.symbols}
-    return StaticInputs(specs, limits, device)
+    _check_names(config, plan)
+    limits = {symbol.label: config.limits(symbol.label)[1] for symbol in plan.symbols}
+    return StaticInputs(specs, limits, device, owned=owned)
+
+
+def _check_names(config: Config, plan: Plan) -> None:
+    """A parameter that the model does not use may have a policy; a name that is none may not."""
+    for name in config.padding:
+        if name.partition(".")[0] not in plan.parameters:
+            raise InvalidSetting(
+                name="padding",
+                value=name,
+                reason="the model's forward has no such parameter",
+                expected="of " + ", ".join(plan.parameters),
+            )
 
 
 def opening_ledger(compiled: CompiledModel, inputs: StaticInputs, config: Config) -> MemoryLedger:

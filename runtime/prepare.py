@@ -46,12 +46,15 @@ def prepare(
     backend: GraphBackend | None = None,
     events: Events | None = None,
     ranks: Ranks | None = None,
+    input_buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> PreparedModel:
     """Compile `model`, or load it from the cache, and make it ready to capture and to serve.
 
     `examples` are (args, kwargs) to trace with; without them they are built from `config.inputs`.
     `layers` is what splitting ops find by name in the forward context. `backend` replaces the one
     that `config.graph_backend` names. `ranks` are those that must capture alike.
+    `input_buffers` are inputs that the engine keeps in one place, at their largest size: steps are
+    given their first rows, nothing is copied, and a graph replays on them.
     Graphs are captured by `PreparedModel.capture`.
 
     Raises a PiecegraphError that says what is wrong with the model or the settings.
@@ -62,10 +65,10 @@ def prepare(
         resolved = resolve_mode(
             config.graph_mode,
             support=config.supports(),
-            pieces=config.cuts(),
+            pieces=config.cuts() or not config.compile,
             level=config.level,
             query_len=config.query_len,
-            eager=not config.compile,
+            eager=not config.compile and config.graph_mode is None,
         )
         plan = _dispatch_plan(resolved.mode, config)
         events.emit("config", **_settled(config, resolved, plan))
@@ -83,6 +86,7 @@ def prepare(
         layers or {},
         events,
         ranks,
+        input_buffers,
         model.forward if config.broken_guard is BrokenGuard.EAGER else None,
     )
 

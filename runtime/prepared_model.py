@@ -6,44 +6,32 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ..cache import Cache
 from ..compile.compiled_model import CompiledModel
-from ..dispatch import Batch, BatchDescriptor, Decision, Dispatcher, ResolvedMode, RuntimeMode
-from ..errors import (
-    BatchInvalid,
-    CaptureAfterSeal,
-    CaptureFailed,
-    CaptureOutOfMemory,
-    GuardBroken,
-    ModelClosed,
-)
+from ..compile.config import TOKENS
+from ..dispatch import Batch, Decision, Dispatcher, ResolvedMode
+from ..errors import BatchInvalid, CaptureAfterSeal, GuardBroken, ModelClosed
 from ..events import Events
-from .addresses import Addresses
+from ..torch_compat import is_grad_enabled, set_grad_enabled
 from .backend import GraphBackend
-from .binding import binder, packer
-from .capture_session import CaptureSession
-from .captured_slot import CapturedSlot
-from .capturer import Capturer, SlotActions
+from .binding import Bind, binder, packer
+from .capturer import Capturer
 from .config import Config
 from .forward_context import CURRENT, ForwardContext, forward_context
 from .memory_ledger import MemoryLedger, MemoryPlan, plan_memory
 from .model_memory import opening_ledger, static_inputs
 from .monitors import Monitor
 from .ranks import Ranks, alone, start_facts
-from .recorder import break_graph, opaque_piece, record
 from .recording import Recording
 from .report import build_report
-from .results import RealResults
-from .static_inputs import BoundInputs
+from .slot_actions import SlotActions
+from .slots import MetadataFor, Slots
 from .usage import Usage
 from .warmup import AuxiliaryTask, capture_items, range_works, warm_up
-
-MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
-"""Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
 
 
 class PreparedModel:
@@ -67,9 +55,9 @@ class PreparedModel:
         layers: Mapping[str, Any],
         events: Events,
         ranks: Ranks | None = None,
+        input_buffers: Mapping[str, torch.Tensor] | None = None,
         eager: Callable[..., Any] | None = None,
     ) -> None:
-        self.compiled = compiled
         self.config = config
         self.resolved = resolved
         self.dispatcher = dispatcher
@@ -77,26 +65,22 @@ class PreparedModel:
         self.events = events
         self._cache = cache
         self.usage = Usage(dispatcher.plan)
-        self._bind = binder(compiled.plan, signature)
+        self._bind: Bind = binder(compiled.plan, signature)
         self._pack = packer(compiled.plan)
         self._eager = eager
-        self._stitched = compiled.link()
-        self._captured_fn = compiled.link(piece_hook=_piece_hook, call_hook=_call_hook)
-        self._inputs = static_inputs(compiled, config, device)
-        self._slots: list[CapturedSlot | None] = [None] * len(dispatcher.plan.entries)
-        self._addresses = Addresses(backend.address)
-        for name, weight in compiled.weights.items():
-            self._addresses.watch(name, weight)
-        self.ledger = opening_ledger(compiled, self._inputs, config)
         self._context = ForwardContext(layers)
-        self._metadata_for: MetadataFor | None = None
+        inputs = static_inputs(compiled, config, device, input_buffers or {})
+        self._slots = Slots(compiled, config, dispatcher, backend, inputs, self._context)
+        self._captured = self._slots.captured
+        self._token_symbol = [symbol.label for symbol in compiled.plan.symbols].index(TOKENS)
+        self.ledger = opening_ledger(compiled, inputs, config)
         self._ranks = ranks
         self._capturer = Capturer(
             config,
             dispatcher,
             backend,
             events,
-            SlotActions(self._record, self._install, self._remove),
+            SlotActions(self._slots.record, self._slots.install, self._slots.remove),
             ranks.exchange if ranks else alone,
         )
         self._monitor = Monitor(config.after_seal, events, self._context)
@@ -130,8 +114,6 @@ class PreparedModel:
         Raises InputMismatch, SizeOutOfRange or ArgumentFixed for wrong inputs and MovedTensor if a
         captured tensor is elsewhere.
         """
-        if self._closed:
-            raise ModelClosed()
         try:
             tensors, sizes = self._bind(*args, **kwargs)
         except GuardBroken:
@@ -141,18 +123,23 @@ class PreparedModel:
         context = self._context
         context.metadata = metadata
         context.decision = decision
-        context.num_tokens = sizes[0] if sizes else 0
+        context.num_tokens = num_tokens = sizes[self._token_symbol]
         token = CURRENT.set(context)
+        with_grad = is_grad_enabled()
+        if with_grad:
+            set_grad_enabled(False)
         try:
-            slot = self._slots[decision.slot] if decision.slot >= 0 else None
-            if slot is None:
-                with torch.no_grad():
-                    results = self._stitched(*tensors)
+            captured = self._captured[decision.slot]
+            if captured is None:
+                self._slots.unrecorded.check_step()
+                results = self._slots.stitched(*tensors)
             else:
-                results = slot.replay(tensors, sizes)
+                results = captured.replay(tensors, sizes)
         finally:
             CURRENT.reset(token)
-        self.usage.count(decision, context.num_tokens)
+            if with_grad:
+                set_grad_enabled(True)
+        self.usage.count(decision, num_tokens)
         return self._pack(results, tensors)
 
     def _run_eagerly(
@@ -171,9 +158,13 @@ class PreparedModel:
 
         Raises CaptureAfterSeal. A capture that fails is reported and its size runs without.
         """
+        if self._closed:
+            raise ModelClosed()
         if self._sealed:
             raise CaptureAfterSeal(name="the startup set")
-        self._metadata_for = metadata_for
+        if self._slots.unrecorded.moved():  # weights were loaded since
+            self._slots.bind(self.compiled.rebound())
+        self._slots.metadata_for = metadata_for
         if self._ranks:
             self._ranks.agree("start", start_facts(self.config, self.dispatcher.plan))
         with self.events.span("capture", level=logging.INFO):
@@ -193,9 +184,9 @@ class PreparedModel:
         `skip` names kinds of warm-up to leave out ("range", "capture", "auxiliary"); what that
         costs is logged. `show` is given a line of progress for each item.
         """
-        self._metadata_for = metadata_for
+        self._slots.metadata_for = metadata_for
         warm_up(
-            range_works(self.compiled.plan.symbols, self._run_dummy),
+            range_works(self.compiled.plan.symbols, self._slots.run_dummy),
             capture_items(self._capturer.queue, self.dispatcher.plan),
             partial(self.capture, metadata_for),
             tasks,
@@ -213,6 +204,11 @@ class PreparedModel:
         graphs = self._capturer.expected_bytes()
         return plan_memory(self.backend.memory(), self._stated_ledger(), graphs, utilisation)
 
+    @property
+    def compiled(self) -> CompiledModel:
+        """The compiled model, bound to the weights in use."""
+        return self._slots.compiled
+
     def capture_idle(self, budget_ms: float) -> int:
         """Capture for at most `budget_ms` what DELAYED or LAZY would have; returns how many.
 
@@ -226,10 +222,33 @@ class PreparedModel:
         self._monitor.start()
         self.events.emit("seal")
 
+    def watch(self, name: str, tensor: torch.Tensor) -> None:
+        """Check in steps that a long-lived tensor (KV cache, workspace) stays where it is.
+
+        It counts for recordings made from now on, and is not kept alive. Under the name of another
+        tensor it takes its place: recordings that read that one raise MovedTensor until `refresh`.
+        """
+        self._slots.addresses.watch(name, tensor)
+
+    def refresh(self) -> tuple[int, ...]:
+        """Follow weights that were replaced, and watched tensors that were given anew.
+
+        Returns the slots of the recordings that read one, after capturing these again, also after
+        `seal`; where all was updated in place there are none. Raises ModelMismatch for weights of
+        another form. With several ranks all must call it, alike.
+        """
+        stale = self._slots.stale()
+        self._slots.bind(self.compiled.rebound())
+        self.events.emit("refresh", level=logging.INFO, stale=stale)
+        self.backend.synchronize()
+        self._capturer.recapture(list(stale))
+        return tuple(stale)
+
     def release(self) -> None:
-        """Free all graphs and their memory; `capture` on an unsealed model brings them back."""
-        for index, _ in self.recordings():
-            self._remove(index)
+        """Free all graphs and their memory; steps run without, and `capture` brings them back."""
+        self.backend.synchronize()
+        for slot, _ in self.recordings():
+            self._slots.remove(slot)
         self._capturer.forget()
         self._monitor.stop()
         self._sealed = False
@@ -240,6 +259,7 @@ class PreparedModel:
             self.events.emit("dispatch", rows=self.usage.rows(), reasons=self.usage.reasons())
             self.release()
             self._closed = True
+            self._bind = _refuse
 
     def report(self) -> dict[str, Any]:
         """What was prepared, captured and dispatched so far; see `runtime.report`."""
@@ -254,17 +274,7 @@ class PreparedModel:
 
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured slots with their recordings."""
-        return [(i, slot.recording) for i, slot in enumerate(self._slots) if slot is not None]
-
-    def _run_dummy(self, sizes: Mapping[str, int]) -> None:
-        """Run the compiled code without a graph on a batch of padding."""
-        descriptor = BatchDescriptor(sizes["num_tokens"])
-        context = self._context
-        if self._metadata_for:
-            context.metadata = self._metadata_for(descriptor, RuntimeMode.NONE)
-        context.num_tokens = descriptor.num_tokens
-        with forward_context(context), torch.no_grad():
-            self._stitched(*self._inputs.at(sizes).views)
+        return self._slots.recordings()
 
     def _stated_ledger(self) -> MemoryLedger:
         """The ledger with what the graphs of each mode take now."""
@@ -278,55 +288,6 @@ class PreparedModel:
         now = self.backend.memory()
         return {"recordings": taken, "used": now.used, "free": now.free}
 
-    def _record(self, slot: int, session: CaptureSession) -> Recording:
-        """Capture a dummy batch that fills the slot's descriptor; raises CaptureFailed."""
-        entry = self.dispatcher.plan.entries[slot]
-        descriptor = entry.descriptor
-        name = f"{entry.mode.name} {descriptor.num_tokens}"
-        if broken := self.compiled.plan.broken(_sizes(descriptor)):
-            raise CaptureFailed(name=name, reason=f"it needs {broken.expression}")
-        inputs = self._inputs_of(slot)
-        self._context.metadata = (
-            self._metadata_for(descriptor, entry.mode) if self._metadata_for else None
-        )
-        self._context.num_tokens = descriptor.num_tokens
-        with forward_context(self._context), torch.no_grad():
-            try:
-                self._stitched(*inputs.views)
-            except torch.OutOfMemoryError as error:
-                raise CaptureOutOfMemory(name=name, reason=str(error)) from error
-            return record(
-                self._captured_fn,
-                inputs.views,
-                session,
-                name=name,
-                breaks=entry.mode is RuntimeMode.PIECEWISE,
-            )
 
-    def _install(self, slot: int, recording: Recording) -> None:
-        results = RealResults(self.compiled.plan, recording.outputs)
-        addresses = self._addresses.snapshot()
-        self._slots[slot] = CapturedSlot(recording, self._inputs_of(slot), results, addresses)
-        self.dispatcher.set_captured(slot, True)
-
-    def _remove(self, slot: int) -> None:
-        captured, self._slots[slot] = self._slots[slot], None
-        if captured is not None:
-            captured.recording.release()
-            self.dispatcher.set_captured(slot, False)
-
-    def _inputs_of(self, slot: int) -> BoundInputs:
-        descriptor = self.dispatcher.plan.entries[slot].descriptor
-        return self._inputs.at(_sizes(descriptor))
-
-
-def _sizes(descriptor: BatchDescriptor) -> dict[str, int]:
-    return {"num_tokens": descriptor.num_tokens, **dict(descriptor.axes)}
-
-
-def _piece_hook(use: int, piece: Callable[..., Any]) -> Callable[..., Any]:
-    return opaque_piece(piece)
-
-
-def _call_hook(use: int, op: Callable[..., Any]) -> Callable[..., Any]:
-    return break_graph(op)
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ModelClosed()

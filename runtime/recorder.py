@@ -12,14 +12,14 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial, wraps
 from time import perf_counter
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..errors import CaptureFailed, CaptureOutOfMemory, NestedCapture, PiecegraphError
-from ..torch_compat import tree_map_only
+from ..errors import CaptureFailed, CaptureOutOfMemory, NestedCapture
+from ..torch_compat import is_faking, tree_map_only
 from .backend import Capture, Graph
 from .capture_session import CaptureSession
 from .eager_call import eager_call, static_results
@@ -32,20 +32,35 @@ R = TypeVar("R")
 _ACTIVE: ContextVar[Recorder | None] = ContextVar("piecegraph_recorder", default=None)
 
 
-def break_graph(fn: Callable[P, R]) -> Callable[P, R]:
+@overload
+def break_graph(fn: Callable[P, R]) -> Callable[P, R]: ...
+@overload
+def break_graph(*, fake: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def break_graph(fn: Any = None, *, fake: Callable[..., Any] | None = None) -> Any:
     """Make `fn` a splitting function: a PIECEWISE recording runs it eagerly between two graphs.
 
-    Outside a recording, and in a FULL one, it is a plain call.
+    Outside a recording, and in a FULL one, it is a plain call. Where a model's forward is run on
+    fake tensors to learn the form of its result, `fake` is called instead; without one it stands
+    for a function that writes into its arguments and returns nothing.
     """
+    if fn is None:
+        return partial(_breaking, fake=fake)
+    return _breaking(fn, fake=fake)
+
+
+def _breaking(fn: Callable[P, R], fake: Callable[..., Any] | None) -> Callable[P, R]:
     name = _name(fn)
 
     @wraps(fn)
     def breaking(*args: P.args, **kwargs: P.kwargs) -> R:
         recorder = _ACTIVE.get()
-        if recorder is None or not recorder.breaks:
-            return fn(*args, **kwargs)
-        result: R = recorder.run_eagerly(name, fn, args, kwargs)
-        return result
+        if recorder is not None and recorder.breaks:
+            result: R = recorder.run_eagerly(name, fn, args, kwargs)
+            return result
+        if is_faking():
+            result = fake(*args, **kwargs) if fake else None  # type: ignore[assignment]
+            return result
+        return fn(*args, **kwargs)
 
     return breaking
 
@@ -95,7 +110,7 @@ def record(
         recorder.abort()
         if not isinstance(error, Exception):
             raise
-        raise _failure(error, name) from error
+        raise capture_failure(error, name) from error
     finally:
         _ACTIVE.reset(token)
     recording = Recording(
@@ -112,7 +127,8 @@ def record(
     return recording
 
 
-def _failure(error: Exception, name: str) -> PiecegraphError:
+def capture_failure(error: Exception, name: str) -> CaptureFailed:
+    """What to raise when `error` came up while `name` was captured."""
     kind = CaptureOutOfMemory if isinstance(error, torch.OutOfMemoryError) else CaptureFailed
     return kind(name=name, reason=f"{type(error).__name__}: {error}")
 

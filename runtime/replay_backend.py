@@ -149,8 +149,7 @@ class ReplayBackend:
     def weak(self, tensor: Tensor) -> Tensor:
         return tensor  # the tape owns what it made; nothing is carved again
 
-    def address(self, tensor: Tensor) -> int:
-        return tensor.data_ptr()
+    address = staticmethod(Tensor.data_ptr)
 
     def memory(self) -> Memory:
         used = sum(pool.bytes for pool in self.pools)

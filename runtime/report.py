@@ -56,6 +56,7 @@ def build_report(
         },
         "captures": [event.facts for event in events.named("capture")],
         "memory": ledger.rows(),
+        "memory_forecast": [event.facts for event in events.named("memory.accuracy")],
         "warmup": [event.facts for event in events.named("warmup")],
         "skipped_warmup": [event.facts for event in events.named("warmup.skipped")],
         "dispatch": usage.rows(),

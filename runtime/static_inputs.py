@@ -9,26 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
-from ..errors import InputMismatch, MovedTensor
+from ..errors import InputMismatch, InvalidSetting, MovedTensor, SizeOutOfRange
+from .padding import Padding
 
 _MEMOISED_SIZES = 4096
-
-
-class Padding(StrEnum):
-    """What a step writes into the padding of an input. KEEP leaves what is there: zeros at first,
-    later an earlier step's values."""
-
-    ZERO = "zero"
-    SENTINEL = "sentinel"
-    REPEAT = "repeat"
-    KEEP = "keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +47,8 @@ class StaticInputs:
     """The buffers of one prepared model, for sizes up to `limits` (symbol -> largest size).
 
     A buffer in `owned` (name -> tensor of the largest shape) belongs to the engine: steps write it
-    in place, nothing is copied and its address is checked. `poison` puts NaN into the padding of
+    in place, nothing is copied and its address is checked. Raises `InputMismatch` for one of
+    another form, `InvalidSetting` for one that is no input. `poison` puts NaN into the padding of
     floating-point inputs, whatever their policy, to show what leaks out of it.
     """
 
@@ -75,6 +66,7 @@ class StaticInputs:
         self.device = torch.empty(0, device=device).device  # with its index
         self.poison = poison
         self.owned = dict(owned or {})
+        self._check_owned(limits)
         with torch.inference_mode(False):  # else they could be written in this mode alone
             self._buffers = {
                 spec.name: torch.zeros(prod(spec.shape(limits)), dtype=spec.dtype, device=device)
@@ -84,7 +76,24 @@ class StaticInputs:
 
     def at(self, sizes: Mapping[str, int]) -> BoundInputs:
         """The inputs of the padded `sizes`, ready to be captured and loaded."""
-        return BoundInputs(self, tuple(self._view(spec, spec.shape(sizes)) for spec in self.specs))
+        views = tuple(self._view(spec, spec.shape(sizes)) for spec in self.specs)
+        return BoundInputs(self, views, tuple(sizes[symbol] for symbol in self.symbols))
+
+    def _check_owned(self, limits: Mapping[str, int]) -> None:
+        known = {spec.name: spec for spec in self.specs}
+        for name, buffer in self.owned.items():
+            if name not in known:
+                raise InvalidSetting(
+                    name="input_buffers",
+                    value=name,
+                    reason="the compiled model takes no such input",
+                    expected="of " + ", ".join(known),
+                )
+            spec = known[name]
+            got = (buffer.dtype, tuple(buffer.shape), buffer.device)
+            wanted = (spec.dtype, spec.shape(limits), self.device)
+            if got != wanted:
+                raise InputMismatch(name=name, got=_form(*got), expected=_form(*wanted))
 
     def _view(self, spec: InputSpec, shape: tuple[int, ...]) -> Tensor:
         if spec.name in self.owned:
@@ -94,71 +103,68 @@ class StaticInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """How a batch of one real size gets in: for each input the shape it must have and what takes
-    it, then what writes the padding."""
+    """How a batch of one real size gets in: what takes each input, then what writes the padding."""
 
-    takes: tuple[tuple[InputSpec, tuple[int, ...], Callable[[Tensor], object]], ...]
+    takes: tuple[Callable[[Tensor], object], ...]
     fills: tuple[Callable[[], object], ...]
 
 
 class BoundInputs:
     """The static inputs of one padded size; `views` are what a recording captures."""
 
-    __slots__ = ("_inputs", "_loads", "views")
+    __slots__ = ("_inputs", "_loads", "_padded", "views")
 
-    def __init__(self, inputs: StaticInputs, views: tuple[Tensor, ...]) -> None:
+    def __init__(
+        self, inputs: StaticInputs, views: tuple[Tensor, ...], padded: tuple[int, ...]
+    ) -> None:
         self.views = views
         self._inputs = inputs
+        self._padded = padded
         self._loads: dict[tuple[int, ...], _Load] = {}
 
     def load(self, tensors: Sequence[Tensor], real: tuple[int, ...]) -> None:
         """Copy `tensors` in and write the padding. `real` has the real size of each symbol.
 
-        Raises `InputMismatch` for a wrong shape, dtype or device, and `MovedTensor` when an
-        engine-owned buffer is not the one that was captured.
+        The tensors are as declared: `binding.binder` has looked at them. Raises `MovedTensor` when
+        an engine-owned buffer is not the one that was captured, and `SizeOutOfRange` when the
+        batch is larger than what its decision is for.
         """
         load = self._loads.get(real)
         if load is None:
             load = self._remember(real)
-        device = self._inputs.device
-        for tensor, (spec, shape, take) in zip(tensors, load.takes, strict=True):
-            if tensor.shape != shape or tensor.dtype is not spec.dtype or tensor.device != device:
-                raise _mismatch(tensor, spec, shape, device)
+        for take, tensor in zip(load.takes, tensors, strict=True):
             take(tensor)
         for fill in load.fills:
             fill()
 
     def _remember(self, real: tuple[int, ...]) -> _Load:
+        for name, size, most in zip(self._inputs.symbols, real, self._padded, strict=True):
+            if size > most:
+                raise SizeOutOfRange(name=name, size=size, low=0, high=most)
         if len(self._loads) >= _MEMOISED_SIZES:
             self._loads.clear()
         sizes = dict(zip(self._inputs.symbols, real, strict=True))
-        takes = []
+        takes: list[Callable[[Tensor], object]] = []
         fills: list[Callable[[], object]] = []
         for spec, view in zip(self._inputs.specs, self.views, strict=True):
             shape = spec.shape(sizes)
             target = _box(view, [(0, size) for size in shape])
             owned = spec.name in self._inputs.owned
-            takes.append((spec, shape, partial(_stay, spec, target) if owned else target.copy_))
+            takes.append(partial(_stay, spec, target.data_ptr()) if owned else target.copy_)
             fills += _fills(spec, view, shape, self._inputs.poison)
         load = self._loads[real] = _Load(tuple(takes), tuple(fills))
         return load
 
 
-def _stay(spec: InputSpec, target: Tensor, tensor: Tensor) -> None:
+def _stay(spec: InputSpec, recorded: int, tensor: Tensor) -> None:
     """Take an engine-owned buffer: it is in place already, or it is the wrong one."""
-    recorded, now = target.data_ptr(), tensor.data_ptr()
+    now = tensor.data_ptr()
     if now != recorded:
         raise MovedTensor(name=f"input {spec.name!r}", recorded=hex(recorded), now=hex(now))
 
 
-def _mismatch(
-    tensor: Tensor, spec: InputSpec, shape: tuple[int, ...], device: torch.device
-) -> InputMismatch:
-    return InputMismatch(
-        name=spec.name,
-        got=f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}",
-        expected=f"{spec.dtype} {shape} on {device}",
-    )
+def _form(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> str:
+    return f"{dtype} {shape} on {device}"
 
 
 def _box(tensor: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:

@@ -15,7 +15,7 @@ from ..errors import InvalidSetting
 from .config import Config
 
 SWITCHES: Mapping[str, Mapping[str, Any]] = {
-    "all": {"compile": False, "cache": False},
+    "all": {"compile": False, "graph_mode": "NONE", "cache": False},
     "compile": {"compile": False},
     "graphs": {"graph_mode": "NONE"},
     "inductor": {"compiler": "eager"},

@@ -1,4 +1,4 @@
-"""How often each graph was used, why, and how much of it was padding; three additions a step."""
+"""How often each graph was used, why, and how much of it was padding."""
 
 from __future__ import annotations
 
@@ -7,14 +7,32 @@ from typing import Any
 
 from ..dispatch import NO_SLOT, Decision, DispatchPlan, Reason, RuntimeMode
 
+_KEPT = 4096
+
+
+class _Tally:
+    """Steps that were run by one decision object."""
+
+    __slots__ = ("decision", "steps", "tokens")
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision = decision
+        self.steps = 0
+        self.tokens = 0
+
 
 class Usage:
-    """Counts by slot, for steps without a graph by size, and reasons by runtime mode."""
+    """Counts by slot, for steps without a graph by size, and reasons by runtime mode.
 
-    __slots__ = ("_plan", "_reasons", "_steps", "_tokens", "_without")
+    A step costs one look-up by the identity of its decision, which the dispatcher has made
+    beforehand; decisions are summed up when the counts are read, or when there are many.
+    """
+
+    __slots__ = ("_plan", "_reasons", "_steps", "_tallies", "_tokens", "_without")
 
     def __init__(self, plan: DispatchPlan) -> None:
         self._plan = plan
+        self._tallies: dict[int, _Tally] = {}
         self._steps = [0] * len(plan.entries)
         self._tokens = [0] * len(plan.entries)
         self._without: Counter[int] = Counter()
@@ -22,16 +40,17 @@ class Usage:
 
     def count(self, decision: Decision, num_tokens: int) -> None:
         """One step of `num_tokens` real tokens, run as decided."""
-        self._reasons[decision.mode][decision.reason] += 1
-        slot = decision.slot
-        if slot == NO_SLOT:
-            self._without[num_tokens] += 1
-        else:
-            self._steps[slot] += 1
-            self._tokens[slot] += num_tokens
+        tally = self._tallies.get(id(decision))
+        if tally is None:
+            if len(self._tallies) >= _KEPT:
+                self._sum_up()
+            tally = self._tallies[id(decision)] = _Tally(decision)
+        tally.steps += 1
+        tally.tokens += num_tokens
 
     def rows(self) -> list[dict[str, Any]]:
         """`{mode, num_tokens, count, padded_tokens}`, graphs first, each in order of size."""
+        self._sum_up()
         used = [
             {
                 "mode": entry.mode.name,
@@ -52,8 +71,20 @@ class Usage:
 
     def reasons(self) -> list[dict[str, Any]]:
         """`{mode, reason, count}`: how often each reason decided."""
+        self._sum_up()
         return [
             {"mode": mode.name, "reason": reason.value, "count": count}
             for mode in RuntimeMode
             for reason, count in sorted(self._reasons[mode].items())
         ]
+
+    def _sum_up(self) -> None:
+        tallies, self._tallies = self._tallies, {}
+        for tally in tallies.values():
+            decision, slot = tally.decision, tally.decision.slot
+            self._reasons[decision.mode][decision.reason] += tally.steps
+            if slot == NO_SLOT:
+                self._without[decision.descriptor.num_tokens] += tally.steps
+            else:
+                self._steps[slot] += tally.steps
+                self._tokens[slot] += tally.tokens

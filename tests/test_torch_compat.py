@@ -50,3 +50,17 @@ def test_names_for_a_device_exist_without_one() -> None:
         assert hasattr(torch._C, name) or not torch.cuda.is_available()
     for name in ("capture_begin", "capture_end", "instantiate", "raw_cuda_graph", "replay"):
         assert hasattr(torch.cuda.CUDAGraph, name)
+
+
+def test_faking_is_noticed() -> None:
+    assert not torch_compat.is_faking()
+    with torch_compat.fresh_fake_mode():
+        assert torch_compat.is_faking()
+    assert not torch_compat.is_faking()
+
+
+def test_gradients_are_turned_off_and_on() -> None:
+    torch_compat.set_grad_enabled(False)
+    assert not torch_compat.is_grad_enabled()
+    torch_compat.set_grad_enabled(True)
+    assert torch_compat.is_grad_enabled()

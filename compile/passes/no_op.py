@@ -41,6 +41,7 @@ def _takes_all(args: tuple[Any, ...]) -> bool:
     return not start and stop in (None, sys.maxsize) and step in (None, 1)
 
 
-def _shape(node: Any) -> list[str]:
+def _shape(node: object) -> list[str]:
     """Sizes as text: two symbolic sizes are the same if their expressions are."""
+    assert isinstance(node, Node)
     return [str(size) for size in node.meta["val"].shape]

@@ -149,6 +149,10 @@ def at_most_four(m, x):
     return m.linear(x)[: min(x.shape[0], 4)]
 
 
+def first_hundred(m, x):
+    return m.linear(x)[:100]
+
+
 def scaled_by_size(m, x):
     return m.linear(x) * x.shape[0]
 
@@ -230,6 +234,7 @@ SOUND = [
     softmax_over_tokens,
     first_half,
     at_most_four,
+    first_hundred,
     scaled_by_size,
     positions,
     doubled,

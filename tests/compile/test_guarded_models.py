@@ -17,7 +17,7 @@ from piecegraph.errors import (
     TraceFailed,
 )
 
-from .size_models import SOUND, UNSOUND, SizeModel, marked_line, multiple_of_128, squeezed
+from .size_models import SOUND, UNSOUND, SizeModel, heads, marked_line, multiple_of_128, squeezed
 
 pytestmark = pytest.mark.compile
 
@@ -86,6 +86,12 @@ def test_drop_policy_serves_and_says_so(compiled):
     assert made.plan.checks == ()
     assert made.events.named("guard.dropped")
     made(torch.randn(128, 8))
+
+
+def test_layout_question_about_a_size_of_one_is_answered_by_unbacked_sizes(compiled):
+    made = compiled(SizeModel(heads), inputs=INPUTS)
+    (event,) = made.events.named("trace.unbacked")
+    assert "Ne(num_tokens, 1)" in event.facts["reason"]
 
 
 def test_every_error_survives_a_copy(compiled):

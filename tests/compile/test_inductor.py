@@ -11,7 +11,7 @@ from piecegraph.compile.config import DynamicShapes
 from piecegraph.errors import GuardUnproved
 
 from . import ops as _registers  # noqa: F401
-from .size_models import SizeModel, heads
+from .size_models import SOUND, SizeModel
 from .test_models import MIX, SIZES, Stack, X
 
 pytestmark = [
@@ -44,11 +44,11 @@ def test_deeper_model_compiles_nothing_new(compiled):
     torch.testing.assert_close(deeper(x), Stack(9)(x).detach())
 
 
-def test_layout_question_about_a_size_of_one_is_answered_by_unbacked_sizes(compiled):
-    model = SizeModel(heads)
+@pytest.mark.parametrize("body", SOUND, ids=lambda body: body.__name__)
+def test_sound_model_is_not_refused_for_what_inductor_guards_on(compiled, body):
+    model = SizeModel(body)
     made = compiled(model, inputs=X, compiler="inductor")
-    assert made.events.named("trace.unbacked")
-    for size in SIZES:
+    for size in (*SIZES, 2048):
         x = torch.randn(size, 8)
         torch.testing.assert_close(made(x), model(x).detach())
 

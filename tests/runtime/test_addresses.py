@@ -82,15 +82,51 @@ def test_failure_21_memory_that_is_away_is_named_and_fine_when_back() -> None:
 
 def test_w15_samples_reach_every_tensor_in_turn(model: nn.Module, addresses: Addresses) -> None:
     snapshot = addresses.snapshot()
+    snapshot.check_step()
     kept = model[1].bias
     model[1].bias = nn.Parameter(kept.clone(), requires_grad=False)
-    found = 0
-    for _ in model.state_dict():
-        try:
-            snapshot.check_some(1)
-        except MovedTensor:
-            found += 1
-    assert found == 1
+    with pytest.raises(MovedTensor, match=r"1\.bias"):
+        for _ in model.state_dict():
+            snapshot.check_step()
+
+
+def test_w15_the_first_step_compares_everything(model: nn.Module, addresses: Addresses) -> None:
+    snapshot = addresses.snapshot()
+    kept = model[1].bias
+    model[1].bias = nn.Parameter(kept.clone(), requires_grad=False)
+    with pytest.raises(MovedTensor, match=r"1\.bias"):
+        snapshot.check_step()
+
+
+def test_after_one_was_found_elsewhere_no_snapshot_passes_by_sampling(
+    model: nn.Module, addresses: Addresses
+) -> None:
+    first, second = addresses.snapshot(), addresses.snapshot()
+    first.check_step()
+    second.check_step()
+    home = model[0].weight.data
+    model[0].weight.data = torch.rand(2, 2)
+    with pytest.raises(MovedTensor):
+        first.check()
+    for snapshot in (first, second, first):
+        with pytest.raises(MovedTensor, match=r"0\.weight"):
+            snapshot.check_step()
+    model[0].weight.data = home
+    first.check_step()
+    second.check_step()
+
+
+def test_a_name_given_to_another_tensor_makes_the_first_stale() -> None:
+    addresses = Addresses(ReplayBackend().address)
+    first, second = torch.rand(2), torch.rand(2)
+    addresses.watch("kv_cache", first)
+    snapshot = addresses.snapshot()
+    snapshot.check_step()
+    addresses.watch("kv_cache", second)
+    assert snapshot.moved() == ["kv_cache"]
+    with pytest.raises(MovedTensor, match="kv_cache"):
+        snapshot.check_step()
+    assert first.numel() == 2
 
 
 def test_a_snapshot_of_some_names_ignores_the_rest() -> None:

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.errors import InputMismatch, MovedTensor
-from piecegraph.runtime.static_inputs import InputSpec, Padding, StaticInputs
+from piecegraph.errors import InputMismatch, InvalidSetting, MovedTensor, SizeOutOfRange
+from piecegraph.runtime.padding import Padding
+from piecegraph.runtime.static_inputs import InputSpec, StaticInputs
 
 CPU = torch.device("cpu")
 IDS = InputSpec("ids", ("num_tokens",), torch.int64, Padding.SENTINEL, -1)
@@ -82,19 +83,23 @@ def test_w20_any_dimension_and_any_order_of_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        torch.zeros(3, dtype=torch.int64),
-        torch.zeros(2, dtype=torch.int32),
-        torch.zeros(2, 1, dtype=torch.int64),
-        torch.zeros(2, dtype=torch.int64, device="meta"),
-    ],
+    "buffer",
+    [torch.zeros(7, dtype=torch.int64), torch.zeros(8, dtype=torch.int32), torch.zeros(8, 1)],
 )
-def test_a_wrong_input_is_refused_by_name_and_not_loaded(wrong: torch.Tensor) -> None:
+def test_an_owned_buffer_of_another_form_is_refused(buffer: torch.Tensor) -> None:
+    with pytest.raises(InputMismatch, match=r"'ids' .*prepared for torch.int64 \(8,\) on cpu"):
+        bind(IDS, owned={"ids": buffer})
+
+
+def test_an_owned_buffer_that_is_no_input_is_refused() -> None:
+    with pytest.raises(InvalidSetting, match="'idds'.* of ids"):
+        bind(IDS, owned={"idds": torch.zeros(8, dtype=torch.int64)})
+
+
+def test_more_rows_than_the_padded_size_are_refused_by_name() -> None:
     bound = bind(IDS)
-    with pytest.raises(InputMismatch, match=r"'ids' is .*prepared for torch.int64 \(2,\) on cpu"):
-        bound.load((wrong,), (2,))
-    assert bound.views[0].tolist() == [0, 0, 0, 0]
+    with pytest.raises(SizeOutOfRange, match="num_tokens = 5 .*0, 4"):
+        bound.load((torch.zeros(5, dtype=torch.int64),), (5,))
 
 
 def test_buffers_made_in_inference_mode_are_loaded_outside_of_it() -> None:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from ... import Batch, Config, Dispatcher, Events, GraphMode, RuntimeMode
 from ...dispatch import default_capture_sizes, make_plan
 from ...runtime.capture_session import CaptureSession
-from ...runtime.capturer import Capturer, SlotActions
+from ...runtime.capturer import Capturer
 from ...runtime.ownership import Ownership
 from ...runtime.ranks import alone
 from ...runtime.recording import Recording
 from ...runtime.replay_backend import ReplayBackend
+from ...runtime.slot_actions import SlotActions
 from ..block_manager import BlockManager
 from ..scheduler import Request, Scheduler
 from ._serving_result import ServingResult

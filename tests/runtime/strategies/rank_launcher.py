@@ -21,11 +21,12 @@ from torch import Tensor
 from piecegraph import Batch, CaptureStrategy, Config, Dispatcher, Events, GraphMode
 from piecegraph.dispatch import AttentionSupport, make_plan
 from piecegraph.runtime.capture_session import CaptureSession
-from piecegraph.runtime.capturer import Capturer, SlotActions
+from piecegraph.runtime.capturer import Capturer
 from piecegraph.runtime.ranks import Ranks, start_facts
 from piecegraph.runtime.recorder import record
 from piecegraph.runtime.recording import Recording
 from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.slot_actions import SlotActions
 
 TIMEOUT_S = 3.0
 DEADLINE_S = 30.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piecegraph.dispatch import GraphMode, RuntimeMode, make_plan
+from piecegraph.runtime import graph_memory
 from piecegraph.runtime.eviction import worth
 from piecegraph.runtime.memory_forecast import Forecast, ModeForecast, fit
 from piecegraph.runtime.pruning import prune
@@ -51,6 +53,42 @@ def test_failure_34_probes_leave_nothing_in_the_pool(make: Any) -> None:
     served.prepared.capture()
     assert served.used == plain
     assert served.captures == make_all(make).captures
+
+
+def test_probes_are_released_whoever_holds_their_recordings(make: Any) -> None:
+    served = make(LADDER, options=OPTIONS)
+    capturer = served.prepared._capturer
+    held: list[Any] = []
+    record = capturer._actions.record
+
+    def holding(slot: int, session: Any) -> Any:
+        held.append(record(slot, session))
+        return held[-1]
+
+    capturer._actions = replace(capturer._actions, record=holding)
+    assert served.prepared.memory_plan().graphs > 0
+    assert len(held) == 6
+    assert served.used == 0
+
+
+def test_a_capture_that_would_pass_the_limit_is_refused_though_nothing_was_pruned(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_memory, "prune", lambda *facts: [])
+    limit = everything(make) // 2
+    served = make(LADDER, strategy="delayed", memory_limit=limit, options=OPTIONS)
+    served.prepared.capture()
+    for _ in range(20):
+        served.decode(1)
+        assert served.used <= limit
+    assert served.told("capture.refused")
+
+
+def test_without_the_largest_the_next_opens_the_pool() -> None:
+    forecast = ModeForecast(64, 6500, 100.0, 1.0)
+    assert forecast.opens_with(64) == 6500
+    assert forecast.opens_with(32) == 3300
+    assert forecast.opens_with(32) > forecast.growth(32) == 132
 
 
 def make_all(make: Any) -> Any:
@@ -220,6 +258,7 @@ def test_eviction_from_the_shared_pool_changes_no_result(
     for is_decode, n in batches:
         served.decode(n) if is_decode else served.mixed(n)
         assert served.used - at_startup <= graphs * GRAPH
+        assert served.prepared._capturer.memory.used == served.used
 
 
 def test_worth_is_what_is_saved_per_byte() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +62,10 @@ def test_a_trace_and_a_recompile_are_told_with_what_was_traced(sealed: Any) -> N
 
 
 @pytest.mark.compile
-def test_an_inductor_compile_is_told(sealed: Any) -> None:
+def test_an_inductor_compile_is_told(
+    sealed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing is cached there
     served = sealed()
     torch.compile(late)(torch.ones(2))
     assert kinds(served) == ["Dynamo trace", "Inductor compile"]
@@ -70,8 +74,8 @@ def test_an_inductor_compile_is_told(sealed: Any) -> None:
 def test_in_a_step_the_shape_is_told(sealed: Any) -> None:
     served = sealed()
     compiled = torch.compile(late, backend="eager", dynamic=False)
-    stitched = served.prepared._stitched
-    served.prepared._stitched = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
+    stitched = served.prepared._slots.stitched
+    served.prepared._slots.stitched = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
     served.step(Batch(11, 1))
     assert served.prepared.events.named("after_seal")[0].facts["shape"] == "11 tokens in NONE"
 

@@ -11,9 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from piecegraph import Batch
+from piecegraph import Batch, CaptureStrategy, GraphMode, RuntimeMode
+from piecegraph.dispatch import make_plan
 from piecegraph.errors import CaptureAfterSeal
-from piecegraph.runtime.strategies import GIVE_UP_AFTER, RETRY_STEPS
+from piecegraph.runtime.capture_budget import CaptureCosts
+from piecegraph.runtime.strategies import FADE_STEPS, GIVE_UP_AFTER, RETRY_STEPS, CaptureQueue
 
 EVERYTHING = ["PIECEWISE 8", "PIECEWISE 4", "PIECEWISE 2", "PIECEWISE 1"]
 EVERYTHING += ["FULL 8", "FULL 4", "FULL 2", "FULL 1"]
@@ -109,6 +111,27 @@ def test_the_budget_in_milliseconds_goes_by_what_captures_took(make: Any) -> Non
     assert served.prepared.capture_idle(21) == 1
 
 
+def test_a_capture_is_foretold_by_the_nearest_size_of_its_mode() -> None:
+    costs = CaptureCosts()
+    assert costs.estimate(RuntimeMode.FULL, 8) == 0
+    costs.measured(RuntimeMode.PIECEWISE, 8, 99.0)
+    costs.measured(RuntimeMode.FULL, 4, 10.0)
+    costs.measured(RuntimeMode.FULL, 8, 20.0)
+    assert [costs.estimate(RuntimeMode.FULL, n) for n in (1, 5, 6, 100)] == [10, 10, 20, 20]
+    costs.measured(RuntimeMode.FULL, 4, 11.0)
+    assert costs.estimate(RuntimeMode.FULL, 4) == 11
+
+
+def test_old_hits_fade() -> None:
+    plan = make_plan(GraphMode.FULL, (1, 2), max_num_reqs=2)
+    queue = CaptureQueue(CaptureStrategy.LAZY, plan, 1)
+    for _ in range(FADE_STEPS - 1):
+        queue.see(0)
+    assert queue.slots[0].hits == FADE_STEPS - 1
+    queue.see(-1)
+    assert queue.slots[0].hits == (FADE_STEPS - 1) // 2
+
+
 def test_idle_time_is_used_up_to_its_budget(make: Any) -> None:
     served = make(strategy="delayed")
     served.prepared.capture()
@@ -174,8 +197,8 @@ def test_no_garbage_collection_for_a_lazy_capture(
 
 def test_capturing_leaves_the_random_state_alone(make: Any) -> None:
     served = make(strategy="lazy")
-    noise = served.prepared._stitched
-    served.prepared._stitched = lambda *inputs: (torch.rand(3), noise(*inputs))[1]
+    noise = served.prepared._slots.stitched
+    served.prepared._slots.stitched = lambda *inputs: (torch.rand(3), noise(*inputs))[1]
     before = torch.get_rng_state()
     served.prepared.capture()
     served.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))

@@ -62,16 +62,19 @@ def test_what_is_skipped_is_said_with_its_cost(make: Any) -> None:
 
 def test_every_range_is_run_without_a_graph(make: Any) -> None:
     served = make((8,), strategy="lazy")
-    sizes, stitched = [], served.prepared._stitched
-    served.prepared._stitched = lambda *inputs: (sizes.append(len(inputs[0])), stitched(*inputs))[1]
+    sizes, stitched = [], served.prepared._slots.stitched
+    served.prepared._slots.stitched = lambda *inputs: (
+        sizes.append(len(inputs[0])),
+        stitched(*inputs),
+    )[1]
     served.prepared.warm_up(None, skip=["capture"])
     assert sizes == [2048, 1]
 
 
 def test_the_random_state_is_as_before(make: Any) -> None:
     served = make((8,), strategy="eager")
-    stitched = served.prepared._stitched
-    served.prepared._stitched = lambda *inputs: (torch.rand(3), stitched(*inputs))[1]
+    stitched = served.prepared._slots.stitched
+    served.prepared._slots.stitched = lambda *inputs: (torch.rand(3), stitched(*inputs))[1]
     before = torch.get_rng_state()
     drawing = AuxiliaryTask("drawing", [1], "", lambda shape: torch.rand(3))
     served.prepared.warm_up(None, [drawing])
