@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from .runtime.ahead import compile_ahead
     from .runtime.config import CaptureStrategy, Config
     from .runtime.forward_context import ForwardContext, forward_context, get_forward_context
-    from .runtime.prepare import cache_root, prepare
+    from .runtime.open_cache import cache_root
+    from .runtime.prepare import prepare
     from .runtime.prepared_model import PreparedModel
     from .runtime.recorder import break_graph
     from .runtime.switches import SWITCHES, switched_off
     from .runtime.warmup import AuxiliaryTask
+    from .runtime.why import Why, why
 
 _HOMES = {
     "AttentionSupport": ".dispatch",
@@ -52,8 +54,9 @@ _HOMES = {
     "Reason": ".dispatch",
     "RuntimeMode": ".dispatch",
     "SWITCHES": ".runtime.switches",
+    "Why": ".runtime.why",
     "break_graph": ".runtime.recorder",
-    "cache_root": ".runtime.prepare",
+    "cache_root": ".runtime.open_cache",
     "compile_graph": ".compile.piece_graphs",
     "compile_ahead": ".runtime.ahead",
     "forward_context": ".runtime.forward_context",
@@ -62,6 +65,7 @@ _HOMES = {
     "prepare": ".runtime.prepare",
     "switched_off": ".runtime.switches",
     "trace_key": ".compile.factors",
+    "why": ".runtime.why",
 }
 
 __all__ = [
@@ -82,6 +86,7 @@ __all__ = [
     "PreparedModel",
     "Reason",
     "RuntimeMode",
+    "Why",
     "break_graph",
     "cache_root",
     "compile_ahead",
@@ -92,6 +97,7 @@ __all__ = [
     "prepare",
     "switched_off",
     "trace_key",
+    "why",
 ]
 
 

@@ -59,6 +59,25 @@ class Captured:
 
 
 @contextmanager
+def cache_variables_kept() -> Iterator[None]:
+    """Put back the variables that name torch's cache directories, which torch itself sets.
+
+    It does so when Dynamo is imported and whenever a file is named. Only one thread is inside, so
+    that what one of ours sets for a compile is never what another finds and keeps.
+    """
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    with compiler_lock:
+        before = {name: os.environ.get(name) for name in names}
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+@contextmanager
 def reasoning_about_sizes(dynamic_shapes: str) -> Iterator[None]:
     """How torch decides conditions on sizes, for tracing and for compiling alike."""
     from torch.fx.experimental import _config
@@ -73,10 +92,11 @@ def reasoning_about_sizes(dynamic_shapes: str) -> Iterator[None]:
 @contextmanager
 def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
     """Settings for one trace, put back afterwards."""
-    import torch._dynamo.config as dynamo_config
-    from torch._dynamo.utils import dynamo_timed, get_metrics_context
-
     with ExitStack() as stack:
+        stack.enter_context(cache_variables_kept())
+        import torch._dynamo.config as dynamo_config
+        from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
         stack.enter_context(reasoning_about_sizes(dynamic_shapes))
         stack.enter_context(dynamo_config.patch(automatic_dynamic_shapes=False))
         stack.enter_context(get_metrics_context())
@@ -133,7 +153,8 @@ def mark_dynamic(
     Only an unbacked dimension is told its limits (from torch 2.12 on): a backed one that is found
     narrower would be an error of torch's instead of a guard of ours.
     """
-    import torch._dynamo
+    with cache_variables_kept():
+        import torch._dynamo
 
     if dynamic_shapes == "unbacked":
         mark = torch._dynamo.decorators.mark_unbacked
@@ -183,11 +204,10 @@ def fake_function(name: str) -> Callable[..., Any] | None:
     from torch._library.custom_ops import OPDEFS
     from torch._library.simple_registry import singleton
 
-    if (definition := OPDEFS.get(name)) is not None:
-        abstract: Callable[..., Any] | None = definition._abstract_fn
-        return abstract
+    definition = OPDEFS.get(name)
     kernel = singleton.find(name).fake_impl.kernel
-    return kernel.func if kernel is not None else None
+    fake: Callable[..., Any] | None = kernel.func if kernel is not None else None
+    return fake if definition is None else definition._abstract_fn
 
 
 def registering_files(name: str) -> set[str]:
@@ -208,25 +228,20 @@ def inductor_cache_directory(path: str) -> Iterator[None]:
 
     Both are told by environment variables alone: `torch._inductor.runtime.cache_dir_utils`, through
     which every file is named, reads TORCHINDUCTOR_CACHE_DIR on each call and consults no setting
-    (2.11 to 2.13), and hands it to the processes that it starts. It also *sets* the variable where
-    there is none, and TRITON_CACHE_DIR with it. Both are put back, whatever happens inside; no two
-    threads of ours are inside at once; in-memory tables that name files under `path` are cleared.
+    (2.11 to 2.13), and hands it to the processes that it starts. Triton's directory lies below it
+    unless TRITON_CACHE_DIR says otherwise. Both variables are put back, whatever happens inside,
+    and in-memory tables that name files under `path` are cleared.
     """
-    from torch._inductor.utils import clear_caches
+    with cache_variables_kept():
+        from torch._inductor.utils import clear_caches
 
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-    with compiler_lock:
-        before = {name: os.environ.pop(name, None) for name in names}
-        os.environ[names[0]] = path
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = path
+        os.environ.pop("TRITON_CACHE_DIR", None)
         try:
             clear_caches()
             yield
         finally:
             clear_caches()
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
 
 
 _SHAPE_CODE = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config")
@@ -300,10 +315,10 @@ def inductor_unpack(
 
 def inductor_load_unpacked(folder: str) -> Callable[[list[Any]], Any]:
     """The function whose code lies in `folder`, of one list of arguments."""
-    from torch._inductor.standalone_compile import CompiledArtifact
-    from torch._inductor.utils import clear_caches
+    with cache_variables_kept():
+        from torch._inductor.standalone_compile import CompiledArtifact
+        from torch._inductor.utils import clear_caches
 
-    with compiler_lock:
         clear_caches()
         artifact = CompiledArtifact.load(path=folder, format="unpacked")
     return lambda args: artifact(*args)

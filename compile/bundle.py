@@ -56,7 +56,7 @@ def read_bundle(entry: Entry, model: torch.nn.Module, device: torch.device) -> B
     stated = entry.meta.get("header")
     if not isinstance(stated, dict):
         raise BadBundle("it has no header")
-    if reason := misfit(stated, model, device) or changed_since(entry.meta):
+    if reason := misfit(stated, model, device) or changed_since(entry.meta, model):
         raise BadBundle(reason)
     try:
         plan = Plan.model_validate_json(entry.contents[PLAN])

@@ -15,10 +15,11 @@ from .bundle import Bundle, store_bundle
 from .compile_pieces import compile_pieces
 from .compiled_model import CompiledModel, bind
 from .compilers import Compiler, compiler_named
-from .config import BundleUse, CompileConfig
+from .config import BundleUse
 from .cut import Task, cut_model
 from .dump import dump_plan
 from .factors import trace_key
+from .inductor import compile_uncached
 from .piece_graph import picture
 from .provenance import provenance
 from .readable import readable
@@ -37,9 +38,10 @@ def compile_model(task: Task) -> CompiledModel:
     if not task.config.compile:
         task.events.emit("bundle", hit=False, reason="compile is off")
         return uncompiled_model(task.model, task.config, task.device, task.examples)
-    compiler = _compiler(task.config)
+    compiler = _compiler(task)
     if compiler.load is None:
-        reason = f"compiler {compiler.name!r} keeps no artifacts"
+        kept = f"compiler {compiler.name!r} keeps no artifacts"
+        reason = kept if task.cache.enabled else "the cache is off"
         if task.config.bundle is BundleUse.FORCE:
             raise BundleMissing(model=type(task.model).__qualname__, reason=reason)
         task.events.emit("bundle", hit=False, reason=reason)
@@ -59,10 +61,15 @@ def compile_model(task: Task) -> CompiledModel:
         return _cold(task, compiler, key)
 
 
-def _compiler(config: CompileConfig) -> Compiler:
-    if config.dump_dir is not None and config.compiler == "inductor":
-        return unpacked_inductor(config.dump_dir)
-    return compiler_named(config.compiler)
+def _compiler(task: Task) -> Compiler:
+    config = task.config
+    if config.compiler != "inductor":
+        return compiler_named(config.compiler)
+    if config.dump_dir is not None:
+        return unpacked_inductor(config.dump_dir, task.events)
+    if not task.cache.enabled:
+        return Compiler("inductor", compile_uncached)
+    return compiler_named("inductor")
 
 
 def _cold(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel:

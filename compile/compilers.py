@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ..errors import UnknownCompiler
+from ..torch_compat import cache_variables_kept
 from . import inductor
 from .artifact import Blobs, PieceFn
 
@@ -48,7 +49,8 @@ def compiler_named(name: str) -> Compiler:
     if name in registered:
         loaded: Compiler = registered[name].load()
         return loaded
-    from torch._dynamo.backends.registry import list_backends
+    with cache_variables_kept():
+        from torch._dynamo.backends.registry import list_backends
 
     backends = list_backends(exclude_tags=())
     if name not in backends:

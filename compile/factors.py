@@ -16,7 +16,8 @@ import inspect
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from ..cache import Key
 from ..cache.environment import environment_factors
 from ..cache.feeds import config_factors
-from ..cache.sources import fingerprint
+from ..cache.sources import code_digest, fingerprint
 from ..torch_compat import changed_settings, global_state
 from .attributes import described, module_attributes
 from .config import CompileConfig, InputSpec
@@ -50,6 +51,7 @@ def trace_key(
             "model": f"{type(model).__module__}.{type(model).__qualname__}",
             "examples": example_signature(model, config, device, examples),
             "sources": module_sources(model),
+            "methods": class_methods(model),
             "attributes": _digest(module_attributes(model)),
             "tensors": _digest(tensor_signature(model)),
             "config": config_factors(config, "trace"),
@@ -149,6 +151,28 @@ def module_sources(model: torch.nn.Module) -> dict[str, str]:
     return {
         name: source_digest(name) for name in sorted(names) if name.partition(".")[0] != "torch"
     }
+
+
+def class_methods(model: torch.nn.Module) -> dict[str, str]:
+    """Digest of the methods of every class of a submodule as they are in this process, by class.
+
+    They differ from the source where a program replaces methods, in torch's classes as well.
+    """
+    classes = {base for module in model.modules() for base in type(module).__mro__}
+    found = {f"{cls.__module__}.{cls.__qualname__}": dict(_own_methods(cls)) for cls in classes}
+    return {name: _digest(methods) for name, methods in sorted(found.items()) if methods}
+
+
+def _own_methods(cls: type) -> Iterator[tuple[str, str]]:
+    """Methods by name with a digest of their code, except those that torch's classes came with."""
+    for name, member in sorted(vars(cls).items()):
+        function = getattr(member, "__func__", getattr(member, "fget", member))
+        if isinstance(function, types.FunctionType) and not _is_torch(cls, function):
+            yield name, code_digest(function.__code__)
+
+
+def _is_torch(cls: type, function: types.FunctionType) -> bool:
+    return all(name.partition(".")[0] == "torch" for name in (cls.__module__, function.__module__))
 
 
 def source_digest(module_name: str) -> str:

@@ -36,6 +36,16 @@ def compile_piece(
             return inductor_callable(artifact), blobs
 
 
+def compile_uncached(
+    graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
+) -> tuple[PieceFn, Blobs]:
+    """As `compile_piece` with every cache of torch's off, local and remote; nothing is kept."""
+    uncached = {**options, "force_disable_caches": True}
+    with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
+        with inductor_cache_directory(folder), inductor_options():
+            return inductor_callable(inductor_compile(graph, inputs, uncached)), {}
+
+
 def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
     """The callables of artifacts whose bytes have been verified; no compiler is run."""
     with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:

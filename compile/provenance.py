@@ -43,19 +43,19 @@ def provenance(trace: Trace, config: CompileConfig) -> dict[str, Json]:
     }
 
 
-def changed_since(meta: Mapping[str, Any]) -> str | None:
+def changed_since(meta: Mapping[str, Any], model: torch.nn.Module) -> str | None:
     """What has changed since the provenance in `meta` was recorded, in words; None if nothing."""
     try:
-        return next(_changes(meta), None)
+        return next(_changes(meta, model), None)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         return f"it does not say what it was traced from ({type(error).__name__}: {error})"
 
 
-def _changes(meta: Mapping[str, Any]) -> Iterator[str]:
+def _changes(meta: Mapping[str, Any], model: torch.nn.Module) -> Iterator[str]:
     for module, digest in meta["sources"].items():
         if source_digest(module) != digest:
             yield f"the source of {module} has changed"
-    if change := changed_read(meta["reads"]):
+    if change := changed_read(meta["reads"], model):
         yield change
     for name, form in meta["splitting_ops"].items():
         if _stated(name, op_form) != form:

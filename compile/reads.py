@@ -21,16 +21,22 @@ import torch
 
 from ..cache.factors import Json, is_place
 from ..cache.sources import code_digest
+from .attributes import DEPTH
 
 Place = tuple[str, tuple[Any, ...]]
-"""A module's name and steps from there: attributes, and keys or positions as one-element lists."""
+"""A module's name and steps from there: attributes, and keys or positions as one-element lists.
+
+The name is empty for the model itself."""
 
 _SIZED = {"SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK", "DICT_KEYS"}
 """Kinds of guards that are about a container's length or keys, not only about its type."""
 
 
 def reads(
-    guarded: Iterable[tuple[str, str]], scope: Mapping[str, Any], aliases: Mapping[str, str]
+    guarded: Iterable[tuple[str, str]],
+    model: torch.nn.Module,
+    scope: Mapping[str, Any],
+    aliases: Mapping[str, str],
 ) -> list[Json]:
     """The places that guards are on, with their values, each as [module, path, value].
 
@@ -39,29 +45,38 @@ def reads(
     """
     found: dict[str, Json] = {}
     for expression, kind in guarded:
-        place = _Locator(scope, aliases).place(expression)
-        if place is None or place[0].partition(".")[0] == "torch":
+        place = _Locator(model, scope, aliases).place(expression)
+        if place is None or _is_in_key(place):
             continue
-        value = _resolve(place)
+        value = _resolve(place, model)
         if described := _sized(value) if kind in _SIZED else _described(value):
             found[f"{place} {described}"] = [place[0], list(place[1]), described]
     return [found[text] for text in sorted(found)]
 
 
-def changed_read(recorded: Iterable[Any]) -> str | None:
+def _is_in_key(place: Place) -> bool:
+    """Torch is a factor by its version, and the attributes of modules are, down to DEPTH."""
+    module, path = place
+    if module:
+        return module.partition(".")[0] == "torch"
+    submodules = [i for i, step in enumerate(path) if step == "_modules"]
+    return len(path) - (submodules[-1] + 2 if submodules else 0) <= 1 + DEPTH
+
+
+def changed_read(recorded: Iterable[Any], model: torch.nn.Module) -> str | None:
     """The first recorded place that has another value now, in words; None if there is none."""
     for module, path, value in recorded:
-        if module not in sys.modules:
+        if module and module not in sys.modules:
             continue  # not imported yet, so nobody has changed what its source says
-        now = _resolve((module, tuple(path)))
+        now = _resolve((module, tuple(path)), model)
         if value not in (_described(now), _sized(now)):
             return f"{_spelled(module, path)} is {_described(now)} and was {value}"
     return None
 
 
-def _resolve(place: Place) -> Any:
+def _resolve(place: Place, model: torch.nn.Module) -> Any:
     """The value at a place; `_MISSING` if there is none any more."""
-    value: Any = sys.modules[place[0]]
+    value: Any = sys.modules[place[0]] if place[0] else model
     for step in place[1]:
         try:
             value = value[step[0]] if isinstance(step, list) else _attribute(value, step)
@@ -114,18 +129,23 @@ def _sized(value: Any) -> str | None:
 
 
 def _spelled(module: str, path: Iterable[Any]) -> str:
-    return module + "".join(f"[{s[0]!r}]" if isinstance(s, list) else f".{s}" for s in path)
+    return (module or "the model") + "".join(
+        f"[{s[0]!r}]" if isinstance(s, list) else f".{s}" for s in path
+    )
 
 
 class _Locator:
     """Reads one expression of Dynamo's: the value it names, and where that is reached from."""
 
-    def __init__(self, scope: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, scope: Mapping[str, Any], aliases: Mapping[str, str]
+    ) -> None:
+        self._model = model
         self._scope = scope
         self._aliases = aliases
 
     def place(self, expression: str) -> Place | None:
-        """None for arguments and the model, and for forms that are not understood."""
+        """None for arguments, which steps check, and for forms that are not understood."""
         try:
             return self._find(ast.parse(expression, mode="eval").body)[1]
         except (SyntaxError, LookupError, AttributeError, TypeError):
@@ -142,7 +162,8 @@ class _Locator:
     def _step(self, node: ast.AST) -> tuple[Any, Place | None]:
         match node:
             case ast.Subscript(value=ast.Name(id="L"), slice=ast.Constant(value=name)):
-                return self._scope["L"][name], None
+                argument = self._scope["L"][name]
+                return argument, ("", ()) if argument is self._model else None
             case ast.Subscript(value=ast.Name(id="G"), slice=ast.Constant(value=name)):
                 return self._global(str(name))
             case ast.Call(func=ast.Name(id="type"), args=[inner]):
@@ -164,6 +185,8 @@ class _Locator:
     def _global(self, name: str) -> tuple[Any, Place | None]:
         if name in self._aliases:
             return sys.modules[self._aliases[name]], None
+        if name.startswith("__builtins_dict__"):
+            raise LookupError(name)  # put there by Dynamo
         globals_ = self._scope["G"]
         return globals_[name], (globals_["__name__"], (name,))
 

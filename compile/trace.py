@@ -96,7 +96,7 @@ def trace(
         structure=_structure(captured, model, examples),
         examples=examples,
         modules=_traced_modules(captured),
-        reads=reads(captured.guarded, _scope(model, examples), captured.aliases),
+        reads=reads(captured.guarded, model, _scope(model, examples), captured.aliases),
     )
 
 

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ..cache.feeds import Feeds, exempt
-from ..compile.config import CompileConfig
+from ..compile.config import LOCATION, CompileConfig
 from ..dispatch import AttentionSupport, GraphMode, PaddingLimit
+from .cache_settings import CacheLayer
 from .padding import Padding
 
 SERVING = Feeds(("capture",), "decided after compilation: the same code serves any of its values")
@@ -96,6 +97,15 @@ class Config(CompileConfig):
 
     graph_backend: Annotated[str | None, SERVING] = None
     """`cuda`, `replay` or an entry point; by default the one for the model's device."""
+
+    cache_layers: Annotated[tuple[CacheLayer, ...], LOCATION] = ()
+    """Shared places that are asked, in order, for what the private directory lacks."""
+
+    cache_bytes: Annotated[int, LOCATION, Field(ge=0)] = 10 << 30
+    """Most bytes kept in the private directory; what was used least recently goes first."""
+
+    cache_age_days: Annotated[float | None, LOCATION, Field(ge=0)] = None
+    """Days after its last use that an entry is kept; None for ever."""
 
     def padding_of(self, name: str) -> tuple[Padding, int | float]:
         """The padding policy of an input, with the number that SENTINEL writes."""

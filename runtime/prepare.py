@@ -5,14 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 
-from ..cache import Cache
-from ..cache.environment import CACHE_DIR, read
 from ..compile.compile_model import compile_model
 from ..compile.cut import Task
 from ..compile.examples import ExampleArguments
@@ -32,6 +28,7 @@ from .backend import GraphBackend
 from .choose_backend import choose_backend
 from .config import BrokenGuard, Config
 from .monitors import meant
+from .open_cache import open_cache
 from .prepared_model import PreparedModel
 from .ranks import Ranks
 from .switches import settled_by_environment
@@ -52,7 +49,7 @@ def prepare(
 
     `examples` are (args, kwargs) to trace with; without them they are built from `config.inputs`.
     `layers` is what splitting ops find by name in the forward context. `backend` replaces the one
-    that `config.graph_backend` names. `ranks` are those that must capture alike.
+    that `config.graph_backend` names. `ranks` are those that must start and capture alike.
     `input_buffers` are inputs that the engine keeps in one place, at their largest size: steps are
     given their first rows, nothing is copied, and a graph replays on them.
     Graphs are captured by `PreparedModel.capture`.
@@ -72,7 +69,7 @@ def prepare(
         )
         plan = _dispatch_plan(resolved.mode, config)
         events.emit("config", **_settled(config, resolved, plan))
-        task = compile_task(model, config, events, examples)
+        task = compile_task(model, config, events, examples, ranks)
         compiled = compile_model(task)
     return PreparedModel(
         compiled,
@@ -92,11 +89,16 @@ def prepare(
 
 
 def compile_task(
-    model: torch.nn.Module, config: Config, events: Events, examples: ExampleArguments | None
+    model: torch.nn.Module,
+    config: Config,
+    events: Events,
+    examples: ExampleArguments | None,
+    ranks: Ranks | None = None,
 ) -> Task:
     """What to compile, and with what: the model's device, the cache, the level's compiler."""
-    cache = Cache(cache_root(config), events)
-    return Task(model, _with_compiler(config), cache, events, _device(model), examples)
+    exchange = ranks.exchange if ranks is not None else None
+    cache = open_cache(config, events)
+    return Task(model, _with_compiler(config), cache, events, _device(model), examples, exchange)
 
 
 def _settled(config: Config, resolved: ResolvedMode, plan: DispatchPlan) -> dict[str, Any]:
@@ -138,11 +140,3 @@ def _with_compiler(config: Config) -> Config:
     if level_defaults(config.level).compiles or "compiler" in config.model_fields_set:
         return config
     return config.changed(compiler="eager")
-
-
-def cache_root(config: Config) -> Path | None:
-    """Where the private cache directory of `config` lies; None if the cache is off."""
-    if not config.cache:
-        return None
-    named = config.cache_dir or read(CACHE_DIR)
-    return Path(named) if named else Path(platformdirs.user_cache_dir("piecegraph"))

@@ -1,0 +1,99 @@
+"""Starts that cost little: a compiler whose artifact of a piece is the piece's Python source.
+
+It keeps artifacts as Inductor does, and what it loads computes what the piece computes; keys,
+bundles and processes are tested with it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from piecegraph.cache import Cache, Key
+from piecegraph.compile import compilers
+from piecegraph.compile.artifact import CODE, Blobs, PieceFn
+from piecegraph.compile.compile_model import compile_model
+from piecegraph.compile.compiled_model import CompiledModel
+from piecegraph.compile.compilers import Compiler
+from piecegraph.compile.config import CompileConfig
+from piecegraph.compile.cut import Task
+from piecegraph.compile.factors import trace_key
+from piecegraph.events import Events
+
+CPU = torch.device("cpu")
+X = {"x": "float32[num_tokens, 8]"}
+
+
+def compile_text(
+    graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
+) -> tuple[PieceFn, Blobs]:
+    blobs = {CODE: graph.code.encode()}
+    return load_texts([blobs])[0], blobs
+
+
+def load_texts(artifacts: Sequence[Blobs]) -> list[PieceFn]:
+    return [_loaded(blobs[CODE].decode()) for blobs in artifacts]
+
+
+def _loaded(code: str) -> PieceFn:
+    names: dict[str, Any] = {"torch": torch, "operator": operator, "math": math}
+    exec(code, names)
+    return lambda args: names["forward"](None, *args)
+
+
+TEXT = Compiler("text", compile_text, load_texts)
+
+
+class _EntryPoint:
+    name = "text"
+
+    def load(self) -> Compiler:
+        return TEXT
+
+
+def use_text_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `compiler="text"` known, as an installed package would by an entry point."""
+    monkeypatch.setattr(compilers, "entry_points", lambda group: [_EntryPoint()])
+
+
+@dataclass
+class Start:
+    """What one start did."""
+
+    compiled: CompiledModel
+    events: Events
+    key: Key
+
+    @property
+    def hit(self) -> bool:
+        return self.compiled.from_bundle
+
+    @property
+    def reason(self) -> str:
+        """Why there was no bundle to use, as it was first told."""
+        facts = self.events.named("bundle")[0].facts
+        return " ".join(str(facts.get(name, "")) for name in ("reason", "detail"))
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        with torch.no_grad():
+            return self.compiled.link()(*inputs)[0]
+
+
+def start(
+    model: torch.nn.Module, root: Path, *, examples: Any = None, exchange: Any = None, **given: Any
+) -> Start:
+    """Start `model` from the cache at `root`, by default with the text compiler and input `x`."""
+    inputs = {} if examples is not None else {"inputs": X}
+    config = CompileConfig(**{"compiler": "text", "max_num_tokens": 64, **inputs, **given})
+    events = Events()
+    task = Task(model, config, Cache(root, events), events, CPU, examples, exchange)
+    key = trace_key(model, config, CPU, examples)
+    return Start(compile_model(task), events, key)

@@ -1,0 +1,389 @@
+"""Whatever a trace bakes in makes a miss when it changes; what it does not bake in does not."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.cache import Cache
+from piecegraph.compile.provenance import changed_since
+from piecegraph.events import Events
+
+from .starts import start, use_text_compiler
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
+]
+
+HELPERS = """
+SCALE = 2.0
+FLAG = True
+TABLE = {"gain": 1.0, "unread": 5}
+CALLS = []
+
+class Settings:
+    __slots__ = ("bias", "unread")
+
+    def __init__(self):
+        self.bias, self.unread = 3.0, 4.0
+
+SETTINGS = Settings()
+
+def helper(x):
+    CALLS
+    return x * SCALE if FLAG else x
+"""
+
+MODEL = """
+import torch
+import served_helpers
+from served_helpers import helper
+
+LOCAL = 5.0
+
+class Served(torch.nn.Module):
+    factor = 3.0
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.eps = 0.5
+        self.settings = served_helpers.Settings()
+        self.deep = [[[[[[[[1.0]]]]]]]]
+        power = 2.0
+        self.act = lambda x: x * power
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, x):
+        x = helper(self.act(self.linear(x))) + self.eps + self.settings.bias * self.factor
+        x = x + LOCAL + served_helpers.SETTINGS.bias + served_helpers.TABLE["gain"]
+        return x + self.shift[..., :8] + self.deep[0][0][0][0][0][0][0][0]
+"""
+
+
+class Checkout:
+    """The two modules above in a directory of their own, imported from there."""
+
+    def __init__(self, folder: Path, helpers: str = HELPERS, model: str = MODEL) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "served_helpers.py").write_text(helpers)
+        (folder / "served_model.py").write_text(model)
+        for name in ("served_helpers", "served_model"):
+            sys.modules.pop(name, None)
+        sys.path.insert(0, str(folder))
+        try:
+            importlib.invalidate_caches()
+            self.model_module = importlib.import_module("served_model")
+        finally:
+            sys.path.remove(str(folder))
+        self.helpers: ModuleType = sys.modules["served_helpers"]
+
+    def model(self) -> Any:
+        torch.manual_seed(0)
+        return self.model_module.Served()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkout]:
+    use_text_compiler(monkeypatch)
+    yield Checkout(tmp_path / "checkout")
+    for name in ("served_helpers", "served_model"):
+        sys.modules.pop(name, None)
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache directory for all tests: what they change must not depend on the place."""
+    return tmp_path_factory.mktemp("bundles")
+
+
+def _set(path: str, value: Any) -> Callable[[Checkout, Any, pytest.MonkeyPatch], None]:
+    """A change of `helpers.…`, `module.…` or `model.…`."""
+
+    def change(checkout: Checkout, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        roots = {"helpers": checkout.helpers, "module": checkout.model_module, "model": model}
+        first, *middle, last = path.split(".")
+        target = roots[first]
+        for name in middle:
+            target = getattr(target, name)
+        setattr(target, last, value)
+
+    return change
+
+
+def _other_helper(x: Any) -> Any:
+    return x * 7
+
+
+CHANGES: dict[str, Callable[[Checkout, Any, pytest.MonkeyPatch], Any]] = {
+    "attribute of a module": _set("model.eps", 0.75),
+    "field of a configuration object with slots": _set("model.settings.bias", 9.0),
+    "attribute below the depth that keys look at": (
+        lambda c, model, m: model.deep[0][0][0][0][0][0][0].__setitem__(0, 8.0)
+    ),
+    "closure of a function attribute": (
+        lambda c, model, m: setattr(model.act.__closure__[0], "cell_contents", 4.0)
+    ),
+    "class attribute": _set("module.Served.factor", 4.0),
+    "global of the model's module": _set("module.LOCAL", 6.0),
+    "global constant of another module": _set("helpers.SCALE", 3.0),
+    "global flag of another module": _set("helpers.FLAG", False),
+    "field of a global object": _set("helpers.SETTINGS.bias", 1.0),
+    "item of a global dict": lambda c, model, m: c.helpers.TABLE.update(gain=2.0),
+    "function in the place of a helper": _set("module.helper", _other_helper),
+    "method in the place of a forward": lambda c, model, m: setattr(
+        c.model_module.Served, "forward", lambda self, x: self.linear(x)
+    ),
+    "forward hook": lambda c, model, m: model.linear.register_forward_hook(lambda m, i, o: o * 2),
+    "training mode": lambda c, model, m: model.train(not model.training),
+    "shape of a buffer": _set("model.shift", torch.zeros(3, 8)[:, None]),
+    "dtype of a weight": lambda c, model, m: model.double(),
+    "variable of torch's": lambda c, model, m: m.setenv("TORCHINDUCTOR_FOO", "1"),
+    "variable of Triton's": lambda c, model, m: m.setenv("TRITON_FOO", "1"),
+    "variable of ours": lambda c, model, m: m.setenv("PIECEGRAPH_FOO", "1"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_failure_of_stale_code_is_a_miss(
+    name: str, checkout: Checkout, bundles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = checkout.model()
+    root = bundles / "changes"
+    start(before, root)
+    assert start(checkout.model(), root).hit
+    changed = checkout.model()
+    CHANGES[name](checkout, changed, monkeypatch)
+    if name in ("shape of a buffer", "dtype of a weight"):
+        assert start(before, root).key != trace_key_of(changed)
+        return
+    after = start(changed, root)
+    assert not after.hit
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(after(x), changed(x))
+
+
+def trace_key_of(model: torch.nn.Module) -> Any:
+    from piecegraph.compile.config import CompileConfig
+    from piecegraph.compile.factors import trace_key
+
+    from .starts import CPU, X
+
+    return trace_key(model, CompileConfig(compiler="text", max_num_tokens=64, inputs=X), CPU)
+
+
+UNREAD: dict[str, Callable[[Checkout, Any, pytest.MonkeyPatch], Any]] = {
+    "item of a global dict that is not read": lambda c, model, m: c.helpers.TABLE.update(unread=1),
+    "field of a global object that is not read": _set("helpers.SETTINGS.unread", 1.0),
+    "list that grows while the program runs": lambda c, model, m: c.helpers.CALLS.append(1),
+    "home directory": lambda c, model, m: m.setenv("HOME", "/elsewhere"),
+    "path of torch's": lambda c, model, m: m.setenv("TORCH_HOME", "/elsewhere"),
+    "torch's log": lambda c, model, m: m.setenv("TORCH_LOGS", "+dynamo"),
+    "allocator": lambda c, model, m: m.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64"),
+    "values of weights": lambda c, model, m: torch.nn.init.ones_(model.linear.weight),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_what_is_not_baked_in_changes_nothing(
+    name: str, checkout: Checkout, bundles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = bundles / "unread"
+    start(checkout.model(), root)
+    changed = checkout.model()
+    UNREAD[name](checkout, changed, monkeypatch)
+    after = start(changed, root)
+    assert after.hit, after.reason
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(after(x), changed(x))
+
+
+@pytest.mark.parametrize(
+    ("helpers", "model"),
+    [
+        (HELPERS.replace("x * SCALE", "x / SCALE"), MODEL),
+        (HELPERS, MODEL.replace("+ self.eps", "- self.eps")),
+    ],
+    ids=["function of another module", "forward"],
+)
+def test_edited_source_is_a_miss(
+    helpers: str, model: str, checkout: Checkout, bundles: Path, tmp_path: Path
+) -> None:
+    start(checkout.model(), bundles / "edited")
+    edited = Checkout(tmp_path / "checkout", helpers, model)
+    after = start(edited.model(), bundles / "edited")
+    assert not after.hit
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(after(x), edited.model()(x))
+
+
+def test_c1_vllm_47573_moved_checkout_and_cache_are_hits(
+    checkout: Checkout, tmp_path: Path
+) -> None:
+    start(checkout.model(), tmp_path / "cache")
+    shutil.move(tmp_path / "cache", tmp_path / "moved" / "cache")
+    moved = Checkout(tmp_path / "elsewhere" / "checkout")
+    after = start(moved.model(), tmp_path / "moved" / "cache")
+    assert after.hit, after.reason
+
+
+def test_examples_of_another_form_are_a_miss(checkout: Checkout, bundles: Path) -> None:
+    root, model = bundles / "examples", checkout.model()
+    start(model, root, examples=((torch.zeros(5, 8),), {}), inputs=inputs_of("float32"))
+    sized = start(model, root, examples=((torch.zeros(9, 8),), {}), inputs=inputs_of("float32"))
+    assert sized.hit, sized.reason
+
+
+def inputs_of(dtype: str) -> dict[str, str]:
+    return {"x": f"{dtype}[num_tokens, 8]"}
+
+
+class Switched(torch.nn.Module):
+    def forward(self, x: torch.Tensor, double: bool = False) -> torch.Tensor:
+        return x * 2 if double else x + 0
+
+
+def test_flag_among_the_examples_is_a_factor(
+    bundles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_text_compiler(monkeypatch)
+    x = torch.ones(5, 8)
+    start(Switched(), bundles, examples=((x, False), {}), inputs=inputs_of("float32"))
+    after = start(Switched(), bundles, examples=((x, True), {}), inputs=inputs_of("float32"))
+    assert not after.hit
+    assert "examples.double" in after.reason
+    assert after(x).eq(2).all()
+
+
+def test_changed_inductor_setting_is_a_miss_and_a_cold_start_changes_none(
+    checkout: Checkout, bundles: Path
+) -> None:
+    import torch._inductor.config as inductor_config
+
+    first = start(checkout.model(), bundles / "setting")
+    assert trace_key_of(checkout.model()) == first.key
+    with inductor_config.patch({"cpp.simdlen": 8}):
+        after = start(checkout.model(), bundles / "setting")
+    assert not after.hit
+    assert "torch._inductor.config.cpp.simdlen" in after.reason
+
+
+@pytest.mark.parametrize(
+    ("switch", "value"),
+    [("set_default_dtype", torch.float64), ("set_float32_matmul_precision", "medium")],
+)
+def test_process_wide_switch_of_torch_is_a_factor(
+    switch: str, value: Any, checkout: Checkout
+) -> None:
+    before = {
+        "set_default_dtype": torch.get_default_dtype(),
+        "set_float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+    model = checkout.model()
+    key = trace_key_of(model)
+    try:
+        getattr(torch, switch)(value)
+        assert trace_key_of(model) != key
+    finally:
+        getattr(torch, switch)(before[switch])
+    assert trace_key_of(model) == key
+
+
+def test_autocast_is_a_factor(checkout: Checkout) -> None:
+    model = checkout.model()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = trace_key_of(model)
+    assert inside != trace_key_of(model)
+
+
+class Fused(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.piecegraph_provenance.fused(x)[:, :4] * 2
+
+
+def _define_fused(width: int, gain: float) -> Any:
+    library: Any = torch.library.Library("piecegraph_provenance", "DEF")
+    library.define("fused(Tensor x) -> Tensor")
+    library.impl("fused", lambda x: x[:, :width] * gain, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "piecegraph_provenance::fused", lambda x: x[:, :width].clone(), lib=library
+    )
+    return library
+
+
+def test_fake_implementation_of_an_op_is_checked(
+    bundles: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_text_compiler(monkeypatch)
+    library = _define_fused(6, 2.0)
+    try:
+        start(Fused(), bundles / "fake")
+        assert start(Fused(), bundles / "fake").hit
+    finally:
+        library._destroy()
+    library = _define_fused(4, 2.0)
+    try:
+        after = start(Fused(), bundles / "fake")
+        assert not after.hit
+        assert "op piecegraph_provenance::fused" in after.reason
+    finally:
+        library._destroy()
+
+
+def test_c1_no_provenance_is_a_reason() -> None:
+    assert "does not say" in str(changed_since({}, torch.nn.Module()))
+    assert "does not say" in str(changed_since({"sources": [], "reads": 1}, torch.nn.Module()))
+
+
+HASHED = """
+import sys; sys.path.insert(0, {folder!r})
+import torch
+from served_model import Served
+from piecegraph.compile.config import CompileConfig
+from piecegraph.compile.factors import trace_key
+model = Served()
+model.names = {{"a", "b", "c", "d"}}
+model.act = None
+config = CompileConfig(inputs={{"x": "float32[num_tokens, 8]"}}, splitting_ops=("a::b", "c::d"))
+print(trace_key(model, config, torch.device("cpu")).digest)
+"""
+
+
+@pytest.mark.slow
+def test_two_hash_seeds_give_one_key(checkout: Checkout, tmp_path: Path) -> None:
+    program = HASHED.format(folder=str(tmp_path / "checkout"))
+
+    def key(seed: str) -> str:
+        environ = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    assert len({key("1"), key("2")}) == 1
+
+
+def test_entry_without_a_header_is_a_miss(checkout: Checkout, tmp_path: Path) -> None:
+    first = start(checkout.model(), tmp_path)
+    cache = Cache(tmp_path, Events())
+    entry = cache.lookup("bundle", first.key)
+    meta = {name: value for name, value in entry.meta.items() if name != "header"}  # type: ignore[union-attr]
+    cache.publish("bundle", first.key, meta, entry.contents)  # type: ignore[union-attr]
+    after = start(checkout.model(), tmp_path)
+    assert not after.hit
+    assert "no header" in after.reason
