@@ -44,7 +44,7 @@ def list_command(cache_dir: DirOption = None) -> int:
             shown_size(sum(blob.size for blob in manifest.blobs.values())),
             len(manifest.blobs),
             _ago(used),
-            " ".join(f"{k}={_short(v)}" for k, v in manifest.meta.items() if k != "sources"),
+            " ".join(f"{k}={_short(v)}" for k, v in manifest.meta.items() if _is_short(v)),
         )
         for manifest, used in sorted(_manifests(_root(cache_dir)), key=lambda found: -found[1])
     ]
@@ -266,6 +266,10 @@ def _ago(moment: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, int | float | str | list) and len(str(value)) < 20
 
 
 def _short(value: Any) -> Any:
