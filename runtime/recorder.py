@@ -58,8 +58,7 @@ def _breaking(fn: Callable[P, R], fake: Callable[..., Any] | None) -> Callable[P
             result: R = recorder.run_eagerly(name, fn, args, kwargs)
             return result
         if is_faking():
-            result = fake(*args, **kwargs) if fake else None  # type: ignore[assignment]
-            return result
+            return fake(*args, **kwargs) if fake else None  # type: ignore[return-value]
         return fn(*args, **kwargs)
 
     return breaking

@@ -63,7 +63,10 @@ def test_what_is_skipped_is_said_with_its_cost(make: Any) -> None:
 def test_every_range_is_run_without_a_graph(make: Any) -> None:
     served = make((8,), strategy="lazy")
     sizes, stitched = [], served.prepared._slots.stitched
-    served.prepared._slots.stitched = lambda *inputs: (sizes.append(len(inputs[0])), stitched(*inputs))[1]
+    served.prepared._slots.stitched = lambda *inputs: (
+        sizes.append(len(inputs[0])),
+        stitched(*inputs),
+    )[1]
     served.prepared.warm_up(None, skip=["capture"])
     assert sizes == [2048, 1]
 
