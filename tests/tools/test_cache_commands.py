@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 
@@ -61,8 +62,8 @@ def test_verify_is_0_for_a_clean_cache(root, capsys):
 
 
 def test_verify_sums_its_statuses(root, capsys):
-    blob = next((root / "blobs").glob("*/*"))
-    blob.write_bytes(b"?" * blob.stat().st_size)
+    digest_of_one = hashlib.sha256(b"one").hexdigest()
+    (root / "blobs" / digest_of_one[:2] / digest_of_one).write_bytes(b"???")
     assert main(["cache", "verify"]) == 1
     assert "CORRUPT" in capsys.readouterr().out
     root.chmod(0o755)
