@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -283,6 +284,14 @@ def global_state() -> dict[str, Any]:
         "matmul_precision": torch.get_float32_matmul_precision(),
         "reduced_precision": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
     }
+
+
+def cpp_headers_ready() -> bool:
+    """Whether Inductor's precompiled C++ headers were built on this machine, for any options."""
+    from torch._inductor import codecache
+
+    directory = getattr(codecache, "_HEADER_DIR", None)
+    return directory is None or any(Path(directory).rglob("*.gch"))
 
 
 def inductor_compile(
