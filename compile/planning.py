@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ from .plan import (
     Weight,
 )
 from .readable import readable
-from .split import Section
+from .split import Section, takes_element
 from .trace import Trace
 
 
@@ -97,9 +96,9 @@ class Planner:
         """Add one step for each splitting op of a section."""
         inside = set(section.nodes)
         for node in section.nodes:
-            if node.target is operator.getitem and node.args[0] in inside:
+            if takes_element(node):
                 continue
-            elements = [u for u in node.users if u in inside and u.target is operator.getitem]
+            elements = [u for u in node.users if u in inside and takes_element(u)]
             self._steps.append(self._call(node, elements))
 
     def plan(

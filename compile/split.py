@@ -2,7 +2,7 @@
 
 Order is kept: a section is a run of consecutive nodes, so cutting can neither create a cycle nor
 reorder a mutation. Consecutive splitting ops share a section. Two kinds of node are exceptions,
-both free of effects: an element taken from a splitting op's result belongs to that op, and a bare
+both free of effects: an element taken from an op's results belongs to that op, and a bare
 allocation moves up to the earliest compute section that has its inputs, so that no section exists
 for it alone.
 """
@@ -97,7 +97,7 @@ def _section_for(
     node: Node, home: dict[Node, int], sections: list[Section], splits: Predicate
 ) -> int:
     inputs = [home[used] for used in node.all_input_nodes if used in home]
-    if node.target is operator.getitem and inputs and sections[inputs[0]].splitting:
+    if takes_element(node) and inputs:
         return inputs[0]
     if node.target in ALLOCATIONS:
         earliest = max(inputs, default=0)
@@ -108,3 +108,11 @@ def _section_for(
     if sections[-1].splitting != wanted:
         sections.append(Section(splitting=wanted))
     return len(sections) - 1
+
+
+def takes_element(node: Node) -> bool:
+    """Whether a node takes one of several results of an op; `tensor[0]` is no such thing."""
+    if node.target is not operator.getitem:
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and isinstance(source.meta.get("example_value"), (tuple, list))

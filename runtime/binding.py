@@ -49,12 +49,13 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         names[f"d{index}"] = _torch_dtype(item)
         body.append(
             f"if not isinstance({item.name}, Tensor) or {item.name}.dtype is not d{index}"
-            f" or {item.name}.dim() != {len(item.shape)}: mismatch(u{index}, {item.name})"
+            f" or len(h_{item.name} := {item.name}.shape) != {len(item.shape)}"
+            f" or {_device_test(item)}: mismatch(u{index}, {item.name})"
         )
     for index, symbol in enumerate(plan.symbols):
         names[f"S{index}"] = symbol
         body += [
-            f"{symbol.name} = {symbol.source}.size({symbol.dim})",
+            f"{symbol.name} = h_{symbol.source}[{symbol.dim}]",
             f"if not {symbol.low} <= {symbol.name} <= {symbol.high}:"
             f" beyond(S{index}, {symbol.name})",
         ]
@@ -63,10 +64,7 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         body.append(f"if not ({_renamed(check.expression, plan)}): broken(C{index})")
     for index, item in enumerate(plan.inputs):
         shape = "".join(f"{size}, " for size in item.shape)
-        device = _device_test(item)
-        body.append(
-            f"if {item.name}.shape != ({shape}) or {device}: mismatch(u{index}, {item.name})"
-        )
+        body.append(f"if h_{item.name} != ({shape}): mismatch(u{index}, {item.name})")
     sizes = "".join(f"{symbol.name}, " for symbol in plan.symbols)
     body.append(f"return ({tensors}), ({sizes})")
     parameters, defaults = _parameters(signature)

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..compile.plan import Plan
 from .addresses import Snapshot
 from .recording import Recording
-from .results import RealResults
-from .static_inputs import BoundInputs
+from .results import real_results
+from .static_inputs import BoundInputs, Load
+
+_KEPT = 4096
 
 
 class CapturedSlot:
-    """A recording with its static inputs, its results and the addresses it relies on."""
+    """A recording with its static inputs, its results and the addresses it relies on.
 
-    __slots__ = ("_inputs", "_results", "addresses", "recording")
+    How a batch gets in and what comes out depend on its real sizes alone; both are kept by size.
+    """
+
+    __slots__ = ("_fits", "_inputs", "_plan", "addresses", "recording")
 
     def __init__(
-        self, recording: Recording, inputs: BoundInputs, results: RealResults, addresses: Snapshot
+        self, plan: Plan, recording: Recording, inputs: BoundInputs, addresses: Snapshot
     ) -> None:
         self.recording = recording
-        self._inputs = inputs
-        self._results = results
         self.addresses = addresses
+        self._plan = plan
+        self._inputs = inputs
+        self._fits: dict[tuple[int, ...], tuple[Load, tuple[Any, ...]]] = {}
 
     def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
         """One step on real inputs; returns views of the real rows of the static results.
@@ -29,7 +36,15 @@ class CapturedSlot:
         Raises MovedTensor if something that the recording reads is elsewhere.
         """
         self.addresses.check_step()
-        self._inputs.load(tensors, sizes)
+        fit = self._fits.get(sizes) or self._fit(sizes)
+        fit[0](tensors)
         for call in self.recording.calls:
             call()
-        return self._results.at(sizes)
+        return fit[1]
+
+    def _fit(self, sizes: tuple[int, ...]) -> tuple[Load, tuple[Any, ...]]:
+        if len(self._fits) >= _KEPT:
+            self._fits.clear()
+        results = real_results(self._plan, self.recording.outputs, sizes)
+        fit = self._fits[sizes] = self._inputs.loader(sizes), results
+        return fit

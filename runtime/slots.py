@@ -20,7 +20,6 @@ from .forward_context import ForwardContext, forward_context
 from .recordable import recordable
 from .recorder import capture_failure, record
 from .recording import Recording, SegmentKind
-from .results import RealResults
 from .static_inputs import BoundInputs, StaticInputs
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
@@ -119,9 +118,8 @@ class Slots:
 
     def install(self, slot: int, recording: Recording) -> None:
         """Let steps use a recording."""
-        results = RealResults(self.compiled.plan, recording.outputs)
-        addresses = self.addresses.snapshot()
-        self.captured[slot] = CapturedSlot(recording, self._inputs_of(slot), results, addresses)
+        inputs, addresses = self._inputs_of(slot), self.addresses.snapshot()
+        self.captured[slot] = CapturedSlot(self.compiled.plan, recording, inputs, addresses)
         self._dispatcher.set_captured(slot, True)
 
     def remove(self, slot: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import InputMismatch, InvalidSetting, MovedTensor, SizeOutOfRange
 from .padding import Padding
 
-_MEMOISED_SIZES = 4096
+Load = Callable[[tuple[Tensor, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,7 @@ class StaticInputs:
 
     A buffer in `owned` (name -> tensor of the largest shape) belongs to the engine: steps write it
     in place, nothing is copied and its address is checked. Raises `InputMismatch` for one of
-    another form, `InvalidSetting` for one that is no input. `poison` puts NaN into the padding of
-    floating-point inputs, whatever their policy, to show what leaks out of it.
+    another form, `InvalidSetting` for one that is no input.
     """
 
     def __init__(
@@ -59,12 +58,10 @@ class StaticInputs:
         device: torch.device,
         *,
         owned: Mapping[str, Tensor] | None = None,
-        poison: bool = False,
     ) -> None:
         self.specs = tuple(specs)
         self.symbols = tuple(limits)
         self.device = torch.empty(0, device=device).device  # with its index
-        self.poison = poison
         self.owned = dict(owned or {})
         self._check_owned(limits)
         with torch.inference_mode(False):  # else they could be written in this mode alone
@@ -101,18 +98,10 @@ class StaticInputs:
         return self._buffers[spec.name][: prod(shape)].view(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """How a batch of one real size gets in: what takes each input, then what writes the padding."""
-
-    takes: tuple[Callable[[Tensor], object], ...]
-    fills: tuple[Callable[[], object], ...]
-
-
 class BoundInputs:
     """The static inputs of one padded size; `views` are what a recording captures."""
 
-    __slots__ = ("_inputs", "_loads", "_padded", "views")
+    __slots__ = ("_inputs", "_padded", "views")
 
     def __init__(
         self, inputs: StaticInputs, views: tuple[Tensor, ...], padded: tuple[int, ...]
@@ -120,29 +109,17 @@ class BoundInputs:
         self.views = views
         self._inputs = inputs
         self._padded = padded
-        self._loads: dict[tuple[int, ...], _Load] = {}
 
-    def load(self, tensors: Sequence[Tensor], real: tuple[int, ...]) -> None:
-        """Copy `tensors` in and write the padding. `real` has the real size of each symbol.
+    def loader(self, real: tuple[int, ...]) -> Load:
+        """What copies tensors in and writes the padding; `real` has the real size of each symbol.
 
-        The tensors are as declared: `binding.binder` has looked at them. Raises `MovedTensor` when
-        an engine-owned buffer is not the one that was captured, and `SizeOutOfRange` when the
-        batch is larger than what its decision is for.
+        It takes tensors as declared: `binding.binder` has looked at them. It raises `MovedTensor`
+        when an engine-owned buffer is not the one that was captured. Raises `SizeOutOfRange` if
+        the real sizes are larger than the padded ones.
         """
-        load = self._loads.get(real)
-        if load is None:
-            load = self._remember(real)
-        for take, tensor in zip(load.takes, tensors, strict=True):
-            take(tensor)
-        for fill in load.fills:
-            fill()
-
-    def _remember(self, real: tuple[int, ...]) -> _Load:
         for name, size, most in zip(self._inputs.symbols, real, self._padded, strict=True):
             if size > most:
                 raise SizeOutOfRange(name=name, size=size, low=0, high=most)
-        if len(self._loads) >= _MEMOISED_SIZES:
-            self._loads.clear()
         sizes = dict(zip(self._inputs.symbols, real, strict=True))
         takes: list[Callable[[Tensor], object]] = []
         fills: list[Callable[[], object]] = []
@@ -151,9 +128,19 @@ class BoundInputs:
             target = _box(view, [(0, size) for size in shape])
             owned = spec.name in self._inputs.owned
             takes.append(partial(_stay, spec, target.data_ptr()) if owned else target.copy_)
-            fills += _fills(spec, view, shape, self._inputs.poison)
-        load = self._loads[real] = _Load(tuple(takes), tuple(fills))
-        return load
+            fills += _fills(spec, view, shape)
+        return partial(_load, tuple(takes), tuple(fills))
+
+
+def _load(
+    takes: tuple[Callable[[Tensor], object], ...],
+    fills: tuple[Callable[[], object], ...],
+    tensors: tuple[Tensor, ...],
+) -> None:
+    for take, tensor in zip(takes, tensors):  # noqa: B905  the plan fixes both; this is hot
+        take(tensor)
+    for fill in fills:
+        fill()
 
 
 def _stay(spec: InputSpec, recorded: int, tensor: Tensor) -> None:
@@ -173,7 +160,7 @@ def _box(tensor: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _fills(
-    spec: InputSpec, view: Tensor, real: tuple[int, ...], poison: bool
+    spec: InputSpec, view: Tensor, real: tuple[int, ...]
 ) -> Iterator[Callable[[], object]]:
     """What writes the padding: everything in `view` outside the box `real`, in disjoint parts.
 
@@ -187,9 +174,7 @@ def _fills(
         before = [(0, n) for n in real[:dim]]
         after = [(0, n) for n in view.shape[dim + 1 :]]
         part = _box(view, [*before, (size, padded), *after])
-        if poison and spec.dtype.is_floating_point:
-            yield partial(part.fill_, float("nan"))
-        elif spec.padding is Padding.REPEAT and size > 0:
+        if spec.padding is Padding.REPEAT and size > 0:
             last = _box(view, [*before, (size - 1, size), *after])
             yield partial(part.copy_, last.expand_as(part))
         elif spec.padding is not Padding.KEEP:

@@ -2,7 +2,7 @@
 
 `adapt` routes the attention of a transformers model to `piecegraph_hf::attention`; `PackedModel`
 takes the tokens of all requests in one row. What the op does in a layer is a callable by layer name
-in the forward context, such as one that keeps a KV cache; by default `attend_packed`.
+in the forward context, by default `attend_packed`.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ def _attend(
     others["attention_mask"] = attention_mask
     for name, given in others.items():
         if given is not None and name not in _HARMLESS:
-            # of a kind that Dynamo can raise while it traces
-            raise NotImplementedError(f"attention with {name}")
+            raise NotImplementedError(f"attention with {name}")  # Dynamo can raise this kind
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     output = torch.empty_like(query)
     torch.ops.piecegraph_hf.attention(

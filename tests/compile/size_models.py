@@ -89,6 +89,12 @@ def checked(m, x):
     return m.linear(x)
 
 
+def checked_remainder(m, x):
+    y = m.linear(x)
+    torch._check(x.shape[0] % 17 == 0)  # unsound
+    return y
+
+
 def squeezed(m, x):
     return m.linear(x).squeeze(0)  # unsound
 
@@ -109,7 +115,8 @@ def unrolled(m, x):
 
 
 def fixed_rows(m, x):
-    return m.linear(x).narrow(0, 3, 2)  # unsound
+    y = m.linear(x)
+    return y.narrow(0, 3, 2)  # unsound
 
 
 def last_five(m, x):
@@ -219,6 +226,7 @@ UNSOUND = [
     not_seventeen,
     asserted,
     checked,
+    checked_remainder,
     squeezed,
     squeezed_away,
     broadcast,

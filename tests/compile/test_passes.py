@@ -115,6 +115,12 @@ def test_other_norms_are_left_alone(function):
 
 
 @pytest.mark.compile
+def test_norm_with_a_weight_a_row_is_left_alone():
+    inputs = torch.randn(5, 8), torch.randn(5, 8), torch.randn(5, 8)
+    assert rewritten(add_rms_norm, llama, *inputs)[0] == 0
+
+
+@pytest.mark.compile
 def test_norm_whose_weight_has_another_dtype_is_left_alone():
     inputs = torch.randn(5, 8).bfloat16(), torch.randn(5, 8).bfloat16(), torch.randn(8)
     assert rewritten(add_rms_norm, llama, *inputs)[0] == 0

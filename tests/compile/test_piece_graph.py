@@ -35,7 +35,7 @@ def test_write_after_a_read_keeps_its_place():
     steps = [
         piece("i0", outs=("t0",)),
         piece("t0", outs=("t1",)),
-        call("bump.default", Ref("t0"), Ref("t1")),
+        call("bump.default", Ref("t0"), Ref("i0")),
         piece("t0", outs=("t2",)),
     ]
     graph = piece_graph(small_plan(steps, results=()))

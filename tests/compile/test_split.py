@@ -108,6 +108,15 @@ def test_predicate_is_keyed_by_its_source():
     assert len({key(predicate), key(other_predicate), key(None)}) == 3
 
 
+def test_configuration_with_functions_is_shown_by_their_names():
+    config = CompileConfig(splitting_predicate=predicate, user_passes=(other_predicate, "a:b"))
+    shown = config.model_dump(mode="json")
+    assert shown["splitting_predicate"] == "predicate"
+    assert shown["user_passes"] == ["other_predicate", "a:b"]
+    assert config.cuts()
+    assert not CompileConfig().cuts()
+
+
 AWKWARD = {
     # body, kinds of steps
     "starts with a splitting op": (lambda m, x: m.linear(ops.fresh(x, "a")), "cp"),
@@ -129,6 +138,22 @@ def test_getitem_belongs_to_the_op_it_takes_from(cut):
     def body(m, x):
         first, second = ops.pair(x + 1, [x.shape[0], 8])
         return first * second
+
+    assert kinds(cut(body)) == "pcp"
+
+
+def test_indexing_a_single_result_is_not_unpacking(cut):
+    def body(m, x):
+        y = ops.fresh(x + 1, "a")
+        return y[0] + ops.fresh(y, "b")[-1]
+
+    assert kinds(cut(body)) == "pcpcp"
+
+
+def test_one_of_several_results_taken_after_a_cut(cut):
+    def body(m, x):
+        ranked = x.topk(2)
+        return ops.fresh(ranked.values, "a") + ranked.indices
 
     assert kinds(cut(body)) == "pcp"
 
@@ -168,6 +193,15 @@ def test_size_made_in_one_piece_is_made_again_in_the_next(cut):
     assert kinds(plan) == "pcp"
     steps = [step for step in plan.steps if isinstance(step, PieceStep)]
     assert steps[1].args[1:] == ("s0",)
+
+
+def test_size_that_comes_out_as_a_number(cut):
+    def body(m, x):
+        once = x.shape[0] // x.shape[0]
+        y = ops.fresh(x + 1, "a")
+        return y[:once] + once
+
+    assert kinds(cut(body)) == "pcp"
 
 
 def test_allocation_joins_the_piece_before_so_that_none_is_for_it_alone(cut):

@@ -1,0 +1,179 @@
+"""A decoder-like model that is traced once, served on the replay backend with everything poisoned.
+
+Attention adds up the rows of a request, so a wrong row anywhere spoils those after it. Where
+requests start is in a buffer that keeps its place, as graphs of whole batches need it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import (
+    Batch,
+    Config,
+    Dispatcher,
+    Events,
+    ForwardContext,
+    GraphMode,
+    PreparedModel,
+    forward_context,
+    get_forward_context,
+)
+from piecegraph.cache import Cache
+from piecegraph.compile.compile_model import Task, compile_model
+from piecegraph.compile.compiled_model import CompiledModel, bind
+from piecegraph.dispatch import make_plan, resolve_mode
+from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+
+MAX_TOKENS, HIDDEN, LAYERS = 16, 4, 3
+ATTEND = "live_tests::attend"
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Stage:
+    """What the op finds in the forward context beside metadata; `fault` is raised in the op."""
+
+    starts: Tensor = field(default_factory=lambda: torch.arange(MAX_TOKENS))
+    fault: BaseException | None = None
+
+
+def attend(x: Tensor, out: Tensor, layer_name: str) -> None:
+    """out[i] = sum of the rows of i's request up to i."""
+    stage: Stage = get_forward_context().layers[layer_name]
+    if stage.fault is not None:
+        raise stage.fault
+    starts = stage.starts[: len(x)]
+    total = x.cumsum(0)
+    out.copy_(total - total[starts] + x[starts])
+
+
+@pytest.fixture(scope="session")
+def ops() -> Iterator[None]:
+    library: Any = torch.library.Library("live_tests", "DEF")
+    library.define("attend(Tensor x, Tensor(a!) out, str layer_name) -> ()")
+    library.impl("attend", attend, "CPU")
+    torch.library.register_fake(ATTEND, lambda x, out, layer_name: None, lib=library)
+    yield
+    library._destroy()
+
+
+class Scale(nn.Module):
+    """Row by row and element by element, so that no padding changes how a row is rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(HIDDEN))
+        self.bias = nn.Parameter(torch.randn(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight + self.bias).relu()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scale() for _ in range(LAYERS))
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            out = torch.empty_like(x)
+            torch.ops.live_tests.attend(x, out, "stage")
+            x = x + out
+        return x * 2
+
+
+@pytest.fixture(scope="session")
+def compiled(ops: None) -> tuple[Config, CompiledModel]:
+    config = Config(
+        splitting_ops=(ATTEND,),
+        inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
+        padding={"x": float("nan")},
+        max_num_tokens=MAX_TOKENS,
+        max_num_reqs=MAX_TOKENS,
+        compiler="eager",
+        cache=False,
+    )
+    return config, compile_model(Task(Model(), config, Cache(None, Events()), Events(), CPU))
+
+
+@dataclass
+class Served:
+    """A prepared model, the plain model it was made of, and what serves them."""
+
+    prepared: PreparedModel
+    model: nn.Module
+    stage: Stage
+    backend: ReplayBackend
+
+    def step(self, *lengths: int, is_decode: bool | None = None) -> str:
+        """One step of requests with so many new tokens; the result must be the plain model's bit
+        for bit. Returns mode and padded size."""
+        x = torch.randn(sum(lengths), HIDDEN)
+        decision = self.prepared.dispatch(self.batch(*lengths))
+        self.stage.starts.copy_(starts_of(lengths))
+        result = self.prepared.run(decision, x)
+        assert torch.equal(result, self.expected(x))
+        return f"{decision.mode.name} {decision.descriptor.num_tokens}"
+
+    def batch(self, *lengths: int) -> Batch:
+        decode = max(lengths) == 1
+        return Batch(sum(lengths), len(lengths), is_decode=decode, query_len=1 if decode else None)
+
+    def expected(self, x: Tensor) -> Tensor:
+        with forward_context(ForwardContext({"stage": self.stage})), torch.no_grad():
+            result: Tensor = self.model(x)
+        return result
+
+    def captured(self) -> list[int]:
+        return [slot for slot, _ in self.prepared.recordings()]
+
+
+def starts_of(lengths: Sequence[int]) -> Tensor:
+    """For each row the first row of its request; a row of padding is a request of its own."""
+    starts = torch.arange(MAX_TOKENS)
+    begin = 0
+    for length in lengths:
+        starts[begin : begin + length] = begin
+        begin += length
+    return starts
+
+
+@pytest.fixture
+def serve(compiled: tuple[Config, CompiledModel]) -> Callable[..., Served]:
+    def serve(
+        sizes: Sequence[int] = (2, 4, 8),
+        mode: GraphMode = GraphMode.FULL_AND_PIECEWISE,
+        options: dict[str, Any] | None = None,
+        input_buffers: dict[str, Tensor] | None = None,
+        **settings: Any,
+    ) -> Served:
+        base, traced = compiled
+        config, model, stage = base.changed(**settings), Model(), Stage()
+        loud = {"poison_before_replay": True, "fail_on_moved_inputs": True}
+        backend = ReplayBackend(ReplayOptions(**{**loud, **(options or {})}))
+        prepared = PreparedModel(
+            bind(traced.plan, traced.pieces, model, from_bundle=False),
+            inspect.signature(model.forward),
+            config,
+            resolve_mode(mode, support=config.supports(), pieces=True),
+            Dispatcher(make_plan(mode, sizes, max_num_reqs=config.max_num_reqs)),
+            backend,
+            CPU,
+            Cache(None, Events()),
+            {"stage": stage},
+            Events(),
+            input_buffers=input_buffers,
+        )
+        return Served(prepared, model, stage, backend)
+
+    return serve

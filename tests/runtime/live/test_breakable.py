@@ -1,0 +1,187 @@
+"""Breakable capture: graphs of a forward that is not traced, under the same keys and dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import (
+    Batch,
+    Config,
+    ForwardContext,
+    GraphMode,
+    PreparedModel,
+    break_graph,
+    forward_context,
+    get_forward_context,
+    prepare,
+)
+from piecegraph.errors import ResultFormUnknown
+from piecegraph.runtime.recording import SegmentKind
+from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+
+GRAPH, EAGER = SegmentKind.GRAPH, SegmentKind.EAGER
+
+
+@break_graph
+def attend(x: Tensor, out: Tensor) -> None:
+    """Reads a value on the host, which can neither be traced nor captured."""
+    out.copy_(x * get_forward_context().metadata["scale"].item())
+
+
+@break_graph(fake=torch.empty_like)
+def attend_fresh(x: Tensor) -> Tensor:
+    return x * get_forward_context().metadata["scale"].item()
+
+
+@break_graph
+def attend_fresh_without_fake(x: Tensor) -> Tensor:
+    return attend_fresh(x)
+
+
+class Untraceable(nn.Module):
+    """x -> ((x + w) * scale + x) twice, then rows and a sum over columns, in a dict."""
+
+    def __init__(self, attention: Callable[..., Any] = attend) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.rand(4), requires_grad=False)
+        self.attention = attention
+        self.calls: list[str] = []
+
+    def forward(self, x: Tensor, *, factor: float = 2.0) -> dict[str, Any]:
+        self.calls.append(f"{id(self):x}")  # a side effect
+        for _ in range(2):
+            y = x + self.shift
+            if self.attention is attend:
+                out = torch.empty_like(y)
+                self.attention(y, out)
+            else:
+                out = self.attention(y)
+            x = out + x
+        return {"rows": x * factor, "sums": (x.sum(1), 7)}
+
+
+def prepared_for(model: nn.Module, mode: GraphMode | None, **settings: Any) -> PreparedModel:
+    config = Config(
+        compile=False,
+        inputs={"x": "float32[num_tokens, 4]"},
+        max_num_tokens=16,
+        max_num_reqs=16,
+        capture_sizes=(2, 4, 8),
+        graph_mode=mode,
+        cache=False,
+        **settings,
+    )
+    options = ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True)
+    prepared = prepare(model, config, backend=ReplayBackend(options))
+    prepared.capture(lambda descriptor, mode: {"scale": torch.tensor(1.0)})
+    return prepared
+
+
+def check(prepared: PreparedModel, model: nn.Module, batch: Batch, scale: float) -> str:
+    metadata = {"scale": torch.tensor(scale)}
+    x = torch.randn(batch.num_tokens, 4)
+    decision = prepared.dispatch(batch)
+    got = prepared.run(decision, x, metadata=metadata)
+    with forward_context(ForwardContext({}, metadata)), torch.no_grad():
+        expected = model(x)
+    assert got.keys() == expected.keys()
+    assert torch.equal(got["rows"], expected["rows"])
+    assert torch.equal(got["sums"][0], expected["sums"][0])
+    assert got["sums"][1] == 7
+    return f"{decision.mode.name} {decision.descriptor.num_tokens}"
+
+
+@pytest.mark.parametrize("attention", [attend, attend_fresh])
+def test_piecewise_graphs_break_at_splitting_functions(attention: Callable[..., Any]) -> None:
+    model = Untraceable(attention)
+    prepared = prepared_for(model, GraphMode.PIECEWISE)
+    kinds = [segment.kind for segment in prepared.recordings()[0][1].segments]
+    assert kinds == [GRAPH, EAGER, GRAPH, EAGER, GRAPH]
+    for scale in (1.0, 3.0):
+        assert check(prepared, model, Batch(3, 1), scale) == "PIECEWISE 4"
+        assert check(prepared, model, Batch(8, 8, True, 1), scale) == "PIECEWISE 8"
+        assert check(prepared, model, Batch(12, 2), scale) == "NONE 12"
+
+
+def test_replay_does_not_run_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Untraceable()
+    prepared = prepared_for(model, GraphMode.PIECEWISE)
+    model.calls.clear()
+    batch, metadata = Batch(3, 1), {"scale": torch.tensor(1.0)}
+    prepared.run(prepared.dispatch(batch), torch.ones(3, 4), metadata=metadata)
+    assert model.calls == []
+
+
+class Capturable(nn.Module):
+    """Attention that a graph may hold: it reads nothing but tensors that keep their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.rand(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.shift
+        out = torch.empty_like(y)
+        torch.ops.breakable_tests.attend(y, out)
+        return out.flatten() + 1
+
+
+@pytest.fixture
+def ops() -> Iterator[None]:
+    def kernel(x: Tensor, out: Tensor) -> None:
+        out.copy_(x * 3)
+
+    library: Any = torch.library.Library("breakable_tests", "DEF")
+    library.define("attend(Tensor x, Tensor(a!) out) -> ()")
+    library.impl("attend", kernel, "CPU")
+    torch.library.register_fake("breakable_tests::attend", lambda x, out: None, lib=library)
+    yield
+    library._destroy()
+
+
+def test_splitting_ops_break_without_a_decorator_and_full_holds_them(ops: None) -> None:
+    model = Capturable()
+    mode = GraphMode.FULL_AND_PIECEWISE
+    prepared = prepared_for(model, mode, splitting_ops=("breakable_tests::attend",))
+    kinds = {
+        recording.name: [segment.kind for segment in recording.segments]
+        for _, recording in prepared.recordings()
+    }
+    assert kinds["PIECEWISE 4"] == [GRAPH, EAGER, GRAPH]
+    assert kinds["FULL 4"] == [GRAPH]
+    for batch, mode_name in ((Batch(3, 3, True, 1), "FULL"), (Batch(3, 1), "PIECEWISE")):
+        x = torch.randn(3, 4)
+        decision = prepared.dispatch(batch)
+        assert decision.mode.name == mode_name
+        assert torch.equal(prepared.run(decision, x), ((x + model.shift) * 3).flatten() + 1)
+    assert prepared.report()["captures"]
+
+
+def test_a_piecewise_graph_that_never_breaks_is_refused() -> None:
+    class Unbroken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    prepared = prepared_for(Unbroken(), GraphMode.PIECEWISE)
+    assert prepared.recordings() == []
+    reasons = [event.facts["reason"] for event in prepared.events.named("capture.failed")]
+    assert reasons
+    assert all("decorate it with break_graph" in reason for reason in reasons)
+    assert prepared(torch.ones(3, 4), batch=Batch(3, 1)).tolist() == [[2.0] * 4] * 3
+
+
+def test_without_a_graph_mode_there_are_no_graphs() -> None:
+    model = Untraceable()
+    prepared = prepared_for(model, None)
+    assert prepared.recordings() == []
+    assert check(prepared, model, Batch(3, 1), 2.0) == "NONE 3"
+
+
+def test_the_form_of_a_result_needs_fakes_of_functions_that_return_tensors() -> None:
+    with pytest.raises(ResultFormUnknown, match="TypeError.*fake="):
+        prepared_for(Untraceable(attend_fresh_without_fake), GraphMode.PIECEWISE)

@@ -1,0 +1,151 @@
+"""After any failure: the context is restored, nothing is half open, and steps go on."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph import CaptureStrategy
+from piecegraph.errors import ModelClosed, OutsideStep
+from piecegraph.runtime.forward_context import get_forward_context
+
+FAULT = ValueError("no such block")
+
+
+def assert_at_rest() -> None:
+    """No step, no capture and no dispatch mode is left open in this thread."""
+    with pytest.raises(OutsideStep):
+        get_forward_context()
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    assert gc.isenabled()
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("lengths", [(3,), (12,)])  # an eager segment, and no graph
+def test_an_error_in_a_step_reaches_the_caller_and_the_next_step_works(
+    serve: Callable[..., Any], lengths: tuple[int, ...]
+) -> None:
+    served = serve()
+    served.prepared.capture()
+    served.stage.fault = FAULT
+    decision = served.prepared.dispatch(served.batch(*lengths))
+    with pytest.raises(ValueError, match="no such block"):
+        served.prepared.run(decision, torch.ones(sum(lengths), 4))
+    assert_at_rest()
+    served.stage.fault = None
+    served.step(*lengths)
+
+
+@pytest.mark.parametrize("strategy", CaptureStrategy)
+def test_w23_an_error_while_capturing_leaves_a_process_that_serves(
+    serve: Callable[..., Any], strategy: CaptureStrategy
+) -> None:
+    served = serve(strategy=strategy)
+    served.stage.fault = FAULT
+    served.prepared.capture()
+    assert_at_rest()
+    assert served.captured() == []
+    reasons = {event.facts["reason"] for event in served.prepared.events.named("capture.failed")}
+    assert all("ValueError: no such block" in reason for reason in reasons)
+    assert reasons
+    assert served.backend.memory().used == 0
+    served.stage.fault = None
+    served.prepared.seal()
+    assert served.step(3).startswith("NONE")
+
+
+def test_w23_an_error_in_a_graph_leaves_the_mode_below(serve: Callable[..., Any]) -> None:
+    # each PIECEWISE recording opens four graphs; those of FULL come after them
+    served = serve(sizes=(2,), options={"failing_captures": frozenset({5})})
+    served.prepared.capture()
+    assert_at_rest()
+    assert served.step(1, 1) == "PIECEWISE 2"
+    (event,) = served.prepared.events.named("capture.failed")
+    assert "failure injected" in event.facts["reason"]
+
+
+def test_metadata_that_cannot_be_made_fails_the_capture_only(serve: Callable[..., Any]) -> None:
+    def no_metadata(descriptor: Any, mode: Any) -> Any:
+        raise RuntimeError("block table is full")
+
+    served = serve()
+    served.prepared.capture(no_metadata)
+    assert_at_rest()
+    assert served.captured() == []
+    assert served.step(1, 1) == "NONE 2"
+
+
+def test_an_interrupt_during_warm_up_exits_cleanly(serve: Callable[..., Any]) -> None:
+    served = serve()
+    seen: list[Any] = []
+
+    def interrupt(descriptor: Any, mode: Any) -> None:
+        seen.append(descriptor)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        served.prepared.capture(interrupt)
+    assert_at_rest()
+    assert len(served.captured()) == 2
+    for lengths in ((1, 1), (3,), (8,), (12,)):
+        served.step(*lengths)
+    served.prepared.close()
+    assert served.backend.memory().used == 0
+
+
+def test_gradients_and_inference_mode_of_the_caller_are_left_alone(
+    serve: Callable[..., Any],
+) -> None:
+    served = serve()
+    served.prepared.capture()
+    x = torch.ones(2, 4, requires_grad=True)
+    decision = served.prepared.dispatch(served.batch(1, 1))
+    assert not served.prepared.run(decision, x).requires_grad
+    assert torch.is_grad_enabled()
+    with torch.inference_mode():
+        assert torch.is_inference_mode_enabled()
+        served.step(1, 1)
+        served.step(3)
+    served.step(3)
+
+
+def test_closing_twice_is_fine_and_steps_are_refused(serve: Callable[..., Any]) -> None:
+    served = serve()
+    served.prepared.capture()
+    decision = served.prepared.dispatch(served.batch(1, 1))
+    served.prepared.close()
+    served.prepared.close()
+    with pytest.raises(ModelClosed):
+        served.prepared.run(decision, torch.ones(2, 4))
+    with pytest.raises(ModelClosed):
+        served.prepared.capture()
+
+
+def test_two_models_in_two_threads_know_nothing_of_each_other(serve: Callable[..., Any]) -> None:
+    both = [serve(strategy=strategy) for strategy in ("eager", "lazy")]
+    errors: list[BaseException] = []
+    start = threading.Barrier(2)
+
+    def run(served: Any) -> None:
+        try:
+            start.wait()
+            served.prepared.capture()
+            for _ in range(15):
+                for lengths in ((1, 1), (3,), (5, 3), (12,), (1,) * 7):
+                    served.step(*lengths)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(served,)) for served in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert all(served.captured() for served in both)

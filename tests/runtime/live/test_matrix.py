@@ -1,0 +1,81 @@
+"""Every graph mode under every strategy gives what the plain model gives, bit for bit.
+
+Outputs are poisoned before each replay and the padding of the input is NaN.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from piecegraph import CaptureStrategy, GraphMode
+
+BATCHES = ((1,), (1, 1), (3,), (1,) * 7, (2, 5), (1,) * 8, (12,), (9, 1, 1), (1,) * 3, (6, 2))
+
+
+@pytest.mark.parametrize("strategy", CaptureStrategy)
+@pytest.mark.parametrize("mode", GraphMode)
+def test_failure_25_every_mode_and_strategy(
+    serve: Callable[..., Any], mode: GraphMode, strategy: CaptureStrategy
+) -> None:
+    if mode is GraphMode.FULL:
+        # attention here reads nothing but buffers, so that any batch may be one graph
+        served = serve(mode=mode, strategy=strategy, attention_support=3)
+    else:
+        served = serve(mode=mode, strategy=strategy)
+    served.prepared.capture()
+    used = {served.step(*lengths).split()[0] for _ in range(3) for lengths in BATCHES}
+    expected = {mode.decode.name, mode.mixed.name, "NONE"}  # some batches are too large
+    assert used == expected
+
+
+@pytest.mark.slow
+@given(data=st.data())
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_batches_over_any_plan(serve: Callable[..., Any], data: st.DataObject) -> None:
+    sizes = sorted(data.draw(st.sets(st.integers(1, 16), min_size=1, max_size=4)))
+    modes = st.sampled_from([mode for mode in GraphMode if mode is not GraphMode.FULL])
+    served = serve(
+        sizes,
+        data.draw(modes),
+        strategy=data.draw(st.sampled_from(CaptureStrategy)),
+        captures_per_step=data.draw(st.integers(1, 2)),
+        min_hits=data.draw(st.integers(1, 2)),
+        padding={"x": data.draw(st.sampled_from(["zero", "repeat", "keep", 7.5]))},
+    )
+    served.prepared.capture()
+    lengths = st.lists(st.integers(1, 16), min_size=1, max_size=16).filter(lambda n: sum(n) <= 16)
+    decodes = st.integers(1, 16).map(lambda n: [1] * n)
+    batches = data.draw(st.lists(st.one_of(lengths, decodes), min_size=1, max_size=8))
+    for batch in batches:
+        served.step(*batch)
+    captured, used = served.captured(), served.backend.memory().used
+    for _ in range(3):
+        for batch in batches:
+            served.step(*batch)
+    if served.captured() == captured:
+        assert served.backend.memory().used == used
+    served.prepared.close()
+    assert served.backend.memory().used == 0
+
+
+def test_memory_is_flat_while_serving(serve: Callable[..., Any]) -> None:
+    served = serve()
+    served.prepared.capture()
+
+    def serve_all() -> int:
+        for lengths in BATCHES:
+            served.step(*lengths)
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    before = serve_all()
+    assert {serve_all() for _ in range(3)} == {before}

@@ -1,0 +1,167 @@
+"""A step's inputs and outputs: any form, any dynamic dimension, padding as declared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import Batch, Config, GraphMode, PreparedModel, prepare
+from piecegraph.errors import InputMismatch, InvalidSetting, MovedTensor, SizeOutOfRange
+from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+
+DECODE = Batch(3, 3, is_decode=True, query_len=1)
+
+
+class Everything(nn.Module):
+    """Dynamic in dimension 0, 1 and another symbol; one input unused, one passed through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(32, 4), requires_grad=False)
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        lengths: Tensor,
+        unused: Tensor,
+        *,
+        hidden: dict[str, Tensor],
+        factor: float = 2.0,
+    ) -> dict[str, Any]:
+        x = self.table[ids] + positions.sum(0)[:, None] + hidden["x"]
+        return {"x": x, "pair": (x.t() * factor, lengths + 1), "ids": ids}
+
+
+CONFIG = Config(
+    inputs={
+        "ids": "int64[num_tokens]",
+        "positions": "int64[3, num_tokens]",
+        "lengths": "int64[num_reqs]",
+        "hidden.x": "float32[num_tokens, 4]",
+    },
+    symbol_limits={"num_reqs": (1, 8)},
+    max_num_tokens=8,
+    max_num_reqs=8,
+    capture_sizes=(4, 8),
+    graph_mode=GraphMode.FULL,
+    attention_support=3,
+    padding={"ids": 31, "positions": "repeat", "lengths": "keep", "unused": "zero"},
+    compiler="eager",
+    cache=False,
+)
+
+
+def arguments(num_tokens: int, num_reqs: int) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    ids = torch.randint(32, (num_tokens,))
+    positions = torch.randint(9, (3, num_tokens))
+    lengths = torch.randint(9, (num_reqs,))
+    return (ids, positions, lengths, torch.zeros(99)), {"hidden": {"x": torch.randn(num_tokens, 4)}}
+
+
+@pytest.fixture(scope="module")
+def both() -> tuple[PreparedModel, nn.Module]:
+    model = Everything()
+    options = ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True)
+    prepared = prepare(model, CONFIG, examples=arguments(5, 3), backend=ReplayBackend(options))
+    prepared.capture()
+    return prepared, model
+
+
+@pytest.mark.parametrize(("num_tokens", "num_reqs"), [(1, 1), (3, 2), (4, 4), (7, 3), (8, 8)])
+def test_everything_keeps_its_form(
+    both: tuple[PreparedModel, nn.Module], num_tokens: int, num_reqs: int
+) -> None:
+    prepared, model = both
+    args, kwargs = arguments(num_tokens, num_reqs)
+    decision = prepared.dispatch(Batch(num_tokens, num_reqs))
+    assert decision.mode.name == "FULL"
+    got = prepared.run(decision, *args, **kwargs)
+    expected = model(*args, **kwargs)
+    assert list(got) == list(expected)
+    assert isinstance(got["pair"], tuple)
+    torch.testing.assert_close((got["x"], got["pair"]), (expected["x"], expected["pair"]))
+    assert torch.equal(got["ids"], args[0])
+    names = ("ids", "positions", "lengths")
+    by_name = prepared.run(decision, **dict(zip(names, args, strict=False)), unused=None, **kwargs)
+    assert torch.equal(by_name["x"], expected["x"])
+
+
+def test_failure_25_padding_is_what_the_config_says(both: tuple[PreparedModel, nn.Module]) -> None:
+    prepared, _ = both
+    args, kwargs = arguments(3, 2)
+    decision = prepared.dispatch(Batch(3, 2))
+    prepared.run(decision, *args, **kwargs)
+    (recording,) = (r for slot, r in prepared.recordings() if slot == decision.slot)
+    paths = [".".join(map(str, item.path)) for item in prepared.compiled.plan.inputs]
+    inputs = dict(zip(paths, recording.inputs, strict=True))
+    ids, positions, hidden = inputs["ids"], inputs["positions"], inputs["hidden.x"]
+    assert ids[3] == 31
+    assert torch.equal(positions[:, 3], args[1][:, 2])
+    assert hidden[3].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": torch.zeros(3, dtype=torch.int32)}, "'ids' is torch.int32"),
+        ({"ids": torch.zeros(3, 1, dtype=torch.int64)}, "'ids' is torch.int64 \\(3, 1\\)"),
+        ({"positions": torch.zeros(2, 3, dtype=torch.int64)}, "'positions' is"),
+        ({"positions": torch.zeros(3, 2, dtype=torch.int64)}, "'positions' is"),
+        ({"hidden": {"x": torch.zeros(3, 5)}}, "'hidden.x' is"),
+        ({"ids": torch.zeros(3, dtype=torch.int64, device="meta")}, "on meta"),
+        ({"ids": [1, 2, 3]}, "'ids' is list"),
+    ],
+)
+def test_a_wrong_input_is_refused_by_name(
+    both: tuple[PreparedModel, nn.Module], change: dict[str, Any], message: str
+) -> None:
+    prepared, _ = both
+    (ids, positions, lengths, unused), kwargs = arguments(3, 2)
+    given = {"ids": ids, "positions": positions, "lengths": lengths, "unused": unused}
+    given |= kwargs | change
+    with pytest.raises(InputMismatch, match=message):
+        prepared.run(prepared.dispatch(Batch(3, 2)), **given)
+
+
+def test_a_batch_beyond_its_decision_or_the_model_is_refused(
+    both: tuple[PreparedModel, nn.Module],
+) -> None:
+    prepared, _ = both
+    decision = prepared.dispatch(Batch(3, 2))
+    for num_tokens in (5, 9):
+        args, kwargs = arguments(num_tokens, 2)
+        with pytest.raises(SizeOutOfRange, match=f"num_tokens = {num_tokens}"):
+            prepared.run(decision, *args, **kwargs)
+
+
+def test_a_padding_policy_for_what_is_no_parameter_is_refused() -> None:
+    with pytest.raises(InvalidSetting, match="'idds'"):
+        prepare(Everything(), CONFIG.changed(padding={"idds": "zero"}), examples=arguments(5, 3))
+
+
+def test_buffers_of_the_engine_are_read_where_they_are(serve: Callable[..., Any]) -> None:
+    buffer = torch.randn(16, 4)
+    served = serve(input_buffers={"x": buffer})
+    served.prepared.capture()
+    for num_tokens in (3, 2, 8):
+        batch = served.batch(*[1] * num_tokens)
+        decision = served.prepared.dispatch(batch)
+        buffer.copy_(torch.randn(16, 4))
+        expected = served.expected(buffer[:num_tokens].clone())
+        assert torch.equal(served.prepared.run(decision, buffer[:num_tokens]), expected)
+        assert decision.mode.name == "FULL"
+    assert all(r.inputs[0].data_ptr() == buffer.data_ptr() for _, r in served.prepared.recordings())
+
+
+def test_failure_12_a_copy_of_the_engines_buffer_is_an_error(serve: Callable[..., Any]) -> None:
+    buffer = torch.randn(16, 4)
+    served = serve(input_buffers={"x": buffer})
+    served.prepared.capture()
+    with pytest.raises(MovedTensor, match="input 'x'"):
+        served.prepared(buffer[:3].clone(), batch=DECODE)
+    assert torch.equal(served.prepared(buffer[:3], batch=DECODE), served.expected(buffer[:3]))
