@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 
@@ -9,6 +10,7 @@ import pytest
 
 from piecegraph import Events
 from piecegraph.cache import Cache, Key
+from piecegraph.cache.names import blob_name, entry_name
 from piecegraph.tools.cli import main
 
 SMALL = ["--model", "layers=1,hidden=16,heads=2,vocab=32"]
@@ -61,13 +63,12 @@ def test_verify_is_0_for_a_clean_cache(root, capsys):
 
 
 def test_verify_sums_its_statuses(root, capsys):
-    blob = next(root.glob("blobs*/*/*"))
-    blob.write_bytes(b"?" * blob.stat().st_size)
+    (root / blob_name(hashlib.sha256(b"one").hexdigest())).write_bytes(b"???")
     assert main(["cache", "verify"]) == 1
     assert "CORRUPT" in capsys.readouterr().out
     root.chmod(0o755)
     assert main(["cache", "verify"]) == 1 + 2
-    entry = next(root.glob("entries*/artifact/*/*"))
+    entry = root / entry_name("artifact", digest("codegen", b=1))
     entry.rename(entry.with_name("stray"))
     assert main(["cache", "verify"]) == 1 + 2 + 4
 
