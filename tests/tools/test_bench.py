@@ -13,8 +13,16 @@ def test_benchmarks_are_found_by_their_file():
 
 
 @pytest.mark.compile
-def test_a_step_is_compared_with_a_bare_loop():
+def test_a_step_is_compared_with_a_bare_loop_and_with_a_wrapper_per_piece():
     result = find("step").run(True)
-    assert set(result["ratios"]) == {"piecewise_step_over_bare_loop", "full_step_over_bare_loop"}
-    assert [row["mode"] for row in result["rows"]] == ["PIECEWISE", "FULL"]
-    assert all(row["step_us"] > row["bare_loop_us"] > 0 for row in result["rows"])
+    assert set(result["ratios"]) == {
+        "piecewise_over_floor",
+        "wrapper_over_piecewise",
+        "none_over_stitched",
+    }
+    assert 0 < result["full_us"] < 100
+    steps = [row["step"] for row in result["rows"]]
+    assert steps == [
+        "PIECEWISE", "wrapper per piece", "NONE", "FULL", "FULL, the engine's buffer"
+    ]  # fmt: skip
+    assert all(row["us"] > 0 and row["other_us"] > 0 for row in result["rows"])

@@ -1,14 +1,17 @@
 """What does a step cost when its kernels are free?
 
-A model of splitting calls that do nothing, its graphs replaced by ones that do nothing: what is
-left of a step is the library's work. Beside it, in turn, the floor: a bare loop over the same
-callables, without dispatch, without input copies and without results. No GPU takes part.
+A model of 32 splitting calls that do nothing, its graphs replaced by ones that do nothing: what is
+left of a step is the library's work. In turn with it run the floor, a bare loop over the same
+callables without dispatch, inputs and results; the design with a wrapper around each piece; and
+the compiled code without graphs beside the same code through the library. No GPU takes part.
+The long form adds real pieces on the CPU, see `_real_pieces`.
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -16,8 +19,9 @@ import torch
 
 from ... import Batch, Config, GraphMode, PreparedModel, RuntimeMode, prepare
 from ._idle_graphs import IdleBackend
+from ._wrapper_per_piece import wrapped_step
 
-NUM_TOKENS = 4
+NUM_TOKENS, LAYERS, HIDDEN = 4, 32, 8
 
 LIBRARY: Any = torch.library.Library("piecegraph_bench", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("idle(Tensor x, Tensor(a!) output, str layer_name) -> ()")
@@ -32,11 +36,11 @@ torch.library.register_fake("piecegraph_bench::idle", _idle, lib=LIBRARY)
 
 
 class Idle(torch.nn.Module):
-    """`layers` splitting calls with one addition before each and one after the last."""
+    """`LAYERS` splitting calls with one addition before each and one after the last."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer_names = [f"layers.{i}" for i in range(layers)]
+        self.layer_names = [f"layers.{i}" for i in range(LAYERS)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer_name in self.layer_names:
@@ -48,34 +52,74 @@ class Idle(torch.nn.Module):
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Rows in microseconds a step; ratios `{mode}_step_over_bare_loop`, medians of paired runs."""
-    layers, pairs, steps = (8, 5, 200) if quick else (32, 15, 1000)
-    rows, ratios = [], {}
-    for mode in (GraphMode.PIECEWISE, GraphMode.FULL_DECODE_ONLY):
-        prepared = _prepared(layers, mode)
+    """Rows in microseconds a step; `ratios` are medians over paired runs.
+
+    `piecewise_over_floor`, `wrapper_over_piecewise`, `none_over_stitched`; beside them `full_us`,
+    what a FULL step costs beyond the launch of its graph.
+    """
+    rounds, steps = (15, 100) if quick else (51, 500)
+    rows = _piecewise(rounds, steps) + _none(rounds, steps) + _full(rounds, steps)
+    if not quick:
+        from ._real_pieces import real_rows
+
+        rows += real_rows(rounds=15, steps=20)
+    measured = {row["step"]: row for row in rows}
+    return {
+        "ratios": {
+            "piecewise_over_floor": measured["PIECEWISE"]["over"],
+            "wrapper_over_piecewise": measured["wrapper per piece"]["over"],
+            "none_over_stitched": measured["NONE"]["over"],
+        },
+        "full_us": measured["FULL"]["us"] - measured["FULL"]["other_us"],
+        "rows": rows,
+    }
+
+
+def _piecewise(rounds: int, steps: int) -> list[dict[str, Any]]:
+    x = torch.zeros(NUM_TOKENS, HIDDEN)
+    prepared = _prepared(GraphMode.PIECEWISE)
+    try:
+        step, loop = _step(prepared, RuntimeMode.PIECEWISE, x), _bare_loop(prepared)
+        wrapped = wrapped_step(prepared, dict.fromkeys(Idle().layer_names, 0), (x,))
+        times = interleaved([step, loop, wrapped], rounds, steps)
+    finally:
+        prepared.close()
+    return [
+        row("PIECEWISE", "bare loop", times[0], times[1]),
+        row("wrapper per piece", "PIECEWISE", times[2], times[0]),
+    ]
+
+
+def _none(rounds: int, steps: int) -> list[dict[str, Any]]:
+    x = torch.zeros(NUM_TOKENS, HIDDEN)
+    prepared = _prepared(GraphMode.NONE)
+    try:
+        step, stitched = _step(prepared, RuntimeMode.NONE, x), prepared.compiled.link()
+        times = interleaved([step, lambda: stitched(x)], rounds, max(1, steps // 5))
+    finally:
+        prepared.close()
+    return [row("NONE", "stitched function", times[0], times[1])]
+
+
+def _full(rounds: int, steps: int) -> list[dict[str, Any]]:
+    """With the input copied into a static buffer, and with a buffer of the engine."""
+    rows = []
+    buffer = torch.zeros(NUM_TOKENS, HIDDEN)
+    for name, buffers in (("FULL", {}), ("FULL, the engine's buffer", {"x": buffer})):
+        prepared = _prepared(GraphMode.FULL_DECODE_ONLY, buffers)
         try:
-            step, loop = _step(prepared), _bare_loop(prepared)
-            measured = [(_time(step, steps), _time(loop, steps)) for _ in range(pairs)]
+            step, loop = _step(prepared, RuntimeMode.FULL, buffer), _bare_loop(prepared)
+            times = interleaved([step, loop], rounds, steps * 5)
         finally:
             prepared.close()
-        name = "piecewise" if mode is GraphMode.PIECEWISE else "full"
-        ratios[f"{name}_step_over_bare_loop"] = median(ours / bare for ours, bare in measured)
-        rows.append(
-            {
-                "mode": name.upper(),
-                "layers": layers,
-                "step_us": median(ours for ours, _ in measured) * 1e6,
-                "bare_loop_us": median(bare for _, bare in measured) * 1e6,
-                "own_us": median(ours - bare for ours, bare in measured) * 1e6,
-            }
-        )
-    return {"ratios": ratios, "rows": rows}
+        rows.append(row(name, "bare loop", *times))
+    return rows
 
 
-def _prepared(layers: int, mode: GraphMode) -> PreparedModel:
+def _prepared(mode: GraphMode, buffers: dict[str, torch.Tensor] | None = None) -> PreparedModel:
     config = Config(
         splitting_ops=("piecegraph_bench::idle",),
-        inputs={"x": "float32[num_tokens, 8]"},
+        inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
         max_num_tokens=NUM_TOKENS,
         max_num_reqs=NUM_TOKENS,
         capture_sizes=(NUM_TOKENS,),
@@ -83,17 +127,16 @@ def _prepared(layers: int, mode: GraphMode) -> PreparedModel:
         compiler="eager",
         cache=False,
     )
-    prepared = prepare(Idle(layers), config, backend=IdleBackend())
+    prepared = prepare(Idle(), config, backend=IdleBackend(), input_buffers=buffers)
     prepared.capture()
     prepared.seal()
     return prepared
 
 
-def _step(prepared: PreparedModel) -> Callable[[], Any]:
+def _step(prepared: PreparedModel, mode: RuntimeMode, x: torch.Tensor) -> Callable[[], Any]:
     """One step as an engine takes it, through dispatch."""
     batch = Batch(num_tokens=NUM_TOKENS, num_reqs=NUM_TOKENS, is_decode=True, query_len=1)
-    x = torch.zeros(NUM_TOKENS, 8)
-    assert prepared.dispatch(batch).mode is not RuntimeMode.NONE
+    assert prepared.dispatch(batch).mode is mode
     return lambda: prepared.run(prepared.dispatch(batch), x)
 
 
@@ -108,9 +151,37 @@ def _bare_loop(prepared: PreparedModel) -> Callable[[], Any]:
     return loop
 
 
+def row(step: str, other: str, times: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
+    """One line of the table: a step beside another, both in microseconds, and their ratio."""
+    return {
+        "step": step,
+        "us": median(times),
+        "beside": other,
+        "other_us": median(others),
+        "over": median(one / two for one, two in zip(times, others, strict=True)),
+    }
+
+
+def interleaved(
+    fns: Sequence[Callable[[], Any]], rounds: int, times: int
+) -> list[tuple[float, ...]]:
+    """Microseconds of this thread's processor a call, for each function and round; all take their
+    turn in a round, so that load and clock are the same for what is compared."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            for fn in fns:
+                fn()
+            measured = [[_time(fn, times) for fn in fns] for _ in range(rounds)]
+    finally:
+        if collecting:
+            gc.enable()
+    return list(zip(*measured, strict=True))
+
+
 def _time(fn: Callable[[], Any], times: int) -> float:
-    """Seconds a call, the mean of `times` calls in a row."""
-    began = time.perf_counter()
+    began = time.thread_time_ns()
     for _ in range(times):
         fn()
-    return (time.perf_counter() - began) / times
+    return (time.thread_time_ns() - began) / times / 1000

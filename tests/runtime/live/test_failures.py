@@ -149,3 +149,41 @@ def test_two_models_in_two_threads_know_nothing_of_each_other(serve: Callable[..
         thread.join()
     assert errors == []
     assert all(served.captured() for served in both)
+
+
+def test_w14_nothing_is_captured_while_serving_under_eager(serve: Callable[..., Any]) -> None:
+    served = serve(sizes=(2, 4), options={"failing_captures": frozenset({1})})
+    served.prepared.capture()
+    served.prepared.seal()
+    captures = served.backend.counters["captures"]
+    for lengths in ((4,), (3,), (1, 1), (12,)):
+        served.step(*lengths)
+    assert served.backend.counters["captures"] == captures
+    assert served.step(4) == "NONE 4"  # the one whose capture failed
+
+
+def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve: Callable[..., Any]) -> None:
+    served = serve(padding={"x": "zero"})
+    served.prepared.capture()
+    batch = served.batch(5, 3)
+    served.prepared.run(served.prepared.dispatch(batch), torch.full((8, 4), float("nan")))
+    for lengths in ((3, 2), (1,) * 5):
+        served.step(*lengths)
+        slot = served.prepared.dispatch(served.batch(*lengths)).slot
+        recording = dict(served.prepared.recordings())[slot]
+        assert all(tensor.isfinite().all() for tensor in (*recording.inputs, *recording.outputs))
+
+
+def test_failure_28_ops_are_told_how_many_rows_are_real(serve: Callable[..., Any]) -> None:
+    served = serve()
+    served.prepared.capture()
+    seen: list[int] = []
+
+    class Watching(list):  # type: ignore[type-arg]
+        def __getitem__(self, key: Any) -> Any:
+            seen.append(get_forward_context().num_tokens)
+            return served.stage
+
+    served.prepared._context.layers = Watching()
+    served.step(3)
+    assert seen[:3] == [3, 3, 3]

@@ -79,3 +79,14 @@ def test_memory_is_flat_while_serving(serve: Callable[..., Any]) -> None:
 
     before = serve_all()
     assert {serve_all() for _ in range(3)} == {before}
+
+
+def test_failure_17_smaller_recordings_share_the_memory_of_the_largest(
+    serve: Callable[..., Any],
+) -> None:
+    alone, ladder = serve(sizes=(8,)), serve(sizes=(1, 2, 4, 8))
+    for served in (alone, ladder):
+        served.prepared.capture()
+    assert ladder.backend.memory().used == alone.backend.memory().used > 0
+    for lengths in BATCHES:
+        ladder.step(*lengths)
