@@ -201,9 +201,15 @@ def fake_function(name: str) -> Callable[..., Any] | None:
     from torch._library.simple_registry import singleton
 
     definition = OPDEFS.get(name)
+    if definition is not None:
+        return definition._abstract_fn
     kernel = singleton.find(name).fake_impl.kernel
-    fake: Callable[..., Any] | None = kernel.func if kernel is not None else None
-    return fake if definition is None else definition._abstract_fn
+    if kernel is None:
+        return None
+    # `Library` wraps the function in one that remembers, once called, that it was called
+    closed_over = inspect.getclosurevars(kernel.func).nonlocals
+    function: Callable[..., Any] = closed_over.get("func", kernel.func)
+    return function
 
 
 def registering_files(name: str) -> set[str]:
