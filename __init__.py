@@ -11,7 +11,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compile.factors import trace_key
     from .compile.piece_graphs import PieceGraph, compile_graph, piece_graphs
     from .dispatch import (
         AttentionSupport,
@@ -64,7 +63,6 @@ _HOMES = {
     "piece_graphs": ".compile.piece_graphs",
     "prepare": ".runtime.prepare",
     "switched_off": ".runtime.switches",
-    "trace_key": ".compile.factors",
     "why": ".runtime.why",
 }
 
@@ -96,7 +94,6 @@ __all__ = [
     "piece_graphs",
     "prepare",
     "switched_off",
-    "trace_key",
     "why",
 ]
 

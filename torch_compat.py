@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -207,7 +208,15 @@ def fake_function(name: str) -> Callable[..., Any] | None:
     definition = OPDEFS.get(name)
     kernel = singleton.find(name).fake_impl.kernel
     fake: Callable[..., Any] | None = kernel.func if kernel is not None else None
-    return fake if definition is None else definition._abstract_fn
+    return _registered(fake) if definition is None else definition._abstract_fn
+
+
+def _registered(fake: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """What the user registered, out of torch's wrapper, whose closure changes at the first call."""
+    if fake is None or "_check_pystubs_once" not in fake.__qualname__:
+        return fake
+    inside: Callable[..., Any] = inspect.getclosurevars(fake).nonlocals["func"]
+    return inside
 
 
 def registering_files(name: str) -> set[str]:
@@ -283,6 +292,14 @@ def global_state() -> dict[str, Any]:
         "matmul_precision": torch.get_float32_matmul_precision(),
         "reduced_precision": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
     }
+
+
+def cpp_headers_ready() -> bool:
+    """Whether Inductor's precompiled C++ headers were built on this machine, for any options."""
+    from torch._inductor import codecache
+
+    directory = getattr(codecache, "_HEADER_DIR", None)
+    return directory is None or any(Path(directory).rglob("*.gch"))
 
 
 def inductor_compile(

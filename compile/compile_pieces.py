@@ -159,6 +159,8 @@ def _compile(task: Task, cut: Cut, job: Job, compiler: Compiler) -> tuple[PieceF
         "digest": unique.digest[:12],
         "range": [job.span.low, job.span.high] if job.size is None else [job.size, job.size],
     }
+    if compiler.first_use is not None:
+        compiler.first_use(task.device, events)
     events.emit("compile.start", compiler=compiler.name, **about)
     began = time.perf_counter()
     try:

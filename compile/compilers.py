@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from ..errors import UnknownCompiler
+from ..events import Events
 from ..torch_compat import cache_variables_kept
 from . import inductor
 from .artifact import Blobs, PieceFn
@@ -33,6 +35,8 @@ class Compiler:
     name: str
     compile: CompilePiece
     load: Callable[[Sequence[Blobs]], list[PieceFn]] | None = None
+    first_use: Callable[[torch.device, Events], None] | None = None
+    """Pays what the compiler costs once a machine, so that no piece is charged with it."""
 
 
 def compiler_named(name: str) -> Compiler:
@@ -42,7 +46,7 @@ def compiler_named(name: str) -> Compiler:
     Raises UnknownCompiler.
     """
     if name == "inductor":
-        return Compiler(name, inductor.compile_piece, inductor.load_pieces)
+        return Compiler(name, inductor.compile_piece, inductor.load_pieces, inductor.first_use)
     if name == "eager":
         return Compiler(name, _compile_eagerly)
     registered = {point.name: point for point in entry_points(group=ENTRY_POINTS)}

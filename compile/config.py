@@ -72,6 +72,7 @@ class InputSpec(BaseModel):
 
 LOCATION = exempt("a place, not content: moving the cache must not change a key")
 SOURCE = exempt("the source of what it names is a factor of its own; see compile/factors.py")
+LEVEL = exempt("it sets defaults only: the compiler and the passes it chooses are factors")
 SPANNED = Feeds(("trace",), "an artifact is the same whatever spans there are beside its own")
 TRACED = Feeds(("trace",), "it shapes the graph; a piece's content hash sees what came of it")
 
@@ -102,6 +103,9 @@ class CompileConfig(BaseModel):
 
     dynamic_shapes: DynamicShapes = DynamicShapes.BACKED_SIZE_OBLIVIOUS
     guards: Annotated[GuardPolicy, TRACED] = GuardPolicy.PROVE
+
+    level: Annotated[int, LEVEL, Field(ge=0, le=3)] = 2
+    """O0 to O3: defaults for what is not set; see `dispatch.LEVELS` and `passes.graph_pass`."""
 
     compiler: str = "inductor"
     """`inductor`, `eager`, a registered torch backend, or an entry point `piecegraph.compilers`."""

@@ -7,14 +7,19 @@ carries those libraries, and loading lays them out in a private directory first.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.fx import GraphModule
+import torch
+from torch.fx import Graph, GraphModule
 
+from ..events import Events
 from ..torch_compat import (
+    cpp_headers_ready,
+    fresh_fake_mode,
     inductor_cache_directory,
     inductor_callable,
     inductor_compile,
@@ -44,6 +49,17 @@ def compile_uncached(
     with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
         with inductor_cache_directory(folder), inductor_options():
             return inductor_callable(inductor_compile(graph, inputs, uncached)), {}
+
+
+def first_use(device: torch.device, events: Events) -> None:
+    """Build the precompiled C++ headers in a phase of their own if this machine lacks them."""
+    if device.type != "cpu" or cpp_headers_ready():
+        return
+    graph = Graph()
+    one = graph.placeholder("one")
+    graph.output((graph.call_function(torch.add, (one, one)),))
+    with events.span("toolchain", level=logging.INFO):
+        compile_piece(GraphModule({}, graph), [fresh_fake_mode().from_tensor(torch.zeros(1))], {})
 
 
 def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:

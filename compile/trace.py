@@ -31,6 +31,7 @@ from ..torch_compat import (
 )
 from .config import CompileConfig
 from .examples import Examples, Leaf, example_inputs, mark
+from .inline_regions import inline_regions
 from .literal import Record, Ref
 from .reads import reads
 
@@ -89,6 +90,7 @@ def trace(
         raise NothingToCompile(model=type(model).__name__)
     events.count("dynamo_traces")
     graph = captured.graph
+    inline_regions(graph)
     return Trace(
         graph=graph,
         shape_env=captured.fake_mode.shape_env,

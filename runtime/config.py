@@ -43,9 +43,6 @@ class BrokenGuard(StrEnum):
 class Config(CompileConfig):
     """What a user states about a model that is to be served. Unknown names are refused."""
 
-    level: Annotated[int, SERVING, Field(ge=0, le=3)] = 2
-    """O0 to O3: defaults for what is not set; see `dispatch.LEVELS`."""
-
     graph_mode: Annotated[GraphMode | None, SERVING] = None
     """The mode asked for; what it becomes, and why, is in the report."""
 

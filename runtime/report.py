@@ -29,7 +29,8 @@ def build_report(
             "phases": [
                 {"name": span.name, "seconds": span.seconds}
                 for span in events.spans
-                if span.name == "capture" or (span.depth == 1 and span.name != "capture.session")
+                if span.name in ("capture", "toolchain")
+                or (span.depth == 1 and span.name != "capture.session")
             ],
             "prepare_seconds": prepare.seconds,
         },

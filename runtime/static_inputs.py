@@ -159,9 +159,7 @@ def _box(tensor: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in bounds)]
 
 
-def _fills(
-    spec: InputSpec, view: Tensor, real: tuple[int, ...]
-) -> Iterator[Callable[[], object]]:
+def _fills(spec: InputSpec, view: Tensor, real: tuple[int, ...]) -> Iterator[Callable[[], object]]:
     """What writes the padding: everything in `view` outside the box `real`, in disjoint parts.
 
     From the last dynamic dimension to the first: the part of a dimension is real in those before

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from piecegraph import torch_compat
@@ -64,3 +68,88 @@ def test_gradients_are_turned_off_and_on() -> None:
     assert not torch_compat.is_grad_enabled()
     torch_compat.set_grad_enabled(True)
     assert torch_compat.is_grad_enabled()
+
+
+def test_fake_implementations_are_found_however_they_were_registered() -> None:
+    library: Any = torch.library.Library("piecegraph_compat", "DEF")  # type: ignore[no-untyped-call]
+    library.define("f(Tensor x) -> Tensor")
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    assert torch_compat.fake_function("piecegraph_compat::f") is None
+    torch.library.register_fake("piecegraph_compat::f", fake, lib=library)
+    assert torch_compat.fake_function("piecegraph_compat::f") is fake
+    made = torch.library.custom_op("piecegraph_compat::g", fake, mutates_args=())
+    made.register_fake(fake)
+    assert torch_compat.fake_function("piecegraph_compat::g") is fake
+    library._destroy()
+
+
+def test_changed_settings_are_those_that_shape_code() -> None:
+    import torch._dynamo.config as dynamo_config
+    import torch._inductor.config as inductor_config
+
+    before = torch_compat.changed_settings()
+    with (
+        inductor_config.patch({"cpp.simdlen": 8, "trace.enabled": True, "compile_threads": 3}),
+        dynamo_config.patch(verbose=True),
+    ):
+        changed = torch_compat.changed_settings()
+    assert {k: v for k, v in changed.items() if before.get(k) != v} == {
+        "torch._inductor.config.cpp.simdlen": 8
+    }
+
+
+NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def directories() -> list[str | None]:
+    return [os.environ.get(name) for name in NAMES]
+
+
+@pytest.mark.parametrize("before", [None, "/before"])
+def test_w29_cache_directories_are_put_back_also_after_an_error(
+    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+        if before is not None:
+            monkeypatch.setenv(name, before)
+
+    def fail_inside() -> None:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
+
+        with torch_compat.inductor_cache_directory(str(tmp_path)):
+            assert cache_dir() == str(tmp_path)
+            assert triton_cache_dir(0).startswith(str(tmp_path))
+            os.environ["TRITON_CACHE_DIR"] = "/set by torch"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert directories() == [before, before]
+
+
+def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path: Path) -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    seen: list[bool] = []
+
+    def use(number: int) -> None:
+        path = str(tmp_path / str(number))
+        for _ in range(20):
+            with torch_compat.inductor_cache_directory(path):
+                seen.append(cache_dir() == path)
+            with torch_compat.cache_variables_kept():
+                seen.append(os.environ.get(NAMES[0]) == before)
+
+    before = os.environ.get(NAMES[0])
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 160
+    assert all(seen)
+    assert os.environ.get(NAMES[0]) == before

@@ -82,24 +82,12 @@ def verify_command(cache_dir: DirOption = None) -> int:
 @with_run_options
 def why_command(options: RunOptions) -> int:
     """Say whether `piecegraph run` with these options would hit, and if not, why; status 1."""
-    from .. import trace_key
-    from ..cache.explain import why
+    from .. import why
     from .run import build_model, find_device, library_config
 
-    config = library_config(options)
-    root = _root(config.cache_dir)
-    key = trace_key(build_model(options), config, find_device(options.device))
-    nearest = why(root, "bundle", key)
-    if nearest and not nearest[0].differences:
-        print(f"hit: bundle/{key.digest[:12]}")
-        return 0
-    print(f"miss: bundle/{key.digest[:12]} is not in {root}")
-    for near in nearest:
-        used = f"used {_ago(near.idle_since)}"
-        print(f"nearest: bundle/{near.key.digest[:12]}, {used}, differs in")
-        for difference in near.differences:
-            print(f"  {difference}")
-    return MISS
+    answer = why(build_model(options).to(find_device(options.device)), library_config(options))
+    print(answer)
+    return MISS if answer.reason else 0
 
 
 @cache_app.command("prune")

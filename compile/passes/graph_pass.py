@@ -31,16 +31,22 @@ class GraphPass:
     apply: Callable[[Graph], int | None]
     max_num_tokens: int | None = None
     """It pays only for ranges that end here or below; None for any size."""
-    default: bool = True
-    """Whether it is on unless the configuration says otherwise."""
+    from_level: int | None = 1
+    """The optimisation level from which on it is on unless the configuration says otherwise; None
+    for a pass that is on only where it is asked for."""
+
+    def on(self, config: CompileConfig) -> bool:
+        """Whether `config` turns it on, by its name or by its level."""
+        by_level = self.from_level is not None and config.level >= self.from_level
+        return config.pass_switches.get(self.name, by_level)
 
 
 SHIPPED = (
     GraphPass("no_op", no_op.apply),
     # Off: their ops stand for an engine's own kernels; Inductor's fusion is faster than the
     # operators they are made of here.
-    GraphPass("add_rms_norm", add_rms_norm.apply, default=False),
-    GraphPass("silu_and_mul", silu_and_mul.apply, default=False),
+    GraphPass("add_rms_norm", add_rms_norm.apply, from_level=None),
+    GraphPass("silu_and_mul", silu_and_mul.apply, from_level=None),
 )
 """The order is that of application: what does nothing goes first, so that patterns are found."""
 
@@ -59,8 +65,7 @@ def passes_for(config: CompileConfig, num_tokens: int | None = None) -> tuple[Gr
             reason="there is no such pass",
             expected=f"one of {', '.join(named)}",
         )
-    on = (each for each in named.values() if config.pass_switches.get(each.name, each.default))
-    return tuple(each for each in on if _pays(each, num_tokens))
+    return tuple(each for each in named.values() if each.on(config) and _pays(each, num_tokens))
 
 
 def thresholds(config: CompileConfig) -> tuple[int, ...]:

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
+from piecegraph.compile import inductor
 from piecegraph.compile.config import DynamicShapes
 from piecegraph.errors import GuardUnproved
+from piecegraph.events import Events
 
 from . import ops as _registers  # noqa: F401
 from .size_models import SOUND, SizeModel
@@ -109,3 +111,14 @@ def test_original_of_a_mutated_value_is_kept_where_it_is_needed(compiled):
     made = compiled(Both(), inputs=X, compiler="inductor")
     x = torch.randn(5, 8)
     torch.testing.assert_close(made(x), Both()(x))
+
+
+def test_what_the_toolchain_costs_once_a_machine_is_a_phase_of_its_own(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(inductor, "compile_piece", lambda *given: compiled.append(given))
+    for ready in (True, False):
+        events = Events()
+        monkeypatch.setattr(inductor, "cpp_headers_ready", lambda ready=ready: ready)
+        inductor.first_use(torch.device("cpu"), events)
+        assert [span.name for span in events.spans] == ([] if ready else ["toolchain"])
+        assert len(compiled) == (0 if ready else 1)

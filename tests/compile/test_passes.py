@@ -253,6 +253,13 @@ def test_passes_that_are_not_there_are_refused(settings):
         passes_for(CompileConfig(**settings))
 
 
+def test_passes_are_on_from_their_level():
+    assert passes_for(CompileConfig(level=0)) == ()
+    assert [each.name for each in passes_for(CompileConfig(level=1))] == ["no_op"]
+    forced = CompileConfig(level=0, pass_switches={"no_op": True})
+    assert [each.name for each in passes_for(forced)] == ["no_op"]
+
+
 def test_key_follows_the_source_of_passes():
     def key(**settings):
         config = CompileConfig(**settings)

@@ -282,3 +282,14 @@ def test_layer_names_do_not_tell_pieces_apart(cut):
     plan = cut(body)
     assert kinds(plan) == "pcpcpcpcp"
     assert len(plan.pieces) == 3
+
+
+def test_splitting_op_inside_a_nested_region(cut):
+    @torch.compiler.nested_compile_region
+    def region(x, weight):
+        return ops.fresh(x @ weight, "layer") + 1
+
+    def body(m, x):
+        return region(region(x, m.linear.weight), m.linear.weight)
+
+    assert kinds(cut(body)) == "pcpcp"

@@ -58,7 +58,7 @@ def test_without_compilation_nothing_is_traced_and_python_runs_in_each_step():
     model = Model()
     calls = []
     model.linear.register_forward_hook(lambda *_: calls.append(1))
-    prepared = prepare(model, config(compile=False))
+    prepared = prepare(model, switched_off(config(), ["compile", "graphs"]))
     assert prepared.events.counters["dynamo_traces"] == 0
     assert prepared.resolved.mode is GraphMode.NONE
     calls.clear()

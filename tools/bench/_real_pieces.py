@@ -86,7 +86,7 @@ def _ways(model: nn.Module, x: torch.Tensor, folder: Path) -> dict[str, Callable
         cache_dir=folder / "cache",
     )
     inductor = _captured(model, config)
-    ways = {
+    ways: dict[str, Callable[[], Any]] = {
         "Inductor pieces, NONE": _step(inductor, x, without_graph=True),
         "Inductor pieces, PIECEWISE on replay": _step(inductor, x),
         "plain torch.compile": partial(torch.compile(model), x),

@@ -1,0 +1,25 @@
+"""The fake implementation of an op is the user's function, whatever torch wraps around it."""
+
+from __future__ import annotations
+
+import torch
+
+from piecegraph.compile.fingerprint import op_form
+from piecegraph.torch_compat import fake_function
+
+LIBRARY = torch.library.Library("fake_function_test", "DEF")
+LIBRARY.define("twice(Tensor x) -> Tensor")
+
+
+def fake(x):
+    return torch.empty_like(x)
+
+
+torch.library.register_fake("fake_function_test::twice", fake, lib=LIBRARY)
+
+
+def test_an_op_has_the_same_form_before_and_after_its_first_call():
+    assert fake_function("fake_function_test::twice") is fake
+    before = op_form(torch.ops.fake_function_test.twice)
+    torch.ops.fake_function_test.twice(torch.empty(2, device="meta"))
+    assert op_form(torch.ops.fake_function_test.twice) == before

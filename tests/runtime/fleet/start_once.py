@@ -1,0 +1,61 @@
+"""One start in a process of its own: `start_once.py CACHE '{"layers": 4, …}'`, told as JSON.
+
+`ahead` builds libraries afterwards; other options are settings of `Config`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_model import Small
+
+from piecegraph import Batch, Config, Events, PiecegraphError, compile_ahead, prepare
+
+SIZES = (1, 3, 17, 64)
+
+
+def main(cache: str, options: dict[str, Any]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    ahead, layers = options.pop("ahead", False), options.pop("layers")
+    model = Small(layers).eval()
+    settings = {
+        "inputs": {"x": "float32[num_tokens, 16]"},
+        "splitting_ops": ("piecegraph_fleet::mix",),
+        "max_num_tokens": 64,
+        "graph_mode": "NONE",
+        "cache_dir": Path(cache),
+        **options,
+    }
+    events = Events()
+    try:
+        prepared = prepare(model, Config(**settings), events=events)
+    except PiecegraphError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    loaded = [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
+    facts = events.named("bundle")[0].facts
+    if ahead:
+        compile_ahead(model, Config(**settings))
+    return {
+        "hit": prepared.compiled.from_bundle,
+        "bytes": facts.get("bytes"),
+        "reason": f"{facts.get('reason')} {facts.get('detail', '')}",
+        "compilers_loaded": loaded,
+        "error_of_results": max(_difference(prepared, model, size) for size in SIZES),
+        "counters": dict(events.counters),
+        "milliseconds": {span.name: span.seconds * 1e3 for span in events.spans},
+        "variables": {n: v for n, v in os.environ.items() if n.endswith("CACHE_DIR")},
+    }
+
+
+def _difference(prepared: Any, model: torch.nn.Module, size: int) -> float:
+    x = torch.randn(size, 16)
+    return float((prepared(x, batch=Batch(size, size)) - model(x)).abs().max())
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))

@@ -1,0 +1,46 @@
+"""A bundle is complete: it serves in a bare process, fast, and grows little with layers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .conftest import StartOnce
+
+pytestmark = [pytest.mark.compile, pytest.mark.slow]
+
+
+def test_starts_without_a_compiler_and_without_torch_caches(
+    form: Path, start_once: StartOnce, bare: dict[str, str], tmp_path: Path
+) -> None:
+    copied = tmp_path / "container" / "cache"
+    shutil.copytree(form, copied)
+    outcome = start_once(copied, bare, bundle="force", layers=32)
+    assert outcome["hit"]
+    assert outcome["error_of_results"] < 1e-4
+    assert not (Path(bare["TORCHINDUCTOR_CACHE_DIR"])).exists()
+    assert outcome["variables"]["TORCHINDUCTOR_CACHE_DIR"] == bare["TORCHINDUCTOR_CACHE_DIR"]
+    assert outcome["variables"]["TRITON_CACHE_DIR"] == bare["TRITON_CACHE_DIR"]
+
+
+def test_libraries_load_without_dynamo_and_inductor(
+    filled_ahead: Path, start_once: StartOnce
+) -> None:
+    outcome = start_once(filled_ahead, layers=32)
+    assert outcome["hit"]
+    assert outcome["compilers_loaded"] == []
+    print(outcome["milliseconds"])
+
+
+def test_w29_torch_cache_variables_are_not_left_behind(
+    filled: Path, start_once: StartOnce, tmp_path: Path
+) -> None:
+    unset = {"TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": ""}
+    assert start_once(filled, unset)["variables"] == unset
+
+
+def test_bundle_of_many_layers_is_hardly_larger(form: Path, start_once: StartOnce) -> None:
+    few, many = (start_once(form, layers=layers)["bytes"] for layers in (4, 32))
+    assert many <= 1.2 * few
