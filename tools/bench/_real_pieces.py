@@ -181,10 +181,10 @@ def _cpp_loop(prepared: PreparedModel, x: torch.Tensor, folder: Path) -> Callabl
     places: dict[str, int] = {}
 
     def place(name: str) -> int:
-        number = places.setdefault(name, len(places))
-        if number == len(places) - 1:
-            loop.set(number, torch.empty(0))
-        return number
+        if name not in places:
+            places[name] = len(places)
+            loop.set(places[name], torch.empty(0))
+        return places[name]
 
     loop.set(place(plan.inputs[0].name), x)
     for weight in plan.weights:

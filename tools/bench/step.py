@@ -57,7 +57,7 @@ def run(quick: bool) -> dict[str, Any]:
     `piecewise_over_floor`, `wrapper_over_piecewise`, `none_over_stitched`; beside them `full_us`,
     what a FULL step costs beyond the launch of its graph.
     """
-    rounds, steps = (15, 100) if quick else (51, 500)
+    rounds, steps = (31, 100) if quick else (51, 500)
     rows = _piecewise(rounds, steps) + _none(rounds, steps) + _full(rounds, steps)
     if not quick:
         from ._real_pieces import real_rows
@@ -95,7 +95,7 @@ def _none(rounds: int, steps: int) -> list[dict[str, Any]]:
     prepared = _prepared(GraphMode.NONE)
     try:
         step, stitched = _step(prepared, RuntimeMode.NONE, x), prepared.compiled.link()
-        times = interleaved([step, lambda: stitched(x)], rounds, max(1, steps // 5))
+        times = interleaved([step, lambda: stitched(x)], rounds, steps // 2)
     finally:
         prepared.close()
     return [row("NONE", "stitched function", times[0], times[1])]
