@@ -15,6 +15,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ..torch_compat import (
+    compiler_dispensable,
+    compiler_version,
     inductor_cache_directory,
     inductor_callable,
     inductor_compile,
@@ -22,17 +24,19 @@ from ..torch_compat import (
     inductor_options,
     inductor_serialize,
 )
-from .artifact import CODE, KERNEL, Blobs, PieceFn
+from .artifact import CODE, COMPILER, KERNEL, Blobs, PieceFn
 
 
 def compile_piece(
     graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
 ) -> tuple[PieceFn, Blobs]:
     """Compile `graph` for its symbolic `inputs`; the callable, and the artifact as named blobs."""
-    with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
+    with _scratch() as folder:
         with inductor_cache_directory(folder), inductor_options():
             artifact = inductor_compile(graph, inputs, dict(options))
             blobs = {CODE: inductor_serialize(artifact), **_kernels(Path(folder))}
+            if any(name.startswith(KERNEL) for name in blobs):
+                blobs[COMPILER] = compiler_version()
             return inductor_callable(artifact), blobs
 
 
@@ -41,18 +45,25 @@ def compile_uncached(
 ) -> tuple[PieceFn, Blobs]:
     """As `compile_piece` with every cache of torch's off, local and remote; nothing is kept."""
     uncached = {**options, "force_disable_caches": True}
-    with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
+    with _scratch() as folder:
         with inductor_cache_directory(folder), inductor_options():
             return inductor_callable(inductor_compile(graph, inputs, uncached)), {}
 
 
 def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
     """The callables of artifacts whose bytes have been verified; no compiler is run."""
-    with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
+    with _scratch() as folder:
         for blobs in artifacts:
             _lay_out(blobs, Path(folder))
-        with inductor_cache_directory(folder), inductor_options():
+        version = next((blobs[COMPILER] for blobs in artifacts if COMPILER in blobs), b"")
+        absent = compiler_dispensable(folder, version)
+        with inductor_cache_directory(folder), inductor_options(), absent:
             return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
+
+
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """A directory for one compile or load; threads of Inductor's may still write to it at the end."""
+    return tempfile.TemporaryDirectory(prefix="piecegraph-", ignore_cleanup_errors=True)
 
 
 def _kernels(folder: Path) -> dict[str, bytes]:
