@@ -303,7 +303,7 @@ def compiler_dispensable(folder: str, version: bytes) -> Iterator[None]:
 
 _SHAPE_CODE = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config")
 _SHAPE_NO_CODE = re.compile(
-    r"(_|trace\.|test_configs\.|worker_|compile_threads|.*(cache|debug|verbose|log|dir|path)).*"
+    r"(_|trace\.|test_configs\.|worker_|compile_threads|.*(cache|debug|verbose|log|dir|path|metadata)).*"
 )
 
 
