@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import InvalidSetting
+from ..errors import CacheNotWritable, InvalidSetting
 from .decoder_config import DecoderConfig
 
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
@@ -108,4 +108,21 @@ def writable(name: str, path: Path | None) -> Path | None:
             reason="no file can be written there",
             expected="a file in a folder that exists, or - for standard output",
         )
+    return path
+
+
+def writable_directory(path: Path | None) -> Path | None:
+    """The cache directory that was asked for, made if it is not there.
+
+    The library would go on without it; who names a directory wants to be told.
+    Raises CacheNotWritable.
+    """
+    if path is None:
+        return None
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CacheNotWritable(path=path, reason=error.strerror) from None
+    if not os.access(path, os.W_OK):
+        raise CacheNotWritable(path=path, reason="permission denied")
     return path

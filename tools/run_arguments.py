@@ -21,6 +21,7 @@ from .options import (
     choice,
     finite,
     parse_sizes,
+    writable_directory,
 )
 from .trace_reader import EXCERPT
 
@@ -90,7 +91,7 @@ def read_run_options(
         max_num_reqs=max_num_reqs,
         backend=choice("--backend", backend, BACKENDS),
         level=level,
-        cache_dir=cache_dir,
+        cache_dir=writable_directory(cache_dir),
         cache=not no_cache,
         block_size=block_size,
         kv_blocks=kv_blocks,
