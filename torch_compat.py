@@ -9,6 +9,7 @@ import ctypes
 import inspect
 import os
 import re
+import shutil
 import sys
 import threading
 import warnings
@@ -253,9 +254,62 @@ def inductor_cache_directory(path: str) -> Iterator[None]:
             clear_caches()
 
 
+_NO_COMPILER = """#!/bin/sh
+case " $* " in
+    *" --version "*) echo "g++ (GCC)"; exit 0 ;;
+    " -v ") IFS= read -r line < "$0.version"; printf '%s\\n' "$line"; exit 0 ;;
+    *" sha512 "*) echo "= none"; exit 0 ;;
+    *" -E "* | *" c++-header "*) ;;
+    *) exit 1 ;;
+esac
+while [ $# -gt 0 ]; do
+    [ "$1" = -o ] && { : > "$2"; exit 0; }
+    shift
+done
+exit 1
+"""
+
+
+def compiler_version() -> bytes:
+    """What the C++ compiler says of itself; Inductor names its probes of the CPU after it."""
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+
+    return get_compiler_version_info(get_cpp_compiler()).removesuffix("_").encode()
+
+
+@contextmanager
+def compiler_dispensable(folder: str, version: bytes) -> Iterator[None]:
+    """Let code whose libraries are all there be loaded where no C++ compiler is installed.
+
+    Before Inductor looks for a library it asks the compiler for its `version`, and has it prepare
+    headers, which `openssl` hashes. Where there is no compiler, a program in `folder` answers as
+    the one did that made the libraries, with empty headers, for as long as this lasts; it refuses
+    to compile. Torch names prepared headers by content and compiler, so
+    an empty one is never taken for one that a compiler made.
+    """
+    import torch._inductor.config as inductor_config
+
+    name = inductor_config.cpp.cxx[-1]
+    with compiler_lock:
+        if shutil.which(name) is not None:
+            yield
+            return
+        for missing in (name, "openssl"):
+            stand_in = Path(folder, os.path.basename(missing))
+            stand_in.write_text(_NO_COMPILER)
+            stand_in.chmod(0o700)
+            Path(f"{stand_in}.version").write_bytes(version + b"\n")
+        before = os.environ.get("PATH", "")
+        os.environ["PATH"] = f"{before}{os.pathsep}{folder}"
+        try:
+            yield
+        finally:
+            os.environ["PATH"] = before
+
+
 _SHAPE_CODE = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config")
 _SHAPE_NO_CODE = re.compile(
-    r"(_|trace\.|test_configs\.|worker_|compile_threads|.*(cache|debug|verbose|log|dir|path)).*"
+    r"(_|trace\.|test_configs\.|worker_|compile_threads|.*(cache|debug|verbose|log|dir|path|metadata)).*"
 )
 
 

@@ -25,6 +25,7 @@ def compile_ahead(task: Task) -> bool:
 
     It is then reported, and the bundle keeps its form.
     """
+    key = trace_key(task.model, task.config, task.device, task.examples)
     cut = cut_model(task)
     compiled = compile_pieces(task, cut, compiler_named(task.config.compiler))
     artifacts: list[Blobs] = []
@@ -37,7 +38,6 @@ def compile_ahead(task: Task) -> bool:
             store_artifact(task, cut, job, blobs)
         artifacts.append(blobs)
     plan = cut.plan(compiled.spans)
-    key = trace_key(task.model, task.config, task.device, task.examples)
     bundle = Bundle(plan, provenance(cut.trace, cut.config), artifacts)
     store_bundle(task.cache, key, bundle, task.model, task.device)
     return True

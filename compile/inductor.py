@@ -18,6 +18,8 @@ from torch.fx import Graph, GraphModule
 
 from ..events import Events
 from ..torch_compat import (
+    compiler_dispensable,
+    compiler_version,
     cpp_headers_ready,
     fresh_fake_mode,
     inductor_cache_directory,
@@ -27,17 +29,19 @@ from ..torch_compat import (
     inductor_options,
     inductor_serialize,
 )
-from .artifact import CODE, KERNEL, Blobs, PieceFn
+from .artifact import CODE, COMPILER, KERNEL, Blobs, PieceFn
 
 
 def compile_piece(
     graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
 ) -> tuple[PieceFn, Blobs]:
     """Compile `graph` for its symbolic `inputs`; the callable, and the artifact as named blobs."""
-    with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
+    with _scratch() as folder:
         with inductor_cache_directory(folder), inductor_options():
             artifact = inductor_compile(graph, inputs, dict(options))
             blobs = {CODE: inductor_serialize(artifact), **_kernels(Path(folder))}
+            if any(name.startswith(KERNEL) for name in blobs):
+                blobs[COMPILER] = compiler_version()
             return inductor_callable(artifact), blobs
 
 
@@ -46,7 +50,7 @@ def compile_uncached(
 ) -> tuple[PieceFn, Blobs]:
     """As `compile_piece` with every cache of torch's off, local and remote; nothing is kept."""
     uncached = {**options, "force_disable_caches": True}
-    with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
+    with _scratch() as folder:
         with inductor_cache_directory(folder), inductor_options():
             return inductor_callable(inductor_compile(graph, inputs, uncached)), {}
 
@@ -64,11 +68,18 @@ def first_use(device: torch.device, events: Events) -> None:
 
 def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
     """The callables of artifacts whose bytes have been verified; no compiler is run."""
-    with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
+    with _scratch() as folder:
         for blobs in artifacts:
             _lay_out(blobs, Path(folder))
-        with inductor_cache_directory(folder), inductor_options():
+        version = next((blobs[COMPILER] for blobs in artifacts if COMPILER in blobs), b"")
+        absent = compiler_dispensable(folder, version)
+        with inductor_cache_directory(folder), inductor_options(), absent:
             return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
+
+
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """For one compile or load; threads of Inductor's may still write to it at the end."""
+    return tempfile.TemporaryDirectory(prefix="piecegraph-", ignore_cleanup_errors=True)
 
 
 def _kernels(folder: Path) -> dict[str, bytes]:

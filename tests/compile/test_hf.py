@@ -60,11 +60,13 @@ def step(function, *args, query_lens, layers=None):
         return function(*args)
 
 
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_equals_its_own_attention(compiled, family):
+def test_family_equals_its_own_attention(compiled, family, compiler):
     own = make(FAMILIES[family](transformers))
     model = PackedModel(copy.deepcopy(own))
-    made = compiled(model, inputs=INPUTS, splitting_ops=(SPLITTING_OP,), max_num_tokens=256)
+    settings = {"inputs": INPUTS, "splitting_ops": (SPLITTING_OP,), "max_num_tokens": 256}
+    made = compiled(model, compiler=compiler, **settings)
     assert len(made.plan.piece_uses()) == 4
     assert len(made.plan.pieces) == 3
     for size in SIZES:

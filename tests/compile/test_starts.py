@@ -1,0 +1,192 @@
+"""Many starts on one cache: replicas, ranks, bundles that are demanded, caches that fail."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.cache import Cache
+from piecegraph.cache.directory import PrivateDirectory
+from piecegraph.errors import BundleMissing
+from piecegraph.events import Events
+
+from .starts import Start, start, use_text_compiler
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
+]
+
+PROCESSES = 16
+FORK = multiprocessing.get_context("fork")
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self, gain: float = 2.0) -> None:
+        super().__init__()
+        self.gain = gain
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(x) * self.gain + self.shift
+
+
+@pytest.fixture(autouse=True)
+def text_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_text_compiler(monkeypatch)
+    torch.set_num_threads(1)
+
+
+def is_right(made: Start, model: torch.nn.Module) -> bool:
+    x = torch.randn(5, 8)
+    return bool(torch.allclose(made(x), model(x)))
+
+
+def _replica(root: Path, gain: float, told: Any) -> None:
+    torch.set_num_threads(1)
+    model = Tiny(gain)
+    made = start(model, root)
+    told.put((made.hit, made.events.counters["text_compiles"], is_right(made, model)))
+
+
+def replicas(root: Path, gains: list[float]) -> list[tuple[bool, int, bool]]:
+    """What each of the processes told that started at once."""
+    told = FORK.Queue()
+    processes = [FORK.Process(target=_replica, args=(root, gain, told)) for gain in gains]
+    for process in processes:
+        process.start()
+    outcomes = [told.get(timeout=200) for _ in processes]
+    for process in processes:
+        process.join()
+    return outcomes
+
+
+@pytest.mark.slow
+def test_sixteen_replicas_on_an_empty_directory_compile_once(tmp_path: Path) -> None:
+    outcomes = replicas(tmp_path, [2.0] * PROCESSES)
+    assert [right for _, _, right in outcomes] == [True] * PROCESSES
+    assert sum(compiles for _, compiles, _ in outcomes) == 1
+    assert sum(hit for hit, _, _ in outcomes) == PROCESSES - 1
+
+
+@pytest.mark.slow
+def test_sixteen_different_models_at_once(tmp_path: Path) -> None:
+    outcomes = replicas(tmp_path, [float(gain) for gain in range(PROCESSES)])
+    assert [right for _, _, right in outcomes] == [True] * PROCESSES
+    assert sum(compiles for _, compiles, _ in outcomes) == PROCESSES
+
+
+def test_force_without_a_bundle_names_the_factor_that_differs(tmp_path: Path) -> None:
+    start(Tiny(), tmp_path)
+    assert start(Tiny(), tmp_path, bundle="force").hit
+    with pytest.raises(BundleMissing, match="config.max_num_tokens: 64 -> 65"):
+        start(Tiny(), tmp_path, bundle="force", max_num_tokens=65)
+    with pytest.raises(BundleMissing, match="absent"):
+        start(Tiny(), tmp_path / "empty", bundle="force")
+    with pytest.raises(BundleMissing, match="keeps no artifacts"):
+        start(Tiny(), tmp_path, bundle="force", compiler="eager")
+
+
+def others(*facts: dict[str, Any]) -> Callable[[str, Any], list[dict[str, Any]]]:
+    """An exchange with ranks that state what this one states, but for `facts`."""
+    return lambda topic, own: [dict(own), *({**own, **fact} for fact in facts)]
+
+
+def test_c3_vllm_57423_all_ranks_trace_if_one_has_no_bundle(tmp_path: Path) -> None:
+    start(Tiny(), tmp_path)
+    assert start(Tiny(), tmp_path, exchange=others({}, {})).hit
+    lacking = {"plan": None, "reason": "absent"}
+    made = start(Tiny(), tmp_path, exchange=others({}, lacking))
+    assert not made.hit
+    assert made.events.counters["dynamo_traces"] == 1
+    assert made.events.counters["text_compiles"] == 0
+    assert "rank 2 has none: absent" in str(made.events.named("bundle")[-1].facts)
+    with pytest.raises(BundleMissing, match="rank 1 has none"):
+        start(Tiny(), tmp_path, exchange=others(lacking), bundle="force")
+
+
+def test_c3_sglang_40320_ranks_with_other_keys_may_have_other_plans(tmp_path: Path) -> None:
+    start(Tiny(), tmp_path)
+    assert start(Tiny(), tmp_path, exchange=others({"key": "other", "plan": "other"})).hit
+    made = start(Tiny(), tmp_path, exchange=others({"plan": "other"}))
+    assert "another plan under the same key" in str(made.events.named("bundle")[-1].facts)
+
+
+DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {
+    "flip": lambda content, draw: content.__setitem__(
+        (at := draw.randrange(len(content))), content[at] ^ (1 << draw.randrange(8))
+    ),
+    "truncation": lambda content, draw: content.__delitem__(
+        slice(draw.randrange(len(content)), None)
+    ),
+    "swap": lambda content, draw: content.reverse(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_of_a_bundle_is_a_miss_and_never_a_wrong_result(damage: str, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    first = start(Tiny(), whole)
+    files = [path for path in whole.rglob("*") if path.is_file() and path.stat().st_size]
+    draw = random.Random(0)
+    for number in range(60):
+        path = draw.choice(files)
+        root = tmp_path / str(number)
+        shutil.copytree(whole, root)
+        victim = root / path.relative_to(whole)
+        content = bytearray(victim.read_bytes())
+        DAMAGES[damage](content, draw)
+        if bytes(content) == path.read_bytes():
+            continue
+        victim.chmod(0o600)
+        victim.write_bytes(content)
+        found = Cache(root, Events()).lookup("bundle", first.key)
+        assert getattr(found, "contents", None) in (None, _contents(whole, first))
+        shutil.rmtree(root)
+    shutil.copytree(whole, tmp_path / "last")
+    for path in (tmp_path / "last" / "blobs-v1").rglob("*"):
+        if path.is_file():
+            path.chmod(0o600)
+            path.write_bytes(b"damaged" + path.read_bytes())
+    made = start(Tiny(), tmp_path / "last")
+    assert not made.hit
+    assert "damaged" in made.reason
+    assert is_right(made, Tiny())
+
+
+def _contents(root: Path, made: Start) -> Any:
+    return getattr(Cache(root, Events()).lookup("bundle", made.key), "contents", "none")
+
+
+def test_code_that_does_not_load_is_a_miss(tmp_path: Path) -> None:
+    first = start(Tiny(), tmp_path)
+    cache = Cache(tmp_path, Events())
+    entry: Any = cache.lookup("bundle", first.key)
+    cache.publish("bundle", first.key, entry.meta, {**entry.contents, "a0.code": b"not code"})
+    made = start(Tiny(), tmp_path)
+    assert "it cannot be loaded: NameError" in made.reason
+    assert is_right(made, Tiny())
+
+
+def test_full_disk_and_vanished_directory_do_not_keep_a_process_from_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PrivateDirectory, "store", full)
+        made = start(Tiny(), tmp_path / "full")
+    assert is_right(made, Tiny())
+    assert made.events.named("cache.publish_failed")
+    start(Tiny(), tmp_path / "gone")
+    shutil.rmtree(tmp_path / "gone")
+    assert is_right(start(Tiny(), tmp_path / "gone"), Tiny())
