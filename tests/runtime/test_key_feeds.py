@@ -61,6 +61,7 @@ OTHER: dict[str, Any] = {
     "memory_limit": 0.5,
     "lazy_bytes": 3,
     "after_seal": "raise",
+    "padding": {"x": "repeat"},
     "graph_backend": "replay",
 }
 """A value of each setting that is not its default."""
