@@ -204,7 +204,8 @@ def fake_function(name: str) -> Callable[..., Any] | None:
 
     definition = OPDEFS.get(name)
     if definition is not None:
-        return definition._abstract_fn
+        registered: Callable[..., Any] | None = definition._abstract_fn
+        return registered
     kernel = singleton.find(name).fake_impl.kernel
     if kernel is None:
         return None

@@ -1,7 +1,8 @@
 """An artifact: the stored forms of one unique piece, as named blobs that have been verified.
 
 `code` with `kernel.*` and the `compiler` that made them is Inductor's standalone artifact (see
-`inductor`), ready soonest. `library` is an AOTInductor library (see `aoti`), which takes longer to build and loads in a millisecond.
+`inductor`), ready soonest. `library` is an AOTInductor library (see `aoti`), which takes longer to
+build and loads in a millisecond.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
 
 
 def _scratch() -> tempfile.TemporaryDirectory[str]:
-    """A directory for one compile or load; threads of Inductor's may still write to it at the end."""
+    """A directory for one compile or load; Inductor's threads may still write to it at the end."""
     return tempfile.TemporaryDirectory(prefix="piecegraph-", ignore_cleanup_errors=True)
 
 

@@ -129,7 +129,9 @@ def _sized(value: Any) -> str | None:
 
 
 def _spelled(module: str, path: Iterable[Any]) -> str:
-    return (module or "the model") + "".join(f"[{s[0]!r}]" if isinstance(s, list) else f".{s}" for s in path)
+    return (module or "the model") + "".join(
+        f"[{s[0]!r}]" if isinstance(s, list) else f".{s}" for s in path
+    )
 
 
 class _Locator:

@@ -102,14 +102,17 @@ def test_w29_cache_directories_are_put_back_also_after_an_error(
         monkeypatch.delenv(name, raising=False)
         if before is not None:
             monkeypatch.setenv(name, before)
-    with pytest.raises(ZeroDivisionError):
-        with torch_compat.inductor_cache_directory(str(tmp_path)):
-            from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
+    def fail_inside() -> None:
+        with torch_compat.inductor_cache_directory(str(tmp_path)):
             assert cache_dir() == str(tmp_path)
             assert triton_cache_dir(0).startswith(str(tmp_path))
             os.environ["TRITON_CACHE_DIR"] = "/set by torch"
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
     assert directories() == [before, before]
 
 

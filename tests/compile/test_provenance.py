@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
 ]
 
-HELPERS = '''
+HELPERS = """
 SCALE = 2.0
 FLAG = True
 TABLE = {"gain": 1.0, "unread": 5}
@@ -43,9 +43,9 @@ SETTINGS = Settings()
 def helper(x):
     CALLS
     return x * SCALE if FLAG else x
-'''
+"""
 
-MODEL = '''
+MODEL = """
 import torch
 import served_helpers
 from served_helpers import helper
@@ -69,7 +69,7 @@ class Served(torch.nn.Module):
         x = helper(self.act(self.linear(x))) + self.eps + self.settings.bias * self.factor
         x = x + LOCAL + served_helpers.SETTINGS.bias + served_helpers.TABLE["gain"]
         return x + self.shift[..., :8] + self.deep[0][0][0][0][0][0][0][0]
-'''
+"""
 
 
 class Checkout:

@@ -132,9 +132,7 @@ DAMAGES: dict[str, Callable[[bytearray, random.Random], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_of_a_bundle_is_a_miss_and_never_a_wrong_result(
-    damage: str, tmp_path: Path
-) -> None:
+def test_damage_of_a_bundle_is_a_miss_and_never_a_wrong_result(damage: str, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     first = start(Tiny(), whole)
     files = [path for path in whole.rglob("*") if path.is_file() and path.stat().st_size]
