@@ -1,0 +1,117 @@
+"""The cache a configuration describes: layers and whom to trust, limits, and doing without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph import Config, Events, prepare, why
+from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache.bundle_file import export_entries, import_entries
+from piecegraph.cache.signing import anybody
+from piecegraph.errors import InvalidSecret, UntrustedDirectory
+from piecegraph.runtime.open_cache import open_cache
+
+KEY = Key.of("trace", {"model": "m"})
+
+
+def filled(root: Path) -> Entry:
+    return Cache(root, Events()).publish("bundle", KEY, {}, {"plan.json": b"{}"})
+
+
+def found(**settings: Any) -> Any:
+    return open_cache(Config(**settings), Events()).lookup("bundle", KEY)
+
+
+def test_shared_directory_is_believed_as_it_says(tmp_path: Path) -> None:
+    entry = filled(tmp_path / "image")
+    at = str(tmp_path / "image")
+
+    def with_layer(number: int, **layer: Any) -> Any:
+        return found(cache_dir=tmp_path / str(number), cache_layers=({"at": at, **layer},))
+
+    assert with_layer(1, trust="anybody").layer == f"shared:{at}"
+    assert with_layer(2, trust="pinned", digests=(entry.digest,)).digest == entry.digest
+    assert with_layer(3, trust="pinned", digests=("0" * 64,)).reason == "untrusted"
+
+
+def test_signed_layer_needs_a_key_and_a_signature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path / "image")
+    settings = {"cache_dir": tmp_path / "own", "cache_layers": (str(tmp_path / "image"),)}
+    with pytest.raises(InvalidSecret, match="there is no key"):
+        found(**settings)
+    monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY", "a secret of enough bytes")
+    assert found(**settings).reason == "untrusted"
+
+
+def test_url_is_written_back_signed_and_read_by_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY", "a secret of enough bytes")
+    url = f"file://{tmp_path}/bucket"
+    writer = Config(cache_dir=tmp_path / "one", cache_layers=({"at": url, "write_back": True},))
+    open_cache(writer, Events()).publish("bundle", KEY, {}, {"plan.json": b"{}"})
+    assert found(cache_dir=tmp_path / "two", cache_layers=(url,)).layer == f"remote:{url}"
+
+
+def test_directory_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    events = Events()
+    cache = open_cache(Config(cache_dir=tmp_path / "file" / "cache"), events)
+    assert cache.private is None
+    assert "Choose another directory" in events.named("cache.unusable")[0].facts["reason"]
+
+
+def test_directory_open_to_others_is_refused_with_the_command_that_mends_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(UntrustedDirectory, match="chmod 700"):
+        open_cache(Config(cache_dir=tmp_path / "open"), Events())
+
+
+class Doubling(torch.nn.Module):
+    def __init__(self, gain: int = 2) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+SETTINGS: dict[str, Any] = {"inputs": {"x": "float32[num_tokens, 8]"}, "max_num_tokens": 32}
+
+
+def test_why_of_a_cache_without_entries(tmp_path: Path) -> None:
+    answer = why(Doubling(), Config(cache_dir=tmp_path, **SETTINGS))
+    assert (answer.reason, answer.nearest) == ("absent", ())
+    assert why(Doubling(), Config(cache=False, **SETTINGS)).reason == "disabled"
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning")
+def test_why_and_shipping_of_one_bundle(tmp_path: Path) -> None:
+    config = Config(cache_dir=tmp_path / "built", graph_mode="NONE", **SETTINGS)
+    prepare(Doubling(), config).close()
+    assert why(Doubling(), config).reason is None
+    other = why(Doubling(), config.changed(max_num_tokens=33))
+    names = [difference.name for difference in other.nearest[0].differences]
+    assert names == ["config.max_num_tokens"]
+    assert "config.max_num_tokens: 32 -> 33" in str(other)
+
+    entry = Cache(tmp_path / "built", Events()).lookup("bundle", why(Doubling(), config).key)
+    assert isinstance(entry, Entry)
+    export_entries([entry], tmp_path / "one.file")
+    shipped = Cache(tmp_path / "shipped", Events())
+    for imported in import_entries(tmp_path / "one.file", anybody):
+        shipped.store(imported)
+    served = prepare(Doubling(), config.changed(cache_dir=tmp_path / "shipped", bundle="force"))
+    assert served.compiled.from_bundle
