@@ -62,6 +62,7 @@ OTHER: dict[str, Any] = {
     "lazy_bytes": 3,
     "after_seal": "raise",
     "padding": {"x": "repeat"},
+    "broken_guard": "eager",
     "graph_backend": "replay",
 }
 """A value of each setting that is not its default."""
