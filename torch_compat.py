@@ -243,10 +243,10 @@ def inductor_cache_directory(path: str) -> Iterator[None]:
     and in-memory tables that name files under `path` are cleared.
     """
     with cache_variables_kept():
-        from torch._inductor.utils import clear_caches
-
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = path
         os.environ.pop("TRITON_CACHE_DIR", None)
+        from torch._inductor.utils import clear_caches  # which makes the directory
+
         try:
             clear_caches()
             yield
