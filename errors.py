@@ -175,11 +175,6 @@ class BundleMissing(CacheError):
     todo = "Ship the bundle that was built from this model and these settings; see docs/cache.md."
 
 
-class ForbiddenPickle(CacheError):
-    what = "stored data names {name}, which an artifact has no need of; nothing was executed"
-    todo = "Remove the entry: it was not written by piecegraph, or by another version of it."
-
-
 # compile
 
 

@@ -18,14 +18,13 @@ from ..errors import LibraryDisagrees, LibraryNotGeneral
 from ..torch_compat import (
     AheadCompiled,
     aoti_compile,
-    aoti_load,
     fresh_fake_mode,
     inductor_cache_directory,
     inductor_options,
 )
 from .agreement import disagreement
-from .artifact import PieceFn
 from .guards import Ranges, prove
+from .library import load_library
 from .range_ends import corners
 
 
@@ -49,20 +48,6 @@ def build_library(
             if fault := disagreement(library, graph, sizes):
                 raise LibraryDisagrees(fault=fault, sizes=dict(sizes))
         return Path(compiled.path).read_bytes()
-
-
-def load_library(path: Path, sizes: tuple[int, ...], device: torch.device) -> PieceFn:
-    """The library in file `path` as a piece; `sizes` are the positions of sizes in its inputs."""
-    run: PieceFn = aoti_load(str(path), device)
-    if not sizes:
-        return run
-
-    def run_with_sizes(args: list[Any]) -> Any:
-        for position in sizes:
-            args[position] = torch.empty((args[position], 0))
-        return run(args)
-
-    return run_with_sizes
 
 
 def _sizes_as_tensors(graph: GraphModule) -> GraphModule:

@@ -15,9 +15,10 @@ from .artifact import LIBRARY, Blobs
 from .bundle import Bundle, store_bundle
 from .compile_pieces import Job, compile_pieces, compiler_options, store_artifact
 from .compilers import compiler_named
-from .cut import Cut, Task, cut_model
+from .cut import Cut, cut_model
 from .factors import trace_key
 from .provenance import provenance
+from .task import Task
 
 
 def compile_ahead(task: Task) -> bool:

@@ -7,23 +7,14 @@ compiled. What was compiled is stored at once, piece by piece, so an interrupted
 
 from __future__ import annotations
 
-import logging
-
 from ..cache import Key
 from ..errors import BundleMissing
-from .bundle import Bundle, store_bundle
-from .compile_pieces import compile_pieces
-from .compiled_model import CompiledModel, bind
+from .compiled_model import CompiledModel
 from .compilers import Compiler, compiler_named
 from .config import BundleUse
-from .cut import Task, cut_model
-from .dump import dump_plan
 from .factors import trace_key
 from .inductor import compile_uncached
-from .piece_graph import picture
-from .provenance import provenance
-from .readable import readable
-from .tell import tell_plan
+from .task import Task
 from .uncompiled import uncompiled_model
 from .unpacked import unpacked_inductor
 from .warm_start import Found, agreed, warm_start
@@ -73,17 +64,6 @@ def _compiler(task: Task) -> Compiler:
 
 
 def _cold(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel:
-    cut = cut_model(task)
-    compiled = compile_pieces(task, cut, compiler)
-    plan = cut.plan(compiled.spans)
-    drawn = picture(plan)
-    task.events.detail("piece_graph", lambda: drawn)
-    tell_plan(plan, task.events)
-    if (directory := task.config.dump_dir) is not None:
-        dump_plan(plan, directory)
-        (directory / "graph.py").write_text(readable(cut.trace.graph))
-    if key is not None:
-        with task.events.span("cache.store", level=logging.INFO):
-            bundle = Bundle(plan, provenance(cut.trace, cut.config), compiled.artifacts)
-            store_bundle(task.cache, key, bundle, task.model, task.device)
-    return bind(plan, compiled.pieces, task.model, from_bundle=False)
+    from .cold_start import cold_start  # imports what a warm start has no use for
+
+    return cold_start(task, compiler, key)

@@ -22,11 +22,12 @@ from .agreement import concrete_inputs, disagreement
 from .artifact import CODE, Blobs, PieceFn, kernels
 from .compilers import Compiler
 from .config import TOKENS
-from .cut import Cut, Task, UniquePiece
+from .cut import Cut, UniquePiece
 from .factors import codegen_key
 from .passes.graph_pass import GraphPass, inductor_passes, passes_for
 from .plan import CompiledSpan
 from .spans import Span, spans
+from .task import Task
 from .tell import tell_lookup
 
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from ..cache import Cache
 from ..events import Events, trace_artifact
 from .config import CompileConfig
-from .examples import ExampleArguments
 from .fingerprint import fingerprint
 from .guards import GuardBook
 from .pieces import Piece, is_size, lift
@@ -22,24 +17,8 @@ from .planning import Planner, base_symbols
 from .readable import readable
 from .sound_trace import sound_trace
 from .split import is_splitting, split
+from .task import Task
 from .trace import Trace
-
-
-@dataclass(frozen=True)
-class Task:
-    """A model to compile, and with what.
-
-    `examples` are (args, kwargs) to trace with, if given. `exchange(topic, facts)` gives the facts
-    of every rank, by rank, where several must start alike.
-    """
-
-    model: torch.nn.Module
-    config: CompileConfig
-    cache: Cache
-    events: Events
-    device: torch.device
-    examples: ExampleArguments | None = None
-    exchange: Callable[[str, Mapping[str, Any]], list[dict[str, Any]]] | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -38,7 +37,7 @@ class _Writer:
     def __init__(self, root: torch.nn.Module) -> None:
         self._root = root
         self._numbers: dict[Node, int] = {}
-        self._symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+        self._symbols: dict[Any, Any] = {}
         self._storages: dict[int, int] = {}
         self._ops: dict[str, Callable[..., Any]] = {}
 
@@ -137,6 +136,8 @@ class _Writer:
         return self._renamed(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
 
     def _renamed(self, expression: Any) -> str:
+        import sympy  # a warm start, which asks for sources of ops only, goes without
+
         if not isinstance(expression, sympy.Basic):
             return str(expression)
         for symbol in sorted(expression.free_symbols, key=str):

@@ -14,7 +14,8 @@ from ..events import Events
 from ..torch_compat import reasoning_about_sizes
 from .compilers import compiler_named
 from .config import CompileConfig
-from .cut import Task, cut_model
+from .cut import cut_model
+from .task import Task
 
 
 @dataclass(frozen=True)

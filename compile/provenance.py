@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
@@ -24,7 +24,9 @@ from .factors import source_digest
 from .fingerprint import op_form, op_source
 from .reads import changed_read
 from .split import is_splitting
-from .trace import Trace
+
+if TYPE_CHECKING:
+    from .trace import Trace
 
 
 def provenance(trace: Trace, config: CompileConfig) -> dict[str, Json]:

@@ -14,7 +14,8 @@ from .artifact import LIBRARY, PieceFn, kernels
 from .bundle import PLAN, BadBundle, Bundle, read_bundle
 from .compiled_model import CompiledModel, bind
 from .compilers import Compiler
-from .cut import Task
+from .library import load_library
+from .task import Task
 from .tell import tell_lookup, tell_plan
 
 SHOWN = 3
@@ -81,8 +82,6 @@ def _load(task: Task, compiler: Compiler, entry: Entry, bundle: Bundle) -> list[
     if not all(LIBRARY in blobs for blobs in bundle.artifacts):
         assert compiler.load is not None
         return compiler.load(bundle.artifacts)
-    from .aoti import load_library
-
     sizes = bundle.plan.sizes_of_artifacts()
     return [
         load_library(task.cache.path(entry, f"a{index}.{LIBRARY}"), sizes[index], task.device)

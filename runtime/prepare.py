@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ..compile.compile_model import compile_model
-from ..compile.cut import Task
 from ..compile.examples import ExampleArguments
+from ..compile.task import Task
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,

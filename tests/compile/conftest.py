@@ -15,7 +15,7 @@ from piecegraph.cache import Cache
 from piecegraph.compile.compile_model import compile_model
 from piecegraph.compile.compiled_model import CompiledModel
 from piecegraph.compile.config import CompileConfig
-from piecegraph.compile.cut import Task
+from piecegraph.compile.task import Task
 from piecegraph.events import Events
 from piecegraph.runtime.binding import binder, packer
 

@@ -24,8 +24,8 @@ from piecegraph.compile.compile_model import compile_model
 from piecegraph.compile.compiled_model import CompiledModel
 from piecegraph.compile.compilers import Compiler
 from piecegraph.compile.config import CompileConfig
-from piecegraph.compile.cut import Task
 from piecegraph.compile.factors import trace_key
+from piecegraph.compile.task import Task
 from piecegraph.events import Events
 
 CPU = torch.device("cpu")

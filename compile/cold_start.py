@@ -1,0 +1,38 @@
+"""A start without a bundle: cut the model, compile what no earlier process did, keep all of it.
+
+Only a cold start imports this, and with it sympy, networkx and all that tracing needs.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ..cache import Key
+from .bundle import Bundle, store_bundle
+from .compile_pieces import compile_pieces
+from .compiled_model import CompiledModel, bind
+from .compilers import Compiler
+from .cut import cut_model
+from .dump import dump_plan
+from .piece_graph import picture
+from .provenance import provenance
+from .readable import readable
+from .task import Task
+from .tell import tell_plan
+
+
+def cold_start(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel:
+    cut = cut_model(task)
+    compiled = compile_pieces(task, cut, compiler)
+    plan = cut.plan(compiled.spans)
+    drawn = picture(plan)
+    task.events.detail("piece_graph", lambda: drawn)
+    tell_plan(plan, task.events)
+    if (directory := task.config.dump_dir) is not None:
+        dump_plan(plan, directory)
+        (directory / "graph.py").write_text(readable(cut.trace.graph))
+    if key is not None:
+        with task.events.span("cache.store", level=logging.INFO):
+            bundle = Bundle(plan, provenance(cut.trace, cut.config), compiled.artifacts)
+            store_bundle(task.cache, key, bundle, task.model, task.device)
+    return bind(plan, compiled.pieces, task.model, from_bundle=False)
