@@ -1,6 +1,7 @@
 """One start in a process of its own: `start_once.py CACHE '{"layers": 4, …}'`, told as JSON.
 
-`ahead` builds libraries afterwards; other options are settings of `Config`.
+`ahead` builds libraries afterwards, `rank` is (rank, size, file to meet at) of a start among
+several; other options are settings of `Config`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from small_model import Small
 
 from piecegraph import Batch, Config, Events, PiecegraphError, compile_ahead, prepare
+from piecegraph.runtime.ranks import Ranks
 
 SIZES = (1, 3, 17, 64)
 
@@ -22,6 +24,7 @@ SIZES = (1, 3, 17, 64)
 def main(cache: str, options: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     ahead, layers = options.pop("ahead", False), options.pop("layers")
+    ranks = _joined(*options.pop("rank")) if "rank" in options else None
     model = Small(layers).eval()
     settings = {
         "inputs": {"x": "float32[num_tokens, 16]"},
@@ -33,11 +36,11 @@ def main(cache: str, options: dict[str, Any]) -> dict[str, Any]:
     }
     events = Events()
     try:
-        prepared = prepare(model, Config(**settings), events=events)
+        prepared = prepare(model, Config(**settings), events=events, ranks=ranks)
     except PiecegraphError as error:
         return {"error": type(error).__name__, "message": str(error)}
     loaded = [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
-    facts = events.named("bundle")[0].facts
+    facts = events.named("bundle")[-1].facts
     if ahead:
         compile_ahead(model, Config(**settings))
     return {
@@ -50,6 +53,13 @@ def main(cache: str, options: dict[str, Any]) -> dict[str, Any]:
         "milliseconds": {span.name: span.seconds * 1e3 for span in events.spans},
         "variables": {n: v for n, v in os.environ.items() if n.endswith("CACHE_DIR")},
     }
+
+
+def _joined(rank: int, size: int, meeting: str) -> Ranks:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size
+    )
+    return Ranks(timeout_s=60)
 
 
 def _difference(prepared: Any, model: torch.nn.Module, size: int) -> float:
