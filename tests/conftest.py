@@ -1,0 +1,18 @@
+"""For all rooms: what earlier tests left on the heap does not slow the collections of later ones.
+
+A capture session collects garbage, and with all of torch's compilers loaded that takes a second.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def young_heap() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    yield
