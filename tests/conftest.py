@@ -6,13 +6,11 @@ A capture session collects garbage, and with all of torch's compilers loaded tha
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def young_heap() -> Iterator[None]:
+def young_heap() -> None:
     gc.collect()
     gc.freeze()
-    yield
