@@ -43,7 +43,8 @@ class GraphMemory:
         """Expected bytes of one more graph; 0 where nothing was probed."""
         if self.forecast is None or mode not in self.forecast.modes:
             return 0
-        return self.forecast.growth(mode, num_tokens, first=mode not in self.by_mode)
+        first = mode not in self.by_mode
+        return self.forecast.growth(mode, num_tokens, first=first, used=self.used)
 
     def admits(self, mode: RuntimeMode, num_tokens: int) -> bool:
         """Whether one more graph is expected to keep the limit."""

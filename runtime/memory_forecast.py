@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..dispatch import DispatchPlan, RuntimeMode
@@ -26,12 +26,14 @@ RecordSlot = Callable[[int, CaptureSession], Recording]
 @dataclass(frozen=True, slots=True)
 class ModeForecast:
     """Bytes of one mode: `opening` for the `largest` size, `base` + `per_token` · size for each
-    further one."""
+    further one. The opening was measured on top of what other modes had taken, `beneath`, which it
+    could use again."""
 
     largest: int
     opening: int
     base: float = 0.0
     per_token: float = 0.0
+    beneath: int = 0
 
     def growth(self, num_tokens: int) -> int:
         """Bytes that a size adds when a larger one is there."""
@@ -42,6 +44,14 @@ class ModeForecast:
         shrinking = max(0.0, self.opening - self.base) * num_tokens / self.largest
         return max(self.growth(num_tokens), math.ceil(self.base + shrinking))
 
+    def opens_on(self, num_tokens: int, used: int) -> int:
+        """The most bytes a size that is the first adds to a pool of `used` bytes.
+
+        Where less was captured before it than in the probe, it finds less to use again.
+        """
+        alone = math.ceil((self.opening + self.beneath) * num_tokens / self.largest)
+        return max(self.opens_with(num_tokens), alone - used)
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
@@ -49,19 +59,20 @@ class Forecast:
 
     modes: Mapping[RuntimeMode, ModeForecast]
 
-    def growth(self, mode: RuntimeMode, num_tokens: int, *, first: bool) -> int:
-        """Bytes of one more graph; `first` if the mode has none yet."""
+    def growth(self, mode: RuntimeMode, num_tokens: int, *, first: bool, used: int) -> int:
+        """Bytes of one more graph in a pool of `used` bytes; `first` if the mode has none yet."""
         of_mode = self.modes[mode]
-        return of_mode.opens_with(num_tokens) if first else of_mode.growth(num_tokens)
+        return of_mode.opens_on(num_tokens, used) if first else of_mode.growth(num_tokens)
 
     def total(self, mode: RuntimeMode, sizes: Iterable[int]) -> int:
         """Bytes of all `sizes` of a mode, captured largest first."""
+        of_mode = self.modes[mode]
         ordered = sorted(sizes, reverse=True)
-        return sum(self.growth(mode, n, first=i == 0) for i, n in enumerate(ordered))
+        return sum(map(of_mode.opens_with, ordered[:1])) + sum(map(of_mode.growth, ordered[1:]))
 
     def as_json(self) -> dict[str, Any]:
         return {
-            mode.name: [of.largest, of.opening, of.base, of.per_token]
+            mode.name: [of.largest, of.opening, of.base, of.per_token, of.beneath]
             for mode, of in self.modes.items()
         }
 
@@ -97,10 +108,11 @@ def forecast_memory(
     with events.span("forecast"):
         with capture_session(backend, pool, events) as session:
             for mode, candidates in by_mode.items():
+                beneath = sum(recording.bytes for recording in recordings)
                 measured = _probe(candidates, record, session, recordings, failed)
                 sizes = [(plan.entries[slot].descriptor.num_tokens, n) for slot, n in measured]
                 if sizes:
-                    modes[mode] = fit(sizes)
+                    modes[mode] = replace(fit(sizes), beneath=beneath)
         for recording in recordings:
             recording.release()
         backend.prepare()

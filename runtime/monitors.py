@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from ..errors import WorkAfterSeal
@@ -179,12 +180,13 @@ def _shape(context: ForwardContext) -> str:
 
 def _frames() -> list[traceback.FrameSummary]:
     """The caller's frames, those of torch, of logging and of this package left out."""
-    package = __name__.rsplit(".", 2)[0].replace(".", "/") + "/"
-    skipped = ("/torch/", "/logging/", "/triton/", f"/{package}runtime/", f"/{package}compile/")
+    package = Path(__file__).parents[1]
+    ours = tuple(f"{package}/{part}" for part in ("runtime/", "compile/", "events.py"))
+    others = ("/torch/", "/logging/", "/triton/")
     return [
         frame
         for frame in traceback.extract_stack()
-        if not any(part in frame.filename for part in (*skipped, f"/{package}events.py"))
+        if not frame.filename.startswith(ours) and not any(o in frame.filename for o in others)
     ]
 
 
