@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow  # processes, and time-outs that are waited for
+
 LAUNCHER = Path(__file__).with_name("rank_launcher.py")
 
 
