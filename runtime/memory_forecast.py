@@ -44,13 +44,9 @@ class ModeForecast:
         shrinking = max(0.0, self.opening - self.base) * num_tokens / self.largest
         return max(self.growth(num_tokens), math.ceil(self.base + shrinking))
 
-    def opens_on(self, num_tokens: int, used: int) -> int:
-        """The most bytes a size that is the first adds to a pool of `used` bytes.
-
-        Where less was captured before it than in the probe, it finds less to use again.
-        """
-        alone = math.ceil((self.opening + self.beneath) * num_tokens / self.largest)
-        return max(self.opens_with(num_tokens), alone - used)
+    def alone(self, num_tokens: int) -> int:
+        """The most bytes that a size needs where it finds nothing to use again."""
+        return math.ceil((self.opening + self.beneath) * num_tokens / self.largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +56,13 @@ class Forecast:
     modes: Mapping[RuntimeMode, ModeForecast]
 
     def growth(self, mode: RuntimeMode, num_tokens: int, *, first: bool, used: int) -> int:
-        """Bytes of one more graph in a pool of `used` bytes; `first` if the mode has none yet."""
+        """Bytes of one more graph in a pool of `used` bytes; `first` if the mode has none yet.
+
+        Where less was captured before it than in the probe, it finds less to use again.
+        """
         of_mode = self.modes[mode]
-        return of_mode.opens_on(num_tokens, used) if first else of_mode.growth(num_tokens)
+        probed = of_mode.opens_with(num_tokens) if first else of_mode.growth(num_tokens)
+        return max(probed, of_mode.alone(num_tokens) - used)
 
     def total(self, mode: RuntimeMode, sizes: Iterable[int]) -> int:
         """Bytes of all `sizes` of a mode, captured largest first."""
