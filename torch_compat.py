@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -358,17 +359,67 @@ def cpp_headers_ready() -> bool:
 
 def inductor_compile(
     graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]
-) -> Any:
-    """Inductor's standalone artifact of `graph`, symbolic where its fake inputs are."""
+) -> tuple[Any, Callable[[], list[Path]]]:
+    """Inductor's standalone artifact of `graph`, symbolic where its fake inputs are.
+
+    Its C++ kernels are still being compiled. The function that comes with it waits for them and
+    returns their libraries; until then the artifact must not be called.
+    """
     from torch._inductor import standalone_compile
 
-    return standalone_compile(
-        graph,
-        inputs,
-        dynamic_shapes="from_graph",
-        options={"config_patches": options},
-        aot=True,
-    )
+    with _kernels_in_background() as modules:
+        artifact = standalone_compile(
+            graph,
+            inputs,
+            dynamic_shapes="from_graph",
+            options={"config_patches": options},
+            aot=True,
+        )
+    return artifact, lambda: [path for module in modules for path in _kernels_of(module)]
+
+
+@contextmanager
+def _kernels_in_background() -> Iterator[list[dict[str, Any]]]:
+    """Do not wait for C++ kernels when generated code is loaded; yields its namespaces.
+
+    Generated code ends with `async_compile.wait(globals())`, which replaces each kernel that is
+    being compiled by its function. Nothing calls one before the code is called.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import LambdaFuture
+
+    namespaces: list[dict[str, Any]] = []
+    original = AsyncCompile.wait
+
+    def wait(self: Any, namespace: dict[str, Any]) -> None:
+        others = {
+            name: value
+            for name, value in namespace.items()
+            if not isinstance(value, LambdaFuture) or value.future is not None
+        }
+        original(self, others)
+        namespace.update(others)
+        namespaces.append(namespace)
+
+    AsyncCompile.wait = wait  # type: ignore[assignment,method-assign]
+    try:
+        yield namespaces
+    finally:
+        AsyncCompile.wait = original  # type: ignore[method-assign]
+
+
+def _kernels_of(namespace: dict[str, Any]) -> Iterator[Path]:
+    """Wait for the C++ kernels of generated code; their libraries."""
+    from torch._inductor.codecache import LambdaFuture
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    for name, value in list(namespace.items()):
+        if isinstance(value, LambdaFuture):
+            namespace[name] = value = value.result()
+        module = getattr(value, "__self__", None)
+        library = Path(getattr(module, "__file__", None) or "")
+        if isinstance(value, BuiltinFunctionType) and library.is_relative_to(cache_dir()):
+            yield library
 
 
 def inductor_unpack(
@@ -426,15 +477,35 @@ def post_grad_pass(run: Callable[[torch.fx.Graph], None], uuid: Any) -> Any:
 
 
 @contextmanager
-def inductor_options() -> Iterator[None]:
+def inductor_options(probes: Path) -> Iterator[None]:
     """Options of every compile and load of ours.
 
-    `cpp.vec_isa_ok` trusts the CPU's own flags instead of building six probe libraries (8 s).
+    `cpp.vec_isa_ok` trusts the CPU's own flags instead of building six libraries (8 s) that probe
+    the compiler. For AMX it builds them all the same (1 s): they are kept in `probes`.
     """
     import torch._inductor.config as inductor_config
+    from torch._inductor.cpu_vec_isa import VecISA
 
-    with inductor_config.patch({"cpp.vec_isa_ok": True}):
-        yield
+    original = VecISA.check_build
+
+    def check_build(isa: Any, code: str) -> bool:
+        with cache_variables_kept():
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(probes)
+            return original(isa, code)
+
+    VecISA.check_build = check_build  # type: ignore[assignment,method-assign]
+    try:
+        with inductor_config.patch({"cpp.vec_isa_ok": True}):
+            yield
+    finally:
+        VecISA.check_build = original  # type: ignore[method-assign]
+
+
+def machine_probes() -> Path:
+    """Where this machine's probes of the C++ compiler are kept: beside torch's compiled headers."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return Path(default_cache_dir(), "isa_probes")
 
 
 @dataclass(frozen=True)

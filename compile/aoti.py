@@ -6,7 +6,6 @@ tensor. A library is kept only if it agrees with the piece it was made from.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,11 @@ from ..torch_compat import (
     fresh_fake_mode,
     inductor_cache_directory,
     inductor_options,
+    machine_probes,
 )
 from .agreement import disagreement
 from .guards import Ranges, prove
+from .inductor import scratch
 from .library import load_library
 from .range_ends import corners
 
@@ -39,8 +40,8 @@ def build_library(
     """
     carried = _sizes_as_tensors(graph)
     inputs, dynamic = _example_tensors(carried, limits)
-    with tempfile.TemporaryDirectory(prefix="piecegraph-") as folder:
-        with inductor_cache_directory(folder), inductor_options():
+    with scratch() as folder:
+        with inductor_cache_directory(folder), inductor_options(machine_probes()):
             compiled = aoti_compile(carried, inputs, dynamic, dict(options))
         _check_general(compiled)
         library = load_library(Path(compiled.path), size_positions(graph), device)

@@ -1,8 +1,8 @@
 """An artifact: the stored forms of one unique piece, as named blobs that have been verified.
 
-`code` with `kernel.*` and the `compiler` that made them is Inductor's standalone artifact (see
-`inductor`), ready soonest. `library` is an AOTInductor library (see `aoti`), which takes longer to
-build and loads in a millisecond.
+`code` with `kernel.*`, the `compiler` that made them and `probe.*` that it was asked with is
+Inductor's standalone artifact (see `inductor`), ready soonest. `library` is an AOTInductor library
+(see `aoti`), which takes longer to build and loads in a millisecond.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ PieceFn = Callable[[list[Any]], Any]
 
 Blobs = Mapping[str, bytes]
 
+Finish = Callable[[], tuple[PieceFn, Blobs]]
+"""Waits for what is still being compiled of a piece; its callable, and the artifact to keep."""
+
 CODE = "code"
 KERNEL = "kernel."
+PROBE = "probe."
 COMPILER = "compiler"
 LIBRARY = "library"
 

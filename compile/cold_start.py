@@ -5,7 +5,10 @@ Only a cold start imports this, and with it sympy, networkx and all that tracing
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..cache import Key
 from .bundle import Bundle, store_bundle
@@ -21,9 +24,22 @@ from .task import Task
 from .tell import tell_plan
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Keep Python from looking for cyclic garbage: a tenth of a cold start goes into it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def cold_start(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel:
-    cut = cut_model(task)
-    compiled = compile_pieces(task, cut, compiler)
+    with without_collections():
+        cut = cut_model(task)
+        compiled = compile_pieces(task, cut, compiler)
     plan = cut.plan(compiled.spans)
     drawn = picture(plan)
     task.events.detail("piece_graph", lambda: drawn)
@@ -33,6 +49,7 @@ def cold_start(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel
         (directory / "graph.py").write_text(readable(cut.trace.graph))
     if key is not None:
         with task.events.span("cache.store", level=logging.INFO):
-            bundle = Bundle(plan, provenance(cut.trace, cut.config), compiled.artifacts)
+            artifacts = [made.blobs for made in compiled.made]
+            bundle = Bundle(plan, provenance(cut.trace, cut.config), artifacts)
             store_bundle(task.cache, key, bundle, task.model, task.device)
-    return bind(plan, compiled.pieces, task.model, from_bundle=False)
+    return bind(plan, [made.fn for made in compiled.made], task.model, from_bundle=False)

@@ -8,6 +8,7 @@ Dynamo nor Inductor. The model is traced again; its artifacts come from the cach
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from ..torch_compat import reasoning_about_sizes
 from .aoti import build_library
@@ -30,14 +31,14 @@ def compile_ahead(task: Task) -> bool:
     cut = cut_model(task)
     compiled = compile_pieces(task, cut, compiler_named(task.config.compiler))
     artifacts: list[Blobs] = []
-    for job, blobs in zip(compiled.jobs, compiled.artifacts, strict=True):
-        if LIBRARY not in blobs:
+    for job, made in zip(compiled.jobs, compiled.made, strict=True):
+        if LIBRARY not in made.blobs:
             library = _library(task, cut, job)
             if library is None:
                 return False
-            blobs = {**blobs, LIBRARY: library}
-            store_artifact(task, cut, job, blobs)
-        artifacts.append(blobs)
+            made = replace(made, blobs={**made.blobs, LIBRARY: library})
+            store_artifact(task, cut, job, made)
+        artifacts.append(made.blobs)
     plan = cut.plan(compiled.spans)
     bundle = Bundle(plan, provenance(cut.trace, cut.config), artifacts)
     store_bundle(task.cache, key, bundle, task.model, task.device)

@@ -13,7 +13,7 @@ from .compiled_model import CompiledModel
 from .compilers import Compiler, compiler_named
 from .config import BundleUse
 from .factors import trace_key
-from .inductor import compile_uncached
+from .inductor import compile_uncached, compiling
 from .task import Task
 from .uncompiled import uncompiled_model
 from .unpacked import unpacked_inductor
@@ -59,7 +59,7 @@ def _compiler(task: Task) -> Compiler:
     if config.dump_dir is not None:
         return unpacked_inductor(config.dump_dir, task.events)
     if not task.cache.enabled:
-        return Compiler("inductor", compile_uncached)
+        return Compiler("inductor", compile_uncached, session=compiling)
     return compiler_named("inductor")
 
 

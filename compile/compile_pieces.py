@@ -1,15 +1,18 @@
 """Compile unique pieces, each for every span that needs code of its own.
 
-Jobs run one after the other: torch's standalone compile is not thread-safe, and spawned workers
-were slower on two cores. Results come in the order of the pieces, and the first error ends it.
+Code is generated for one after the other: torch's standalone compile is not thread-safe, and
+spawned workers were slower on two cores. But while the kernels of one are still being compiled, the
+next is generated. Results come in the order of the pieces, and the first error ends it; what was
+begun before is kept.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -39,91 +42,110 @@ class Job:
     span: Span
     passes: tuple[GraphPass, ...]
     size: int | None
+    key: Key
+
+
+@dataclass(frozen=True)
+class Made:
+    """What came of a job. It may be stored if all guards are `proved` for the served ranges."""
+
+    fn: PieceFn
+    blobs: Blobs
+    proved: bool
+    seconds: float
+    """What compiling took, now or when it was stored."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Jobs with their callables and blobs, and which of them serve each span."""
+    """Jobs, what came of each, and which of them serve each span."""
 
     jobs: list[Job]
-    pieces: list[PieceFn]
-    artifacts: list[Blobs]
+    made: list[Made]
     spans: list[CompiledSpan]
 
 
 def compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> Compiled:
     """Load or compile every job. Raises PieceFailed and the errors of guards."""
-    done = Compiled([], [], [], [])
-    numbers: dict[Any, int] = {}
     with task.events.span("compile", level=logging.INFO, pieces=len(cut.unique)):
         for unique in cut.unique:
             cut.guards.check_ends(unique.piece.module(cut.trace.graph), f"piece {unique.index}")
-        for span in spans(cut.config):
-            used = []
-            for job in _jobs(cut, span):
-                identity = (job.unique.index, job.size, tuple(each.name for each in job.passes))
-                if identity not in numbers:
-                    numbers[identity] = len(done.jobs)
-                    fn, blobs = _obtain(task, cut, job, compiler)
-                    done.jobs.append(job)
-                    done.pieces.append(fn)
-                    done.artifacts.append(blobs)
-                used.append(numbers[identity])
-            done.spans.append(CompiledSpan(low=span.low, high=span.high, artifacts=tuple(used)))
-    return done
+        jobs, served = _schedule(task, cut)
+        made = {number: _stored(task, cut, job, compiler) for number, job in enumerate(jobs)}
+        missing = [number for number, stored in made.items() if stored is None]
+        if missing and compiler.first_use is not None:
+            compiler.first_use(task.device, task.events)
+        with compiler.session() if missing else nullcontext():
+            begins = (partial(_begin, task, cut, jobs[number], compiler) for number in missing)
+            made.update(zip(missing, _overlapped(begins), strict=True))
+    return Compiled(jobs, [each for each in made.values() if each is not None], served)
 
 
-def _jobs(cut: Cut, span: Span) -> Iterator[Job]:
+def _schedule(task: Task, cut: Cut) -> tuple[list[Job], list[CompiledSpan]]:
+    """The distinct jobs, and which of them serve each span."""
+    jobs: list[Job] = []
+    numbers: dict[Any, int] = {}
+    served = []
+    for span in spans(cut.config):
+        used = []
+        for job in _jobs(task, cut, span):
+            identity = (job.unique.index, job.size, tuple(each.name for each in job.passes))
+            if identity not in numbers:
+                numbers[identity] = len(jobs)
+                jobs.append(job)
+            used.append(numbers[identity])
+        served.append(CompiledSpan(low=span.low, high=span.high, artifacts=tuple(used)))
+    return jobs, served
+
+
+def _overlapped(begins: Iterable[Callable[[], Callable[[], Made]]]) -> Iterator[Made]:
+    """Begin each, and finish it once the next has begun."""
+    waiting: Callable[[], Made] | None = None
+    for begin in begins:
+        try:
+            begun = begin()
+        except Exception:
+            if waiting:
+                waiting()
+            raise
+        if waiting:
+            yield waiting()
+        waiting = begun
+    if waiting:
+        yield waiting()
+
+
+def _jobs(task: Task, cut: Cut, span: Span) -> Iterator[Job]:
     """A job for each unique piece; those without a dynamic size are the same in every span."""
     for unique in cut.unique:
         symbols = [str(cut.guards.label(symbol)) for symbol in unique.piece.symbols()]
         passes = passes_for(cut.config, span.high if symbols else None)
         exact = span.exact and symbols == [TOKENS]
-        yield Job(unique, span, passes, span.low if exact else None)
+        size = span.low if exact else None
+        key = codegen_key(unique.digest, cut.config, task.device, passes, size)
+        yield Job(unique, span, passes, size, key)
 
 
-def _obtain(task: Task, cut: Cut, job: Job, compiler: Compiler) -> tuple[PieceFn, Blobs]:
-    """The callable of one job: from the cache if it is there, else compiled and stored.
-
-    An artifact is stored, and taken, only for ranges over which all its guards are proved.
-    """
-    unique = job.unique
-    if stored := _stored(task, cut, job, compiler):
-        return stored
-    with task.events.span("compile.piece", piece=unique.index, digest=unique.digest[:12]) as span:
-        fn, blobs = _compile(task, cut, job, compiler)
-    graph = unique.piece.module(cut.trace.graph)
-    proved = cut.guards.settle(
-        f"piece {unique.index}", run=lambda sizes: disagreement(fn, graph, sizes)
-    )
-    if blobs and proved:
-        store_artifact(task, cut, job, blobs, span.seconds)
-    return fn, blobs
-
-
-def _stored(task: Task, cut: Cut, job: Job, compiler: Compiler) -> tuple[PieceFn, Blobs] | None:
+def _stored(task: Task, cut: Cut, job: Job, compiler: Compiler) -> Made | None:
     if compiler.load is None:
         return None
-    key = _key(task, cut, job)
-    entry = task.cache.lookup("artifact", key)
-    tell_lookup("artifact", key, entry, task.cache, task.events)
+    entry = task.cache.lookup("artifact", job.key)
+    tell_lookup("artifact", job.key, entry, task.cache, task.events)
     if not isinstance(entry, Entry) or CODE not in entry.contents:
         return None
     if not _covers(entry.meta, _ranges(cut, job)):
         return None
-    return compiler.load([entry.contents])[0], entry.contents
+    (fn,) = compiler.load([entry.contents])
+    seconds = entry.meta.get("compile_seconds")
+    known = float(seconds) if isinstance(seconds, (int, float)) else 0.0
+    return Made(fn, entry.contents, proved=True, seconds=known)
 
 
-def store_artifact(
-    task: Task, cut: Cut, job: Job, blobs: Blobs, compile_seconds: float = 0.0
-) -> None:
-    """Publish what was made of a job, with the ranges over which it is proved."""
-    meta: dict[str, Json] = {"compile_seconds": compile_seconds, "ranges": _ranges(cut, job)}
-    task.cache.publish("artifact", _key(task, cut, job), meta, blobs)
-
-
-def _key(task: Task, cut: Cut, job: Job) -> Key:
-    return codegen_key(job.unique.digest, cut.config, task.device, job.passes, job.size)
+def store_artifact(task: Task, cut: Cut, job: Job, made: Made) -> None:
+    """Publish what was made of a job, with the ranges over which its guards are proved."""
+    if made.blobs and made.proved:
+        meta: dict[str, Json] = {"compile_seconds": made.seconds, "ranges": _ranges(cut, job)}
+        task.cache.publish("artifact", job.key, meta, made.blobs)
 
 
 def _ranges(cut: Cut, job: Job) -> list[Json]:
@@ -152,32 +174,59 @@ def compiler_options(task: Task, cut: Cut, job: Job) -> dict[str, Any]:
     return {**tuned, **cut.config.inductor_options, **passes}
 
 
-def _compile(task: Task, cut: Cut, job: Job, compiler: Compiler) -> tuple[PieceFn, Blobs]:
-    """Run the compiler on a copy of the piece. Raises PieceFailed."""
+def _begin(task: Task, cut: Cut, job: Job, compiler: Compiler) -> Callable[[], Made]:
+    """Run the compiler on a copy of the piece, and settle the guards that it adds.
+
+    Raises PieceFailed and the errors of guards.
+    """
     unique, events = job.unique, task.events
     about: dict[str, Any] = {
         "piece": unique.index,
         "digest": unique.digest[:12],
         "range": [job.span.low, job.span.high] if job.size is None else [job.size, job.size],
     }
-    if compiler.first_use is not None:
-        compiler.first_use(task.device, events)
+    graph = unique.piece.module(cut.trace.graph)
     events.emit("compile.start", compiler=compiler.name, **about)
-    began = time.perf_counter()
+    with (
+        events.span("compile.piece", piece=unique.index, digest=unique.digest[:12]) as generation,
+        _naming(compiler, unique),
+        reasoning_about_sizes(cut.config.dynamic_shapes.value),
+    ):
+        options = compiler_options(task, cut, job)
+        wait = cache(compiler.compile(graph, _inputs(job, graph), options))
+
+    def run(sizes: Mapping[str, int]) -> str | None:
+        return disagreement(wait()[0], unique.piece.module(cut.trace.graph), sizes)
+
+    proved = cut.guards.settle(f"piece {unique.index}", run=run)
+
+    def finish() -> Made:
+        with (
+            events.span("compile.kernels", piece=unique.index) as waiting,
+            _naming(compiler, unique),
+        ):
+            fn, blobs = wait()
+        made = Made(fn, blobs, proved, generation.seconds + waiting.seconds)
+        events.emit("compile.end", seconds=made.seconds, kernels=kernels([blobs])[0], **about)
+        events.count(f"{compiler.name}_compiles")
+        store_artifact(task, cut, job, made)
+        return made
+
+    return finish
+
+
+@contextmanager
+def _naming(compiler: Compiler, unique: UniquePiece) -> Iterator[None]:
+    """Name the piece in what the compiler raises."""
     try:
-        with reasoning_about_sizes(cut.config.dynamic_shapes.value):
-            graph = unique.piece.module(cut.trace.graph)
-            options = compiler_options(task, cut, job)
-            fn, blobs = compiler.compile(graph, _inputs(job, graph), options)
+        yield
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise PieceFailed(
-            compiler=compiler.name, piece=unique.index, digest=unique.digest[:12], reason=reason
+            compiler=compiler.name,
+            piece=unique.index,
+            digest=unique.digest[:12],
+            reason=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
         ) from error
-    seconds = time.perf_counter() - began
-    events.emit("compile.end", seconds=seconds, kernels=kernels([blobs])[0], **about)
-    events.count(f"{compiler.name}_compiles")
-    return fn, blobs
 
 
 def _inputs(job: Job, graph: torch.fx.GraphModule) -> list[Any]:

@@ -7,6 +7,7 @@ only, so a model compiled by them is traced anew at each start.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -18,18 +19,19 @@ from ..errors import UnknownCompiler
 from ..events import Events
 from ..torch_compat import cache_variables_kept
 from . import inductor
-from .artifact import Blobs, PieceFn
+from .artifact import Blobs, Finish, PieceFn
 
 ENTRY_POINTS = "piecegraph.compilers"
 
-CompilePiece = Callable[[GraphModule, list[Any], Mapping[str, Any]], tuple[PieceFn, Blobs]]
+CompilePiece = Callable[[GraphModule, list[Any], Mapping[str, Any]], Finish]
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """`compile(graph, inputs, options)` gives the callable and its blobs, none if not kept.
+    """`compile(graph, inputs, options)` begins; what it returns ends, with a callable and blobs.
 
-    `load` rebuilds the callables of several artifacts at once; None for a compiler that keeps none.
+    There are no blobs if nothing is kept. Between the two the next piece may begin. `load` rebuilds
+    the callables of several artifacts at once; None for a compiler that keeps none.
     """
 
     name: str
@@ -37,6 +39,17 @@ class Compiler:
     load: Callable[[Sequence[Blobs]], list[PieceFn]] | None = None
     first_use: Callable[[torch.device, Events], None] | None = None
     """Pays what the compiler costs once a machine, so that no piece is charged with it."""
+    session: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Lasts while the pieces of one model are compiled."""
+
+
+INDUCTOR = Compiler(
+    "inductor",
+    inductor.compile_piece,
+    inductor.load_pieces,
+    inductor.first_use,
+    inductor.compiling,
+)
 
 
 def compiler_named(name: str) -> Compiler:
@@ -46,7 +59,7 @@ def compiler_named(name: str) -> Compiler:
     Raises UnknownCompiler.
     """
     if name == "inductor":
-        return Compiler(name, inductor.compile_piece, inductor.load_pieces, inductor.first_use)
+        return INDUCTOR
     if name == "eager":
         return Compiler(name, _compile_eagerly)
     registered = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
@@ -63,20 +76,16 @@ def compiler_named(name: str) -> Compiler:
     return Compiler(name, _with_backend(name))
 
 
-def _compile_eagerly(
-    graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
-) -> tuple[PieceFn, Blobs]:
+def _compile_eagerly(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
     forward = graph.forward
-    return lambda args: forward(*args), {}
+    return lambda: (lambda args: forward(*args), {})
 
 
 def _with_backend(name: str) -> CompilePiece:
-    def compile_piece(
-        graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
-    ) -> tuple[PieceFn, Blobs]:
+    def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
         from torch._dynamo.backends.registry import lookup_backend
 
         compiled = lookup_backend(name)(graph, inputs)
-        return lambda args: compiled(*args), {}
+        return lambda: (lambda args: compiled(*args), {})
 
     return compile_piece

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +29,47 @@ from ..torch_compat import (
     inductor_deserialize,
     inductor_options,
     inductor_serialize,
+    machine_probes,
 )
-from .artifact import CODE, COMPILER, KERNEL, Blobs, PieceFn
+from .artifact import CODE, COMPILER, KERNEL, PROBE, Blobs, Finish, PieceFn
 
 
-def compile_piece(
-    graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
-) -> tuple[PieceFn, Blobs]:
-    """Compile `graph` for its symbolic `inputs`; the callable, and the artifact as named blobs."""
-    with _scratch() as folder:
-        with inductor_cache_directory(folder), inductor_options():
-            artifact = inductor_compile(graph, inputs, dict(options))
-            blobs = {CODE: inductor_serialize(artifact), **_kernels(Path(folder))}
-            if any(name.startswith(KERNEL) for name in blobs):
-                blobs[COMPILER] = compiler_version()
-            return inductor_callable(artifact), blobs
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inductor's files in a directory of their own, for the pieces of one model.
+
+    A kernel that several pieces have is compiled once.
+    """
+    with scratch() as folder:
+        with inductor_cache_directory(folder), inductor_options(machine_probes()):
+            yield
 
 
-def compile_uncached(
-    graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
-) -> tuple[PieceFn, Blobs]:
+def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
+    """Generate code for `graph` and its symbolic `inputs`, while `compiling`."""
+    artifact, libraries = inductor_compile(graph, inputs, dict(options))
+
+    def finish() -> tuple[PieceFn, Blobs]:
+        kernels = _named(KERNEL, libraries())
+        blobs = {CODE: inductor_serialize(artifact), **kernels}
+        if kernels:
+            blobs |= _named(PROBE, sorted(machine_probes().rglob("*.so")))
+            blobs[COMPILER] = compiler_version()
+        return inductor_callable(artifact), blobs
+
+    return finish
+
+
+def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
     """As `compile_piece` with every cache of torch's off, local and remote; nothing is kept."""
     uncached = {**options, "force_disable_caches": True}
-    with _scratch() as folder:
-        with inductor_cache_directory(folder), inductor_options():
-            return inductor_callable(inductor_compile(graph, inputs, uncached)), {}
+    artifact, libraries = inductor_compile(graph, inputs, uncached)
+
+    def finish() -> tuple[PieceFn, Blobs]:
+        libraries()
+        return inductor_callable(artifact), {}
+
+    return finish
 
 
 def first_use(device: torch.device, events: Events) -> None:
@@ -62,37 +79,36 @@ def first_use(device: torch.device, events: Events) -> None:
     graph = Graph()
     one = graph.placeholder("one")
     graph.output((graph.call_function(torch.add, (one, one)),))
-    with events.span("toolchain", level=logging.INFO):
-        compile_piece(GraphModule({}, graph), [fresh_fake_mode().from_tensor(torch.zeros(1))], {})
+    with events.span("toolchain", level=logging.INFO), compiling():
+        inputs = [fresh_fake_mode().from_tensor(torch.zeros(1))]
+        compile_piece(GraphModule({}, graph), inputs, {})()
 
 
 def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
     """The callables of artifacts whose bytes have been verified; no compiler is run."""
-    with _scratch() as folder:
+    with scratch() as folder:
         for blobs in artifacts:
             _lay_out(blobs, Path(folder))
         version = next((blobs[COMPILER] for blobs in artifacts if COMPILER in blobs), b"")
         absent = compiler_dispensable(folder, version)
-        with inductor_cache_directory(folder), inductor_options(), absent:
+        with inductor_cache_directory(folder), inductor_options(probes=Path(folder)), absent:
             return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
 
 
-def _scratch() -> tempfile.TemporaryDirectory[str]:
-    """For one compile or load; threads of Inductor's may still write to it at the end."""
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """For compiles or a load; threads of Inductor's may still write to it at the end."""
     return tempfile.TemporaryDirectory(prefix="piecegraph-", ignore_cleanup_errors=True)
 
 
-def _kernels(folder: Path) -> dict[str, bytes]:
-    """Inductor keeps each library at <two letters>/<name>; a blob's name holds both."""
-    return {
-        f"{KERNEL}{file.parent.name}.{file.name}": file.read_bytes()
-        for file in sorted(folder.rglob("*.so"))
-    }
+def _named(kind: str, files: Iterable[Path]) -> dict[str, bytes]:
+    """Inductor keeps a library at <two letters>/<name>; a blob's name holds both."""
+    return {f"{kind}{file.parent.name}.{file.name}": file.read_bytes() for file in files}
 
 
 def _lay_out(blobs: Blobs, folder: Path) -> None:
     for name, content in blobs.items():
-        if name.startswith(KERNEL):
-            parent, _, file = name.removeprefix(KERNEL).partition(".")
+        kind, _, place = name.partition(".")
+        if f"{kind}." in (KERNEL, PROBE):
+            parent, _, file = place.partition(".")
             (folder / parent).mkdir(exist_ok=True)
             (folder / parent / file).write_bytes(content)

@@ -48,6 +48,7 @@ def compile_graph(
     graph: GraphModule, inputs: list[Any], config: CompileConfig
 ) -> Callable[[list[Any]], Any]:
     """`graph` compiled as a piece would be; the function takes one list of arguments."""
-    with reasoning_about_sizes(config.dynamic_shapes.value):
-        fn, _ = compiler_named(config.compiler).compile(graph, inputs, config.inductor_options)
+    compiler = compiler_named(config.compiler)
+    with compiler.session(), reasoning_about_sizes(config.dynamic_shapes.value):
+        fn, _ = compiler.compile(graph, inputs, config.inductor_options)()
     return fn

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,11 @@ from ..torch_compat import (
     inductor_load_unpacked,
     inductor_options,
     inductor_unpack,
+    machine_probes,
 )
-from .artifact import Blobs, PieceFn
+from .artifact import Finish
 from .compilers import Compiler
+from .inductor import scratch
 from .readable import readable
 
 DIGESTS = "digests.json"
@@ -35,21 +36,19 @@ DIGESTS = "digests.json"
 def unpacked_inductor(dump_dir: Path, events: Events) -> Compiler:
     """Inductor, by way of directories `inductor_<hash>` in `dump_dir`; it keeps no artifacts."""
 
-    def compile_piece(
-        graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
-    ) -> tuple[PieceFn, Blobs]:
+    def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
         stated = {name: _stated(option) for name, option in sorted(options.items())}
         content = f"{readable(graph)} {stated}"
         folder = dump_dir / f"inductor_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
-        with inductor_options():
+        with inductor_options(machine_probes()):
             if not folder.exists():
-                with tempfile.TemporaryDirectory(prefix="piecegraph-") as scratch:
-                    with inductor_cache_directory(scratch):
-                        inductor_unpack(graph, inputs, dict(options), str(folder))
+                with scratch() as temporary, inductor_cache_directory(temporary):
+                    inductor_unpack(graph, inputs, dict(options), str(folder))
                 (folder / "graph.py").write_text(readable(graph))
                 (folder / DIGESTS).write_text(json.dumps(_digests(folder)))
             _tell_if_tampered(folder, events)
-            return inductor_load_unpacked(str(folder)), {}
+            loaded = inductor_load_unpacked(str(folder))
+        return lambda: (loaded, {})
 
     return Compiler("inductor", compile_piece)
 

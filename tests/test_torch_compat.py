@@ -153,3 +153,16 @@ def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path: Path) -> 
     assert len(seen) == 160
     assert all(seen)
     assert os.environ.get(NAMES[0]) == before
+
+
+def test_probes_of_the_compiler_are_kept_apart_from_what_is_compiled(tmp_path: Path) -> None:
+    from torch._inductor.cpu_vec_isa import VecAVX512, VecISA
+
+    original = VecISA.check_build
+    with torch_compat.inductor_cache_directory(str(tmp_path / "scratch")):
+        with torch_compat.inductor_options(tmp_path / "probes"):
+            assert VecAVX512().check_build("int probe;")
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "scratch")
+    assert VecISA.check_build is original
+    assert list((tmp_path / "probes").rglob("*.so"))
+    assert not list((tmp_path / "scratch").rglob("*.so"))

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from piecegraph.cache import Cache, Key
 from piecegraph.compile import compilers
-from piecegraph.compile.artifact import CODE, Blobs, PieceFn
+from piecegraph.compile.artifact import CODE, Blobs, Finish, PieceFn
 from piecegraph.compile.compile_model import compile_model
 from piecegraph.compile.compiled_model import CompiledModel
 from piecegraph.compile.compilers import Compiler
@@ -32,11 +32,9 @@ CPU = torch.device("cpu")
 X = {"x": "float32[num_tokens, 8]"}
 
 
-def compile_text(
-    graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]
-) -> tuple[PieceFn, Blobs]:
+def compile_text(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
     blobs = {CODE: graph.code.encode()}
-    return load_texts([blobs])[0], blobs
+    return lambda: (load_texts([blobs])[0], blobs)
 
 
 def load_texts(artifacts: Sequence[Blobs]) -> list[PieceFn]:

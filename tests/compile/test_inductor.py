@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.utils import run_and_get_code
 
 from piecegraph.compile import inductor
@@ -44,6 +45,34 @@ def test_deeper_model_compiles_nothing_new(compiled):
     assert deeper.events.counters["inductor_compiles"] == 0
     x = torch.randn(7, 8)
     torch.testing.assert_close(deeper(x), Stack(9)(x).detach())
+
+
+class Twice(nn.Module):
+    """Two pieces that begin with the same elementwise kernel; the second has one more."""
+
+    def forward(self, x):
+        x = x.tanh() * 3
+        out = torch.empty_like(x)
+        torch.ops.piecegraph_test.mix(x, out, "layer")
+        out = out.tanh() * 3
+        return out.sort(0).values.exp()
+
+
+def test_kernel_that_several_pieces_have_is_compiled_once(compiled, monkeypatch):
+    built = []
+    build = CppBuilder.build
+
+    def note(builder):
+        built.append(builder.get_target_file_path())
+        return build(builder)
+
+    monkeypatch.setattr(CppBuilder, "build", note)
+    made = compiled(Twice(), inputs=X, splitting_ops=MIX, compiler="inductor")
+    kernels = [end.facts["kernels"] for end in made.events.named("compile.end")]
+    assert kernels == [1, 2]
+    assert sum(target.endswith(".so") for target in built) == 2
+    x = torch.randn(7, 8)
+    torch.testing.assert_close(made(x), Twice()(x))
 
 
 @pytest.mark.parametrize("body", SOUND, ids=lambda body: body.__name__)
@@ -115,7 +144,7 @@ def test_original_of_a_mutated_value_is_kept_where_it_is_needed(compiled):
 
 def test_what_the_toolchain_costs_once_a_machine_is_a_phase_of_its_own(monkeypatch):
     compiled = []
-    monkeypatch.setattr(inductor, "compile_piece", lambda *given: compiled.append(given))
+    monkeypatch.setattr(inductor, "compile_piece", lambda *given: lambda: compiled.append(given))
     for ready in (True, False):
         events = Events()
         monkeypatch.setattr(inductor, "cpp_headers_ready", lambda ready=ready: ready)

@@ -102,7 +102,7 @@ def test_a_swapped_artifact_is_found_in_the_warm_cache(found, monkeypatch, tmp_p
     def keep(graph, inputs, options):
         name = str(len(kept)).encode()
         kept[name] = lambda args: graph.forward(*args)
-        return kept[name], {"code": name}
+        return lambda: (kept[name], {"code": name})
 
     def load(artifacts):
         order = [0, 2, 1, 3] if len(artifacts) == 4 else [0]
