@@ -56,6 +56,17 @@ def test_a_span_is_kept_and_logged_when_the_work_raises(lines):
         assert events.spans[-1].depth == 0
 
 
+def test_a_listener_that_takes_itself_off_silences_nobody():
+    events, heard = Events(), []
+
+    def once(event):
+        events.listeners.remove(once)
+
+    events.listeners += [once, lambda event: heard.append(event.name)]
+    events.emit("capture.recorded")
+    assert heard == ["capture.recorded"]
+
+
 def test_details_are_made_only_where_somebody_looks():
     """In a process of its own: pytest's log capture counts as somebody."""
     code = """
