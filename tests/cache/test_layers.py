@@ -23,9 +23,7 @@ from piecegraph.cache.signing import anybody, pinned, signed_with
 from piecegraph.errors import LayerFailed
 from piecegraph.events import Events
 
-from .conftest import BLOBS, META
-
-SECRET = b"sixteen bytes or more"
+from .conftest import BLOBS, META, SECRET
 
 
 @pytest.fixture
@@ -272,7 +270,7 @@ def test_failing_remote_is_a_miss_and_is_left_alone_for_a_while(
     assert missed.reason == "unreadable"
     entry = cache.publish("artifact", key, META, BLOBS)
     assert isinstance(cache.lookup("artifact", key), Entry)
-    assert cache.read(entry, "code.py") == BLOBS["code.py"]
+    assert entry.contents["code.py"] == BLOBS["code.py"]
     assert len(counting.verbs) == 1
     assert events.counters["cache.publish_failed"] == 1
 
