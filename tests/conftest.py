@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+import piecegraph
+
 # judged by what they find, not by how long one example takes on a busy machine
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
+
+
+ROOT = Path(piecegraph.__file__).parent
+
+
+@pytest.fixture(scope="session")
+def package_sources() -> dict[str, Path]:
+    """Every Python file of the package itself, by its name relative to the package."""
+    names = {path.relative_to(ROOT): path for path in ROOT.rglob("*.py")}
+    apart = {"tests", ".venv", ".typing", "build"}
+    return {name.as_posix(): path for name, path in names.items() if not apart & {*name.parts}}
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -102,11 +102,3 @@ trace_artifact("graph", lambda: print("made") or "text")
         assert done.stdout == ("made\n" if traced else "")
     (trace,) = tmp_path.iterdir()
     assert "piecegraph_graph" in trace.read_text()
-
-
-def test_events_do_not_import_torch():
-    code = (
-        "import sys; from piecegraph.events import Events; Events().emit('x', n=1);"
-        "assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

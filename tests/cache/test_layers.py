@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -300,19 +297,3 @@ def test_unreadable_shared_directory_raises_where_the_operator_wants_it(
 def test_unknown_protocol_is_a_clear_error() -> None:
     with pytest.raises(LayerFailed, match="extra `remote`"):
         Remote("nosuch://bucket/x", anybody)
-
-
-def test_private_directory_needs_no_fsspec(root: Path, key: Key) -> None:
-    """A warm start imports neither fsspec nor filelock."""
-    script = (
-        "import sys, pathlib; from piecegraph.cache import Cache, Key; "
-        "from piecegraph.events import Events; "
-        f"cache = Cache(pathlib.Path({str(root)!r}), Events()); "
-        "cache.lookup('artifact', Key.of('codegen', {})); "
-        "print(sorted({'torch', 'fsspec', 'filelock', 'pydantic'} & set(sys.modules)))"
-    )
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
-    )
-    assert run.stdout == "[]\n"
