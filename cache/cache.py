@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -32,7 +33,7 @@ from .keys import Key
 from .layers import Layer
 from .lock import Flight, single_flight
 from .manifest import BadManifest, BlobRef, Manifest, decode, encode
-from .names import LOCK_AREA, checked_name, note_name
+from .names import LOCK_AREA, checked_name, entry_name, note_name
 
 
 class Cache:
@@ -202,7 +203,7 @@ class Cache:
     def single_flight(
         self, kind: str, key: Key, *, wait_limit: float = 900.0, progress_every: float = 5.0
     ) -> Iterator[Flight]:
-        """Let one process make the entry while others wait; who has waited looks up again inside.
+        """Let one process make the entry while others wait; who is after others looks up again.
 
         The lock is not held after `wait_limit` seconds, where there are no locks, and without a
         private directory.
@@ -212,8 +213,11 @@ class Cache:
             return
         label = _label(kind, key)
         name = note_name(LOCK_AREA, checked_name(kind, "kind of entry"), key.digest)
-        path = self.private.root / name
-        with single_flight(path, label, self._events, wait_limit, progress_every) as flight:
+        root = self.private.root
+        with single_flight(root / name, label, self._events, wait_limit, progress_every) as flight:
+            there = os.path.exists(root / entry_name(kind, key.digest))
+            if there and flight is Flight.AT_ONCE:
+                flight = Flight.AFTER_OTHERS  # they were done just before we came
             yield flight
 
     def _count_hit(self, entry: Entry, seconds: float) -> None:

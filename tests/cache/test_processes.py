@@ -150,6 +150,16 @@ def test_lock_of_a_dead_holder_is_free_at_once(root: Path, events: Events) -> No
     os.close(tell)
 
 
+def test_who_comes_when_the_work_is_done_comes_after_others(root: Path) -> None:
+    first, late = Cache(root, Events()), Cache(root, Events())
+    assert not isinstance(late.lookup("artifact", numbered(1)), Entry)
+    with first.single_flight("artifact", numbered(1)) as flight:
+        first.publish("artifact", numbered(1), {}, blobs(1, 0))
+    assert flight is Flight.AT_ONCE
+    with late.single_flight("artifact", numbered(1)) as flight:
+        assert flight is Flight.AFTER_OTHERS
+
+
 def test_flight_is_over_when_the_work_fails(cache: Cache) -> None:
     with pytest.raises(ZeroDivisionError), cache.single_flight("artifact", numbered(1)):
         _ = 1 / 0
