@@ -63,7 +63,7 @@ class Events:
         if log.isEnabledFor(level):
             log.log(level, "%s%s", name, _shown(facts))
         trace_artifact(name, facts)
-        for listener in self.listeners:
+        for listener in tuple(self.listeners):  # one may take itself off the list
             listener(event)
 
     def detail(self, name: str, facts: Callable[[], dict[str, Any]]) -> None:

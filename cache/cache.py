@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -30,8 +31,9 @@ from .factors import Json
 from .files import Fault, no_fault
 from .keys import Key
 from .layers import Layer
+from .lock import Flight, single_flight
 from .manifest import BadManifest, BlobRef, Manifest, decode, encode
-from .names import checked_name
+from .names import LOCK_AREA, checked_name, entry_name, note_name
 
 
 class Cache:
@@ -183,10 +185,6 @@ class Cache:
         if self.private is not None:
             evict(self.private.root, self._limits, self._events)
 
-    def read(self, entry: Entry, name: str) -> bytes:
-        """The verified bytes of a blob; KeyError if the entry has no such blob."""
-        return entry.contents[name]
-
     def path(self, entry: Entry, name: str) -> Path:
         """A file with the verified bytes of a blob, for loaders that want a path.
 
@@ -204,21 +202,23 @@ class Cache:
     @contextlib.contextmanager
     def single_flight(
         self, kind: str, key: Key, *, wait_limit: float = 900.0, progress_every: float = 5.0
-    ) -> Iterator[bool]:
-        """Let one process make the entry while others wait; look up again inside.
+    ) -> Iterator[Flight]:
+        """Let one process make the entry while others wait; who is after others looks up again.
 
-        Gives whether the lock is held: False after `wait_limit` seconds, or where there are no
-        locks, and always False without a private directory.
+        The lock is not held after `wait_limit` seconds, where there are no locks, and without a
+        private directory.
         """
         if self.private is None:
-            yield False
+            yield Flight.ALONE
             return
-        from .lock import single_flight  # imports filelock, which a warm start has no use for
-
         label = _label(kind, key)
-        path = self.private.root / "locks" / f"{checked_name(kind, 'kind of entry')}-{key.digest}"
-        with single_flight(path, label, self._events, wait_limit, progress_every) as held:
-            yield held
+        name = note_name(LOCK_AREA, checked_name(kind, "kind of entry"), key.digest)
+        root = self.private.root
+        with single_flight(root / name, label, self._events, wait_limit, progress_every) as flight:
+            there = os.path.exists(root / entry_name(kind, key.digest))
+            if there and flight is Flight.AT_ONCE:
+                flight = Flight.AFTER_OTHERS  # they were done just before we came
+            yield flight
 
     def _count_hit(self, entry: Entry, seconds: float) -> None:
         saved = entry.meta.get("compile_seconds")

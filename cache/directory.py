@@ -25,7 +25,7 @@ from .entries import is_intact
 from .files import Fault, make_private, no_fault, place, read_file, write_synced
 from .layers import Failures
 from .manifest import BlobRef, Manifest, encode
-from .names import blob_name, entry_name
+from .names import QUARANTINE_AREA, SCRATCH_AREA, blob_name, entry_name
 from .trust import check_private
 
 USE_RESOLUTION = 60.0
@@ -47,7 +47,7 @@ class PrivateDirectory:
         self._fault = fault
         try:
             self.root = Path(os.path.realpath(root))
-            make_private(self.root / "tmp")
+            make_private(self.root / SCRATCH_AREA)
             check_private(self.root)
             with self._scratch():
                 pass
@@ -65,7 +65,8 @@ class PrivateDirectory:
         blobs = {manifest.blobs[name]: content for name, content in contents.items()}
         with self._scratch() as scratch:
             for ref, content in blobs.items():
-                self._put_blob(scratch, ref, content)
+                if self.file(ref, content) is None:
+                    self._put_blob(scratch, ref, content)
             temporary = scratch / "manifest"
             write_synced(temporary, encode(manifest))
             self._fault("manifest written")
@@ -73,12 +74,13 @@ class PrivateDirectory:
             self._fault("manifest placed")
             # An eviction that did not see the manifest yet may have taken a blob we re-used.
             for ref, content in blobs.items():
-                self._put_blob(scratch, ref, content)
+                try:
+                    os.utime(self.root / blob_name(ref.sha256))
+                except FileNotFoundError:
+                    self._put_blob(scratch, ref, content)
         self._fault("done")
 
     def _put_blob(self, scratch: Path, ref: BlobRef, content: bytes) -> None:
-        if self.file(ref, content) is not None:
-            return
         temporary = scratch / ref.sha256
         write_synced(temporary, content)
         self._fault("blob written")
@@ -111,7 +113,7 @@ class PrivateDirectory:
 
         False if another process has done so, or has put a good file there, which is put back.
         """
-        quarantine = self.root / "quarantine"
+        quarantine = self.root / QUARANTINE_AREA
         make_private(quarantine)
         kept = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-"), dir=quarantine))
         with contextlib.suppress(FileNotFoundError):
@@ -127,8 +129,9 @@ class PrivateDirectory:
     @contextlib.contextmanager
     def _scratch(self) -> Iterator[Path]:
         """A directory of this writer alone; failing to remove it again is no failure."""
-        (self.root / "tmp").mkdir(mode=0o700, exist_ok=True)  # fails if the root has vanished
-        scratch = Path(tempfile.mkdtemp(dir=self.root / "tmp"))
+        area = self.root / SCRATCH_AREA
+        area.mkdir(mode=0o700, exist_ok=True)  # fails if the root has vanished
+        scratch = Path(tempfile.mkdtemp(dir=area))
         try:
             yield scratch
         finally:

@@ -11,6 +11,7 @@ from typing import Protocol
 from .factors import Json
 from .files import Irregular, read_file
 from .keys import Key
+from .listing import read_manifest
 from .manifest import MAX_BLOB_BYTES, MAX_MANIFEST_BYTES, BadManifest, Manifest, decode
 from .names import BLOB_AREA, blob_name, entry_name
 
@@ -103,7 +104,7 @@ def is_intact(name: str, file: Path) -> bool:
     try:
         if area == BLOB_AREA:
             return hashlib.sha256(read_file(file, MAX_BLOB_BYTES)).hexdigest() == digest
-        manifest, _ = decode(read_file(file, MAX_MANIFEST_BYTES))
+        manifest = read_manifest(file)
     except (OSError, BadManifest):
         return False
     return ([manifest.kind], manifest.key.digest) == (kind, digest)

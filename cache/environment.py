@@ -50,11 +50,11 @@ EXEMPT: Mapping[str, str] = {
 """Patterns of names that are no factor though they have a prefix, each with its reason."""
 
 
-def read(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
+def read(name: str) -> str | None:
     """The value of one of our variables; raises UndeclaredVariable if it is not in DECLARED."""
     if name not in DECLARED:
         raise UndeclaredVariable(name=name)
-    return environ.get(name)
+    return os.environ.get(name)
 
 
 def child_environment(**changes: str) -> dict[str, str]:
@@ -70,10 +70,10 @@ def exemption(name: str, value: str) -> str | None:
     return "its value is a place" if is_place(value) else None
 
 
-def environment_factors(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment_factors() -> dict[str, str]:
     """The variables that are factors, by name."""
     return {
         name: value
-        for name, value in sorted(environ.items())
+        for name, value in sorted(os.environ.items())
         if name.startswith(PREFIXES) and exemption(name, value) is None
     }

@@ -21,10 +21,19 @@ from pathlib import Path
 
 from ..errors import InvalidName
 from ..events import Events
-from .files import Irregular, make_private, place, read_file, write_synced
-from .listing import blob_names, entry_names
-from .manifest import MAX_MANIFEST_BYTES, BadManifest, BlobRef, decode
-from .names import blob_name, checked_name, is_digest
+from .files import Irregular, make_private, place, write_synced
+from .listing import blob_names, entry_names, read_manifest
+from .manifest import BadManifest, BlobRef
+from .names import (
+    LOCK_AREA,
+    PIN_AREA,
+    QUARANTINE_AREA,
+    SCRATCH_AREA,
+    blob_name,
+    checked_name,
+    is_digest,
+    note_name,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ class _Stored:
 
 def pin(root: Path, kind: str, key_digest: str) -> None:
     """Exempt an entry, present or future, from eviction."""
-    make_private(root / "pins")
+    make_private(root / PIN_AREA)
     with contextlib.suppress(FileExistsError):
         write_synced(_pin(root, kind, key_digest), b"")
 
@@ -70,7 +79,7 @@ def unpin(root: Path, kind: str, key_digest: str) -> None:
 def _pin(root: Path, kind: str, key_digest: str) -> Path:
     if not is_digest(key_digest):
         raise InvalidName(name=key_digest, thing="key")
-    return root / "pins" / f"{checked_name(kind, 'kind of entry')}-{key_digest}"
+    return root / note_name(PIN_AREA, checked_name(kind, "kind of entry"), key_digest)
 
 
 def evict(root: Path, limits: Limits, events: Events) -> None:
@@ -97,7 +106,7 @@ def _stored(root: Path) -> Iterator[_Stored]:
         with contextlib.suppress(FileNotFoundError):
             status = (root / name).lstat()
             idle = now - status.st_mtime
-            pinned = (root / "pins" / f"{kind}-{digest}").exists()
+            pinned = (root / note_name(PIN_AREA, kind, digest)).exists()
             yield _Stored(name, idle, status.st_size, _blobs(root / name), pinned)
 
 
@@ -107,7 +116,7 @@ def _blobs(path: Path) -> frozenset[BlobRef]:
     Raises OSError if that cannot be told: what is needed must not be taken for an orphan.
     """
     try:
-        return frozenset(decode(read_file(path, MAX_MANIFEST_BYTES))[0].blobs.values())
+        return frozenset(read_manifest(path).blobs.values())
     except (FileNotFoundError, Irregular, BadManifest):
         return frozenset()
 
@@ -143,7 +152,7 @@ def _remove_orphans(root: Path, needed: set[BlobRef], grace: float) -> int:
     ]
     if not orphans:
         return 0
-    trash = Path(tempfile.mkdtemp(dir=root / "tmp"))
+    trash = Path(tempfile.mkdtemp(dir=root / SCRATCH_AREA))
     for name in orphans:
         with contextlib.suppress(FileNotFoundError):
             os.replace(root / name, trash / Path(name).name)
@@ -157,7 +166,7 @@ def _remove_orphans(root: Path, needed: set[BlobRef], grace: float) -> int:
 
 def _remove_leftovers(root: Path, age: float) -> None:
     """Remove old quarantined files, locks, and what killed writers have left behind."""
-    for area in ("tmp", "quarantine", "locks"):
+    for area in (SCRATCH_AREA, QUARANTINE_AREA, LOCK_AREA):
         for path in (root / area).glob("*"):
             with contextlib.suppress(FileNotFoundError):
                 if _seconds_since_change(path) > age:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .files import read_file
 from .keys import Difference, Key, diff
-from .listing import entry_names
-from .manifest import MAX_MANIFEST_BYTES, BadManifest, Manifest, decode
+from .listing import manifests
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +29,10 @@ def why(root: Path, kind: str, key: Key, at_most: int = 3) -> list[Near]:
     Nearest first, the one used last first among equals; empty if there is none of the same kind
     of key. Damaged and unreadable entries are passed over.
     """
-    near = (
-        Near(entry.key, tuple(diff(entry.key.factors, key.factors)), used)
-        for entry, used in _manifests(root, kind)
-        if entry.key.kind == key.kind
-    )
-    return heapq.nsmallest(at_most, near, key=lambda n: (len(n.differences), -n.idle_since))
-
-
-def _manifests(root: Path, kind: str) -> Iterator[tuple[Manifest, float]]:
+    near = []
     with contextlib.suppress(OSError):
-        for name in entry_names(root):
-            if name.split("/")[1] == kind:
-                with contextlib.suppress(OSError, BadManifest):
-                    manifest, _ = decode(read_file(root / name, MAX_MANIFEST_BYTES))
-                    yield manifest, (root / name).stat().st_mtime
+        for entry, used in manifests(root, kind):
+            if entry.key.kind == key.kind:
+                differences = tuple(diff(entry.key.factors, key.factors))
+                near.append(Near(entry.key, differences, used))
+    return heapq.nsmallest(at_most, near, key=lambda n: (len(n.differences), -n.idle_since))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .files import read_file
+from .manifest import MAX_MANIFEST_BYTES, BadManifest, Manifest, decode
 from .names import BLOB_AREA, ENTRY_AREA
 
 
@@ -22,6 +24,35 @@ def blob_names(root: Path) -> Iterator[str]:
     for prefix in _listed(root / BLOB_AREA):
         for digest in _listed(root / BLOB_AREA / prefix):
             yield f"{BLOB_AREA}/{prefix}/{digest}"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Raises OSError or BadManifest."""
+    manifest, _ = decode(read_file(path, MAX_MANIFEST_BYTES))
+    return manifest
+
+
+def pass_over(name: str, error: Exception) -> None:
+    """Leave out a manifest that cannot be read."""
+
+
+def manifests(
+    root: Path, kind: str | None = None, unreadable: Callable[[str, Exception], None] = pass_over
+) -> Iterator[tuple[Manifest, float]]:
+    """Every manifest, of one kind if given, and its last use in seconds since the epoch.
+
+    `unreadable` is told the relative name of each that cannot be read, and why. Raises OSError
+    where a directory cannot be listed.
+    """
+    for name in entry_names(root):
+        if kind not in (None, name.split("/")[1]):
+            continue
+        try:
+            found = read_manifest(root / name), (root / name).stat().st_mtime
+        except (OSError, BadManifest) as error:
+            unreadable(name, error)
+        else:
+            yield found
 
 
 def _listed(directory: Path) -> list[str]:

@@ -11,56 +11,73 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 from pathlib import Path
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING
 
 from ..events import Events
 
+if TYPE_CHECKING:  # a warm start has no use for it
+    from filelock import FileLock
+
 POLL_SECONDS = 0.05
+
+
+class Flight(Enum):
+    """How the lock was had: at once, after somebody who may have done the work, or not at all."""
+
+    AT_ONCE = auto()
+    AFTER_OTHERS = auto()
+    ALONE = auto()
 
 
 @contextmanager
 def single_flight(
     path: Path, label: str, events: Events, wait_limit: float, progress_every: float
-) -> Iterator[bool]:
-    """Hold the lock at `path`; gives whether it is held.
+) -> Iterator[Flight]:
+    """Hold the lock at `path`, unless it gives ALONE.
 
     Waits at most `wait_limit` seconds, with an event `cache.wait` every `progress_every` seconds.
     Not re-entrant: a second flight for the same key in one thread waits for the limit.
     """
+    from filelock import FileLock
+
     lock = FileLock(path, mode=0o600)
-    held = _acquire(lock, path, label, events, wait_limit, progress_every)
+    flight = _acquire(lock, path, label, events, wait_limit, progress_every)
     try:
-        yield held
+        yield flight
     finally:
-        if held:
+        if flight is not Flight.ALONE:
             lock.release()
 
 
 def _acquire(
     lock: FileLock, path: Path, label: str, events: Events, wait_limit: float, every: float
-) -> bool:
+) -> Flight:
+    from filelock import Timeout
+
     began = time.monotonic()
+    flight, left = Flight.AT_ONCE, 0.0
     while True:
-        waited = time.monotonic() - began
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
-            left = max(0.0, min(every, wait_limit - waited))
             lock.acquire(timeout=left, poll_interval=POLL_SECONDS)
         except Timeout:
             waited = time.monotonic() - began
         except OSError as error:
             return _alone(events, label, f"no lock can be had: {error}")
         else:
+            waited = time.monotonic() - began
             events.emit("cache.flight", entry=label, waited_seconds=round(waited, 3))
-            return True
+            return flight
         if waited >= wait_limit:
             return _alone(events, label, f"another process has held it for {wait_limit} s")
-        events.emit("cache.wait", level=logging.INFO, entry=label, seconds=round(waited, 1))
+        if flight is Flight.AFTER_OTHERS:
+            events.emit("cache.wait", level=logging.INFO, entry=label, seconds=round(waited, 1))
+        flight, left = Flight.AFTER_OTHERS, min(every, wait_limit - waited)
 
 
-def _alone(events: Events, label: str, reason: str) -> bool:
+def _alone(events: Events, label: str, reason: str) -> Flight:
     events.count("cache.duplicate_work")
     events.emit("cache.flight", level=logging.WARNING, entry=label, alone=reason)
-    return False
+    return Flight.ALONE

@@ -83,7 +83,8 @@ class Manifest:
 
 def encode(manifest: Manifest, signature: str | None = None) -> bytes:
     """The bytes of the manifest's file; `signature` is an HMAC in hex."""
-    lines = [manifest.line(), b"sha256 " + manifest.digest.encode()]
+    line = manifest.line()
+    lines = [line, b"sha256 " + hashlib.sha256(line).hexdigest().encode()]
     if signature is not None:
         lines.append(b"hmac-sha256 " + signature.encode())
     return b"\n".join(lines) + b"\n"

@@ -2,7 +2,7 @@
 
     entries-v1/<kind>/<2 hex>/<key digest>   manifests, replaced by rename
     blobs-v1/<2 hex>/<sha256>                immutable contents
-    tmp/ locks/ pins/ quarantine/            of a private directory only
+    tmp/ quarantine/ locks/ pins/            of a private directory only
 
 Every layer, local or remote, uses the same relative names, so that one can be copied to another.
 The schema is in the names, so that versions of the library can share a directory and neither
@@ -20,6 +20,10 @@ SCHEMA = 1
 
 ENTRY_AREA = f"entries-v{SCHEMA}"
 BLOB_AREA = f"blobs-v{SCHEMA}"
+SCRATCH_AREA = "tmp"
+QUARANTINE_AREA = "quarantine"
+LOCK_AREA = "locks"
+PIN_AREA = "pins"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -42,6 +46,11 @@ def checked_name(name: str, thing: str) -> str:
 
 def entry_name(kind: str, key_digest: str) -> str:
     return f"{ENTRY_AREA}/{checked_name(kind, 'kind of entry')}/{key_digest[:2]}/{key_digest}"
+
+
+def note_name(area: str, kind: str, key_digest: str) -> str:
+    """The lock or pin of an entry, whose kind has been checked or was found in a listing."""
+    return f"{area}/{kind}-{key_digest}"
 
 
 def blob_name(sha256: str) -> str:

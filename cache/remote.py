@@ -30,13 +30,12 @@ class Remote:
         secret: bytes | None = None,
         failures: Failures = "ignore",
         memory_seconds: float = 300.0,
-        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises LayerFailed if fsspec or the file system's package is not installed."""
         try:
             from fsspec.core import url_to_fs
 
-            self._files, self._base = url_to_fs(url, **(storage_options or {}))
+            self._files, self._base = url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise LayerFailed(layer=url, reason=f"{error} (see the extra `remote`)") from error
         self.name = f"remote:{url}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import stat
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ..errors import InvalidSecret
 from .environment import SIGNING_KEY, SIGNING_KEY_FILE, read
 from .files import read_file
 from .manifest import Manifest
+from .trust import OTHERS_ANY
 
 Trust = Callable[[Manifest, "str | None"], "str | None"]
 """Given a manifest and its signature: the reason to refuse it, or None."""
@@ -75,7 +75,7 @@ def _private_content(path: Path) -> bytes:
         content = read_file(Path(os.path.realpath(path)), 1 << 16)
     except OSError as error:
         raise _invalid(f"{path}: {error.strerror}") from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if mode & OTHERS_ANY:
         raise _invalid(f"others can read {path} (chmod 600 it)")
     return content.strip()
 

@@ -13,7 +13,7 @@ import dis
 import functools
 import hashlib
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,20 +30,6 @@ def fingerprint(function: Callable[..., Any]) -> str:
     walk = _Walk(_package(_unwrapped(root)))
     walk.follow(function)
     return hashlib.sha256(canonical(walk.parts)).hexdigest()
-
-
-def source_factors(sources: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """From (module name, source text) pairs, as Dynamo lists what it inlined: digest by module.
-
-    Neither the order nor the number of times a text is listed matters.
-    """
-    texts: dict[str, set[str]] = {}
-    for module, text in sources:
-        texts.setdefault(module, set()).add(text)
-    return {
-        module: hashlib.sha256(canonical(list[Json](sorted(found)))).hexdigest()
-        for module, found in sorted(texts.items())
-    }
 
 
 @dataclass(slots=True)
@@ -93,27 +79,35 @@ def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:  # not filled yet
             continue
-    names = sorted(_names(function.__code__))
+    names, stored = sorted(_names(function.__code__)), _stored_globals(function.__code__)
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, types.ModuleType):
             inner = vars(value)
             yield from ((f"{name}.{n}", inner[n]) for n in names if n in inner)
-        elif not _is_state(name, value, function.__code__):
+        elif not _is_state(name, value, stored):
             yield name, value
 
 
-def _is_state(name: str, value: Any, code: types.CodeType) -> bool:
+def _is_state(name: str, value: Any, stored: set[str]) -> bool:
     """Whether a global varies while the program runs: a memo, a registry, a counter."""
     if isinstance(value, list | dict | set):
         return not name.isupper()
-    steps = dis.get_instructions(code)
-    return any(step.opname == "STORE_GLOBAL" and step.argval == name for step in steps)
+    return name in stored
 
 
 def _names(code: types.CodeType) -> set[str]:
-    nested = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*nested)
+    return set(code.co_names).union(*map(_names, _nested(code)))
+
+
+def _stored_globals(code: types.CodeType) -> set[str]:
+    steps = dis.get_instructions(code)
+    stored = {str(step.argval) for step in steps if step.opname == "STORE_GLOBAL"}
+    return stored.union(*map(_stored_globals, _nested(code)))
+
+
+def _nested(code: types.CodeType) -> list[types.CodeType]:
+    return [const for const in code.co_consts if isinstance(const, types.CodeType)]
 
 
 def code_digest(code: types.CodeType) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..errors import UntrustedDirectory
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_OTHERS_ANY = stat.S_IRWXG | stat.S_IRWXO
+OTHERS_ANY = stat.S_IRWXG | stat.S_IRWXO
 
 
 def check_private(directory: Path) -> None:
@@ -38,7 +38,7 @@ def _check_itself(directory: Path) -> None:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(directory))
     if status.st_uid != os.geteuid():
         raise _untrusted(directory, f"user {status.st_uid} owns it", f"chown {os.geteuid()}")
-    if status.st_mode & _OTHERS_ANY:
+    if status.st_mode & OTHERS_ANY:
         mode = stat.S_IMODE(status.st_mode)
         raise _untrusted(directory, f"its mode {mode:04o} lets others in", "chmod 700")
 

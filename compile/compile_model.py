@@ -8,6 +8,7 @@ compiled. What was compiled is stored at once, piece by piece, so an interrupted
 from __future__ import annotations
 
 from ..cache import Key
+from ..cache.lock import Flight
 from ..errors import BundleMissing
 from .compiled_model import CompiledModel
 from .compilers import Compiler, compiler_named
@@ -44,8 +45,9 @@ def compile_model(task: Task) -> CompiledModel:
         return found.compiled
     if task.config.bundle is BundleUse.FORCE:
         raise BundleMissing(model=type(task.model).__qualname__, reason=found)
-    with task.cache.single_flight("bundle", key) as held:
-        if held and isinstance(own, str):  # whoever held the lock before may have made it
+    with task.cache.single_flight("bundle", key) as flight:
+        # whoever held the lock before may have made it
+        if flight is Flight.AFTER_OTHERS and isinstance(own, str):
             found = warm_start(task, key, compiler)
             if isinstance(found, Found):
                 return found.compiled

@@ -131,4 +131,6 @@ _LOADED_WHEN_NAMED = {
 def __getattr__(name: str) -> Any:
     if name not in _LOADED_WHEN_NAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_LOADED_WHEN_NAMED[name]}", __name__), name)
+    value = getattr(import_module(f".{_LOADED_WHEN_NAMED[name]}", __name__), name)
+    globals()[name] = value
+    return value

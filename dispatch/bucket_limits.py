@@ -70,18 +70,30 @@ class BucketLimits:
         """Blocks of the longest request."""
         return self.blocks(self.max_model_len)
 
+    def most_context(self, phase: Phase, batch: int, query: int) -> int:
+        """The most blocks of context that a batch of so many requests, each so long, can have."""
+        total = self.total_blocks
+        if phase is Phase.PROMPT:
+            if not self.merged_prefill:
+                return self.blocks(self.max_model_len - query)
+            rest = self.max_model_len - query // self.max_prefill_reqs
+            return self.max_prefill_reqs * (rest // self.block_size)
+        if self.contiguous:
+            return total or self.max_num_reqs * self.request_blocks
+        most = batch * self.request_blocks
+        return min(most, 3 * total) if total and self.clamped else most
+
     def keeps(self, bucket: Bucket) -> bool:
         """Whether a bucket is worth having; beyond this no legal batch needs it."""
         if bucket.phase is Phase.DECODE:
             return self.contiguous or bucket.batch <= bucket.context
         if self.merged_prefill:
-            rest = self.max_model_len - bucket.query // self.max_prefill_reqs
-            return bucket.context <= self.max_prefill_reqs * (rest // self.block_size)
+            return bucket.context <= self.most_context(Phase.PROMPT, bucket.batch, bucket.query)
         if self.slice_size is not None:
             sliced = bucket.query < self.slice_from or bucket.query % self.slice_size == 0
             return bucket.context != 0 or sliced
         return (
-            bucket.context <= self.blocks(self.max_model_len - 1)
+            bucket.context <= self.most_context(Phase.PROMPT, bucket.batch, 1)
             and bucket.query <= self.max_model_len
             and bucket.batch * bucket.query <= self.max_num_tokens
         )

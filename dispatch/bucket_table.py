@@ -31,13 +31,11 @@ class BucketTable:
         limits. Raises BeyondLimits for a batch that no limit allows.
         """
         limits = self.limits
-        if phase is Phase.PROMPT:
-            most, most_query = limits.blocks(limits.max_model_len - 1), limits.max_num_tokens
-        else:
+        most, most_query = limits.most_context(phase, batch, 1), limits.max_num_tokens
+        if phase is Phase.DECODE:
             # a context that was warmed, or for what is above all of them what there can be
             warmed = max((bucket.context for bucket in self.buckets), default=0)
-            legal = limits.total_blocks or batch * limits.request_blocks
-            most, most_query = (warmed if context <= warmed else legal), 1
+            most, most_query = (warmed if context <= warmed else most), 1
         bucket = Bucket(
             min(coarse(batch, 2), limits.max_num_reqs),
             min(coarse(query, max(32, limits.chunk_size or 0)), most_query),

@@ -79,29 +79,16 @@ def _reach(
 def _most(phase: Phase, limits: BucketLimits) -> Bucket:
     """The largest value of each component over all legal batches."""
     if phase is Phase.DECODE:
-        return Bucket(limits.max_num_reqs, 1, _most_context(phase, limits, limits.max_num_reqs, 1))
+        return Bucket(limits.max_num_reqs, 1, limits.most_context(phase, limits.max_num_reqs, 1))
     query = min(limits.max_model_len, limits.max_num_tokens)
-    return Bucket(limits.max_prefill_reqs, query, _most_context(phase, limits, 1, 1))
-
-
-def _most_context(phase: Phase, limits: BucketLimits, batch: int, query: int) -> int:
-    if phase is Phase.PROMPT:
-        if limits.merged_prefill:
-            reqs = limits.max_prefill_reqs
-            return reqs * ((limits.max_model_len - query // reqs) // limits.block_size)
-        return limits.blocks(limits.max_model_len - query)
-    total = limits.total_blocks
-    if limits.contiguous:
-        return total or limits.max_num_reqs * limits.request_blocks
-    most = batch * limits.request_blocks
-    return min(most, 3 * total) if total and limits.clamped else most
+    return Bucket(limits.max_prefill_reqs, query, limits.most_context(phase, 1, 1))
 
 
 def _legal(phase: Phase, limits: BucketLimits, shape: Bucket) -> bool:
-    if shape.context > _most_context(phase, limits, shape.batch, shape.query):
+    if shape.context > limits.most_context(phase, shape.batch, shape.query):
         return False
     if phase is Phase.DECODE:
-        return limits.contiguous or shape.batch <= shape.context
+        return limits.keeps(shape)
     return shape.batch * shape.query <= limits.max_num_tokens
 
 
@@ -117,9 +104,9 @@ def _tops(phase: Phase, limits: BucketLimits, first: Bucket, last: Bucket) -> It
     """The fewest shapes that hold every legal batch of one cell."""
     if phase is Phase.DECODE:
         batch = last.batch if limits.contiguous else min(last.batch, last.context)
-        yield Bucket(batch, 1, min(last.context, _most_context(phase, limits, batch, 1)))
+        yield Bucket(batch, 1, min(last.context, limits.most_context(phase, batch, 1)))
         return
-    context = min(last.context, _most_context(phase, limits, 1, first.query))
+    context = min(last.context, limits.most_context(phase, 1, first.query))
     chunk, shorter = limits.chunk_size or 1, 0
     for batch in range(last.batch, first.batch - 1, -1):
         query = min(last.query, limits.max_num_tokens // batch)

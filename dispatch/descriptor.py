@@ -46,10 +46,6 @@ class BatchDescriptor:
     axes: tuple[tuple[str, int], ...] = ()
 
     @property
-    def has_lora(self) -> bool:
-        return self.lora_case > 0
-
-    @property
     def for_decode(self) -> bool:
         """Whether only decode batches may use it."""
         return self.uniform_query_len is not None or self.max_query_len is not None

@@ -121,6 +121,7 @@ class Dispatcher:
     def _forget_hot_rows(self) -> None:
         # batches below `_end` tokens and of a plain lane find their row here without making a Lane
         self._end = 0
+        self._hot_in: dict[Lane, Row] | None = None
         self._mixed: list[Decision | None] = []
         self._uniform: dict[int | None, list[Decision | None]] = {}
 
@@ -149,7 +150,7 @@ class Dispatcher:
                 decision = row[num_tokens]
                 if decision is not None and batch.num_reqs <= decision.max_reqs:
                     return decision
-        if not self._end:
+        if self._hot_in is not self._live.rows:
             self._find_hot_rows()
         return self._live.decide(batch, lane_of(self.plan, batch, allowed_modes, excluded_modes))
 
@@ -222,6 +223,7 @@ class Dispatcher:
         if self.plan.axes:
             return  # every batch names its axes, so no lane is plain
         with self._lock:
+            self._hot_in = self._live.rows  # once these are dropped, nobody fills theirs any more
             self._mixed = self._live.row(lane_of(self.plan, Batch(0, 0))).decisions
             for query_len in self._query_lens:
                 lane = lane_of(self.plan, Batch(0, 0, is_decode=True, query_len=query_len))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -76,59 +76,25 @@ class DispatchPlan:
     axes: tuple[Axis, ...] = ()
     padding: PaddingLimit = PaddingLimit()
     chunked: bool = False
-    slots: Mapping[PlanEntry, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        slots: dict[PlanEntry, int] = {}
         names = [axis.name for axis in self.axes]
         if len(set(names)) < len(names):
             raise PlanInvalid(fault=f"an axis of {names} is there twice")
-        for slot, entry in enumerate(self.entries):
+        seen: set[PlanEntry] = set()
+        for entry in self.entries:
             if entry.mode is RuntimeMode.NONE or entry.descriptor.num_tokens < 1:
                 raise PlanInvalid(fault=f"{entry} is no graph")
             if [name for name, _ in entry.descriptor.axes] != names:
                 raise PlanInvalid(fault=f"{entry} does not have the axes {names}")
-            if slots.setdefault(entry, slot) != slot:
+            if entry in seen:
                 raise PlanInvalid(fault=f"{entry} is there twice")
-        object.__setattr__(self, "slots", slots)
+            seen.add(entry)
 
     @property
     def largest(self) -> int:
         """The largest size in tokens, 0 without entries."""
         return max((entry.descriptor.num_tokens for entry in self.entries), default=0)
-
-    def find(self, mode: RuntimeMode, batch: Batch) -> int | None:
-        """The slot registered under the key of `batch` itself, unpadded; None if there is none."""
-        uniform = batch.query_len if batch.is_decode else None
-        for query_len in dict.fromkeys((uniform, None)):
-            descriptor = describe(
-                mode,
-                batch.num_tokens,
-                max_num_reqs=self.max_num_reqs,
-                query_len=query_len,
-                max_query_len=batch.max_query_len if batch.is_decode else None,
-                lora_case=batch.num_loras,
-                axes=axis_values(self.axes, batch),
-            )
-            if (slot := self.slots.get(PlanEntry(mode, descriptor))) is not None:
-                return slot
-        return None
-
-    def exact_batch(self, slot: int) -> Batch:
-        """The batch that fills the graph of `slot` to the last row, which is what a capture runs.
-
-        `find` and `Dispatcher.dispatch` lead from it back to `slot`.
-        """
-        descriptor = self.entries[slot].descriptor
-        return Batch(
-            num_tokens=descriptor.num_tokens,
-            num_reqs=descriptor.num_reqs or min(descriptor.num_tokens, self.max_num_reqs),
-            is_decode=descriptor.for_decode,
-            query_len=descriptor.uniform_query_len,
-            num_loras=descriptor.lora_case,
-            max_query_len=descriptor.max_query_len,
-            axes=dict(descriptor.axes),
-        )
 
     @property
     def digest(self) -> str:
@@ -159,7 +125,7 @@ def describe(
     lora_case: int = 0,
     axes: tuple[tuple[str, int], ...] = (),
 ) -> BatchDescriptor:
-    """The one place where keys are made, for registration and for look-up.
+    """The one place where keys are made.
 
     A FULL graph holds attention, so its key says how many requests and, for decode, which query
     length; a PIECEWISE graph runs attention outside and is relaxed to tokens alone.

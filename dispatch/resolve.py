@@ -15,16 +15,15 @@ class LevelDefaults:
 
     compiles: bool
     mode: GraphMode
-    autotunes_sizes: bool
 
 
 LEVELS = (
-    LevelDefaults(compiles=False, mode=GraphMode.NONE, autotunes_sizes=False),
-    LevelDefaults(compiles=True, mode=GraphMode.PIECEWISE, autotunes_sizes=False),
-    LevelDefaults(compiles=True, mode=GraphMode.FULL_AND_PIECEWISE, autotunes_sizes=False),
-    LevelDefaults(compiles=True, mode=GraphMode.FULL_AND_PIECEWISE, autotunes_sizes=True),
+    LevelDefaults(compiles=False, mode=GraphMode.NONE),
+    LevelDefaults(compiles=True, mode=GraphMode.PIECEWISE),
+    LevelDefaults(compiles=True, mode=GraphMode.FULL_AND_PIECEWISE),
+    LevelDefaults(compiles=True, mode=GraphMode.FULL_AND_PIECEWISE),
 )
-"""The defaults of O0 to O3, by level."""
+"""The defaults of O0 to O3, by level. O3 is today the same as O2."""
 
 
 def level_defaults(level: int) -> LevelDefaults:
@@ -64,14 +63,6 @@ class ResolvedMode:
     requested: GraphMode | None
     mode: GraphMode
     reasons: tuple[ModeChange, ...]
-
-    @property
-    def decode(self) -> RuntimeMode:
-        return self.mode.decode
-
-    @property
-    def mixed(self) -> RuntimeMode:
-        return self.mode.mixed
 
 
 def resolve_mode(

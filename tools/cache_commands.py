@@ -208,18 +208,12 @@ def _root(cache_dir: Path | None) -> Path:
 
 def _manifests(root: Path) -> list[tuple[Manifest, float]]:
     """Every manifest that can be read, and when it was last used (seconds since the epoch)."""
-    from ..cache.files import read_file
-    from ..cache.listing import entry_names
-    from ..cache.manifest import MAX_MANIFEST_BYTES, BadManifest, decode
+    from ..cache.listing import manifests
 
-    found = []
-    for name in entry_names(root):
-        try:
-            manifest, _ = decode(read_file(root / name, MAX_MANIFEST_BYTES))
-            found.append((manifest, (root / name).stat().st_mtime))
-        except (OSError, BadManifest) as error:
-            print(f"unreadable: {name}: {error}", file=sys.stderr)
-    return found
+    def told(name: str, error: Exception) -> None:
+        print(f"unreadable: {name}: {error}", file=sys.stderr)
+
+    return list(manifests(root, unreadable=told))
 
 
 def _named(root: Path, name: str) -> Manifest:

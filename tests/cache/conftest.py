@@ -13,6 +13,11 @@ from piecegraph.events import Events
 
 BLOBS = {"code.py": b"print('piece')\n", "kernel.so": bytes(range(256)) * 4}
 META = {"compile_seconds": 2.5, "signature": ["f32[s0, 64]"]}
+SECRET = b"sixteen bytes or more"
+
+
+def numbered(number: int) -> Key:
+    return Key.of("codegen", {"number": number})
 
 
 @pytest.fixture

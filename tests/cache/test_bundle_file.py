@@ -20,9 +20,7 @@ from piecegraph.cache.signing import anybody, pinned, signed_with
 from piecegraph.errors import BundleRefused
 from piecegraph.events import Events
 
-from .conftest import BLOBS, META
-
-SECRET = b"sixteen bytes or more"
+from .conftest import BLOBS, META, SECRET
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 
 from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache.factors import Json
+from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import BLOB_AREA
 from piecegraph.errors import InvalidEntry, InvalidName
 from piecegraph.events import Events
@@ -27,7 +28,7 @@ def test_published_entry_is_found_by_another_cache_on_the_directory(
     assert isinstance(found, Entry)
     assert (found.meta, found.contents, found.key) == (META, BLOBS, key)
     assert found.digest == published.digest
-    assert cache.read(found, "code.py") == BLOBS["code.py"]
+    assert found.contents["code.py"] == BLOBS["code.py"]
     assert cache.path(found, "kernel.so").read_bytes() == BLOBS["kernel.so"]
 
 
@@ -90,9 +91,9 @@ def test_nothing_temporary_is_left(cache: Cache, root: Path, key: Key) -> None:
 
 def test_no_cache_has_the_same_interface(events: Events, key: Key) -> None:
     off = Cache(None, events)
-    with off.single_flight("artifact", key) as held:
+    with off.single_flight("artifact", key) as flight:
         entry = off.publish("artifact", key, META, BLOBS)
-    assert not held
+    assert flight is Flight.ALONE
     assert not off.enabled
     assert off.path(entry, "kernel.so").read_bytes() == BLOBS["kernel.so"]
     assert off.lookup("artifact", key) == Miss("disabled")

@@ -18,7 +18,7 @@ from piecegraph.cache.verify import verify
 from piecegraph.events import Events
 
 from .children import die, fork, status
-from .conftest import BLOBS, META
+from .conftest import BLOBS, META, numbered
 
 STEPS = ["blob written", "blob placed", "manifest written", "manifest placed", "done"]
 
@@ -111,10 +111,6 @@ def seconds_to_publish(cache: Cache) -> float:
     began = time.perf_counter()
     cache.publish("artifact", numbered(0), {}, contents(0))
     return time.perf_counter() - began
-
-
-def numbered(number: int) -> Key:
-    return Key.of("codegen", {"number": number})
 
 
 def contents(number: int) -> dict[str, bytes]:

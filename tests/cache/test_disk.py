@@ -16,6 +16,7 @@ import pytest
 from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache import directory as directory_module
 from piecegraph.cache.evict import Limits
+from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name
 from piecegraph.cache.verify import verify
 from piecegraph.errors import CacheNotWritable
@@ -34,8 +35,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = tmp_path / "disk"
     mount.mkdir(mode=0o700)
     command = ["mount", "-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", str(mount)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("mounting needs rights this user does not have")
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted: {done.stderr.strip()}")
     yield mount
     subprocess.run(["umount", str(mount)], check=True)
 
@@ -44,7 +48,7 @@ def assert_serves(cache: Cache, events: Events, key: Key, blobs: dict[str, bytes
     """Publishing fails, the entry is usable all the same; gives the reason that was told."""
     entry = cache.publish("artifact", key, META, blobs)
     for name, content in blobs.items():
-        assert cache.read(entry, name) == content
+        assert entry.contents[name] == content
         assert cache.path(entry, name).read_bytes() == content
     assert isinstance(cache.lookup("artifact", key), Miss)
     assert events.counters["cache.publish_failed"] == 1
@@ -72,8 +76,8 @@ def test_disk_goes_read_only(small_disk: Path, events: Events, key: Key) -> None
     assert "Read-only" in assert_serves(cache, events, key, BLOBS | {"more": b"x"})
 
     assert isinstance(cache.lookup("artifact", kept), Entry)
-    with cache.single_flight("artifact", key) as held:
-        assert not held
+    with cache.single_flight("artifact", key) as flight:
+        assert flight is Flight.ALONE
     with pytest.raises(CacheNotWritable, match="Read-only"):
         Cache(small_disk / "cache", events)
 
@@ -112,8 +116,8 @@ def test_permission_is_taken_away(root: Path, key: Key) -> None:
         assert missed.reason == "unreadable"
         assert "Permission denied" in missed.detail
         assert "Permission denied" in assert_serves(cache, events, key, BLOBS)
-        with cache.single_flight("artifact", key) as held:
-            assert not held
+        with cache.single_flight("artifact", key) as flight:
+            assert flight is Flight.ALONE
         with pytest.raises(CacheNotWritable, match="Permission denied"):
             Cache(root, events)
 
@@ -125,8 +129,8 @@ def test_permission_is_taken_away(root: Path, key: Key) -> None:
 def test_directory_vanishes(cache: Cache, root: Path, events: Events, key: Key) -> None:
     shutil.rmtree(root)
     assert "No such file" in assert_serves(cache, events, key, BLOBS)
-    with cache.single_flight("artifact", key) as held:
-        assert not held
+    with cache.single_flight("artifact", key) as flight:
+        assert flight is Flight.ALONE
     cache.evict()
     assert not root.exists(), "it may be an unmounted disk: nothing is written in its place"
 

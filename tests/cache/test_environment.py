@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import piecegraph.cache
 from piecegraph.cache.environment import DECLARED, EXEMPT, environment_factors, read
 from piecegraph.cache.keys import Key
 from piecegraph.errors import UndeclaredVariable
-
-PACKAGE = Path(piecegraph.cache.__file__).parent.parent
 
 
 @pytest.mark.parametrize(
@@ -29,8 +26,11 @@ PACKAGE = Path(piecegraph.cache.__file__).parent.parent
         "ATEN_CPU_CAPABILITY",
     ],
 )
-def test_c1_1cat_536_unregistered_variables_with_a_prefix_are_factors(name: str) -> None:
-    assert environment_factors({name: "1", "LANG": "C"}) == {name: "1"}
+def test_c1_1cat_536_unregistered_variables_with_a_prefix_are_factors(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert environment_factors()[name] == "1"
 
 
 @pytest.mark.parametrize(
@@ -59,18 +59,25 @@ def test_c1_1cat_536_unregistered_variables_with_a_prefix_are_factors(name: str)
         "LOCAL_RANK",
     ],
 )
-def test_failure_W9_variables_that_change_no_code_are_no_factors(name: str) -> None:
-    assert environment_factors({name: "1"}) == {}
+def test_failure_W9_variables_that_change_no_code_are_no_factors(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert name not in environment_factors()
 
 
 @pytest.mark.parametrize("value", ["/opt/lib.so", "/a:/b", "~/x", "C:\\x"])
-def test_c1_vllm_47573_a_value_that_is_a_place_is_no_factor(value: str) -> None:
-    assert environment_factors({"TORCHINDUCTOR_NEW": value}) == {}
+def test_c1_vllm_47573_a_value_that_is_a_place_is_no_factor(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_NEW", value)
+    assert "TORCHINDUCTOR_NEW" not in environment_factors()
 
 
-def test_the_secret_is_never_a_factor() -> None:
-    environ = dict.fromkeys(DECLARED, "a secret of at least 16 bytes")
-    assert environment_factors(environ) == {}
+def test_the_secret_is_never_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in DECLARED:
+        monkeypatch.setenv(name, "a secret of at least 16 bytes")
+    assert not DECLARED.keys() & environment_factors().keys()
 
 
 def test_factors_of_this_process_fit_into_a_key() -> None:
@@ -81,19 +88,25 @@ def test_every_exemption_has_a_reason() -> None:
     assert all(EXEMPT.values())
 
 
-def test_c1_vllm_14953_reading_an_undeclared_variable_is_an_error() -> None:
-    assert read("PIECEGRAPH_CACHE_DIR", {"PIECEGRAPH_CACHE_DIR": "/x"}) == "/x"
-    assert read("PIECEGRAPH_CACHE_DIR", {}) is None
+def test_c1_vllm_14953_reading_an_undeclared_variable_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", "/x")
+    assert read("PIECEGRAPH_CACHE_DIR") == "/x"
+    monkeypatch.delenv("PIECEGRAPH_CACHE_DIR")
+    assert read("PIECEGRAPH_CACHE_DIR") is None
+    monkeypatch.setenv("PIECEGRAPH_SECRET_SWITCH", "1")
     with pytest.raises(UndeclaredVariable, match="PIECEGRAPH_SECRET_SWITCH"):
-        read("PIECEGRAPH_SECRET_SWITCH", {"PIECEGRAPH_SECRET_SWITCH": "1"})
+        read("PIECEGRAPH_SECRET_SWITCH")
 
 
-def test_c1_1cat_536_nothing_reads_the_environment_but_the_registry() -> None:
+def test_c1_1cat_536_nothing_reads_the_environment_but_the_registry(
+    package_sources: dict[str, Path],
+) -> None:
     readers = {
-        path.relative_to(PACKAGE).as_posix()
-        for path in PACKAGE.rglob("*.py")
-        if not {"tests", ".venv", "build"} & set(path.relative_to(PACKAGE).parts)
-        and reads_environment(ast.parse(path.read_text()))
+        name
+        for name, path in package_sources.items()
+        if reads_environment(ast.parse(path.read_text()))
     }
     assert readers == {"cache/environment.py", "torch_compat.py"}
 

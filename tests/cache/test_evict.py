@@ -9,19 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache import Cache, Entry
 from piecegraph.cache import evict as evict_module
 from piecegraph.cache.evict import Limits, evict, pin, unpin
+from piecegraph.cache.manifest import Manifest
 from piecegraph.cache.names import BLOB_AREA, entry_name
 from piecegraph.cache.verify import verify
 from piecegraph.errors import InvalidName
 from piecegraph.events import Events
 
+from .conftest import numbered
+
 KB = 1024
-
-
-def numbered(number: int) -> Key:
-    return Key.of("codegen", {"number": number})
 
 
 @pytest.fixture
@@ -177,11 +176,11 @@ def test_manifest_that_cannot_be_read_now_keeps_its_blobs(
     """A moment's failure of the disk must not turn what is needed into orphans."""
     before = size(root)
 
-    def fail(path: Path, limit: int) -> bytes:
+    def fail(path: Path) -> Manifest:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(evict_module, "read_file", fail)
+        patch.setattr(evict_module, "read_manifest", fail)
         evict(root, Limits(grace=0), events)
     assert "Input/output error" in events.named("cache.evict_failed")[0].facts["reason"]
     assert (left(root), size(root)) == (list(range(10)), before)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +20,7 @@ from piecegraph.cache.signing import anybody, pinned, signed_with
 from piecegraph.errors import LayerFailed
 from piecegraph.events import Events
 
-from .conftest import BLOBS, META
-
-SECRET = b"sixteen bytes or more"
+from .conftest import BLOBS, META, SECRET
 
 
 @pytest.fixture
@@ -272,7 +267,7 @@ def test_failing_remote_is_a_miss_and_is_left_alone_for_a_while(
     assert missed.reason == "unreadable"
     entry = cache.publish("artifact", key, META, BLOBS)
     assert isinstance(cache.lookup("artifact", key), Entry)
-    assert cache.read(entry, "code.py") == BLOBS["code.py"]
+    assert entry.contents["code.py"] == BLOBS["code.py"]
     assert len(counting.verbs) == 1
     assert events.counters["cache.publish_failed"] == 1
 
@@ -302,19 +297,3 @@ def test_unreadable_shared_directory_raises_where_the_operator_wants_it(
 def test_unknown_protocol_is_a_clear_error() -> None:
     with pytest.raises(LayerFailed, match="extra `remote`"):
         Remote("nosuch://bucket/x", anybody)
-
-
-def test_private_directory_needs_no_fsspec(root: Path, key: Key) -> None:
-    """A warm start imports neither fsspec nor filelock."""
-    script = (
-        "import sys, pathlib; from piecegraph.cache import Cache, Key; "
-        "from piecegraph.events import Events; "
-        f"cache = Cache(pathlib.Path({str(root)!r}), Events()); "
-        "cache.lookup('artifact', Key.of('codegen', {})); "
-        "print(sorted({'torch', 'fsspec', 'filelock', 'pydantic'} & set(sys.modules)))"
-    )
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
-    )
-    assert run.stdout == "[]\n"

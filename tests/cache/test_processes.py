@@ -12,19 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache import Cache, Entry
 from piecegraph.cache.evict import Limits
+from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import BLOB_AREA
 from piecegraph.cache.verify import verify
 from piecegraph.events import Events
 
 from .children import die, fork, run_all, status
+from .conftest import numbered
 
 PROCESSES = 16
-
-
-def numbered(number: int) -> Key:
-    return Key.of("codegen", {"number": number})
 
 
 def blobs(number: int, writer: int) -> dict[str, bytes]:
@@ -80,8 +78,8 @@ def test_sixteen_processes_compile_once(root: Path, tmp_path: Path) -> None:
     def prepare() -> None:
         cache = Cache(root, Events())
         key = numbered(1)
-        with cache.single_flight("artifact", key) as held:
-            assert held
+        with cache.single_flight("artifact", key) as flight:
+            assert flight is not Flight.ALONE
             if not isinstance(cache.lookup("artifact", key), Entry):
                 with compiled.open("ab") as file:
                     file.write(b"x")
@@ -113,19 +111,19 @@ def test_threads_compile_once(cache: Cache) -> None:
 def test_different_keys_do_not_wait_for_each_other(root: Path) -> None:
     first, second = Cache(root, Events()), Cache(root, Events())
     with first.single_flight("artifact", numbered(1)):
-        with second.single_flight("artifact", numbered(2), wait_limit=0) as held:
-            assert held
-        with second.single_flight("bundle", numbered(1), wait_limit=0) as held:
-            assert held
+        with second.single_flight("artifact", numbered(2), wait_limit=0) as flight:
+            assert flight is Flight.AT_ONCE
+        with second.single_flight("bundle", numbered(1), wait_limit=0) as flight:
+            assert flight is Flight.AT_ONCE
 
 
 def test_waiter_goes_on_alone_after_its_limit_and_tells_of_its_waiting(root: Path) -> None:
     events = Events()
     holder, waiter = Cache(root, Events()), Cache(root, events)
     with holder.single_flight("artifact", numbered(1)):
-        flight = waiter.single_flight("artifact", numbered(1), wait_limit=0.35, progress_every=0.1)
-        with flight as held:
-            assert not held
+        waiting = waiter.single_flight("artifact", numbered(1), wait_limit=0.35, progress_every=0.1)
+        with waiting as flight:
+            assert flight is Flight.ALONE
     assert len(events.named("cache.wait")) >= 2
     assert "0.35 s" in events.named("cache.flight")[0].facts["alone"]
     assert events.counters["cache.duplicate_work"] == 1
@@ -141,22 +139,32 @@ def test_lock_of_a_dead_holder_is_free_at_once(root: Path, events: Events) -> No
 
     pid = fork(hold)
     os.read(told, 1)
-    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
     began = time.monotonic()
-    with Cache(root, events).single_flight("artifact", numbered(1)) as held:
+    threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
+    with Cache(root, events).single_flight("artifact", numbered(1)) as flight:
         waited = time.monotonic() - began
-    assert held
+    assert flight is Flight.AFTER_OTHERS
     assert 0.1 < waited < 5
     assert status(pid) == -signal.SIGKILL
     os.close(told)
     os.close(tell)
 
 
+def test_who_comes_when_the_work_is_done_comes_after_others(root: Path) -> None:
+    first, late = Cache(root, Events()), Cache(root, Events())
+    assert not isinstance(late.lookup("artifact", numbered(1)), Entry)
+    with first.single_flight("artifact", numbered(1)) as flight:
+        first.publish("artifact", numbered(1), {}, blobs(1, 0))
+    assert flight is Flight.AT_ONCE
+    with late.single_flight("artifact", numbered(1)) as flight:
+        assert flight is Flight.AFTER_OTHERS
+
+
 def test_flight_is_over_when_the_work_fails(cache: Cache) -> None:
     with pytest.raises(ZeroDivisionError), cache.single_flight("artifact", numbered(1)):
         _ = 1 / 0
-    with cache.single_flight("artifact", numbered(1), wait_limit=0) as held:
-        assert held
+    with cache.single_flight("artifact", numbered(1), wait_limit=0) as flight:
+        assert flight is Flight.AT_ONCE
 
 
 def test_readers_and_writers_during_eviction(memory_root: Path) -> None:
@@ -203,8 +211,8 @@ def test_killed_waiters_leave_nothing_behind(root: Path) -> None:
     with holder.single_flight("artifact", numbered(1)):
         pid = fork(lambda: kill_while_waiting(root))
         assert status(pid) == -signal.SIGKILL
-    with holder.single_flight("artifact", numbered(1), wait_limit=0) as held:
-        assert held
+    with holder.single_flight("artifact", numbered(1), wait_limit=0) as flight:
+        assert flight is Flight.AT_ONCE
 
 
 def kill_while_waiting(root: Path) -> None:

@@ -1,8 +1,7 @@
-"""Properties are judged by what they find, not by how long one example takes on a busy machine."""
+"""The engine of the reference's worked examples."""
 
 from __future__ import annotations
 
-from hypothesis import settings
+from piecegraph.dispatch import BucketLimits
 
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
+EXP_4096 = BucketLimits(128, 2048, 4096, max_num_reqs=64, max_prefill_reqs=16)

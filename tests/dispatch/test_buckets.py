@@ -24,9 +24,10 @@ from piecegraph.dispatch.bucket_ranges import exponential, linear, padding_aware
 from piecegraph.dispatch.bucket_table import coarse
 from piecegraph.errors import BeyondLimits, InvalidSetting, NoBuckets
 
+from .conftest import EXP_4096
+
 EXP, LIN, PAD = BucketStrategy.EXPONENTIAL, BucketStrategy.LINEAR, BucketStrategy.PADDING_AWARE
 PROMPT, DECODE = Phase.PROMPT, Phase.DECODE
-EXP_4096 = BucketLimits(128, 2048, 4096, max_num_reqs=64, max_prefill_reqs=16)
 
 
 @pytest.mark.parametrize(
@@ -252,15 +253,6 @@ def test_look_up_pads_least_of_all_that_hold(shape, strategy):
         assert found.batch * found.query * (found.context + 1) == min(volumes)
 
 
-@given(shapes)
-def test_the_fallback_holds_every_legal_batch(shape):
-    batch, query, context = min(shape[0], 16), shape[1], shape[2]
-    table = BucketTable((), EXP_4096)
-    bucket = table.fallback(PROMPT, batch, query, context)
-    assert bucket.holds(Bucket(batch, query, context))
-    assert (bucket.batch, bucket.query, bucket.context) <= (64, 2048, 32)
-
-
 @pytest.mark.parametrize("shape", [(65, 1, 100), (1, 2049, 0), (1, 128, 33)])
 def test_a_batch_beyond_the_limits_is_an_error_not_a_smaller_bucket(shape):
     phase = DECODE if shape[1] == 1 else PROMPT
@@ -273,5 +265,17 @@ def test_decode_context_is_never_clamped_below_what_is_asked():
     table = BucketTable([Bucket(4, 1, 128)], limits)
     assert table.fallback(DECODE, 3, 1, 120).context == 128
     assert table.fallback(DECODE, 8, 1, 200).context >= 200
-    with pytest.raises(BeyondLimits):
-        table.fallback(DECODE, 64, 1, 501)
+
+
+def test_the_fallback_reaches_as_far_as_the_limits_do():
+    shared = replace(EXP_4096, total_blocks=500)
+    assert BucketTable((), shared).fallback(DECODE, 64, 1, 1500).context == 1500
+    for limits, context in (
+        (shared, 1501),
+        (replace(shared, contiguous=True), 501),
+        (replace(shared, clamped=False), 64 * 32 + 1),
+    ):
+        with pytest.raises(BeyondLimits):
+            BucketTable((), limits).fallback(DECODE, 64, 1, context)
+    merged = BucketTable((), replace(EXP_4096, merged_prefill=True))
+    assert merged.fallback(PROMPT, 1, 2048, 16 * 31) == (1, 2048, 16 * 32)

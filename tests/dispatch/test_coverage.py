@@ -12,6 +12,7 @@ from piecegraph.dispatch import (
     Bucket,
     BucketLimits,
     BucketStrategy,
+    BucketTable,
     Phase,
     close_holes,
     find_holes,
@@ -19,7 +20,7 @@ from piecegraph.dispatch import (
 )
 from piecegraph.errors import InvalidSetting, NoBuckets
 
-EXP_4096 = BucketLimits(128, 2048, 4096, max_num_reqs=64, max_prefill_reqs=16)
+from .conftest import EXP_4096
 
 
 def legal_batches(phase: Phase, limits: BucketLimits) -> Iterator[Bucket]:
@@ -79,6 +80,14 @@ def test_the_proof_finds_each_hole_and_closing_leaves_none(phase, limits, data):
         )
     assert find_holes(phase, limits, closed) == ()
     assert all(any(bucket.holds(each) for bucket in closed) for each in legal)
+
+
+@given(st.sampled_from(Phase), engines, st.sets(shapes, max_size=2))
+def test_the_fallback_holds_every_legal_batch(phase, limits, buckets):
+    limits = replace(limits, max_num_reqs=max(limits.max_num_reqs, limits.max_prefill_reqs))
+    table = BucketTable(buckets, limits)
+    for batch in legal_batches(phase, limits):
+        assert table.fallback(phase, *batch).holds(batch)
 
 
 def test_the_holes_of_the_worked_example_are_named_and_closed():

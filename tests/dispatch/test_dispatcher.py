@@ -36,6 +36,11 @@ def dispatcher(mode, sizes, max_num_reqs=8, **options) -> Dispatcher:
     return Dispatcher(plan, captured=range(len(plan.entries)))
 
 
+def slot_of(it, mode, num_tokens) -> int:
+    entries = it.plan.entries
+    return [(e.mode, e.descriptor.num_tokens) for e in entries].index((mode, num_tokens))
+
+
 def count(plan, mode) -> int:
     return sum(entry.mode is mode for entry in plan.entries)
 
@@ -134,13 +139,6 @@ def test_decode_keys_end_at_the_largest_size_and_at_the_most_requests():
 
     assert decode_keys([1, 8], 8) == [(3, 1)]
     assert decode_keys([3, 9, 12], 3) == [(9, 3), (3, 1)]
-
-
-def test_find_knows_that_a_decode_batch_may_use_a_mixed_key():
-    plan = dispatcher("FULL", [4, 8]).plan
-    assert plan.find(FULL, Batch(8, 8, True, 1)) == plan.find(FULL, Batch(8, 8)) == 0
-    assert plan.find(FULL, Batch(7, 7)) is None
-    assert plan.find(PIECEWISE, Batch(8, 8)) is None
 
 
 def test_capture_order_is_piecewise_first_and_largest_first():
@@ -257,7 +255,7 @@ def test_reasons_for_no_better_mode():
     assert it.dispatch(Batch(9, 8)).reason is Reason.ABOVE_LARGEST_SIZE
     assert it.dispatch(Batch(1, 1, True, 1)).reason is Reason.PADDING_LIMIT
     assert it.dispatch(Batch(0, 0)).reason is Reason.NO_TOKENS
-    it.set_captured(it.plan.find(FULL, decode), False)
+    it.set_captured(slot_of(it, FULL, 8), False)
     assert it.dispatch(decode).missed is Reason.NOT_CAPTURED
 
 
@@ -377,7 +375,7 @@ def test_wanted_does_not_wait_for_the_capture():
     assert it.dispatch(batch).reason is Reason.NOT_CAPTURED
     wanted = it.wanted(batch)
     assert wanted.descriptor == BatchDescriptor(4, 4, 1)
-    larger = plan.find(FULL, Batch(8, 8, True, 1))
+    larger = slot_of(it, FULL, 8)
     it.set_captured(larger, True)
     assert it.dispatch(batch).slot == larger
     it.set_captured(wanted.slot, True)
@@ -387,11 +385,21 @@ def test_wanted_does_not_wait_for_the_capture():
     assert it.dispatch(batch).slot == larger
 
 
+def test_hot_rows_are_found_again_after_many_lanes(monkeypatch):
+    it = dispatcher("FULL_AND_PIECEWISE", [4, 8], lora_cases=range(512))
+    it.dispatch(Batch(3, 3))
+    for num_loras in range(512):
+        it.dispatch(Batch(3, 3, num_loras=num_loras))
+    first = it.dispatch(Batch(5, 5))
+    monkeypatch.setattr(it, "_live", None)
+    assert it.dispatch(Batch(5, 5)) is first
+
+
 def test_measured_costs_decide_between_modes():
     it = dispatcher("FULL_AND_PIECEWISE", [4, 8])
     batch = Batch(3, 3, True, 1)
-    full = it.plan.find(FULL, Batch(4, 4, True, 1))
-    piecewise = it.plan.find(PIECEWISE, Batch(8, 8))
+    full = slot_of(it, FULL, 4)
+    piecewise = slot_of(it, PIECEWISE, 8)
     costs = dict.fromkeys(range(len(it.plan.entries)), 3.0)
     it.set_costs(costs)
     assert it.dispatch(batch).slot == full
@@ -414,7 +422,7 @@ def test_costs_must_cover_the_plan():
 def test_a_rank_decision_is_followed_or_refused():
     it = dispatcher("FULL_AND_PIECEWISE", [4, 8], chunked=True)
     batch = Batch(3, 3, True, 1)
-    slot = it.plan.find(PIECEWISE, Batch(8, 8))
+    slot = slot_of(it, PIECEWISE, 8)
     decision = it.follow(slot, batch)
     assert (decision.slot, decision.reason) == (slot, Reason.RANK_DECISION)
     none = it.follow(NO_SLOT, batch)

@@ -64,7 +64,7 @@ OPS: list[Op] = [
 steps = st.tuples(st.integers(0, len(OPS) - 1), st.integers(0, 9), st.integers(0, 9))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     program=st.lists(steps, max_size=12),
     breaks=st.booleans(),

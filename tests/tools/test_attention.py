@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph import BatchDescriptor, ForwardContext, RuntimeMode, forward_context
@@ -97,13 +97,11 @@ def check(batch, padding):
     torch.testing.assert_close(batch.cache.values.flatten(0, 1)[BLOCK:], values[BLOCK:])
 
 
-@settings(deadline=None)
 @given(CHUNKS, st.integers(0, 5))
 def test_prompt_chunks_with_any_context(shapes, padding):
     check(Batch(shapes, decode=False), padding)
 
 
-@settings(deadline=None)
 @given(CONTEXTS, st.integers(0, 5))
 def test_decodes_with_any_context(contexts, padding):
     check(Batch([(context, 1) for context in contexts], decode=True), padding)

@@ -33,7 +33,9 @@ class DictDispatcher:
     """Padding by table, keys by dataclass: what the peers do, for plans of query length 1."""
 
     def __init__(self, plan: DispatchPlan, sizes: tuple[int, ...]) -> None:
-        self.keys = {(entry.mode, entry.descriptor): slot for entry, slot in plan.slots.items()}
+        self.keys = {
+            (entry.mode, entry.descriptor): slot for slot, entry in enumerate(plan.entries)
+        }
         self.padded = [sizes[bisect_left(sizes, n)] for n in range(sizes[-1] + 1)]
 
     def dispatch(self, batch: Batch) -> tuple[RuntimeMode, BatchDescriptor, int]:

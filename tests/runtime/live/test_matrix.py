@@ -37,9 +37,7 @@ def test_failure_25_every_mode_and_strategy(
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_batches_over_any_plan(serve: Callable[..., Any], data: st.DataObject) -> None:
     sizes = sorted(data.draw(st.sets(st.integers(1, 16), min_size=1, max_size=4)))
     modes = st.sampled_from([mode for mode in GraphMode if mode is not GraphMode.FULL])

@@ -97,9 +97,7 @@ def make_all(make: Any) -> Any:
     return served
 
 
-@settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(["eager", "delayed", "lazy"]),
     st.integers(0, 3000),
@@ -246,9 +244,7 @@ def test_startup_recordings_are_never_evicted(make: Any) -> None:
     assert served.decode(2) == "FULL 64"
 
 
-@settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 6), st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=40))
 def test_eviction_from_the_shared_pool_changes_no_result(
     make: Any, graphs: int, batches: Any
