@@ -23,7 +23,7 @@ from .artifact import CODE, Blobs, PieceFn, kernels
 from .compilers import Compiler
 from .config import TOKENS
 from .cut import Cut, UniquePiece
-from .factors import codegen_key
+from .factors import codegen_key, machine_factors
 from .passes.graph_pass import GraphPass, inductor_passes, passes_for
 from .plan import CompiledSpan
 from .spans import Span, spans
@@ -39,6 +39,7 @@ class Job:
     span: Span
     passes: tuple[GraphPass, ...]
     size: int | None
+    key: Key
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,13 @@ def compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> Compiled:
     """Load or compile every job. Raises PieceFailed and the errors of guards."""
     done = Compiled([], [], [], [])
     numbers: dict[Any, int] = {}
+    machine = machine_factors(cut.config, task.device)
     with task.events.span("compile", level=logging.INFO, pieces=len(cut.unique)):
         for unique in cut.unique:
             cut.guards.check_ends(unique.piece.module(cut.trace.graph), f"piece {unique.index}")
         for span in spans(cut.config):
             used = []
-            for job in _jobs(cut, span):
+            for job in _jobs(cut, span, machine):
                 identity = (job.unique.index, job.size, tuple(each.name for each in job.passes))
                 if identity not in numbers:
                     numbers[identity] = len(done.jobs)
@@ -73,13 +75,14 @@ def compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> Compiled:
     return done
 
 
-def _jobs(cut: Cut, span: Span) -> Iterator[Job]:
+def _jobs(cut: Cut, span: Span, machine: Mapping[str, Any]) -> Iterator[Job]:
     """A job for each unique piece; those without a dynamic size are the same in every span."""
     for unique in cut.unique:
         symbols = [str(cut.guards.label(symbol)) for symbol in unique.piece.symbols()]
         passes = passes_for(cut.config, span.high if symbols else None)
-        exact = span.exact and symbols == [TOKENS]
-        yield Job(unique, span, passes, span.low if exact else None)
+        size = span.low if span.exact and symbols == [TOKENS] else None
+        key = codegen_key(machine, unique.digest, passes, size)
+        yield Job(unique, span, passes, size, key)
 
 
 def _obtain(task: Task, cut: Cut, job: Job, compiler: Compiler) -> tuple[PieceFn, Blobs]:
@@ -104,9 +107,8 @@ def _obtain(task: Task, cut: Cut, job: Job, compiler: Compiler) -> tuple[PieceFn
 def _stored(task: Task, cut: Cut, job: Job, compiler: Compiler) -> tuple[PieceFn, Blobs] | None:
     if compiler.load is None:
         return None
-    key = _key(task, cut, job)
-    entry = task.cache.lookup("artifact", key)
-    tell_lookup("artifact", key, entry, task.cache, task.events)
+    entry = task.cache.lookup("artifact", job.key)
+    tell_lookup("artifact", job.key, entry, task.cache, task.events)
     if not isinstance(entry, Entry) or CODE not in entry.contents:
         return None
     if not _covers(entry.meta, _ranges(cut, job)):
@@ -119,11 +121,7 @@ def store_artifact(
 ) -> None:
     """Publish what was made of a job, with the ranges over which it is proved."""
     meta: dict[str, Json] = {"compile_seconds": compile_seconds, "ranges": _ranges(cut, job)}
-    task.cache.publish("artifact", _key(task, cut, job), meta, blobs)
-
-
-def _key(task: Task, cut: Cut, job: Job) -> Key:
-    return codegen_key(job.unique.digest, cut.config, task.device, job.passes, job.size)
+    task.cache.publish("artifact", job.key, meta, blobs)
 
 
 def _ranges(cut: Cut, job: Job) -> list[Json]:
