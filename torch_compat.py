@@ -39,7 +39,7 @@ __all__ = [
 is_grad_enabled = torch.is_grad_enabled
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
-_TORCH = os.path.dirname(torch.__file__)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 # Dynamo and Inductor keep process-wide state while they run; only one of our threads may be inside.
 compiler_lock = threading.RLock()
@@ -136,13 +136,18 @@ def _guarded(guards: Any) -> tuple[tuple[str, str], ...]:
     return tuple(sorted(named))
 
 
+def is_torch_file(file: str) -> bool:
+    """Whether a source file is torch's own; those of torchvision and the like are not."""
+    return file.startswith(_TORCH)
+
+
 def user_location(error: BaseException) -> str | None:
     """file:line of the user's code that a Dynamo error is about."""
     seen: BaseException | None = error
     while seen is not None:
         stack = getattr(seen, "real_stack", None)
         if stack:
-            own = [frame for frame in stack if not frame.filename.startswith(_TORCH)]
+            own = [frame for frame in stack if not is_torch_file(frame.filename)]
             return f"{(own or stack)[-1].filename}:{(own or stack)[-1].lineno}"
         seen = seen.__cause__ or seen.__context__
     return None
@@ -225,7 +230,19 @@ def registering_files(name: str) -> set[str]:
     """Python files, torch's apart, that registered kernels of the overload `ns::op.overload`."""
     known: str = torch._C._dispatch_dump(name)
     files = set(re.findall(r"registered at (.+\.py):\d+", known))
-    return {file for file in files if not file.startswith(_TORCH) and os.path.isfile(file)}
+    return {file for file in files if not is_torch_file(file) and os.path.isfile(file)}
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor runs in this process; None where there is none."""
+    with cache_variables_kept():
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            return get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return None
 
 
 def input_source(node: torch.fx.Node) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import GraphModule, Node
 
 from .artifact import PieceFn
+from .sizes import Sizes, input_at
 from .split import ALLOCATIONS
-
-Sizes = Mapping[sympy.Symbol, int]
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Absolute and relative, by dtype; results of other dtypes must be equal."""
@@ -58,17 +56,7 @@ def _copied(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _made_up(node: Node, sizes: Sizes) -> Any:
-    value = node.meta["example_value"]
+    value = input_at(node, sizes)
     if not isinstance(value, torch.Tensor):
-        return concrete(value, sizes)
-    shape = [concrete(size, sizes) for size in value.shape]
-    stride = [concrete(step, sizes) for step in value.stride()]
-    tensor = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-    return tensor.normal_(std=0.1) if value.dtype.is_floating_point else tensor.zero_()
-
-
-def concrete(size: Any, sizes: Sizes) -> int:
-    """A size of the trace as a number."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    return int(size.node.shape_env.replace(size.node.expr).xreplace(dict(sizes)))
+        return value
+    return value.normal_(std=0.1) if value.dtype.is_floating_point else value.zero_()

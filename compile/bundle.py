@@ -43,7 +43,7 @@ def store_bundle(
         for index, artifact in enumerate(bundle.artifacts)
         for name, content in artifact.items()
     }
-    meta = {"header": header(bundle.plan, model, device), **bundle.provenance}
+    meta = {"header": header(model, device), **bundle.provenance}
     cache.publish("bundle", key, meta, {PLAN: bundle.plan.model_dump_json().encode(), **blobs})
 
 

@@ -17,7 +17,7 @@ from .compiled_model import CompiledModel, bind
 from .compilers import Compiler
 from .cut import cut_model
 from .dump import dump_plan
-from .piece_graph import picture
+from .piece_graph import picture, piece_graph
 from .provenance import provenance
 from .readable import readable
 from .task import Task
@@ -41,8 +41,8 @@ def cold_start(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel
         cut = cut_model(task)
         compiled = compile_pieces(task, cut, compiler)
     plan = cut.plan(compiled.spans)
-    drawn = picture(plan)
-    task.events.detail("piece_graph", lambda: drawn)
+    graph = piece_graph(plan)
+    task.events.detail("piece_graph", lambda: picture(graph))
     tell_plan(plan, task.events)
     if (directory := task.config.dump_dir) is not None:
         dump_plan(plan, directory)

@@ -29,7 +29,7 @@ def compile_model(task: Task) -> CompiledModel:
     """
     if not task.config.compile:
         task.events.emit("bundle", hit=False, reason="compile is off")
-        return uncompiled_model(task.model, task.config, task.device, task.examples)
+        return uncompiled_model(task)
     compiler = _compiler(task)
     if compiler.load is None:
         kept = f"compiler {compiler.name!r} keeps no artifacts"

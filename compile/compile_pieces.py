@@ -26,7 +26,8 @@ from .artifact import CODE, Blobs, PieceFn, kernels
 from .compilers import Compiler
 from .config import TOKENS
 from .cut import Cut, UniquePiece
-from .factors import codegen_key
+from .factors import codegen_key, machine_factors
+from .location import first_line
 from .passes.graph_pass import GraphPass, inductor_passes, passes_for
 from .plan import CompiledSpan
 from .spans import Span, spans
@@ -70,7 +71,7 @@ def compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> Compiled:
     with task.events.span("compile", level=logging.INFO, pieces=len(cut.unique)):
         for unique in cut.unique:
             cut.guards.check_ends(unique.piece.module(cut.trace.graph), f"piece {unique.index}")
-        jobs, served = _schedule(task, cut)
+        jobs, served = _schedule(cut, machine_factors(cut.config, task.device))
         made = {number: _stored(task, cut, job, compiler) for number, job in enumerate(jobs)}
         missing = [number for number, stored in made.items() if stored is None]
         if missing and compiler.first_use is not None:
@@ -81,14 +82,14 @@ def compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> Compiled:
     return Compiled(jobs, [each for each in made.values() if each is not None], served)
 
 
-def _schedule(task: Task, cut: Cut) -> tuple[list[Job], list[CompiledSpan]]:
+def _schedule(cut: Cut, machine: Mapping[str, Any]) -> tuple[list[Job], list[CompiledSpan]]:
     """The distinct jobs, and which of them serve each span."""
     jobs: list[Job] = []
     numbers: dict[Any, int] = {}
     served = []
     for span in spans(cut.config):
         used = []
-        for job in _jobs(task, cut, span):
+        for job in _jobs(cut, span, machine):
             identity = (job.unique.index, job.size, tuple(each.name for each in job.passes))
             if identity not in numbers:
                 numbers[identity] = len(jobs)
@@ -115,14 +116,13 @@ def _overlapped(begins: Iterable[Callable[[], Callable[[], Made]]]) -> Iterator[
         yield waiting()
 
 
-def _jobs(task: Task, cut: Cut, span: Span) -> Iterator[Job]:
+def _jobs(cut: Cut, span: Span, machine: Mapping[str, Any]) -> Iterator[Job]:
     """A job for each unique piece; those without a dynamic size are the same in every span."""
     for unique in cut.unique:
         symbols = [str(cut.guards.label(symbol)) for symbol in unique.piece.symbols()]
         passes = passes_for(cut.config, span.high if symbols else None)
-        exact = span.exact and symbols == [TOKENS]
-        size = span.low if exact else None
-        key = codegen_key(unique.digest, cut.config, task.device, passes, size)
+        size = span.low if span.exact and symbols == [TOKENS] else None
+        key = codegen_key(machine, unique.digest, passes, size)
         yield Job(unique, span, passes, size, key)
 
 
@@ -225,7 +225,7 @@ def _naming(compiler: Compiler, unique: UniquePiece) -> Iterator[None]:
             compiler=compiler.name,
             piece=unique.index,
             digest=unique.digest[:12],
-            reason=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+            reason=f"{type(error).__name__}: {first_line(error)}",
         ) from error
 
 

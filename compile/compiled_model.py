@@ -11,7 +11,8 @@ import torch
 
 from ..errors import ModelMismatch
 from .artifact import PieceFn
-from .plan import Plan
+from .literal import dtype_name
+from .plan import CompiledSpan, Plan
 from .stitch import Hook, StepFn, stitch
 
 
@@ -29,29 +30,14 @@ class CompiledModel:
     traced: bool = True
     """Whether the pieces are from a trace; otherwise the one piece is the model's own forward."""
 
-    def link(
-        self,
-        num_tokens: int | None = None,
-        piece_hook: Hook | None = None,
-        call_hook: Hook | None = None,
-    ) -> StepFn:
+    def link(self, piece_hook: Hook | None = None, call_hook: Hook | None = None) -> StepFn:
         """The straight-line function from the plan's input tensors to its results; see `stitch`.
 
-        It is made of the artifacts for the span of `num_tokens`; without it, the function looks
-        at the size it is called with.
+        Where there are several spans it looks at the size it is called with.
         """
-        if num_tokens is not None or len(self.plan.spans) == 1:
-            artifacts = self.plan.span_of(num_tokens).artifacts
-            pieces = [self.pieces[artifact] for artifact in artifacts]
-            return stitch(self.plan, pieces, self.weights, piece_hook, call_hook)
-        return self._by_size(piece_hook, call_hook)
-
-    def rebound(self) -> CompiledModel:
-        """Bound to the weights that the model has now; raises ModelMismatch."""
-        return replace(self, weights=weights_of(self.model, self.plan))
-
-    def _by_size(self, piece_hook: Hook | None, call_hook: Hook | None) -> StepFn:
-        steps = [self.link(span.high, piece_hook, call_hook) for span in self.plan.spans]
+        steps = [self._linked(span, piece_hook, call_hook) for span in self.plan.spans]
+        if len(steps) == 1:
+            return steps[0]
         ends = [span.high for span in self.plan.spans]
         source, dim = self.plan.token_source()
 
@@ -59,6 +45,16 @@ class CompiledModel:
             return steps[bisect_left(ends, inputs[source].size(dim))](*inputs)
 
         return step
+
+    def rebound(self) -> CompiledModel:
+        """Bound to the weights that the model has now; raises ModelMismatch."""
+        return replace(self, weights=weights_of(self.model, self.plan))
+
+    def _linked(
+        self, span: CompiledSpan, piece_hook: Hook | None, call_hook: Hook | None
+    ) -> StepFn:
+        pieces = [self.pieces[artifact] for artifact in span.artifacts]
+        return stitch(self.plan, pieces, self.weights, piece_hook, call_hook)
 
 
 def bind(
@@ -84,7 +80,7 @@ def weights_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
         tensor = tensors.get(weight.target)
         if tensor is None:
             raise ModelMismatch(reason=f"it has no weight {weight.target!r}")
-        found = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.stride())
+        found = (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
         wanted = (weight.dtype, weight.shape, weight.stride)
         if found != wanted:
             raise ModelMismatch(reason=f"{weight.target!r} is {found}, the plan has {wanted}")

@@ -156,6 +156,13 @@ class CompileConfig(BaseModel):
     def _check_inputs(cls, inputs: dict[str, str]) -> dict[str, str]:
         return {name: str(InputSpec.parse(text)) for name, text in inputs.items()}
 
+    @field_validator("symbol_limits")
+    @classmethod
+    def _check_limits(cls, limits: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+        if TOKENS in limits:
+            raise ValueError(f"the range of {TOKENS} is 1 to max_num_tokens")
+        return limits
+
     @field_serializer("splitting_predicate", "user_passes", when_used="json")
     def _named(self, value: Any) -> Any:
         """Functions by their names: for people, keys hold their source."""

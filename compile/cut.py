@@ -49,9 +49,7 @@ class Cut:
 def cut_model(task: Task) -> Cut:
     """Trace and split a model. Raises the errors of tracing, splitting and guards."""
     events = task.events
-    traced, guards, config = sound_trace(
-        task.model, task.config, task.device, task.examples, events
-    )
+    traced, guards, config = sound_trace(task)
     trace_artifact("graph", lambda: readable(traced.graph))
     with events.span("split", level=logging.INFO):
         planner = Planner(traced, config)

@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 from ..errors import ExampleInputsMissing, ExampleMismatch, UndeclaredDynamicShape, UnknownInput
 from ..torch_compat import mark_dynamic
 from .config import TOKENS, CompileConfig, InputSpec
+from .literal import dtype_name, encode
+from .plan import Constant
 
 # Sizes unlike any that a model treats specially: a guard such as T % 8 == 0 must show itself.
 # Independent sizes differ where their limits allow it, so that nothing holds by accident.
@@ -49,6 +51,14 @@ class Examples:
 
     def leaves(self) -> list[Leaf]:
         return leaves(self.arguments)
+
+    def constants(self) -> tuple[Constant, ...]:
+        """The arguments that are taken as fixed: numbers, strings and None."""
+        return tuple(
+            Constant(path=leaf.path, value=encode(leaf.value))
+            for leaf in self.leaves()
+            if leaf.value is None or isinstance(leaf.value, (bool, int, float, str))
+        )
 
     def call_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         bound = inspect.BoundArguments(self.signature, dict(self.arguments))
@@ -132,7 +142,7 @@ def _inferred(found: list[Leaf]) -> dict[str, InputSpec]:
         raise UndeclaredDynamicShape(shapes=shapes)
     return {
         leaf.label: InputSpec(
-            dtype=str(leaf.value.dtype).removeprefix("torch."),
+            dtype=dtype_name(leaf.value.dtype),
             shape=tuple(TOKENS if size > 1 else size for size in leaf.value.shape),
         )
         for leaf in tensors
@@ -159,7 +169,7 @@ def _declared(
 def _fits(value: Any, spec: InputSpec) -> bool:
     return (
         isinstance(value, torch.Tensor)
-        and str(value.dtype) == f"torch.{spec.dtype}"
+        and dtype_name(value.dtype) == spec.dtype
         and value.dim() == len(spec.shape)
         and all(isinstance(s, str) or s == n for s, n in zip(spec.shape, value.shape, strict=True))
     )
@@ -167,7 +177,7 @@ def _fits(value: Any, spec: InputSpec) -> bool:
 
 def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return str(InputSpec(dtype=str(value.dtype)[6:], shape=tuple(value.shape)))
+        return str(InputSpec(dtype=dtype_name(value.dtype), shape=tuple(value.shape)))
     return type(value).__name__
 
 

@@ -27,10 +27,11 @@ from ..cache import Key
 from ..cache.environment import environment_factors
 from ..cache.feeds import config_factors
 from ..cache.sources import code_digest, fingerprint
-from ..torch_compat import changed_settings, global_state
+from ..torch_compat import changed_settings, cpp_compiler, global_state
 from .attributes import described, module_attributes
 from .config import CompileConfig, InputSpec
 from .examples import ExampleArguments, Leaf, example_inputs
+from .literal import dtype_name
 from .passes.graph_pass import GraphPass, pass_factors, passes_for
 from .split import splitting_predicate
 
@@ -53,7 +54,7 @@ def trace_key(
             "sources": module_sources(model),
             "methods": class_methods(model),
             "attributes": _digest(module_attributes(model)),
-            "tensors": _digest(tensor_signature(model)),
+            "tensors": tensors_digest(model),
             "config": config_factors(config, "trace"),
             "splitting": predicate_factor(config),
             "passes": pass_factors(passes_for(config)),
@@ -65,28 +66,24 @@ def trace_key(
     )
 
 
+def machine_factors(config: CompileConfig, device: torch.device) -> dict[str, Any]:
+    """What the codegen keys of all pieces of a model have in common."""
+    return {
+        "config": config_factors(config, "codegen"),
+        "device": device_factors(device),
+        "toolchain": toolchain(),
+        "versions": versions(),
+        "torch_state": torch_state(),
+        "environment": environment_factors(),
+    }
+
+
 def codegen_key(
-    piece_digest: str,
-    config: CompileConfig,
-    device: torch.device,
-    passes: Sequence[GraphPass],
-    size: int | None,
+    machine: Mapping[str, Any], piece_digest: str, passes: Sequence[GraphPass], size: int | None
 ) -> Key:
     """Key of the artifact of one unique piece under `passes`, static if for one `size`."""
-    return Key.of(
-        "codegen",
-        {
-            "piece": piece_digest,
-            "size": size,
-            "config": config_factors(config, "codegen"),
-            "passes": pass_factors(passes),
-            "device": device_factors(device),
-            "toolchain": toolchain(),
-            "versions": versions(),
-            "torch_state": torch_state(),
-            "environment": environment_factors(),
-        },
-    )
+    own = {"piece": piece_digest, "size": size, "passes": pass_factors(passes)}
+    return Key.of("codegen", {**machine, **own})
 
 
 def predicate_factor(config: CompileConfig) -> str | None:
@@ -136,18 +133,19 @@ def device_factors(device: torch.device) -> dict[str, Any]:
 
 
 def toolchain() -> dict[str, str]:
-    """The C++ compiler, by what it says of itself; empty where there is none."""
+    """The C++ compiler that Inductor runs, by what it says of itself; empty where there is none."""
+    if (compiler := cpp_compiler()) is None:
+        return {}
     try:
-        shown = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True)
+        shown = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return {}
-    return {"cxx": shown.stdout.splitlines()[0]}
+    return {"cxx": shown.stdout.partition("\n")[0]}
 
 
 def module_sources(model: torch.nn.Module) -> dict[str, str]:
     """sha256 of the source file of every class of a submodule, by module name; torch's apart."""
-    classes = {base for module in model.modules() for base in type(module).__mro__}
-    names = {cls.__module__ for cls in classes} - {"builtins"}
+    names = {cls.__module__ for cls in _classes(model)} - {"builtins"}
     return {
         name: source_digest(name) for name in sorted(names) if name.partition(".")[0] != "torch"
     }
@@ -158,9 +156,15 @@ def class_methods(model: torch.nn.Module) -> dict[str, str]:
 
     They differ from the source where a program replaces methods, in torch's classes as well.
     """
-    classes = {base for module in model.modules() for base in type(module).__mro__}
-    found = {f"{cls.__module__}.{cls.__qualname__}": dict(_own_methods(cls)) for cls in classes}
+    found = {
+        f"{cls.__module__}.{cls.__qualname__}": dict(_own_methods(cls)) for cls in _classes(model)
+    }
     return {name: _digest(methods) for name, methods in sorted(found.items()) if methods}
+
+
+def _classes(model: torch.nn.Module) -> set[type]:
+    """The classes of all submodules, and those they inherit from."""
+    return {base for module in model.modules() for base in type(module).__mro__}
 
 
 def _own_methods(cls: type) -> Iterator[tuple[str, str]]:
@@ -178,7 +182,8 @@ def _is_torch(cls: type, function: types.FunctionType) -> bool:
 def source_digest(module_name: str) -> str:
     """sha256 of a module's source; of its name where there is no source to read.
 
-    A module that the model imports only while it runs is not imported for that.
+    A module that the model imports only while it runs is not imported for that, but the package
+    that it is in is.
     """
     try:
         if module_name in sys.modules:
@@ -214,14 +219,13 @@ def _form(leaf: Leaf, symbols: Mapping[tuple[str, int], str]) -> Any:
     if not isinstance(leaf.value, torch.Tensor):
         return str(described(leaf.value))
     shape = tuple(symbols.get((leaf.label, i), n) for i, n in enumerate(leaf.value.shape))
-    dtype = str(leaf.value.dtype).removeprefix("torch.")
-    return f"{leaf.value.device.type} {InputSpec(dtype=dtype, shape=shape)}"
+    return f"{leaf.value.device.type} {InputSpec(dtype=dtype_name(leaf.value.dtype), shape=shape)}"
 
 
-def tensor_signature(model: torch.nn.Module) -> list[Any]:
-    """Every weight and buffer: name, form, device, class, and which of them are the same."""
+def tensors_digest(model: torch.nn.Module) -> str:
+    """Of every weight and buffer: name, form, device, class, and which of them are the same."""
     first: dict[int, str] = {}
-    return [
+    signature = [
         [
             name,
             list(tensor.shape),
@@ -234,6 +238,7 @@ def tensor_signature(model: torch.nn.Module) -> list[Any]:
         for named in (model.named_parameters, model.named_buffers)
         for name, tensor in named(remove_duplicate=False)
     ]
+    return _digest(signature)
 
 
 def _digest(value: Any) -> str:

@@ -18,8 +18,15 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..cache.sources import fingerprint as source_fingerprint
-from ..torch_compat import custom_op_function, fake_function, registering_files, triton_call
+from ..torch_compat import (
+    custom_op_function,
+    fake_function,
+    registering_files,
+    storage_id,
+    triton_call,
+)
 from .literal import encode
+from .op_names import is_custom, is_op, op_name, overloads
 
 
 def fingerprint(graph: Graph, root: torch.nn.Module) -> str:
@@ -63,9 +70,9 @@ class _Writer:
             return self._constant(str(node.target))
         if isinstance(node.target, str):
             return node.target
-        if isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        if is_op(node.target):
             name = str(node.target)
-            if not name.startswith(("aten.", "prims.")):
+            if is_custom(node.target):
                 self._ops[name] = node.target
             return name
         name = getattr(node.target, "__qualname__", None) or node.target.__name__
@@ -130,7 +137,7 @@ class _Writer:
         return " ".join(facts)
 
     def _storage(self, tensor: torch.Tensor) -> int:
-        return self._storages.setdefault(tensor.untyped_storage()._cdata, len(self._storages))
+        return self._storages.setdefault(storage_id(tensor), len(self._storages))
 
     def _size(self, size: int | torch.SymInt) -> str:
         return self._renamed(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
@@ -152,25 +159,15 @@ def op_source(op: Any) -> str:
     An op made by `torch.library.custom_op` is known by its function. Of one registered through
     `Library` torch keeps no function, only the files that did it: their content counts.
     """
-    packet = _packet(op)
-    if function := custom_op_function(packet._qualified_op_name):
+    if function := custom_op_function(op_name(op)):
         return "; ".join([op_form(op), source_fingerprint(function)])
-    files = {
-        file
-        for name in packet.overloads()
-        for file in registering_files(getattr(packet, name).name())
-    }
+    files = {file for overload in overloads(op) for file in registering_files(overload.name())}
     contents = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files)
     return "; ".join([op_form(op), *contents])
 
 
 def op_form(op: Any) -> str:
     """Schemas of a custom op and a hash of its fake implementation: what a caller of it sees."""
-    packet = _packet(op)
-    schemas = [str(getattr(packet, name)._schema) for name in packet.overloads()]
-    fake = fake_function(packet._qualified_op_name)
+    schemas = [str(overload._schema) for overload in overloads(op)]
+    fake = fake_function(op_name(op))
     return "; ".join([*schemas, *([source_fingerprint(fake)] if fake else [])])
-
-
-def _packet(op: Any) -> Any:
-    return op.overloadpacket if isinstance(op, torch._ops.OpOverload) else op

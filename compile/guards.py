@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +20,20 @@ from torch.fx import GraphModule
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
-from ..errors import GuardUnproved, ShapesDiffer, Specialised
+from ..errors import CompileError, GuardUnproved, ShapesDiffer, Specialised
 from ..events import Events
 from .asserts import SizeAssert
 from .config import CompileConfig, DynamicShapes, GuardPolicy
 from .plan import SettledGuard
 from .range_ends import Difference, corners, difference_at
+from .sizes import Sizes
 
 EXHAUSTIVE = 1 << 20
 """Combinations of sizes that are tried one by one; beyond, only intervals prove."""
 
 Ranges = dict[sympy.Symbol, tuple[int, int]]
 
-Run = Callable[[Mapping[sympy.Symbol, int]], str | None]
+Run = Callable[[Sizes], str | None]
 """Runs what was compiled at the given sizes; None if it is right there, else how it is wrong."""
 
 
@@ -42,8 +43,6 @@ class Guard:
 
     expression: sympy.Basic
     where: str | None
-    origin: str
-    """`dynamo`, or the piece whose compilation added it."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +91,10 @@ def _tried(expression: sympy.Basic, ranges: Ranges) -> Proof:
     return Proof(True, "trial") if exhaustive else Proof(None, "too many sizes to try")
 
 
-def _landmarks(span: range) -> Iterator[int]:
+def _landmarks(span: range) -> list[int]:
     """Sizes where guards tend to break: ends, powers of two and their neighbours."""
     powers = [2**k + d for k in range(21) for d in (-1, 0, 1)]
-    return iter(sorted({span[0], span[-1], *(p for p in powers if p in span)}))
+    return sorted({span[0], span[-1], *(p for p in powers if p in span)})
 
 
 def _predicate(expression: sympy.Basic, symbols: list[sympy.Symbol]) -> Any:
@@ -177,7 +176,7 @@ class GuardBook:
         Raises ShapesDiffer under the policy `prove`.
         """
         for sizes in corners(self.limits()):
-            if found := difference_at(piece, self._env, sizes):
+            if found := difference_at(piece, sizes):
                 self._differs(found, {self._labels[s]: n for s, n in sizes.items()}, origin)
 
     def limits(self) -> Ranges:
@@ -197,14 +196,8 @@ class GuardBook:
             expected=found.expected,
         )
         self._events.emit("shapes_differ", origin=origin, what=str(error))
-        match self._config.guards:
-            case GuardPolicy.PROVE:
-                raise error
-            case GuardPolicy.CHECK:
-                other = sympy.Or(*(sympy.Ne(symbol, size) for symbol, size in sizes.items()))
-                self.unproved.append(Guard(other, found.where, origin))
-            case GuardPolicy.DROP:
-                self._events.emit("guard.dropped", level=logging.WARNING, expression=str(error))
+        other = sympy.Or(*(sympy.Ne(symbol, size) for symbol, size in sizes.items()))
+        self._treat(Guard(other, found.where), error, str(error))
 
     def check_symbols(self) -> None:
         """Raise Specialised if tracing turned a declared symbol into a number."""
@@ -227,31 +220,32 @@ class GuardBook:
     def _settle(
         self, expression: sympy.Basic, where: str | None, origin: str, run: Run | None
     ) -> None:
-        guard = Guard(self._labelled(expression), where, origin)
+        guard = Guard(self._labelled(expression), where)
         proof = prove(guard.expression, self._ranges(guard.expression))
         if run is not None and self._right_where_it_fails(proof, run):
             proof = Proof(True, "run at the sizes it fails for", proof.failing, proof.failures)
         settled = SettledGuard(
             expression=str(guard.expression),
             where=guard.where,
-            origin=guard.origin,
+            origin=origin,
             proved=proof.holds,
             method=proof.method,
             failing=proof.failing,
         )
         self.settled.append(settled)
         self._events.emit("guard", **settled.model_dump())
-        if proof.holds:
-            return
+        if not proof.holds:
+            self._treat(guard, self._error(guard, proof), str(guard.expression))
+
+    def _treat(self, unproved: Guard, error: CompileError, said: str) -> None:
+        """Do with what does not hold as the policy says."""
         match self._config.guards:
             case GuardPolicy.PROVE:
-                raise self._error(guard, proof)
+                raise error
             case GuardPolicy.CHECK:
-                self.unproved.append(guard)
+                self.unproved.append(unproved)
             case GuardPolicy.DROP:
-                self._events.emit(
-                    "guard.dropped", level=logging.WARNING, expression=str(guard.expression)
-                )
+                self._events.emit("guard.dropped", level=logging.WARNING, expression=said)
 
     def _right_where_it_fails(self, proof: Proof, run: Run) -> bool:
         if proof.holds is not False or proof.failures > len(proof.failing):

@@ -2,7 +2,7 @@
 
 Every value that an FX graph hands to an op survives the round trip: non-finite floats, complex
 numbers, slices, tuples, devices, dtypes, layouts, memory formats and enum members; and of a model's
-result its dataclasses and named tuples, as records.
+result its dataclasses and named tuples, as records. What is read back can be written as Python.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import enum
 import importlib
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
@@ -39,6 +40,32 @@ class Record:
 
     kind: type
     fields: dict[str, Any]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in torch: `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def referring(value: Any, ref: Callable[[Any], Ref | None]) -> Any:
+    """`value` with what `ref` gives for its parts, and records for objects of other classes."""
+    if (found := ref(value)) is not None:
+        return found
+    kind = type(value)
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return Record(kind, {name: referring(getattr(value, name), ref) for name in names})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        fields = zip(value._fields, value, strict=True)
+        return Record(kind, {name: referring(item, ref) for name, item in fields})
+    if isinstance(value, (list, tuple)):
+        items = [referring(item, ref) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, OrderedDict):
+        return Record(kind, {str(key): referring(item, ref) for key, item in value.items()})
+    if isinstance(value, dict):
+        return {key: referring(item, ref) for key, item in value.items()}
+    return value
 
 
 def encode(value: Any) -> Any:
@@ -155,3 +182,32 @@ def refs(value: Any) -> list[Ref]:
         case Record():
             return refs(value.fields)
     return []
+
+
+def source(value: Any, constants: dict[str, Any], ref: Callable[[Ref], str] = str) -> str:
+    """A decoded value as Python; what has no literal form is put among `constants`, by name."""
+
+    def part(value: Any) -> str:
+        match value:
+            case Ref():
+                return ref(value)
+            case Expr():
+                return str(value)
+            case None | bool() | int() | str() if not isinstance(value, enum.Enum):
+                return repr(value)
+            case list():
+                return f"[{', '.join(map(part, value))}]"
+            case tuple():
+                return f"({''.join(part(item) + ', ' for item in value)})"
+            case dict():
+                items = (f"{part(key)}: {part(item)}" for key, item in value.items())
+                return f"{{{', '.join(items)}}}"
+            case slice():
+                return f"slice({part(value.start)}, {part(value.stop)}, {part(value.step)})"
+            case Record():
+                return f"{part(value.kind)}(**{part(value.fields)})"
+        name = f"k{len(constants)}"
+        constants[name] = value
+        return name
+
+    return part(value)

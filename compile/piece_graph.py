@@ -45,9 +45,8 @@ def piece_graph(plan: Plan) -> nx.DiGraph:
     return graph
 
 
-def picture(plan: Plan) -> dict[str, Any]:
+def picture(graph: nx.DiGraph) -> dict[str, Any]:
     """Steps with their depth in the graph, and edges: what a tool draws, as JSON-able data."""
-    graph = piece_graph(plan)
     layers = enumerate(nx.topological_generations(graph))
     depth = {index: level for level, indices in layers for index in indices}
     return {

@@ -176,10 +176,6 @@ class Plan(Frozen):
             for artifact, piece in zip(span.artifacts, self.pieces, strict=True)
         }
 
-    def span_of(self, num_tokens: int | None) -> CompiledSpan:
-        """The span that serves a token count; the first one if there is no count."""
-        return next(s for s in self.spans if num_tokens is None or num_tokens <= s.high)
-
     def token_source(self) -> tuple[int, int]:
         """Position among the inputs, and dimension, where the token count is read."""
         symbol = next(symbol for symbol in self.symbols if symbol.label == TOKENS)

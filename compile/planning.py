@@ -14,13 +14,13 @@ from ..torch_compat import default_overload, original_symbol
 from .config import TOKENS, CompileConfig
 from .examples import Leaf
 from .guards import Guard, python_text
-from .literal import Expr, Ref, encode
+from .literal import Expr, Ref, dtype_name, encode
+from .op_names import overload_name
 from .pieces import BaseSymbols, Piece, is_size
 from .plan import (
     CallStep,
     Check,
     CompiledSpan,
-    Constant,
     PieceStep,
     Plan,
     Result,
@@ -111,7 +111,7 @@ class Planner:
         outputs = self._trace.outputs()
         return Plan(
             inputs=tuple(self._inputs),
-            constants=tuple(self._constants()),
+            constants=self._trace.examples.constants(),
             weights=tuple(self._weights),
             symbols=tuple(self._symbols.values()),
             pieces=tuple(
@@ -167,7 +167,7 @@ class Planner:
 
     def _bind(self, node: Node, source: Leaf | str) -> str:
         value: torch.Tensor = node.meta["example_value"]
-        dtype = str(value.dtype).removeprefix("torch.")
+        dtype = dtype_name(value.dtype)
         if isinstance(source, str):
             name = f"w{len(self._weights)}"
             self._weights.append(
@@ -189,13 +189,6 @@ class Planner:
         )
         return name
 
-    def _constants(self) -> list[Constant]:
-        return [
-            Constant(path=leaf.path, value=encode(leaf.value))
-            for leaf in self._trace.examples.leaves()
-            if leaf.value is None or isinstance(leaf.value, (bool, int, float, str))
-        ]
-
     def _fresh(self, node: Node) -> str:
         self._names[node] = f"t{self._counter}"
         self._counter += 1
@@ -208,13 +201,12 @@ class Planner:
             return type(value).__name__
         labels = {s: sympy.Symbol(symbol.label) for s, symbol in self._symbols.items()}
         sizes = (self._trace.symbol_of(size).xreplace(labels) for size in value.shape)
-        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, sizes))}]"
+        return f"{dtype_name(value.dtype)}[{', '.join(map(str, sizes))}]"
 
     def _call(self, node: Node, elements: list[Node]) -> CallStep:
         op: Any = node.target
         if isinstance(op, torch._ops.OpOverloadPacket):
             op = default_overload(op)
-        namespace, _, name = op._schema.name.partition("::")
         if elements:
             taken = {int(e.args[1]): self._fresh(e) for e in elements}  # type: ignore[arg-type]
             width = len(node.meta["example_value"])
@@ -222,7 +214,7 @@ class Planner:
         else:
             outs = (self._fresh(node),) if node.users else ()
         return CallStep(
-            op=f"{namespace}::{name}.{op._overloadname}",
+            op=overload_name(op),
             args=[encode(self._argument(arg)) for arg in node.args],
             kwargs={key: encode(self._argument(arg)) for key, arg in node.kwargs.items()},
             outs=outs,
@@ -268,7 +260,7 @@ class Planner:
             tensor = value.meta["example_value"]
             return Result(
                 name=self._names[value],
-                dtype=str(tensor.dtype).removeprefix("torch."),
+                dtype=dtype_name(tensor.dtype),
                 shape=tuple(self._size(size) for size in tensor.shape),
             )
         size = value.meta["example_value"] if isinstance(value, Node) else value

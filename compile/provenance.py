@@ -22,6 +22,7 @@ from ..torch_compat import triton_call
 from .config import CompileConfig
 from .factors import source_digest
 from .fingerprint import op_form, op_source
+from .op_names import is_custom, op_name
 from .reads import changed_read
 from .split import is_splitting
 
@@ -33,7 +34,7 @@ def provenance(trace: Trace, config: CompileConfig) -> dict[str, Json]:
     """Plain data for the meta of a bundle."""
     graph = trace.graph.graph
     splits = is_splitting(graph, config)
-    called = {_op_name(node): node for node in graph.nodes if _is_custom(node)}
+    called = {op_name(node.target): node for node in graph.nodes if is_custom(node.target)}
     kernels = dict(_kernels(list(graph.nodes)))
     modules = {*trace.modules, *(name.partition(":")[0] for name in kernels)}
     return {
@@ -68,17 +69,6 @@ def _changes(meta: Mapping[str, Any], model: torch.nn.Module) -> Iterator[str]:
     for name, digest in meta["kernels"].items():
         if (kernel := _object(name)) is not None and fingerprint(kernel) != digest:
             yield f"Triton kernel {name} has changed"
-
-
-def _is_custom(node: Node) -> bool:
-    kinds = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-    return isinstance(node.target, kinds) and not _op_name(node).startswith(("aten::", "prims::"))
-
-
-def _op_name(node: Node) -> str:
-    target: Any = node.target
-    packet = target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
-    return str(packet._qualified_op_name)
 
 
 def _stated(name: str, describe: Any) -> str | None:

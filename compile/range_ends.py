@@ -18,9 +18,9 @@ import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 
-from .location import node_location
-
-Sizes = dict[sympy.Symbol, int]
+from .literal import dtype_name
+from .location import first_line, node_location
+from .sizes import Sizes, input_at, size_at
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ def corners(limits: dict[sympy.Symbol, tuple[int, int]]) -> Iterator[Sizes]:
         yield dict(zip(limits, choice, strict=True))
 
 
-def difference_at(graph: GraphModule, shape_env: Any, sizes: Sizes) -> Difference | None:
+def difference_at(graph: GraphModule, sizes: Sizes) -> Difference | None:
     """The first node of a piece that has another shape or dtype at `sizes`, or that fails there.
 
     None also where data decides a shape: then only what comes before it is compared.
     """
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        run = _Run(graph, shape_env, sizes)
+        run = _Run(graph, sizes)
         try:
-            run.run(*(run.concrete(node) for node in graph.graph.find_nodes(op="placeholder")))
+            run.run(*(input_at(node, sizes) for node in graph.graph.find_nodes(op="placeholder")))
         except (_Differs, DynamicOutputShapeException):
             return run.difference
     return None
@@ -61,20 +61,10 @@ class _Differs(Exception):
 class _Run(Interpreter):
     """Runs node by node and stops at the first difference."""
 
-    def __init__(self, graph: GraphModule, shape_env: Any, sizes: Sizes) -> None:
+    def __init__(self, graph: GraphModule, sizes: Sizes) -> None:
         super().__init__(graph)
-        self._shape_env = shape_env
         self._sizes = sizes
         self.difference: Difference | None = None
-
-    def concrete(self, node: Node) -> Any:
-        """The value of a placeholder at these sizes."""
-        value = node.meta["example_value"]
-        if not isinstance(value, torch.Tensor):
-            return self._size(value)
-        forms: Any = (value.shape, value.stride())
-        shape, stride = ([self._size(n) for n in dims] for dims in forms)
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
 
     def run_node(self, n: Node) -> Any:
         expected = self._form(n.meta.get("example_value"))
@@ -85,7 +75,7 @@ class _Run(Interpreter):
         except Exception as error:
             if isinstance(n.target, torch._ops.HigherOrderOperator):
                 raise DynamicOutputShapeException(n.target) from error  # type: ignore[arg-type]
-            reason = f"an error ({str(error).strip().splitlines()[0]})"
+            reason = f"an error ({first_line(error)})"
             raise self._differs(n, reason, expected) from error
         if expected is not None and (actual := self._form(value)) != expected:
             raise self._differs(n, actual, expected)
@@ -100,20 +90,12 @@ class _Run(Interpreter):
         """Shape and dtype in words; None for what has none or depends on data."""
         match value:
             case torch.Tensor():
-                shape = [self._size(size) for size in value.shape]
-                if None in shape:
-                    return None
-                return f"{str(value.dtype).removeprefix('torch.')}{shape}"
+                shape = [size_at(size, self._sizes) for size in value.shape]
+                return None if None in shape else f"{dtype_name(value.dtype)}{shape}"
             case torch.Size() | tuple() | list() if value:
                 forms = [self._form(item) for item in value]
                 return None if None in forms else f"({', '.join(map(str, forms))})"
             case torch.SymInt() | int() if not isinstance(value, bool):
-                size = self._size(value)
+                size = size_at(value, self._sizes)
                 return None if size is None else str(size)
         return None
-
-    def _size(self, size: Any) -> Any:
-        if not isinstance(size, torch.SymInt):
-            return size
-        expression = self._shape_env.replace(size.node.expr).subs(self._sizes)
-        return int(expression) if expression.is_Integer else None

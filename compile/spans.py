@@ -16,11 +16,10 @@ from .passes.graph_pass import thresholds
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Token counts from `low` to `high`, inclusive. `code` numbers the range it belongs to."""
+    """Token counts from `low` to `high`, inclusive; `exact` for a compile size."""
 
     low: int
     high: int
-    code: int
     exact: bool = False
 
 
@@ -36,14 +35,14 @@ def spans(config: CompileConfig) -> list[Span]:
     ends = sorted({*config.compile_ranges, *within, most})
     found: list[Span] = []
     low = least
-    for code, end in enumerate(ends):
+    for end in ends:
         for size in sorted({size for size in config.compile_sizes if low <= size <= end}):
             if low < size:
-                found.append(Span(low, size - 1, code))
-            found.append(Span(size, size, code, exact=True))
+                found.append(Span(low, size - 1))
+            found.append(Span(size, size, exact=True))
             low = size + 1
         if low <= end:
-            found.append(Span(low, end, code))
+            found.append(Span(low, end))
         low = end + 1
     return found
 

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from ..errors import UnknownSplittingOp
 from .config import CompileConfig
 from .named_object import named_object
+from .op_names import is_op, op_name, overload_name
 
 Predicate = Callable[[Node], bool]
 SPLITTERS = "piecegraph.splitters"
@@ -39,14 +40,9 @@ class Section:
 
 def op_names(node: Node) -> frozenset[str]:
     """The names by which `splitting_ops` may call a node: `ns::op` and `ns::op.overload`."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        packet = f"{target.namespace}::{target._schema.name.split('::')[-1]}"
-        return frozenset({packet, f"{packet}.{target._overloadname}"})
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        name = target._qualified_op_name
-        return frozenset({name, f"{name}.default"})
-    return frozenset()
+    if not is_op(node.target):
+        return frozenset()
+    return frozenset({op_name(node.target), overload_name(node.target)})
 
 
 def is_splitting(graph: Graph, config: CompileConfig) -> Predicate:

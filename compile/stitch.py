@@ -7,13 +7,12 @@ after its last use, which is what lets a memory pool reuse its block during capt
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .literal import Expr, Ref, decode, refs
+from .literal import decode, refs, source
 from .plan import CallStep, PieceStep, Plan
 
 StepFn = Callable[..., tuple[Any, ...]]
@@ -39,10 +38,10 @@ def stitch(
     for use, call in enumerate(calls):
         op = resolve_op(call.op)
         bound[f"c{use}"] = call_hook(use, op) if call_hook else op
-    source, constants = stitched_source(plan)
+    text, constants = stitched_source(plan)
     bound.update(constants)
     namespace: dict[str, Any] = {}
-    exec(compile(source, "<piecegraph stitched>", "exec"), namespace)
+    exec(compile(text, "<piecegraph stitched>", "exec"), namespace)
     step: StepFn = namespace["link"](**bound)
     return step
 
@@ -59,7 +58,7 @@ def resolve_op(name: str) -> Callable[..., Any]:
 
 def stitched_source(plan: Plan) -> tuple[str, dict[str, Any]]:
     """Source of `link(...)`, which returns the step function, and the constants it names."""
-    writer = _Writer()
+    constants: dict[str, Any] = {}
     body = [f"{s.name} = {s.source}.size({s.dim})" for s in plan.symbols]
     last = _last_uses(plan)
     piece_use = call_use = 0
@@ -69,7 +68,7 @@ def stitched_source(plan: Plan) -> tuple[str, dict[str, Any]]:
             body.append(f"{taken}p{piece_use}([{', '.join(step.args)}])")
             piece_use += 1
         else:
-            body.append(writer.call(f"c{call_use}", step))
+            body.append(_call(f"c{call_use}", step, constants))
             call_use += 1
         if dead := last.get(index):
             body.append(f"del {', '.join(dead)}")
@@ -78,7 +77,7 @@ def stitched_source(plan: Plan) -> tuple[str, dict[str, Any]]:
         *(weight.name for weight in plan.weights),
         *(f"p{use}" for use in range(piece_use)),
         *(f"c{use}" for use in range(call_use)),
-        *writer.constants,
+        *constants,
     ]
     lines = [
         f"def link({', '.join(names)}):",
@@ -87,7 +86,7 @@ def stitched_source(plan: Plan) -> tuple[str, dict[str, Any]]:
         "    return step",
         "",
     ]
-    return "\n".join(lines), writer.constants
+    return "\n".join(lines), constants
 
 
 def _last_uses(plan: Plan) -> dict[int, list[str]]:
@@ -111,39 +110,14 @@ def used(step: PieceStep | CallStep) -> Sequence[str]:
     return refs([decode(argument) for argument in [*step.args, *step.kwargs.values()]])
 
 
-class _Writer:
-    """Writes splitting calls; what has no literal form becomes a named constant."""
-
-    def __init__(self) -> None:
-        self.constants: dict[str, Any] = {}
-
-    def call(self, name: str, step: CallStep) -> str:
-        arguments = [self.value(decode(arg)) for arg in step.args]
-        arguments += [f"{key}={self.value(decode(arg))}" for key, arg in step.kwargs.items()]
-        call = f"{name}({', '.join(arguments)})"
-        if not any(step.outs):
-            return call
-        if not step.unpack:
-            return f"{step.outs[0]} = {call}"
-        let_go = "" if all(step.outs) else "; del _"
-        return f"{', '.join(out or '_' for out in step.outs)}, = {call}{let_go}"
-
-    def value(self, value: Any) -> str:
-        match value:
-            case Ref() | Expr():
-                return str(value)
-            case None | bool() | int() | str() if not isinstance(value, enum.Enum):
-                return repr(value)
-            case list():
-                return f"[{', '.join(self.value(item) for item in value)}]"
-            case tuple():
-                return f"({''.join(self.value(item) + ', ' for item in value)})"
-            case slice():
-                parts = (value.start, value.stop, value.step)
-                return f"slice({', '.join(self.value(part) for part in parts)})"
-            case dict() if refs(value):
-                items = ", ".join(f"{k!r}: {self.value(v)}" for k, v in value.items())
-                return f"{{{items}}}"
-        name = f"k{len(self.constants)}"
-        self.constants[name] = value
-        return name
+def _call(name: str, step: CallStep, constants: dict[str, Any]) -> str:
+    """A splitting call as a statement."""
+    arguments = [source(decode(arg), constants) for arg in step.args]
+    arguments += [f"{key}={source(decode(arg), constants)}" for key, arg in step.kwargs.items()]
+    call = f"{name}({', '.join(arguments)})"
+    if not any(step.outs):
+        return call
+    if not step.unpack:
+        return f"{step.outs[0]} = {call}"
+    let_go = "" if all(step.outs) else "; del _"
+    return f"{', '.join(out or '_' for out in step.outs)}, = {call}{let_go}"

@@ -7,9 +7,8 @@ from typing import Any
 from ..cache import Cache, Entry, Key, Miss
 from ..cache.explain import why
 from ..events import Events, trace_artifact
-from .literal import decode, refs
 from .plan import CallStep, Plan, UniquePiece, UserInput, Weight
-from .stitch import stitched_source
+from .stitch import stitched_source, used
 
 
 def tell_plan(plan: Plan, events: Events) -> None:
@@ -37,7 +36,7 @@ def split_graph(plan: Plan) -> list[dict[str, Any]]:
     steps: list[dict[str, Any]] = []
     for step in plan.steps:
         if isinstance(step, CallStep):
-            taken = call_inputs(step)
+            taken = list(dict.fromkeys(used(step)))
             steps.append({"op": step.op, "takes": taken, "gives": [o for o in step.outs if o]})
         else:
             steps.append({"piece": step.piece, "takes": step.args, "gives": step.outs})
@@ -57,11 +56,6 @@ def _outer_shapes(plan: Plan) -> dict[str, str]:
         sizes = ", ".join(labels.get(str(size), str(size)) for size in item.shape)
         shapes[item.name] = f"{item.dtype}[{sizes}]"
     return shapes
-
-
-def call_inputs(step: CallStep) -> list[str]:
-    """Names of the values that a splitting call takes."""
-    return list(dict.fromkeys(refs(decode([*step.args, *step.kwargs.values()]))))
 
 
 def tell_lookup(kind: str, key: Key, found: Entry | Miss, cache: Cache, events: Events) -> None:

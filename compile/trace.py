@@ -7,11 +7,9 @@ structure of the result is learned by running Dynamo's bytecode around recognisa
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import sys
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,6 @@ from torch.fx import GraphModule, Node
 
 from ..cache.factors import Json
 from ..errors import InputNotTraceable, NothingToCompile, TraceFailed
-from ..events import Events
 from ..torch_compat import (
     Captured,
     capture_full_graph,
@@ -29,11 +26,12 @@ from ..torch_compat import (
     input_source,
     user_location,
 )
-from .config import CompileConfig
 from .examples import Examples, Leaf, example_inputs, mark
 from .inline_regions import inline_regions
-from .literal import Record, Ref
+from .literal import Ref, referring
+from .location import first_line
 from .reads import reads
+from .task import Task
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,8 @@ class Trace:
 
     def outputs(self) -> list[Any]:
         """What the graph returns, flat."""
-        output = next(reversed(self.graph.graph.nodes))
-        return list(output.args[0])
+        results: Any = self.graph.graph.output_node().args[0]
+        return list(results)
 
     def symbol_of(self, value: Any) -> sympy.Expr:
         """A size as an expression over the symbols that remain after Dynamo's equalities."""
@@ -64,20 +62,15 @@ class Trace:
         return sympy.Integer(value)
 
 
-def trace(
-    model: torch.nn.Module,
-    config: CompileConfig,
-    device: torch.device,
-    given: tuple[tuple[Any, ...], dict[str, Any]] | None,
-    events: Events,
-) -> Trace:
-    """Trace `model.forward`.
+def trace(task: Task) -> Trace:
+    """Trace the model's forward.
 
     Raises TraceFailed with the user's file:line on a graph break or a data-dependent branch,
     InputNotTraceable for a tensor that is neither weight nor argument, and the errors of
     `example_inputs`.
     """
-    examples = example_inputs(model, config, device, given)
+    model, config, events = task.model, task.config, task.events
+    examples = example_inputs(model, config, task.device, task.examples)
     mark(examples, config)
     args, kwargs = examples.call_arguments()
     dynamo = events.span("trace.dynamo", level=logging.INFO)
@@ -91,31 +84,32 @@ def trace(
     events.count("dynamo_traces")
     graph = captured.graph
     inline_regions(graph)
+    scope = _scope(model, examples)
     return Trace(
         graph=graph,
         shape_env=captured.fake_mode.shape_env,
-        sources=_sources(graph, model, examples),
+        sources=_sources(graph, model, examples, scope),
         structure=_structure(captured, model, examples),
         examples=examples,
         modules=_traced_modules(captured),
-        reads=reads(captured.guarded, model, _scope(model, examples), captured.aliases),
+        reads=reads(captured.guarded, model, scope, captured.aliases),
     )
 
 
 def _reason(error: BaseException) -> str:
     """What Dynamo says: its first line, the explanation and the context where it gives them."""
-    text = str(error).strip() or type(error).__name__
-    first, *rest = (line.strip() for line in text.splitlines())
+    lines = [line.strip() for line in str(error).splitlines()]
     labels = ("Explanation: ", "Developer debug context: ")
-    said = [line.removeprefix(label) for line in rest for label in labels if line.startswith(label)]
-    return ". ".join(part.rstrip(".") for part in [first, *said])
+    said = [
+        line.removeprefix(label) for line in lines for label in labels if line.startswith(label)
+    ]
+    return ". ".join(part.rstrip(".") for part in [first_line(error), *said])
 
 
 def _sources(
-    graph: GraphModule, model: torch.nn.Module, examples: Examples
+    graph: GraphModule, model: torch.nn.Module, examples: Examples, scope: dict[str, Any]
 ) -> dict[Node, Leaf | str | None]:
     """Evaluate each placeholder's source expression and recognise the object it yields."""
-    scope = _scope(model, examples)
     weights = {
         id(tensor): name
         for named in (model.named_parameters, model.named_buffers)
@@ -155,36 +149,15 @@ def _forward(model: torch.nn.Module) -> Any:
 
 def _structure(captured: Captured, model: torch.nn.Module, examples: Examples) -> Any:
     """Run the bytecode that surrounds the graph, with one stand-in per graph output."""
-    output = next(reversed(captured.graph.graph.nodes))
-    stand_ins = [torch.empty(0, device="meta") for _ in output.args[0]]
+    outputs: Any = captured.graph.graph.output_node().args[0]
+    stand_ins = [torch.empty(0, device="meta") for _ in outputs]
     args, kwargs = examples.call_arguments()
     result = captured.call(lambda *_: tuple(stand_ins))(model, *args, **kwargs)
     known = {id(value): Ref(f"o{i}") for i, value in enumerate(stand_ins)}
     for leaf in examples.leaves():
         if isinstance(leaf.value, torch.Tensor):
             known.setdefault(id(leaf.value), Ref(f"L.{leaf.label}"))
-    return _renamed(result, known)
-
-
-def _renamed(value: Any, known: dict[int, Ref]) -> Any:
-    """The result with references for tensors, and records for objects of the model's classes."""
-    if ref := known.get(id(value)):
-        return ref
-    kind = type(value)
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        return Record(kind, {name: _renamed(getattr(value, name), known) for name in names})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        fields = zip(value._fields, value, strict=True)
-        return Record(kind, {name: _renamed(item, known) for name, item in fields})
-    if isinstance(value, (list, tuple)):
-        items = [_renamed(item, known) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, OrderedDict):
-        return Record(kind, {str(key): _renamed(item, known) for key, item in value.items()})
-    if isinstance(value, dict):
-        return {key: _renamed(item, known) for key, item in value.items()}
-    return value
+    return referring(result, lambda value: known.get(id(value)))
 
 
 def _traced_modules(captured: Captured) -> list[str]:

@@ -7,8 +7,8 @@ learned from two runs on fake tensors of different sizes.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,33 +19,29 @@ from torch.utils import _pytree as pytree
 from ..errors import ResultFormUnknown
 from .compiled_model import CompiledModel
 from .config import CompileConfig
-from .examples import ExampleArguments, Examples, Leaf, example_inputs
-from .literal import Ref, encode
-from .plan import CompiledSpan, Constant, PieceStep, Plan, Result, Symbol, UniquePiece, UserInput
+from .examples import Examples, Leaf, example_inputs
+from .literal import Ref, dtype_name, encode, referring
+from .plan import CompiledSpan, PieceStep, Plan, Result, Symbol, UniquePiece, UserInput
+from .task import Task
 
 _UNLIKE = (41, 43, 47, 53, 59, 61)
 """Sizes unlike those that example inputs are made with."""
 
 
-def uncompiled_model(
-    model: torch.nn.Module,
-    config: CompileConfig,
-    device: torch.device,
-    given: ExampleArguments | None,
-) -> CompiledModel:
-    """`model` behind the interface of a compiled one; raises the errors of `example_inputs`."""
-    examples = example_inputs(model, config, device, given)
+def uncompiled_model(task: Task) -> CompiledModel:
+    """The model behind the interface of a compiled one.
+
+    Raises ResultFormUnknown and the errors of `example_inputs`.
+    """
+    model, config = task.model, task.config
+    examples = example_inputs(model, config, task.device, task.examples)
     tensors = [leaf for leaf in examples.leaves() if isinstance(leaf.value, Tensor)]
     symbols = _symbols(tensors, examples, config)
     structure, results = _result_form(model, examples, list(symbols.values()))
     outs = tuple(result.name for result in results)
     plan = Plan(
         inputs=tuple(_input(i, leaf, examples, symbols) for i, leaf in enumerate(tensors)),
-        constants=tuple(
-            Constant(path=leaf.path, value=encode(leaf.value))
-            for leaf in examples.leaves()
-            if isinstance(leaf.value, (bool, int, float, str))
-        ),
+        constants=examples.constants(),
         weights=(),
         symbols=tuple(symbols.values()),
         pieces=(UniquePiece(digest="", nodes=1, sizes=()),),
@@ -66,23 +62,35 @@ def _result_form(
     sizes = _example_sizes(examples, symbols)
     others = _other_sizes(sizes, symbols)
     first, second = (_fake_result(model, examples, each) for each in (sizes, others))
-    found, again = (
-        [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        for result in (first, second)
-    )
-    if [t.dim() for t in found] != [t.dim() for t in again]:
-        raise ResultFormUnknown(reason=f"at {sizes} it has other tensors than at {others}")
+    (form, found), (other_form, again) = _apart(first), _apart(second)
+    structure = encode(form)
+    if structure != encode(other_form) or [t.dim() for t in found] != [t.dim() for t in again]:
+        raise ResultFormUnknown(
+            reason=f"at {sizes} it has other tensors, or other values beside them, than at {others}"
+        )
     axes = [(symbol.name, sizes[symbol.label], others[symbol.label]) for symbol in symbols]
     results = tuple(
         Result(
             name=f"t{index}",
-            dtype=_dtype(one),
+            dtype=dtype_name(one.dtype),
             shape=tuple(_size(*pair, axes) for pair in zip(one.shape, other.shape, strict=True)),
         )
         for index, (one, other) in enumerate(zip(found, again, strict=True))
     )
-    names = iter(Ref(f"o{index}") for index in range(len(found)))
-    return encode(pytree.tree_map_only(Tensor, lambda _: next(names), first)), results
+    return structure, results
+
+
+def _apart(result: Any) -> tuple[Any, list[Tensor]]:
+    """A result with a reference for each tensor, and its tensors in order."""
+    tensors: list[Tensor] = []
+
+    def ref(value: Any) -> Ref | None:
+        if not isinstance(value, Tensor):
+            return None
+        tensors.append(value)
+        return Ref(f"o{len(tensors) - 1}")
+
+    return referring(result, ref), tensors
 
 
 def _size(one: int, other: int, axes: list[tuple[str, int, int]]) -> int | str:
@@ -125,16 +133,16 @@ def _fake_result(model: torch.nn.Module, examples: Examples, sizes: dict[str, in
 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            arguments = pytree.tree_map(resized, dict(examples.arguments))
-            bound = inspect.BoundArguments(examples.signature, arguments)
-            return model(*bound.args, **bound.kwargs)
+            arguments = pytree.tree_map(resized, examples.arguments)
+            args, kwargs = replace(examples, arguments=arguments).call_arguments()
+            return model(*args, **kwargs)
     except Exception as error:
         raise ResultFormUnknown(reason=f"{type(error).__name__}: {error}") from error
 
 
 def _forward(model: torch.nn.Module, examples: Examples) -> Callable[[list[Tensor]], Any]:
     """The model's forward as a function of its tensors, in order, to its result's, in order."""
-    leaves, form = pytree.tree_flatten(dict(examples.arguments))
+    leaves, form = pytree.tree_flatten(examples.arguments)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def forward(tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -142,9 +150,8 @@ def _forward(model: torch.nn.Module, examples: Examples) -> Callable[[list[Tenso
         for place, tensor in zip(places, tensors, strict=True):
             filled[place] = tensor
         arguments = pytree.tree_unflatten(filled, form)
-        bound = inspect.BoundArguments(examples.signature, arguments)
-        result = model(*bound.args, **bound.kwargs)
-        return tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+        args, kwargs = replace(examples, arguments=arguments).call_arguments()
+        return tuple(_apart(model(*args, **kwargs))[1])
 
     return forward
 
@@ -170,14 +177,10 @@ def _input(index: int, leaf: Leaf, examples: Examples, symbols: dict[str, Symbol
     return UserInput(
         name=f"i{index}",
         path=leaf.path,
-        dtype=_dtype(leaf.value),
+        dtype=dtype_name(leaf.value.dtype),
         device=str(leaf.value.device),
         shape=tuple(
             symbols[label].name if label else size
             for label, size in zip(labels, leaf.value.shape, strict=True)
         ),
     )
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

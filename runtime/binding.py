@@ -8,12 +8,12 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..compile.literal import Expr, Record, Ref, decode
+from ..compile.literal import Ref, decode, source
 from ..compile.plan import Check, Constant, Plan, Symbol, UserInput
 from ..errors import ArgumentFixed, GuardBroken, InputMismatch, SizeOutOfRange
 
@@ -68,8 +68,8 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
     sizes = "".join(f"{symbol.name}, " for symbol in plan.symbols)
     body.append(f"return ({tensors}), ({sizes})")
     parameters, defaults = _parameters(signature)
-    source = "\n".join([f"def forward({parameters}):", *(f"    {line}" for line in body)])
-    bind: Bind = _made(source, "forward", {**names, **defaults})
+    text = "\n".join([f"def forward({parameters}):", *(f"    {line}" for line in body)])
+    bind: Bind = _made(text, "forward", {**names, **defaults})
     return bind
 
 
@@ -80,33 +80,13 @@ def packer(plan: Plan) -> Pack:
         "L." + ".".join(map(str, item.path)): f"inputs[{index}]"
         for index, item in enumerate(plan.inputs)
     }
-    text = _expression(decode(plan.structure), positions, constants)
+
+    def place(ref: Ref) -> str:
+        return f"results[{ref[1:]}]" if ref.startswith("o") else positions[ref]
+
+    text = source(decode(plan.structure), constants, place)
     pack: Pack = _made(f"def pack(results, inputs):\n    return {text}", "pack", constants)
     return pack
-
-
-def _expression(value: Any, positions: Mapping[str, str], constants: dict[str, Any]) -> str:
-    match value:
-        case Ref() if value.startswith("o"):
-            return f"results[{value[1:]}]"
-        case Ref():
-            return positions[value]
-        case Expr():
-            return str(value)
-        case list():
-            return f"[{', '.join(_expression(v, positions, constants) for v in value)}]"
-        case tuple():
-            return f"({''.join(_expression(v, positions, constants) + ', ' for v in value)})"
-        case dict():
-            items = (f"{k!r}: {_expression(v, positions, constants)}" for k, v in value.items())
-            return f"{{{', '.join(items)}}}"
-        case Record():
-            kind = f"k{len(constants)}"
-            constants[kind] = value.kind
-            return f"{kind}(**{_expression(value.fields, positions, constants)})"
-    name = f"k{len(constants)}"
-    constants[name] = value
-    return name
 
 
 def _access(path: tuple[str | int, ...]) -> str:
@@ -137,9 +117,9 @@ class _Name:
         return self._name
 
 
-def _made(source: str, name: str, names: dict[str, Any]) -> Any:
+def _made(text: str, name: str, names: dict[str, Any]) -> Any:
     namespace = dict(names)
-    exec(compile(source, f"<piecegraph {name}>", "exec"), namespace)
+    exec(compile(text, f"<piecegraph {name}>", "exec"), namespace)
     return namespace[name]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from . import ops  # noqa: F401  (registers the operator)
-from .matching import Either, Op, match
+from .matching import Either, Found, Op, match
 
 aten = torch.ops.aten
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -32,7 +32,7 @@ def apply(graph: Graph) -> int:
     rewrites = 0
     for node in list(graph.find_nodes(op="call_function", target=aten.mul.Tensor)):
         found = match(_PATTERN, node)
-        if found and _alike(found["gate"], found["up"]):
+        if found and _fits(found):
             with graph.inserting_before(node):
                 fused = graph.call_function(
                     torch.ops.piecegraph.silu_and_mul.default, (found["gate"], found["up"])
@@ -44,9 +44,11 @@ def apply(graph: Graph) -> int:
     return rewrites
 
 
-def _alike(gate: object, up: object) -> bool:
+def _fits(found: Found) -> bool:
+    """Whether it is what the operator computes: two tensors alike, of one dtype throughout."""
+    gate, up = found["gate"], found["up"]
     if not (isinstance(gate, Node) and isinstance(up, Node)):
         return False
     one, other = gate.meta["val"], up.meta["val"]
     same_shape = list(map(str, one.shape)) == list(map(str, other.shape))
-    return same_shape and bool(one.dtype == other.dtype)
+    return same_shape and {other.dtype, found.get("dtype", one.dtype)} == {one.dtype}

@@ -1,39 +1,14 @@
-"""Small models that treat sizes specially: sound and unsound to serve for 1 to 2048 tokens.
+"""Bodies of models that treat sizes specially: sound and unsound to serve for 1 to 2048 tokens.
 
 An unsound one is right only for some sizes; the line that makes it so is marked.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
 
 MARK = "# unsound"
-
-
-class SizeModel(nn.Module):
-    """`body(module, x)` as a model; `x` is (num_tokens, 8)."""
-
-    def __init__(self, body: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = body
-        self.linear = nn.Linear(8, 8)
-        self.table = nn.Parameter(torch.randn(16, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(self, x)
-
-
-def marked_line(body: Callable[..., Tensor]) -> int:
-    lines, first = inspect.getsourcelines(body)
-    (index,) = [i for i, line in enumerate(lines) if MARK in line]
-    return first + index
-
 
 # unsound
 

@@ -28,8 +28,9 @@ from piecegraph.compile.factors import trace_key
 from piecegraph.compile.task import Task
 from piecegraph.events import Events
 
+from .models import X
+
 CPU = torch.device("cpu")
-X = {"x": "float32[num_tokens, 8]"}
 
 
 def compile_text(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:

@@ -85,6 +85,11 @@ def test_input_that_is_none_needs_no_declared_form():
     assert found.symbols == {("x", 0): "num_tokens"}
 
 
+def test_range_of_the_tokens_is_stated_in_one_place():
+    with pytest.raises(InvalidSetting, match="max_num_tokens"):
+        CompileConfig(symbol_limits={"num_tokens": (1, 5)})
+
+
 def test_missing_examples_name_the_argument():
     with pytest.raises(ExampleInputsMissing, match="'table'"):
         examples(Strict(), inputs={"x": "float32[num_tokens]"})

@@ -13,9 +13,8 @@ from piecegraph.compile.config import DynamicShapes
 from piecegraph.errors import GuardUnproved
 from piecegraph.events import Events
 
-from . import ops as _registers  # noqa: F401
-from .size_models import SOUND, SizeModel
-from .test_models import MIX, SIZES, Stack, X
+from .models import MIX, SIZES, Body, Stack, X
+from .size_models import SOUND
 
 pytestmark = [
     pytest.mark.compile,
@@ -23,28 +22,22 @@ pytestmark = [
 ]
 
 
-def test_equal_to_eager_at_every_size_and_loaded_the_next_time(compiled):
-    model = Stack(4)
+def test_equal_to_eager_at_every_size_loaded_the_next_time_and_shared_with_a_deeper_model(compiled):
+    model, deep = Stack(4), Stack(9)
     settings = {"inputs": X, "splitting_ops": MIX, "compiler": "inductor", "max_num_tokens": 128}
     made = compiled(model, **settings)
     assert made.events.counters["inductor_compiles"] == 3
     again = compiled(model, **settings)
     assert again.events.counters["inductor_compiles"] == 0
     assert again.events.counters["dynamo_traces"] == 0
+    deeper = compiled(deep, **settings)
+    assert deeper.events.counters["inductor_compiles"] == 0
     for size in SIZES:
         x = torch.randn(size, 8)
         expected = model(x).detach()
         torch.testing.assert_close(made(x), expected)
         torch.testing.assert_close(again(x), expected)
-
-
-def test_deeper_model_compiles_nothing_new(compiled):
-    settings = {"inputs": X, "splitting_ops": MIX, "compiler": "inductor", "max_num_tokens": 128}
-    compiled(Stack(4), **settings)
-    deeper = compiled(Stack(9), **settings)
-    assert deeper.events.counters["inductor_compiles"] == 0
-    x = torch.randn(7, 8)
-    torch.testing.assert_close(deeper(x), Stack(9)(x).detach())
+        torch.testing.assert_close(deeper(x), deep(x).detach())
 
 
 class Twice(nn.Module):
@@ -77,7 +70,7 @@ def test_kernel_that_several_pieces_have_is_compiled_once(compiled, monkeypatch)
 
 @pytest.mark.parametrize("body", SOUND, ids=lambda body: body.__name__)
 def test_sound_model_is_not_refused_for_what_inductor_guards_on(compiled, body):
-    model = SizeModel(body)
+    model = Body(body)
     made = compiled(model, inputs=X, compiler="inductor")
     for size in (*SIZES, 2048):
         x = torch.randn(size, 8)

@@ -13,12 +13,10 @@ from torch.nn import functional as F
 from piecegraph.compile.config import DynamicShapes
 from piecegraph.errors import ArgumentFixed, InputMismatch, ModelMismatch, SizeOutOfRange
 
-from . import ops as _registers  # noqa: F401
+from .models import MIX, SIZES, Stack, X
 
 pytestmark = pytest.mark.compile
 
-SIZES = (1, 2, 3, 7, 64, 128)
-X = {"x": "float32[num_tokens, 8]"}
 ops = torch.ops.piecegraph_test
 
 
@@ -54,41 +52,6 @@ def as_plain(value):
     if isinstance(value, dict):
         return {key: as_plain(item) for key, item in value.items()}
     return [as_plain(item) for item in value]
-
-
-class Layer(nn.Module):
-    def __init__(self, name, width=8):
-        super().__init__()
-        self.name = name
-        self.up = nn.Linear(width, width)
-
-    def forward(self, x):
-        y = self.up(x)
-        out = torch.empty_like(y)
-        ops.mix(y, out, self.name)
-        return x + F.silu(out)
-
-
-class Stack(nn.Module):
-    """Layers with a splitting op each."""
-
-    def __init__(self, layers=3, odd=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer(f"layers.{i}") for i in range(layers))
-        self.odd = odd
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        x = x * 0.5
-        for index, layer in enumerate(self.layers):
-            x = layer(x)
-            if index == self.odd:
-                x = x.tanh()
-        return x * self.scale
-
-
-MIX = ("piecegraph_test::mix",)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 6])

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from piecegraph.compile.config import CompileConfig
-from piecegraph.compile.factors import codegen_key
+from piecegraph.compile.factors import codegen_key, machine_factors
 from piecegraph.compile.passes import add_rms_norm, no_op, silu_and_mul
 from piecegraph.compile.passes.graph_pass import GraphPass, passes_for, thresholds
 from piecegraph.compile.passes.matching import Either, Op, match
@@ -90,6 +90,7 @@ def scaled_residual(x, r, w):
 
 
 DTYPES = [torch.float32, torch.bfloat16]
+LEFT_ALONE = [gemma, over_tokens, no_residual, scaled_residual]
 
 
 @pytest.mark.compile
@@ -107,23 +108,21 @@ def test_add_rms_norm_is_found(function, dtype):
     assert aten.rsqrt.default not in targets(graph)
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("function", [gemma, over_tokens, no_residual, scaled_residual])
-def test_other_norms_are_left_alone(function):
-    inputs = torch.randn(5, 8), torch.randn(5, 8), torch.randn(8)
-    assert rewritten(add_rms_norm, function, *inputs)[0] == 0
+def tokens(dtype=torch.float32):
+    return torch.randn(5, 8).to(dtype)
 
 
 @pytest.mark.compile
-def test_norm_with_a_weight_a_row_is_left_alone():
-    inputs = torch.randn(5, 8), torch.randn(5, 8), torch.randn(5, 8)
-    assert rewritten(add_rms_norm, llama, *inputs)[0] == 0
-
-
-@pytest.mark.compile
-def test_norm_whose_weight_has_another_dtype_is_left_alone():
-    inputs = torch.randn(5, 8).bfloat16(), torch.randn(5, 8).bfloat16(), torch.randn(8)
-    assert rewritten(add_rms_norm, llama, *inputs)[0] == 0
+@pytest.mark.parametrize(
+    ("function", "x", "weight"),
+    [
+        *((function, tokens(), torch.randn(8)) for function in LEFT_ALONE),
+        pytest.param(llama, tokens(), tokens(), id="a weight a row"),
+        pytest.param(llama, tokens(torch.bfloat16), torch.randn(8), id="a weight of another dtype"),
+    ],
+)
+def test_other_norms_are_left_alone(function, x, weight):
+    assert rewritten(add_rms_norm, function, x, torch.randn_like(x), weight)[0] == 0
 
 
 @pytest.mark.compile
@@ -145,16 +144,17 @@ def test_silu_and_mul_is_found(function, dtype):
 
 @pytest.mark.compile
 @pytest.mark.parametrize(
-    "function",
+    ("function", "dtype"),
     [
-        lambda g, u: F.gelu(g) * u,
-        lambda g, u: F.silu(g) * u[0],
-        lambda g, u: torch.sigmoid(g) * u,
-        lambda g, u: F.silu(g) * u.double(),
+        (lambda g, u: F.gelu(g) * u, torch.float32),
+        (lambda g, u: F.silu(g) * u[0], torch.float32),
+        (lambda g, u: torch.sigmoid(g) * u, torch.float32),
+        (lambda g, u: F.silu(g) * u.double(), torch.float32),
+        (lambda g, u: F.silu(g.float()).half() * u, torch.bfloat16),
     ],
 )
-def test_other_activations_are_left_alone(function):
-    assert rewritten(silu_and_mul, function, torch.randn(5, 8), torch.randn(5, 8))[0] == 0
+def test_other_activations_are_left_alone(function, dtype):
+    assert rewritten(silu_and_mul, function, tokens(dtype), tokens(dtype))[0] == 0
 
 
 @pytest.mark.compile
@@ -263,7 +263,7 @@ def test_passes_are_on_from_their_level():
 def test_key_follows_the_source_of_passes():
     def key(**settings):
         config = CompileConfig(**settings)
-        return codegen_key("piece", config, CPU, passes_for(config), None).digest
+        return codegen_key(machine_factors(config, CPU), "piece", passes_for(config), None).digest
 
     assert key(user_passes=(double_adds,)) == key(user_passes=(double_adds,))
     digests = {

@@ -9,9 +9,7 @@ from piecegraph.compile.literal import Ref
 from piecegraph.compile.piece_graph import picture, piece_graph
 from piecegraph.errors import IllegalOrder
 
-from . import ops as _registers  # noqa: F401
-from .test_plan import small_plan
-from .test_stitch import call, piece
+from .plans import call, piece, small_plan
 
 STEPS = [
     piece("i0", outs=("t0", "t1")),
@@ -22,7 +20,7 @@ STEPS = [
 
 
 def test_edges_are_values_read_and_values_written():
-    graph = piece_graph(small_plan(STEPS, results=()))
+    graph = piece_graph(small_plan(STEPS))
     assert {edge: data["values"] for edge, data in graph.edges.items()} == {
         (0, 2): ["t0", "t1"],
         (1, 3): ["t2"],
@@ -38,7 +36,7 @@ def test_write_after_a_read_keeps_its_place():
         call("bump.default", Ref("t0"), Ref("i0")),
         piece("t0", outs=("t2",)),
     ]
-    graph = piece_graph(small_plan(steps, results=()))
+    graph = piece_graph(small_plan(steps))
     assert graph.has_edge(1, 2), "the reader must run before the value is changed"
     assert graph.has_edge(2, 3), "and who wants the change after"
 
@@ -54,11 +52,11 @@ def test_write_after_a_read_keeps_its_place():
 )
 def test_order_that_cannot_run_is_refused(steps, value):
     with pytest.raises(IllegalOrder, match=value):
-        piece_graph(small_plan(steps, results=()))
+        piece_graph(small_plan(steps))
 
 
 def test_picture_is_data_with_depths():
-    drawn = picture(small_plan(STEPS, results=()))
+    drawn = picture(piece_graph(small_plan(STEPS)))
     assert [(step["label"], step["depth"]) for step in drawn["steps"]] == [
         ("piece 0", 0),
         ("piece 0", 0),

@@ -180,7 +180,8 @@ def trace_key_of(model: torch.nn.Module) -> Any:
     from piecegraph.compile.config import CompileConfig
     from piecegraph.compile.factors import trace_key
 
-    from .starts import CPU, X
+    from .models import X
+    from .starts import CPU
 
     return trace_key(model, CompileConfig(compiler="text", max_num_tokens=64, inputs=X), CPU)
 

@@ -11,24 +11,12 @@ from piecegraph.compile.factors import trace_key
 from piecegraph.compile.plan import CallStep, PieceStep
 from piecegraph.errors import InvalidSetting, UnknownSplittingOp
 
-from . import ops as _registers  # noqa: F401
+from .models import Body, X
 
 pytestmark = pytest.mark.compile
 
-X = {"x": "float32[num_tokens, 8]"}
 ops = torch.ops.piecegraph_test
 ALL = ("piecegraph_test::*",)
-
-
-class Body(nn.Module):
-    def __init__(self, body):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = body
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.body(self, x)
 
 
 @pytest.fixture
@@ -123,15 +111,13 @@ AWKWARD = {
     "ends with a splitting op": (lambda m, x: ops.fresh(m.linear(x), "a"), "pc"),
     "is nothing but a splitting op": (lambda m, x: ops.fresh(x, "a"), "c"),
     "consecutive": (lambda m, x: ops.fresh(ops.fresh(x + 1, "a"), "b") + 1, "pccp"),
-    "no splitting op": (lambda m, x: m.linear(x), "p"),
 }
 
 
 @pytest.mark.parametrize("name", AWKWARD)
 def test_graph_that(cut, name):
     body, expected = AWKWARD[name]
-    settings = {"splitting_patterns": ()} if expected == "p" else {}
-    assert kinds(cut(body, **settings)) == expected
+    assert kinds(cut(body)) == expected
 
 
 def test_getitem_belongs_to_the_op_it_takes_from(cut):

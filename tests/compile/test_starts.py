@@ -6,7 +6,7 @@ import errno
 import multiprocessing
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,12 @@ class Tiny(torch.nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def text_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def text_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     use_text_compiler(monkeypatch)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def is_right(made: Start, model: torch.nn.Module) -> bool:

@@ -11,37 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.compile.literal import Expr, Ref, encode
-from piecegraph.compile.plan import CallStep, PieceStep, Result
+from piecegraph.compile.literal import Expr, Ref
 from piecegraph.compile.stitch import resolve_op, stitch, stitched_source
 
-from . import ops as _registers  # noqa: F401
-from .test_plan import small_plan
+from .plans import call, piece, small_plan
 
 X = torch.arange(24.0).view(3, 8)
 WEIGHTS = {"a.b": torch.ones(8)}
 
 
-def piece(*args: str, outs: tuple[str, ...], index: int = 0) -> PieceStep:
-    return PieceStep(piece=index, args=args, outs=outs)
-
-
-def call(op: str, *args, outs=(), unpack=False, **kwargs) -> CallStep:
-    return CallStep(
-        op=f"piecegraph_test::{op}",
-        args=[encode(arg) for arg in args],
-        kwargs={name: encode(arg) for name, arg in kwargs.items()},
-        outs=outs,
-        unpack=unpack,
-    )
-
-
-def result(name: str) -> Result:
-    return Result(name=name, dtype="float32", shape=())
-
-
 def run(steps, results, *pieces, **hooks):
-    plan = small_plan(steps, results=tuple(map(result, results)))
+    plan = small_plan(steps, *results)
     return stitch(plan, pieces, WEIGHTS, **hooks)(X)
 
 
@@ -157,7 +137,7 @@ def test_every_intermediate_is_deleted_once_and_never_used_after(data):
             steps.append(call("x", *map(Ref, args), outs=outs, unpack=True))
         names.extend(outs)
     results = data.draw(st.lists(st.sampled_from(names), max_size=2))
-    source, _ = stitched_source(small_plan(steps, results=tuple(map(result, results))))
+    source, _ = stitched_source(small_plan(steps, *results))
     live: set[str] = set()
     for line in map(str.strip, source.splitlines()):
         found = re.findall(r"\bt\d+", line)
@@ -172,6 +152,13 @@ def test_every_intermediate_is_deleted_once_and_never_used_after(data):
     assert live == {name for name in results if name.startswith("t")}
 
 
+def test_size_inside_a_dict_is_computed():
+    step = call("x", {"size": Expr("2*s0")}, {3: [Ref("i0")]}, outs=("t0",))
+    source, constants = stitched_source(small_plan([step]))
+    assert "c0({'size': 2*s0}, {3: [i0]})" in source
+    assert constants == {}
+
+
 class Mode(enum.Enum):
     FAST = 1
 
@@ -180,7 +167,7 @@ def test_constants_that_have_no_source_form_are_bound():
     inf = call(
         "x", math.inf, -math.inf, torch.float16, torch.device("cpu"), Mode.FAST, slice(1, None)
     )
-    source, constants = stitched_source(small_plan([inf], results=()))
+    source, constants = stitched_source(small_plan([inf]))
     assert list(constants.values()) == [
         math.inf,
         -math.inf,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from piecegraph.cache.feeds import exemptions
-from piecegraph.compile.factors import codegen_key, trace_key
+from piecegraph.compile.factors import codegen_key, machine_factors, trace_key
 from piecegraph.compile.passes.graph_pass import passes_for
 from piecegraph.runtime.config import Config
 
@@ -75,7 +75,7 @@ TRACE_ONLY = {"splitting_predicate"}
 
 def keys(config: Config) -> tuple[str, str]:
     model = torch.nn.Linear(4, 4)
-    codegen = codegen_key("piece", config, CPU, passes_for(config), None)
+    codegen = codegen_key(machine_factors(config, CPU), "piece", passes_for(config), None)
     return trace_key(model, config, CPU).digest, codegen.digest
 
 

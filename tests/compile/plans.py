@@ -1,0 +1,62 @@
+"""Plans written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from piecegraph.compile.literal import Ref, encode
+from piecegraph.compile.plan import (
+    CallStep,
+    Check,
+    CompiledSpan,
+    Constant,
+    PieceStep,
+    Plan,
+    Result,
+    Symbol,
+    UniquePiece,
+    UserInput,
+    Weight,
+)
+
+from . import ops as _registers  # noqa: F401
+
+
+def small_plan(steps: Sequence[PieceStep | CallStep], *results: str) -> Plan:
+    """A plan with one input, one symbol, one weight and the given steps."""
+    return Plan(
+        inputs=(
+            UserInput(name="i0", path=("x", 0), dtype="float32", device="cpu", shape=("s0", 8)),
+        ),
+        constants=(Constant(path=("mode",), value=encode(float("inf"))),),
+        weights=(Weight(name="w0", target="a.b", dtype="float32", shape=(8,), stride=(1,)),),
+        symbols=(Symbol(name="s0", label="num_tokens", source="i0", dim=0, low=1, high=9),),
+        pieces=(UniquePiece(digest="d", nodes=3, sizes=(1,)),),
+        spans=(CompiledSpan(low=1, high=9, artifacts=(0,)),),
+        steps=tuple(steps),
+        results=tuple(Result(name=name, dtype="float32", shape=("s0", 8)) for name in results),
+        structure=encode((Ref("o0"), 3, {"a": None})),
+        checks=(Check(expression="num_tokens % 8 == 0", where="model.py:3"),),
+        parameters=("x", "mode"),
+    )
+
+
+def piece(*args: str, outs: tuple[str, ...], index: int = 0) -> PieceStep:
+    return PieceStep(piece=index, args=args, outs=outs)
+
+
+def call(
+    op: str,
+    *args: Any,
+    outs: tuple[str | None, ...] = (),
+    unpack: bool = False,
+    **kwargs: Any,
+) -> CallStep:
+    return CallStep(
+        op=f"piecegraph_test::{op}",
+        args=[encode(arg) for arg in args],
+        kwargs={name: encode(arg) for name, arg in kwargs.items()},
+        outs=outs,
+        unpack=unpack,
+    )

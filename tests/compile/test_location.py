@@ -1,0 +1,45 @@
+"""Whose line a fault is on, and what is said of it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+from piecegraph.compile.location import first_line, node_location
+from piecegraph.compile.range_ends import difference_at
+
+TORCH = os.path.dirname(torch.__file__)
+
+
+def test_packages_whose_name_begins_with_torch_are_not_torch():
+    node = Graph().placeholder("x")
+    frames = [("/model.py", 3), (f"{TORCH}vision/ops.py", 5), (f"{TORCH}/nn/functional.py", 7)]
+    node.meta["stack_trace"] = "\n".join(f'File "{file}", line {line}' for file, line in frames)
+    assert node_location(node) == f"{TORCH}vision/ops.py:5"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("one\ntwo"), "one"),
+        (ValueError("\n  one \n"), "one"),
+        (AssertionError(), "AssertionError"),
+        (KeyError(""), "''"),
+    ],
+)
+def test_first_line_of_an_error(error, said):
+    assert first_line(error) == said
+
+
+def test_node_that_fails_without_a_word_is_a_difference():
+    def fail() -> None:
+        raise AssertionError
+
+    graph = Graph()
+    graph.output((graph.call_function(fail),))
+    found = difference_at(GraphModule({}, graph), {})
+    assert found is not None
+    assert found.actual == "an error (AssertionError)"

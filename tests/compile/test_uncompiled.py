@@ -1,0 +1,52 @@
+"""A model that is not traced: what its arguments and its result may be."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.errors import ArgumentFixed, ResultFormUnknown
+
+from .models import Body, X
+
+Pair = namedtuple("Pair", ["logits", "rows"])
+
+RESULTS = {
+    "named tuple": lambda m, x: Pair(m.linear(x), [x, None]),
+    "ordered": lambda m, x: OrderedDict(b=x, a=(x + 1, 2.5)),
+    "numbers": lambda m, x: {"x": x * 2, "width": x.shape[1], "rest": None},
+}
+
+
+@pytest.mark.parametrize("form", RESULTS)
+def test_result_has_the_form_the_model_gives(compiled, form):
+    model = Body(RESULTS[form])
+    made = compiled(model, inputs=X, compile=False)
+    for size in (1, 7):
+        x = torch.randn(size, 8)
+        with torch.no_grad():
+            expected = model(x)
+        result = made(x)
+        assert type(result) is type(expected)
+        torch.testing.assert_close(result, expected)
+
+
+def test_number_that_varies_with_the_size_is_not_taken_for_a_constant(compiled):
+    with pytest.raises(ResultFormUnknown, match="other values"):
+        compiled(Body(lambda m, x: (x, x.shape[0])), inputs=X, compile=False)
+
+
+class Masked(nn.Module):
+    def forward(self, x, mask=None):
+        return x if mask is None else x * mask
+
+
+def test_tensor_in_the_place_of_none_is_refused(compiled):
+    made = compiled(Masked(), inputs=X, compile=False)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(made(x), x)
+    with pytest.raises(ArgumentFixed, match="mask"):
+        made(x, torch.zeros(8))
