@@ -26,6 +26,7 @@ from .agreement import disagreement
 from .guards import Ranges, prove
 from .inductor import scratch
 from .library import load_library
+from .pieces import size_positions
 from .range_ends import corners
 
 
@@ -44,7 +45,7 @@ def build_library(
         with inductor_cache_directory(folder), inductor_options(machine_probes()):
             compiled = aoti_compile(carried, inputs, dynamic, dict(options))
         _check_general(compiled)
-        library = load_library(Path(compiled.path), size_positions(graph), device)
+        library = load_library(Path(compiled.path), size_positions(graph.graph), device)
         for sizes in corners(limits):
             if fault := disagreement(library, graph, sizes):
                 raise LibraryDisagrees(fault=fault, sizes=dict(sizes))
@@ -98,14 +99,6 @@ def _hint(size: int | torch.SymInt) -> int:
 def _range(size: torch.SymInt, limits: Ranges) -> tuple[str, int, int] | None:
     expression = size.node.expr
     return (str(expression), *limits[expression]) if expression.is_Symbol else None
-
-
-def size_positions(graph: GraphModule) -> tuple[int, ...]:
-    """Positions of sizes among a piece's inputs."""
-    nodes = graph.graph.find_nodes(op="placeholder")
-    return tuple(
-        i for i, n in enumerate(nodes) if isinstance(n.meta["example_value"], torch.SymInt)
-    )
 
 
 def _check_general(compiled: AheadCompiled) -> None:

@@ -53,6 +53,12 @@ class Piece:
         return [node.meta["example_value"] for node in self.graph.find_nodes(op="placeholder")]
 
 
+def size_positions(graph: Graph) -> tuple[int, ...]:
+    """Positions of sizes among the inputs of a piece's graph; the others are tensors."""
+    inputs = enumerate(graph.find_nodes(op="placeholder"))
+    return tuple(i for i, n in inputs if isinstance(n.meta["example_value"], torch.SymInt))
+
+
 def lift(section: Section, symbols: BaseSymbols, shape_env: Any) -> Piece:
     """Copy a compute section into a piece. `symbols` has a SymInt for each base symbol."""
     inside = set(section.nodes)

@@ -16,7 +16,7 @@ from .examples import Leaf
 from .guards import Guard, python_text
 from .literal import Expr, Ref, dtype_name, encode
 from .op_names import overload_name
-from .pieces import BaseSymbols, Piece, is_size
+from .pieces import BaseSymbols, Piece, is_size, size_positions
 from .plan import (
     CallStep,
     Check,
@@ -118,11 +118,7 @@ class Planner:
                 UniquePiece(
                     digest=digest,
                     nodes=len(piece.graph.nodes),
-                    sizes=tuple(
-                        position
-                        for position, key in enumerate(piece.inputs)
-                        if isinstance(key, sympy.Symbol)
-                    ),
+                    sizes=size_positions(piece.graph),
                     text=readable(piece.module(self._trace.graph)),
                 )
                 for digest, piece in unique
