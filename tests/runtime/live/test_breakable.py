@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +22,8 @@ from piecegraph import (
 )
 from piecegraph.errors import ResultFormUnknown
 from piecegraph.runtime.recording import SegmentKind
-from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+
+from ..conftest import loud_backend
 
 GRAPH, EAGER = SegmentKind.GRAPH, SegmentKind.EAGER
 
@@ -76,8 +77,7 @@ def prepared_for(model: nn.Module, mode: GraphMode | None, **settings: Any) -> P
         cache=False,
         **settings,
     )
-    options = ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True)
-    prepared = prepare(model, config, backend=ReplayBackend(options))
+    prepared = prepare(model, config, backend=loud_backend())
     prepared.capture(lambda descriptor, mode: {"scale": torch.tensor(1.0)})
     return prepared
 
@@ -131,23 +131,15 @@ class Capturable(nn.Module):
         return out.flatten() + 1
 
 
-@pytest.fixture
-def ops() -> Iterator[None]:
+def test_splitting_ops_break_without_a_decorator_and_full_holds_them(
+    temporary_op: Callable[..., str],
+) -> None:
     def kernel(x: Tensor, out: Tensor) -> None:
         out.copy_(x * 3)
 
-    library: Any = torch.library.Library("breakable_tests", "DEF")
-    library.define("attend(Tensor x, Tensor(a!) out) -> ()")
-    library.impl("attend", kernel, "CPU")
-    torch.library.register_fake("breakable_tests::attend", lambda x, out: None, lib=library)
-    yield
-    library._destroy()
-
-
-def test_splitting_ops_break_without_a_decorator_and_full_holds_them(ops: None) -> None:
+    op = temporary_op("breakable_tests::attend", "(Tensor x, Tensor(a!) out) -> ()", kernel)
     model = Capturable()
-    mode = GraphMode.FULL_AND_PIECEWISE
-    prepared = prepared_for(model, mode, splitting_ops=("breakable_tests::attend",))
+    prepared = prepared_for(model, GraphMode.FULL_AND_PIECEWISE, splitting_ops=(op,))
     kinds = {
         recording.name: [segment.kind for segment in recording.segments]
         for _, recording in prepared.recordings()

@@ -166,7 +166,7 @@ def test_what_saves_least_goes_first() -> None:
     slots = list(range(4))
     sizes = [entry.descriptor.num_tokens for entry in plan.entries]
     assert [sizes[slot] for slot in prune(plan, slots, forecast, 300)] == [16]
-    often_16 = prune(plan, slots, forecast, 300, lambda n: 100.0 if n == 16 else 1.0)
+    often_16 = prune(plan, slots, forecast, 300, [100 if n == 16 else 1 for n in range(33)])
     assert [sizes[slot] for slot in often_16] == [17]
 
 
