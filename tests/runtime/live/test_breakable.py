@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from piecegraph import (
     Batch,
     Config,
+    Events,
     ForwardContext,
     GraphMode,
     PreparedModel,
@@ -177,3 +178,31 @@ def test_without_a_graph_mode_there_are_no_graphs() -> None:
 def test_the_form_of_a_result_needs_fakes_of_functions_that_return_tensors() -> None:
     with pytest.raises(ResultFormUnknown, match="TypeError.*fake="):
         prepared_for(Untraceable(attend_fresh_without_fake), GraphMode.PIECEWISE)
+
+
+def test_weights_of_a_model_that_is_not_traced_are_in_the_ledger() -> None:
+    prepared = prepared_for(Untraceable(), GraphMode.PIECEWISE)
+    assert {row["owner"]: row["bytes"] for row in prepared.ledger.rows()}["weights"] == 16
+
+
+def test_what_is_reported_is_of_the_last_of_two_models_that_share_their_events() -> None:
+    events = Events()
+    config = Config(compile=False, inputs={"x": "float32[num_tokens, 4]"}, cache=False)
+    for _ in range(2):
+        prepared = prepare(Untraceable(), config, events=events)
+    last = [span for span in events.spans if span.name == "prepare"][-1]
+    assert prepared.report()["startup"]["prepare_seconds"] == last.seconds
+
+
+def test_what_the_level_settles_is_told() -> None:
+    config = Config(compile=False, inputs={"x": "float32[num_tokens, 4]"}, cache=False, level=0)
+    prepared = prepare(Untraceable(), config)
+    (event,) = prepared.events.named("config")
+    assert event.facts["settings"]["compiler"] == prepared.config.compiler == "eager"
+
+
+def test_prepare_counts_the_traffic_that_pruning_goes_by() -> None:
+    prepared = prepared_for(Untraceable(), GraphMode.PIECEWISE)
+    prepared.dispatch(Batch(3, 1))
+    assert prepared.dispatcher.histogram is not None
+    assert prepared.dispatcher.histogram.counts(4) == [0, 0, 0, 1, 0]
