@@ -12,16 +12,7 @@ import torch
 from ..cache import Cache
 from ..compile.compiled_model import CompiledModel
 from ..compile.config import TOKENS
-from ..dispatch import (
-    NO_SLOT,
-    Batch,
-    BatchDescriptor,
-    Decision,
-    Dispatcher,
-    Reason,
-    ResolvedMode,
-    RuntimeMode,
-)
+from ..dispatch import Batch, Decision, Dispatcher, ResolvedMode
 from ..errors import BatchInvalid, CaptureAfterSeal, GuardBroken, ModelClosed
 from ..events import Events
 from ..torch_compat import is_grad_enabled, set_grad_enabled
@@ -128,7 +119,7 @@ class PreparedModel:
             if self._eager is None:
                 raise
             num_tokens = broken.facts["sizes"][self._token_symbol]
-            return self._run_eagerly(decision, num_tokens, args, kwargs, metadata)
+            return self._run_eagerly(decision, num_tokens, metadata, args, kwargs)
         context = self._context
         context.metadata = metadata
         context.decision = decision
@@ -152,12 +143,7 @@ class PreparedModel:
         return self._pack(results, tensors)
 
     def _run_eagerly(
-        self,
-        decision: Decision,
-        num_tokens: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        metadata: Any,
+        self, decision: Decision, num_tokens: int, metadata: Any, args: Any, kwargs: Any
     ) -> Any:
         """Run the model itself: for sizes at which the compiled code would be wrong."""
         assert self._eager is not None
@@ -166,8 +152,7 @@ class PreparedModel:
         with forward_context(context), torch.no_grad():
             results = self._eager(*args, **kwargs)
         self.events.count("eager_steps")
-        ran = Decision(RuntimeMode.NONE, BatchDescriptor(num_tokens), NO_SLOT, Reason.CAPABILITY)
-        self.usage.count(ran, num_tokens)
+        self.usage.count_eager(num_tokens)
         return results
 
     def capture(self, metadata_for: MetadataFor | None = None) -> None:
@@ -176,9 +161,9 @@ class PreparedModel:
         Without `metadata_for` the one that was given last holds, here as in all that captures.
         Raises CaptureAfterSeal. A capture that fails is reported and its size runs without.
         """
-        self._make_ready(metadata_for)
         if self._sealed:
             raise CaptureAfterSeal(name="the startup set")
+        self._make_ready(metadata_for)
         if self._ranks:
             self._ranks.agree("start", start_facts(self.config, self.dispatcher.plan))
         with self.events.span("capture", level=logging.INFO):
@@ -226,7 +211,7 @@ class PreparedModel:
     def _make_ready(self, metadata_for: MetadataFor | None) -> None:
         """Before the model is run to capture or to warm up: follow weights that were loaded since.
 
-        Raises ModelClosed.
+        Raises ModelClosed, and ModelMismatch for weights of another form.
         """
         self._must_be_open()
         if self._slots.unrecorded.moved():
@@ -285,8 +270,7 @@ class PreparedModel:
         self.backend.synchronize()
         for slot, _ in self.recordings():
             self._slots.remove(slot)
-        for mode in self._capturer.memory.by_mode:
-            self.ledger.state(_pool(mode), 0)
+        self.ledger.state_pools(dict.fromkeys(self._capturer.memory.by_mode, 0))
         self._capturer.begin()
         self._monitor.stop()
         self._sealed = False
@@ -316,8 +300,7 @@ class PreparedModel:
 
     def _stated_ledger(self) -> MemoryLedger:
         """The ledger with what the graphs of each mode take now."""
-        for mode, num_bytes in self._capturer.memory.by_mode.items():
-            self.ledger.state(_pool(mode), num_bytes)
+        self.ledger.state_pools(self._capturer.memory.by_mode)
         return self.ledger
 
     def _memory(self) -> dict[str, int]:
@@ -325,10 +308,6 @@ class PreparedModel:
         taken = sum(recording.bytes for _, recording in self.recordings())
         now = self.backend.memory()
         return {"recordings": taken, "used": now.used, "free": now.free}
-
-
-def _pool(mode: RuntimeMode) -> str:
-    return f"graph pool {mode.name}"
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
