@@ -8,8 +8,9 @@ from ..compile.compile_ahead import compile_ahead as build
 from ..compile.examples import ExampleArguments
 from ..events import Events
 from .config import Config
+from .monitors import meant
 from .prepare import compile_task
-from .switches import settled_by_environment
+from .switches import settled
 
 
 def compile_ahead(
@@ -26,5 +27,6 @@ def compile_ahead(
     Returns False, and reports why, if a piece cannot have a library; the bundle is then as it was.
     Raises what `prepare` raises.
     """
-    config = settled_by_environment(config)
-    return build(compile_task(model, config, events or Events(), examples))
+    config = settled(config)
+    with meant():
+        return build(compile_task(model, config, events or Events(), examples))

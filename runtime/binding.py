@@ -25,8 +25,8 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
     """A function with the parameters of the model's forward.
 
     It returns the plan's input tensors and the real size of each symbol, after checking dtype,
-    device and shape. Raises InputMismatch, and ArgumentFixed for another value of a number or
-    string that the trace took as fixed.
+    device and shape. Raises InputMismatch, GuardBroken with `sizes` among its facts, and
+    ArgumentFixed for another value of a number or string that the trace took as fixed.
     """
     names: dict[str, Any] = {
         "Tensor": torch.Tensor,
@@ -59,13 +59,13 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
             f"if not {symbol.low} <= {symbol.name} <= {symbol.high}:"
             f" beyond(S{index}, {symbol.name})",
         ]
+    sizes = "".join(f"{symbol.name}, " for symbol in plan.symbols)
     for index, check in enumerate(plan.checks):
         names[f"C{index}"] = check
-        body.append(f"if not ({_renamed(check.expression, plan)}): broken(C{index})")
+        body.append(f"if not ({_renamed(check.expression, plan)}): broken(C{index}, ({sizes}))")
     for index, item in enumerate(plan.inputs):
         shape = "".join(f"{size}, " for size in item.shape)
         body.append(f"if h_{item.name} != ({shape}): mismatch(u{index}, {item.name})")
-    sizes = "".join(f"{symbol.name}, " for symbol in plan.symbols)
     body.append(f"return ({tensors}), ({sizes})")
     parameters, defaults = _parameters(signature)
     text = "\n".join([f"def forward({parameters}):", *(f"    {line}" for line in body)])
@@ -154,8 +154,8 @@ def _beyond(symbol: Symbol, size: int) -> None:
     raise SizeOutOfRange(name=symbol.label, size=size, low=symbol.low, high=symbol.high)
 
 
-def _broken(check: Check) -> None:
-    raise GuardBroken(where=check.where, expression=check.expression)
+def _broken(check: Check, sizes: tuple[int, ...]) -> None:
+    raise GuardBroken(where=check.where, expression=check.expression, sizes=sizes)
 
 
 def _renamed(expression: str, plan: Plan) -> str:

@@ -8,22 +8,14 @@ origin: that one forgets the constant cost of a graph and can overrun the budget
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from ..dispatch import Bucket, Phase
 from ..errors import UnknownWarmupStrategy
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """`batch` requests of `seq` tokens each: of the prompt, or of context in decode."""
-
-    batch: int
-    seq: int
-
-
 class CostModel(Protocol):
-    """Bytes of a graph from its work: batch · seq for a prompt, batch for decode."""
+    """Bytes of a graph from its work, the tokens that a step of the bucket computes."""
 
     def estimate(self, work: int) -> float: ...
 
@@ -56,21 +48,28 @@ class AffineCosts:
         self._base = max(cost - self._slope * work for work, cost in self._points)
 
 
+def _length(bucket: Bucket) -> int:
+    """What grows with the requests of a bucket: their prompts, or in decode their context."""
+    return bucket.query if bucket.phase is Phase.PROMPT else bucket.context
+
+
 ORDERS: dict[str, Callable[[Bucket], tuple[int, ...]]] = {
-    "min_tokens": lambda bucket: (bucket.batch * bucket.seq, bucket.seq, bucket.batch),
-    "max_bs": lambda bucket: (-bucket.batch, bucket.seq),
+    "min_tokens": lambda bucket: (bucket.batch * _length(bucket), _length(bucket), bucket.batch),
+    "max_bs": lambda bucket: (-bucket.batch, _length(bucket)),
 }
 """Strategies by name: the key that buckets are sorted by."""
 
 
-class Phase:
-    """The buckets of prompt or of decode, in their order, and which have a graph so far."""
+class BucketWarmup:
+    """The buckets of one phase, in the order of a strategy, and which have a graph so far.
+
+    `capture` makes the graph of a bucket and returns its bytes. Raises UnknownWarmupStrategy.
+    """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         strategy: str,
-        work: Callable[[Bucket], int],
         costs: CostModel,
         capture: Callable[[Bucket], float],
     ) -> None:
@@ -79,7 +78,6 @@ class Phase:
         self.graphed: list[Bucket] = []
         self.used = 0.0
         self._buckets = sorted(buckets, key=ORDERS[strategy])
-        self._work = work
         self._costs = costs
         self._capture = capture
 
@@ -91,24 +89,19 @@ class Phase:
         """Capture in order what is estimated to fit; a bucket that does not fit is passed over."""
         left = budget
         for bucket in self._buckets:
-            if bucket in self.graphed or self._costs.estimate(self._work(bucket)) >= left:
+            work = bucket.batch * bucket.query
+            if bucket in self.graphed or self._costs.estimate(work) >= left:
                 continue
             taken = self._capture(bucket)
             self.graphed.append(bucket)
-            self._costs.learn(self._work(bucket), taken)
+            self._costs.learn(work, taken)
             left -= taken
             self.used += taken
 
 
-def prompt_work(bucket: Bucket) -> int:
-    return bucket.batch * bucket.seq
-
-
-def decode_work(bucket: Bucket) -> int:
-    return bucket.batch
-
-
-def warm_buckets(prompt: Phase, decode: Phase, budget: float, prompt_ratio: float = 0.3) -> None:
+def warm_buckets(
+    prompt: BucketWarmup, decode: BucketWarmup, budget: float, prompt_ratio: float = 0.3
+) -> None:
     """Split `budget` bytes between the phases; what a complete phase leaves goes to the other."""
     prompt.warm(prompt_ratio * budget)
     decode.warm(budget - prompt_ratio * budget)

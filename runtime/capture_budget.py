@@ -39,8 +39,8 @@ class CaptureBudget:
         return self._captures <= 0
 
     def admits(self, estimate: float) -> bool:
-        """Whether one more capture fits if it takes `estimate` milliseconds."""
-        return not self.spent and estimate <= self._ms
+        """Whether a capture of `estimate` milliseconds fits into the time."""
+        return estimate <= self._ms
 
     def spend(self, ms: float) -> None:
         """One capture took `ms`."""

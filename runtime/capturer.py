@@ -41,9 +41,6 @@ class Capturer:
         exchange: Exchange,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        self.active = False
-        self.memory = GraphMemory()
-        self.queue = CaptureQueue(config.strategy, dispatcher.plan, config.min_hits)
         self._config = config
         self._dispatcher = dispatcher
         self._entries = dispatcher.plan.entries
@@ -52,6 +49,14 @@ class Capturer:
         self._actions = actions
         self._exchange = exchange
         self._clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Know nothing of recordings yet, or any more: all were released."""
+        strategy, plan = self._config.strategy, self._dispatcher.plan
+        self.active = False
+        self.memory = GraphMemory()
+        self.queue = CaptureQueue(strategy, plan, self._config.min_hits)
         self._costs = CaptureCosts()
         self._lazy_cost: dict[RuntimeMode, int] = {}
         self._refused: set[int] = set()
@@ -59,8 +64,10 @@ class Capturer:
 
     def startup(self) -> None:
         """Capture what the strategy wants before serving and is not there yet."""
-        if self._config.memory_limit is not None and not self.memory.used:
-            self._plan_memory()
+        if self.queue.untouched:
+            self._forget_failed_probes()
+            if self._config.memory_limit is not None:
+                self._plan_memory()
         with self._session(prepare=True) as session:
             for group in self.queue.startup():
                 for slot in group:
@@ -98,14 +105,6 @@ class Capturer:
             for slot in slots:
                 self._capture(slot, session)
         self._settle()
-
-    def forget(self) -> None:
-        """All recordings were released; the next startup begins anew."""
-        strategy, plan = self._config.strategy, self._dispatcher.plan
-        self.queue = CaptureQueue(strategy, plan, self._config.min_hits)
-        self.memory = GraphMemory()
-        self._pool = None
-        self.active = False
 
     def _spend(self, budget: CaptureBudget, slots: Iterator[int]) -> int:
         """Capture of `slots`, in order, those that fit the budget and the memory."""
@@ -246,30 +245,33 @@ class Capturer:
 
     def expected_bytes(self) -> int:
         """Bytes of all graphs: those that are there, and those that are still to come."""
-        if self.queue.complete:
-            return self.memory.used
-        if self.memory.forecast is None and not self.memory.used:
-            self._plan_memory()
-        if self.memory.forecast is None:
+        if self._entries and self.queue.untouched:
+            self._forget_failed_probes()
+            if self.memory.forecast is None:
+                self._plan_memory()
+        if self.memory.forecast is None or self.queue.complete:
             return self.memory.used
         slots = [slot for slot, state in enumerate(self.queue.slots) if not state.dropped]
         return max(self.memory.used, self.memory.forecast_of(self._dispatcher.plan, slots))
 
+    def _forget_failed_probes(self) -> None:
+        """Probe anew if some failed: they may have lacked what a capture is given."""
+        if self.memory.impossible:
+            self.memory = GraphMemory()
+            self._drop(())
+
     def _plan_memory(self) -> None:
-        """Forecast what graphs take, and drop those that would pass a limit."""
+        """Forecast what graphs take, unless it is known, and drop those that would pass a limit."""
+        plan, exchange, events = self._dispatcher.plan, self._exchange, self._events
         limit = limit_in_bytes(self._config.memory_limit, self._backend.memory())
-        with meant(), same_random_state():
-            dropped = self.memory.plan(
-                limit,
-                self._dispatcher.plan,
-                self._backend,
-                self._actions.record,
-                self._exchange,
-                self._events,
-                self._dispatcher.histogram,
-            )
+        if self.memory.forecast is None:
+            with meant(), same_random_state():
+                self.memory.probe(plan, self._backend, self._actions.record, exchange, events)
+        self._drop(self.memory.keep(limit, plan, self._dispatcher.histogram, exchange, events))
+
+    def _drop(self, slots: Collection[int]) -> None:
         for slot, state in enumerate(self.queue.slots):
-            state.dropped = slot in dropped
+            state.dropped = slot in slots
 
     def _tell_accuracy(self) -> None:
         """What the startup set was expected to take, and what it took."""

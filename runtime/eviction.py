@@ -22,7 +22,7 @@ def worth(hits: int, launches: int, num_bytes: int) -> float:
 
 def lazy_bytes(slots: Sequence[SlotState]) -> int:
     """Bytes of the recordings that were not captured at startup."""
-    return sum(state.bytes for state in slots if state.captured and not state.kept)
+    return sum(state.bytes for state in slots if state.on_use)
 
 
 def make_room(
@@ -61,7 +61,7 @@ def _worth_of(state: SlotState) -> float:
 
 
 def _least_worth(slots: Sequence[SlotState]) -> int | None:
-    lazy = [slot for slot, state in enumerate(slots) if state.captured and not state.kept]
+    lazy = [slot for slot, state in enumerate(slots) if state.on_use]
     return min(lazy, key=lambda slot: (_worth_of(slots[slot]), slot), default=None)
 
 

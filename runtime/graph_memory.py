@@ -10,7 +10,7 @@ from ..dispatch import DispatchPlan, Histogram, RuntimeMode
 from ..events import Events
 from .backend import GraphBackend, Memory
 from .memory_forecast import Forecast, RecordSlot, forecast_memory
-from .pruning import Weight, prune
+from .pruning import prune
 
 Exchange = Callable[[str, Mapping[str, Any]], list[dict[str, Any]]]
 """Tells all ranks some facts and returns those of each; alone, just one's own."""
@@ -30,6 +30,8 @@ class GraphMemory:
     def __init__(self) -> None:
         self.limit: int | None = None
         self.forecast: Forecast | None = None
+        self.impossible: set[int] = set()
+        """Slots whose probe failed, and those of modes in which none could be probed."""
         self.by_mode: dict[RuntimeMode, int] = {}
 
     @property
@@ -50,41 +52,53 @@ class GraphMemory:
         """Whether one more graph is expected to keep the limit."""
         return self.limit is None or self.used + self.growth(mode, num_tokens) <= self.limit
 
-    def plan(
+    def probe(
         self,
-        limit: int | None,
         plan: DispatchPlan,
         backend: GraphBackend,
         record: RecordSlot,
         exchange: Exchange,
         events: Events,
-        histogram: Histogram | None,
-    ) -> Collection[int]:
-        """Forecast what the graphs of `plan` take; returns the slots to drop to keep a `limit`.
-
-        `histogram` tells which sizes occur, if it is known. Ranks go by the least limit and the
-        greatest forecast of them all.
-        """
+    ) -> None:
+        """Forecast what the graphs of `plan` take; ranks go by the greatest of their forecasts."""
         slots = range(len(plan.entries))
         forecast, failed = forecast_memory(backend, plan, slots, record, events)
-        told = {"limit": limit, "forecast": forecast.as_json(), "failed": failed}
-        answers = exchange("memory", told)
-        self.limit = limit and min(answer["limit"] for answer in answers)
+        answers = exchange("forecast", {"forecast": forecast.as_json(), "failed": failed})
         self.forecast = Forecast.worst([answer["forecast"] for answer in answers])
-        impossible = {slot for answer in answers for slot in answer["failed"]}
-        impossible |= {s for s in slots if plan.entries[s].mode not in self.forecast.modes}
-        possible = [slot for slot in slots if slot not in impossible]
+        self.impossible = {slot for answer in answers for slot in answer["failed"]}
+        self.impossible |= {s for s in slots if plan.entries[s].mode not in self.forecast.modes}
+
+    def keep(
+        self,
+        limit: int | None,
+        plan: DispatchPlan,
+        histogram: Histogram | None,
+        exchange: Exchange,
+        events: Events,
+    ) -> Collection[int]:
+        """Slots to drop by the forecast, so that the rest can be captured and keeps `limit`.
+
+        `histogram` tells which sizes occur, if it is known. Ranks go by the least limit and the
+        traffic of them all.
+        """
+        assert self.forecast is not None
+        own = histogram.counts(plan.largest) if histogram is not None else []
+        answers = exchange("memory limit", {"limit": limit, "traffic": own})
+        self.limit = limit and min(answer["limit"] for answer in answers)
+        slots = range(len(plan.entries))
         pruned: list[int] = []
         if self.limit is not None:
-            occurrence = _occurrence(histogram, plan.largest)
-            pruned = prune(plan, possible, self.forecast, self.limit, occurrence)
-        dropped = impossible.union(pruned)
+            counts = [answer["traffic"] for answer in answers]
+            traffic = [sum(of_size) for of_size in zip(*counts, strict=True)]
+            possible = [slot for slot in slots if slot not in self.impossible]
+            pruned = prune(plan, possible, self.forecast, self.limit, traffic)
+        dropped = self.impossible.union(pruned)
         events.emit(
             "memory.forecast",
             level=logging.INFO,
             limit=self.limit,
             bytes=self.forecast_of(plan, [slot for slot in slots if slot not in dropped]),
-            dropped=[plan.entries[slot].as_json() for slot in (*sorted(impossible), *pruned)],
+            dropped=[plan.entries[slot].as_json() for slot in (*sorted(self.impossible), *pruned)],
         )
         return dropped
 
@@ -96,11 +110,3 @@ class GraphMemory:
             sizes.setdefault(entry.mode, []).append(entry.descriptor.num_tokens)
         assert self.forecast is not None
         return sum(self.forecast.total(mode, of_mode) for mode, of_mode in sizes.items())
-
-
-def _occurrence(histogram: Histogram | None, limit: int) -> Weight:
-    """How often sizes up to `limit` occur; all alike as long as nothing was served."""
-    counts = histogram.counts(limit) if histogram is not None else []
-    if not any(counts):
-        return lambda num_tokens: 1.0
-    return lambda num_tokens: counts[num_tokens] if num_tokens < len(counts) else 0.0

@@ -7,13 +7,14 @@ entered are address ranges, and a range that someone owns already is not entered
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from torch import Tensor
 
+from ..dispatch import RuntimeMode
 from .backend import Memory
 
 
@@ -66,6 +67,11 @@ class MemoryLedger:
     def state(self, owner: str, num_bytes: int) -> None:
         """Set the bytes of something without addresses of its own, such as a graph pool."""
         self._bytes[owner] = num_bytes
+
+    def state_pools(self, by_mode: Mapping[RuntimeMode, int]) -> None:
+        """Set the bytes of the graph pool of each mode."""
+        for mode, num_bytes in by_mode.items():
+            self.state(f"graph pool {mode.name}", num_bytes)
 
     def bytes(self, owner: str) -> int:
         return self._bytes.get(owner, 0)

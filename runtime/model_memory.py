@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..compile.compiled_model import CompiledModel
 from ..compile.plan import Plan
-from ..errors import InvalidSetting
 from .config import Config
+from .known_names import must_be_one_of
 from .memory_ledger import MemoryLedger, Owner
 from .static_inputs import InputSpec, StaticInputs
 
@@ -38,26 +38,25 @@ def static_inputs(
             )
         )
     _check_names(config, plan)
-    limits = {symbol.label: config.limits(symbol.label)[1] for symbol in plan.symbols}
+    limits = {symbol.label: symbol.high for symbol in plan.symbols}
     return StaticInputs(specs, limits, device, owned=owned)
 
 
 def _check_names(config: Config, plan: Plan) -> None:
     """A parameter that the model does not use may have a policy; a name that is none may not."""
     for name in config.padding:
-        if name.partition(".")[0] not in plan.parameters:
-            raise InvalidSetting(
-                name="padding",
-                value=name,
-                reason="the model's forward has no such parameter",
-                expected="of " + ", ".join(plan.parameters),
-            )
+        parameter, reason = name.partition(".")[0], "the model's forward has no such parameter"
+        must_be_one_of(plan.parameters, "padding", parameter, reason)
 
 
-def opening_ledger(compiled: CompiledModel, inputs: StaticInputs, config: Config) -> MemoryLedger:
+def opening_ledger(compiled: CompiledModel, inputs: StaticInputs) -> MemoryLedger:
     """Weights and static buffers; the KV cache and workspaces are the engine's to enter."""
+    model = compiled.model
     ledger = MemoryLedger()
-    ledger.own(Owner.WEIGHTS, compiled.weights.values())
-    limits = {symbol.label: config.limits(symbol.label)[1] for symbol in compiled.plan.symbols}
-    ledger.own(Owner.STATIC_BUFFERS, inputs.at(limits).views)
+    ledger.own(
+        Owner.WEIGHTS,
+        # code that is not traced reads the model's weights itself, any of them
+        compiled.weights.values() if compiled.traced else [*model.parameters(), *model.buffers()],
+    )
+    ledger.own(Owner.STATIC_BUFFERS, inputs.at(inputs.limits).views)
     return ledger

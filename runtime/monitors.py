@@ -2,8 +2,9 @@
 
 Dynamo, Inductor and its autotuner say what they do through torch's structured trace, which tlparse
 reads too; listening there imports neither and costs nothing while nothing compiles. Triton tells
-its compilation listener, graph capture the events of the model. What happens in a thread that is
-not the model's, or inside `meant()`, such as the preparation of another model, is no violation.
+its compilation listener. The beginning of a CUDA graph is hooked, whoever captures it; recordings
+on other backends tell the events of the model. What happens in a thread that is not the model's, or
+inside `meant()`, such as the preparation of another model, is no violation.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..errors import WorkAfterSeal
 from ..events import Event, Events
@@ -68,7 +71,7 @@ class Monitor:
         self._context = context
         self._thread: int | None = None
         self._handler = _TraceHandler(self._saw)
-        self._listener = _TritonListener(self._saw)
+        self._hooks: list[_Hook] = []
 
     def start(self) -> None:
         """Watch the steps of the model, and all that the calling thread does. Twice is once."""
@@ -76,14 +79,24 @@ class Monitor:
             self._thread = threading.get_ident()
             logging.getLogger(TRACE_LOGGER).addHandler(self._handler)
             self._events.listeners.append(self._saw_event)
-            self._listener.start()
+            self._hooks.append(_Hook(torch.cuda.CUDAGraph, "capture_begin", self._saw_cuda_graph))
+            if knobs := _triton_knobs():
+                self._hooks.append(_Hook(knobs.compilation, "listener", self._saw_triton))
 
     def stop(self) -> None:
         if self._thread is not None:
             self._thread = None
             logging.getLogger(TRACE_LOGGER).removeHandler(self._handler)
             self._events.listeners.remove(self._saw_event)
-            self._listener.stop()
+            while self._hooks:
+                self._hooks.pop().stop()
+
+    def _saw_triton(self, *, src: Any, cache_hit: bool, **facts: Any) -> None:
+        if not cache_hit:
+            self._saw(Kind.TRITON, f"kernel {src.name}")
+
+    def _saw_cuda_graph(self, graph: Any, *args: Any, **kwargs: Any) -> None:
+        self._saw(Kind.CAPTURE, "a CUDA graph")
 
     def _saw_event(self, event: Event) -> None:
         if event.name == "capture.recorded":
@@ -135,29 +148,34 @@ class _TraceHandler(logging.Handler):
         return True
 
 
-class _TritonListener:
-    """Takes Triton's one compilation listener and passes on to the one before."""
+class _Hook:
+    """Stands at `owner.name` in place of what is there: calls `saw`, then that, if it is anything.
 
-    def __init__(self, saw: Callable[[Kind, str], None]) -> None:
-        self._saw = saw
-        self._before: Callable[..., None] | None = None
+    Hooks of several models lie one over another and are stopped in any order: one that others
+    still lie over only passes on from then, and goes with them.
+    """
 
-    def start(self) -> None:
-        knobs = _triton_knobs()
-        if knobs is not None:
-            self._before, knobs.compilation.listener = knobs.compilation.listener, self
+    def __init__(self, owner: Any, name: str, saw: Callable[..., None]) -> None:
+        self._owner = owner
+        self._name = name
+        self._before = before = getattr(owner, name)
+        self._stopped = False
+
+        def hook(*args: Any, **kwargs: Any) -> Any:  # a function, so that it may be a method
+            if not self._stopped:
+                saw(*args, **kwargs)
+            return before(*args, **kwargs) if before is not None else None
+
+        hook.piecegraph_hook = self  # type: ignore[attr-defined]
+        setattr(owner, name, hook)
 
     def stop(self) -> None:
-        """Give the place back, unless someone else has taken it."""
-        knobs = _triton_knobs()
-        if knobs is not None and knobs.compilation.listener is self:
-            knobs.compilation.listener = self._before
+        self._stopped = True
+        while (top := self._top()) is not None and top._stopped:
+            setattr(self._owner, self._name, top._before)
 
-    def __call__(self, *, src: Any, cache_hit: bool, **facts: Any) -> None:
-        if self._before is not None:
-            self._before(src=src, cache_hit=cache_hit, **facts)
-        if not cache_hit:
-            self._saw(Kind.TRITON, f"kernel {src.name}")
+    def _top(self) -> _Hook | None:
+        return getattr(getattr(self._owner, self._name), "piecegraph_hook", None)
 
 
 def _triton_knobs() -> Any:

@@ -58,10 +58,6 @@ class Ownership:
             if identity not in self._made and identity not in self._found:
                 self._found[identity] = Found(tensor.detach(), ref(tensor), tensor.data_ptr())
 
-    @property
-    def found(self) -> tuple[Tensor, ...]:
-        return tuple(found.alias for found in self._found.values())
-
     def moved(self) -> Iterator[tuple[int, Tensor]]:
         """Tensors from outside that got other memory since, each with its captured address."""
         for found in self._found.values():

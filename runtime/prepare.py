@@ -16,9 +16,9 @@ from ..dispatch import (
     Dispatcher,
     DispatchPlan,
     GraphMode,
+    Histogram,
     ResolvedMode,
     default_capture_sizes,
-    level_defaults,
     make_plan,
     resolve_mode,
     user_capture_sizes,
@@ -31,7 +31,8 @@ from .monitors import meant
 from .open_cache import open_cache
 from .prepared_model import PreparedModel
 from .ranks import Ranks
-from .switches import settled_by_environment
+from .report import mode_reasons
+from .switches import settled
 
 
 def prepare(
@@ -57,7 +58,7 @@ def prepare(
     Raises a PiecegraphError that says what is wrong with the model or the settings.
     """
     events = events or Events()
-    config = settled_by_environment(config)
+    config = settled(config)
     with events.span("prepare", level=logging.INFO), meant():
         resolved = resolve_mode(
             config.graph_mode,
@@ -76,7 +77,7 @@ def prepare(
         inspect.signature(model.forward),
         config,
         resolved,
-        Dispatcher(plan),
+        Dispatcher(plan, histogram=Histogram()),
         backend or choose_backend(config.backend_for(task.device.type)),
         task.device,
         task.cache,
@@ -95,10 +96,10 @@ def compile_task(
     examples: ExampleArguments | None,
     ranks: Ranks | None = None,
 ) -> Task:
-    """What to compile, and with what: the model's device, the cache, the level's compiler."""
+    """What to compile, and with what: `config` as `settled`, the model's device, the cache."""
     exchange = ranks.exchange if ranks is not None else None
     cache = open_cache(config, events)
-    return Task(model, _with_compiler(config), cache, events, _device(model), examples, exchange)
+    return Task(model, config, cache, events, _device(model), examples, exchange)
 
 
 def _settled(config: Config, resolved: ResolvedMode, plan: DispatchPlan) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def _settled(config: Config, resolved: ResolvedMode, plan: DispatchPlan) -> dict
     return {
         "settings": config.model_dump(mode="json"),
         "graph_mode": resolved.mode.value,
-        "reasons": [f"{change.after.value}: {change.why}" for change in resolved.reasons],
+        "reasons": mode_reasons(resolved),
         "plan": [entry.as_json() for entry in plan.entries],
         "plan_digest": plan.digest,
     }
@@ -133,10 +134,3 @@ def _dispatch_plan(mode: GraphMode, config: Config) -> DispatchPlan:
         query_lens=(config.query_len,),
         padding=config.padding_limit,
     )
-
-
-def _with_compiler(config: Config) -> Config:
-    """At a level that does not compile, pieces run eagerly unless a compiler is asked for."""
-    if level_defaults(config.level).compiles or "compiler" in config.model_fields_set:
-        return config
-    return config.changed(compiler="eager")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -73,7 +72,7 @@ class PreparedModel:
         self._slots = Slots(compiled, config, dispatcher, backend, inputs, self._context)
         self._captured = self._slots.captured
         self._token_symbol = [symbol.label for symbol in compiled.plan.symbols].index(TOKENS)
-        self.ledger = opening_ledger(compiled, inputs, config)
+        self.ledger = opening_ledger(compiled, inputs)
         self._ranks = ranks
         self._capturer = Capturer(
             config,
@@ -116,10 +115,11 @@ class PreparedModel:
         """
         try:
             tensors, sizes = self._bind(*args, **kwargs)
-        except GuardBroken:
+        except GuardBroken as broken:
             if self._eager is None:
                 raise
-            return self._run_eagerly(decision, args, kwargs, metadata)
+            num_tokens = broken.facts["sizes"][self._token_symbol]
+            return self._run_eagerly(decision, num_tokens, metadata, args, kwargs)
         context = self._context
         context.metadata = metadata
         context.decision = decision
@@ -143,28 +143,27 @@ class PreparedModel:
         return self._pack(results, tensors)
 
     def _run_eagerly(
-        self, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], metadata: Any
+        self, decision: Decision, num_tokens: int, metadata: Any, args: Any, kwargs: Any
     ) -> Any:
         """Run the model itself: for sizes at which the compiled code would be wrong."""
         assert self._eager is not None
         context = self._context
-        context.metadata, context.decision = metadata, decision
-        self.events.count("eager_steps")
+        context.metadata, context.decision, context.num_tokens = metadata, decision, num_tokens
         with forward_context(context), torch.no_grad():
-            return self._eager(*args, **kwargs)
+            results = self._eager(*args, **kwargs)
+        self.events.count("eager_steps")
+        self.usage.count_eager(num_tokens)
+        return results
 
     def capture(self, metadata_for: MetadataFor | None = None) -> None:
         """Capture what the strategy wants at startup; later calls capture what is missing of it.
 
+        Without `metadata_for` the one that was given last holds, here as in all that captures.
         Raises CaptureAfterSeal. A capture that fails is reported and its size runs without.
         """
-        if self._closed:
-            raise ModelClosed()
         if self._sealed:
             raise CaptureAfterSeal(name="the startup set")
-        if self._slots.unrecorded.moved():  # weights were loaded since
-            self._slots.bind(self.compiled.rebound())
-        self._slots.metadata_for = metadata_for
+        self._make_ready(metadata_for)
         if self._ranks:
             self._ranks.agree("start", start_facts(self.config, self.dispatcher.plan))
         with self.events.span("capture", level=logging.INFO):
@@ -182,13 +181,14 @@ class PreparedModel:
         """Run each compiled range, capture as `capture` does, run the engine's `tasks`.
 
         `skip` names kinds of warm-up to leave out ("range", "capture", "auxiliary"); what that
-        costs is logged. `show` is given a line of progress for each item.
+        costs is logged. `show` is given a line of progress for each item. Raises InvalidSetting
+        for an unknown kind, and what `capture` raises.
         """
-        self._slots.metadata_for = metadata_for
+        self._make_ready(metadata_for)
         warm_up(
             range_works(self.compiled.plan.symbols, self._slots.run_dummy),
             capture_items(self._capturer.queue, self.dispatcher.plan),
-            partial(self.capture, metadata_for),
+            self.capture,
             tasks,
             skip,
             self.backend.memory,
@@ -196,13 +196,32 @@ class PreparedModel:
             show,
         )
 
-    def memory_plan(self, utilisation: float = 0.9) -> MemoryPlan:
+    def memory_plan(
+        self, utilisation: float = 0.9, metadata_for: MetadataFor | None = None
+    ) -> MemoryPlan:
         """What is left for the KV cache if the engine uses this share of the device.
 
-        Asked before any capture, graphs count with a forecast, for which a few are probed.
+        Asked before any capture, graphs count with a forecast, for which a few are probed: where
+        attention needs metadata, with `metadata_for`. With several ranks all must call it, alike.
         """
+        self._make_ready(metadata_for)
         graphs = self._capturer.expected_bytes()
         return plan_memory(self.backend.memory(), self._stated_ledger(), graphs, utilisation)
+
+    def _make_ready(self, metadata_for: MetadataFor | None) -> None:
+        """Before the model is run to capture or to warm up: follow weights that were loaded since.
+
+        Raises ModelClosed, and ModelMismatch for weights of another form.
+        """
+        self._must_be_open()
+        if self._slots.unrecorded.moved():
+            self._slots.bind(self.compiled.rebound())
+        if metadata_for is not None:
+            self._slots.metadata_for = metadata_for
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise ModelClosed()
 
     @property
     def compiled(self) -> CompiledModel:
@@ -218,6 +237,7 @@ class PreparedModel:
 
     def seal(self) -> None:
         """From now on nothing compiles, and nothing is captured but by the strategy."""
+        self._must_be_open()
         self._sealed = True
         self._monitor.start()
         self.events.emit("seal")
@@ -237,6 +257,7 @@ class PreparedModel:
         `seal`; where all was updated in place there are none. Raises ModelMismatch for weights of
         another form. With several ranks all must call it, alike.
         """
+        self._must_be_open()
         stale = self._slots.stale()
         self._slots.bind(self.compiled.rebound())
         self.events.emit("refresh", level=logging.INFO, stale=stale)
@@ -249,7 +270,8 @@ class PreparedModel:
         self.backend.synchronize()
         for slot, _ in self.recordings():
             self._slots.remove(slot)
-        self._capturer.forget()
+        self.ledger.state_pools(dict.fromkeys(self._capturer.memory.by_mode, 0))
+        self._capturer.begin()
         self._monitor.stop()
         self._sealed = False
 
@@ -278,8 +300,7 @@ class PreparedModel:
 
     def _stated_ledger(self) -> MemoryLedger:
         """The ledger with what the graphs of each mode take now."""
-        for mode, num_bytes in self._capturer.memory.by_mode.items():
-            self.ledger.state(f"graph pool {mode.name}", num_bytes)
+        self.ledger.state_pools(self._capturer.memory.by_mode)
         return self.ledger
 
     def _memory(self) -> dict[str, int]:

@@ -6,13 +6,10 @@ top, to no graph at all, which counts as padding of the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..dispatch import DispatchPlan, RuntimeMode
 from .memory_forecast import Forecast
-
-Weight = Callable[[int], float]
-"""How often a batch of so many tokens occurs."""
 
 
 def prune(
@@ -20,10 +17,11 @@ def prune(
     slots: Sequence[int],
     forecast: Forecast,
     limit: int,
-    weight: Weight = lambda num_tokens: 1.0,
+    traffic: Sequence[int] = (),
 ) -> list[int]:
     """Slots to leave out, in the order in which they were given up, the least saving per byte.
 
+    `traffic` counts the batches of 0, 1, … tokens; as long as there are none all sizes are alike.
     What remains is forecast to take at most `limit` bytes; if nothing can, nothing remains.
     """
     kept: dict[RuntimeMode, list[int]] = {}
@@ -32,6 +30,7 @@ def prune(
     for of_mode in kept.values():
         of_mode.sort(key=lambda slot: plan.entries[slot].descriptor.num_tokens)
     dropped: list[int] = []
+    counts = traffic if any(traffic) else [1] * (plan.largest + 1)
 
     def size(slot: int) -> int:
         return plan.entries[slot].descriptor.num_tokens
@@ -45,7 +44,7 @@ def prune(
         place = kept[mode].index(slot)
         below = size(kept[mode][place - 1]) if place else 0
         padding = size(rest[place]) - size(slot) if place < len(rest) else size(slot)
-        batches = sum(weight(n) for n in range(below + 1, size(slot) + 1))
+        batches = sum(counts[below + 1 : size(slot) + 1])
         return batches * padding / max(freed, 1)
 
     while sum(total(mode, of_mode) for mode, of_mode in kept.items()) > limit:

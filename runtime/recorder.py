@@ -117,7 +117,6 @@ def record(
         recorder.segments,
         recorder.graphs,
         recorder.ownership,
-        inputs,
         outputs,
         seconds=perf_counter() - began,
         bytes=session.backend.memory().used - before,
@@ -154,7 +153,6 @@ class Recorder:
         self.ownership = Ownership()
         self._session = session
         self._capture: Capture | None = None
-        self._began = 0.0
 
     def run(self, fn: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
         """Record all of `fn`; returns its outputs, held weakly where a graph made them."""
@@ -173,14 +171,12 @@ class Recorder:
         if self._capture is None:  # called by an eager op, which is kept as a whole
             return fn(*args, **kwargs)
         self._close_graph()
-        began = perf_counter()
         static, targets = static_results(fn(*args, **kwargs), (args, kwargs))
         weak_args, weak_kwargs = self._weakly((args, kwargs))
         call = eager_call(name, fn, weak_args, weak_kwargs, static, targets)
         segment = self._eager_segment()
         segment.calls.append(call)
         segment.operations += 1
-        segment.seconds += perf_counter() - began
         segment.copied += [name] if targets else []
         self._open_graph()
         return static
@@ -194,7 +190,6 @@ class Recorder:
             graph.release()
 
     def _open_graph(self) -> None:
-        self._began = perf_counter()
         self._capture = self._session.begin(self.ownership)
 
     def _close_graph(self) -> None:
@@ -206,8 +201,7 @@ class Recorder:
         if graph.operations:
             replay = graph.replay
             replay()
-            seconds = perf_counter() - self._began
-            self.segments.append(Segment(SegmentKind.GRAPH, [replay], graph.operations, seconds))
+            self.segments.append(Segment(SegmentKind.GRAPH, [replay], graph.operations))
 
     def _eager_segment(self) -> Segment:
         """The eager segment that is last, or a new one after a graph."""

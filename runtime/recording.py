@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NoReturn
 
-from torch import Tensor
-
 from ..errors import RecordingReleased
 from .backend import Graph
 from .ownership import Ownership
@@ -23,19 +21,18 @@ class SegmentKind(StrEnum):
 class Segment:
     """A graph to replay, or calls to run eagerly between two graphs.
 
-    `seconds` is what capturing took, the first run included. `copied` names eager calls whose
-    results are copied to fixed memory at each replay; an out-variant of the op saves that.
+    `copied` names eager calls whose results are copied to fixed memory at each replay; an
+    out-variant of the op saves that.
     """
 
     kind: SegmentKind
     calls: list[Callable[[], None]]
     operations: int = 0
-    seconds: float = 0.0
     copied: list[str] = field(default_factory=list)
 
 
 class Recording:
-    """Segments over static inputs and outputs; `replay` runs them in order.
+    """Segments over static memory; `replay` runs them in order.
 
     Outputs are overwritten by the next replay or capture in the same pool. `graphs` own the pool
     memory; one without operations is kept for that alone. `ownership` holds the tensors from
@@ -46,7 +43,6 @@ class Recording:
         "bytes",
         "calls",
         "graphs",
-        "inputs",
         "name",
         "outputs",
         "ownership",
@@ -60,7 +56,6 @@ class Recording:
         segments: Sequence[Segment],
         graphs: Sequence[Graph],
         ownership: Ownership,
-        inputs: tuple[Tensor, ...],
         outputs: Any,
         *,
         seconds: float,
@@ -71,7 +66,6 @@ class Recording:
         self.calls = tuple(call for segment in segments for call in segment.calls)
         self.graphs = tuple(graphs)
         self.ownership = ownership
-        self.inputs = inputs
         self.outputs = outputs
         self.seconds = seconds
         self.bytes = bytes
@@ -85,9 +79,10 @@ class Recording:
             call()
 
     def release(self) -> None:
-        """Free the graphs and their memory, which the device must be done with.
+        """Free the graphs and their memory; a replay raises `RecordingReleased` from now on.
 
-        A replay raises `RecordingReleased` from now on.
+        The device may still be at a replay: it ends it, and what is given the memory next, a
+        capture or a replay in the same pool, comes after it on the stream.
         """
         for graph in self.graphs:
             graph.release()

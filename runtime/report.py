@@ -23,7 +23,7 @@ def build_report(
 ) -> dict[str, Any]:
     """All of it is JSON-able; times are in seconds unless named `ms`, sizes in bytes."""
     bundle = events.named("bundle")[-1].facts
-    prepare = next(span for span in events.spans if span.name == "prepare")
+    prepare = [span for span in events.spans if span.name == "prepare"][-1]
     return {
         "startup": {
             "phases": [
@@ -53,7 +53,7 @@ def build_report(
         "graph_mode": {
             "requested": resolved.requested and resolved.requested.value,
             "resolved": resolved.mode.value,
-            "reasons": [f"{change.after.value}: {change.why}" for change in resolved.reasons],
+            "reasons": mode_reasons(resolved),
         },
         "captures": [event.facts for event in events.named("capture")],
         "memory": ledger.rows(),
@@ -63,6 +63,11 @@ def build_report(
         "dispatch": usage.rows(),
         "reasons": usage.reasons(),
     }
+
+
+def mode_reasons(resolved: ResolvedMode) -> list[str]:
+    """Why the graph mode is not the one that was asked for, in order."""
+    return [f"{change.after.value}: {change.why}" for change in resolved.reasons]
 
 
 def _stored(cache: Cache) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ..compile.plan import Plan
+from .static_inputs import real_part
 
 
 def real_results(plan: Plan, outputs: Sequence[Any], sizes: Sequence[int]) -> tuple[Any, ...]:
@@ -17,15 +18,11 @@ def real_results(plan: Plan, outputs: Sequence[Any], sizes: Sequence[int]) -> tu
     """
     names = {symbol.name: size for symbol, size in zip(plan.symbols, sizes, strict=True)}
     return tuple(
-        _rows(output, [_size(dim, names) for dim in result.shape])
+        real_part(output, [_size(dim, names) for dim in result.shape])
         if isinstance(output, Tensor)
         else _size(result.name, names)
         for output, result in zip(outputs, plan.results, strict=True)
     )
-
-
-def _rows(output: Tensor, shape: list[int]) -> Tensor:
-    return output[tuple(slice(0, size) for size in shape)]
 
 
 def _size(dim: int | str, names: dict[str, int]) -> int:

@@ -38,8 +38,8 @@ class Slots:
     """
 
     __slots__ = (
-        "_context", "_dispatcher", "_inputs", "_recordable", "_splitting_ops", "_symbols",
-        "addresses", "captured", "compiled", "metadata_for", "stitched", "unrecorded",
+        "_context", "_dispatcher", "_inputs", "_recordable", "_splitting_ops", "addresses",
+        "captured", "compiled", "metadata_for", "stitched", "unrecorded",
     )  # fmt: skip
 
     compiled: CompiledModel
@@ -62,7 +62,6 @@ class Slots:
         self._inputs = inputs
         self._context = context
         self._splitting_ops = config.splitting_ops
-        self._symbols = compiled.plan.symbols
         self.bind(compiled)
 
     def bind(self, compiled: CompiledModel) -> None:
@@ -110,7 +109,8 @@ class Slots:
             raise
         except Exception as error:
             raise capture_failure(error, name) from error
-        session.finalise()
+        finally:
+            session.finalise()
         if breaks and not self.compiled.traced and not _breaks(recording):
             recording.release()
             raise CaptureFailed(name=name, reason=NOTHING_BREAKS)
@@ -142,7 +142,7 @@ class Slots:
     def _sizes_of(self, slot: int) -> dict[str, int]:
         """The slot's size of each symbol; one that the key does not tell is at its largest."""
         descriptor = self._dispatcher.plan.entries[slot].descriptor
-        sizes = {symbol.label: symbol.high for symbol in self._symbols}
+        sizes = dict(self._inputs.limits)
         if descriptor.num_reqs is not None and "num_reqs" in sizes:
             sizes["num_reqs"] = descriptor.num_reqs
         known = {TOKENS: descriptor.num_tokens, **dict(descriptor.axes)}

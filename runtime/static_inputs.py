@@ -7,7 +7,7 @@ strides as an eager call does and all sizes share one address.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -15,7 +15,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..errors import InputMismatch, InvalidSetting, MovedTensor, SizeOutOfRange
+from ..errors import InputMismatch, MovedTensor, SizeOutOfRange
+from .known_names import must_be_one_of
 from .padding import Padding
 
 Load = Callable[[tuple[Tensor, ...]], None]
@@ -60,10 +61,10 @@ class StaticInputs:
         owned: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.specs = tuple(specs)
-        self.symbols = tuple(limits)
+        self.limits = dict(limits)
         self.device = torch.empty(0, device=device).device  # with its index
         self.owned = dict(owned or {})
-        self._check_owned(limits)
+        self._check_owned()
         with torch.inference_mode(False):  # else they could be written in this mode alone
             self._buffers = {
                 spec.name: torch.zeros(prod(spec.shape(limits)), dtype=spec.dtype, device=device)
@@ -74,27 +75,21 @@ class StaticInputs:
     def at(self, sizes: Mapping[str, int]) -> BoundInputs:
         """The inputs of the padded `sizes`, ready to be captured and loaded."""
         views = tuple(self._view(spec, spec.shape(sizes)) for spec in self.specs)
-        return BoundInputs(self, views, tuple(sizes[symbol] for symbol in self.symbols))
+        return BoundInputs(self, views, tuple(sizes[symbol] for symbol in self.limits))
 
-    def _check_owned(self, limits: Mapping[str, int]) -> None:
+    def _check_owned(self) -> None:
         known = {spec.name: spec for spec in self.specs}
         for name, buffer in self.owned.items():
-            if name not in known:
-                raise InvalidSetting(
-                    name="input_buffers",
-                    value=name,
-                    reason="the compiled model takes no such input",
-                    expected="of " + ", ".join(known),
-                )
+            must_be_one_of(known, "input_buffers", name, "the compiled model takes no such input")
             spec = known[name]
             got = (buffer.dtype, tuple(buffer.shape), buffer.device)
-            wanted = (spec.dtype, spec.shape(limits), self.device)
+            wanted = (spec.dtype, spec.shape(self.limits), self.device)
             if got != wanted:
                 raise InputMismatch(name=name, got=_form(*got), expected=_form(*wanted))
 
     def _view(self, spec: InputSpec, shape: tuple[int, ...]) -> Tensor:
         if spec.name in self.owned:
-            return _box(self.owned[spec.name], [(0, size) for size in shape])
+            return real_part(self.owned[spec.name], shape)
         return self._buffers[spec.name][: prod(shape)].view(shape)
 
 
@@ -117,15 +112,15 @@ class BoundInputs:
         when an engine-owned buffer is not the one that was captured. Raises `SizeOutOfRange` if
         the real sizes are larger than the padded ones.
         """
-        for name, size, most in zip(self._inputs.symbols, real, self._padded, strict=True):
+        for name, size, most in zip(self._inputs.limits, real, self._padded, strict=True):
             if size > most:
                 raise SizeOutOfRange(name=name, size=size, low=0, high=most)
-        sizes = dict(zip(self._inputs.symbols, real, strict=True))
+        sizes = dict(zip(self._inputs.limits, real, strict=True))
         takes: list[Callable[[Tensor], object]] = []
         fills: list[Callable[[], object]] = []
         for spec, view in zip(self._inputs.specs, self.views, strict=True):
             shape = spec.shape(sizes)
-            target = _box(view, [(0, size) for size in shape])
+            target = real_part(view, shape)
             owned = spec.name in self._inputs.owned
             takes.append(partial(_stay, spec, target.data_ptr()) if owned else target.copy_)
             fills += _fills(spec, view, shape)
@@ -152,6 +147,11 @@ def _stay(spec: InputSpec, recorded: int, tensor: Tensor) -> None:
 
 def _form(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> str:
     return f"{dtype} {shape} on {device}"
+
+
+def real_part(tensor: Tensor, shape: Iterable[int]) -> Tensor:
+    """The first rows, columns, … of `tensor`, as many as `shape` says."""
+    return _box(tensor, [(0, size) for size in shape])
 
 
 def _box(tensor: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:

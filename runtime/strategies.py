@@ -43,6 +43,11 @@ class SlotState:
         self.captured = self.kept = self.dropped = False
         self.hits = self.failures = self.retry_at = self.bytes = self.launches = 0
 
+    @property
+    def on_use(self) -> bool:
+        """Whether it was captured after startup, and may be evicted."""
+        return self.captured and not self.kept
+
 
 class CaptureQueue:
     """What a strategy captures next. `step` counts the batches seen so far."""
@@ -96,6 +101,11 @@ class CaptureQueue:
         state.retry_at = self.step + (RETRY_STEPS << state.failures)
         state.failures += 1
         state.dropped = state.failures >= GIVE_UP_AFTER
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing is captured."""
+        return not any(state.captured for state in self.slots)
 
     @property
     def complete(self) -> bool:

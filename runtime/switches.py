@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.environment import DUMP_DIR, OFF, read
-from ..errors import InvalidSetting
+from ..dispatch import level_defaults
 from .config import Config
+from .known_names import must_be_one_of
 
 SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "all": {"compile": False, "graph_mode": "NONE", "cache": False},
@@ -30,19 +31,21 @@ def switched_off(config: Config, names: Iterable[str]) -> Config:
     """`config` with the parts called `names` off; raises InvalidSetting for an unknown one."""
     settings: dict[str, Any] = {}
     for name in names:
-        if name not in SWITCHES:
-            raise InvalidSetting(
-                name="off",
-                value=name,
-                reason="there is no such switch",
-                expected="of " + ", ".join(SWITCHES),
-            )
+        must_be_one_of(SWITCHES, "off", name, "there is no such switch")
         settings.update(SWITCHES[name])
     return config.changed(**settings) if settings else config
 
 
-def settled_by_environment(config: Config) -> Config:
-    """`config` with the parts off that PIECEGRAPH_OFF names, dumped to PIECEGRAPH_DUMP_DIR."""
+def settled(config: Config) -> Config:
+    """`config` as it is used, after the environment and the level have had their say.
+
+    Off is what PIECEGRAPH_OFF names; dumps go to PIECEGRAPH_DUMP_DIR; at a level that does not
+    compile, pieces run eagerly unless a compiler is asked for.
+    """
     config = switched_off(config, (name for name in (read(OFF) or "").split(",") if name))
-    folder = read(DUMP_DIR)
-    return config.changed(dump_dir=Path(folder)) if folder and config.dump_dir is None else config
+    settings: dict[str, Any] = {}
+    if (folder := read(DUMP_DIR)) and config.dump_dir is None:
+        settings["dump_dir"] = Path(folder)
+    if not (level_defaults(config.level).compiles or "compiler" in config.model_fields_set):
+        settings["compiler"] = "eager"
+    return config.changed(**settings) if settings else config

@@ -48,6 +48,11 @@ class Usage:
         tally.steps += 1
         tally.tokens += num_tokens
 
+    def count_eager(self, num_tokens: int) -> None:
+        """One step that the model itself ran, since neither a graph nor compiled code may."""
+        self._without[num_tokens] += 1
+        self._reasons[RuntimeMode.NONE][Reason.CAPABILITY] += 1
+
     def rows(self) -> list[dict[str, Any]]:
         """`{mode, num_tokens, count, padded_tokens}`, graphs first, each in order of size."""
         self._sum_up()

@@ -19,6 +19,7 @@ from ..compile.plan import Symbol
 from ..dispatch import DispatchPlan
 from ..events import Event, Events
 from .backend import Memory
+from .known_names import must_be_one_of
 from .monitors import meant
 from .random_state import same_random_state
 from .strategies import CaptureQueue
@@ -84,19 +85,21 @@ def warm_up(
 ) -> None:
     """Run `ranges`, then `capture`, which makes the graphs `captures`, then `tasks`.
 
-    `skip` names kinds to leave out. The plan, each item that is done and what was skipped become
-    events; `show` is given a line for each.
+    `skip` names kinds to leave out; raises InvalidSetting for an unknown one. The plan, each item
+    that is done and what was skipped become events; `show` is given a line for each.
     """
-    works = [*ranges, *(work for task in tasks for work in task.works())]
-    plan = [*(item for item, _ in ranges), *captures, *(item for item, _ in works[len(ranges) :])]
+    for kind in skip:
+        must_be_one_of(COST, "skip", kind, "there is no such kind of warm-up")
+    auxiliary = [work for task in tasks for work in task.works()]
+    plan = [*(item for item, _ in ranges), *captures, *(item for item, _ in auxiliary)]
     progress = _Progress([item for item in plan if item.kind not in skip], memory, events, show)
     events.emit("warmup.plan", items=[asdict(item) for item in plan])
     _tell_skipped([item for item in plan if item.kind in skip], events)
-    for item, work in works[: len(ranges)]:
+    for item, work in ranges:
         progress.run(item, work)
     if WarmupKind.CAPTURE not in skip:
         progress.follow(capture)
-    for item, work in works[len(ranges) :]:
+    for item, work in auxiliary:
         progress.run(item, work)
 
 

@@ -17,7 +17,7 @@ from ..events import Events
 from .config import Config
 from .open_cache import cache_root
 from .prepare import compile_task
-from .switches import settled_by_environment
+from .switches import settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def why(
 
     Raises the errors of the configuration and of a cache directory that is not trusted.
     """
-    config = settled_by_environment(config)
+    config = settled(config)
     task = compile_task(model, config, Events(), examples)
     key = trace_key(model, task.config, task.device, examples)
     entry = task.cache.lookup("bundle", key)

@@ -1,18 +1,27 @@
-"""A rig per backend: the same tests run on the CPU emulation and, where there is one, a GPU."""
+"""A rig per backend: the same tests run on the CPU emulation and, where there is one, a GPU.
+
+And what makes prepared models without `prepare`, so that one trace serves many tests.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import gc
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from piecegraph.events import Events
+from piecegraph import Config, Dispatcher, Events, GraphMode, PreparedModel
+from piecegraph.cache import Cache
+from piecegraph.compile.compiled_model import CompiledModel
+from piecegraph.dispatch import make_plan, resolve_mode
 from piecegraph.runtime.backend import GraphBackend
 from piecegraph.runtime.capture_session import capture_session
 from piecegraph.runtime.choose_backend import choose_backend
+from piecegraph.runtime.ownership import Ownership
 from piecegraph.runtime.recorder import record
 from piecegraph.runtime.recording import Recording
 from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
@@ -37,6 +46,65 @@ class Rig:
         return torch.rand(shape, device=self.device)
 
 
+def loud_backend(**options: Any) -> ReplayBackend:
+    """A replay backend on which everything is poisoned that may be."""
+    loud = {"poison_before_replay": True, "fail_on_moved_inputs": True}
+    return ReplayBackend(ReplayOptions(**{**loud, **options}))
+
+
+def prepare_on_replay(
+    compiled: CompiledModel,
+    config: Config,
+    mode: GraphMode,
+    sizes: Sequence[int],
+    layers: Mapping[str, Any],
+    options: Mapping[str, Any],
+    **settings: Any,
+) -> PreparedModel:
+    """What `prepare` makes of a model that is compiled already, on a loud backend."""
+    return PreparedModel(
+        compiled,
+        inspect.signature(compiled.model.forward),
+        config,
+        resolve_mode(mode, support=config.supports(), pieces=True),
+        Dispatcher(make_plan(mode, sizes, max_num_reqs=config.max_num_reqs)),
+        loud_backend(**options),
+        torch.device("cpu"),
+        Cache(None, Events()),
+        layers,
+        Events(),
+        **settings,
+    )
+
+
+def found_by(ownership: Ownership) -> list[torch.Tensor]:
+    """The tensors from outside that a capture holds."""
+    return [found.alias for found in ownership._found.values()]
+
+
+def tensors_alive() -> int:
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+@pytest.fixture(scope="session")
+def temporary_op() -> Iterator[Callable[..., str]]:
+    """`temporary_op("ns::op", "(Tensor x, …) -> ()", kernel)` defines an op for this session."""
+    libraries: list[Any] = []
+
+    def define(name: str, schema: str, kernel: Callable[..., None]) -> str:
+        namespace, op = name.split("::")
+        library: Any = torch.library.Library(namespace, "DEF")
+        libraries.append(library)
+        library.define(op + schema)
+        library.impl(op, kernel, "CPU")
+        torch.library.register_fake(name, lambda *args: None, lib=library)
+        return name
+
+    yield define
+    for library in libraries:
+        library._destroy()
+
+
 def make_rig(backend: GraphBackend, device: str) -> Rig:
     return Rig(backend, torch.device(device), Events(), backend.new_pool())
 
@@ -46,8 +114,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """On the replay backend everything is poisoned that may be."""
     with torch.no_grad():
         if request.param == "replay":
-            options = ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True)
-            yield make_rig(ReplayBackend(options), "cpu")
+            yield make_rig(loud_backend(), "cpu")
         else:
             yield make_rig(choose_backend("cuda"), "cuda")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from piecegraph.errors import MovedTensor
 from piecegraph.runtime.addresses import Addresses
@@ -31,30 +34,41 @@ def test_an_update_in_place_is_fine(model: nn.Module, addresses: Addresses) -> N
     assert snapshot.moved() == []
 
 
-def test_failure_19_weights_with_new_data_are_named(model: nn.Module, addresses: Addresses) -> None:
-    snapshot = addresses.snapshot()
-    old = model[0].weight.data
+def move_data(model: nn.Module) -> Tensor:
+    kept: Tensor = model[0].weight.data
     model[0].weight.data = torch.rand(2, 2)
-    assert snapshot.moved() == ["0.weight"]
-    with pytest.raises(MovedTensor, match=r"^0\.weight is not where it was") as caught:
-        snapshot.check()
-    assert hex(old.data_ptr()) in str(caught.value)
+    return kept
 
 
-def test_failure_19_a_replaced_parameter_is_named(model: nn.Module, addresses: Addresses) -> None:
-    snapshot = addresses.snapshot()
-    kept = model[0].bias
+def replace_parameter(model: nn.Module) -> Tensor:
+    kept: Tensor = model[0].bias
     model[0].bias = nn.Parameter(kept.clone(), requires_grad=False)
-    assert snapshot.moved() == ["0.bias"]
+    return kept
 
 
-def test_failure_18_a_replaced_state_buffer_is_named(
-    model: nn.Module, addresses: Addresses
+def replace_buffer(model: nn.Module) -> Tensor:
+    kept: Tensor = model[1].running_mean
+    model[1].running_mean = kept.clone()
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        pytest.param(move_data, "0.weight", id="failure_19_new_data"),
+        pytest.param(replace_parameter, "0.bias", id="failure_19_a_new_parameter"),
+        pytest.param(replace_buffer, "1.running_mean", id="failure_18_a_new_state_buffer"),
+    ],
+)
+def test_what_is_elsewhere_is_named(
+    model: nn.Module, addresses: Addresses, change: Any, name: str
 ) -> None:
     snapshot = addresses.snapshot()
-    kept = model[1].running_mean
-    model[1].running_mean = kept.clone()
-    assert snapshot.moved() == ["1.running_mean"]
+    old = change(model)
+    assert snapshot.moved() == [name]
+    with pytest.raises(MovedTensor, match=f"^{re.escape(name)} is not where it was") as caught:
+        snapshot.check()
+    assert hex(old.data_ptr()) in str(caught.value)
 
 
 def test_failure_20_a_freed_workspace_is_named() -> None:

@@ -11,6 +11,8 @@ import torch
 from piecegraph.cache.feeds import exemptions
 from piecegraph.compile.factors import codegen_key, machine_factors, trace_key
 from piecegraph.compile.passes.graph_pass import passes_for
+from piecegraph.dispatch import PaddingLimit
+from piecegraph.errors import InvalidSetting
 from piecegraph.runtime.config import Config
 
 CPU = torch.device("cpu")
@@ -62,6 +64,7 @@ OTHER: dict[str, Any] = {
     "lazy_bytes": 3,
     "after_seal": "raise",
     "padding": {"x": "repeat"},
+    "padding_limit": PaddingLimit(),
     "broken_guard": "eager",
     "graph_backend": "replay",
 }
@@ -85,13 +88,7 @@ def test_each_exemption_has_a_reason() -> None:
 
 @pytest.mark.parametrize("name", sorted(Config.model_fields))
 def test_c1_vllm_53366_a_changed_setting_changes_its_keys_and_no_others(name: str) -> None:
-    if name == "padding_limit":
-        from piecegraph.dispatch import PaddingLimit
-
-        value: Any = PaddingLimit()
-    else:
-        value = OTHER[name]
-    before, after = keys(Config()), keys(Config(**{name: value}))
+    before, after = keys(Config()), keys(Config(**{name: OTHER[name]}))
     feeds = exemptions(Config).get(name)
     kinds = ("trace", "codegen") if feeds is None else feeds.kinds
     expected = [kind in kinds for kind in ("trace", "codegen")]
@@ -124,7 +121,5 @@ def test_layers_are_read_from_places_and_mappings() -> None:
     ],
 )
 def test_layers_that_contradict_themselves_are_refused(layer: dict[str, Any]) -> None:
-    from piecegraph.errors import InvalidSetting
-
     with pytest.raises(InvalidSetting):
         Config(cache_layers=(layer,))

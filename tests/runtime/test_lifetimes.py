@@ -16,6 +16,8 @@ from piecegraph.runtime.recorder import break_graph, opaque_piece, record
 from piecegraph.runtime.replay_backend import ReplayBackend
 from piecegraph.torch_compat import storage_id, unowned_alias, weak_storage
 
+from .conftest import found_by, tensors_alive
+
 
 @pytest.fixture(autouse=True)
 def recordings_own_no_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,56 +30,35 @@ def churn(rig: Any) -> list[Tensor]:
     return [torch.full((8, 8), float("nan"), device=rig.device) for _ in range(64)]
 
 
-def test_failure_14_a_temporary_view_read_by_a_graph_is_held(rig: Any) -> None:
-    head = rig.rand(8, 8)
-    x = rig.rand(8, 8)
-    expected = head.clone()
-
-    def record_with_temporary() -> Any:
-        temporary = head.clone().t().t()
-        return rig.record(lambda x: x @ temporary, x)
-
-    recording = record_with_temporary()
-    assert any(torch.equal(found, expected) for found in recording.ownership.found)
-    gc.collect()
-    kept = churn(rig)
-    x.copy_(rig.rand(8, 8))
-    recording.replay()
-    assert_close(recording.outputs, x @ expected)
-    assert len(kept) == 64
+@break_graph
+def look_up(q: Tensor, table: Tensor) -> Tensor:
+    return q @ table
 
 
-def test_failure_14_an_argument_of_a_compiled_piece_is_held(rig: Any) -> None:
-    piece, x = opaque_piece(torch.matmul), rig.rand(8, 8)
-    expected = rig.rand(8, 8)
-
-    def record_with_temporary() -> Any:
-        temporary = expected.clone()
-        return rig.record(lambda x: piece(x, temporary) + 0, x)
-
-    recording = record_with_temporary()
-    assert any(torch.equal(found, expected) for found in recording.ownership.found)
-    gc.collect()
-    kept = churn(rig)
-    recording.replay()
-    assert_close(recording.outputs, x @ expected)
-    assert len(kept) == 64
-
-
-def test_failure_15_a_temporary_read_by_an_eager_call_is_held(rig: Any) -> None:
-    @break_graph
-    def look_up(q: Tensor, table: Tensor) -> Tensor:
-        return q @ table
-
+@pytest.mark.parametrize(
+    "read",
+    [
+        pytest.param(lambda x, table: x @ table, id="failure_14_a_view_in_a_graph"),
+        pytest.param(
+            lambda x, table: opaque_piece(torch.matmul)(x, table) + 0,
+            id="failure_14_an_argument_of_a_compiled_piece",
+        ),
+        pytest.param(
+            lambda x, table: look_up(x * 1, table) + 0, id="failure_15_an_argument_of_an_eager_call"
+        ),
+    ],
+)
+def test_a_temporary_that_a_recording_reads_is_held(rig: Any, read: Any) -> None:
     expected, x = rig.rand(8, 8), rig.rand(8, 8)
 
     def record_with_temporary() -> Any:
-        temporary = expected.clone()
-        return rig.record(lambda x: look_up(x * 1, temporary) + 0, x)
+        temporary = expected.clone().t().t()
+        return rig.record(lambda x: read(x, temporary), x)
 
     recording = record_with_temporary()
     gc.collect()
     kept = churn(rig)
+    x.copy_(rig.rand(8, 8))
     recording.replay()
     assert_close(recording.outputs, x @ expected)
     assert len(kept) == 64
@@ -145,13 +126,14 @@ def test_failure_17_bridges_are_held_until_the_session_is_finalised(rig: Any) ->
         attend(q, out)
         return out + 1
 
+    x = rig.rand(3)
     with capture_session(rig.backend, rig.pool, rig.events) as session:
-        first = record(step, (rig.rand(3),), session, name="first", breaks=True)
+        first = record(step, (x,), session, name="first", breaks=True)
         record(step, (rig.rand(2),), session, name="second", breaks=True)
         assert all(bridge() is not None for bridge in held)
         session.finalise()
         assert all(bridge() is None for bridge in held)
-        assert [found.data_ptr() for found in first.ownership.found] == [first.inputs[0].data_ptr()]
+        assert [found.data_ptr() for found in found_by(first.ownership)] == [x.data_ptr()]
         record(step, (rig.rand(2),), session, name="third", breaks=True)
     assert all(bridge() is None for bridge in held)
 
@@ -181,9 +163,6 @@ def test_memory_is_flat_over_200_captures_and_releases(make_replay_rig: Any) -> 
             recording = record(lambda x: attend(x * 2) + 1, (x,), session, name="c", breaks=True)
         recording.replay()
         recording.release()
-
-    def tensors_alive() -> int:
-        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
     cycle()
     before = tensors_alive()

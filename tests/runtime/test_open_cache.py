@@ -52,7 +52,6 @@ def test_signed_layer_needs_a_key_and_a_signature(
 def test_url_is_written_back_signed_and_read_by_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("fsspec")
     monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY", "a secret of enough bytes")
     url = f"file://{tmp_path}/bucket"
     writer = Config(cache_dir=tmp_path / "one", cache_layers=({"at": url, "write_back": True},))

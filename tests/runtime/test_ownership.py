@@ -7,6 +7,8 @@ from torch import nn
 
 from piecegraph.runtime.ownership import Ownership
 
+from .conftest import found_by
+
 
 def test_a_new_tensor_is_never_taken_for_a_freed_one() -> None:
     ownership = Ownership()
@@ -22,7 +24,7 @@ def test_views_belong_to_whoever_owns_their_memory() -> None:
     ownership.find([made[1:], found[2:], found])
     assert ownership.is_made(made.view(2, 2))
     assert not ownership.is_made(found)
-    assert len(ownership.found) == 1
+    assert len(found_by(ownership)) == 1
 
 
 def test_what_was_found_keeps_its_memory_when_the_original_gets_new_data() -> None:
@@ -32,7 +34,7 @@ def test_what_was_found_keeps_its_memory_when_the_original_gets_new_data() -> No
     assert list(ownership.moved()) == []
     then = weight.data_ptr()
     weight.data = torch.zeros(3)
-    assert ownership.found[0].tolist() == [1, 1, 1]
+    assert found_by(ownership)[0].tolist() == [1, 1, 1]
     ((recorded, now),) = ownership.moved()
     assert (recorded, now is weight) == (then, True)
 
@@ -41,4 +43,4 @@ def test_a_freed_original_has_not_moved() -> None:
     ownership = Ownership()
     ownership.find([torch.ones(3)])
     assert list(ownership.moved()) == []
-    assert ownership.found[0].tolist() == [1, 1, 1]
+    assert found_by(ownership)[0].tolist() == [1, 1, 1]

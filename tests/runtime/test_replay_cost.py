@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
@@ -17,7 +16,7 @@ def nothing() -> None:
 def test_a_replay_of_65_segments_costs_at_most_1_3_bare_loops() -> None:
     kinds = [SegmentKind.GRAPH, SegmentKind.EAGER] * 32 + [SegmentKind.GRAPH]
     segments = [Segment(kind, [nothing]) for kind in kinds]
-    recording = Recording("r", segments, (), Ownership(), (), None, seconds=0, bytes=0)
+    recording = Recording("r", segments, (), Ownership(), None, seconds=0, bytes=0)
     calls = tuple([nothing] * 65)
 
     def bare() -> None:
@@ -30,8 +29,6 @@ def test_a_replay_of_65_segments_costs_at_most_1_3_bare_loops() -> None:
             fn()
         return perf_counter_ns() - began
 
-    ratios = []
-    for _ in range(30):
-        floor = cost(bare)
-        ratios.append(cost(recording.replay) / floor)
-    assert median(ratios) <= 1.3
+    times = [(cost(bare), cost(recording.replay)) for _ in range(30)]
+    floor, replay = map(min, zip(*times, strict=True))  # what else ran at the time only adds
+    assert replay <= 1.3 * floor

@@ -11,6 +11,8 @@ from torch import Tensor
 from piecegraph.runtime.ownership import Ownership
 from piecegraph.runtime.watch import Watch
 
+from .conftest import found_by
+
 
 @pytest.fixture
 def watch() -> Watch:
@@ -31,25 +33,22 @@ def test_results_are_made_and_arguments_are_found(watch: Watch, mode: Any) -> No
         x, weight = torch.rand(2, 3), torch.rand(4, 3)
         result = watched(watch, lambda x: torch.nn.functional.linear(x, weight).view(-1), x)
         assert watch.ownership.is_made(result)
-        found = {tensor.data_ptr() for tensor in watch.ownership.found}
+        found = {tensor.data_ptr() for tensor in found_by(watch.ownership)}
         assert found == {x.data_ptr(), weight.data_ptr()}
 
 
-def test_failure_12_what_the_body_of_a_custom_op_reads_is_found(watch: Watch) -> None:
-    library = torch.library.Library("piecegraph_watch_test", "DEF")
+def test_failure_12_what_the_body_of_a_custom_op_reads_is_found(
+    watch: Watch, temporary_op: Any
+) -> None:
     metadata = torch.rand(3)
-    library.define("attend(Tensor q, Tensor(a!) out) -> ()")
 
     def attend(q: Tensor, out: Tensor) -> None:
         out.copy_(q * metadata)
 
-    library.impl("attend", attend, "CPU")
+    temporary_op("watch_tests::attend", "(Tensor q, Tensor(a!) out) -> ()", attend)
     q, out = torch.rand(3), torch.zeros(3)
-    try:
-        watched(watch, torch.ops.piecegraph_watch_test.attend.default, q, out)
-    finally:
-        library._destroy()
-    found = {tensor.data_ptr() for tensor in watch.ownership.found}
+    watched(watch, torch.ops.watch_tests.attend.default, q, out)
+    found = {tensor.data_ptr() for tensor in found_by(watch.ownership)}
     assert found == {q.data_ptr(), out.data_ptr(), metadata.data_ptr()}
 
 
@@ -58,7 +57,7 @@ def test_a_piece_is_not_looked_into_but_its_ends_are_known(watch: Watch) -> None
     result, same = watched(watch, lambda x: watch.opaque(lambda x: (x * hidden, x), (x,)), x)
     assert watch.ownership.is_made(result)
     assert same is x
-    assert [tensor.data_ptr() for tensor in watch.ownership.found] == [x.data_ptr()]
+    assert [tensor.data_ptr() for tensor in found_by(watch.ownership)] == [x.data_ptr()]
 
 
 def test_nothing_is_seen_after_the_stop(watch: Watch) -> None:

@@ -59,7 +59,7 @@ def serve_modelled(config: Config, requests: list[Request]) -> ServingResult:
         pooled.add(entry.mode)
         made = GRAPH_BYTES + opening
         name, nothing = f"slot {slot}", Ownership()
-        return Recording(name, (), (), nothing, (), None, seconds=CAPTURE_S, bytes=made)
+        return Recording(name, (), (), nothing, None, seconds=CAPTURE_S, bytes=made)
 
     actions = SlotActions(
         record,

@@ -50,7 +50,6 @@ def main(cache: str, options: dict[str, Any]) -> dict[str, Any]:
         "compilers_loaded": loaded,
         "error_of_results": max(_difference(prepared, model, size) for size in SIZES),
         "counters": dict(events.counters),
-        "milliseconds": {span.name: span.seconds * 1e3 for span in events.spans},
         "variables": {n: v for n, v in os.environ.items() if n.endswith("CACHE_DIR")},
     }
 

@@ -31,7 +31,6 @@ def test_libraries_load_without_dynamo_and_inductor(
     outcome = start_once(filled_ahead, layers=32)
     assert outcome["hit"]
     assert outcome["compilers_loaded"] == []
-    print(outcome["milliseconds"])
 
 
 def test_w29_torch_cache_variables_are_not_left_behind(

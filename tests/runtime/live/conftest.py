@@ -6,8 +6,7 @@ requests start is in a buffer that keeps its place, as graphs of whole batches n
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from piecegraph import (
     Batch,
     Config,
-    Dispatcher,
     Events,
     ForwardContext,
     GraphMode,
@@ -29,12 +27,11 @@ from piecegraph import (
 from piecegraph.cache import Cache
 from piecegraph.compile.compile_model import Task, compile_model
 from piecegraph.compile.compiled_model import CompiledModel, bind
-from piecegraph.dispatch import make_plan, resolve_mode
-from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.replay_backend import ReplayBackend
+
+from ..conftest import prepare_on_replay
 
 MAX_TOKENS, HIDDEN, LAYERS = 16, 4, 3
-ATTEND = "live_tests::attend"
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -53,16 +50,6 @@ def attend(x: Tensor, out: Tensor, layer_name: str) -> None:
     starts = stage.starts[: len(x)]
     total = x.cumsum(0)
     out.copy_(total - total[starts] + x[starts])
-
-
-@pytest.fixture(scope="session")
-def ops() -> Iterator[None]:
-    library: Any = torch.library.Library("live_tests", "DEF")
-    library.define("attend(Tensor x, Tensor(a!) out, str layer_name) -> ()")
-    library.impl("attend", attend, "CPU")
-    torch.library.register_fake(ATTEND, lambda x, out, layer_name: None, lib=library)
-    yield
-    library._destroy()
 
 
 class Scale(nn.Module):
@@ -93,9 +80,10 @@ class Model(nn.Module):
 
 
 @pytest.fixture(scope="session")
-def compiled(ops: None) -> tuple[Config, CompiledModel]:
+def compiled(temporary_op: Callable[..., str]) -> tuple[Config, CompiledModel]:
+    schema = "(Tensor x, Tensor(a!) out, str layer_name) -> ()"
     config = Config(
-        splitting_ops=(ATTEND,),
+        splitting_ops=(temporary_op("live_tests::attend", schema, attend),),
         inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
         padding={"x": float("nan")},
         max_num_tokens=MAX_TOKENS,
@@ -103,7 +91,8 @@ def compiled(ops: None) -> tuple[Config, CompiledModel]:
         compiler="eager",
         cache=False,
     )
-    return config, compile_model(Task(Model(), config, Cache(None, Events()), Events(), CPU))
+    cache = Cache(None, Events())
+    return config, compile_model(Task(Model(), config, cache, Events(), torch.device("cpu")))
 
 
 @dataclass
@@ -158,22 +147,16 @@ def serve(compiled: tuple[Config, CompiledModel]) -> Callable[..., Served]:
         **settings: Any,
     ) -> Served:
         base, traced = compiled
-        config, model, stage = base.changed(**settings), Model(), Stage()
-        loud = {"poison_before_replay": True, "fail_on_moved_inputs": True}
-        backend = ReplayBackend(ReplayOptions(**{**loud, **(options or {})}))
-        prepared = PreparedModel(
+        model, stage = Model(), Stage()
+        prepared = prepare_on_replay(
             bind(traced.plan, traced.pieces, model, from_bundle=False),
-            inspect.signature(model.forward),
-            config,
-            resolve_mode(mode, support=config.supports(), pieces=True),
-            Dispatcher(make_plan(mode, sizes, max_num_reqs=config.max_num_reqs)),
-            backend,
-            CPU,
-            Cache(None, Events()),
+            base.changed(**settings),
+            mode,
+            sizes,
             {"stage": stage},
-            Events(),
+            options or {},
             input_buffers=input_buffers,
         )
-        return Served(prepared, model, stage, backend)
+        return Served(prepared, model, stage, prepared.backend)
 
     return serve

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from piecegraph import (
     Batch,
     Config,
+    Events,
     ForwardContext,
     GraphMode,
     PreparedModel,
@@ -22,7 +23,8 @@ from piecegraph import (
 )
 from piecegraph.errors import ResultFormUnknown
 from piecegraph.runtime.recording import SegmentKind
-from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+
+from ..conftest import loud_backend
 
 GRAPH, EAGER = SegmentKind.GRAPH, SegmentKind.EAGER
 
@@ -76,8 +78,7 @@ def prepared_for(model: nn.Module, mode: GraphMode | None, **settings: Any) -> P
         cache=False,
         **settings,
     )
-    options = ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True)
-    prepared = prepare(model, config, backend=ReplayBackend(options))
+    prepared = prepare(model, config, backend=loud_backend())
     prepared.capture(lambda descriptor, mode: {"scale": torch.tensor(1.0)})
     return prepared
 
@@ -131,23 +132,15 @@ class Capturable(nn.Module):
         return out.flatten() + 1
 
 
-@pytest.fixture
-def ops() -> Iterator[None]:
+def test_splitting_ops_break_without_a_decorator_and_full_holds_them(
+    temporary_op: Callable[..., str],
+) -> None:
     def kernel(x: Tensor, out: Tensor) -> None:
         out.copy_(x * 3)
 
-    library: Any = torch.library.Library("breakable_tests", "DEF")
-    library.define("attend(Tensor x, Tensor(a!) out) -> ()")
-    library.impl("attend", kernel, "CPU")
-    torch.library.register_fake("breakable_tests::attend", lambda x, out: None, lib=library)
-    yield
-    library._destroy()
-
-
-def test_splitting_ops_break_without_a_decorator_and_full_holds_them(ops: None) -> None:
+    op = temporary_op("breakable_tests::attend", "(Tensor x, Tensor(a!) out) -> ()", kernel)
     model = Capturable()
-    mode = GraphMode.FULL_AND_PIECEWISE
-    prepared = prepared_for(model, mode, splitting_ops=("breakable_tests::attend",))
+    prepared = prepared_for(model, GraphMode.FULL_AND_PIECEWISE, splitting_ops=(op,))
     kinds = {
         recording.name: [segment.kind for segment in recording.segments]
         for _, recording in prepared.recordings()
@@ -185,3 +178,31 @@ def test_without_a_graph_mode_there_are_no_graphs() -> None:
 def test_the_form_of_a_result_needs_fakes_of_functions_that_return_tensors() -> None:
     with pytest.raises(ResultFormUnknown, match="TypeError.*fake="):
         prepared_for(Untraceable(attend_fresh_without_fake), GraphMode.PIECEWISE)
+
+
+def test_weights_of_a_model_that_is_not_traced_are_in_the_ledger() -> None:
+    prepared = prepared_for(Untraceable(), GraphMode.PIECEWISE)
+    assert {row["owner"]: row["bytes"] for row in prepared.ledger.rows()}["weights"] == 16
+
+
+def test_what_is_reported_is_of_the_last_of_two_models_that_share_their_events() -> None:
+    events = Events()
+    config = Config(compile=False, inputs={"x": "float32[num_tokens, 4]"}, cache=False)
+    for _ in range(2):
+        prepared = prepare(Untraceable(), config, events=events)
+    last = [span for span in events.spans if span.name == "prepare"][-1]
+    assert prepared.report()["startup"]["prepare_seconds"] == last.seconds
+
+
+def test_what_the_level_settles_is_told() -> None:
+    config = Config(compile=False, inputs={"x": "float32[num_tokens, 4]"}, cache=False, level=0)
+    prepared = prepare(Untraceable(), config)
+    (event,) = prepared.events.named("config")
+    assert event.facts["settings"]["compiler"] == prepared.config.compiler == "eager"
+
+
+def test_prepare_counts_the_traffic_that_pruning_goes_by() -> None:
+    prepared = prepared_for(Untraceable(), GraphMode.PIECEWISE)
+    prepared.dispatch(Batch(3, 1))
+    assert prepared.dispatcher.histogram is not None
+    assert prepared.dispatcher.histogram.counts(4) == [0, 0, 0, 1, 0]

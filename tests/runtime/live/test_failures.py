@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from piecegraph import CaptureStrategy
-from piecegraph.errors import ModelClosed, OutsideStep
-from piecegraph.runtime.forward_context import get_forward_context
+from piecegraph import Batch, CaptureStrategy, Config, GraphMode, get_forward_context
+from piecegraph.compile.compiled_model import CompiledModel
+from piecegraph.compile.plan import Check
+from piecegraph.errors import CaptureFailed, ModelClosed, OutsideStep
+from piecegraph.runtime.capture_session import capture_session
+from piecegraph.runtime.monitors import TRACE_LOGGER
+
+from ..conftest import prepare_on_replay
+from .conftest import Stage
 
 FAULT = ValueError("no such block")
 
@@ -123,8 +131,6 @@ def test_closing_twice_is_fine_and_steps_are_refused(serve: Callable[..., Any]) 
     served.prepared.close()
     with pytest.raises(ModelClosed):
         served.prepared.run(decision, torch.ones(2, 4))
-    with pytest.raises(ModelClosed):
-        served.prepared.capture()
 
 
 def test_two_models_in_two_threads_know_nothing_of_each_other(serve: Callable[..., Any]) -> None:
@@ -170,8 +176,9 @@ def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve: Callable[..
     for lengths in ((3, 2), (1,) * 5):
         served.step(*lengths)
         slot = served.prepared.dispatch(served.batch(*lengths)).slot
-        recording = dict(served.prepared.recordings())[slot]
-        assert all(tensor.isfinite().all() for tensor in (*recording.inputs, *recording.outputs))
+        outputs = dict(served.prepared.recordings())[slot].outputs
+        inputs = served.prepared._slots._inputs_of(slot).views
+        assert all(tensor.isfinite().all() for tensor in (*inputs, *outputs))
 
 
 def test_failure_28_ops_are_told_how_many_rows_are_real(serve: Callable[..., Any]) -> None:
@@ -187,3 +194,59 @@ def test_failure_28_ops_are_told_how_many_rows_are_real(serve: Callable[..., Any
     served.prepared._context.layers = Watching()
     served.step(3)
     assert seen[:3] == [3, 3, 3]
+
+
+def test_a_failed_capture_holds_nothing(serve: Callable[..., Any]) -> None:
+    served = serve()
+    prepared, calls = served.prepared, []
+
+    class FailingLater(dict):  # type: ignore[type-arg]
+        def __getitem__(self, key: str) -> Any:
+            calls.append(key)
+            if len(calls) == 5:  # the second of three layers, after a run without a graph
+                raise FAULT
+            return served.stage
+
+    prepared._context.layers = FailingLater()
+    pool = served.backend.new_pool()
+    with capture_session(served.backend, pool, prepared.events) as session:
+        with pytest.raises(CaptureFailed, match="no such block"):
+            prepared._slots.record(0, session)
+        assert len(calls) == 5
+        assert session._held == []
+
+
+@pytest.mark.parametrize("call", ["capture", "warm_up", "memory_plan", "seal", "refresh"])
+def test_a_closed_model_refuses(serve: Callable[..., Any], call: str) -> None:
+    served = serve()
+    served.prepared.close()
+    handlers = logging.getLogger(TRACE_LOGGER).handlers[:]
+    with pytest.raises(ModelClosed):
+        getattr(served.prepared, call)()
+    assert logging.getLogger(TRACE_LOGGER).handlers == handlers
+
+
+def test_a_step_of_the_model_itself_is_told_and_counted_like_any(
+    compiled: tuple[Config, CompiledModel],
+) -> None:
+    config, made = compiled
+    checks = (Check(expression="num_tokens != 3", where="model.py:1"),)
+    checked = replace(made, plan=made.plan.model_copy(update={"checks": checks}))
+    seen: list[Any] = []
+
+    def eager(x: torch.Tensor) -> torch.Tensor:
+        context = get_forward_context()
+        seen.append((context.num_tokens, context.decision, context.metadata))
+        return x
+
+    prepared = prepare_on_replay(
+        checked, config, GraphMode.FULL, (4,), {"stage": Stage()}, {}, eager=eager
+    )
+    prepared.capture()
+    for num_tokens in (4, 3):
+        x, batch = torch.ones(num_tokens, 4), Batch(num_tokens, num_tokens, True, 1)
+        prepared(x, batch=batch, metadata=num_tokens)
+    assert seen == [(3, prepared.dispatch(batch), 3)]
+    counted = {(row["mode"], row["num_tokens"]): row["count"] for row in prepared.usage.rows()}
+    assert counted == {("FULL", 4): 1, ("NONE", 3): 1}
+    assert sum(row["count"] for row in prepared.usage.reasons()) == 2

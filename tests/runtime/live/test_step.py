@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from piecegraph import Batch, Config, GraphMode, PreparedModel, prepare
 from piecegraph.errors import InputMismatch, InvalidSetting, MovedTensor, SizeOutOfRange
-from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+
+from ..conftest import found_by, loud_backend
 
 DECODE = Batch(3, 3, is_decode=True, query_len=1)
 
@@ -66,8 +67,7 @@ def arguments(num_tokens: int, num_reqs: int) -> tuple[tuple[Tensor, ...], dict[
 @pytest.fixture(scope="module")
 def both() -> tuple[PreparedModel, nn.Module]:
     model = Everything()
-    options = ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True)
-    prepared = prepare(model, CONFIG, examples=arguments(5, 3), backend=ReplayBackend(options))
+    prepared = prepare(model, CONFIG, examples=arguments(5, 3), backend=loud_backend())
     prepared.capture()
     return prepared, model
 
@@ -96,9 +96,8 @@ def test_failure_25_padding_is_what_the_config_says(both: tuple[PreparedModel, n
     args, kwargs = arguments(3, 2)
     decision = prepared.dispatch(Batch(3, 2))
     prepared.run(decision, *args, **kwargs)
-    (recording,) = (r for slot, r in prepared.recordings() if slot == decision.slot)
     paths = [".".join(map(str, item.path)) for item in prepared.compiled.plan.inputs]
-    inputs = dict(zip(paths, recording.inputs, strict=True))
+    inputs = dict(zip(paths, prepared._slots._inputs_of(decision.slot).views, strict=True))
     ids, positions, hidden = inputs["ids"], inputs["positions"], inputs["hidden.x"]
     assert ids[3] == 31
     assert torch.equal(positions[:, 3], args[1][:, 2])
@@ -155,7 +154,8 @@ def test_buffers_of_the_engine_are_read_where_they_are(serve: Callable[..., Any]
         expected = served.expected(buffer[:num_tokens].clone())
         assert torch.equal(served.prepared.run(decision, buffer[:num_tokens]), expected)
         assert decision.mode.name == "FULL"
-    assert all(r.inputs[0].data_ptr() == buffer.data_ptr() for _, r in served.prepared.recordings())
+    for _, recording in served.prepared.recordings():
+        assert buffer.data_ptr() in [found.data_ptr() for found in found_by(recording.ownership)]
 
 
 def test_failure_12_a_copy_of_the_engines_buffer_is_an_error(serve: Callable[..., Any]) -> None:

@@ -13,6 +13,8 @@ from torch import nn
 from piecegraph import Batch
 from piecegraph.errors import ModelMismatch, MovedTensor
 
+from ..conftest import tensors_alive
+
 
 def replace_weight(model: nn.Module) -> str:
     layer = model.layers[1]
@@ -162,16 +164,14 @@ def test_200_captures_and_closes_leak_nothing(serve: Callable[..., Any]) -> None
         served.prepared.close()
         assert served.backend.memory().used == 0
 
-    def alive() -> int:
-        gc.collect()
-        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-
     cycle()
     gc.freeze()  # what is there already is nothing to look through before each capture
     try:
-        before = alive()
+        gc.collect()
+        before = tensors_alive()
         for _ in range(200):
             cycle()
-        assert alive() <= before
+        gc.collect()
+        assert tensors_alive() <= before
     finally:
         gc.unfreeze()

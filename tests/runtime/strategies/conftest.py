@@ -5,8 +5,7 @@ It is traced once for all tests and not compiled; each test gets a prepared mode
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,28 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph import Batch, Config, Dispatcher, Events, PreparedModel, get_forward_context
+from piecegraph import Batch, Config, Events, GraphMode, PreparedModel, get_forward_context
 from piecegraph.cache import Cache
 from piecegraph.compile.compile_model import Task, compile_model
 from piecegraph.compile.compiled_model import CompiledModel
-from piecegraph.dispatch import GraphMode, make_plan, resolve_mode
-from piecegraph.runtime.ranks import Ranks
-from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.replay_backend import ReplayBackend
 
-SPLITTING_OP = "strategy_tests::scale"
+from ..conftest import prepare_on_replay
 
 
-@pytest.fixture(scope="session")
-def splitting_op() -> Iterator[str]:
-    def scale(x: Tensor, out: Tensor) -> None:
-        out.copy_(x * get_forward_context().layers["scale"])
-
-    library: Any = torch.library.Library("strategy_tests", "DEF")
-    library.define("scale(Tensor x, Tensor(a!) out) -> ()")
-    library.impl("scale", scale, "CPU")
-    torch.library.register_fake(SPLITTING_OP, lambda x, out: None, lib=library)
-    yield SPLITTING_OP
-    library._destroy()
+def scale(x: Tensor, out: Tensor) -> None:
+    context = get_forward_context()
+    out.copy_(x * context.layers["scale"])
 
 
 class Model(nn.Module):
@@ -90,9 +79,10 @@ def _name(event: Any) -> str:
 
 
 @pytest.fixture(scope="session")
-def compiled(splitting_op: str) -> tuple[Config, CompiledModel]:
+def compiled(temporary_op: Callable[..., str]) -> tuple[Config, CompiledModel]:
+    op = temporary_op("strategy_tests::scale", "(Tensor x, Tensor(a!) out) -> ()", scale)
     config = Config(
-        splitting_ops=(splitting_op,),
+        splitting_ops=(op,),
         inputs={"x": "float32[num_tokens, 4]"},
         max_num_tokens=2048,
         max_num_reqs=2048,
@@ -109,30 +99,12 @@ def make(compiled: tuple[Config, CompiledModel]) -> Callable[..., Served]:
         sizes: Sequence[int] = (1, 2, 4, 8),
         *,
         mode: GraphMode = GraphMode.FULL_AND_PIECEWISE,
-        ranks: Ranks | None = None,
         options: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Served:
         base, model = compiled
-        config = base.changed(**settings)
-        backend = ReplayBackend(
-            ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True, **(options or {}))
-        )
-        prepared = PreparedModel(
-            model,
-            inspect.signature(Model.forward).replace(
-                parameters=[*inspect.signature(Model.forward).parameters.values()][1:]
-            ),
-            config,
-            resolve_mode(mode, support=config.supports(), pieces=True, level=2, query_len=1),
-            Dispatcher(make_plan(mode, sizes, max_num_reqs=config.max_num_reqs)),
-            backend,
-            torch.device("cpu"),
-            Cache(None, Events()),
-            {"scale": torch.tensor(3.0)},
-            Events(),
-            ranks,
-        )
-        return Served(prepared, backend)
+        layers, config = {"scale": torch.tensor(3.0)}, base.changed(**settings)
+        prepared = prepare_on_replay(model, config, mode, sizes, layers, options or {})
+        return Served(prepared, prepared.backend)
 
     return make_served

@@ -6,22 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from piecegraph.dispatch import Bucket, Phase
 from piecegraph.errors import UnknownWarmupStrategy
-from piecegraph.runtime.bucket_warmup import (
-    AffineCosts,
-    Bucket,
-    Phase,
-    decode_work,
-    prompt_work,
-    warm_buckets,
-)
+from piecegraph.runtime.bucket_warmup import AffineCosts, BucketWarmup, warm_buckets
 
-PROMPT = [Bucket(batch, seq) for batch in (1, 2, 4) for seq in (128, 256, 512, 1024)]
-DECODE = [Bucket(batch, seq) for batch in (1, 2, 4, 8, 16) for seq in (128, 256)]
+PROMPT = [Bucket(batch, query, 0) for batch in (1, 2, 4) for query in (128, 256, 512, 1024)]
+DECODE = [Bucket(batch, 1, context) for batch in (1, 2, 4, 8, 16) for context in (128, 256)]
 
 
 def prompt_cost(bucket: Bucket) -> float:
-    return 2 + bucket.batch * bucket.seq / 128
+    return 2 + bucket.batch * bucket.query / 128
 
 
 def decode_cost(bucket: Bucket) -> float:
@@ -42,13 +36,17 @@ class Proportional:
         self.used += num_bytes
 
 
-def reference_phases() -> tuple[Phase, Phase]:
-    prompt = Phase(PROMPT, "min_tokens", prompt_work, Proportional(), prompt_cost)
-    return prompt, Phase(DECODE, "max_bs", decode_work, Proportional(), decode_cost)
+def reference_phases() -> tuple[BucketWarmup, BucketWarmup]:
+    prompt = BucketWarmup(PROMPT, "min_tokens", Proportional(), prompt_cost)
+    return prompt, BucketWarmup(DECODE, "max_bs", Proportional(), decode_cost)
 
 
-def names(phase: Phase) -> str:
-    return " ".join(f"{bucket.batch}x{bucket.seq}" for bucket in phase.graphed)
+def names(phase: BucketWarmup) -> str:
+    return " ".join(
+        f"{batch}x{query if bucket.phase is Phase.PROMPT else context}"
+        for bucket in phase.graphed
+        for batch, query, context in [bucket]
+    )
 
 
 def test_golden_vector_at_60() -> None:
@@ -75,18 +73,18 @@ def test_an_affine_model_sees_the_constant_cost_and_keeps_the_budget_of_60() -> 
     assert prompt.used + decode.used <= 60
 
 
-def affine_phases(a: float, b: float, c: float, d: float) -> tuple[Phase, Phase]:
+def affine_phases(a: float, b: float, c: float, d: float) -> tuple[BucketWarmup, BucketWarmup]:
     def prompt_bytes(bucket: Bucket) -> float:
-        return a + b * prompt_work(bucket)
+        return a + b * bucket.batch * bucket.query
 
     def decode_bytes(bucket: Bucket) -> float:
-        return c + d * decode_work(bucket)
+        return c + d * bucket.batch
 
     prompt_probes = [(work, a + b * work) for work in (128, 4096)]
     decode_probes = [(work, c + d * work) for work in (1, 16)]
     return (
-        Phase(PROMPT, "min_tokens", prompt_work, AffineCosts(prompt_probes), prompt_bytes),
-        Phase(DECODE, "max_bs", decode_work, AffineCosts(decode_probes), decode_bytes),
+        BucketWarmup(PROMPT, "min_tokens", AffineCosts(prompt_probes), prompt_bytes),
+        BucketWarmup(DECODE, "max_bs", AffineCosts(decode_probes), decode_bytes),
     )
 
 
@@ -115,4 +113,4 @@ def test_leftovers_go_to_either_phase() -> None:
 
 def test_an_unknown_order_is_refused() -> None:
     with pytest.raises(UnknownWarmupStrategy, match="min_tokens, max_bs"):
-        Phase(PROMPT, "max_tokens", prompt_work, Proportional(), prompt_cost)
+        BucketWarmup(PROMPT, "max_tokens", Proportional(), prompt_cost)

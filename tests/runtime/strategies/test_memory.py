@@ -9,11 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from piecegraph.dispatch import GraphMode, RuntimeMode, make_plan
+from piecegraph import Events
+from piecegraph.dispatch import GraphMode, Histogram, RuntimeMode, make_plan
 from piecegraph.runtime import graph_memory
 from piecegraph.runtime.eviction import worth
+from piecegraph.runtime.graph_memory import GraphMemory
 from piecegraph.runtime.memory_forecast import Forecast, ModeForecast, fit
 from piecegraph.runtime.pruning import prune
+from piecegraph.runtime.ranks import alone
 
 GRAPH = 1000
 OPTIONS = {"graph_bytes": GRAPH}
@@ -164,7 +167,7 @@ def test_what_saves_least_goes_first() -> None:
     slots = list(range(4))
     sizes = [entry.descriptor.num_tokens for entry in plan.entries]
     assert [sizes[slot] for slot in prune(plan, slots, forecast, 300)] == [16]
-    often_16 = prune(plan, slots, forecast, 300, lambda n: 100.0 if n == 16 else 1.0)
+    often_16 = prune(plan, slots, forecast, 300, [100 if n == 16 else 1 for n in range(33)])
     assert [sizes[slot] for slot in often_16] == [17]
 
 
@@ -261,3 +264,19 @@ def test_worth_is_what_is_saved_per_byte() -> None:
     assert worth(10, 5, 100) == 0.5
     assert worth(0, 5, 100) == 0
     assert worth(0, 5, 0) > worth(10**9, 10**9, 1)
+
+
+def test_ranks_prune_by_the_traffic_of_them_all() -> None:
+    plan = make_plan(GraphMode.FULL, (8, 16, 17, 32), max_num_reqs=64)
+    memory, own, events = GraphMemory(), Histogram(), Events()
+    memory.forecast = Forecast({RuntimeMode.FULL: ModeForecast(32, 100, 100.0)})
+    own.add(17)
+    own.add(32)
+
+    def exchange(topic: str, mine: Any) -> list[Any]:
+        theirs = [100 if n == 16 else 0 for n in range(33)]
+        return [mine, {**mine, "traffic": theirs}]
+
+    for among, least in ((alone, 16), (exchange, 8)):
+        dropped = memory.keep(300, plan, own, among, events)
+        assert [plan.entries[slot].descriptor.num_tokens for slot in dropped] == [least]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from piecegraph import Batch
+from piecegraph import Batch, Config
 from piecegraph.errors import WorkAfterSeal
+from piecegraph.runtime import ahead
 from piecegraph.runtime.capture_session import capture_session
 from piecegraph.runtime.monitors import TRACE_LOGGER, meant
 from piecegraph.runtime.recorder import record
@@ -193,3 +196,67 @@ def test_release_stops_watching(sealed: Any) -> None:
     assert len(logging.getLogger(TRACE_LOGGER).handlers) == handlers - 1
     torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
     assert kinds(served) == []
+
+
+def test_compiling_ahead_is_meant(sealed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = sealed("raise")
+    compiled = torch.compile(late, backend="eager", dynamic=False)
+    monkeypatch.setattr(ahead, "build", lambda task: bool(compiled(torch.ones(2)).any()))
+    assert ahead.compile_ahead(torch.nn.Linear(2, 2), Config(cache=False))
+    assert kinds(served) == []
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a monitor finds of Triton, and a compile that it is told of."""
+    compilation = SimpleNamespace(listener=None)
+    knobs = SimpleNamespace(compilation=compilation)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=knobs))
+
+    def compile_late() -> None:
+        if compilation.listener is not None:
+            compilation.listener(src=SimpleNamespace(name="late_kernel"), cache_hit=False)
+
+    return SimpleNamespace(compilation=compilation, compile=compile_late)
+
+
+def test_models_may_be_sealed_and_released_in_any_order(triton: Any, sealed: Any) -> None:
+    first, second = sealed(), sealed()
+    first.prepared.release()
+    triton.compile()
+    assert (len(kinds(first)), len(kinds(second))) == (0, 1)
+    first.prepared.seal()
+    triton.compile()
+    assert (len(kinds(first)), len(kinds(second))) == (1, 2)
+    second.prepared.release()
+    first.prepared.release()
+    triton.compile()
+    assert (len(kinds(first)), len(kinds(second))) == (1, 2)
+    assert triton.compilation.listener is None
+
+
+class StrayGraph:
+    """Stands in for torch.cuda.CUDAGraph."""
+
+    def __init__(self) -> None:
+        self.begun: list[Any] = []
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.begun.append((pool, capture_error_mode))
+
+
+def test_failure_6_a_stray_cuda_graph_is_told(sealed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StrayGraph)
+    own, graph = StrayGraph.capture_begin, StrayGraph()
+    logging, raising = sealed(), sealed("raise")
+    with pytest.raises(WorkAfterSeal, match="unplanned capture"):
+        graph.capture_begin()
+    assert graph.begun == []
+    raising.prepared.release()
+    with meant():
+        graph.capture_begin()
+    graph.capture_begin((0, 1), capture_error_mode="relaxed")
+    assert graph.begun == [(None, "global"), ((0, 1), "relaxed")]
+    assert kinds(logging) == ["unplanned capture"]
+    logging.prepared.release()
+    assert StrayGraph.capture_begin is own

@@ -20,7 +20,10 @@ def play(tmp_path: Path) -> Any:
     plays = 0
 
     def play(scene: str, size: int, odd: int = -1) -> dict[int, dict[str, Any]]:
-        """What came of each rank that ended by itself; `odd` is the rank that differs."""
+        """What came of each rank: all end by themselves, but for one that dies.
+
+        `odd` is the rank that differs.
+        """
         nonlocal plays
         plays += 1
         folder = tmp_path / str(plays)
@@ -31,7 +34,9 @@ def play(tmp_path: Path) -> Any:
             timeout=120,
         )
         outcomes = {rank: folder / f"rank-{rank}.json" for rank in range(size)}
-        return {r: json.loads(path.read_text()) for r, path in outcomes.items() if path.exists()}
+        ended = {r: json.loads(path.read_text()) for r, path in outcomes.items() if path.exists()}
+        assert ended.keys() == set(range(size)) - ({odd} if scene == "die" else set())
+        return ended
 
     return play
 
@@ -49,7 +54,6 @@ def test_a_rank_with_another_plan_is_named_by_all(play: Any) -> None:
 
 def test_a_rank_with_another_attention_is_named_by_all(play: Any) -> None:
     outcomes = play("disagree_on_attention", 2, odd=1)
-    assert len(outcomes) == 2
     for outcome in outcomes.values():
         assert "rank 1 differs at 'start' in attention capabilities" in outcome["message"]
         assert '"NEVER"' in outcome["message"]
@@ -58,7 +62,6 @@ def test_a_rank_with_another_attention_is_named_by_all(play: Any) -> None:
 def test_failure_35_a_silent_rank_is_named_in_time(play: Any) -> None:
     outcomes = play("stay_away", 4, odd=1)
     assert outcomes.pop(1)["result"] == ["slept"]
-    assert len(outcomes) == 3
     for outcome in outcomes.values():
         assert outcome["error"] == "RankLost"
         assert outcome["message"].startswith("rank 1 did not answer within 3.0 s at 'start'")
@@ -67,7 +70,6 @@ def test_failure_35_a_silent_rank_is_named_in_time(play: Any) -> None:
 
 def test_failure_35_a_killed_rank_is_named_and_a_restart_works(play: Any) -> None:
     outcomes = play("die", 4, odd=3)
-    assert sorted(outcomes) == [0, 1, 2]
     for outcome in outcomes.values():
         assert outcome["error"] == "RankLost"
         assert "rank 3 did not answer" in outcome["message"]
@@ -82,7 +84,6 @@ def test_failure_35_a_graph_that_one_rank_lacks_is_used_by_none(play: Any) -> No
 
 def test_failure_35_ranks_that_see_other_batches_are_told_with_the_step(play: Any) -> None:
     outcomes = play("one_sees_another_batch", 4, odd=3)
-    assert len(outcomes) == 4
     for outcome in outcomes.values():
         assert outcome["error"] == "RanksDisagree"
         assert "rank 3 differs" in outcome["message"]

@@ -241,3 +241,12 @@ def test_every_step_is_right_under_every_strategy(
         served.decode(n) if is_decode else served.mixed(n)
         assert len(served.captures) - before <= (0 if strategy == "eager" else per_step)
     served.prepared.close()
+
+
+def test_after_release_nothing_is_remembered_of_earlier_captures(make: Any) -> None:
+    served = make((2, 8), strategy="delayed", capture_ms_per_step=0)
+    for _ in range(2):
+        served.prepared.capture()
+        assert served.decode(2) == "FULL 8"
+        served.prepared.release()
+    assert served.told("capture.refused") == ["FULL 2", "PIECEWISE 2"] * 2

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph import AuxiliaryTask
+from piecegraph import AuxiliaryTask, Batch, get_forward_context
+from piecegraph.errors import InvalidSetting
 
 
 def facts(served: Any, name: str) -> list[dict[str, Any]]:
@@ -79,7 +80,6 @@ def test_the_random_state_is_as_before(make: Any) -> None:
     drawing = AuxiliaryTask("drawing", [1], "", lambda shape: torch.rand(3))
     served.prepared.warm_up(None, [drawing])
     assert torch.equal(torch.get_rng_state(), before)
-    assert served.prepared.report  # and steps are right
     assert served.decode(3) == "FULL 8"
 
 
@@ -114,3 +114,68 @@ def test_the_memory_plan_is_known_before_anything_is_captured(make: Any) -> None
 def test_dropped_sizes_do_not_count_in_the_plan(make: Any) -> None:
     limited = make((1, 2, 4, 8), memory_limit=5000, options={"graph_bytes": 1000, "limit": 10**6})
     assert limited.prepared.memory_plan().graphs <= 5000
+
+
+def with_metadata(descriptor: Any, mode: Any) -> dict[str, int]:
+    return {"block_table": descriptor.num_tokens}
+
+
+def needing_metadata(make: Any, **settings: Any) -> Any:
+    """A model whose attention looks something up in its metadata."""
+    served = make((2, 8), options={"graph_bytes": 1000, "limit": 10**6}, **settings)
+    slots = served.prepared._slots
+    stitched = slots.stitched
+    slots.stitched = lambda *inputs: (
+        get_forward_context().metadata["block_table"],
+        stitched(*inputs),
+    )[1]
+    return served
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory_limit": 10**5}])
+def test_a_plan_without_the_metadata_that_attention_needs_keeps_no_graph_away(
+    make: Any, settings: dict[str, Any]
+) -> None:
+    served = needing_metadata(make, **settings)
+    assert served.prepared.memory_plan().graphs == 0
+    assert served.prepared.memory_plan(metadata_for=with_metadata).graphs > 0
+    served = needing_metadata(make, **settings)
+    assert served.prepared.memory_plan().graphs == 0
+    served.prepared.capture(with_metadata)
+    assert served.captures == ["PIECEWISE 8", "PIECEWISE 2", "FULL 8", "FULL 2"]
+
+
+def test_metadata_given_once_holds_for_later_captures(make: Any) -> None:
+    served = needing_metadata(make, strategy="lazy")
+    served.prepared.warm_up(with_metadata)
+    assert served.prepared.memory_plan().graphs > 0
+    served.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
+    assert served.captures == ["PIECEWISE 8", "FULL 8", "FULL 2"]
+
+
+def test_a_plan_and_a_capture_probe_once(make: Any) -> None:
+    served = make((1, 2, 4, 8), memory_limit=10**5, options={"graph_bytes": 1000, "limit": 10**6})
+    served.prepared.memory_plan()
+    probed = len(facts(served, "capture.recorded"))
+    assert probed == 6
+    served.prepared.capture()
+    assert len(facts(served, "capture.recorded")) == probed + len(served.captures)
+
+
+@pytest.mark.parametrize("skip", ["ranges", "captures"])
+def test_an_unknown_kind_to_skip_is_refused(make: Any, skip: str) -> None:
+    served = make((8,))
+    with pytest.raises(InvalidSetting, match="Choose one of range, capture, auxiliary"):
+        served.prepared.warm_up(skip=[skip])
+    assert served.captures == []
+
+
+def test_released_pools_take_nothing_in_the_ledger(make: Any) -> None:
+    served = make((8,), options={"graph_bytes": 1000})
+    served.prepared.capture()
+    served.prepared.memory_plan()
+    before = {row["owner"]: row["bytes"] for row in served.prepared.ledger.rows()}
+    served.prepared.release()
+    after = {row["owner"]: row["bytes"] for row in served.prepared.ledger.rows()}
+    assert before["graph pool FULL"] > 0
+    assert after == {**before, "graph pool FULL": 0, "graph pool PIECEWISE": 0}
