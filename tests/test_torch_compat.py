@@ -153,3 +153,15 @@ def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path: Path) -> 
     assert len(seen) == 160
     assert all(seen)
     assert os.environ.get(NAMES[0]) == before
+
+
+def test_order_of_reads_and_mutations_is_put_right_while_it_lasts() -> None:
+    from torch._inductor import ir
+    from torch._inductor.graph import GraphLowering
+
+    before = vars(ir.FallbackKernel)["create"]
+    assert isinstance(before, classmethod)
+    assert callable(GraphLowering.mark_buffer_mutated)
+    with torch_compat.reads_before_mutations():
+        assert vars(ir.FallbackKernel)["create"] is not before
+    assert vars(ir.FallbackKernel)["create"] is before
