@@ -532,6 +532,13 @@ def fresh_fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
+def surely(condition: Any) -> bool:
+    """Whether a condition on sizes is known to hold for all of them; adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
 # graphs: what recordings need below the public surface of torch
 
 

@@ -165,3 +165,13 @@ def test_order_of_reads_and_mutations_is_put_right_while_it_lasts() -> None:
     with torch_compat.reads_before_mutations():
         assert vars(ir.FallbackKernel)["create"] is not before
     assert vars(ir.FallbackKernel)["create"] is before
+
+
+def test_conditions_that_hold_for_all_sizes_are_told_without_a_guard() -> None:
+    env = torch_compat.fresh_fake_mode().shape_env
+    rows = env.create_unbacked_symint()
+    torch._check(rows >= 0)
+    assert torch_compat.surely(rows * 2 <= rows * 3)
+    assert not torch_compat.surely(rows <= 4)
+    assert torch_compat.surely(True)
+    assert not env.guards
