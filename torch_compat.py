@@ -374,6 +374,39 @@ def cpp_headers_ready() -> bool:
     return directory is None or any(Path(directory).rglob("*.gch"))
 
 
+@contextmanager
+def reads_before_mutations() -> Iterator[None]:
+    """Have Inductor compute what reads a tensor before the custom op that then mutates it.
+
+    Inductor (2.11 to 2.13) gives such an op its place in the order of execution, and only then
+    says what it mutates, which is what computes the pending reads of the old value: pointwise
+    values that are used again later came after the op, and were computed from the new value.
+    """
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+    from torch._library.utils import zip_schema
+
+    kernels: Any = ir.FallbackKernel
+    original = vars(kernels)["create"]
+
+    def create(cls: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        schema = getattr(kernel, "_schema", None)
+        for argument, given in zip_schema(schema, args, kwargs) if schema is not None else ():
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for each in given if isinstance(given, list | tuple) else (given,):
+                    if isinstance(each, ir.TensorBox):
+                        each.realize()
+                        V.graph.mark_buffer_mutated(each.get_name())
+        return original.__func__(cls, kernel, *args, **kwargs)
+
+    with compiler_lock:
+        kernels.create = classmethod(create)
+        try:
+            yield
+        finally:
+            kernels.create = original
+
+
 def inductor_compile(
     graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]
 ) -> tuple[Any, Callable[[], list[Path]]]:
@@ -384,7 +417,7 @@ def inductor_compile(
     """
     from torch._inductor import standalone_compile
 
-    with _kernels_in_background() as modules:
+    with reads_before_mutations(), _kernels_in_background() as modules:
         artifact = standalone_compile(
             graph,
             inputs,
@@ -445,7 +478,7 @@ def inductor_unpack(
     """Compile `graph` and lay its generated code out in `folder`, as files that may be edited."""
     from torch._inductor import standalone_compile
 
-    with compiler_lock:
+    with reads_before_mutations():
         artifact = standalone_compile(
             graph, inputs, dynamic_shapes="from_graph", options={"config_patches": options}
         )
@@ -559,7 +592,7 @@ def aoti_compile(
     shapes = tuple({index: dim(spec) for index, spec in each.items()} for each in dynamic)
     program = export(graph, tuple(inputs), dynamic_shapes=shapes)
     env = inputs[0].fake_mode.shape_env  # type: ignore[attr-defined]
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), reads_before_mutations():
         warnings.simplefilter("ignore")  # torch warns of its own deprecated pytree classes
         path = aot_compile(
             program.module(check_guards=False),
@@ -584,6 +617,13 @@ def fresh_fake_mode() -> Any:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def surely(condition: Any) -> bool:
+    """Whether a condition on sizes is known to hold for all of them; adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
 
 
 # graphs: what recordings need below the public surface of torch

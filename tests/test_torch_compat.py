@@ -166,3 +166,25 @@ def test_probes_of_the_compiler_are_kept_apart_from_what_is_compiled(tmp_path: P
     assert VecISA.check_build is original
     assert list((tmp_path / "probes").rglob("*.so"))
     assert not list((tmp_path / "scratch").rglob("*.so"))
+
+
+def test_order_of_reads_and_mutations_is_put_right_while_it_lasts() -> None:
+    from torch._inductor import ir
+    from torch._inductor.graph import GraphLowering
+
+    before = vars(ir.FallbackKernel)["create"]
+    assert isinstance(before, classmethod)
+    assert callable(GraphLowering.mark_buffer_mutated)
+    with torch_compat.reads_before_mutations():
+        assert vars(ir.FallbackKernel)["create"] is not before
+    assert vars(ir.FallbackKernel)["create"] is before
+
+
+def test_conditions_that_hold_for_all_sizes_are_told_without_a_guard() -> None:
+    env = torch_compat.fresh_fake_mode().shape_env
+    rows = env.create_unbacked_symint()
+    torch._check(rows >= 0)
+    assert torch_compat.surely(rows * 2 <= rows * 3)
+    assert not torch_compat.surely(rows <= 4)
+    assert torch_compat.surely(True)
+    assert not env.guards

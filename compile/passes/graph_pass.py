@@ -18,7 +18,7 @@ from ...events import Events, trace_artifact
 from ...torch_compat import post_grad_pass
 from ..config import CompileConfig
 from ..named_object import named_object
-from . import add_rms_norm, no_op, silu_and_mul
+from . import add_rms_norm, functionalisation, no_op, silu_and_mul
 
 ENTRY_POINTS = "piecegraph.passes"
 
@@ -47,8 +47,10 @@ SHIPPED = (
     # operators they are made of here.
     GraphPass("add_rms_norm", add_rms_norm.apply, from_level=None),
     GraphPass("silu_and_mul", silu_and_mul.apply, from_level=None),
+    GraphPass("functionalisation", functionalisation.apply),
 )
-"""The order is that of application: what does nothing goes first, so that patterns are found."""
+"""The order is that of application: what does nothing goes first, so that patterns are found; what
+moves readers goes last, so that only those move that are left."""
 
 
 def passes_for(config: CompileConfig, num_tokens: int | None = None) -> tuple[GraphPass, ...]:

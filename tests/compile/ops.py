@@ -82,3 +82,10 @@ def _turn(query: torch.Tensor, key: torch.Tensor) -> None:
 
 
 define("turn(Tensor(a!) query, Tensor(b!) key) -> ()", _turn, lambda query, key: None)
+
+
+def _accumulate(total: torch.Tensor, x: torch.Tensor) -> None:
+    total.add_(x)
+
+
+define("accumulate(Tensor(a!) total, Tensor x) -> ()", _accumulate, lambda total, x: None)

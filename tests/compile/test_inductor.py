@@ -135,6 +135,47 @@ def test_original_of_a_mutated_value_is_kept_where_it_is_needed(compiled):
     torch.testing.assert_close(made(x), Both()(x))
 
 
+def in_product(x):
+    h = x @ x.T
+    b = h * 1.5
+    torch.ops.piecegraph_test.accumulate(h, b + 1)
+    return h + b
+
+
+def in_two_views(x):
+    q, k, v = (x @ x.T @ x).split(8, -1)
+    gate = torch.sigmoid(v)
+    torch.ops.piecegraph_test.turn(q, k)
+    torch.ops.piecegraph_test.accumulate(v, gate + q)
+    return q + k, v * gate
+
+
+def in_input(x):
+    b = x * 1.5
+    torch.ops.piecegraph_test.accumulate(x, b + 1)
+    return x + b
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("function", [in_product, in_two_views, in_input])
+def test_value_computed_before_a_mutation_is_of_the_old_value(compiled, function):
+    """Inductor 2.13 alone computes `b` after the op, from what the op has written."""
+    made = compiled(
+        Function(function), inputs={"x": "float32[num_tokens, 24]"}, compiler="inductor"
+    )
+    for size in (1, 2, 3, 7, 64):
+        x = torch.randn(size, 24) / 5
+        torch.testing.assert_close(made(x.clone()), function(x.clone()))
+
+
 def test_what_the_toolchain_costs_once_a_machine_is_a_phase_of_its_own(monkeypatch):
     compiled = []
     monkeypatch.setattr(inductor, "compile_piece", lambda *given: lambda: compiled.append(given))

@@ -1,0 +1,123 @@
+"""Move what reads the old value of a tensor ahead of the custom op that mutates it.
+
+In the graph such an op returns new tensors. Inductor has it write into the old ones again where
+nothing after it reads those, else it copies them first. In the program all readers of an old value
+come before the op, but Inductor moves them to where their results are used, which may be after it.
+Everything moved here is functional, so that the order does not change what the graph computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ...torch_compat import storage_id, surely, tree_leaves
+
+_FUNCTIONALISED = torch.ops.higher_order.auto_functionalized_v2
+
+
+def apply(graph: Graph) -> int:
+    """Spare copies of mutated tensors; returns how many tensors no longer have late readers."""
+    rewrites = 0
+    for op in graph.find_nodes(op="call_function", target=_FUNCTIONALISED):
+        for base in op.kwargs["_all_bases"]:
+            moved = _to_move(graph, op, base)
+            for node in moved:
+                op.prepend(node)
+            rewrites += bool(moved)
+    return rewrites
+
+
+def _to_move(graph: Graph, op: Node, base: Node) -> list[Node]:
+    """Nodes after `op`, in order, without which nothing reads the old `base` there; [] if none do.
+
+    Also [] if one of them cannot be moved, or if what they yield is larger than a copy of `base`.
+    """
+    old = _aliases(graph, base)
+    nodes = list(graph.nodes)
+    after = nodes[nodes.index(op) + 1 :]
+    late = {node for node in after if _reads(node, old)}
+    movable = _movable(op, after)
+    while late and late <= movable:
+        late |= _needed(late, movable)
+        kept = [node for node in late if any(user not in late for user in node.users)]
+        if surely(sum(map(_bytes, kept)) <= _bytes(base)):
+            return [node for node in after if node in late]
+        more = {user for node in kept for user in node.users if user in movable} - late
+        if not more:
+            break
+        late |= more
+    return []
+
+
+def _aliases(graph: Graph, base: Node) -> set[Node]:
+    """`base` and all values in its memory."""
+    memory = _memory(base)
+    return {node for node in graph.nodes if node is base or _memory(node) == memory is not None}
+
+
+def _memory(node: Node) -> int | None:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        return storage_id(value)
+    return None
+
+
+def _reads(node: Node, old: set[Node]) -> bool:
+    """Whether the values of `old` matter to `node`: all but writing a new value back into them."""
+    if node.target is torch.ops.aten.copy_.default and node.args[0] in old:
+        return node.args[1] in old
+    return node in old or any(given in old for given in node.all_input_nodes)
+
+
+def _movable(op: Node, after: list[Node]) -> set[Node]:
+    """Functional nodes before the first that writes or is unknown, and independent of `op`."""
+    stay, movable = {op}, set()
+    for node in after:
+        if _may_write(node):
+            break
+        if _is_functional(node) and stay.isdisjoint(node.all_input_nodes):
+            movable.add(node)
+        else:
+            stay.add(node)
+    return movable
+
+
+def _may_write(node: Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.is_mutable)
+    known = node.target is _FUNCTIONALISED or _is_builtin(node) or node.op == "get_attr"
+    return not known
+
+
+def _is_functional(node: Node) -> bool:
+    """Whether only the arguments decide the result, and nothing but the result is changed."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return _is_builtin(node)
+    ordered = torch.Tag.nondeterministic_seeded in node.target.tags
+    collective = node.target.namespace.startswith("_c10d")
+    return not (ordered or collective or node.is_impure())
+
+
+def _is_builtin(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator"
+
+
+def _needed(late: set[Node], movable: set[Node]) -> set[Node]:
+    """What of `movable` the nodes are computed from."""
+    needed: set[Node] = set()
+    pending = list(late)
+    while pending:
+        new = movable.intersection(pending.pop().all_input_nodes) - needed
+        needed |= new
+        pending += new
+    return needed
+
+
+def _bytes(node: Node) -> Any:
+    """Size of the value, an expression where sizes are symbolic."""
+    tensors = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
