@@ -21,10 +21,12 @@ from piecegraph import (
 from piecegraph.tools.block_manager import BlockManager
 from piecegraph.tools.clock import Clock
 from piecegraph.tools.decoder_config import DecoderConfig
+from piecegraph.tools.defragmenter import Defragmenter
 from piecegraph.tools.engine import Engine
 from piecegraph.tools.kv_cache import allocate_layer_caches
 from piecegraph.tools.metadata import MetadataBuffers
 from piecegraph.tools.model import Decoder
+from piecegraph.tools.sampler import Sampler
 from piecegraph.tools.scheduler import Request, Scheduler
 
 SIZES = (1, 2, 4, 8)
@@ -140,6 +142,9 @@ def make_world():
             buffers,
             clock=clock,
             device=torch.device("cpu"),
+            run=prepared.run,
+            sampler=Sampler(seed=0, device=torch.device("cpu")),
+            defragmenter=Defragmenter(scheduler.blocks, layers),
         )
         return World(model, layers, prepared, buffers, scheduler, clock, engine)
 
