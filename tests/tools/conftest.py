@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from piecegraph import (
+    AttentionSupport,
     BatchDescriptor,
+    Config,
     ForwardContext,
     RuntimeMode,
     forward_context,
@@ -109,6 +111,26 @@ class World:
     scheduler: Scheduler
     clock: Clock
     engine: Engine
+
+
+@pytest.fixture(scope="session")
+def small_config():
+    """Settings of a model that takes x, (num_tokens, 4), as long as nothing else is given."""
+
+    def make(**settings):
+        return Config(
+            **{
+                "inputs": {"x": "float32[num_tokens, 4]"},
+                "max_num_tokens": 8,
+                "max_num_reqs": 8,
+                "attention_support": AttentionSupport.ALWAYS,
+                "compiler": "eager",
+                "cache": False,
+                **settings,
+            }
+        )
+
+    return make
 
 
 @pytest.fixture
