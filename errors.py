@@ -165,6 +165,11 @@ class InvalidSecret(CacheError):
     todo = "Give at least 16 bytes in {variable}, or a file only you can read in {file_variable}."
 
 
+class EntryUnusable(CacheError):
+    what = "entry {entry} of the cache at {path} cannot be used: {reason}"
+    todo = "See what `piecegraph cache verify` says, and build the entry anew."
+
+
 class BundleRefused(CacheError):
     what = "bundle file {path} is refused: {reason}"
     todo = "Export it again from a cache that verifies."
@@ -417,6 +422,11 @@ class TooLarge(ConfigError):
 class ToolMissing(ConfigError):
     what = "{name} is not installed"
     todo = "Install it with `pip install 'piecegraph[{extra}]'`."
+
+
+class ToolFailed(RunError):
+    what = "{name} failed: {reason}"
+    todo = "What it says about that is above."
 
 
 class NoSuchEntry(ConfigError):

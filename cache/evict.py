@@ -76,6 +76,10 @@ def unpin(root: Path, kind: str, key_digest: str) -> None:
     _pin(root, kind, key_digest).unlink(missing_ok=True)
 
 
+def is_pinned(root: Path, kind: str, key_digest: str) -> bool:
+    return _pin(root, kind, key_digest).exists()
+
+
 def _pin(root: Path, kind: str, key_digest: str) -> Path:
     if not is_digest(key_digest):
         raise InvalidName(name=key_digest, thing="key")

@@ -8,7 +8,7 @@ from ..cache import Cache
 from ..cache.listing import blob_names, entry_names
 from ..compile.plan import Plan
 from ..dispatch import ResolvedMode
-from ..events import Events
+from ..events import Events, Span
 from .memory_ledger import MemoryLedger
 from .usage import Usage
 
@@ -27,10 +27,7 @@ def build_report(
     return {
         "startup": {
             "phases": [
-                {"name": span.name, "seconds": span.seconds}
-                for span in events.spans
-                if span.name in ("capture", "toolchain")
-                or (span.depth == 1 and span.name != "capture.session")
+                {"name": span.name, "seconds": span.seconds} for span in startup_phases(events)
             ],
             "prepare_seconds": prepare.seconds,
         },
@@ -68,6 +65,16 @@ def build_report(
 def mode_reasons(resolved: ResolvedMode) -> list[str]:
     """Why the graph mode is not the one that was asked for, in order."""
     return [f"{change.after.value}: {change.why}" for change in resolved.reasons]
+
+
+def startup_phases(events: Events) -> list[Span]:
+    """What startup consists of, in order; a name can occur more than once."""
+    return [
+        span
+        for span in events.spans
+        if span.name in ("capture", "toolchain")
+        or (span.depth == 1 and span.name != "capture.session")
+    ]
 
 
 def _stored(cache: Cache) -> dict[str, int]:

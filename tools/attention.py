@@ -21,6 +21,8 @@ from ..errors import MissingMetadata
 from .kv_cache import LayerCache
 from .metadata import AttentionMetadata
 
+SPLITTING_OP = "piecegraph_reference::paged_attention"
+
 LIBRARY: Any = torch.library.Library("piecegraph_reference", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(
     "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) output, str layer_name)"
@@ -63,7 +65,7 @@ def _fake(
 
 LIBRARY.impl("paged_attention", paged_attention, "CPU")
 LIBRARY.impl("paged_attention", paged_attention, "CUDA")
-torch.library.register_fake("piecegraph_reference::paged_attention", _fake, lib=LIBRARY)
+torch.library.register_fake(SPLITTING_OP, _fake, lib=LIBRARY)
 
 
 def _decode(

@@ -22,10 +22,6 @@ class BlockManager:
         self._tables: dict[int, list[int]] = {}
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
     def used(self) -> list[int]:
         """Blocks that requests own."""
         return [block for table in self._tables.values() for block in table]

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import InvalidSetting, NoSuchEntry
+from ..errors import CacheNotWritable, InvalidSetting
+from .cache_entries import cache_directory, is_pinned, label, manifests, named, whole_entry
 from .options import RunOptions, writable
 from .run_arguments import with_run_options
 from .tables import size as shown_size
 
 if TYPE_CHECKING:
     from ..cache.manifest import Manifest
+    from ..events import Event
 
 MISS = 1
 
@@ -29,6 +31,7 @@ cache_app = typer.Typer(
 )
 
 DirOption = Annotated[Path | None, typer.Option("--cache-dir", help="Where artifacts are kept.")]
+NamesArgument = Annotated[list[str], typer.Argument(help="First digits of keys, or kind/digits.")]
 
 
 @cache_app.command("list")
@@ -38,15 +41,16 @@ def list_command(cache_dir: DirOption = None) -> int:
 
     from .tables import table
 
+    root = cache_directory(cache_dir)
     rows = [
         (
-            f"{manifest.kind}/{manifest.key.digest[:12]}",
+            label(manifest),
             shown_size(sum(blob.size for blob in manifest.blobs.values())),
             len(manifest.blobs),
             _ago(used),
-            " ".join(f"{k}={_short(v)}" for k, v in manifest.meta.items() if _is_short(v)),
+            " ".join(_facts(root, manifest)),
         )
-        for manifest, used in sorted(_manifests(_root(cache_dir)), key=lambda found: -found[1])
+        for manifest, used in sorted(manifests(root), key=lambda found: -found[1])
     ]
     columns = ("entry", "size", "blobs", "used", "facts")
     Console().print(table(f"Entries: {len(rows)}", columns, rows))
@@ -59,9 +63,11 @@ def show_command(
     cache_dir: DirOption = None,
 ) -> int:
     """Show an entry as JSON: what it was made from, and its blobs."""
-    manifest = _named(_root(cache_dir), name)
+    root = cache_directory(cache_dir)
+    (manifest,) = named(root, [name])
     facts: dict[str, Any] = json.loads(manifest.line())
-    print(json.dumps({**facts, "digest": manifest.digest}, indent=2))
+    facts |= {"digest": manifest.digest, "pinned": is_pinned(root, manifest)}
+    print(json.dumps(facts, indent=2))
     return 0
 
 
@@ -70,11 +76,11 @@ def verify_command(cache_dir: DirOption = None) -> int:
     """Check every byte. Status: 1 corrupt + 2 untrusted + 4 unverifiable, 0 if clean."""
     from ..cache.verify import exit_status, verify
 
-    root = _root(cache_dir)
+    root = cache_directory(cache_dir)
     findings = verify(root)
     for finding in findings:
         print(f"{finding.status.name}: {finding.name}: {finding.reason}")
-    print(f"{len(list(_manifests(root)))} readable entries, {len(findings)} findings in {root}")
+    print(f"{len(manifests(root))} readable entries, {len(findings)} findings in {root}")
     return exit_status(findings)
 
 
@@ -85,7 +91,7 @@ def why_command(options: RunOptions) -> int:
     from .. import why
     from .run import build_model, find_device, library_config
 
-    answer = why(build_model(options).to(find_device(options.device)), library_config(options))
+    answer = why(build_model(options, find_device(options.device)), library_config(options))
     print(answer)
     return MISS if answer.reason else 0
 
@@ -100,12 +106,29 @@ def prune_command(
     from .. import Events
     from ..cache.evict import Limits, evict
 
-    root, events = _root(cache_dir), Events()
+    root, events = cache_directory(cache_dir), Events()
     evict(root, Limits(size=_bytes(size), age=days * 86400, grace=0), events)
+    _refuse_failed(root, events.named("cache.evict_failed"))
     facts = events.named("cache.evict")
     removed, freed = (facts[0].facts["entries"], facts[0].facts["bytes"]) if facts else (0, 0)
-    print(f"removed {removed} entries, {shown_size(freed)}; {len(list(_manifests(root)))} are left")
+    print(f"removed {removed} entries, {shown_size(freed)}; {len(manifests(root))} are left")
     return 0
+
+
+@cache_app.command("pin")
+def pin_command(names: NamesArgument, cache_dir: DirOption = None) -> int:
+    """Keep entries whatever the limits of the cache say."""
+    from ..cache.evict import pin
+
+    return _each_pin(pin, "pinned", names, cache_dir)
+
+
+@cache_app.command("unpin")
+def unpin_command(names: NamesArgument, cache_dir: DirOption = None) -> int:
+    """Let pinned entries go again when the cache is too large or they are too old."""
+    from ..cache.evict import unpin
+
+    return _each_pin(unpin, "no longer pinned", names, cache_dir)
 
 
 @cache_app.command("export")
@@ -117,25 +140,20 @@ def export_command(
     cache_dir: DirOption = None,
 ) -> int:
     """Write bundles to one file, for a container image; signed if a key is in the environment."""
-    from ..cache import Entry
     from ..cache.bundle_file import export_entries
-    from ..cache.entries import find
-    from ..cache.layers import SharedDirectory
-    from ..cache.signing import anybody, secret_from_environment
+    from ..cache.signing import secret_from_environment
 
-    root = _root(cache_dir)
+    root, secret = cache_directory(cache_dir), secret_from_environment()
     writable("PATH", path)
-    chosen = [_named(root, name) for name in names or ()] or [
-        manifest for manifest, _ in _manifests(root) if manifest.kind == "bundle"
+    chosen = named(root, names or ()) or [
+        manifest for manifest, _ in manifests(root) if manifest.kind == "bundle"
     ]
-    place = SharedDirectory(root, anybody)
-    found = [find(place, manifest.kind, manifest.key.digest) for manifest in chosen]
-    entries = [entry for entry in found if isinstance(entry, Entry)]
-    export_entries(entries, path, secret_from_environment())
-    signed = "signed" if secret_from_environment() else "not signed"
+    entries = [whole_entry(root, manifest) for manifest in chosen]
+    export_entries(entries, path, secret)
+    signed = "signed" if secret else "not signed"
     print(f"{len(entries)} entries, {shown_size(path.stat().st_size)}, {signed}: {path}")
     for entry in entries:
-        print(f"  {entry.manifest.kind}/{entry.key.digest[:12]} digest {entry.digest}")
+        print(f"  {label(entry.manifest)} digest {entry.digest}")
     return 0
 
 
@@ -169,10 +187,12 @@ def import_command(
             expected="digests to pin, a key in PIECEGRAPH_CACHE_SIGNING_KEY_FILE, or --trust",
         )
     entries = import_entries(path, believed)
-    cache = Cache(_root(cache_dir), Events())
+    root, events = cache_directory(cache_dir), Events()
+    cache = Cache(root, events)
     for entry in entries:
         cache.store(entry)
-        print(f"{entry.manifest.kind}/{entry.key.digest[:12]}: {shown_size(entry.size)}")
+        _refuse_failed(root, events.named("cache.publish_failed"))
+        print(f"{label(entry.manifest)}: {shown_size(entry.size)}")
     return 0
 
 
@@ -189,44 +209,43 @@ def warm_command(
     for rank in range(ranks):
         name = f"cuda:{rank}" if options.device == "cuda" else options.device
         began = time.perf_counter()
-        prepared = prepare(build_model(options).to(find_device(name)), library_config(options))
+        prepared = prepare(build_model(options, find_device(name)), library_config(options))
         found = "was there" if prepared.compiled.from_bundle else "built"
         seconds = time.perf_counter() - began
         prepared.close()
+        _refuse_failed(
+            cache_directory(options.cache_dir), prepared.events.named("cache.publish_failed")
+        )
         print(f"rank {rank} on {name}: {found}, {seconds:.1f} s", flush=True)
     return 0
 
 
-def _root(cache_dir: Path | None) -> Path:
-    """The cache's directory; raises InvalidSetting if there is none."""
-    from .. import Config, cache_root
-
-    root = cache_root(Config(cache_dir=cache_dir))
-    assert root is not None
-    return root
+def _refuse_failed(root: Path, failures: Sequence[Event]) -> None:
+    """Raise CacheNotWritable for what the library goes on without and reports as an event."""
+    if failures:
+        raise CacheNotWritable(path=root, reason=failures[0].facts["reason"])
 
 
-def _manifests(root: Path) -> list[tuple[Manifest, float]]:
-    """Every manifest that can be read, and when it was last used (seconds since the epoch)."""
-    from ..cache.listing import manifests
+def _each_pin(
+    change: Callable[[Path, str, str], None], done: str, names: Sequence[str], where: Path | None
+) -> int:
+    root = cache_directory(where)
+    for manifest in named(root, names):
+        try:
+            change(root, manifest.kind, manifest.key.digest)
+        except OSError as error:
+            raise CacheNotWritable(path=root, reason=error) from error
+        print(f"{done}: {label(manifest)}")
+    return 0
 
-    def told(name: str, error: Exception) -> None:
-        print(f"unreadable: {name}: {error}", file=sys.stderr)
 
-    return list(manifests(root, unreadable=told))
-
-
-def _named(root: Path, name: str) -> Manifest:
-    """The one entry called `name`; raises NoSuchEntry if there is none or more than one."""
-    kind, _, digits = name.rpartition("/")
-    found = [
-        manifest
-        for manifest, _ in _manifests(root)
-        if manifest.key.digest.startswith(digits) and kind in ("", manifest.kind)
-    ]
-    if len(found) != 1:
-        raise NoSuchEntry(path=root, name=name)
-    return found[0]
+def _facts(root: Path, manifest: Manifest) -> Iterator[str]:
+    """What a line of the list tells beside size and use."""
+    if is_pinned(root, manifest):
+        yield "pinned"
+    for name, value in manifest.meta.items():
+        if isinstance(value, int | float | str | list) and len(str(value)) < 20:
+            yield f"{name}={value:.1f}" if isinstance(value, float) else f"{name}={value}"
 
 
 def _bytes(text: str) -> float:
@@ -248,11 +267,3 @@ def _ago(moment: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit} ago"
     return f"{seconds:.0f} s ago"
-
-
-def _is_short(value: Any) -> bool:
-    return isinstance(value, int | float | str | list) and len(str(value)) < 20
-
-
-def _short(value: Any) -> Any:
-    return f"{value:.1f}" if isinstance(value, float) else value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,8 @@ from .bisect.command import bisect_command
 from .cache_commands import cache_app
 from .explain.command import explain_command
 from .log import log_to_stderr
-from .options import STDOUT, RunOptions, writable
+from .main_job import main_job
+from .options import STDOUT, RunOptions, writable, write
 from .run_arguments import with_run_options
 from .sizes_commands import sizes_app
 from .trace_command import trace_command
@@ -69,8 +69,19 @@ def run(
     ] = None,
 ) -> int:
     """Bring a model up through the cache and serve a real request trace with it."""
+    if json_path == metrics == STDOUT:
+        raise InvalidSetting(
+            name="--metrics",
+            value="-",
+            reason="the report goes to standard output already",
+            expected="a file for one of the two",
+        )
     return _run(
-        replace(options, json=writable("--json", json_path), metrics=writable("--metrics", metrics))
+        replace(
+            options,
+            json=writable("--json", json_path, or_stdout=True),
+            metrics=writable("--metrics", metrics, or_stdout=True),
+        )
     )
 
 
@@ -85,19 +96,14 @@ def bench(
     json_path: JsonOption = None,
 ) -> int:
     """Run a benchmark: two ways of doing the same, compared within one run."""
-    from .bench import draw, find, names
+    from .bench import find, plotter
 
-    path, plot = writable("--json", json_path), writable("--plot", plot)
-    if name not in names():
-        raise InvalidSetting(
-            name="bench",
-            value=name,
-            reason="there is no such benchmark",
-            expected="one of " + ", ".join(names()),
-        )
-    result = find(name).run(quick)
-    if plot is not None:
-        draw(find(name), result, plot)
+    path, plot = writable("--json", json_path, or_stdout=True), writable("--plot", plot)
+    benchmark = find(name)
+    draw = plotter(benchmark, plot) if plot else None
+    result = benchmark.run(quick)
+    if draw:
+        draw(result)
     from .tables import benchmark_tables
 
     _console(path).print(*benchmark_tables(name, result), sep="\n")
@@ -112,25 +118,23 @@ app.add_typer(cache_app, name="cache")
 
 
 def _run(options: RunOptions) -> int:
-    from .workload import read_requests
+    with main_job(options, _stderr()) as (service, report):
+        if options.metrics is not None:
+            from .metrics import metrics_text
 
-    requests = read_requests(options)
-    began = time.perf_counter()
+            write(options.metrics, metrics_text(service.prepared))
     from .render import render
-    from .run import bring_up_and_serve
 
-    phases = [("import torch", time.perf_counter() - began)]
-    report = bring_up_and_serve(options, requests, phases, _stderr())
-    render(report, _console(options.json))
+    render(report, _console(options.json, options.metrics))
     _write_json(options.json, report)
     return 0 if report["verification"]["ok"] else WRONG_RESULT
 
 
-def _console(json_path: Path | None) -> Console:
-    """Where a report for people goes: not to standard output if JSON goes there."""
+def _console(*outputs: Path | None) -> Console:
+    """Where a report for people goes: not to standard output if one of `outputs` does."""
     from rich.console import Console
 
-    return _stderr() if json_path == STDOUT else Console()
+    return _stderr() if STDOUT in outputs else Console()
 
 
 def _stderr() -> Console:
@@ -140,13 +144,8 @@ def _stderr() -> Console:
 
 
 def _write_json(path: Path | None, report: dict[str, Any]) -> None:
-    if path is None:
-        return
-    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
-    if path == STDOUT:
-        sys.stdout.write(text)
-    else:
-        path.write_text(text)
+    if path is not None:
+        write(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
 
 
 def _fail(message: str, status: int) -> int:

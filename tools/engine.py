@@ -30,7 +30,6 @@ class StepRecord:
     num_tokens: int
     padded_tokens: int
     num_reqs: int
-    num_sampled: int
     num_preempted: int
     seconds: float
 
@@ -44,7 +43,7 @@ class Served:
 
 
 class Engine:
-    """Serves with one prepared model. `run` takes the place of `prepared.run` where given."""
+    """Serves with one prepared model; `run` is its `run`, or what takes the place of it."""
 
     def __init__(
         self,
@@ -55,9 +54,9 @@ class Engine:
         *,
         clock: Clock,
         device: torch.device,
-        run: Callable[..., Any] | None = None,
-        sampler: Sampler | None = None,
-        defragmenter: Defragmenter | None = None,
+        run: Callable[..., Any],
+        sampler: Sampler,
+        defragmenter: Defragmenter,
     ) -> None:
         self.prepared = prepared
         self.logits = logits
@@ -66,9 +65,9 @@ class Engine:
         self.clock = clock
         self.device = device
         self.served = Served()
-        self.sampler = sampler or Sampler(seed=0, device=device)
+        self.run = run
+        self.sampler = sampler
         self.defragmenter = defragmenter
-        self.run = run or prepared.run
 
     def serve(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Serve requests in the order of their arrival; yields after each step what it completed.
@@ -101,14 +100,12 @@ class Engine:
                 num_tokens=schedule.num_tokens,
                 padded_tokens=decision.descriptor.num_tokens,
                 num_reqs=len(schedule.shares),
-                num_sampled=len(sampled),
                 num_preempted=len(schedule.preempted),
                 seconds=now - began,
             )
         )
         completed = self.scheduler.finish(schedule, sampled)
-        if self.defragmenter is not None:
-            self.defragmenter.run()
+        self.defragmenter.run()
         return completed
 
     def _inputs(self, schedule: Schedule) -> tuple[torch.Tensor, torch.Tensor]:

@@ -91,7 +91,11 @@ def _attend(
     others["attention_mask"] = attention_mask
     for name, given in others.items():
         if given is not None and name not in _HARMLESS:
-            raise NotImplementedError(f"attention with {name}")  # Dynamo can raise this kind
+            # in a trace: Dynamo cannot follow the constructor of the errors of our own tree
+            raise NotImplementedError(
+                f"attention with {name}: route this model's attention to an op of your own instead"
+                " of `adapt`, and name it in Config.splitting_ops"
+            )
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     output = torch.empty_like(query)
     torch.ops.piecegraph_hf.attention(

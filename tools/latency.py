@@ -25,7 +25,12 @@ def token_latencies(
 ) -> dict[str, Summary]:
     """Time from a request's arrival to its first token, and from each token to the next."""
     first = [times[0] - arrivals[request] for request, times in token_times.items()]
-    between = [
-        later - earlier for times in token_times.values() for earlier, later in pairwise(times)
-    ]
-    return {"time_to_first_token": summarise(first), "inter_token": summarise(between)}
+    return {
+        "time_to_first_token": summarise(first),
+        "inter_token": summarise(between_tokens(token_times)),
+    }
+
+
+def between_tokens(token_times: Mapping[int, Sequence[float]]) -> list[float]:
+    """Seconds from each token of a request to its next."""
+    return [later - earlier for times in token_times.values() for earlier, later in pairwise(times)]

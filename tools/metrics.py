@@ -7,15 +7,15 @@ Values are read when they are asked for; a step pays nothing for them.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..runtime.report import startup_phases
+
 if TYPE_CHECKING:
-    from .. import PreparedModel
+    from .. import Events, PreparedModel
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -71,29 +71,17 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
     yield _counter(
         "piecegraph_cache_events",
         "What the cache did.",
-        {
-            (("event", name.removeprefix("cache.")),): count
-            for name, count in sorted(counters.items())
-            if name.startswith("cache.")
-        },
+        _counts(counters, "event", prefix="cache."),
     )
     yield _counter(
         "piecegraph_compiles",
         "Pieces compiled, by compiler.",
-        {
-            (("compiler", name.removesuffix("_compiles")),): count
-            for name, count in sorted(counters.items())
-            if name.endswith("_compiles")
-        },
+        _counts(counters, "compiler", suffix="_compiles"),
     )
     yield _counter(
         "piecegraph_after_seal",
         "Tracing, compiling and capturing after seal(), by kind.",
-        {
-            (("kind", name.removeprefix("after_seal.")),): count
-            for name, count in sorted(counters.items())
-            if name.startswith("after_seal.")
-        },
+        _counts(counters, "kind", prefix="after_seal."),
     )
     yield Metric(
         "piecegraph_recordings", "gauge", "Recordings that are held.", {(): len(recordings)}
@@ -108,22 +96,13 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
         "piecegraph_startup_seconds",
         "gauge",
         "Seconds of each phase of the startup.",
-        {(("phase", phase),): seconds for phase, seconds in _phases(prepared).items()},
+        _phases(prepared.events),
     )
 
 
 def metrics_text(prepared: PreparedModel) -> str:
     """All metrics in Prometheus' text exposition format."""
     return "".join(_text(metric) for metric in read_metrics(prepared))
-
-
-def write_metrics(prepared: PreparedModel, path: Path) -> None:
-    """Write `metrics_text` to a file, or to standard output if `path` is `-`."""
-    text = metrics_text(prepared)
-    if path == Path("-"):
-        sys.stdout.write(text)
-    else:
-        path.write_text(text)
 
 
 class MetricsCollector:
@@ -148,6 +127,17 @@ def _counter(name: str, help: str, samples: Mapping[Labels, float]) -> Metric:
     return Metric(name, "counter", help, samples)
 
 
+def _counts(
+    counters: Mapping[str, int], label: str, *, prefix: str = "", suffix: str = ""
+) -> dict[Labels, float]:
+    """Counters whose names begin and end so, by what stands between."""
+    return {
+        ((label, name.removeprefix(prefix).removesuffix(suffix)),): count
+        for name, count in sorted(counters.items())
+        if name.startswith(prefix) and name.endswith(suffix)
+    }
+
+
 def _sums(amounts: Iterator[tuple[str, float]]) -> dict[Labels, float]:
     """Amounts added up by runtime mode."""
     sums: Counter[Labels] = Counter()
@@ -156,12 +146,13 @@ def _sums(amounts: Iterator[tuple[str, float]]) -> dict[Labels, float]:
     return dict(sums)
 
 
-def _phases(prepared: PreparedModel) -> dict[str, float]:
-    return {
-        span.name: span.seconds
-        for span in prepared.events.spans
-        if span.depth == 0 or (span.depth == 1 and not span.name.startswith("capture."))
-    }
+def _phases(events: Events) -> dict[Labels, float]:
+    """Seconds by phase of the startup, and of `prepare` as a whole."""
+    prepare = [span for span in events.spans if span.name == "prepare"]
+    sums: Counter[str] = Counter()
+    for span in (*prepare, *startup_phases(events)):
+        sums[span.name] += span.seconds  # type: ignore[assignment]
+    return {(("phase", name),): seconds for name, seconds in sums.items()}
 
 
 def _text(metric: Metric) -> str:

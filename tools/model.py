@@ -14,6 +14,8 @@ from torch import nn
 from . import attention as _registers_the_op  # noqa: F401
 from .decoder_config import DecoderConfig
 
+INPUTS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
+
 
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:

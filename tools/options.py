@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,19 +97,31 @@ def finite(name: str, value: float, *, above_zero: bool) -> float:
     )
 
 
-def writable(name: str, path: Path | None) -> Path | None:
-    """`path` if a file can be written there, so that a long run does not end in an error."""
-    if path is None or path == STDOUT:
+def writable(name: str, path: Path | None, *, or_stdout: bool = False) -> Path | None:
+    """`path` if a file can be written there, so that a long run does not end in an error.
+
+    `-` is refused unless the option may go to standard output instead. Raises InvalidSetting.
+    """
+    if path is None or (or_stdout and path == STDOUT):
         return path
     existing = path if path.exists() else path.parent
-    if path.is_dir() or not existing.exists() or not os.access(existing, os.W_OK):
+    if path == STDOUT or path.is_dir() or not os.access(existing, os.W_OK):
         raise InvalidSetting(
             name=name,
             value=str(path),
             reason="no file can be written there",
-            expected="a file in a folder that exists, or - for standard output",
+            expected="a file in a folder that exists"
+            + (", or - for standard output" if or_stdout else ""),
         )
     return path
+
+
+def write(path: Path, text: str) -> None:
+    """Write to a file, or to standard output if `path` is `-`."""
+    if path == STDOUT:
+        sys.stdout.write(text)
+    else:
+        path.write_text(text)
 
 
 def writable_directory(path: Path | None) -> Path | None:

@@ -25,7 +25,7 @@ def render(report: Report, console: Console) -> None:
 
 
 def _startup(startup: Report) -> Table:
-    """One line a phase; phases of the same name, such as a piece's compilation, share theirs."""
+    """One line a phase; phases of the same name, such as look-ups, share theirs."""
     times: dict[str, list[float]] = {}
     for phase in startup["phases"]:
         times.setdefault(phase["name"], []).append(phase["seconds"])

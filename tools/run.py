@@ -24,21 +24,22 @@ from .. import (
     switched_off,
 )
 from ..errors import InvalidSetting, TooLarge
+from .attention import SPLITTING_OP
 from .block_manager import BlockManager
 from .clock import Clock
 from .defragmenter import Defragmenter
 from .engine import Engine
 from .kv_cache import LayerCache, allocate_layer_caches
 from .metadata import MetadataBuffers
-from .metrics import write_metrics
-from .model import Decoder
+from .model import INPUTS, Decoder
 from .options import RunOptions
 from .progress import counting, working
 from .report import Report, build_report
 from .sampler import Sampler
 from .sampler_warmup import sampler_warmup
 from .scheduler import Request, Scheduler
-from .verify import SAMPLE_EVERY, TOLERANCE, Verification, Verifier
+from .tolerance import TOLERANCE
+from .verify import SAMPLE_EVERY, Verification, Verifier
 
 Phases = list[tuple[str, float]]
 
@@ -55,20 +56,6 @@ class Service:
     verification: Verification
 
 
-def bring_up_and_serve(
-    options: RunOptions, requests: Sequence[Request], phases: Phases, console: Console
-) -> Report:
-    """Serve `requests` and return the report. `phases` is what startup took so far; it grows.
-
-    Raises InvalidSetting for a device that is not there and whatever the library refuses.
-    """
-    with bring_up(options, requests, phases, console) as service:
-        serve(service, requests, console)
-        if options.metrics is not None:
-            write_metrics(service.prepared, options.metrics)
-        return service_report(service, options, requests, phases)
-
-
 @contextmanager
 def bring_up(
     options: RunOptions,
@@ -77,7 +64,11 @@ def bring_up(
     console: Console,
     events: Events | None = None,
 ) -> Iterator[Service]:
-    """The model prepared and captured, and an engine that can serve `requests`; closed at last."""
+    """The model prepared and captured, and an engine that can serve `requests`; closed at last.
+
+    `phases` is what startup took so far; it grows. Raises InvalidSetting for a device that is not
+    there and whatever the library refuses.
+    """
     device = find_device(options.device)
     blocks = BlockManager(_num_blocks(options, requests), options.block_size)
     scheduler = Scheduler(
@@ -90,7 +81,7 @@ def bring_up(
     with working(console, "preparing: from the cache, or tracing and compiling"):
         prepared = prepare(model, library_config(options), layers=layers, events=events or Events())
     try:
-        engine, verification = _engine(options, prepared, model, layers, scheduler, buffers)
+        engine, verification = _engine(options, prepared, model, layers, scheduler, buffers, device)
         caches = [part for cache in layers.values() for part in (cache.keys, cache.values)]
         prepared.ledger.own("KV cache", caches)
         with working(console, "warming up and capturing"):
@@ -148,8 +139,8 @@ def library_config(options: RunOptions) -> Config:
     }
     chosen = {name: value for name, value in left_to_the_library.items() if value is not None}
     config = Config(
-        splitting_ops=("piecegraph_reference::paged_attention",),
-        inputs={"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"},
+        splitting_ops=(SPLITTING_OP,),
+        inputs=INPUTS,
         max_num_tokens=options.max_num_tokens,
         max_num_reqs=options.max_num_reqs,
         strategy=CaptureStrategy[options.strategy],
@@ -161,9 +152,11 @@ def library_config(options: RunOptions) -> Config:
     return switched_off(config, options.off)
 
 
-def build_model(options: RunOptions) -> Decoder:
-    """The reference decoder, on the CPU."""
-    return Decoder(options.model, seed=options.seed).to(dtype=getattr(torch, options.dtype))
+def build_model(options: RunOptions, device: torch.device) -> Decoder:
+    """The reference decoder on `device`; raises TooLarge if it does not fit into memory."""
+    with _allocation():
+        model = Decoder(options.model, seed=options.seed)
+        return model.to(dtype=getattr(torch, options.dtype)).to(device)
 
 
 def _build(
@@ -171,7 +164,7 @@ def _build(
 ) -> tuple[Decoder, dict[str, LayerCache], MetadataBuffers]:
     """The model with its KV cache, and the metadata's buffers: all that takes memory."""
     dtype = getattr(torch, options.dtype)
-    model = build_model(options).to(device)
+    model = build_model(options, device)
     layers = allocate_layer_caches(
         model.layer_names,
         num_blocks=blocks.num_blocks,
@@ -196,10 +189,8 @@ def _warmup_tasks(prepared: PreparedModel, model: Decoder, engine: Engine) -> li
         entry.descriptor.num_tokens for entry in plan.entries if entry.mode == RuntimeMode.FULL
     ]
     hidden = model.norm.weight[None]
-    tasks = [sampler_warmup(engine.sampler, model.logits, sizes, hidden)]
-    if engine.defragmenter is not None:
-        tasks.append(engine.defragmenter.warmup())
-    return tasks
+    sampling = sampler_warmup(engine.sampler, model.logits, sizes, hidden)
+    return [sampling, engine.defragmenter.warmup()]
 
 
 def _engine(
@@ -209,6 +200,7 @@ def _engine(
     layers: dict[str, LayerCache],
     scheduler: Scheduler,
     buffers: MetadataBuffers,
+    device: torch.device,
 ) -> tuple[Engine, Verification]:
     """The engine, running its steps through a verifier unless verification is off."""
     clock = Clock()
@@ -221,7 +213,6 @@ def _engine(
         every=1 if options.verify == "all" else SAMPLE_EVERY,
     )
     run = prepared.run if options.verify == "none" else verifier.run
-    device = next(model.parameters()).device
     engine = Engine(
         prepared,
         model.logits,

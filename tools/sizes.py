@@ -15,6 +15,7 @@ from typing import Any
 
 from ..dispatch import default_capture_sizes, fit_validated, padding_waste, tail_sizes
 from ..errors import InvalidSetting
+from .plotting import figure_class
 from .trace_reader import TraceRow
 
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2048, 256
@@ -137,10 +138,8 @@ def render(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Waste against the number of graphs, as a PNG; needs matplotlib (extra `tools`)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    """Waste against the number of graphs, as a PNG; raises ToolMissing without matplotlib."""
+    figure = figure_class()(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     points = result["curve"]
     shares = [100 * point["waste"] for point in points]

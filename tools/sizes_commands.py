@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
-from .options import STDOUT, writable
+from .options import STDOUT, writable, write
 
-sizes_app = typer.Typer(help="Capture sizes fitted to traffic.", no_args_is_help=True)
+sizes_app = typer.Typer(
+    help="Capture sizes fitted to traffic.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 @sizes_app.callback()
@@ -37,17 +39,15 @@ def fit(
     from .sizes import draw, fit_trace, render
     from .trace_reader import read_trace
 
-    for name, path in (("--json", json_path), ("--plot", plot), ("--output", output)):
-        writable(name, path)
+    writable("--json", json_path, or_stdout=True)
+    writable("--plot", plot)
+    writable("--output", output)
     result = fit_trace(read_trace(trace), max_graphs=max_graphs, rate=rate)
-    text = json.dumps(result, indent=2)
-    if json_path == STDOUT:
-        typer.echo(text)
-    else:
+    if json_path != STDOUT:
         typer.echo(render(result))
-        if json_path:
-            json_path.write_text(text + "\n")
+    if json_path:
+        write(json_path, json.dumps(result, indent=2) + "\n")
     if output:
-        output.write_text(json.dumps({"capture_sizes": result["sizes"]}) + "\n")
+        write(output, json.dumps({"capture_sizes": result["sizes"]}) + "\n")
     if plot:
         draw(result, plot)

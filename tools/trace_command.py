@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ..cache.environment import child_environment
-from ..errors import InvalidSetting, ToolMissing
+from ..errors import InvalidSetting, ToolFailed, ToolMissing
 
 
 def trace_command(
@@ -50,12 +50,18 @@ def find_tlparse() -> str:
 
 
 def render(tlparse: str, logs: Sequence[Path], output: Path) -> list[Path]:
-    """One folder of pages for each process that traced: `output`, or `output/<n>` for several."""
+    """One folder of pages for each process that traced: `output`, or `output/<n>` for several.
+
+    Raises ToolFailed.
+    """
     pages = []
     for number, log in enumerate(logs):
         folder = output if len(logs) == 1 else output / str(number)
         arguments = [str(log), "-o", str(folder), "--overwrite", "--no-browser"]
-        subprocess.run([tlparse, *arguments], check=True, stdout=subprocess.DEVNULL)
+        try:
+            subprocess.run([tlparse, *arguments], check=True, stdout=subprocess.DEVNULL)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ToolFailed(name="tlparse", reason=error) from error
         pages.append(folder / "index.html")
     return pages
 

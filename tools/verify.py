@@ -21,8 +21,6 @@ from .kv_cache import LayerCache
 from .metadata import AttentionMetadata
 
 SAMPLE_EVERY = 16
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Absolute and relative, for outputs behind a norm; compiled code adds up in another order."""
 
 
 @dataclass(frozen=True, slots=True)

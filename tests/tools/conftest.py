@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from piecegraph import (
+    AttentionSupport,
     BatchDescriptor,
+    Config,
     ForwardContext,
     RuntimeMode,
     forward_context,
@@ -21,10 +23,12 @@ from piecegraph import (
 from piecegraph.tools.block_manager import BlockManager
 from piecegraph.tools.clock import Clock
 from piecegraph.tools.decoder_config import DecoderConfig
+from piecegraph.tools.defragmenter import Defragmenter
 from piecegraph.tools.engine import Engine
 from piecegraph.tools.kv_cache import allocate_layer_caches
 from piecegraph.tools.metadata import MetadataBuffers
 from piecegraph.tools.model import Decoder
+from piecegraph.tools.sampler import Sampler
 from piecegraph.tools.scheduler import Request, Scheduler
 
 SIZES = (1, 2, 4, 8)
@@ -109,6 +113,26 @@ class World:
     engine: Engine
 
 
+@pytest.fixture(scope="session")
+def small_config():
+    """Settings of a model that takes x, (num_tokens, 4), as long as nothing else is given."""
+
+    def make(**settings):
+        return Config(
+            **{
+                "inputs": {"x": "float32[num_tokens, 4]"},
+                "max_num_tokens": 8,
+                "max_num_reqs": 8,
+                "attention_support": AttentionSupport.ALWAYS,
+                "compiler": "eager",
+                "cache": False,
+                **settings,
+            }
+        )
+
+    return make
+
+
 @pytest.fixture
 def make_world():
     def make(*, num_blocks=40, block_size=4, max_num_tokens=12, max_num_reqs=4):
@@ -140,6 +164,9 @@ def make_world():
             buffers,
             clock=clock,
             device=torch.device("cpu"),
+            run=prepared.run,
+            sampler=Sampler(seed=0, device=torch.device("cpu")),
+            defragmenter=Defragmenter(scheduler.blocks, layers),
         )
         return World(model, layers, prepared, buffers, scheduler, clock, engine)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from piecegraph.tools.bench import draw, strategies
+from piecegraph.tools.bench import strategies
 
 
 def test_early_strategies_are_ready_in_a_tenth_at_equal_work(tmp_path: Path) -> None:
@@ -18,5 +18,5 @@ def test_early_strategies_are_ready_in_a_tenth_at_equal_work(tmp_path: Path) -> 
     assert lazy["MiB"] < eager["MiB"] == delayed["MiB"]
     assert delayed["first_worst_ms"] < eager["first_worst_ms"]
     assert eager["inter_worst_ms"] < delayed["inter_worst_ms"]
-    draw(strategies, result, tmp_path / "strategies.png")
+    strategies.plot(result, tmp_path / "strategies.png")
     assert (tmp_path / "strategies.png").read_bytes().startswith(b"\x89PNG")

@@ -27,7 +27,7 @@ def test_every_block_has_at_most_one_owner(actions, num_blocks, block_size):
             assert grown == (len(table) * block_size >= num_tokens)
             assert grown or table == before
         owned = [block for owner in range(4) for block in blocks.table(owner)]
-        assert len(owned) == len(set(owned)) == num_blocks - 1 - blocks.num_free
+        assert len(owned) == len(set(owned)) == num_blocks - 1 - len(blocks.free_blocks)
         assert DUMP_BLOCK not in owned
 
 
@@ -46,6 +46,6 @@ def test_slots_are_distinct_and_in_the_requests_blocks(block_size, num_tokens):
 def test_growing_is_all_or_nothing():
     blocks = BlockManager(4, 2)
     assert not blocks.grow(0, 7)
-    assert blocks.num_free == 3
+    assert len(blocks.free_blocks) == 3
     assert blocks.grow(0, 6)
     assert not blocks.grow(1, 1)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from unittest.mock import Mock
 
 import pytest
 
 from piecegraph import Events
 from piecegraph.cache import Cache, Key
+from piecegraph.cache.directory import PrivateDirectory
 from piecegraph.cache.names import blob_name, entry_name
 from piecegraph.tools.cli import main
 
@@ -79,6 +81,61 @@ def test_prune_goes_down_to_a_size_and_an_age(root, capsys):
     assert main(["cache", "prune", "--size", "0"]) == 0
     assert "removed 3 entries" in capsys.readouterr().out
     assert not list(root.glob("entries*/*/*/*"))
+
+
+def test_pinned_entries_are_shown_and_stay(root, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    one, two = digest("trace", a=1), digest("codegen", b=1)
+    assert main(["cache", "pin", one[:10], f"artifact/{two[:10]}"]) == 0
+    assert capsys.readouterr().out == f"pinned: bundle/{one[:12]}\npinned: artifact/{two[:12]}\n"
+    assert main(["cache", "show", one]) == 0
+    assert json.loads(capsys.readouterr().out)["pinned"] is True
+    assert main(["cache", "prune", "--size", "0"]) == 0
+    assert "removed 1 entries" in capsys.readouterr().out
+    assert main(["cache", "list"]) == 0
+    assert "pinned compile_seconds=1.5" in capsys.readouterr().out
+    assert main(["cache", "verify"]) == 0
+    assert main(["cache", "unpin", one]) == 0
+    assert main(["cache", "prune", "--size", "0"]) == 0
+    assert main(["cache", "show", one]) == 2
+    assert main(["cache", "show", two]) == 0
+    assert main(["cache", "pin", "f" * 20]) == 2
+
+
+def test_a_pin_that_cannot_be_written_is_an_error(root, capsys):
+    (root / "pins").write_text("")
+    assert main(["cache", "pin", digest("trace", a=1)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_prune_that_fails_says_so(root, capsys):
+    shutil.rmtree(root / "tmp")
+    (root / "tmp").write_text("")
+    assert main(["cache", "prune", "--size", "0"]) == 2
+    captured = capsys.readouterr()
+    assert "cannot be written" in captured.err
+    assert "removed" not in captured.out
+
+
+def test_an_import_that_stores_nothing_says_so(root, capsys, tmp_path, monkeypatch):
+    path = tmp_path / "bundle.pg"
+    assert main(["cache", "export", str(path)]) == 0
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(PrivateDirectory, "store", Mock(side_effect=full))
+    capsys.readouterr()
+    target = ["--cache-dir", str(tmp_path / "other")]
+    assert main(["cache", "import", str(path), "--trust", *target]) == 2
+    captured = capsys.readouterr()
+    assert "No space left on device" in captured.err
+    assert not captured.out
+
+
+@pytest.mark.parametrize("names", [[], [digest("trace", a=1)[:10]]])
+def test_an_entry_that_is_not_whole_is_not_left_out_of_an_export(root, capsys, tmp_path, names):
+    (root / blob_name(hashlib.sha256(b"one").hexdigest())).unlink()
+    assert main(["cache", "export", str(tmp_path / "bundle.pg"), *names]) == 2
+    assert "incomplete, blob plan.json is missing" in capsys.readouterr().err
+    assert not (tmp_path / "bundle.pg").exists()
 
 
 @pytest.mark.parametrize("size", ["", "much", "-1", "1XB"])

@@ -11,6 +11,7 @@ import pytest
 
 from piecegraph import GraphMode
 from piecegraph.errors import InvalidSetting
+from piecegraph.tools.bench import find
 from piecegraph.tools.cli import main
 from piecegraph.tools.options import MODES
 from piecegraph.tools.trace_reader import EXCERPT
@@ -46,6 +47,16 @@ def test_run_writes_json_beside_the_report(library, capsys, tmp_path):
     assert main([*QUICK, "--json", str(path)]) == 0
     assert json.loads(path.read_text())["options"]["requests"] == 6
     assert "Dispatch" in capsys.readouterr().out
+
+
+def test_run_writes_nothing_but_metrics_to_stdout(library, capsys, monkeypatch):
+    monkeypatch.setattr("piecegraph.tools.metrics.metrics_text", lambda prepared: "metrics\n")
+    assert main([*QUICK, "--metrics", "-"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "metrics\n"
+    assert "Dispatch" in captured.err
+    assert main([*QUICK, "--metrics", "-", "--json", "-"]) == 2
+    assert "goes to standard output already" in capsys.readouterr().err
 
 
 def test_a_mismatch_is_exit_status_1_and_is_named(library, capsys, monkeypatch):
@@ -184,6 +195,39 @@ def test_a_benchmark_prints_a_table_and_writes_json(capsys, monkeypatch, tmp_pat
     assert "2.5" in out
     assert main(["bench", "sleepy", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"]
+
+
+@pytest.mark.parametrize("name", ["prepare", "strategies"])
+def test_a_plot_that_cannot_be_is_refused_before_the_benchmark_runs(name, monkeypatch, tmp_path):
+    module = find(name)
+    monkeypatch.setattr(module, "run", lambda quick: pytest.fail("it ran"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["bench", name, "--plot", str(tmp_path / "x.png")]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "step", "--plot", "-"],
+        ["bisect", "--script", "-"],
+        ["cache", "export", "-"],
+    ],
+)
+def test_what_cannot_go_to_stdout_is_refused(arguments, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert "no file can be written there" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [["run"], ["cache", "why"], ["cache", "warm"]])
+def test_a_model_that_is_too_large_is_a_bad_value(command, capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr("piecegraph.tools.run.Decoder", refuse)
+    assert main(command) == 2
+    assert "do not fit into memory: DefaultCPUAllocator" in capsys.readouterr().err
 
 
 def test_no_command_is_a_call_for_help(capsys):

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from piecegraph import AttentionSupport, Batch, Config, prepare
+from piecegraph import Batch, prepare
 
 
 class Model(torch.nn.Module):
@@ -16,24 +16,20 @@ class Model(torch.nn.Module):
         return x * 3 + 1
 
 
-def result(folder, compiler="inductor"):
+@pytest.fixture
+def result(small_config, tmp_path):
     """What a freshly prepared model makes of ones."""
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=8,
-        max_num_reqs=8,
-        attention_support=AttentionSupport.ALWAYS,
-        graph_mode="NONE",
-        compiler=compiler,
-        cache=False,
-        dump_dir=folder,
-    )
-    return prepare(Model(), config)(torch.ones(2, 4), batch=Batch(2, 2))
+
+    def make(compiler):
+        config = small_config(graph_mode="NONE", compiler=compiler, dump_dir=tmp_path)
+        return prepare(Model(), config)(torch.ones(2, 4), batch=Batch(2, 2))
+
+    return make
 
 
 @pytest.mark.compile
-def test_graphs_and_stitched_code_are_readable_files(tmp_path):
-    result(tmp_path, "eager")
+def test_graphs_and_stitched_code_are_readable_files(result, tmp_path):
+    result("eager")
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"graph.py", "piece_0.py", "stitched.py", "plan.json"}
     assert "x * 3" in (tmp_path / "piece_0.py").read_text()
@@ -45,11 +41,11 @@ def test_graphs_and_stitched_code_are_readable_files(tmp_path):
 
 @pytest.mark.compile
 @pytest.mark.slow
-def test_an_edit_of_the_generated_code_is_used(tmp_path):
-    assert result(tmp_path).eq(4).all()
+def test_an_edit_of_the_generated_code_is_used(result, tmp_path):
+    assert result("inductor").eq(4).all()
     (folder,) = tmp_path.glob("inductor_*")
     (code,) = (path for path in folder.glob("*/*.py") if "async_compile" in path.read_text())
     edited = re.sub(r"static_cast<float>\(3(\.0)?\)", "static_cast<float>(5.0)", code.read_text())
     assert edited != code.read_text()
     code.write_text(edited)
-    assert result(tmp_path).eq(6).all()
+    assert result("inductor").eq(6).all()

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from piecegraph.tools.cli import main
 from piecegraph.tools.explain.advice import advise
+from piecegraph.tools.explain.command import _explained, _written
 from piecegraph.tools.explain.picture import HEAD, TAIL, _lanes, _Value, picture
-
-RUN = ["--model", "layers=2,hidden=16,heads=2,vocab=32", "--requests", "6", "--backend", "eager"]
-RUN += ["--no-cache", "--capture-sizes", "1,4,8"]
+from piecegraph.tools.run_arguments import read_run_options
 
 SECTIONS = {
     *("warnings", "startup", "graph", "pieces", "guards", "cache"),
@@ -27,13 +26,24 @@ SECTIONS = {
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The page, the JSON, the Markdown and the timeline of one small run each."""
+    """The page, the JSON, the Markdown and the timeline of one small run."""
     folder = tmp_path_factory.mktemp("explain")
-    timeline = ["--timeline", str(folder / "timeline.json")]
-    assert main(["explain", *RUN, "--output", str(folder / "page.html"), *timeline]) == 0
-    for form in ("json", "md"):
-        assert main(["explain", *RUN, "--format", form, "--output", str(folder / form)]) == 0
+    facts, trace = _explained(options())
+    for name, form in (("page.html", "html"), ("json", "json"), ("md", "md")):
+        (folder / name).write_text(_written(facts, form))
+    (folder / "timeline.json").write_text(json.dumps(trace))
     return folder
+
+
+def options(**others):
+    return read_run_options(
+        model="layers=2,hidden=16,heads=2,vocab=32",
+        requests=6,
+        backend="eager",
+        no_cache=True,
+        capture_sizes="1,4,8",
+        **others,
+    )
 
 
 class Page(HTMLParser):
@@ -107,13 +117,35 @@ def test_the_timeline_has_startup_and_steps(written):
     assert {"prepare", "capture", "FULL 1"} <= {event["name"] for event in events}
 
 
-@pytest.mark.parametrize("arguments", [["--format", "pdf"], ["--output", "/no/where.html"]])
+@pytest.mark.compile
+def test_the_command_writes_page_and_timeline(tmp_path, capsys):
+    small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "1", "--off", "all"]
+    page, timeline = tmp_path / "page.html", tmp_path / "timeline.json"
+    assert main(["explain", *small, "--output", str(page), "--timeline", str(timeline)]) == 0
+    assert f"written: {page}" in capsys.readouterr().err
+    assert "<html" in page.read_text()
+    assert json.loads(timeline.read_text())["traceEvents"]
+
+
+@pytest.mark.compile
+def test_pieces_that_are_not_compiled_are_not_called_loaded_and_no_bundle_is_advised():
+    facts, _ = _explained(options(off=["compile"]))
+    assert {piece["made"] for piece in facts["pieces"]} == {"not compiled"}
+    assert not [advice for advice in facts["advice"] if "cold" in advice["what"]]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--format", "pdf"], ["--output", "/no/where.html"], ["--timeline", "-"]]
+)
 def test_bad_options_are_refused_before_anything_runs(arguments):
     assert main(["explain", *arguments]) == 2
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="NO CHROMIUM: nobody looks at the explain page"
+)
 
 
 def screenshot(page, folder, *arguments):
@@ -132,9 +164,8 @@ def screenshot(page, folder, *arguments):
 
 @pytest.mark.compile
 @pytest.mark.slow
+@needs_chromium
 def test_the_page_looks_right_in_a_browser_light_and_dark(written, tmp_path):
-    if CHROMIUM is None:
-        pytest.skip("NO CHROMIUM: nobody looks at the explain page")
     folders = [tmp_path / name for name in ("light", "dark")]
     for folder in folders:
         folder.mkdir()
@@ -194,6 +225,7 @@ def test_no_two_values_share_a_lane_while_both_live(spans):
 def test_advice_is_given_where_it_is_due_and_only_there():
     fine = {
         "verification": {"ok": True},
+        "settings": {"compile": True},
         "cache": {"hit": True, "reason": None},
         "guards": [{"proved": True}],
         "policy": "prove",
@@ -205,6 +237,7 @@ def test_advice_is_given_where_it_is_due_and_only_there():
     assert advise(fine) == []
     bad = {
         "verification": {"ok": False},
+        "settings": {"compile": True},
         "cache": {"hit": False, "reason": "absent"},
         "guards": [{"proved": False, "expression": "Eq(a, 1)", "where": "m.py:3"}],
         "policy": "drop",
@@ -215,5 +248,5 @@ def test_advice_is_given_where_it_is_due_and_only_there():
     }
     assert len(advise(bad)) == 7
     for key, value in bad.items():
-        if key != "policy":
+        if key not in ("policy", "settings"):
             assert len(advise({**fine, key: value})) == 1

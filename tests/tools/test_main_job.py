@@ -11,6 +11,7 @@ import pytest
 from piecegraph import GraphMode
 from piecegraph.tools.cli import main
 from piecegraph.tools.options import MODES, STRATEGIES
+from piecegraph.tools.trace_reader import EXCERPT, read_trace
 
 pytestmark = pytest.mark.compile
 
@@ -42,17 +43,14 @@ def test_every_mode_and_strategy_serves_and_verifies(run, mode, strategy):
     report = run("--mode", mode, "--strategy", strategy, "--verify", "all")
     assert report["verification"]["ok"]
     assert report["verification"]["steps"] == report["serving"]["steps"] > 5
+    rows = read_trace(EXCERPT, limit=12, length_scale=0.05)
+    assert report["serving"]["generated_tokens"] == sum(row.num_generate for row in rows)
     assert report["graph_mode"]["requested"] == mode
     assert bool(report["captures"]) == (mode != "NONE")
     resolved = GraphMode[report["graph_mode"]["resolved"]]
     used = {entry["mode"] for entry in report["dispatch"]}
     assert used <= {resolved.decode.name, resolved.mixed.name, "NONE", "PIECEWISE"}
     assert sum(entry["count"] for entry in report["dispatch"]) == report["serving"]["steps"]
-
-
-def test_the_same_tokens_come_out_of_every_mode(run):
-    totals = {run("--mode", mode)["serving"]["generated_tokens"] for mode in MODES}
-    assert len(totals) == 1
 
 
 def test_three_unique_pieces_whatever_the_depth(run):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import closing
+from functools import partial
+
 import pytest
 import torch
 
-from piecegraph import AttentionSupport, Batch, Config, prepare
+from piecegraph import Batch, prepare
 from piecegraph.tools.metrics import MetricsCollector, metrics_text, read_metrics
 
 pytestmark = pytest.mark.compile
@@ -16,25 +20,33 @@ class Model(torch.nn.Module):
         return x * 2
 
 
-@pytest.fixture
-def prepared():
-    config = Config(
-        inputs={"x": "float32[num_tokens, 4]"},
-        max_num_tokens=16,
-        max_num_reqs=16,
-        capture_sizes=(4, 8),
-        attention_support=AttentionSupport.ALWAYS,
-        graph_mode="FULL",
-        compiler="eager",
-        cache=False,
-    )
+def served(config):
+    """Prepared, captured as its strategy says, sealed, and five steps on."""
     prepared = prepare(Model(), config)
     prepared.capture()
     prepared.seal()
     for size in (3, 4, 4, 6, 12):
         prepared(torch.ones(size, 4), batch=Batch(size, size))
-    yield prepared
-    prepared.close()
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def config(small_config):
+    limits = {"max_num_tokens": 16, "max_num_reqs": 16, "capture_sizes": (4, 8)}
+    return partial(small_config, graph_mode="FULL", **limits)
+
+
+@pytest.fixture(scope="module")
+def prepared(config):
+    with closing(served(config())) as prepared:
+        yield prepared
+
+
+@pytest.fixture
+def own(config):
+    """For a test that changes what is counted."""
+    with closing(served(config(strategy="lazy"))) as prepared:
+        yield prepared
 
 
 def samples(prepared):
@@ -64,13 +76,30 @@ def test_captures_compiles_and_recordings_are_counted(prepared):
     assert found["piecegraph_recordings",] == 2
     assert found["piecegraph_recording_bytes",] > 0
     assert found["piecegraph_startup_seconds", "prepare"] > 0
-    prepared.release()
-    assert samples(prepared)["piecegraph_recordings",] == 0
 
 
-def test_a_compile_after_seal_is_counted(prepared):
+def test_what_happens_after_seal_and_what_is_released_is_counted(own):
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    assert samples(prepared)["piecegraph_after_seal_total", "trace"] == 1
+    assert samples(own)["piecegraph_after_seal_total", "trace"] == 1
+    assert samples(own)["piecegraph_recordings",] == 2
+    own.release()
+    assert samples(own)["piecegraph_recordings",] == 0
+
+
+def test_startup_is_what_the_report_says_without_captures_under_traffic(own):
+    for _ in range(2):
+        with own.events.span("toolchain"):
+            pass
+    report = own.report()["startup"]
+    sums = Counter({"prepare": report["prepare_seconds"]})
+    for phase in report["phases"]:
+        sums[phase["name"]] += phase["seconds"]
+    name = "piecegraph_startup_seconds"
+    found = {labels[0]: value for (each, *labels), value in samples(own).items() if each == name}
+    assert found == pytest.approx(sums)
+    assert found.keys() >= {"prepare", "trace.dynamo", "capture"}
+    assert [span for span in own.events.spans if span.name == "capture.session"]
+    assert "capture.session" not in found
 
 
 def test_the_text_is_what_prometheus_reads(prepared):

@@ -68,8 +68,8 @@ def test_a_make_target_exists_and_its_recipe_can_be_expanded(command):
 
 @pytest.mark.compile
 @pytest.mark.slow
-def test_the_example_runs(environment, tmp_path):
-    (example,) = blocks("python")
+@pytest.mark.parametrize("example", blocks("python"))
+def test_an_example_runs(example, environment, tmp_path):
     script = tmp_path / "example.py"
     script.write_text(example)
     done = subprocess.run(

@@ -70,7 +70,7 @@ def test_every_request_completes_within_all_limits(
         scheduler.finish(schedule, [1] * sum(share.samples for share in schedule.shares))
     assert scheduler.idle
     assert all(len(request.tokens) == request.num_tokens_at_end for request in requests)
-    assert scheduler.blocks.num_free == num_blocks - 1
+    assert len(scheduler.blocks.free_blocks) == num_blocks - 1
 
 
 def test_prompts_are_chunked_under_the_token_budget():

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from piecegraph.dispatch import default_capture_sizes
-from piecegraph.errors import InvalidSetting
+from piecegraph.errors import InvalidSetting, ToolMissing
 from piecegraph.tools.options import parse_sizes
-from piecegraph.tools.sizes import decode_steps, fit_trace, read_sizes
+from piecegraph.tools.sizes import decode_steps, draw, fit_trace, read_sizes
 from piecegraph.tools.sizes_commands import sizes_app
 from piecegraph.tools.trace_reader import EXCERPT, TraceRow, read_trace
 
@@ -71,7 +72,6 @@ def test_settings_that_are_too_small_are_named(bad):
 
 
 def test_the_command_prints_plots_and_writes_a_sizes_file(tmp_path):
-    pytest.importorskip("matplotlib")
     figures, png, output = (tmp_path / name for name in ("f.json", "f.png", "sizes.json"))
     arguments = ["fit", str(EXCERPT), "--max-graphs", "16", "--rate", "1.5"]
     arguments += ["--json", str(figures), "--plot", str(png), "--output", str(output)]
@@ -91,6 +91,20 @@ def test_json_to_standard_output_is_all_that_is_printed():
         sizes_app, ["fit", str(EXCERPT), "--json", "-"], catch_exceptions=False
     )
     assert json.loads(done.output)["max_graphs"] == 24
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ToolMissing, match="piecegraph\\[tools\\]"):
+        draw(fit_trace(read_trace(EXCERPT, limit=20)), tmp_path / "f.png")
+
+
+@pytest.mark.parametrize("option", ["--plot", "--output"])
+def test_only_the_json_can_go_to_standard_output(option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidSetting, match="a file in a folder that exists"):
+        CliRunner().invoke(sizes_app, ["fit", str(EXCERPT), option, "-"], catch_exceptions=False)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("text", ["[1]", "{}", '{"capture_sizes": ["x"]}', "no json"])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from piecegraph import SWITCHES, AttentionSupport, Batch, Config, GraphMode, prepare, switched_off
+from piecegraph import SWITCHES, Batch, GraphMode, prepare, switched_off
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.options import SWITCH_NAMES
 
@@ -25,24 +26,14 @@ class Model(torch.nn.Module):
         return {"out": self.linear(x) * scale, "rest": (x.sum(-1), x)}
 
 
-def config(**settings):
-    return Config(
-        **{
-            "inputs": {"x": "float32[num_tokens, 4]"},
-            "max_num_tokens": 8,
-            "max_num_reqs": 8,
-            "attention_support": AttentionSupport.ALWAYS,
-            "graph_mode": GraphMode.FULL,
-            "compiler": "eager",
-            "cache": False,
-            **settings,
-        }
-    )
+@pytest.fixture
+def config(small_config):
+    return partial(small_config, graph_mode=GraphMode.FULL)
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("name", SWITCHES)
-def test_the_result_is_right_with_each_part_off(name):
+def test_the_result_is_right_with_each_part_off(name, config):
     model, x = Model(), torch.randn(3, 4)
     prepared = prepare(model, switched_off(config(), [name]))
     prepared.capture()
@@ -54,7 +45,7 @@ def test_the_result_is_right_with_each_part_off(name):
 
 
 @pytest.mark.compile
-def test_without_compilation_nothing_is_traced_and_python_runs_in_each_step():
+def test_without_compilation_nothing_is_traced_and_python_runs_in_each_step(config):
     model = Model()
     calls = []
     model.linear.register_forward_hook(lambda *_: calls.append(1))
@@ -68,7 +59,7 @@ def test_without_compilation_nothing_is_traced_and_python_runs_in_each_step():
 
 
 @pytest.mark.compile
-def test_an_uncompiled_model_checks_its_inputs_as_a_compiled_one_does():
+def test_an_uncompiled_model_checks_its_inputs_as_a_compiled_one_does(config):
     from piecegraph.errors import ArgumentFixed, InputMismatch, SizeOutOfRange
 
     prepared = prepare(Model(), config(compile=False))
@@ -82,7 +73,7 @@ def test_an_uncompiled_model_checks_its_inputs_as_a_compiled_one_does():
 
 
 @pytest.mark.compile
-def test_the_environment_turns_parts_off_in_any_engine(monkeypatch):
+def test_the_environment_turns_parts_off_in_any_engine(monkeypatch, config):
     monkeypatch.setenv("PIECEGRAPH_OFF", "graphs,dedupe")
     prepared = prepare(Model(), config())
     assert prepared.config.graph_mode is GraphMode.NONE
@@ -90,7 +81,7 @@ def test_the_environment_turns_parts_off_in_any_engine(monkeypatch):
     assert prepared.config.compile is True
 
 
-def test_a_switch_changes_nothing_but_its_own_settings():
+def test_a_switch_changes_nothing_but_its_own_settings(config):
     for name, settings in SWITCHES.items():
         changed = switched_off(config(compiler="inductor", cache=True), [name])
         before = config(compiler="inductor", cache=True).model_dump()
@@ -99,7 +90,7 @@ def test_a_switch_changes_nothing_but_its_own_settings():
 
 
 @pytest.mark.parametrize("name", ["", "everything", "GRAPHS"])
-def test_an_unknown_switch_is_an_error_that_lists_them(name):
+def test_an_unknown_switch_is_an_error_that_lists_them(name, config):
     with pytest.raises(InvalidSetting, match="dedupe"):
         switched_off(config(), [name])
 

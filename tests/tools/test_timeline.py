@@ -10,7 +10,7 @@ from piecegraph.tools.timeline import MAX_STEPS, chrome_trace
 
 
 def step(seconds):
-    return StepRecord("FULL", 3, 4, 3, 3, 0, seconds)
+    return StepRecord("FULL", 3, 4, 3, 0, seconds)
 
 
 def test_spans_nest_and_steps_follow_the_startup():

@@ -129,6 +129,14 @@ def test_without_tlparse_the_extra_is_named(monkeypatch, capsys):
     assert "pip install 'piecegraph[tools]'" in capsys.readouterr().err
 
 
+def test_a_failing_tlparse_is_an_error_of_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("piecegraph.tools.trace_command.find_tlparse", lambda: "false")
+    code = "import os, pathlib; pathlib.Path(os.environ['TORCH_TRACE'], 'a.log').write_text('')"
+    run = ["--", sys.executable, "-c", code]
+    assert main(["trace", "--output", str(tmp_path / "pages"), *run]) == 3
+    assert "error: tlparse failed: " in capsys.readouterr().err
+
+
 def _made(folder):
     folder.mkdir()
     return folder

@@ -44,7 +44,7 @@ def test_kv_contents_tables_and_random_state_are_as_before(monkeypatch: pytest.M
     requests = read_requests(options)
     with run.bring_up(options, requests, [], Console(file=io.StringIO())) as service:
         engine = service.engine
-        caches = engine.defragmenter._caches  # type: ignore[union-attr]
+        caches = engine.defragmenter._caches
         for now, then in zip(caches, before["caches"], strict=True):
             assert torch.equal(now[1:], then[1:])  # all but the dump block, where padding writes
         blocks = engine.scheduler.blocks

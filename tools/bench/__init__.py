@@ -9,24 +9,17 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ...errors import InvalidSetting
+from ..plotting import figure_class
 
 
 class Benchmark(Protocol):
     def run(self, quick: bool) -> dict[str, Any]: ...
-
-
-def draw(benchmark: Benchmark, result: dict[str, Any], path: Path) -> None:
-    """Draw `result` into the image `path`; raises InvalidSetting for one that cannot be drawn."""
-    plot = getattr(benchmark, "plot", None)
-    if plot is None:
-        raise InvalidSetting(
-            name="--plot", value=str(path), reason="this benchmark has no plot", expected="none"
-        )
-    plot(result, path)
 
 
 def names() -> list[str]:
@@ -36,5 +29,26 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Benchmark:
-    """The benchmark called `name`, one of `names()`."""
+    """The benchmark called `name`; raises InvalidSetting if there is none."""
+    if name not in names():
+        raise InvalidSetting(
+            name="bench",
+            value=name,
+            reason="there is no such benchmark",
+            expected="one of " + ", ".join(names()),
+        )
     return cast(Benchmark, importlib.import_module(f".{name}", __name__))
+
+
+def plotter(benchmark: Benchmark, path: Path) -> Callable[[dict[str, Any]], None]:
+    """What draws a result of `benchmark` into the image `path`.
+
+    Raises InvalidSetting for one that cannot be drawn, ToolMissing without matplotlib.
+    """
+    plot = getattr(benchmark, "plot", None)
+    if plot is None:
+        raise InvalidSetting(
+            name="--plot", value=str(path), reason="this benchmark has no plot", expected="none"
+        )
+    figure_class()
+    return partial(plot, path=path)

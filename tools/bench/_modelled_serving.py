@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from ... import Batch, Config, Dispatcher, Events, GraphMode, RuntimeMode
+from ... import Config, Dispatcher, Events, GraphMode, RuntimeMode
 from ...dispatch import default_capture_sizes, make_plan
 from ...runtime.capture_session import CaptureSession
 from ...runtime.capturer import Capturer
@@ -19,6 +19,7 @@ from ...runtime.recording import Recording
 from ...runtime.replay_backend import ReplayBackend
 from ...runtime.slot_actions import SlotActions
 from ..block_manager import BlockManager
+from ..engine import facts_of
 from ..scheduler import Request, Scheduler
 from ._serving_result import ServingResult
 
@@ -98,8 +99,7 @@ def _serve(
         while arriving and arriving[0].arrival <= clock.now:
             scheduler.add(arriving.popleft())
         schedule = scheduler.schedule()
-        decode = schedule.is_decode
-        batch = Batch(schedule.num_tokens, len(schedule.shares), decode, 1 if decode else None)
+        batch = facts_of(schedule)
         if capturer.active:
             capturer.before_step(batch)
         decision = dispatcher.dispatch(batch)

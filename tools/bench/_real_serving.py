@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import io
-from itertools import pairwise
 
 from rich.console import Console
 
 from ... import CaptureStrategy
-from ..decoder_config import PRESETS
+from ..latency import between_tokens
 from ..options import RunOptions
 from ..run import bring_up, serve
-from ..trace_reader import EXCERPT
+from ..run_arguments import read_run_options
 from ..workload import read_requests
 from ._serving_result import ServingResult
 
 
 def on_a_device(strategy: str, count: int) -> RunOptions:
     """The first `count` requests of the trace, all there at once, without compiling."""
-    return RunOptions(
-        model=PRESETS["small"],
+    return read_run_options(
+        model="small",
         dtype="bfloat16",
         device="cuda",
-        seed=0,
-        trace=EXCERPT,
         requests=count,
         length_scale=0.2,
-        time_scale=0.0,
-        mode=None,
-        strategy=strategy.upper(),
-        capture_sizes=None,
+        strategy=strategy,
         max_num_tokens=2048,
         max_num_reqs=256,
         backend="eager",
-        level=None,
-        cache_dir=None,
-        cache=False,
-        block_size=16,
-        kv_blocks=None,
+        no_cache=True,
         verify="none",
     )
 
@@ -56,7 +46,7 @@ def serve_really(strategy: CaptureStrategy, count: int) -> ServingResult:
         return ServingResult(
             ready=ready,
             first_token=[ready + moments[0] for moments in times.values()],
-            inter_token=[b - a for moments in times.values() for a, b in pairwise(moments)],
+            inter_token=between_tokens(times),
             capture=sum(event.facts["ms"] for event in captures) / 1000,
             captured=len(captures),
             used=len(used),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ... import CaptureStrategy, Config
+from ..plotting import figure_class
 from ..scheduler import Request
 from ..trace_reader import EXCERPT, read_trace
 from ._modelled_serving import serve_modelled
@@ -47,9 +48,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 def plot(result: dict[str, Any], path: Path) -> None:
     """Bars: time to ready and latencies of each strategy, on a logarithmic scale."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = figure_class()(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     rows = result["rows"]
     names = [name for name in rows[0] if name.endswith("_ms")]

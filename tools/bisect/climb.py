@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ... import PreparedModel
+from ...errors import InvalidSetting
 from .compare import Wrong, first_wrong
 from .finding import Finding
 from .ladder import COMPILER, EAGER, FULL, PIECEWISE, TRACED, WARM, Rung, prepared_for, rungs
@@ -27,8 +28,16 @@ def bisect(
     """The lowest rung on which `subject` gives a wrong number or raises; None if all is right.
 
     `say` is told each rung's verdict. With `script` a Python file is written there that repeats
-    the finding, with what it needs beside it; see `write_script`.
+    the finding, with what it needs beside it; see `write_script`. Raises InvalidSetting for a
+    configuration without a rung.
     """
+    if not any(rungs(subject.config)):
+        raise InvalidSetting(
+            name="compile",
+            value=False,
+            reason="graphs are off as well, which leaves nothing that could be wrong",
+            expected="to have one of the two on",
+        )
     state = State(subject.model, subject.layers)
     try:
         finding = _climb(subject, state, say)

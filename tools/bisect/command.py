@@ -30,9 +30,9 @@ def bisect_command(
     from .decoder_subject import decoder_subject
 
     requests = read_requests(options)
-    path = writable("--script", script)
+    writable("--script", script)
     console = Console(stderr=True)
     subject = decoder_subject(options, requests, steps, console)
-    finding = bisect(subject, script=path, say=lambda line: print(line, flush=True))
+    finding = bisect(subject, script=script, say=lambda line: print(line, flush=True))
     sys.stdout.write(f"{finding.line() if finding else 'every rung is right'}\n")
     return WRONG if finding else 0

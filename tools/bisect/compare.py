@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Absolute and relative: compiled code adds up in another order."""
+from ..tolerance import TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,8 @@ def first_wrong(
 ) -> Wrong | None:
     """The first difference beyond the tolerance; rows of `got` beyond those expected are padding.
 
-    Tensors of other rank or smaller shape differ in their first element, with NaN for its value.
+    Tensors of other rank or smaller shape differ in their first element, with NaN for its value;
+    so does the first tensor that only one side has.
     """
     for index, (want, have) in enumerate(zip(expected, got, strict=False)):
         if want.dim() != have.dim() or any(
@@ -44,6 +44,8 @@ def first_wrong(
         if bad.any():
             element = tuple(int(i) for i in bad.nonzero()[0])
             return Wrong(index, element, float(want[element]), float(real[element]))
+    if len(expected) != len(got):
+        return Wrong(min(len(expected), len(got)), (), float("nan"), float("nan"))
     return None
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import CaptureStrategy, Config, GraphMode, PreparedModel, prepare
+from ...dispatch import level_defaults
 from .subject import Subject
 
 EAGER, TRACED, SPLIT, DEDUPE = "eager", "traced graph", "split", "dedupe"
@@ -32,13 +33,28 @@ class Rung:
     name: str
     settings: dict[str, Any]
 
-    @property
-    def warm(self) -> bool:
-        return self.name == WARM
-
 
 def rungs(config: Config) -> Iterator[Rung]:
     """The rungs that `config` has, from the ground."""
+    if config.compile:
+        yield from _compiled_rungs(config)
+    mode = _asked(config)
+    if mode is not GraphMode.NONE:
+        if config.splitting_ops:
+            yield Rung(PIECEWISE, {"graph_mode": GraphMode.PIECEWISE})
+        if not config.splitting_ops or mode is not GraphMode.PIECEWISE:
+            yield Rung(FULL, {})
+
+
+def _asked(config: Config) -> GraphMode:
+    """The graph mode that is asked for, by its name or by the level."""
+    if config.graph_mode is not None:
+        return config.graph_mode
+    return level_defaults(config.level).mode if config.compile else GraphMode.NONE
+
+
+def _compiled_rungs(config: Config) -> Iterator[Rung]:
+    """Those without graphs."""
     plain = {"graph_mode": GraphMode.NONE, "cache": False}
     eager = {**plain, "compiler": "eager"}
     yield Rung(TRACED, {**eager, "splitting_ops": ()})
@@ -50,10 +66,6 @@ def rungs(config: Config) -> Iterator[Rung]:
         yield Rung(COMPILER, plain)
     if config.cache and config.compiler == "inductor":
         yield Rung(WARM, {"graph_mode": GraphMode.NONE})
-    if config.graph_mode is not GraphMode.NONE:
-        if config.splitting_ops:
-            yield Rung(PIECEWISE, {"graph_mode": GraphMode.PIECEWISE})
-        yield Rung(FULL, {})
 
 
 @contextmanager
@@ -63,7 +75,7 @@ def prepared_for(subject: Subject, rung: Rung) -> Iterator[PreparedModel]:
     On the rung of the warm cache it is prepared twice, so that the second comes from a bundle.
     """
     config = subject.config.changed(**{"strategy": CaptureStrategy.EAGER, **rung.settings})
-    if rung.warm:
+    if rung.name == WARM:
         _prepare(subject, config).close()
     prepared = _prepare(subject, config)
     try:

@@ -47,12 +47,11 @@ def guilty_guard(plan: Plan, size: int) -> tuple[str | None, str]:
     """Where the guard stands that does not hold, and what it says; (None, "") if all are proved."""
     unproved = [guard for guard in plan.guards if not guard.proved]
     broken = [guard for guard in unproved if size in _sizes(guard.failing)]
-    for guard in [*broken, *unproved]:
-        failing = ", ".join(str(one) for one in guard.failing) or guard.method
-        return _file(
-            guard.where
-        ), f"guard {guard.expression} was not proved: it fails for {failing}"
-    return None, ""
+    if not unproved:
+        return None, ""
+    guard = (broken or unproved)[0]
+    failing = ", ".join(str(one) for one in guard.failing) or guard.method
+    return _file(guard.where), f"guard {guard.expression} was not proved: it fails for {failing}"
 
 
 def _file(where: str | None) -> str | None:

@@ -16,8 +16,8 @@ class State:
     """What the tensors below `layers`, and the buffers of `model`, hold now."""
 
     def __init__(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
-        found = [*_tensors(layers, "layers", DEPTH), *_buffers(model)]
-        self._saved = [(holder, key, tensor, tensor.clone()) for _, holder, key, tensor in found]
+        places = [found[1:] for found in _tensors(layers, "layers", DEPTH)] + _buffers(model)
+        self._saved = [(holder, key, tensor, tensor.clone()) for holder, key, tensor in places]
 
     def restore(self) -> None:
         """The same tensors in the same places, with the same contents."""
@@ -36,10 +36,7 @@ def addresses(model: torch.nn.Module, layers: Mapping[str, Any]) -> dict[str, in
     return {name: tensor.data_ptr() for name, tensor in named.items()}
 
 
-Found = tuple[str, Any, Any, Tensor]
-
-
-def _tensors(value: Any, name: str, depth: int) -> Iterator[Found]:
+def _tensors(value: Any, name: str, depth: int) -> Iterator[tuple[str, Any, Any, Tensor]]:
     if not depth:
         return
     for key, item in _items(value):
@@ -60,11 +57,13 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     return list(getattr(value, "__dict__", {}).items())
 
 
-def _buffers(model: torch.nn.Module) -> Iterator[Found]:
-    for name, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                yield f"{name}.{key}", module._buffers, key, buffer
+def _buffers(model: torch.nn.Module) -> list[tuple[Any, Any, Tensor]]:
+    return [
+        (module._buffers, key, buffer)
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
 
 
 def _get(holder: Any, key: Any) -> Any:

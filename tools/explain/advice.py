@@ -27,7 +27,7 @@ def _verification(facts: Facts) -> Advice:
 
 def _cache(facts: Facts) -> Advice:
     cache = facts["cache"]
-    if not cache["hit"]:
+    if not cache["hit"] and facts["settings"]["compile"]:
         yield (
             f"this start was cold: {cache['reason']}",
             "Build the bundle beforehand with `piecegraph cache warm`;"

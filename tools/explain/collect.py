@@ -86,6 +86,7 @@ def pieces(prepared: PreparedModel) -> list[Facts]:
     """Each unique piece: its uses, how it came to be, how long that took, its source."""
     plan, events = prepared.compiled.plan, prepared.events
     compiled = {event.facts["piece"]: event.facts for event in events.named("compile.end")}
+    ready = "loaded" if prepared.config.compile else "not compiled"
     bundle = events.named("bundle")[-1].facts
     kernels = bundle.get("kernels", [])
     uses = plan.piece_uses()
@@ -98,7 +99,7 @@ def pieces(prepared: PreparedModel) -> list[Facts]:
                 "digest": piece.digest,
                 "nodes": piece.nodes,
                 "used_by": [use for use, unique in enumerate(uses) if unique == index],
-                "made": "compiled" if made else "loaded",
+                "made": "compiled" if made else ready,
                 "seconds": made and made["seconds"],
                 "kernels": made["kernels"] if made else (kernels[index] if kernels else None),
                 "source": piece.text,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..options import STDOUT, RunOptions, choice, writable
+from ..main_job import main_job
+from ..options import STDOUT, RunOptions, choice, writable, write
 from ..run_arguments import with_run_options
 
 FORMATS = ("html", "json", "md")
@@ -29,17 +29,14 @@ def explain_command(
 ) -> int:
     """Run like `piecegraph run` and explain it: startup, pieces, guards, captures, dispatch."""
     form = choice("--format", format, FORMATS)
-    writable("--output", output)
+    writable("--output", output, or_stdout=True)
     writable("--timeline", timeline)
     facts, trace = _explained(options)
-    text = _written(facts, form)
-    if output == STDOUT:
-        sys.stdout.write(text)
-    else:
-        output.write_text(text)
+    write(output, _written(facts, form))
+    if output != STDOUT:
         print(f"written: {output}", file=sys.stderr)
     if timeline is not None:
-        timeline.write_text(json.dumps(trace))
+        write(timeline, json.dumps(trace))
         print(f"written: {timeline}, for https://ui.perfetto.dev", file=sys.stderr)
     return 0
 
@@ -48,21 +45,13 @@ def _explained(options: RunOptions) -> tuple[dict[str, Any], dict[str, Any]]:
     """The facts of a run, and its timeline."""
     from rich.console import Console
 
-    from ..workload import read_requests
-
-    requests = read_requests(options)
-    began = time.perf_counter()
     from ... import Events
-    from ..run import bring_up, serve, service_report
-    from ..timeline import chrome_trace
-    from .collect import collect
 
-    phases = [("import torch", time.perf_counter() - began)]
-    console = Console(stderr=True)
     events = Events(detailed=True)
-    with bring_up(options, requests, phases, console, events) as service:
-        serve(service, requests, console)
-        report = service_report(service, options, requests, phases)
+    with main_job(options, Console(stderr=True), events) as (service, report):
+        from ..timeline import chrome_trace
+        from .collect import collect
+
         steps = service.engine.served.steps
         return collect(report, service.prepared, steps), chrome_trace(events, steps)
 
