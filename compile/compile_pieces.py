@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 
 from ..cache import Entry, Key
 from ..cache.factors import Json
-from ..errors import PieceFailed
+from ..errors import PiecegraphError, PieceFailed
 from ..torch_compat import reasoning_about_sizes
 from .agreement import concrete_inputs, disagreement
 from .artifact import CODE, Blobs, PieceFn, kernels
@@ -24,6 +25,7 @@ from .compilers import Compiler
 from .config import TOKENS
 from .cut import Cut, UniquePiece
 from .factors import codegen_key
+from .partitions import partition_options, partitions_of
 from .passes.graph_pass import GraphPass, inductor_passes, passes_for
 from .plan import CompiledSpan
 from .spans import Span, spans
@@ -69,7 +71,10 @@ def compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> Compiled:
                     done.pieces.append(fn)
                     done.artifacts.append(blobs)
                 used.append(numbers[identity])
-            done.spans.append(CompiledSpan(low=span.low, high=span.high, artifacts=tuple(used)))
+            cuts = sum(partitions_of(done.pieces[number]) for number in used)
+            done.spans.append(
+                CompiledSpan(low=span.low, high=span.high, artifacts=tuple(used), partitions=cuts)
+            )
     return done
 
 
@@ -93,9 +98,14 @@ def _obtain(task: Task, cut: Cut, job: Job, compiler: Compiler) -> tuple[PieceFn
     with task.events.span("compile.piece", piece=unique.index, digest=unique.digest[:12]) as span:
         fn, blobs = _compile(task, cut, job, compiler)
     graph = unique.piece.module(cut.trace.graph)
-    proved = cut.guards.settle(
-        f"piece {unique.index}", run=lambda sizes: disagreement(fn, graph, sizes)
-    )
+
+
+    def run(sizes: Mapping[sympy.Symbol, int]) -> str | None:
+        return disagreement(fn, graph, sizes)
+
+    # splitting ops inside may need a step around them, or write to memory that is in use
+    runnable = None if cut.partition_ops else run
+    proved = cut.guards.settle(f"piece {unique.index}", run=runnable)
     if blobs and proved:
         store_artifact(task, cut, job, blobs, span.seconds)
     return fn, blobs
@@ -149,7 +159,8 @@ def compiler_options(task: Task, cut: Cut, job: Job) -> dict[str, Any]:
     """Inductor's options for a job: autotuned if it is for one size, the user's, the passes."""
     tuned = {} if job.size is None else {"max_autotune": task.device.type == "cuda"}
     passes = inductor_passes(job.passes, task.events, job.unique.index)
-    return {**tuned, **cut.config.inductor_options, **passes}
+    cuts = partition_options(cut.partition_ops) if cut.config.use_inductor_graph_partition else {}
+    return {**tuned, **cut.config.inductor_options, **passes, **cuts}
 
 
 def _compile(task: Task, cut: Cut, job: Job, compiler: Compiler) -> tuple[PieceFn, Blobs]:
@@ -169,12 +180,16 @@ def _compile(task: Task, cut: Cut, job: Job, compiler: Compiler) -> tuple[PieceF
             graph = unique.piece.module(cut.trace.graph)
             options = compiler_options(task, cut, job)
             fn, blobs = compiler.compile(graph, _inputs(job, graph), options)
+    except PiecegraphError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         raise PieceFailed(
             compiler=compiler.name, piece=unique.index, digest=unique.digest[:12], reason=reason
         ) from error
     seconds = time.perf_counter() - began
+    if cut.config.use_inductor_graph_partition:
+        about["partitions"] = partitions_of(fn)
     events.emit("compile.end", seconds=seconds, kernels=kernels([blobs])[0], **about)
     events.count(f"{compiler.name}_compiles")
     return fn, blobs

@@ -7,6 +7,7 @@
 | dedupe       | equal pieces share one                                  |
 | compiler     | pieces compiled, nothing read from a cache              |
 | warm cache   | pieces loaded from the cache                            |
+| partitions   | the graph whole, its code cut by Inductor               |
 | PIECEWISE    | graphs with attention in between, padded sizes          |
 | FULL         | the mode that was asked for, with attention in graphs   |
 """
@@ -22,7 +23,8 @@ from ... import CaptureStrategy, Config, GraphMode, PreparedModel, prepare
 from .subject import Subject
 
 EAGER, TRACED, SPLIT, DEDUPE = "eager", "traced graph", "split", "dedupe"
-COMPILER, WARM, PIECEWISE, FULL = "compiler", "warm cache", "PIECEWISE", "FULL"
+COMPILER, WARM, PARTITIONS = "compiler", "warm cache", "partitions"
+PIECEWISE, FULL = "PIECEWISE", "FULL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class Rung:
 
 def rungs(config: Config) -> Iterator[Rung]:
     """The rungs that `config` has, from the ground."""
-    plain = {"graph_mode": GraphMode.NONE, "cache": False}
+    split = {"graph_mode": GraphMode.NONE, "use_inductor_graph_partition": False}
+    plain = {**split, "cache": False}
     eager = {**plain, "compiler": "eager"}
     yield Rung(TRACED, {**eager, "splitting_ops": ()})
     if config.splitting_ops:
@@ -49,7 +52,9 @@ def rungs(config: Config) -> Iterator[Rung]:
     if config.compiler != "eager":
         yield Rung(COMPILER, plain)
     if config.cache and config.compiler == "inductor":
-        yield Rung(WARM, {"graph_mode": GraphMode.NONE})
+        yield Rung(WARM, split)
+    if config.use_inductor_graph_partition:
+        yield Rung(PARTITIONS, {"graph_mode": GraphMode.NONE})
     if config.graph_mode is not GraphMode.NONE:
         if config.splitting_ops:
             yield Rung(PIECEWISE, {"graph_mode": GraphMode.PIECEWISE})
