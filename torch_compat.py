@@ -451,7 +451,7 @@ class Partitions:
 
 @contextmanager
 def inductor_partitions(wrap: Callable[[Any], Any]) -> Iterator[Partitions]:
-    """Let Inductor hand every partition of what it compiles or loads to `wrap`, which may replace it.
+    """Let Inductor replace every partition of what it compiles or loads by `wrap(partition)`.
 
     The scheduler cuts at the ops of the option `custom_should_partition_ops`, and around whatever
     it believes that no graph can hold. One of these rules is right for CUDA graphs alone: that
@@ -470,8 +470,8 @@ def inductor_partitions(wrap: Callable[[Any], Any]) -> Iterator[Partitions]:
             with _cpu_as_device():
                 reason = judge(scheduler, node, *args, **kwargs)
             if reason and not hasattr(node, "snodes"):
-                op = getattr(node.node, "op_overload", None)
-                name = op.name() if isinstance(op, torch._ops.OpOverload) else node.get_name()
+                op: Any = getattr(node.node, "op_overload", None)
+                name = node.get_name() if op is None else op.name()
                 if name in inductor_config.custom_should_partition_ops:
                     made.cut_at.add(name)
                 else:

@@ -17,7 +17,7 @@ import torch
 
 from ..cache import Entry, Key
 from ..cache.factors import Json
-from ..errors import PiecegraphError, PieceFailed
+from ..errors import PieceFailed, PiecegraphError
 from ..torch_compat import reasoning_about_sizes
 from .agreement import concrete_inputs, disagreement
 from .artifact import CODE, Blobs, PieceFn, kernels
@@ -98,7 +98,6 @@ def _obtain(task: Task, cut: Cut, job: Job, compiler: Compiler) -> tuple[PieceFn
     with task.events.span("compile.piece", piece=unique.index, digest=unique.digest[:12]) as span:
         fn, blobs = _compile(task, cut, job, compiler)
     graph = unique.piece.module(cut.trace.graph)
-
 
     def run(sizes: Mapping[sympy.Symbol, int]) -> str | None:
         return disagreement(fn, graph, sizes)

@@ -94,7 +94,7 @@ def partition_ops(graph: Graph, splits: Predicate) -> tuple[str, ...]:
     return tuple(sorted(name for name, choices in picked.items() if choices[0]))
 
 
-def overload_of(node: Node) -> torch._ops.OpOverload:
+def overload_of(node: Node) -> Any:
     """The overload that a node calls, which must call an op."""
     op: Any = node.target
     return default_overload(op) if isinstance(op, torch._ops.OpOverloadPacket) else op

@@ -9,6 +9,7 @@ from piecegraph import AttentionSupport, Config, Events, GraphMode, prepare
 from piecegraph.runtime.recording import SegmentKind
 from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
 from piecegraph.tools.engine import Engine
+from piecegraph.tools.explain.collect import pieces as explained
 from piecegraph.tools.verify import Verifier
 
 pytestmark = [
@@ -43,12 +44,8 @@ def serve(make_world, make_requests, cache):
             attention_support=AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE,
             cache_dir=cache,
         )
-        backend = ReplayBackend(
-            ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True)
-        )
-        prepared = prepare(
-            world.model, config, layers=world.layers, backend=backend, events=events
-        )
+        backend = ReplayBackend(ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True))
+        prepared = prepare(world.model, config, layers=world.layers, backend=backend, events=events)
         prepared.capture(world.buffers.padding)
         prepared.seal()
         verifier = Verifier(
@@ -85,7 +82,10 @@ def test_steps_are_those_of_the_eager_model_in_every_mode(serve, mode, used):
     prepared, modes = serve(mode)
     assert modes == used
     assert prepared.compiled.plan.partitions() == LAYERS + 1
-    assert prepared.report()["pieces"]["segments"] == 2 * LAYERS + 1
+    pieces = prepared.report()["pieces"]
+    assert (pieces["partitions"], pieces["segments"]) == (LAYERS + 1, 2 * LAYERS + 1)
+    (row,) = explained(prepared)
+    assert row["made"] in ("compiled in 3 partitions", "loaded in 3 partitions")
     for slot, recording in prepared.recordings():
         kinds = [segment.kind for segment in recording.segments]
         piecewise = prepared.dispatcher.plan.entries[slot].mode.name == "PIECEWISE"
