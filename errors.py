@@ -261,6 +261,11 @@ class PieceFailed(CompileError):
     todo = "Run with compiler='eager' to see whether the piece itself is at fault."
 
 
+class NotPartitioned(CompileError):
+    what = "Inductor cannot cut the graph at its splitting ops alone: {reason}"
+    todo = "Set use_inductor_graph_partition=False: the graph is then split before it is compiled."
+
+
 class LibraryNotGeneral(CompileError):
     what = "the ahead-of-time library holds only where {expression}"
     todo = "The piece is served by Inductor's standalone artifact instead."

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any
@@ -399,12 +399,8 @@ def reads_before_mutations() -> Iterator[None]:
                         V.graph.mark_buffer_mutated(each.get_name())
         return original.__func__(cls, kernel, *args, **kwargs)
 
-    with compiler_lock:
-        kernels.create = classmethod(create)
-        try:
-            yield
-        finally:
-            kernels.create = original
+    with compiler_lock, _replaced(kernels, "create", classmethod(create)):
+        yield
 
 
 def inductor_compile(
@@ -451,11 +447,8 @@ def _kernels_in_background() -> Iterator[list[dict[str, Any]]]:
         namespace.update(others)
         namespaces.append(namespace)
 
-    AsyncCompile.wait = wait  # type: ignore[assignment,method-assign]
-    try:
+    with _replaced(AsyncCompile, "wait", wait):
         yield namespaces
-    finally:
-        AsyncCompile.wait = original  # type: ignore[method-assign]
 
 
 def _kernels_of(namespace: dict[str, Any]) -> Iterator[Path]:
@@ -543,12 +536,11 @@ def inductor_options(probes: Path) -> Iterator[None]:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(probes)
             return original(isa, code)
 
-    VecISA.check_build = check_build  # type: ignore[assignment,method-assign]
-    try:
-        with inductor_config.patch({"cpp.vec_isa_ok": True}):
-            yield
-    finally:
-        VecISA.check_build = original  # type: ignore[method-assign]
+    with (
+        _replaced(VecISA, "check_build", check_build),
+        inductor_config.patch({"cpp.vec_isa_ok": True}),
+    ):
+        yield
 
 
 def machine_probes() -> Path:
@@ -556,6 +548,82 @@ def machine_probes() -> Path:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return Path(default_cache_dir(), "isa_probes")
+
+
+@dataclass
+class Partitions:
+    """What Inductor cut while `inductor_partitions` lasted."""
+
+    count: int = 0
+    """Partitions of the code that was made or loaded last."""
+    cut_at: set[str] = field(default_factory=set)
+    """Ops of `custom_should_partition_ops` that it cut at."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Other operations that it put into no partition, and why."""
+
+
+@contextmanager
+def inductor_partitions(wrap: Callable[[Any], Any]) -> Iterator[Partitions]:
+    """Let Inductor replace every partition of what it compiles or loads by `wrap(partition)`.
+
+    The scheduler cuts at the ops of the option `custom_should_partition_ops`, and around whatever
+    it believes that no graph can hold. One of these rules is right for CUDA graphs alone: that
+    operations of a CPU cannot be captured. In a model that is on a CPU as a whole they count as a
+    device's. Wrapper and rule are process-wide; both are put back, whatever happens inside.
+    """
+    with cache_variables_kept():
+        import torch._inductor.config as inductor_config
+        from torch._inductor.scheduler import Scheduler
+        from torch._inductor.utils import _unstable_customized_partition_wrapper as wrapper
+
+        made = Partitions()
+        judge: Any = Scheduler.should_partition
+
+        def should_partition(scheduler: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
+            with _cpu_as_device():
+                reason = judge(scheduler, node, *args, **kwargs)
+            if reason and not hasattr(node, "snodes"):
+                op: Any = getattr(node.node, "op_overload", None)
+                name = node.get_name() if op is None else op.name()
+                if name in inductor_config.custom_should_partition_ops:
+                    made.cut_at.add(name)
+                else:
+                    made.left_out[name] = str(reason)
+            return reason
+
+        def customized(partition: Any, metadata: Any) -> Any:
+            made.count = metadata.num_partitions
+            return wrap(partition)
+
+        with (
+            inductor_config.patch(graph_partition=True),
+            _replaced(Scheduler, "should_partition", should_partition),
+            _replaced(wrapper, "wrapper", customized),
+        ):
+            yield made
+
+
+@contextmanager
+def _cpu_as_device() -> Iterator[None]:
+    """Let the scheduler take a node of a graph that is on the CPU alone for one of a GPU."""
+    from torch._inductor.scheduler import BaseSchedulerNode
+    from torch._inductor.virtualized import V
+
+    if set(V.graph.device_types) <= {"cpu"}:
+        with _replaced(BaseSchedulerNode, "is_gpu", BaseSchedulerNode.is_cpu):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = inspect.getattr_static(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+from ..errors import InvalidSetting
 from ..torch_compat import reasoning_about_sizes
 from .aoti import build_library
 from .artifact import LIBRARY, Blobs
@@ -25,8 +26,16 @@ from .task import Task
 def compile_ahead(task: Task) -> bool:
     """Build the missing libraries and republish the bundle; False if an artifact cannot have one.
 
-    It is then reported, and the bundle keeps its form.
+    It is then reported, and the bundle keeps its form. Raises InvalidSetting where Inductor is to
+    cut the code: a library is one unit.
     """
+    if task.config.use_inductor_graph_partition:
+        raise InvalidSetting(
+            name="use_inductor_graph_partition",
+            value=True,
+            reason="an ahead-of-time library cannot be partitioned",
+            expected="False for what is compiled ahead, or serve from Inductor's artifacts",
+        )
     key = trace_key(task.model, task.config, task.device, task.examples)
     cut = cut_model(task)
     compiled = compile_pieces(task, cut, compiler_named(task.config.compiler))

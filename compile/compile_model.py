@@ -15,6 +15,7 @@ from .compilers import Compiler, compiler_named
 from .config import BundleUse
 from .factors import trace_key
 from .inductor import compile_uncached, compiling
+from .partitions import partitioning
 from .task import Task
 from .uncompiled import uncompiled_model
 from .unpacked import unpacked_inductor
@@ -59,10 +60,12 @@ def _compiler(task: Task) -> Compiler:
     if config.compiler != "inductor":
         return compiler_named(config.compiler)
     if config.dump_dir is not None:
-        return unpacked_inductor(config.dump_dir, task.events)
-    if not task.cache.enabled:
-        return Compiler("inductor", compile_uncached, session=compiling)
-    return compiler_named("inductor")
+        compiler = unpacked_inductor(config.dump_dir, task.events)
+    elif not task.cache.enabled:
+        compiler = Compiler("inductor", compile_uncached, session=compiling)
+    else:
+        compiler = compiler_named("inductor")
+    return partitioning(compiler) if config.use_inductor_graph_partition else compiler
 
 
 def _cold(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel:

@@ -9,17 +9,18 @@ begun before is kept.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import sympy
 import torch
 
 from ..cache import Entry, Key
 from ..cache.factors import Json
-from ..errors import PieceFailed
+from ..errors import PieceFailed, PiecegraphError
 from ..torch_compat import reasoning_about_sizes
 from .agreement import concrete_inputs, disagreement
 from .artifact import CODE, Blobs, PieceFn, kernels
@@ -28,6 +29,7 @@ from .config import TOKENS
 from .cut import Cut, UniquePiece
 from .factors import codegen_key, machine_factors
 from .location import first_line
+from .partitions import partition_options, partitions_of
 from .passes.graph_pass import GraphPass, inductor_passes, passes_for
 from .plan import CompiledSpan
 from .spans import Span, spans
@@ -71,7 +73,7 @@ def compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> Compiled:
     with task.events.span("compile", level=logging.INFO, pieces=len(cut.unique)):
         for unique in cut.unique:
             cut.guards.check_ends(unique.piece.module(cut.trace.graph), f"piece {unique.index}")
-        jobs, served = _schedule(cut, machine_factors(cut.config, task.device))
+        jobs, used = _schedule(cut, machine_factors(cut.config, task.device))
         made = {number: _stored(task, cut, job, compiler) for number, job in enumerate(jobs)}
         missing = [number for number, stored in made.items() if stored is None]
         if missing and compiler.first_use is not None:
@@ -79,24 +81,28 @@ def compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> Compiled:
         with compiler.session() if missing else nullcontext():
             begins = (partial(_begin, task, cut, jobs[number], compiler) for number in missing)
             made.update(zip(missing, _overlapped(begins), strict=True))
-    return Compiled(jobs, [each for each in made.values() if each is not None], served)
+    done = [each for each in made.values() if each is not None]
+    return Compiled(jobs, done, [_served(span, numbers, done) for span, numbers in used])
 
 
-def _schedule(cut: Cut, machine: Mapping[str, Any]) -> tuple[list[Job], list[CompiledSpan]]:
-    """The distinct jobs, and which of them serve each span."""
-    jobs: list[Job] = []
-    numbers: dict[Any, int] = {}
-    served = []
+def _schedule(
+    cut: Cut, machine: Mapping[str, Any]
+) -> tuple[list[Job], list[tuple[Span, tuple[int, ...]]]]:
+    """The distinct jobs, and for each span the numbers of those that serve it."""
+    jobs: dict[Any, tuple[int, Job]] = {}
+    used = []
     for span in spans(cut.config):
-        used = []
+        numbers = []
         for job in _jobs(cut, span, machine):
             identity = (job.unique.index, job.size, tuple(each.name for each in job.passes))
-            if identity not in numbers:
-                numbers[identity] = len(jobs)
-                jobs.append(job)
-            used.append(numbers[identity])
-        served.append(CompiledSpan(low=span.low, high=span.high, artifacts=tuple(used)))
-    return jobs, served
+            numbers.append(jobs.setdefault(identity, (len(jobs), job))[0])
+        used.append((span, tuple(numbers)))
+    return [job for _, job in jobs.values()], used
+
+
+def _served(span: Span, numbers: tuple[int, ...], made: Sequence[Made]) -> CompiledSpan:
+    cuts = sum(partitions_of(made[number].fn) for number in numbers)
+    return CompiledSpan(low=span.low, high=span.high, artifacts=numbers, partitions=cuts)
 
 
 def _overlapped(begins: Iterable[Callable[[], Callable[[], Made]]]) -> Iterator[Made]:
@@ -171,7 +177,8 @@ def compiler_options(task: Task, cut: Cut, job: Job) -> dict[str, Any]:
     """Inductor's options for a job: autotuned if it is for one size, the user's, the passes."""
     tuned = {} if job.size is None else {"max_autotune": task.device.type == "cuda"}
     passes = inductor_passes(job.passes, task.events, job.unique.index)
-    return {**tuned, **cut.config.inductor_options, **passes}
+    cuts = partition_options(cut.partition_ops) if cut.config.use_inductor_graph_partition else {}
+    return {**tuned, **cut.config.inductor_options, **passes, **cuts}
 
 
 def _begin(task: Task, cut: Cut, job: Job, compiler: Compiler) -> Callable[[], Made]:
@@ -195,10 +202,12 @@ def _begin(task: Task, cut: Cut, job: Job, compiler: Compiler) -> Callable[[], M
         options = compiler_options(task, cut, job)
         wait = cache(compiler.compile(graph, _inputs(job, graph), options))
 
-    def run(sizes: Mapping[str, int]) -> str | None:
+    def run(sizes: Mapping[sympy.Symbol, int]) -> str | None:
         return disagreement(wait()[0], unique.piece.module(cut.trace.graph), sizes)
 
-    proved = cut.guards.settle(f"piece {unique.index}", run=run)
+    # splitting ops inside may need a step around them, or write to memory that is in use
+    runnable = None if cut.partition_ops else run
+    proved = cut.guards.settle(f"piece {unique.index}", run=runnable)
 
     def finish() -> Made:
         with (
@@ -207,6 +216,8 @@ def _begin(task: Task, cut: Cut, job: Job, compiler: Compiler) -> Callable[[], M
         ):
             fn, blobs = wait()
         made = Made(fn, blobs, proved, generation.seconds + waiting.seconds)
+        if cut.config.use_inductor_graph_partition:
+            about["partitions"] = partitions_of(fn)
         events.emit("compile.end", seconds=made.seconds, kernels=kernels([blobs])[0], **about)
         events.count(f"{compiler.name}_compiles")
         store_artifact(task, cut, job, made)
@@ -220,6 +231,8 @@ def _naming(compiler: Compiler, unique: UniquePiece) -> Iterator[None]:
     """Name the piece in what the compiler raises."""
     try:
         yield
+    except PiecegraphError:
+        raise
     except Exception as error:
         raise PieceFailed(
             compiler=compiler.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import (
     BaseModel,
@@ -14,6 +14,7 @@ from pydantic import (
     ValidationError,
     field_serializer,
     field_validator,
+    model_validator,
 )
 
 from ..cache.feeds import Feeds, exempt
@@ -92,6 +93,9 @@ class CompileConfig(BaseModel):
     """A function of a graph node that says whether to cut there; or its name, as
     `module:function` or an entry point of the group `piecegraph.splitters`."""
 
+    use_inductor_graph_partition: bool = False
+    """True leaves the graph whole and lets Inductor cut its code at the splitting ops."""
+
     inputs: Annotated[dict[str, str], TRACED] = Field(default_factory=dict)
     """Tensor inputs by parameter name, as `int64[num_tokens]`; example inputs are built from it."""
 
@@ -169,6 +173,20 @@ class CompileConfig(BaseModel):
         if isinstance(value, tuple):
             return [self._named(item) for item in value]
         return value if value is None else str(getattr(value, "__qualname__", value))
+
+    @model_validator(mode="after")
+    def _check_partition(self) -> Self:
+        """Only Inductor can cut code, and only the code of its Python wrapper."""
+        cpp = self.inductor_options.get("cpp_wrapper")
+        if self.use_inductor_graph_partition and (self.compiler != "inductor" or cpp):
+            found = "inductor_options['cpp_wrapper']" if cpp else f"compiler={self.compiler!r}"
+            raise InvalidSetting(
+                name="use_inductor_graph_partition",
+                value=True,
+                reason=f"{found} cannot partition a graph",
+                expected="False, or compiler='inductor' without cpp_wrapper",
+            )
+        return self
 
     def cuts(self) -> bool:
         """Whether there is anything to cut the graph at."""

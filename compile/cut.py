@@ -16,7 +16,7 @@ from .plan import CompiledSpan, Plan
 from .planning import Planner, base_symbols
 from .readable import readable
 from .sound_trace import sound_trace
-from .split import is_splitting, split
+from .split import Predicate, is_splitting, partition_ops, split
 from .task import Task
 from .trace import Trace
 
@@ -39,11 +39,14 @@ class Cut:
     unique: list[UniquePiece]
     guards: GuardBook
     config: CompileConfig
+    partition_ops: tuple[str, ...] = ()
+    """Ops at which Inductor is to cut; the graph is then whole, one piece."""
 
     def plan(self, spans: Sequence[CompiledSpan]) -> Plan:
         """The plan, once it is known what serves which span."""
         pieces = [(unique.digest, unique.piece) for unique in self.unique]
-        return self.planner.plan(pieces, spans, self.guards.unproved, self.guards.settled)
+        unproved, settled = self.guards.unproved, self.guards.settled
+        return self.planner.plan(pieces, spans, unproved, settled, self.partition_ops)
 
 
 def cut_model(task: Task) -> Cut:
@@ -53,12 +56,21 @@ def cut_model(task: Task) -> Cut:
     trace_artifact("graph", lambda: readable(traced.graph))
     with events.span("split", level=logging.INFO):
         planner = Planner(traced, config)
-        unique = _split(traced, config, planner, events)
-    return Cut(traced, planner, unique, guards, config)
+        splits = is_splitting(traced.graph.graph, config)
+        ops: tuple[str, ...] = ()
+        if config.use_inductor_graph_partition:
+            ops, splits = partition_ops(traced.graph.graph, splits), lambda node: False
+        unique = _split(traced, config, splits, ops, planner, events)
+    return Cut(traced, planner, unique, guards, config, ops)
 
 
 def _split(
-    traced: Trace, config: CompileConfig, planner: Planner, events: Events
+    traced: Trace,
+    config: CompileConfig,
+    splits: Predicate,
+    ops: tuple[str, ...],
+    planner: Planner,
+    events: Events,
 ) -> list[UniquePiece]:
     """Write the plan's steps while pieces are lifted and compared by content."""
     graph = traced.graph.graph
@@ -67,7 +79,7 @@ def _split(
     total = 0
     sections = split(
         graph,
-        is_splitting(graph, config),
+        splits,
         lambda node: is_size(node, symbols, traced.shape_env),
     )
     for section in sections:
@@ -75,7 +87,7 @@ def _split(
             planner.calls(section)
             continue
         piece = lift(section, symbols, traced.shape_env)
-        digest = fingerprint(piece.graph, traced.graph)
+        digest = fingerprint(piece.graph, traced.graph, ops)
         if not config.dedupe:
             digest = hashlib.sha256(f"{digest} {total}".encode()).hexdigest()
         found = unique.setdefault(digest, UniquePiece(len(unique), digest, piece))

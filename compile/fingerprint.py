@@ -10,7 +10,7 @@ user-code line numbers are not in it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,19 @@ from .literal import encode
 from .op_names import is_custom, is_op, op_name, overloads
 
 
-def fingerprint(graph: Graph, root: torch.nn.Module) -> str:
-    """sha256, in hex, of the canonical text of `graph`; `root` holds its constants."""
-    return hashlib.sha256(canonical_text(graph, root).encode()).hexdigest()
+def fingerprint(graph: Graph, root: torch.nn.Module, cut_at: Sequence[str] = ()) -> str:
+    """sha256, in hex, of the canonical text of `graph`; `root` holds its constants.
+
+    `cut_at` names the ops at which Inductor is to cut the generated code.
+    """
+    return hashlib.sha256(canonical_text(graph, root, cut_at).encode()).hexdigest()
 
 
-def canonical_text(graph: Graph, root: torch.nn.Module) -> str:
+def canonical_text(graph: Graph, root: torch.nn.Module, cut_at: Sequence[str] = ()) -> str:
     """The text that is hashed; two pieces differ where their texts do."""
     writer = _Writer(root)
-    return "\n".join([writer.line(node) for node in graph.nodes] + writer.schemas())
+    lines = [writer.line(node) for node in graph.nodes] + writer.schemas(cut_at)
+    return "\n".join([*lines, *(f"cut at {name}" for name in cut_at)])
 
 
 class _Writer:
@@ -61,9 +65,16 @@ class _Writer:
         ]
         return f"%{self._numbers[node]} " + " | ".join(parts)
 
-    def schemas(self) -> list[str]:
-        """Schema and source of each custom op, since a piece inlines or calls them."""
-        return [f"{name} = {op_source(op)}" for name, op in sorted(self._ops.items())]
+    def schemas(self, cut_at: Sequence[str]) -> list[str]:
+        """Schema and source of each custom op, since a piece inlines or calls them.
+
+        Of an op that the code is cut at, which is called and never inlined, the form is enough.
+        """
+        called = {name.partition(".")[0] for name in cut_at}
+        return [
+            f"{name} = {(op_form if op_name(op) in called else op_source)(op)}"
+            for name, op in sorted(self._ops.items())
+        ]
 
     def _target(self, node: Node) -> str:
         if node.op == "get_attr":

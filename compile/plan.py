@@ -101,6 +101,8 @@ class CompiledSpan(Frozen):
     low: int
     high: int
     artifacts: tuple[int, ...]
+    partitions: int = 0
+    """Into how many partitions Inductor cut the code, where that is its task."""
 
 
 class Check(Frozen):
@@ -146,6 +148,8 @@ class Plan(Frozen):
     checks: tuple[Check, ...] = ()
     parameters: tuple[str, ...]
     """Parameter names of the model's forward, in order."""
+    partition_ops: tuple[str, ...] = ()
+    """Ops inside the one piece at which Inductor cut its code; they are the breaks."""
     shapes: dict[str, str] = {}
     """Dtype and shape of each intermediate value, as text for people."""
     guards: tuple[SettledGuard, ...] = ()
@@ -163,10 +167,19 @@ class Plan(Frozen):
         return [step for step in self.steps if isinstance(step, CallStep)]
 
     def segments(self) -> int:
-        """Segments of a PIECEWISE recording: pieces, and runs of splitting calls between them."""
+        """Segments of a PIECEWISE recording: pieces, and runs of splitting calls between them.
+
+        Of code that Inductor cut these are its partitions and the calls between two of them.
+        """
+        if self.partition_ops:
+            return 2 * self.partitions() - 1
         kinds = [step.kind for step in self.steps]
         runs = [b for a, b in zip([None, *kinds], kinds, strict=False) if b == "piece" or a != b]
         return len(runs)
+
+    def partitions(self) -> int:
+        """Partitions of the code, of the span that has the most; 0 where Inductor did not cut."""
+        return max((span.partitions for span in self.spans), default=0)
 
     def sizes_of_artifacts(self) -> dict[int, tuple[int, ...]]:
         """For each artifact the positions of sizes among its arguments."""

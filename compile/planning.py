@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from ..errors import UnboundSymbol
-from ..torch_compat import default_overload, original_symbol
+from ..torch_compat import original_symbol
 from .config import TOKENS, CompileConfig
 from .examples import Leaf
 from .guards import Guard, python_text
@@ -31,7 +31,7 @@ from .plan import (
     Weight,
 )
 from .readable import readable
-from .split import Section, takes_element
+from .split import Section, overload_of, takes_element
 from .trace import Trace
 
 
@@ -107,6 +107,7 @@ class Planner:
         spans: Sequence[CompiledSpan],
         unproved: Sequence[Guard],
         settled: Sequence[SettledGuard],
+        partition_ops: Sequence[str],
     ) -> Plan:
         outputs = self._trace.outputs()
         return Plan(
@@ -134,6 +135,7 @@ class Planner:
             parameters=tuple(self._trace.examples.signature.parameters),
             shapes=self._shapes,
             guards=tuple(settled),
+            partition_ops=tuple(partition_ops),
         )
 
     def _named_symbols(self) -> dict[sympy.Symbol, Symbol]:
@@ -200,9 +202,7 @@ class Planner:
         return f"{dtype_name(value.dtype)}[{', '.join(map(str, sizes))}]"
 
     def _call(self, node: Node, elements: list[Node]) -> CallStep:
-        op: Any = node.target
-        if isinstance(op, torch._ops.OpOverloadPacket):
-            op = default_overload(op)
+        op = overload_of(node)
         if elements:
             taken = {int(e.args[1]): self._fresh(e) for e in elements}  # type: ignore[arg-type]
             width = len(node.meta["example_value"])

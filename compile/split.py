@@ -13,11 +13,13 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from ..errors import UnknownSplittingOp
+from ..errors import InvalidSetting, UnknownSplittingOp
+from ..torch_compat import default_overload
 from .config import CompileConfig
 from .named_object import named_object
 from .op_names import is_op, op_name, overload_name
@@ -65,6 +67,33 @@ def is_splitting(graph: Graph, config: CompileConfig) -> Predicate:
         not wanted.isdisjoint(op_names(node))
         or (predicate is not None and bool(op_names(node)) and predicate(node))
     )
+
+
+def partition_ops(graph: Graph, splits: Predicate) -> tuple[str, ...]:
+    """The ops of the nodes to cut at, by the names that Inductor has for overloads.
+
+    Raises InvalidSetting where one op is to be cut at in some places only: Inductor cuts by op.
+    """
+    picked: dict[str, list[bool]] = {}
+    for node in graph.nodes:
+        if op_names(node):
+            picked.setdefault(overload_of(node).name(), []).append(bool(splits(node)))
+    for name, choices in picked.items():
+        if len(set(choices)) > 1:
+            raise InvalidSetting(
+                name="splitting_predicate",
+                value="a function",
+                reason=f"it picks {sum(choices)} of {len(choices)} calls of {name}, and Inductor "
+                "cuts at every call of an op",
+                expected="all calls of an op or none, or use_inductor_graph_partition=False",
+            )
+    return tuple(sorted(name for name, choices in picked.items() if choices[0]))
+
+
+def overload_of(node: Node) -> Any:
+    """The overload that a node calls, which must call an op."""
+    op: Any = node.target
+    return default_overload(op) if isinstance(op, torch._ops.OpOverloadPacket) else op
 
 
 def splitting_predicate(config: CompileConfig) -> Predicate | None:

@@ -2,7 +2,8 @@
 
 A compiled model is linked with each piece as one operation and each splitting op as a break. The
 forward of one that is not traced runs as it is (breakable capture): what it calls decorated with
-`break_graph` breaks, and so do the splitting ops by name, wherever they are called from.
+`break_graph` breaks, and so do the splitting ops by name, wherever they are called from. Code that
+Inductor has cut calls them too, between partitions that are one operation each.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from ..compile.compiled_model import CompiledModel
+from ..compile.partitions import partitions_through
 from ..compile.stitch import resolve_op
 from .recorder import break_graph, opaque_piece
 
 
 def recordable(compiled: CompiledModel, splitting_ops: Sequence[str]) -> Callable[..., Any]:
     """The function to record: of the plan's input tensors, to its results."""
-    if compiled.traced:
+    partition_ops = compiled.plan.partition_ops
+    if compiled.traced and not partition_ops:
         return compiled.link(
             piece_hook=lambda use, piece: opaque_piece(piece),
             call_hook=lambda use, op: break_graph(op),
         )
-    forward, ops = compiled.link(), frozenset(map(resolve_op, splitting_ops))
+    forward, ops = compiled.link(), frozenset(map(resolve_op, partition_ops or splitting_ops))
 
     def breaking(*inputs: Any) -> Any:
-        with _BreakAt(ops):
+        with _BreakAt(ops), partitions_through(opaque_piece):
             return forward(*inputs)
 
     return breaking

@@ -45,6 +45,7 @@ def build_report(
             "total": len(plan.piece_uses()),
             "unique": len(plan.pieces),
             "segments": plan.segments(),
+            "partitions": plan.partitions(),
             "ranges": [[symbol.low, symbol.high] for symbol in plan.symbols],
         },
         "graph_mode": {

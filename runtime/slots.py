@@ -111,7 +111,8 @@ class Slots:
             raise capture_failure(error, name) from error
         finally:
             session.finalise()
-        if breaks and not self.compiled.traced and not _breaks(recording):
+        by_name = not self.compiled.traced or self.compiled.plan.partition_ops
+        if breaks and by_name and not _breaks(recording):
             recording.release()
             raise CaptureFailed(name=name, reason=NOTHING_BREAKS)
         return recording

@@ -19,7 +19,7 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "all": {"compile": False, "graph_mode": "NONE", "cache": False},
     "compile": {"compile": False},
     "graphs": {"graph_mode": "NONE"},
-    "inductor": {"compiler": "eager"},
+    "inductor": {"compiler": "eager", "use_inductor_graph_partition": False},
     "cache": {"cache": False},
     "dedupe": {"dedupe": False},
     "guard-proof": {"guards": "drop"},

@@ -63,13 +63,15 @@ class Tape(Watch):  # type: ignore[no-untyped-call]
         """Call a compiled piece and record it as one operation.
 
         It runs twice: a result found in the same memory again is the function's own, not fresh,
-        and is neither copied nor poisoned.
+        and is neither copied nor poisoned. Both times it finds the same in its arguments, which it
+        may use as scratch memory.
         """
         with without_modes():
             used = tensors_in(args)
             self.ownership.find(used)
-            self._save(used)
+            given = self._save(used)
             kept = fn(*args)
+            _put_back(given)
             result = fn(*args)
             fresh = self.fresh(result, used + tensors_in(kept))
             self._record(fn, args, {}, result, fresh)
@@ -88,10 +90,11 @@ class Tape(Watch):  # type: ignore[no-untyped-call]
         args, kwargs = tree_map_only(Tensor, torch.Tensor.detach, (args, kwargs))
         self.operations.append(tape_operation(partial(fn, *args, **kwargs), result, fresh))
 
-    def _save(self, tensors: list[Tensor]) -> None:
-        """Remember what tensors from outside hold before something may write to them."""
-        outside = [tensor for tensor in tensors if storage_id(tensor) not in self.made]
-        self._before += [(tensor.detach(), tensor.clone()) for tensor in outside]
+    def _save(self, tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """What tensors hold before something may write to them; for those from outside, kept."""
+        contents = [(tensor.detach(), tensor.clone()) for tensor in tensors]
+        self._before += [each for each in contents if storage_id(each[0]) not in self.made]
+        return contents
 
     @property
     def made_bytes(self) -> int:
@@ -106,10 +109,18 @@ class Tape(Watch):  # type: ignore[no-untyped-call]
 
     def undo(self) -> None:
         """Put back what tensors from outside held."""
-        with torch.inference_mode():
-            for tensor, before in reversed(self._before):
-                tensor.copy_(before)
+        _put_back(self._before[::-1])
         self._before.clear()
+
+
+def _put_back(contents: list[tuple[Tensor, Tensor]]) -> None:
+    """Let tensors hold again what they held; along a dimension of stride 0 that is one element."""
+    with torch.inference_mode():
+        for tensor, before in contents:
+            for dim, step in enumerate(tensor.stride()):
+                if step == 0 and tensor.size(dim):
+                    tensor, before = tensor.narrow(dim, 0, 1), before.narrow(dim, 0, 1)
+            tensor.copy_(before)
 
 
 def _written(func: OpOverload, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -188,3 +188,75 @@ def test_conditions_that_hold_for_all_sizes_are_told_without_a_guard() -> None:
     assert not torch_compat.surely(rows <= 4)
     assert torch_compat.surely(True)
     assert not env.guards
+
+
+@pytest.mark.compile
+def test_inductor_partitions_a_graph_of_the_cpu_and_all_is_put_back(tmp_path: Path) -> None:
+    from torch._inductor import scheduler, utils
+
+    wrapper = utils._unstable_customized_partition_wrapper
+    nodes = scheduler.BaseSchedulerNode
+    before = scheduler.Scheduler.should_partition, nodes.is_gpu, wrapper.wrapper
+    wrapped: list[Any] = []
+
+    def wrap(partition: Any) -> Any:
+        wrapped.append(partition)
+        return partition
+
+    def partitions(graph: torch.fx.GraphModule, ops: list[str]) -> torch_compat.Partitions:
+        x = torch_compat.fresh_fake_mode().from_tensor(torch.zeros(4))
+        options = {"custom_should_partition_ops": ops, "force_disable_caches": True}
+        with (
+            torch_compat.inductor_options(tmp_path),
+            torch_compat.inductor_partitions(wrap) as made,
+        ):
+            torch_compat.inductor_compile(graph, [x], options)[1]()
+        return made
+
+    library: Any = torch.library.Library("piecegraph_cut", "DEF")  # type: ignore[no-untyped-call]
+    library.define("here(Tensor x) -> Tensor")
+    library.impl("here", torch.clone, "CPU")
+    torch.library.register_fake("piecegraph_cut::here", torch.empty_like, lib=library)
+    try:
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        x = graph.call_function(torch.sin, (x,))
+        x = graph.call_function(torch.ops.piecegraph_cut.here.default, (x,))
+        graph.output((graph.call_function(torch.cos, (x,)),))
+        made = partitions(torch.fx.GraphModule({}, graph), ["piecegraph_cut::here"])
+        assert (made.count, made.cut_at, made.left_out) == (2, {"piecegraph_cut::here"}, {})
+        assert len(wrapped) == 2
+        assert partitions(torch.fx.GraphModule({}, graph), []).count == 1
+    finally:
+        library._destroy()
+    assert (scheduler.Scheduler.should_partition, nodes.is_gpu, wrapper.wrapper) == before
+
+
+def test_what_partitions_a_graph_is_put_back_after_an_error() -> None:
+    import torch._inductor.config as inductor_config
+    from torch._inductor import scheduler, utils
+
+    def state() -> list[Any]:
+        wrapper = utils._unstable_customized_partition_wrapper
+        judge = scheduler.Scheduler.should_partition
+        return [wrapper.wrapper, judge, inductor_config.graph_partition]
+
+    inside: list[Any] = []
+
+    def fail_inside() -> None:
+        with torch_compat.inductor_partitions(lambda partition: partition):
+            inside.extend(state())
+            raise ZeroDivisionError
+
+    with inductor_config.patch(graph_partition=False):
+        before = state()
+        with pytest.raises(ZeroDivisionError):
+            fail_inside()
+        assert not any(one == other for one, other in zip(before, inside, strict=True))
+        assert state() == before
+
+
+def test_a_compiled_graph_tells_its_partitions_to_the_wrapper() -> None:
+    from torch._inductor.utils import CUDAGraphWrapperMetadata
+
+    assert CUDAGraphWrapperMetadata(num_partitions=3, partition_index=0).num_partitions == 3

@@ -30,6 +30,7 @@ OTHER: dict[str, Any] = {
     "splitting_ops": ("a::b",),
     "splitting_patterns": ("a::*",),
     "splitting_predicate": by_name,
+    "use_inductor_graph_partition": True,
     "inputs": {"x": "float32[num_tokens, 4]"},
     "max_num_tokens": 77,
     "symbol_limits": {"other": (1, 5)},

@@ -44,6 +44,30 @@ def library() -> Iterator[Any]:
     lib._destroy()
 
 
+def test_a_piece_may_use_its_arguments_as_scratch_memory(make_replay_rig: Any) -> None:
+    """As partitions of one graph do: both runs of a capture find the same in them."""
+    weight = torch.rand(4, 2)
+    index, wide = torch.tensor([3, 1]), torch.ones(2, 1).expand(2, 3)
+
+    def piece(args: list[Tensor]) -> tuple[Tensor]:
+        x, rows, kept = args
+        picked = weight[rows] + kept.sum()
+        rows.fill_(100)
+        x.zero_()
+        return (picked + x,)
+
+    def step(x: Tensor) -> Tensor:
+        given = index * 1
+        (result,) = opaque_piece(piece)([x * 1, given, wide])
+        return result
+
+    rig = make_replay_rig()
+    recording = rig.record(step, torch.rand(2, 2))
+    assert_close(recording.outputs, weight[index] + 6)
+    recording.replay()
+    assert_close(recording.outputs, weight[index] + 6)
+
+
 def test_a_capture_does_not_execute() -> None:
     state = torch.ones(3)
 

@@ -37,7 +37,7 @@ LIBRARY_REPORT = {
     "startup": {"phases": [{"name": "trace", "seconds": 0.5}], "prepare_seconds": 0.5},
     "cache": {"hit": False, "reason": "no entry", "entries": 4, "bytes": 40_000},
     "counters": {"dynamo_traces": 1, "inductor_compiles": 3},
-    "pieces": {"total": 3, "unique": 3, "segments": 5, "ranges": [[1, 128]]},
+    "pieces": {"total": 3, "unique": 3, "segments": 5, "partitions": 0, "ranges": [[1, 128]]},
     "graph_mode": {"requested": "FULL", "resolved": "FULL_AND_PIECEWISE", "reasons": ["attention"]},
     "captures": [{"mode": "FULL", "num_tokens": 8, "ms": 1.5, "bytes": 2048}],
     "dispatch": [

@@ -148,9 +148,23 @@ def test_a_swapped_artifact_is_found_in_the_warm_cache(subject, found, monkeypat
     assert "remove its artifact" in line
 
 
+def test_inductors_own_cut_is_a_rung_after_that_of_pieces(subject, found, monkeypatch):
+    """A compiler that is right on pieces, and does not cut what it is to cut."""
+    eager = compiler_named("eager")
+    choose = lambda name: eager if name == "inductor" else compiler_named(name)  # noqa: E731
+    monkeypatch.setattr(compile_model, "compiler_named", choose)
+    monkeypatch.setattr(compile_model, "compile_uncached", eager.compile)
+    said = []
+    settings = {"compiler": "inductor", "use_inductor_graph_partition": True}
+    finding, line = found(subject(models.Twice(), **settings), say=said.append)
+    assert said[-2:] == ["compiler: right", "partitions: wrong"]
+    assert finding.stage == "partitions"
+    assert "NotPartitioned" in line
+
+
 def test_equal_pieces_that_are_not_equal_are_found(subject, found, monkeypatch):
     """A content hash that cannot tell cos from sin."""
-    monkeypatch.setattr(cut, "fingerprint", lambda graph, root: str(len(graph.nodes)))
+    monkeypatch.setattr(cut, "fingerprint", lambda graph, *_: str(len(graph.nodes)))
     finding, _ = found(subject(models.Twice()))
     assert (finding.stage, finding.piece) == ("dedupe", 1)
 

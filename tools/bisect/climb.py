@@ -148,7 +148,8 @@ def _located(
     finding = replace(finding, piece=piece, note=note)
     if rung.name == COMPILER:
         state.restore()
-        return replace(finding, operator=guilty_operator(subject, prepared, index, use))
+        on_rung = replace(subject, config=subject.config.changed(**rung.settings))
+        return replace(finding, operator=guilty_operator(on_rung, prepared, index, use))
     if rung.name == WARM:
         return replace(finding, note=f"{note}; compiled anew it is right: remove its artifact")
     return finding

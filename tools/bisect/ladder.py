@@ -7,6 +7,7 @@
 | dedupe       | equal pieces share one                                  |
 | compiler     | pieces compiled, nothing read from a cache              |
 | warm cache   | pieces loaded from the cache                            |
+| partitions   | the graph whole, its code cut by Inductor               |
 | PIECEWISE    | graphs with attention in between, padded sizes          |
 | FULL         | the mode that was asked for, with attention in graphs   |
 """
@@ -23,7 +24,8 @@ from ...dispatch import level_defaults
 from .subject import Subject
 
 EAGER, TRACED, SPLIT, DEDUPE = "eager", "traced graph", "split", "dedupe"
-COMPILER, WARM, PIECEWISE, FULL = "compiler", "warm cache", "PIECEWISE", "FULL"
+COMPILER, WARM, PARTITIONS = "compiler", "warm cache", "partitions"
+PIECEWISE, FULL = "PIECEWISE", "FULL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ def _asked(config: Config) -> GraphMode:
 
 def _compiled_rungs(config: Config) -> Iterator[Rung]:
     """Those without graphs."""
-    plain = {"graph_mode": GraphMode.NONE, "cache": False}
+    split = {"graph_mode": GraphMode.NONE, "use_inductor_graph_partition": False}
+    plain = {**split, "cache": False}
     eager = {**plain, "compiler": "eager"}
     yield Rung(TRACED, {**eager, "splitting_ops": ()})
     if config.splitting_ops:
@@ -65,7 +68,9 @@ def _compiled_rungs(config: Config) -> Iterator[Rung]:
     if config.compiler != "eager":
         yield Rung(COMPILER, plain)
     if config.cache and config.compiler == "inductor":
-        yield Rung(WARM, {"graph_mode": GraphMode.NONE})
+        yield Rung(WARM, split)
+    if config.use_inductor_graph_partition:
+        yield Rung(PARTITIONS, {"graph_mode": GraphMode.NONE})
 
 
 @contextmanager

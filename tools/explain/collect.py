@@ -90,6 +90,7 @@ def pieces(prepared: PreparedModel) -> list[Facts]:
     bundle = events.named("bundle")[-1].facts
     kernels = bundle.get("kernels", [])
     uses = plan.piece_uses()
+    cut = f" in {plan.partitions()} partitions" if plan.partitions() else ""
     rows = []
     for index, piece in enumerate(plan.pieces):
         made = compiled.get(index)
@@ -99,7 +100,7 @@ def pieces(prepared: PreparedModel) -> list[Facts]:
                 "digest": piece.digest,
                 "nodes": piece.nodes,
                 "used_by": [use for use, unique in enumerate(uses) if unique == index],
-                "made": "compiled" if made else ready,
+                "made": ("compiled" if made else ready) + cut,
                 "seconds": made and made["seconds"],
                 "kernels": made["kernels"] if made else (kernels[index] if kernels else None),
                 "source": piece.text,

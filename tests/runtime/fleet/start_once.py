@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from small_model import Small
 
-from piecegraph import Batch, Config, Events, PiecegraphError, compile_ahead, prepare
+from piecegraph import Batch, Config, Events, GraphMode, PiecegraphError, compile_ahead, prepare
 from piecegraph.runtime.ranks import Ranks
 
 SIZES = (1, 3, 17, 64)
@@ -41,6 +41,8 @@ def main(cache: str, options: dict[str, Any]) -> dict[str, Any]:
         return {"error": type(error).__name__, "message": str(error)}
     loaded = [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
     facts = events.named("bundle")[-1].facts
+    if prepared.resolved.mode is not GraphMode.NONE:
+        prepared.capture(lambda descriptor, mode: None)
     if ahead:
         compile_ahead(model, Config(**settings))
     return {
@@ -49,6 +51,7 @@ def main(cache: str, options: dict[str, Any]) -> dict[str, Any]:
         "reason": f"{facts.get('reason')} {facts.get('detail', '')}",
         "compilers_loaded": loaded,
         "error_of_results": max(_difference(prepared, model, size) for size in SIZES),
+        "segments": [len(recording.segments) for _, recording in prepared.recordings()],
         "counters": dict(events.counters),
         "variables": {n: v for n, v in os.environ.items() if n.endswith("CACHE_DIR")},
     }

@@ -25,6 +25,19 @@ def test_starts_without_a_compiler_and_without_torch_caches(
     assert outcome["variables"]["TRITON_CACHE_DIR"] == bare["TRITON_CACHE_DIR"]
 
 
+def test_code_in_partitions_is_recorded_in_a_process_without_a_compiler(
+    start_once: StartOnce, bare: dict[str, str], tmp_path: Path
+) -> None:
+    cut = {"use_inductor_graph_partition": True, "layers": 3}
+    assert not start_once(tmp_path / "cache", **cut)["hit"]
+    outcome = start_once(
+        tmp_path / "cache", bare, bundle="force", graph_mode="PIECEWISE", capture_sizes=[4], **cut
+    )
+    assert outcome["hit"]
+    assert outcome["error_of_results"] < 1e-4
+    assert outcome["segments"] == [7]
+
+
 def test_libraries_load_without_dynamo_and_inductor(
     filled_ahead: Path, start_once: StartOnce
 ) -> None:

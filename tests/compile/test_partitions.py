@@ -1,0 +1,198 @@
+"""Graphs left whole for Inductor to cut: what it is told, what it made, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.compile.artifact import CODE
+from piecegraph.compile.compilers import Compiler
+from piecegraph.compile.config import CompileConfig
+from piecegraph.compile.fingerprint import fingerprint
+from piecegraph.compile.partitions import (
+    partition_options,
+    partitioning,
+    partitions_of,
+    partitions_through,
+)
+from piecegraph.compile.piece_graphs import piece_graphs
+from piecegraph.errors import InvalidSetting, NotPartitioned, UnknownSplittingOp
+from piecegraph.torch_compat import Partitions
+
+from . import ops as _registers  # noqa: F401
+from .test_models import MIX, SIZES, Stack, X
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
+]
+
+CPU = torch.device("cpu")
+ops = torch.ops.piecegraph_test
+WHOLE: dict[str, Any] = {
+    "inputs": X,
+    "splitting_ops": MIX,
+    "compiler": "inductor",
+    "max_num_tokens": 128,
+    "use_inductor_graph_partition": True,
+}
+
+
+class Body(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_equal_to_eager_and_to_pieces_and_loaded_the_next_time(compiled):
+    model = Stack(2)
+    made, again = (compiled(model, **WHOLE) for _ in range(2))
+    pieces = compiled(model, **{**WHOLE, "use_inductor_graph_partition": False})
+    assert made.plan.piece_uses() == [0]
+    assert made.plan.partition_ops == ("piecegraph_test::mix",)
+    assert made.plan.partitions() == again.plan.partitions() == 3
+    (end,) = made.events.named("compile.end")
+    assert end.facts["partitions"] == 3
+    assert again.compiled.from_bundle
+    assert [partitions_of(piece) for piece in again.compiled.pieces] == [3]
+    for size in SIZES:
+        x = torch.randn(size, 8)
+        for one in (made, again, pieces):
+            torch.testing.assert_close(one(x), model(x).detach())
+
+
+def test_each_range_is_cut(compiled):
+    model = Stack(1)
+    made = compiled(model, **WHOLE, compile_ranges=(16,), compile_sizes=(4,))
+    assert [span.partitions for span in made.plan.spans] == [2] * len(made.plan.spans)
+    for size in (1, 4, 16, 17):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(made(x), model(x).detach())
+
+
+@pytest.mark.parametrize("way", ["no cache", "dump directory"])
+def test_code_that_is_not_kept_is_cut_too(compiled, tmp_path, way):
+    settings = {"cache": False} if way == "no cache" else {"dump_dir": tmp_path}
+    made = compiled(Stack(1), **WHOLE, **settings)
+    assert made.plan.partitions() == 2
+    called: list[Any] = []
+
+    def hook(partition):
+        called.append(partition)
+        return partition
+
+    x = torch.randn(5, 8)
+    with partitions_through(hook):
+        torch.testing.assert_close(made(x), Stack(1)(x).detach())
+    assert len(called) == 2
+
+
+def test_partition_can_be_run_again_on_the_same_list(compiled):
+    """A replay does that; the code itself empties the list."""
+    made = compiled(Stack(1), **WHOLE)
+
+    def twice(partition):
+        def call(args):
+            partition(args)
+            return partition(args)
+
+        return call
+
+    x = torch.randn(5, 8)
+    with partitions_through(lambda partition: partition):
+        once = made(x)
+    with partitions_through(twice):
+        assert made(x).shape == once.shape
+
+
+@pytest.mark.parametrize(
+    "settings", [{"compiler": "eager"}, {"inductor_options": {"cpp_wrapper": True}}]
+)
+def test_what_cannot_cut_is_refused(settings):
+    with pytest.raises(InvalidSetting, match="cannot partition a graph"):
+        CompileConfig(**{**WHOLE, **settings})
+
+
+def test_op_that_is_not_in_the_graph_is_refused(compiled):
+    with pytest.raises(UnknownSplittingOp, match="there::is_none"):
+        compiled(Stack(1), **{**WHOLE, "splitting_ops": ("there::is_none",)})
+
+
+def test_predicate_must_pick_all_calls_of_an_op(compiled):
+    settings = {**WHOLE, "splitting_ops": (), "cache": False}
+
+    def first(node):
+        return "layers.0" in node.args
+
+    def mixes(node):
+        return "mix" in str(node.target)
+
+    with pytest.raises(InvalidSetting, match="1 of 2 calls of piecegraph_test::mix"):
+        compiled(Stack(2), **settings, splitting_predicate=first)
+    made = compiled(Stack(1), **settings, splitting_predicate=mixes)
+    assert made.plan.partition_ops == ("piecegraph_test::mix",)
+
+
+def test_op_that_inductor_generates_code_for_is_refused(compiled):
+    model = Body(lambda x: torch.ops.aten.sin(x * 2) + 1)
+    with pytest.raises(NotPartitioned, match="no call of aten::sin"):
+        compiled(model, **{**WHOLE, "splitting_ops": ("aten::sin",), "cache": False})
+
+
+def test_anything_else_outside_of_partitions_is_refused(monkeypatch):
+    """It would be lost on a replay: the kernels of a CPU are seen by no dispatch mode."""
+    made = Partitions(2, {"a::b"}, {"buf3": "Conditional ops"})
+    _replace_torch(monkeypatch, made)
+    compiler = partitioning(Compiler("inductor", lambda *given: (list, {})))
+    with pytest.raises(NotPartitioned, match=r"buf3 is in no partition \(Conditional ops\)"):
+        compiler.compile(
+            torch.fx.GraphModule({}, torch.fx.Graph()), [], partition_options(["a::b"])
+        )
+
+
+def test_partitions_of_each_artifact_are_counted(monkeypatch):
+    loaded: list[Any] = []
+    _replace_torch(monkeypatch, Partitions(7))
+    compiler = Compiler("inductor", lambda *given: (list, {}), lambda one: [loaded.append(one)])
+    pieces = partitioning(compiler).load([{CODE: b"0"}, {CODE: b"1"}])
+    assert [partitions_of(piece) for piece in pieces] == [7, 7]
+    assert loaded == [[{CODE: b"0"}], [{CODE: b"1"}]]
+
+
+def _replace_torch(monkeypatch, made):
+    from contextlib import nullcontext
+
+    from piecegraph.compile import partitions
+
+    monkeypatch.setattr(partitions, "inductor_partitions", lambda wrap: nullcontext(made))
+
+
+def whole(model, **settings):
+    (piece,) = piece_graphs(model, CompileConfig(**{**WHOLE, **settings}), CPU)
+    return piece
+
+
+def test_content_hash_holds_names_of_layers_and_where_it_is_cut():
+    model = Stack(2)
+    renamed = Stack(2)
+    renamed.layers[1].name = "another"
+    base = whole(model)
+    assert whole(Stack(2)).digest == base.digest
+    assert whole(renamed).digest != base.digest
+    assert whole(model, splitting_ops=()).digest != base.digest
+
+
+def test_content_hash_leaves_out_the_body_of_an_op_that_is_called(monkeypatch):
+    from piecegraph.compile import fingerprint as module
+
+    graph = whole(Stack(1)).graph
+    digests = [fingerprint(graph.graph, graph, cut) for cut in ((), MIX)]
+    monkeypatch.setattr(module, "op_source", lambda op: "another body")
+    again = [fingerprint(graph.graph, graph, cut) for cut in ((), MIX)]
+    assert [one == other for one, other in zip(digests, again, strict=True)] == [False, True]
