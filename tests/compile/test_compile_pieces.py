@@ -109,3 +109,13 @@ def test_garbage_is_not_collected_while_compiling_and_is_afterwards(
         begin(tmp_path)
     assert compiler.collecting == {False}
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_is_frozen_stays_as_it_was(tmp_path: Path, using: Any, frozen: bool) -> None:
+    using(Recording())
+    gc.freeze()
+    if not frozen:
+        gc.unfreeze()
+    begin(tmp_path)
+    assert bool(gc.get_freeze_count()) is frozen
