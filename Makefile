@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cache compile dispatch runtime tools
 
-.PHONY: run test test-fast lint gpu clean
+.PHONY: run test test-fast lint gpu gpu-wheels clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -24,14 +24,19 @@ lint: $(VENV)/.dev
 	mkdir -p .typing && ln -sfn .. .typing/piecegraph
 	MYPYPATH=.typing $(BIN)/mypy --strict $(PACKAGES:%=-p piecegraph.%)
 
+# Elsewhere, where there is a network: what a machine with a GPU, torch and the usual tools lacks.
+gpu-wheels:
+	$(PYTHON) -m pip download --only-binary :all: --python-version 3.12 --platform manylinux2014_x86_64 -d .wheels pydantic platformdirs
+
 # On a machine with a GPU: its own python and torch, and no network.
 gpu:
+	$(PYTHON) -m pip install --no-index --find-links .wheels pydantic platformdirs
 	$(PYTHON) -m pip install --no-deps --no-build-isolation -e .
 	$(PYTHON) -m pytest -m gpu
 	$(PYTHON) -m piecegraph bench step --quick
 
 clean:
-	rm -rf $(VENV) .typing build *.egg-info
+	rm -rf $(VENV) .typing .wheels build *.egg-info
 
 # A change of the dependencies makes the environment anew.
 $(VENV)/.run: pyproject.toml
