@@ -6,6 +6,7 @@ Nothing here imports Dynamo or Inductor at module level: a warm start must not p
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import inspect
 import os
 import re
@@ -14,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import BuiltinFunctionType
@@ -520,11 +521,11 @@ def post_grad_pass(run: Callable[[torch.fx.Graph], None], uuid: Any) -> Any:
 
 
 @contextmanager
-def inductor_options(probes: Path) -> Iterator[None]:
+def inductor_options() -> Iterator[None]:
     """Options of every compile and load of ours.
 
     `cpp.vec_isa_ok` trusts the CPU's own flags instead of building six libraries (8 s) that probe
-    the compiler. For AMX it builds them all the same (1 s): they are kept in `probes`.
+    the compiler. For AMX it builds some all the same (1 s): what came of them is kept.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.cpu_vec_isa import VecISA
@@ -532,9 +533,12 @@ def inductor_options(probes: Path) -> Iterator[None]:
     original = VecISA.check_build
 
     def check_build(isa: Any, code: str) -> bool:
-        with cache_variables_kept():
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(probes)
-            return original(isa, code)
+        asked = f"{isa.build_arch_flags()} {code}".encode() + compiler_version()
+        name = hashlib.sha256(asked).hexdigest()
+        if (known := probes().get(name)) is None:
+            known = b"builds" if original(isa, code) else b""
+            keep_probe(name, known)
+        return bool(known)
 
     with (
         _replaced(VecISA, "check_build", check_build),
@@ -543,8 +547,21 @@ def inductor_options(probes: Path) -> Iterator[None]:
         yield
 
 
-def machine_probes() -> Path:
-    """Where this machine's probes of the C++ compiler are kept: beside torch's compiled headers."""
+def probes() -> dict[str, bytes]:
+    """What is known of C++ compilers, here and where artifacts came from; b"" for what one cannot."""
+    return {file.name: file.read_bytes() for file in _probes().glob("?" * 64)}
+
+
+def keep_probe(name: str, answer: bytes) -> None:
+    """Add to `probes`; where nothing can be written, the compiler is asked again each time."""
+    with suppress(OSError):
+        _probes().mkdir(parents=True, exist_ok=True)
+        whole = _probes() / f"{name}.{os.getpid()}"
+        whole.write_bytes(answer)
+        whole.replace(_probes() / name)
+
+
+def _probes() -> Path:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return Path(default_cache_dir(), "isa_probes")

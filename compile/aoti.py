@@ -20,7 +20,6 @@ from ..torch_compat import (
     fresh_fake_mode,
     inductor_cache_directory,
     inductor_options,
-    machine_probes,
 )
 from .agreement import disagreement
 from .guards import Ranges, prove
@@ -42,7 +41,7 @@ def build_library(
     carried = _sizes_as_tensors(graph)
     inputs, dynamic = _example_tensors(carried, limits)
     with scratch() as folder:
-        with inductor_cache_directory(folder), inductor_options(machine_probes()):
+        with inductor_cache_directory(folder), inductor_options():
             compiled = aoti_compile(carried, inputs, dynamic, dict(options))
         _check_general(compiled)
         library = load_library(Path(compiled.path), size_positions(graph.graph), device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from ..torch_compat import (
     inductor_deserialize,
     inductor_options,
     inductor_serialize,
-    machine_probes,
+    keep_probe,
+    probes,
 )
 from .artifact import CODE, COMPILER, KERNEL, PROBE, Blobs, Finish, PieceFn
 
@@ -41,7 +42,7 @@ def compiling() -> Iterator[None]:
     A kernel that several pieces have is compiled once.
     """
     with scratch() as folder:
-        with inductor_cache_directory(folder), inductor_options(machine_probes()):
+        with inductor_cache_directory(folder), inductor_options():
             yield
 
 
@@ -50,10 +51,10 @@ def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, A
     artifact, libraries = inductor_compile(graph, inputs, dict(options))
 
     def finish() -> tuple[PieceFn, Blobs]:
-        kernels = _named(KERNEL, libraries())
+        kernels = {_blob_name(file): file.read_bytes() for file in libraries()}
         blobs = {CODE: inductor_serialize(artifact), **kernels}
         if kernels:
-            blobs |= _named(PROBE, sorted(machine_probes().rglob("*.so")))
+            blobs |= {f"{PROBE}{name}": answer for name, answer in probes().items()}
             blobs[COMPILER] = compiler_version()
         return inductor_callable(artifact), blobs
 
@@ -91,7 +92,7 @@ def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
             _lay_out(blobs, Path(folder))
         version = next((blobs[COMPILER] for blobs in artifacts if COMPILER in blobs), b"")
         absent = compiler_dispensable(folder, version)
-        with inductor_cache_directory(folder), inductor_options(probes=Path(folder)), absent:
+        with inductor_cache_directory(folder), inductor_options(), absent:
             return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
 
 
@@ -100,15 +101,16 @@ def scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="piecegraph-", ignore_cleanup_errors=True)
 
 
-def _named(kind: str, files: Iterable[Path]) -> dict[str, bytes]:
+def _blob_name(library: Path) -> str:
     """Inductor keeps a library at <two letters>/<name>; a blob's name holds both."""
-    return {f"{kind}{file.parent.name}.{file.name}": file.read_bytes() for file in files}
+    return f"{KERNEL}{library.parent.name}.{library.name}"
 
 
 def _lay_out(blobs: Blobs, folder: Path) -> None:
     for name, content in blobs.items():
-        kind, _, place = name.partition(".")
-        if f"{kind}." in (KERNEL, PROBE):
-            parent, _, file = place.partition(".")
+        if name.startswith(KERNEL):
+            parent, _, file = name.removeprefix(KERNEL).partition(".")
             (folder / parent).mkdir(exist_ok=True)
             (folder / parent / file).write_bytes(content)
+        elif name.startswith(PROBE):
+            keep_probe(name.removeprefix(PROBE), content)

@@ -22,7 +22,6 @@ from ..torch_compat import (
     inductor_load_unpacked,
     inductor_options,
     inductor_unpack,
-    machine_probes,
 )
 from .artifact import Finish
 from .compilers import Compiler
@@ -40,7 +39,7 @@ def unpacked_inductor(dump_dir: Path, events: Events) -> Compiler:
         stated = {name: _stated(option) for name, option in sorted(options.items())}
         content = f"{readable(graph)} {stated}"
         folder = dump_dir / f"inductor_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
-        with inductor_options(machine_probes()):
+        with inductor_options():
             if not folder.exists():
                 with scratch() as temporary, inductor_cache_directory(temporary):
                     inductor_unpack(graph, inputs, dict(options), str(folder))

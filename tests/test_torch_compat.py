@@ -155,17 +155,26 @@ def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path: Path) -> 
     assert os.environ.get(NAMES[0]) == before
 
 
-def test_probes_of_the_compiler_are_kept_apart_from_what_is_compiled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", ["int probe;", "not C++"])
+def test_the_compiler_is_probed_once_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    from torch._inductor.cpp_builder import CppBuilder
     from torch._inductor.cpu_vec_isa import VecAVX512, VecISA
 
     original = VecISA.check_build
-    with torch_compat.inductor_cache_directory(str(tmp_path / "scratch")):
-        with torch_compat.inductor_options(tmp_path / "probes"):
-            assert VecAVX512().check_build("int probe;")
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "scratch")
+
+    def probe(scratch: str) -> bool:
+        with torch_compat.inductor_cache_directory(str(tmp_path / scratch)):
+            with torch_compat.inductor_options():
+                return VecAVX512().check_build(code)
+
+    monkeypatch.setattr(torch_compat, "_probes", lambda: tmp_path / "probes")
+    builds = code == "int probe;"
+    assert probe("first") is builds
+    monkeypatch.setattr(CppBuilder, "build", lambda self: pytest.fail("built again"))
+    assert probe("second") is builds
     assert VecISA.check_build is original
-    assert list((tmp_path / "probes").rglob("*.so"))
-    assert not list((tmp_path / "scratch").rglob("*.so"))
 
 
 def test_order_of_reads_and_mutations_is_put_right_while_it_lasts() -> None:
@@ -191,7 +200,7 @@ def test_conditions_that_hold_for_all_sizes_are_told_without_a_guard() -> None:
 
 
 @pytest.mark.compile
-def test_inductor_partitions_a_graph_of_the_cpu_and_all_is_put_back(tmp_path: Path) -> None:
+def test_inductor_partitions_a_graph_of_the_cpu_and_all_is_put_back() -> None:
     from torch._inductor import scheduler, utils
 
     wrapper = utils._unstable_customized_partition_wrapper
@@ -207,7 +216,7 @@ def test_inductor_partitions_a_graph_of_the_cpu_and_all_is_put_back(tmp_path: Pa
         x = torch_compat.fresh_fake_mode().from_tensor(torch.zeros(4))
         options = {"custom_should_partition_ops": ops, "force_disable_caches": True}
         with (
-            torch_compat.inductor_options(tmp_path),
+            torch_compat.inductor_options(),
             torch_compat.inductor_partitions(wrap) as made,
         ):
             torch_compat.inductor_compile(graph, [x], options)[1]()
