@@ -548,7 +548,7 @@ def inductor_options() -> Iterator[None]:
 
 
 def probes() -> dict[str, bytes]:
-    """What is known of C++ compilers, here and where artifacts came from; b"" for what one cannot."""
+    """What C++ compilers can, here and where artifacts came from; b"" for what one cannot."""
     return {file.name: file.read_bytes() for file in _probes().glob("?" * 64)}
 
 
