@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import BuiltinFunctionType
@@ -67,10 +67,11 @@ def cache_variables_kept() -> Iterator[None]:
     """Put back the variables that name torch's cache directories, which torch itself sets.
 
     It does so when Dynamo is imported and whenever a file is named. Only one thread is inside, so
-    that what one of ours sets for a compile is never what another finds and keeps.
+    that what one of ours sets for a compile is never what another finds and keeps; nor does anybody
+    else compile meanwhile.
     """
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-    with compiler_lock:
+    with compiler_lock, _dynamo_lock():
         before = {name: os.environ.get(name) for name in names}
         try:
             yield
@@ -79,6 +80,13 @@ def cache_variables_kept() -> Iterator[None]:
                 os.environ.pop(name, None)
                 if value is not None:
                     os.environ[name] = value
+
+
+def _dynamo_lock() -> AbstractContextManager[Any]:
+    """What Dynamo holds while it compiles for `torch.compile`; nothing before it is imported."""
+    module = sys.modules.get("torch._dynamo.convert_frame")
+    lock: AbstractContextManager[Any] = getattr(module, "compile_lock", nullcontext())
+    return lock
 
 
 @contextmanager
@@ -101,6 +109,7 @@ def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
         import torch._dynamo.config as dynamo_config
         from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
+        stack.enter_context(_dynamo_lock())
         stack.enter_context(reasoning_about_sizes(dynamic_shapes))
         stack.enter_context(dynamo_config.patch(automatic_dynamic_shapes=False))
         stack.enter_context(get_metrics_context())

@@ -21,6 +21,8 @@ import torch
 
 from ..errors import NotPortable
 
+RETURN_TYPES = "torch.return_types"
+
 
 class Ref(str):
     """Name of a value in the stitched function, such as `t3`."""
@@ -36,10 +38,11 @@ class Expr(str):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An object to be made from named fields: of a dataclass, a named tuple or an OrderedDict."""
+    """An object to be made from its fields: of a dataclass, a named tuple, an OrderedDict or, by
+    position, what an operator of torch returns."""
 
     kind: type
-    fields: dict[str, Any]
+    fields: dict[Any, Any]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -48,7 +51,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def referring(value: Any, ref: Callable[[Any], Ref | None]) -> Any:
-    """`value` with what `ref` gives for its parts, and records for objects of other classes."""
+    """`value` with what `ref` gives for its parts, and records for objects of other classes.
+
+    Raises NotPortable for a list, tuple or dict of a class that could not be rebuilt.
+    """
     if (found := ref(value)) is not None:
         return found
     kind = type(value)
@@ -56,15 +62,18 @@ def referring(value: Any, ref: Callable[[Any], Ref | None]) -> Any:
         names = [field.name for field in dataclasses.fields(value) if field.init]
         return Record(kind, {name: referring(getattr(value, name), ref) for name in names})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        fields = zip(value._fields, value, strict=True)
-        return Record(kind, {name: referring(item, ref) for name, item in fields})
-    if isinstance(value, (list, tuple)):
+        named = zip(value._fields, value, strict=True)
+        return Record(kind, {name: referring(item, ref) for name, item in named})
+    if kind.__module__ == RETURN_TYPES:
+        return Record(kind, {index: referring(item, ref) for index, item in enumerate(value)})
+    if kind in (list, tuple, torch.Size):
         items = [referring(item, ref) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, OrderedDict):
-        return Record(kind, {str(key): referring(item, ref) for key, item in value.items()})
-    if isinstance(value, dict):
-        return {key: referring(item, ref) for key, item in value.items()}
+        return items if kind is list else tuple(items)
+    if kind in (dict, OrderedDict):
+        fields = {key: referring(item, ref) for key, item in value.items()}
+        return fields if kind is dict else Record(kind, fields)
+    if isinstance(value, (list, tuple, dict)):
+        raise NotPortable(value=value, kind=kind.__qualname__)
     return value
 
 
@@ -80,7 +89,7 @@ def encode(value: Any) -> Any:
             return {"enum": [kind.__module__, kind.__qualname__, value.name]}
         case Record():
             _class(value.kind.__module__, value.kind.__qualname__)
-            fields = [[name, encode(item)] for name, item in value.fields.items()]
+            fields = [[encode(name), encode(item)] for name, item in value.fields.items()]
             return {"record": [value.kind.__module__, value.kind.__qualname__, fields]}
         case None | bool() | int() | str():
             return value
@@ -137,7 +146,8 @@ def decode(data: Any) -> Any:
             return _enum_member(*body)
         case "record":
             module, qualname, fields = body
-            return Record(_record_class(module, qualname), {k: decode(v) for k, v in fields})
+            kind = _record_class(module, qualname)
+            return Record(kind, {decode(name): decode(item) for name, item in fields})
     raise NotPortable(value=data, kind=kind)
 
 
@@ -153,7 +163,8 @@ def _record_class(module: str, qualname: str) -> type:
     """Look up the class of a record; a class that does more than hold fields is refused."""
     kind = _class(module, qualname)
     is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
-    if not (dataclasses.is_dataclass(kind) or is_named_tuple or kind is OrderedDict):
+    known = kind is OrderedDict or module == RETURN_TYPES
+    if not (dataclasses.is_dataclass(kind) or is_named_tuple or known):
         raise NotPortable(value=f"{module}.{qualname}", kind="record")
     return kind
 
@@ -204,6 +215,10 @@ def source(value: Any, constants: dict[str, Any], ref: Callable[[Ref], str] = st
                 return f"{{{', '.join(items)}}}"
             case slice():
                 return f"slice({part(value.start)}, {part(value.stop)}, {part(value.step)})"
+            case Record(kind=kind) if kind is OrderedDict:
+                return f"{part(kind)}({part(value.fields)})"
+            case Record(kind=kind) if kind.__module__ == RETURN_TYPES:
+                return f"{part(kind)}({part(tuple(value.fields.values()))})"
             case Record():
                 return f"{part(value.kind)}(**{part(value.fields)})"
         name = f"k{len(constants)}"

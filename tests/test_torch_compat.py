@@ -155,6 +155,24 @@ def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path: Path) -> 
     assert os.environ.get(NAMES[0]) == before
 
 
+def test_nobody_compiles_beside_us() -> None:
+    """torch.compile in another thread holds Dynamo's lock, and its compilers keep global state."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    inside = threading.Event()
+
+    def enter() -> None:
+        with torch_compat.cache_variables_kept():
+            inside.set()
+
+    thread = threading.Thread(target=enter)
+    with compile_lock:
+        thread.start()
+        assert not inside.wait(0.2)
+    assert inside.wait(10)
+    thread.join()
+
+
 @pytest.mark.parametrize("code", ["int probe;", "not C++"])
 def test_the_compiler_is_probed_once_a_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str

@@ -269,6 +269,8 @@ RESULTS = {
     "list": lambda y, x: [y, [y - 1, None]],
     "dict": lambda y, x: {"hidden": y, "pair": (y, 2 * y)},
     "ordered": lambda y, x: OrderedDict(b=y, a=y + 1),
+    "ordered by numbers": lambda y, x: OrderedDict([(1, y), (0, {"self": y + 1})]),
+    "of an operator": lambda y, x: (y.max(1), y),
     "dataclass": lambda y, x: Output(y, (y, y * 2)),
     "dataclass without": lambda y, x: Output(y),
     "named tuple": lambda y, x: Pair(y, y + 1),

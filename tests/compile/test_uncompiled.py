@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 
 import pytest
 import torch
 from torch import nn
 
-from piecegraph.errors import ArgumentFixed, ResultFormUnknown
+from piecegraph.errors import ArgumentFixed, NotPortable, ResultFormUnknown
 
 from .models import Body, X
 
@@ -17,6 +17,8 @@ Pair = namedtuple("Pair", ["logits", "rows"])
 RESULTS = {
     "named tuple": lambda m, x: Pair(m.linear(x), [x, None]),
     "ordered": lambda m, x: OrderedDict(b=x, a=(x + 1, 2.5)),
+    "ordered by numbers": lambda m, x: OrderedDict([(1, x), (0, {"self": x + 1})]),
+    "of an operator": lambda m, x: x.max(1),
     "numbers": lambda m, x: {"x": x * 2, "width": x.shape[1], "rest": None},
 }
 
@@ -37,6 +39,11 @@ def test_result_has_the_form_the_model_gives(compiled, form):
 def test_number_that_varies_with_the_size_is_not_taken_for_a_constant(compiled):
     with pytest.raises(ResultFormUnknown, match="other values"):
         compiled(Body(lambda m, x: (x, x.shape[0])), inputs=X, compile=False)
+
+
+def test_collection_of_another_class_is_refused(compiled):
+    with pytest.raises(NotPortable, match="defaultdict"):
+        compiled(Body(lambda m, x: defaultdict(list, a=x * 2)), inputs=X, compile=False)
 
 
 class Masked(nn.Module):
