@@ -83,6 +83,8 @@ def pass_factors(passes: Sequence[GraphPass]) -> list[list[str]]:
 
 def inductor_passes(passes: Sequence[GraphPass], events: Events, piece: int) -> dict[str, Any]:
     """Options by which Inductor runs `passes` on the piece."""
+    if not passes:
+        return {}  # Inductor keeps nothing that a pass with an empty key has seen
 
     def run(graph: Graph) -> None:
         for position, each in enumerate(passes):

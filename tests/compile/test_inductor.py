@@ -40,6 +40,13 @@ def test_equal_to_eager_at_every_size_loaded_the_next_time_and_shared_with_a_dee
         torch.testing.assert_close(deeper(x), deep(x).detach())
 
 
+def test_artifact_without_any_pass_is_kept_too(compiled):
+    settings = {"inputs": X, "compiler": "inductor", "level": 0}
+    compiled(Stack(1), splitting_ops=MIX, **settings)
+    again = compiled(Stack(1), splitting_ops=MIX, **settings)
+    assert again.events.counters["inductor_compiles"] == 0
+
+
 class Twice(nn.Module):
     """Two pieces that begin with the same elementwise kernel; the second has one more."""
 
