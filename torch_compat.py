@@ -499,7 +499,10 @@ def inductor_load_unpacked(folder: str) -> Callable[[list[Any]], Any]:
     return lambda args: artifact(*args)
 
 
-def inductor_serialize(artifact: Any) -> bytes:
+def inductor_serialize(artifact: Any) -> bytes | None:
+    """None where Inductor kept nothing: with its caches off, or after a pass without a key."""
+    if getattr(artifact.inner_fn.compiled_fn, "serialize", None) is None:
+        return None
     return bytes(artifact.serialize())
 
 

@@ -53,9 +53,12 @@ def cold_start(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel
     if (directory := task.config.dump_dir) is not None:
         dump_plan(plan, directory)
         (directory / "graph.py").write_text(readable(cut.trace.graph))
-    if key is not None:
+    artifacts = [made.blobs for made in compiled.made]
+    if key is not None and all(artifacts):
         with task.events.span("cache.store", level=logging.INFO):
-            artifacts = [made.blobs for made in compiled.made]
             bundle = Bundle(plan, provenance(cut.trace, cut.config), artifacts)
             store_bundle(task.cache, key, bundle, task.model, task.device)
+    elif key is not None:
+        reason = "the compiler's own caches are off, so it gives no artifacts"
+        task.events.emit("bundle.not_kept", level=logging.WARNING, reason=reason)
     return bind(plan, [made.fn for made in compiled.made], task.model, from_bundle=False)

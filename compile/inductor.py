@@ -52,7 +52,10 @@ def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, A
 
     def finish() -> tuple[PieceFn, Blobs]:
         kernels = {_blob_name(file): file.read_bytes() for file in libraries()}
-        blobs = {CODE: inductor_serialize(artifact), **kernels}
+        code = inductor_serialize(artifact)
+        if code is None:
+            return inductor_callable(artifact), {}
+        blobs = {CODE: code, **kernels}
         if kernels:
             blobs |= {f"{PROBE}{name}": answer for name, answer in probes().items()}
             blobs[COMPILER] = compiler_version()
