@@ -331,6 +331,20 @@ class CaptureOutOfMemory(CaptureFailed):
     todo = "Nothing of it is kept; drop the largest capture sizes or leave more memory free."
 
 
+class DummyStepFailed(RunError):
+    """A dummy step was not given what it needs: a mistake of its caller, not a failed capture."""
+
+
+class LayerMissing(DummyStepFailed):
+    what = "the forward context was asked for layer {layer!r}, but it has {known}"
+    todo = "Pass all layers to prepare, by the names that the splitting ops use: layers={{...}}."
+
+
+class MetadataFailed(DummyStepFailed):
+    what = "metadata_for raised for {mode} {num_tokens}: {reason}"
+    todo = "Let it make metadata for every descriptor that it is called with."
+
+
 class HostReadInCapture(RunError):
     what = "{op} needs a tensor's value on the host inside a captured region"
     todo = "Compute it on the device, or put the code into a splitting op."
@@ -364,6 +378,11 @@ class ArgumentFixed(RunError):
 class SizeOutOfRange(RunError):
     what = "{name} = {size} is outside the served range [{low}, {high}]"
     todo = "Split the batch, or raise the limit in Config and prepare again."
+
+
+class BatchExceeded(RunError):
+    what = "the inputs have {name} = {size}, but the batch that was dispatched has at most {most}"
+    todo = "State in the Batch what the inputs of the step have."
 
 
 class GuardBroken(RunError):

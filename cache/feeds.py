@@ -25,6 +25,9 @@ class Feeds:
     kinds: tuple[str, ...]
     reason: str
 
+    def __repr__(self) -> str:
+        return "Feeds"  # `help()` of a configuration shows it with every field
+
 
 def exempt(reason: str) -> Feeds:
     """Annotation of a field that feeds no key."""

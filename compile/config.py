@@ -165,6 +165,9 @@ class CompileConfig(BaseModel):
     def _check_limits(cls, limits: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
         if TOKENS in limits:
             raise ValueError(f"the range of {TOKENS} is 1 to max_num_tokens")
+        for symbol, (low, high) in limits.items():
+            if not 0 <= low <= high:
+                raise ValueError(f"{symbol} cannot range from {low} to {high}")
         return limits
 
     @field_serializer("splitting_predicate", "user_passes", when_used="json")
@@ -173,6 +176,20 @@ class CompileConfig(BaseModel):
         if isinstance(value, tuple):
             return [self._named(item) for item in value]
         return value if value is None else str(getattr(value, "__qualname__", value))
+
+    @model_validator(mode="after")
+    def _check_symbols(self) -> Self:
+        """Only a symbol that is a size of some input has a range."""
+        known = {dim for spec in self.input_specs().values() for dim in spec.shape}
+        unknown = [symbol for symbol in self.symbol_limits if symbol not in known]
+        if unknown:
+            raise InvalidSetting(
+                name="symbol_limits",
+                value=self.symbol_limits,
+                reason=f"no input in Config.inputs has a dimension {unknown[0]}",
+                expected="ranges of symbols that occur in inputs, such as int64[num_reqs]",
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_partition(self) -> Self:

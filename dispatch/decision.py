@@ -43,7 +43,8 @@ class Decision:
     `reason` tells how the graph fits or, for NONE, why there is no graph. `missed` tells why no
     graph of a better mode was taken, by the candidate that came nearest; it is None where the
     plan has none better. `chunks` are the slots to replay one after another over consecutive
-    tokens when the batch is above the largest size. `max_reqs` is how many requests fit.
+    tokens when the batch is above the largest size. `max_reqs` is how many requests a batch of so
+    many tokens can have here.
     """
 
     mode: RuntimeMode

@@ -10,7 +10,7 @@ from ..errors import BatchInvalid, DecisionNotPossible, NoModeLeft
 from .decision import NO_SLOT, Decision, Reason
 from .descriptor import Batch
 from .histogram import Histogram
-from .lane import Lane, lane_of
+from .lane import Lane, contradiction, lane_of
 from .modes import RuntimeMode
 from .plan import DispatchPlan, PlanEntry
 from .row import Preference, Row, graph_decision, none_decision
@@ -47,9 +47,9 @@ class _Table:
         return row
 
     def decide(self, batch: Batch, lane: Lane) -> Decision:
+        if fault := contradiction(batch, lane):
+            raise BatchInvalid(batch=batch, fault=fault)
         num_tokens = batch.num_tokens
-        if num_tokens < 0 or batch.num_reqs < 0 or batch.num_loras < 0:
-            raise BatchInvalid(batch=batch, fault="a count is negative")
         row = self.row(lane)
         if num_tokens < len(row.decisions):
             decision = row.at(num_tokens)
@@ -145,8 +145,13 @@ class Dispatcher:
             and excluded_modes is None
             and not (batch.num_loras or batch.cascade or batch.axes)
         ):
-            row = self._uniform.get(batch.query_len) if batch.is_decode else self._mixed
-            if row:
+            # what contradicts itself matches no `max_reqs`, and is refused below
+            if batch.is_decode:
+                if row := self._uniform.get(batch.query_len):
+                    decision = row[num_tokens]
+                    if decision is not None and batch.num_reqs == decision.max_reqs:
+                        return decision
+            elif row := self._mixed:
                 decision = row[num_tokens]
                 if decision is not None and batch.num_reqs <= decision.max_reqs:
                     return decision

@@ -43,6 +43,20 @@ def lane_of(
     return Lane(query_len, bound, batch.num_loras, batch.cascade, axes, modes)
 
 
+def contradiction(batch: Batch, lane: Lane) -> str | None:
+    """What cannot be in the facts of `batch`, which is of `lane`; None if nothing."""
+    num_tokens, num_reqs = batch.num_tokens, batch.num_reqs
+    if num_tokens < 0 or num_reqs < 0 or batch.num_loras < 0:
+        return "a count is negative"
+    if num_reqs > num_tokens:
+        return f"{num_reqs} requests cannot share {num_tokens} tokens"
+    if lane.query_len is not None and num_reqs * lane.query_len != num_tokens:
+        return f"{num_reqs} requests of query_len {lane.query_len} do not have {num_tokens} tokens"
+    if lane.max_query_len is not None and num_reqs * lane.max_query_len < num_tokens:
+        return f"{num_reqs} requests up to max_query_len {lane.max_query_len} have fewer tokens"
+    return None
+
+
 def mode_bits(modes: Iterable[RuntimeMode]) -> int:
     """The set of `modes` as an integer, bit `1 << mode` each."""
     return sum(1 << mode for mode in set(modes))

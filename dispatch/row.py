@@ -122,10 +122,14 @@ class Row:
         return graph_decision(entries[chosen], chosen, self.lane, num_tokens, missed)
 
     def at(self, num_tokens: int) -> Decision:
-        """The kept decision for so many tokens and any number of requests that it has room for."""
+        """The kept decision for so many tokens and up to `max_reqs` requests.
+
+        In a lane of one query length the tokens tell how many requests there are.
+        """
         decision = self.decisions[num_tokens]
         if decision is None:
-            decision = self.decisions[num_tokens] = self.decide(num_tokens)
+            num_reqs = 0 if self.lane.query_len is None else most_reqs(self.lane, num_tokens)
+            decision = self.decisions[num_tokens] = self.decide(num_tokens, num_reqs)
         return decision
 
 
@@ -137,11 +141,19 @@ def graph_decision(
         reason = Reason.RELAXED
     else:
         reason = Reason.EXACT if num_tokens == key.num_tokens else Reason.PADDED
-    room = sys.maxsize if key.num_reqs is None else key.num_reqs
-    return Decision(entry.mode, key, slot, reason, missed, max_reqs=room)
+    max_reqs = most_reqs(lane, num_tokens)
+    if key.num_reqs is not None:
+        max_reqs = min(max_reqs, key.num_reqs)
+    return Decision(entry.mode, key, slot, reason, missed, max_reqs=max_reqs)
 
 
 def none_decision(lane: Lane, num_tokens: int, reason: Reason) -> Decision:
     """NONE runs the batch as it is: nothing is padded, neither rows nor adapters nor axes."""
     descriptor = BatchDescriptor(num_tokens, lora_case=lane.num_loras, axes=lane.axes)
-    return Decision(RuntimeMode.NONE, descriptor, NO_SLOT, reason, reason)
+    max_reqs = most_reqs(lane, num_tokens)
+    return Decision(RuntimeMode.NONE, descriptor, NO_SLOT, reason, reason, max_reqs=max_reqs)
+
+
+def most_reqs(lane: Lane, num_tokens: int) -> int:
+    """How many requests a batch of so many tokens can have."""
+    return num_tokens // (lane.query_len or 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..compile.plan import Plan
+from ..errors import BatchExceeded, SizeOutOfRange
 from .addresses import Snapshot
 from .recording import Recording
 from .results import real_results
@@ -33,7 +34,8 @@ class CapturedSlot:
     def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
         """One step on real inputs; returns views of the real rows of the static results.
 
-        Raises MovedTensor if something that the recording reads is elsewhere.
+        Raises MovedTensor if something that the recording reads is elsewhere, BatchExceeded for
+        inputs that are larger than the batch was said to be.
         """
         self.addresses.check_step()
         fit = self._fits.get(sizes) or self._fit(sizes)
@@ -45,6 +47,11 @@ class CapturedSlot:
     def _fit(self, sizes: tuple[int, ...]) -> tuple[Load, tuple[Any, ...]]:
         if len(self._fits) >= _KEPT:
             self._fits.clear()
+        try:
+            load = self._inputs.loader(sizes)
+        except SizeOutOfRange as beyond:
+            name, size, most = (beyond.facts[fact] for fact in ("name", "size", "high"))
+            raise BatchExceeded(name=name, size=size, most=most) from None
         results = real_results(self._plan, self.recording.outputs, sizes)
-        fit = self._fits[sizes] = self._inputs.loader(sizes), results
+        fit = self._fits[sizes] = load, results
         return fit

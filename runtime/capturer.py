@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from ..dispatch import Batch, Dispatcher, RuntimeMode
-from ..errors import CaptureFailed
+from ..errors import CaptureFailed, DummyStepFailed
 from ..events import Events
 from .backend import GraphBackend
 from .capture_budget import CaptureBudget, CaptureCosts
@@ -73,7 +73,7 @@ class Capturer:
                 for slot in group:
                     state = self.queue.slots[slot]
                     if not state.captured and not state.dropped and self._within_limit(slot):
-                        state.kept = self._capture(slot, session)
+                        state.kept = self._capture(slot, session, serving=False)
                     if state.captured:
                         break
         self._settle()
@@ -135,14 +135,18 @@ class Capturer:
         entry = self._entries[slot]
         return self._costs.estimate(entry.mode, entry.descriptor.num_tokens)
 
-    def _capture(self, slot: int, session: CaptureSession) -> bool:
-        """One capture, on all ranks or on none; whether the graph is there now."""
+    def _capture(self, slot: int, session: CaptureSession, *, serving: bool = True) -> bool:
+        """One capture, on all ranks or on none; whether the graph is there now.
+
+        Raises DummyStepFailed unless there are steps to be `serving`, which go on without a graph.
+        """
         entry, state = self._entries[slot], self.queue.slots[slot]
         began = self._clock()
         recording, reason = None, ""
+        tolerated = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
         try:
             recording = self._actions.record(slot, session)
-        except CaptureFailed as error:
+        except tolerated as error:
             reason = str(error)
         ms = (self._clock() - began) * 1000
         num_bytes = recording.bytes if recording else 0

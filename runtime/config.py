@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..cache.feeds import Feeds, exempt
-from ..compile.config import LOCATION, CompileConfig
+from ..compile.config import LOCATION, TOKENS, CompileConfig
 from ..dispatch import AttentionSupport, GraphMode, PaddingLimit
+from ..errors import InvalidSetting
 from .cache_settings import CacheLayer
 from .padding import Padding
 
@@ -38,6 +39,16 @@ class BrokenGuard(StrEnum):
 
     ERROR = "error"
     EAGER = "eager"
+
+
+def without_tokens(config: CompileConfig) -> InvalidSetting:
+    """What to raise where no input of the model tells the number of tokens."""
+    return InvalidSetting(
+        name="inputs",
+        value=config.inputs,
+        reason=f"no input that the model reads has a dimension {TOKENS}",
+        expected=f"that name for the token dimension, as in input_ids='int64[{TOKENS}]'",
+    )
 
 
 class Config(CompileConfig):
@@ -103,6 +114,14 @@ class Config(CompileConfig):
 
     cache_age_days: Annotated[float | None, LOCATION, Field(ge=0)] = None
     """Days after its last use that an entry is kept; None for ever."""
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> Self:
+        """A step has a number of tokens, and some input must tell it."""
+        specs = self.input_specs().values()
+        if self.inputs and not any(TOKENS in spec.shape for spec in specs):
+            raise without_tokens(self)
+        return self
 
     def padding_of(self, name: str) -> tuple[Padding, int | float]:
         """The padding policy of an input, with the number that SENTINEL writes."""

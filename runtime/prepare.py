@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..compile.compile_model import compile_model
+from ..compile.config import TOKENS
 from ..compile.examples import ExampleArguments
 from ..compile.task import Task
 from ..dispatch import (
@@ -23,10 +24,11 @@ from ..dispatch import (
     resolve_mode,
     user_capture_sizes,
 )
+from ..errors import InvalidSetting
 from ..events import Events
 from .backend import GraphBackend
 from .choose_backend import choose_backend
-from .config import BrokenGuard, Config
+from .config import BrokenGuard, Config, without_tokens
 from .monitors import meant
 from .open_cache import open_cache
 from .prepared_model import PreparedModel
@@ -72,6 +74,8 @@ def prepare(
         events.emit("config", **_settled(config, resolved, plan))
         task = compile_task(model, config, events, examples, ranks)
         compiled = compile_model(task)
+    if TOKENS not in [symbol.label for symbol in compiled.plan.symbols]:
+        raise without_tokens(config)
     return PreparedModel(
         compiled,
         inspect.signature(model.forward),
@@ -96,7 +100,17 @@ def compile_task(
     examples: ExampleArguments | None,
     ranks: Ranks | None = None,
 ) -> Task:
-    """What to compile, and with what: `config` as `settled`, the model's device, the cache."""
+    """What to compile, and with what: `config` as `settled`, the model's device, the cache.
+
+    Raises InvalidSetting for what is no model.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidSetting(
+            name="model",
+            value=model,
+            reason="it is a class" if isinstance(model, type) else "it is no torch.nn.Module",
+            expected="an instance of torch.nn.Module, and for a function one that calls it",
+        )
     exchange = ranks.exchange if ranks is not None else None
     cache = open_cache(config, events)
     return Task(model, config, cache, events, _device(model), examples, exchange)

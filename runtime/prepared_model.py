@@ -20,6 +20,7 @@ from .backend import GraphBackend
 from .binding import Bind, binder, packer
 from .capturer import Capturer
 from .config import Config
+from .dummy_step import MetadataFor
 from .forward_context import CURRENT, ForwardContext, forward_context
 from .memory_ledger import MemoryLedger, MemoryPlan, plan_memory
 from .model_memory import opening_ledger, static_inputs
@@ -28,7 +29,7 @@ from .ranks import Ranks, alone, start_facts
 from .recording import Recording
 from .report import build_report
 from .slot_actions import SlotActions
-from .slots import MetadataFor, Slots
+from .slots import Slots
 from .usage import Usage
 from .warmup import AuxiliaryTask, capture_items, range_works, warm_up
 
@@ -110,8 +111,8 @@ class PreparedModel:
     def run(self, decision: Decision, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
         """Run one step as decided, on the real (unpadded) inputs.
 
-        Raises InputMismatch, SizeOutOfRange or ArgumentFixed for wrong inputs and MovedTensor if a
-        captured tensor is elsewhere.
+        Raises InputMismatch, SizeOutOfRange or ArgumentFixed for wrong inputs, BatchExceeded for
+        inputs that the decision was not made for and MovedTensor if a captured tensor is elsewhere.
         """
         try:
             tensors, sizes = self._bind(*args, **kwargs)
@@ -159,7 +160,8 @@ class PreparedModel:
         """Capture what the strategy wants at startup; later calls capture what is missing of it.
 
         Without `metadata_for` the one that was given last holds, here as in all that captures.
-        Raises CaptureAfterSeal. A capture that fails is reported and its size runs without.
+        A capture that fails is reported and its size runs without. Raises CaptureAfterSeal, and
+        LayerMissing or MetadataFailed where it was not given what its dummy batches take.
         """
         if self._sealed:
             raise CaptureAfterSeal(name="the startup set")
@@ -203,6 +205,7 @@ class PreparedModel:
 
         Asked before any capture, graphs count with a forecast, for which a few are probed: where
         attention needs metadata, with `metadata_for`. With several ranks all must call it, alike.
+        Raises LayerMissing and MetadataFailed as `capture` does.
         """
         self._make_ready(metadata_for)
         graphs = self._capturer.expected_bytes()

@@ -10,20 +10,18 @@ import torch
 from ..compile.compiled_model import CompiledModel
 from ..compile.config import TOKENS
 from ..dispatch import BatchDescriptor, Dispatcher, RuntimeMode
-from ..errors import CaptureFailed
+from ..errors import CaptureFailed, DummyStepFailed
 from .addresses import Addresses, Snapshot
 from .backend import GraphBackend
 from .capture_session import CaptureSession
 from .captured_slot import CapturedSlot
 from .config import Config
-from .forward_context import ForwardContext, forward_context
+from .dummy_step import MetadataFor, dummy_step
+from .forward_context import ForwardContext
 from .recordable import recordable
 from .recorder import capture_failure, record
 from .recording import Recording, SegmentKind
 from .static_inputs import BoundInputs, StaticInputs
-
-MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
-"""Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
 
 NOTHING_BREAKS = (
     "no splitting function was called, so attention would be inside the graph: decorate it with "
@@ -91,9 +89,10 @@ class Slots:
             self.stitched(*self._inputs.at(sizes).views)
 
     def record(self, slot: int, session: CaptureSession) -> Recording:
-        """Run and capture a dummy batch that fills the slot's descriptor; raises CaptureFailed.
+        """Run and capture a dummy batch that fills the slot's descriptor.
 
         The run before lets the code set up what it sets up once, which a graph must not hold.
+        Raises CaptureFailed, and DummyStepFailed where the caller did not give what it takes.
         """
         entry = self._dispatcher.plan.entries[slot]
         name = f"{entry.mode.name} {entry.descriptor.num_tokens}"
@@ -105,7 +104,7 @@ class Slots:
             with self._dummy_step(entry.descriptor, entry.mode), torch.no_grad():
                 self.stitched(*inputs)
                 recording = record(self._recordable, inputs, session, name=name, breaks=breaks)
-        except CaptureFailed:
+        except (CaptureFailed, DummyStepFailed):
             raise
         except Exception as error:
             raise capture_failure(error, name) from error
@@ -131,11 +130,7 @@ class Slots:
             captured.recording.release()
 
     def _dummy_step(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> Any:
-        context = self._context
-        context.decision = None
-        context.metadata = self.metadata_for(descriptor, mode) if self.metadata_for else None
-        context.num_tokens = descriptor.num_tokens
-        return forward_context(context)
+        return dummy_step(self._context, self.metadata_for, descriptor, mode)
 
     def _inputs_of(self, slot: int) -> BoundInputs:
         return self._inputs.at(self._sizes_of(slot))

@@ -32,6 +32,12 @@ def test_every_public_name_is_there(name: str) -> None:
     assert getattr(piecegraph, name) is not None
 
 
+def test_public_names_are_listed_before_they_are_used() -> None:
+    listed = "import piecegraph; print(*set(piecegraph.__all__) - set(dir(piecegraph)))"
+    done = subprocess.run([sys.executable, "-c", listed], capture_output=True, check=True)
+    assert done.stdout.split() == []
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = piecegraph.no_such_name

@@ -90,6 +90,21 @@ def test_range_of_the_tokens_is_stated_in_one_place():
         CompileConfig(symbol_limits={"num_tokens": (1, 5)})
 
 
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"q": (5, 1)}, "q cannot range from 5 to 1"),
+        ({"q": (-1, 1)}, "q cannot range from -1 to 1"),
+        ({"q": (1, 5), "num_req": (1, 5)}, "has a dimension num_req"),
+    ],
+)
+def test_a_range_of_nothing_is_refused(limits, message):
+    with pytest.raises(InvalidSetting, match=message):
+        CompileConfig(inputs={"x": "int64[num_tokens, q]"}, symbol_limits=limits)
+    with pytest.raises(InvalidSetting, match="symbol_limits"):
+        CompileConfig(symbol_limits=limits)
+
+
 def test_missing_examples_name_the_argument():
     with pytest.raises(ExampleInputsMissing, match="'table'"):
         examples(Strict(), inputs={"x": "float32[num_tokens]"})

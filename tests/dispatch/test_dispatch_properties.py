@@ -63,9 +63,11 @@ def batches(draw, plan: DispatchPlan) -> Batch:
     if plan.entries and draw(st.booleans()):
         near = exact_batch(plan, draw(st.integers(0, len(plan.entries) - 1)))
         fewer = draw(st.integers(0, near.num_reqs - 1))
+        left = near.num_reqs - fewer
         tokens = near.num_tokens - fewer * (near.query_len or 1)
+        tokens = min(tokens, left * (near.max_query_len or tokens))
         loras = draw(st.integers(0, near.num_loras))
-        return replace(near, num_tokens=tokens, num_reqs=near.num_reqs - fewer, num_loras=loras)
+        return replace(near, num_tokens=tokens, num_reqs=left, num_loras=loras)
     is_decode = draw(st.booleans())
     query_len = draw(st.none() | st.integers(1, 6))
     if is_decode and query_len:
@@ -74,6 +76,7 @@ def batches(draw, plan: DispatchPlan) -> Batch:
     else:
         num_tokens = draw(st.integers(1, 45))
         num_reqs = draw(st.integers(1, num_tokens))
+    bounds = st.integers(-(-num_tokens // num_reqs), 6 + num_tokens)
     return Batch(
         num_tokens,
         num_reqs,
@@ -81,7 +84,7 @@ def batches(draw, plan: DispatchPlan) -> Batch:
         query_len,
         num_loras=draw(st.integers(0, 5)),
         cascade=draw(st.booleans()),
-        max_query_len=draw(st.none() | st.integers(1, 6)),
+        max_query_len=draw(st.none() | bounds),
         axes={axis.name: draw(st.integers(0, 5)) for axis in plan.axes} or None,
     )
 

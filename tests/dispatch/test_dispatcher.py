@@ -272,11 +272,13 @@ def test_none_excluded_and_nothing_fits_is_an_error():
 
 
 def test_more_requests_than_a_graph_has_room_for():
-    it = dispatcher("FULL", [4, 16], max_num_reqs=16)
-    assert it.dispatch(Batch(4, 4)).descriptor == BatchDescriptor(4, 4)
-    decision = it.dispatch(Batch(4, 5))
-    assert decision.descriptor == BatchDescriptor(16, 16)
-    assert it.dispatch(Batch(16, 17)).reason is Reason.TOO_MANY_REQS
+    keys = (BatchDescriptor(16, 8), BatchDescriptor(4, 2))
+    plan = DispatchPlan(tuple(PlanEntry(FULL, key) for key in keys), max_num_reqs=8)
+    it = Dispatcher(plan, captured=(0, 1))
+    for decode in (False, True):
+        assert it.dispatch(Batch(4, 2, decode, 2)).descriptor == BatchDescriptor(4, 2)
+        assert it.dispatch(Batch(4, 4, decode, 1)).descriptor == BatchDescriptor(16, 8)
+        assert it.dispatch(Batch(9, 9, decode, 1)).reason is Reason.TOO_MANY_REQS
 
 
 def test_the_limit_on_padding_sends_a_batch_to_a_lower_mode():
@@ -368,6 +370,29 @@ def test_negative_counts_are_errors(facts):
         it.dispatch(Batch(*facts, num_loras=int(facts[1] < 0)))
 
 
+@pytest.mark.parametrize(
+    ("batch", "valid"),
+    [
+        (Batch(5, 2, is_decode=True, query_len=1), Batch(5, 5, is_decode=True, query_len=1)),
+        (Batch(5, 2, is_decode=True, query_len=2), Batch(4, 2, is_decode=True, query_len=2)),
+        (Batch(5, 2, is_decode=True, query_len=3), Batch(6, 2, is_decode=True, query_len=3)),
+        (
+            Batch(9, 4, is_decode=True, max_query_len=2),
+            Batch(8, 4, is_decode=True, max_query_len=2),
+        ),
+        (Batch(2, 5), Batch(2, 2)),
+        (Batch(20, 21), Batch(20, 20)),
+    ],
+)
+def test_a_batch_that_contradicts_itself_is_an_error_also_where_the_row_is_hot(batch, valid):
+    it = dispatcher("FULL_AND_PIECEWISE", [4, 8, 16], query_lens=[1, 2])
+    for _ in range(2):
+        it.dispatch(valid)
+        for ask in (it.dispatch, it.wanted, it.explain):
+            with pytest.raises(BatchInvalid, match=f"{batch.num_reqs} requests"):
+                ask(batch)
+
+
 def test_wanted_does_not_wait_for_the_capture():
     plan = make_plan(GraphMode.FULL_AND_PIECEWISE, [4, 8], max_num_reqs=8)
     it = Dispatcher(plan)
@@ -430,7 +455,7 @@ def test_a_rank_decision_is_followed_or_refused():
     large = Batch(17, 3)
     assert it.follow(it.dispatch(large).slot, large).chunks == it.dispatch(large).chunks
     with pytest.raises(DecisionNotPossible, match="above largest size"):
-        dispatcher("FULL_AND_PIECEWISE", [4, 8]).follow(slot, Batch(9, 8, True, 1))
+        dispatcher("FULL_AND_PIECEWISE", [4, 8]).follow(slot, Batch(9, 9, True, 1))
     it.set_captured(slot, False)
     with pytest.raises(DecisionNotPossible, match="not captured yet"):
         it.follow(slot, batch)

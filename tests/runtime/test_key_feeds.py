@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,18 @@ def keys(config: Config) -> tuple[str, str]:
     return trace_key(model, config, CPU).digest, codegen.digest
 
 
+def test_help_on_the_settings_is_not_full_of_reasons() -> None:
+    assert "reason=" not in str(inspect.signature(Config))
+
+
 def test_each_exemption_has_a_reason() -> None:
     assert all(len(feeds.reason) > 10 for feeds in exemptions(Config).values())
 
 
 @pytest.mark.parametrize("name", sorted(Config.model_fields))
 def test_c1_vllm_53366_a_changed_setting_changes_its_keys_and_no_others(name: str) -> None:
-    before, after = keys(Config()), keys(Config(**{name: OTHER[name]}))
+    given = {"inputs": {"x": "float32[num_tokens, other]"}}
+    before, after = keys(Config(**given)), keys(Config(**{**given, name: OTHER[name]}))
     feeds = exemptions(Config).get(name)
     kinds = ("trace", "codegen") if feeds is None else feeds.kinds
     expected = [kind in kinds for kind in ("trace", "codegen")]

@@ -15,7 +15,7 @@ import torch
 from piecegraph import Batch, CaptureStrategy, Config, GraphMode, get_forward_context
 from piecegraph.compile.compiled_model import CompiledModel
 from piecegraph.compile.plan import Check
-from piecegraph.errors import CaptureFailed, ModelClosed, OutsideStep
+from piecegraph.errors import CaptureFailed, LayerMissing, MetadataFailed, ModelClosed, OutsideStep
 from piecegraph.runtime.capture_session import capture_session
 from piecegraph.runtime.monitors import TRACE_LOGGER
 
@@ -77,15 +77,72 @@ def test_w23_an_error_in_a_graph_leaves_the_mode_below(serve: Callable[..., Any]
     assert "failure injected" in event.facts["reason"]
 
 
-def test_metadata_that_cannot_be_made_fails_the_capture_only(serve: Callable[..., Any]) -> None:
-    def no_metadata(descriptor: Any, mode: Any) -> Any:
-        raise RuntimeError("block table is full")
+def no_metadata(descriptor: Any, mode: Any) -> Any:
+    raise RuntimeError("block table is full")
 
-    served = serve()
-    served.prepared.capture(no_metadata)
+
+@pytest.mark.parametrize("settings", [{}, {"memory_limit": 0.5}, {"strategy": "delayed"}])
+def test_metadata_that_cannot_be_made_is_the_callers_error(
+    serve: Callable[..., Any], settings: dict[str, Any]
+) -> None:
+    served = serve(**settings)
+    line = no_metadata.__code__.co_firstlineno + 1
+    with pytest.raises(MetadataFailed, match=f"RuntimeError: block.*test_failures.py:{line}"):
+        served.prepared.capture(no_metadata)
     assert_at_rest()
     assert served.captured() == []
+    assert served.prepared.events.named("capture.failed") == []
     assert served.step(1, 1) == "NONE 2"
+    served.prepared.capture(lambda descriptor, mode: None)
+    assert served.step(1, 1).startswith("FULL")
+
+
+@pytest.mark.parametrize("settings", [{}, {"memory_limit": 0.5}])
+@pytest.mark.parametrize("call", ["capture", "warm_up"])
+def test_a_layer_that_prepare_was_not_given_is_the_callers_error(
+    serve: Callable[..., Any], settings: dict[str, Any], call: str
+) -> None:
+    served = serve(**settings)
+    layers, served.prepared._context.layers = served.prepared._context.layers, {"other": 1}
+    with pytest.raises(
+        LayerMissing, match=r"'stage', but it has other \(at .*conftest.py:.*layers="
+    ):
+        getattr(served.prepared, call)()
+    assert_at_rest()
+    assert served.prepared._context.layers == {"other": 1}
+    served.prepared._context.layers = layers
+    assert served.step(3) == "NONE 3"
+    served.prepared.capture()
+    assert served.step(3) == "PIECEWISE 4"
+
+
+def test_a_key_error_of_the_ops_own_is_a_failed_capture(serve: Callable[..., Any]) -> None:
+    served = serve()
+    served.stage.fault = KeyError("stage")
+    served.prepared.capture()
+    assert served.prepared.events.named("capture.failed")
+
+
+def test_metadata_that_cannot_be_made_between_steps_is_told(serve: Callable[..., Any]) -> None:
+    served = serve(strategy="delayed")
+    served.prepared.capture(lambda descriptor, mode: None)
+    served.prepared._slots.metadata_for = no_metadata
+    assert served.step(1, 1) == "FULL 8"
+    assert_at_rest()
+    (event,) = served.prepared.events.named("capture.failed")
+    assert "block table is full" in event.facts["reason"]
+
+
+def test_metadata_that_does_not_fit_the_device_fails_one_capture_only(
+    serve: Callable[..., Any],
+) -> None:
+    def large(descriptor: Any, mode: Any) -> Any:
+        if descriptor.num_tokens == 8:
+            raise torch.OutOfMemoryError("8 blocks")
+
+    served = serve()
+    served.prepared.capture(large)
+    assert [served.step(8), served.step(4)] == ["NONE 8", "PIECEWISE 4"]
 
 
 def test_an_interrupt_during_warm_up_exits_cleanly(serve: Callable[..., Any]) -> None:

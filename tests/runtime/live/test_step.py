@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from piecegraph import Batch, Config, GraphMode, PreparedModel, prepare
-from piecegraph.errors import InputMismatch, InvalidSetting, MovedTensor, SizeOutOfRange
+from piecegraph.errors import (
+    BatchExceeded,
+    InputMismatch,
+    InvalidSetting,
+    MovedTensor,
+    SizeOutOfRange,
+)
 
 from ..conftest import found_by, loud_backend
 
@@ -131,11 +137,12 @@ def test_a_batch_beyond_its_decision_or_the_model_is_refused(
     both: tuple[PreparedModel, nn.Module],
 ) -> None:
     prepared, _ = both
-    decision = prepared.dispatch(Batch(3, 2))
-    for num_tokens in (5, 9):
+    decision = prepared.dispatch(Batch(4, 2))
+    for num_tokens, error in ((5, BatchExceeded), (9, SizeOutOfRange)):
         args, kwargs = arguments(num_tokens, 2)
-        with pytest.raises(SizeOutOfRange, match=f"num_tokens = {num_tokens}"):
+        with pytest.raises(error, match=f"num_tokens = {num_tokens}") as caught:
             prepared.run(decision, *args, **kwargs)
+        assert ("batch that was dispatched has at most 4" in str(caught.value)) == (num_tokens == 5)
 
 
 def test_a_padding_policy_for_what_is_no_parameter_is_refused() -> None:

@@ -1,0 +1,40 @@
+"""What `prepare` and its settings refuse before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from piecegraph import Config, compile_ahead, prepare
+from piecegraph.errors import InvalidSetting
+
+
+class Model(nn.Module):
+    def forward(self, x: Tensor, unused: Tensor) -> Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("make_ready", [prepare, compile_ahead])
+@pytest.mark.parametrize(
+    ("model", "fault"), [(lambda x: x, "it is no torch.nn.Module"), (Model, "it is a class")]
+)
+def test_what_is_no_model_is_refused(
+    make_ready: Callable[..., Any], model: Any, fault: str
+) -> None:
+    with pytest.raises(InvalidSetting, match=f"setting model = .*{fault}"):
+        make_ready(model, Config(inputs={"x": "float32[num_tokens]"}, cache=False))
+
+
+def test_inputs_must_tell_the_number_of_tokens() -> None:
+    with pytest.raises(InvalidSetting, match="setting inputs .* a dimension num_tokens"):
+        Config(inputs={"ids": "int64[tokens]"})
+
+
+@pytest.mark.compile
+def test_an_input_that_the_model_does_not_read_tells_nothing() -> None:
+    inputs = {"x": "float32[4]", "unused": "int64[num_tokens]"}
+    with pytest.raises(InvalidSetting, match="no input that the model reads"):
+        prepare(Model(), Config(inputs=inputs, compiler="eager", cache=False))
