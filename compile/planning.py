@@ -38,7 +38,7 @@ from .trace import Trace
 def base_symbols(trace: Trace) -> BaseSymbols:
     """A SymInt for each symbol that is the size of some argument's dimension."""
     found: BaseSymbols = {}
-    for _, _, size in _argument_sizes(trace):
+    for _, _, size in argument_sizes(trace):
         expression = trace.symbol_of(size)
         if expression.is_Symbol:
             found.setdefault(expression, size)
@@ -48,7 +48,7 @@ def base_symbols(trace: Trace) -> BaseSymbols:
 def symbol_labels(trace: Trace) -> dict[sympy.Symbol, str]:
     """The declared name of every symbol of an argument, equal ones included."""
     labels: dict[sympy.Symbol, str] = {}
-    for leaf, dim, size in _argument_sizes(trace):
+    for leaf, dim, size in argument_sizes(trace):
         label = trace.examples.symbols.get((leaf.label, dim))
         if label:
             for symbol in (original_symbol(size), trace.symbol_of(size)):
@@ -56,7 +56,8 @@ def symbol_labels(trace: Trace) -> dict[sympy.Symbol, str]:
     return labels
 
 
-def _argument_sizes(trace: Trace) -> list[tuple[Leaf, int, torch.SymInt]]:
+def argument_sizes(trace: Trace) -> list[tuple[Leaf, int, torch.SymInt]]:
+    """The dynamic sizes of all arguments: argument, dimension, size."""
     return [
         (source, dim, size)
         for node, source in trace.sources.items()
