@@ -208,6 +208,18 @@ def triton_call(node: torch.fx.Node) -> tuple[Any, dict[str, Any]] | None:
     return kernel, {**kwargs, "constants": dict(constants)}
 
 
+def triton_writes(node: torch.fx.Node, kwargs: dict[str, Any]) -> list[Any] | None:
+    """What the Triton kernel that a node launches writes to, of its example `kwargs`."""
+    if not str(node.target).startswith("triton_kernel_wrapper"):
+        return None
+    from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
+
+    given = kwargs["kwargs"]
+    table = (kwargs["kernel_idx"], kwargs["constant_args_idx"])
+    names = get_mutated_tensors(*table, given, kwargs["tma_descriptor_metadata"])
+    return [given[name] for name in names]
+
+
 def fake_function(name: str) -> Callable[..., Any] | None:
     """The Python function that gives the shapes of op `ns::op`'s results, if one is registered."""
     from torch._library.custom_ops import OPDEFS

@@ -33,6 +33,7 @@ from .plan import (
 from .readable import readable
 from .split import Section, overload_of, takes_element
 from .trace import Trace
+from .written_arguments import written_arguments
 
 
 def base_symbols(trace: Trace) -> BaseSymbols:
@@ -80,6 +81,7 @@ class Planner:
         self._counter = 0
         self._steps: list[PieceStep | CallStep] = []
         self._shapes: dict[str, str] = {}
+        self._written = written_arguments(trace)
         for node, source in trace.sources.items():
             if source is not None:
                 self._names[node] = self._bind(node, source)
@@ -183,7 +185,12 @@ class Planner:
         shape = tuple(self._size(size) for size in value.shape)
         self._inputs.append(
             UserInput(
-                name=name, path=source.path, dtype=dtype, device=str(value.device), shape=shape
+                name=name,
+                path=source.path,
+                dtype=dtype,
+                device=str(value.device),
+                shape=shape,
+                written=node in self._written,
             )
         )
         return name

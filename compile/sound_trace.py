@@ -57,7 +57,7 @@ def _state_equal_sizes(traced: Trace) -> None:
     first: dict[str, torch.SymInt] = {}
     for leaf, dim, size in argument_sizes(traced):
         if label := traced.examples.symbols.get((leaf.label, dim)):
-            torch._check(size == first.setdefault(label, size))
+            torch._check(size == first.setdefault(label, size))  # type: ignore[no-untyped-call]
 
 
 def _with(task: Task, shapes: DynamicShapes) -> Task:
