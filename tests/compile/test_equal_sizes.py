@@ -9,6 +9,8 @@ from torch import nn
 from piecegraph.compile.config import DynamicShapes
 from piecegraph.errors import InputMismatch
 
+from .models import MIX
+
 pytestmark = [
     pytest.mark.compile,
     pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
@@ -62,7 +64,7 @@ def test_a_piece_without_results_is_compiled_for_the_sizes_of_the_trace(compiled
         NoResult(),
         inputs=DECLARED,
         dynamic_shapes=shapes,
-        splitting_ops=("piecegraph_test::mix",),
+        splitting_ops=MIX,
         compiler="inductor",
         max_num_tokens=64,
     )
