@@ -217,6 +217,18 @@ def triton_call(node: torch.fx.Node) -> tuple[Any, dict[str, Any]] | None:
     return kernel, {**kwargs, "constants": dict(constants)}
 
 
+def triton_writes(node: torch.fx.Node, kwargs: dict[str, Any]) -> list[Any] | None:
+    """What the Triton kernel that a node launches writes to, of its example `kwargs`."""
+    if not str(node.target).startswith("triton_kernel_wrapper"):
+        return None
+    from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
+
+    given = kwargs["kwargs"]
+    table = (kwargs["kernel_idx"], kwargs["constant_args_idx"])
+    names = get_mutated_tensors(*table, given, kwargs["tma_descriptor_metadata"])
+    return [given[name] for name in names]
+
+
 def fake_function(name: str) -> Callable[..., Any] | None:
     """The Python function that gives the shapes of op `ns::op`'s results, if one is registered."""
     from torch._library.custom_ops import OPDEFS
@@ -423,15 +435,31 @@ def inductor_compile(
     """
     from torch._inductor import standalone_compile
 
-    with reads_before_mutations(), _kernels_in_background() as modules:
+    with reads_before_mutations(), _kernels_in_background() as modules, _traced_sizes(graph):
         artifact = standalone_compile(
             graph,
             inputs,
-            dynamic_shapes="from_graph",
+            dynamic_shapes="from_tracing_context",
             options={"config_patches": options},
             aot=True,
         )
     return artifact, lambda: [path for module in modules for path in _kernels_of(module)]
+
+
+@contextmanager
+def _traced_sizes(graph: torch.fx.GraphModule) -> Iterator[None]:
+    """Let Inductor reason about sizes where the trace did, whatever a piece returns.
+
+    Told to find that by itself it looks at results alone, and knows nothing of any size in a piece
+    that only writes to its inputs.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensor
+
+    values = (node.meta.get("example_value") for node in graph.graph.nodes)
+    modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
+    with tracing(TracingContext(next(modes, None) or fresh_fake_mode())):
+        yield
 
 
 @contextmanager
@@ -481,9 +509,12 @@ def inductor_unpack(
     """Compile `graph` and lay its generated code out in `folder`, as files that may be edited."""
     from torch._inductor import standalone_compile
 
-    with reads_before_mutations():
+    with reads_before_mutations(), _traced_sizes(graph):
         artifact = standalone_compile(
-            graph, inputs, dynamic_shapes="from_graph", options={"config_patches": options}
+            graph,
+            inputs,
+            dynamic_shapes="from_tracing_context",
+            options={"config_patches": options},
         )
         artifact.save(path=folder, format="unpacked")
 

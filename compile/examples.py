@@ -163,7 +163,18 @@ def _declared(
         if not _fits(value, spec):
             raise ExampleMismatch(name=label, actual=_described(value), expected=str(spec))
         symbols.update({(label, dim): s for dim, s in enumerate(spec.shape) if isinstance(s, str)})
+    _check_equal(symbols, by_label)
     return symbols
+
+
+def _check_equal(symbols: dict[tuple[str, int], str], values: dict[str, Any]) -> None:
+    """Sizes of one name are equal in the examples; raises ExampleMismatch."""
+    first: dict[str, tuple[str, int]] = {}
+    for (label, dim), symbol in symbols.items():
+        other, size = first.setdefault(symbol, (label, values[label].size(dim)))
+        if values[label].size(dim) != size:
+            expected = f"{symbol} = {size} in dimension {dim}, as {other!r} has it"
+            raise ExampleMismatch(name=label, actual=_described(values[label]), expected=expected)
 
 
 def _fits(value: Any, spec: InputSpec) -> bool:

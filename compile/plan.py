@@ -30,6 +30,8 @@ class UserInput(Frozen):
     device: str
     shape: tuple[int | str, ...]
     """Sizes; a string is an expression over the plan's symbols."""
+    written: bool = False
+    """Whether the model writes to it."""
 
 
 class Constant(Frozen):

@@ -33,12 +33,13 @@ from .plan import (
 from .readable import readable
 from .split import Section, overload_of, takes_element
 from .trace import Trace
+from .written_arguments import written_arguments
 
 
 def base_symbols(trace: Trace) -> BaseSymbols:
     """A SymInt for each symbol that is the size of some argument's dimension."""
     found: BaseSymbols = {}
-    for _, _, size in _argument_sizes(trace):
+    for _, _, size in argument_sizes(trace):
         expression = trace.symbol_of(size)
         if expression.is_Symbol:
             found.setdefault(expression, size)
@@ -48,7 +49,7 @@ def base_symbols(trace: Trace) -> BaseSymbols:
 def symbol_labels(trace: Trace) -> dict[sympy.Symbol, str]:
     """The declared name of every symbol of an argument, equal ones included."""
     labels: dict[sympy.Symbol, str] = {}
-    for leaf, dim, size in _argument_sizes(trace):
+    for leaf, dim, size in argument_sizes(trace):
         label = trace.examples.symbols.get((leaf.label, dim))
         if label:
             for symbol in (original_symbol(size), trace.symbol_of(size)):
@@ -56,7 +57,8 @@ def symbol_labels(trace: Trace) -> dict[sympy.Symbol, str]:
     return labels
 
 
-def _argument_sizes(trace: Trace) -> list[tuple[Leaf, int, torch.SymInt]]:
+def argument_sizes(trace: Trace) -> list[tuple[Leaf, int, torch.SymInt]]:
+    """The dynamic sizes of all arguments: argument, dimension, size."""
     return [
         (source, dim, size)
         for node, source in trace.sources.items()
@@ -79,6 +81,7 @@ class Planner:
         self._counter = 0
         self._steps: list[PieceStep | CallStep] = []
         self._shapes: dict[str, str] = {}
+        self._written = written_arguments(trace)
         for node, source in trace.sources.items():
             if source is not None:
                 self._names[node] = self._bind(node, source)
@@ -182,7 +185,12 @@ class Planner:
         shape = tuple(self._size(size) for size in value.shape)
         self._inputs.append(
             UserInput(
-                name=name, path=source.path, dtype=dtype, device=str(value.device), shape=shape
+                name=name,
+                path=source.path,
+                dtype=dtype,
+                device=str(value.device),
+                shape=shape,
+                written=node in self._written,
             )
         )
         return name

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from ..errors import CompileError, GuardUnproved
 from .asserts import take_size_asserts
 from .config import CompileConfig, DynamicShapes
 from .guards import GuardBook
-from .planning import symbol_labels
+from .planning import argument_sizes, symbol_labels
 from .task import Task
 from .trace import Trace, trace
 
@@ -38,6 +40,7 @@ def sound_trace(task: Task) -> tuple[Trace, GuardBook, CompileConfig]:
 
 def _settled(task: Task) -> tuple[Trace, GuardBook, CompileConfig]:
     traced = trace(task)
+    _state_equal_sizes(traced)
     labels = symbol_labels(traced)
     book = GuardBook(traced.shape_env, labels, task.config, task.events)
     book.check_symbols()
@@ -47,6 +50,14 @@ def _settled(task: Task) -> tuple[Trace, GuardBook, CompileConfig]:
         # more without the assumption, only for the guards which that brings to light.
         book.unproved += _settled(_with(task, DynamicShapes.BACKED_SIZE_OBLIVIOUS))[1].unproved
     return traced, book, task.config
+
+
+def _state_equal_sizes(traced: Trace) -> None:
+    """Sizes declared by one name are one symbol, also those that never met in the model."""
+    first: dict[str, torch.SymInt] = {}
+    for leaf, dim, size in argument_sizes(traced):
+        if label := traced.examples.symbols.get((leaf.label, dim)):
+            torch._check(size == first.setdefault(label, size))  # type: ignore[no-untyped-call]
 
 
 def _with(task: Task, shapes: DynamicShapes) -> Task:

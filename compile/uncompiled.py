@@ -23,6 +23,7 @@ from .examples import Examples, Leaf, example_inputs
 from .literal import Ref, dtype_name, encode, referring
 from .plan import CompiledSpan, PieceStep, Plan, Result, Symbol, UniquePiece, UserInput
 from .task import Task
+from .writes import Writes
 
 _UNLIKE = (41, 43, 47, 53, 59, 61)
 """Sizes unlike those that example inputs are made with."""
@@ -37,10 +38,12 @@ def uncompiled_model(task: Task) -> CompiledModel:
     examples = example_inputs(model, config, task.device, task.examples)
     tensors = [leaf for leaf in examples.leaves() if isinstance(leaf.value, Tensor)]
     symbols = _symbols(tensors, examples, config)
-    structure, results = _result_form(model, examples, list(symbols.values()))
+    structure, results, written = _result_form(model, examples, list(symbols.values()))
     outs = tuple(result.name for result in results)
     plan = Plan(
-        inputs=tuple(_input(i, leaf, examples, symbols) for i, leaf in enumerate(tensors)),
+        inputs=tuple(
+            _input(i, leaf, examples, symbols, written[i]) for i, leaf in enumerate(tensors)
+        ),
         constants=examples.constants(),
         weights=(),
         symbols=tuple(symbols.values()),
@@ -57,11 +60,16 @@ def uncompiled_model(task: Task) -> CompiledModel:
 
 def _result_form(
     model: torch.nn.Module, examples: Examples, symbols: list[Symbol]
-) -> tuple[Any, tuple[Result, ...]]:
-    """The structure of the result, encoded, and its tensors; raises ResultFormUnknown."""
+) -> tuple[Any, tuple[Result, ...], list[bool]]:
+    """The structure of the result, encoded, its tensors, and which of the inputs are written to.
+
+    Raises ResultFormUnknown.
+    """
     sizes = _example_sizes(examples, symbols)
     others = _other_sizes(sizes, symbols)
-    first, second = (_fake_result(model, examples, each) for each in (sizes, others))
+    (first, written), (second, _) = (
+        _fake_result(model, examples, each) for each in (sizes, others)
+    )
     (form, found), (other_form, again) = _apart(first), _apart(second)
     structure = encode(form)
     if structure != encode(other_form) or [t.dim() for t in found] != [t.dim() for t in again]:
@@ -77,7 +85,7 @@ def _result_form(
         )
         for index, (one, other) in enumerate(zip(found, again, strict=True))
     )
-    return structure, results
+    return structure, results, written
 
 
 def _apart(result: Any) -> tuple[Any, list[Tensor]]:
@@ -119,8 +127,10 @@ def _other_sizes(sizes: dict[str, int], symbols: list[Symbol]) -> dict[str, int]
     return {**sizes, **others}
 
 
-def _fake_result(model: torch.nn.Module, examples: Examples, sizes: dict[str, int]) -> Any:
-    """What the model returns for fake inputs of the given sizes."""
+def _fake_result(
+    model: torch.nn.Module, examples: Examples, sizes: dict[str, int]
+) -> tuple[Any, list[bool]]:
+    """What the model returns for fake inputs of the given sizes, and which it writes to."""
     leaves = iter(examples.leaves())
 
     def resized(value: Any) -> Any:
@@ -135,7 +145,10 @@ def _fake_result(model: torch.nn.Module, examples: Examples, sizes: dict[str, in
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             arguments = pytree.tree_map(resized, examples.arguments)
             args, kwargs = replace(examples, arguments=arguments).call_arguments()
-            return model(*args, **kwargs)
+            inputs = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+            with Writes() as writes:
+                result = model(*args, **kwargs)
+            return result, [writes.include(tensor) for tensor in inputs]
     except Exception as error:
         raise ResultFormUnknown(reason=f"{type(error).__name__}: {error}") from error
 
@@ -172,7 +185,9 @@ def _symbols(tensors: list[Leaf], examples: Examples, config: CompileConfig) -> 
     return found
 
 
-def _input(index: int, leaf: Leaf, examples: Examples, symbols: dict[str, Symbol]) -> UserInput:
+def _input(
+    index: int, leaf: Leaf, examples: Examples, symbols: dict[str, Symbol], written: bool
+) -> UserInput:
     labels = (examples.symbols.get((leaf.label, dim)) for dim in range(leaf.value.dim()))
     return UserInput(
         name=f"i{index}",
@@ -183,4 +198,5 @@ def _input(index: int, leaf: Leaf, examples: Examples, symbols: dict[str, Symbol
             symbols[label].name if label else size
             for label, size in zip(labels, leaf.value.shape, strict=True)
         ),
+        written=written,
     )

@@ -55,3 +55,14 @@ class CapturedSlot:
         results = real_results(self._plan, self.recording.outputs, sizes)
         fit = self._fits[sizes] = load, results
         return fit
+
+
+class WritingSlot(CapturedSlot):
+    """A slot of a model that writes to its inputs, of which a recording has copies."""
+
+    __slots__ = ()
+
+    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
+        results = super().replay(tensors, sizes)
+        self._inputs.give_back(tensors)
+        return results

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compile.writes import tensors_in
 from ..errors import EagerResultChanged
 from ..torch_compat import storage_id, tree_flatten, tree_leaves, tree_unflatten
-from .ownership import tensors_in
 
 
 def static_results(result: Any, args: Any) -> tuple[Any, dict[int, Tensor]]:

@@ -35,6 +35,7 @@ def static_inputs(
                 dtype=getattr(torch, item.dtype),
                 padding=padding,
                 sentinel=sentinel,
+                written=item.written,
             )
         )
     _check_names(config, plan)

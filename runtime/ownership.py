@@ -9,17 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
-from ..torch_compat import StorageWeakRef, storage_id, tree_leaves, weak_storage
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors inside nested tuples, lists and dicts, in order."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+from ..torch_compat import StorageWeakRef, storage_id, weak_storage
 
 
 @dataclass(frozen=True, slots=True)

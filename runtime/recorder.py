@@ -17,7 +17,9 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
 
+from ..compile.writes import tensors_in
 from ..errors import CaptureFailed, CaptureOutOfMemory, NestedCapture
 from ..torch_compat import is_faking, tree_map_only
 from .backend import Capture, Graph
@@ -58,10 +60,17 @@ def _breaking(fn: Callable[P, R], fake: Callable[..., Any] | None) -> Callable[P
             result: R = recorder.run_eagerly(name, fn, args, kwargs)
             return result
         if is_faking():
-            return fake(*args, **kwargs) if fake else None  # type: ignore[return-value]
+            return (fake or _write_to)(*args, **kwargs)  # type: ignore[return-value]
         return fn(*args, **kwargs)
 
     return breaking
+
+
+def _write_to(*args: Any, **kwargs: Any) -> None:
+    """What a function without a fake is taken to do with its tensors."""
+    for tensor in tensors_in((args, kwargs)):
+        if isinstance(tensor, FakeTensor):
+            tensor.zero_()
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..errors import CaptureFailed, DummyStepFailed
 from .addresses import Addresses, Snapshot
 from .backend import GraphBackend
 from .capture_session import CaptureSession
-from .captured_slot import CapturedSlot
+from .captured_slot import CapturedSlot, WritingSlot
 from .config import Config
 from .dummy_step import MetadataFor, dummy_step
 from .forward_context import ForwardContext
@@ -85,7 +86,7 @@ class Slots:
 
     def run_dummy(self, sizes: Mapping[str, int]) -> None:
         """Run the compiled code without a graph on a batch of padding."""
-        with self._dummy_step(BatchDescriptor(sizes[TOKENS]), RuntimeMode.NONE), torch.no_grad():
+        with self._dummy_step(BatchDescriptor(sizes[TOKENS]), RuntimeMode.NONE):
             self.stitched(*self._inputs.at(sizes).views)
 
     def record(self, slot: int, session: CaptureSession) -> Recording:
@@ -101,7 +102,7 @@ class Slots:
             raise CaptureFailed(name=name, reason=f"it needs {broken.expression}")
         inputs = self._inputs_of(slot).views
         try:
-            with self._dummy_step(entry.descriptor, entry.mode), torch.no_grad():
+            with self._dummy_step(entry.descriptor, entry.mode):
                 self.stitched(*inputs)
                 recording = record(self._recordable, inputs, session, name=name, breaks=breaks)
         except (CaptureFailed, DummyStepFailed):
@@ -119,7 +120,8 @@ class Slots:
     def install(self, slot: int, recording: Recording) -> None:
         """Let steps use a recording."""
         inputs, addresses = self._inputs_of(slot), self.addresses.snapshot()
-        self.captured[slot] = CapturedSlot(self.compiled.plan, recording, inputs, addresses)
+        kind = WritingSlot if inputs.written else CapturedSlot
+        self.captured[slot] = kind(self.compiled.plan, recording, inputs, addresses)
         self._dispatcher.set_captured(slot, True)
 
     def remove(self, slot: int) -> None:
@@ -129,8 +131,11 @@ class Slots:
             self._dispatcher.set_captured(slot, False)
             captured.recording.release()
 
-    def _dummy_step(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> Any:
-        return dummy_step(self._context, self.metadata_for, descriptor, mode)
+    @contextmanager
+    def _dummy_step(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> Iterator[None]:
+        step = dummy_step(self._context, self.metadata_for, descriptor, mode)
+        with step, torch.no_grad(), self._inputs.kept():
+            yield
 
     def _inputs_of(self, slot: int) -> BoundInputs:
         return self._inputs.at(self._sizes_of(slot))

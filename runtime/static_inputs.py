@@ -8,6 +8,7 @@ strides as an eager call does and all sizes share one address.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -35,6 +36,8 @@ class InputSpec:
     dtype: torch.dtype
     padding: Padding = Padding.ZERO
     sentinel: int | float = 0
+    written: bool = False
+    """Whether the model writes to it."""
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
@@ -77,6 +80,17 @@ class StaticInputs:
         views = tuple(self._view(spec, spec.shape(sizes)) for spec in self.specs)
         return BoundInputs(self, views, tuple(sizes[symbol] for symbol in self.limits))
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Let the engine's buffers hold afterwards what they do now, where the model writes."""
+        written = [spec.name for spec in self.specs if spec.written and spec.name in self.owned]
+        before = {name: self.owned[name].clone() for name in written}
+        try:
+            yield
+        finally:
+            for name, content in before.items():
+                self.owned[name].copy_(content)
+
     def _check_owned(self) -> None:
         known = {spec.name: spec for spec in self.specs}
         for name, buffer in self.owned.items():
@@ -94,9 +108,12 @@ class StaticInputs:
 
 
 class BoundInputs:
-    """The static inputs of one padded size; `views` are what a recording captures."""
+    """The static inputs of one padded size; `views` are what a recording captures.
 
-    __slots__ = ("_inputs", "_padded", "views")
+    `written` are the positions of those that a replay writes to in place of the caller's tensors.
+    """
+
+    __slots__ = ("_inputs", "_padded", "views", "written")
 
     def __init__(
         self, inputs: StaticInputs, views: tuple[Tensor, ...], padded: tuple[int, ...]
@@ -104,6 +121,17 @@ class BoundInputs:
         self.views = views
         self._inputs = inputs
         self._padded = padded
+        self.written = tuple(
+            position
+            for position, spec in enumerate(inputs.specs)
+            if spec.written and spec.name not in inputs.owned
+        )
+
+    def give_back(self, tensors: tuple[Tensor, ...]) -> None:
+        """Copy to the caller's tensors what a replay wrote to theirs, the padding left out."""
+        for position in self.written:
+            tensor = tensors[position]
+            tensor.copy_(real_part(self.views[position], tensor.shape))
 
     def loader(self, real: tuple[int, ...]) -> Load:
         """What copies tensors in and writes the padding; `real` has the real size of each symbol.

@@ -10,7 +10,7 @@ What it cannot see: a read on the host that bypasses the dispatcher (`numpy()`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..compile.writes import tensors_in, written_by
 from ..errors import HostReadInCapture
 from ..torch_compat import storage_id, tree_map_only, without_modes
-from .ownership import Ownership, tensors_in
+from .ownership import Ownership
 from .poison import poison
 from .tape_operation import Operation, tape_operation
 from .watch import Watch
@@ -48,7 +49,7 @@ class Tape(Watch):  # type: ignore[no-untyped-call]
             raise self.host_read
         used = tensors_in((args, kwargs))
         self.ownership.find(used)
-        written = list(_written(func, args, kwargs))
+        written = list(written_by(func, args, kwargs))
         self._save(written)
         recorded = len(self.operations)
         result = self.run(func, args, kwargs)
@@ -121,14 +122,6 @@ def _put_back(contents: list[tuple[Tensor, Tensor]]) -> None:
                 if step == 0 and tensor.size(dim):
                     tensor, before = tensor.narrow(dim, 0, 1), before.narrow(dim, 0, 1)
             tensor.copy_(before)
-
-
-def _written(func: OpOverload, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that the schema of `func` says it writes to."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from tensors_in(given)
 
 
 def _reads_host(func: OpOverload, args: Any, kwargs: Any) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..compile.writes import tensors_in
 from ..torch_compat import storage_id
-from .ownership import tensors_in
 
 Operation = Callable[[], None]
 

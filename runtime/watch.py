@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ..compile.writes import tensors_in
 from ..torch_compat import TorchDispatchMode, is_composite, run_kernel, storage_id, without_modes
-from .ownership import Ownership, tensors_in
+from .ownership import Ownership
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

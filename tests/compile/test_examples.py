@@ -57,6 +57,12 @@ def test_equal_symbols_get_equal_sizes_and_keep_to_their_limits():
     assert shapes(found) == {"x": (5,), "y": (3, 5)}
 
 
+def test_given_inputs_of_one_symbol_have_one_size():
+    settings = {"inputs": {"x": "float32[num_tokens]", "y": "float32[num_tokens]"}}
+    with pytest.raises(ExampleMismatch, match="'y'.*num_tokens = 5"):
+        examples(given=((torch.zeros(5), torch.zeros(4)), {}), **settings)
+
+
 @given(st.integers(1, 9), st.integers(1, 6), st.integers(0, 30))
 def test_independent_sizes_are_within_limits_and_differ_where_they_can(count, low, more):
     names = [f"n{i}" for i in range(count)]

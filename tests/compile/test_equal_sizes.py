@@ -1,0 +1,73 @@
+"""Sizes that are declared by one name are one symbol, whether or not they meet in the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.compile.config import DynamicShapes
+from piecegraph.errors import InputMismatch
+
+from .models import MIX
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
+]
+
+DECLARED = {"x": "float32[num_tokens, 8]", "y": "float32[num_tokens, 8]"}
+
+
+class Apart(nn.Module):
+    def forward(self, x, y):
+        return x * 2, y.view(y.shape[0], 1, -1) + 1
+
+
+class NoResult(nn.Module):
+    """The sizes meet in a piece that returns nothing; another has no use at all."""
+
+    def forward(self, x, y):
+        out = torch.empty_like(y)
+        torch.ops.piecegraph_test.mix(y, out, "layer")
+        out.add_(x)
+        torch.ops.piecegraph_test.mix(out, out, "layer")
+        x.view(x.shape[0], 1, -1)
+        return out
+
+
+@pytest.mark.parametrize("shapes", DynamicShapes)
+def test_one_name_is_one_symbol_that_every_input_must_have(compiled, shapes):
+    made = compiled(Apart(), inputs=DECLARED, dynamic_shapes=shapes)
+    assert [symbol.label for symbol in made.plan.symbols] == ["num_tokens"]
+    assert [item.shape for item in made.plan.inputs] == [("s0", 8), ("s0", 8)]
+    assert [tuple(out.shape) for out in made(torch.rand(5, 8), torch.rand(5, 8))] == [
+        (5, 8),
+        (5, 1, 8),
+    ]
+    with pytest.raises(InputMismatch, match="'y'"):
+        made(torch.rand(8, 8), torch.rand(4, 8))
+
+
+@pytest.mark.parametrize("shapes", DynamicShapes)
+def test_two_names_stay_independent(compiled, shapes):
+    declared = {**DECLARED, "y": "float32[num_patches, 8]"}
+    made = compiled(Apart(), inputs=declared, dynamic_shapes=shapes)
+    assert [symbol.label for symbol in made.plan.symbols] == ["num_tokens", "num_patches"]
+    x, y = made(torch.rand(8, 8), torch.rand(4, 8))
+    assert (len(x), len(y)) == (8, 4)
+
+
+@pytest.mark.parametrize("shapes", DynamicShapes)
+def test_a_piece_without_results_is_compiled_for_the_sizes_of_the_trace(compiled, shapes):
+    made = compiled(
+        NoResult(),
+        inputs=DECLARED,
+        dynamic_shapes=shapes,
+        splitting_ops=MIX,
+        compiler="inductor",
+        max_num_tokens=64,
+    )
+    for size in (1, 7, 64):
+        x, y = torch.rand(size, 8), torch.rand(size, 8)
+        torch.testing.assert_close(made(x, y), NoResult()(x, y))

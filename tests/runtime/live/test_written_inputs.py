@@ -1,0 +1,151 @@
+"""Models that write to their inputs: the caller's tensors end the same in every runtime mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import Batch, Config, PreparedModel, break_graph, prepare
+from piecegraph.runtime.captured_slot import CapturedSlot
+
+from ..conftest import loud_backend
+
+pytestmark = pytest.mark.compile
+
+
+def double(x: Tensor) -> None:
+    x.mul_(2)
+
+
+class Writing(nn.Module):
+    """Writes to `x` through a view, to `y` by a splitting op; `z` is only read."""
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        x.view(-1, 2, 2)[:, 0].add_(z[:, :2])
+        torch.ops.written_inputs.double(y)
+        return x + y, x
+
+
+@break_graph
+def triple(x: Tensor) -> None:
+    x.mul_(3)
+
+
+@break_graph(fake=torch.empty_like)
+def copied(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+class Breaking(nn.Module):
+    """The same without a trace."""
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        x[:, 1:].add_(copied(z)[:, 1:])
+        triple(y)
+        return x + y, x
+
+
+class Reading(nn.Module):
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        own = x.clone()
+        own.add_(y)
+        torch.ops.written_inputs.double(own)
+        return own + z
+
+
+@pytest.fixture(scope="module", autouse=True)
+def op(temporary_op: Callable[..., str]) -> str:
+    return temporary_op("written_inputs::double", "(Tensor(a!) x) -> ()", double)
+
+
+def prepared_for(
+    model: nn.Module, buffers: dict[str, Tensor] | None = None, **settings: Any
+) -> PreparedModel:
+    traced = not isinstance(model, Breaking)
+    config = Config(
+        compile=traced,
+        splitting_ops=("written_inputs::double",) if traced else (),
+        inputs=dict.fromkeys("xyz", "float32[num_tokens, 4]"),
+        max_num_tokens=32,
+        max_num_reqs=32,
+        capture_sizes=(4, 8),
+        cache=False,
+        **{"compiler": "eager", **settings},
+    )
+    prepared = prepare(model, config, backend=loud_backend(), input_buffers=buffers)
+    prepared.capture()
+    return prepared
+
+
+def decode(num_tokens: int) -> Batch:
+    return Batch(num_tokens, num_tokens, is_decode=True, query_len=1)
+
+
+def written(prepared: PreparedModel) -> set[Any]:
+    return {item.path[0] for item in prepared.compiled.plan.inputs if item.written}
+
+
+def same_as_model(prepared: PreparedModel, model: nn.Module, num_tokens: int) -> str:
+    """One step; returns the mode it ran in."""
+    inputs = [torch.randn(num_tokens, 4) for _ in "xyz"]
+    given = [tensor.clone() for tensor in inputs]
+    expected = model(*inputs)
+    decision = prepared.dispatch(decode(num_tokens))
+    result, x = prepared.run(decision, *given)
+    torch.testing.assert_close(result, expected[0])
+    assert x is given[0] or torch.equal(x, expected[1])
+    for tensor, wanted in zip(given, inputs, strict=True):
+        torch.testing.assert_close(tensor, wanted)
+    return decision.mode.name
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
+@pytest.mark.parametrize("strategy", ["eager", "lazy"])
+@pytest.mark.parametrize("model", [Writing(), Breaking()])
+def test_what_is_written_to_inputs_reaches_the_caller(
+    model: nn.Module, strategy: str, mode: str
+) -> None:
+    prepared = prepared_for(model, graph_mode=mode, strategy=strategy)
+    assert written(prepared) == {"x", "y"}
+    modes = [same_as_model(prepared, model, size) for size in (8, 3, 1, 5, 8, 20)]
+    assert modes == [mode] * 5 + ["NONE"]
+
+
+def test_so_does_what_generated_code_writes() -> None:
+    model = Writing()
+    prepared = prepared_for(model, graph_mode="PIECEWISE", compiler="inductor")
+    assert [same_as_model(prepared, model, size) for size in (8, 3)] == ["PIECEWISE"] * 2
+
+
+def test_a_model_that_only_reads_its_inputs_pays_nothing() -> None:
+    prepared = prepared_for(Reading(), graph_mode="FULL")
+    assert not written(prepared)
+    assert {type(slot) for slot in prepared._captured if slot is not None} == {CapturedSlot}
+
+
+def test_examples_that_are_views_or_were_written_before_are_not_taken_for_written() -> None:
+    x, y, z = torch.randn(17, 4), torch.randn(19, 4)[2:], torch.randn(17, 4)
+    for tensor in (x, y, z):
+        tensor.add_(1)
+    config = Config(
+        inputs=dict.fromkeys("xyz", "float32[num_tokens, 4]"), compiler="eager", cache=False
+    )
+    prepared = prepare(Reading(), config, examples=((x, y, z), {}))
+    assert not written(prepared)
+
+
+def test_captures_leave_what_the_engine_has_in_its_buffers() -> None:
+    model, buffers = Writing(), {name: torch.randn(32, 4) for name in "xy"}
+    prepared = prepared_for(model, buffers, graph_mode="FULL", strategy="lazy")
+    own = [buffers["x"][:3], buffers["y"][:3], torch.randn(3, 4)]
+    inputs = [tensor.clone() for tensor in own]
+    decision = prepared.dispatch(decode(3))  # captures
+    assert decision.mode.name == "FULL"
+    prepared.run(decision, *own)
+    model(*inputs)
+    for tensor, wanted in zip(own, inputs, strict=True):
+        assert torch.equal(tensor, wanted)
