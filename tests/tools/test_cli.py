@@ -87,9 +87,16 @@ def test_two_outputs_in_one_file_are_refused(arguments, capsys, monkeypatch, tmp
 
 
 def test_startup_is_no_requests_waiting_time(library, capsys, monkeypatch):
-    from conftest import EagerPrepared
+    from piecegraph.tools import run
 
-    monkeypatch.setattr(EagerPrepared, "seal", lambda self: time.sleep(1.0))
+    prepare = run.prepare
+
+    def slow(*args, **kwargs):
+        prepared = prepare(*args, **kwargs)
+        prepared.seal = lambda: time.sleep(1.0)
+        return prepared
+
+    monkeypatch.setattr(run, "prepare", slow)
     assert main([*QUICK, "--verify", "none", "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["latency"]["time_to_first_token"]["median"] < 0.9
