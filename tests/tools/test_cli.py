@@ -24,6 +24,7 @@ def test_run_serves_verifies_and_reports(library, capsys):
     out = capsys.readouterr().out
     for text in ("Startup", "trace", "Captures", "Dispatch", "20 to 30", "9.8%", "verified"):
         assert text in out
+    assert out.index("trace ") < out.index("prepare in all") < out.index("capture ")
     assert library[0].calls == ["capture", "seal", "close"]
 
 
@@ -38,6 +39,7 @@ def test_run_writes_nothing_but_json_to_stdout(library, capsys):
         "import torch",
         "build model",
         "trace",
+        "capture",
     ]
     assert "serving requests: 6 of 6" in captured.err
 
