@@ -443,9 +443,14 @@ class TooLarge(ConfigError):
     todo = "Choose a smaller model, fewer blocks or smaller limits."
 
 
+class OutputNotWritten(ConfigError):
+    what = "{path} cannot be written: {reason}"
+    todo = "Choose another file, or free space where it lies."
+
+
 class ToolMissing(ConfigError):
     what = "{name} is not installed"
-    todo = "Install it with `pip install 'piecegraph[{extra}]'`."
+    todo = "Install it with `pip install -e '.[{extra}]'` in the checkout of piecegraph."
 
 
 class ToolFailed(RunError):

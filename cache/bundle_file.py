@@ -12,6 +12,7 @@ shared layer is: signed, pinned, or by explicit opt-in.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -22,7 +23,7 @@ from typing import NoReturn
 from ..errors import BundleRefused
 from .entries import Entry
 from .factors import Json, canonical
-from .files import place, read_file, write_synced
+from .files import Irregular, place, read_file, write_synced
 from .manifest import BadManifest, BlobRef, Manifest, decode, encode
 from .names import is_digest
 from .signing import Trust, sign
@@ -37,7 +38,14 @@ class _Refused(Exception):
 
 
 def export_entries(entries: Iterable[Entry], path: Path, secret: bytes | None = None) -> None:
-    """Write `entries`, signed if there is a `secret`, to `path` in one step. Raises OSError."""
+    """Write `entries`, signed if there is a `secret`, to `path` in one step.
+
+    The file is as readable as the umask allows: it is made to be read by others. Raises OSError,
+    also where there is something else than a file already.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise Irregular(errno.EINVAL, "it is not a regular file", str(path))
     ordered = sorted(entries, key=lambda entry: (entry.manifest.kind, entry.key.digest))
     manifests = [
         encode(entry.manifest, sign(entry.manifest, secret) if secret is not None else None)
@@ -53,7 +61,8 @@ def export_entries(entries: Iterable[Entry], path: Path, secret: bytes | None = 
     contents = (blobs[ref] for ref in sorted(blobs))
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as scratch:
         temporary = Path(scratch) / path.name
-        write_synced(temporary, b"".join([MAGIC, canonical(header), b"\n", *manifests, *contents]))
+        parts = [MAGIC, canonical(header), b"\n", *manifests, *contents]
+        write_synced(temporary, b"".join(parts), mode=0o666)
         place(temporary, path)
 
 

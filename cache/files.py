@@ -19,6 +19,9 @@ def no_fault(step: str) -> None:
 class Irregular(OSError):
     """What lies at a name of the cache is a link, a device, a pipe or too large."""
 
+    def __str__(self) -> str:
+        return str(self.strerror)
+
 
 def read_file(path: Path, limit: int) -> bytes:
     """The content of a regular file of at most `limit` bytes.
@@ -53,9 +56,12 @@ def make_private(directory: Path) -> None:
         sync_directory(directory.parent)
 
 
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a new file of mode 0600 and force it to the disk; FileExistsError if it exists."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+def write_synced(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a new file and force it to the disk; FileExistsError if it exists.
+
+    `mode` without what the umask forbids: by default it is its owner's alone.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with open(descriptor, "wb", buffering=0) as file:
         view = memoryview(content)
         while view:

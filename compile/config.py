@@ -224,5 +224,8 @@ def _first_problem(error: ValidationError) -> InvalidSetting:
     name = ".".join(str(part) for part in problem["loc"]) or "config"
     reason = problem["msg"].removeprefix("Value error, ")
     return InvalidSetting(
-        name=name, value=problem.get("input"), reason=reason, expected="a value as documented"
+        name=name,
+        value=problem.get("input"),
+        reason=reason,
+        expected="a value as documented in docs/config.md",
     )

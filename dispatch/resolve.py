@@ -92,7 +92,7 @@ def resolve_mode(
         )
     path = _Path(requested, level_defaults(level).mode)
     if eager:
-        path.to(GraphMode.NONE, "eager execution is enforced")
+        path.to(GraphMode.NONE, "without compiling there are graphs only if a mode is asked for")
         return path.resolved()
     traits = traits or ModelTraits()
     _apply_traits(path, traits)

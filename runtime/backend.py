@@ -23,6 +23,11 @@ class Memory:
     used: int
     free: int
 
+    @property
+    def measured_free(self) -> int | None:
+        """None on a backend that has no limit."""
+        return self.free if self.free < 1 << 60 else None
+
 
 class Graph(Protocol):
     """What one capture recorded; it owns the pool memory that the capture allocated."""

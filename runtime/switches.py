@@ -42,7 +42,7 @@ def settled(config: Config) -> Config:
     Off is what PIECEGRAPH_OFF names; dumps go to PIECEGRAPH_DUMP_DIR; at a level that does not
     compile, pieces run eagerly unless a compiler is asked for.
     """
-    config = switched_off(config, (name for name in (read(OFF) or "").split(",") if name))
+    config = switched_off(config, filter(None, map(str.strip, (read(OFF) or "").split(","))))
     settings: dict[str, Any] = {}
     if (folder := read(DUMP_DIR)) and config.dump_dir is None:
         settings["dump_dir"] = Path(folder)

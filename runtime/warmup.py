@@ -184,8 +184,9 @@ class _Progress:
 
     def _tell(self, kind: WarmupKind, shape: str, ms: float) -> None:
         self._done += 1
-        n, of, free = self._done, len(self._items), self._memory().free
+        n, of, free = self._done, len(self._items), self._memory().measured_free
         self._events.emit(
             "warmup", n=n, of=of, kind=kind.value, shape=shape, ms=ms, free_bytes=free
         )
-        self._show(f"{n} of {of}: {kind.value} {shape}, {ms:.1f} ms, {free} bytes free")
+        left = "" if free is None else f", {free} bytes free"
+        self._show(f"{n} of {of}: {kind.value} {shape}, {ms:.1f} ms{left}")

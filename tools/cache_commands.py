@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,15 +15,16 @@ import typer
 
 from ..errors import CacheNotWritable, InvalidSetting
 from .cache_entries import cache_directory, is_pinned, label, manifests, named, whole_entry
-from .options import RunOptions, writable
+from .options import RunOptions, writable, writing
 from .run_arguments import with_run_options
 from .tables import size as shown_size
 
 if TYPE_CHECKING:
+    from .. import Config
     from ..cache.manifest import Manifest
     from ..events import Event
 
-MISS = 1
+MISS, UNVERIFIABLE = 1, 4
 
 cache_app = typer.Typer(
     help="Look into the cache, check it, explain a miss, ship it.",
@@ -42,6 +44,9 @@ def list_command(cache_dir: DirOption = None) -> int:
     from .tables import table
 
     root = cache_directory(cache_dir)
+    if not root.is_dir():
+        print(f"error: there is no directory {root}", file=sys.stderr)
+        return UNVERIFIABLE
     rows = [
         (
             label(manifest),
@@ -148,8 +153,16 @@ def export_command(
     chosen = named(root, names or ()) or [
         manifest for manifest, _ in manifests(root) if manifest.kind == "bundle"
     ]
+    if not chosen:
+        raise InvalidSetting(
+            name="--cache-dir",
+            value=str(root),
+            reason="it holds no bundle",
+            expected="a cache that `piecegraph cache warm` or a run has filled",
+        )
     entries = [whole_entry(root, manifest) for manifest in chosen]
-    export_entries(entries, path, secret)
+    with writing(path):
+        export_entries(entries, path, secret)
     signed = "signed" if secret else "not signed"
     print(f"{len(entries)} entries, {shown_size(path.stat().st_size)}, {signed}: {path}")
     for entry in entries:
@@ -172,6 +185,13 @@ def import_command(
     from ..cache.bundle_file import import_entries
     from ..cache.signing import anybody, pinned, secret_from_environment, signed_with
 
+    if not path.is_file():
+        raise InvalidSetting(
+            name="PATH",
+            value=str(path),
+            reason="there is no such file",
+            expected="a file that `piecegraph cache export` wrote",
+        )
     secret = secret_from_environment()
     if pin:
         believed: Any = pinned(pin)
@@ -201,23 +221,51 @@ def import_command(
 def warm_command(
     options: RunOptions,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks; on cuda each has its device.")] = 1,
+    ahead: Annotated[
+        bool, typer.Option("--ahead", help="Build libraries too, which load in milliseconds.")
+    ] = False,
 ) -> int:
     """Build the bundle of a model without serving, for every rank."""
-    from .. import prepare
+    from .. import Events, compile_ahead, prepare
     from .run import build_model, find_device, library_config
 
+    config = library_config(options)
+    _refuse_unkept(config)
+    root = cache_directory(options.cache_dir)
     for rank in range(ranks):
         name = f"cuda:{rank}" if options.device == "cuda" else options.device
-        began = time.perf_counter()
-        prepared = prepare(build_model(options, find_device(name)), library_config(options))
+        began, events = time.perf_counter(), Events()
+        model = build_model(options, find_device(name))
+        prepared = prepare(model, config, events=events)
         found = "was there" if prepared.compiled.from_bundle else "built"
-        seconds = time.perf_counter() - began
         prepared.close()
-        _refuse_failed(
-            cache_directory(options.cache_dir), prepared.events.named("cache.publish_failed")
-        )
+        if ahead:
+            libraries = compile_ahead(model, config, events=events)
+            found += ", with libraries" if libraries else ", no library possible"
+        seconds = time.perf_counter() - began
+        _refuse_failed(root, events.named("cache.publish_failed"))
         print(f"rank {rank} on {name}: {found}, {seconds:.1f} s", flush=True)
     return 0
+
+
+def _refuse_unkept(config: Config) -> None:
+    """Raise InvalidSetting for a start of which nothing would be kept."""
+    from ..runtime.switches import settled
+
+    config = settled(config)
+    faults = {
+        "the cache is off": not config.cache,
+        "compiling is off": not config.compile,
+        "the compiler 'eager' keeps nothing": config.compiler == "eager",
+        "with a dump directory nothing is kept": config.dump_dir is not None,
+    }
+    for reason in (fault for fault, found in faults.items() if found):
+        raise InvalidSetting(
+            name="cache warm",
+            value="these options",
+            reason=reason,
+            expected="options with which there is something to store",
+        )
 
 
 def _refuse_failed(root: Path, failures: Sequence[Event]) -> None:

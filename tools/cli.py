@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import CacheError, ConfigError, DispatchError, InvalidSetting, PiecegraphError
+from ..errors import CacheError, ConfigError, DispatchError, PiecegraphError
 from .bisect.command import bisect_command
 from .cache_commands import cache_app
 from .explain.command import explain_command
 from .log import log_to_stderr
 from .main_job import main_job
-from .options import STDOUT, RunOptions, writable, write
+from .options import STDOUT, RunOptions, different_files, writable, write, writing
 from .run_arguments import with_run_options
 from .sizes_commands import sizes_app
 from .trace_command import trace_command
@@ -69,13 +69,7 @@ def run(
     ] = None,
 ) -> int:
     """Bring a model up through the cache and serve a real request trace with it."""
-    if json_path == metrics == STDOUT:
-        raise InvalidSetting(
-            name="--metrics",
-            value="-",
-            reason="the report goes to standard output already",
-            expected="a file for one of the two",
-        )
+    different_files({"--json": json_path, "--metrics": metrics})
     return _run(
         replace(
             options,
@@ -99,15 +93,17 @@ def bench(
     from .bench import find, plotter
 
     path, plot = writable("--json", json_path, or_stdout=True), writable("--plot", plot)
+    different_files({"--json": path, "--plot": plot})
     benchmark = find(name)
     draw = plotter(benchmark, plot) if plot else None
     result = benchmark.run(quick)
-    if draw:
-        draw(result)
     from .tables import benchmark_tables
 
     _console(path).print(*benchmark_tables(name, result), sep="\n")
     _write_json(path, result)
+    if plot and draw:
+        with writing(plot):
+            draw(result)
     return 0
 
 
@@ -119,13 +115,16 @@ app.add_typer(cache_app, name="cache")
 
 def _run(options: RunOptions) -> int:
     with main_job(options, _stderr()) as (service, report):
+        metrics = None
         if options.metrics is not None:
             from .metrics import metrics_text
 
-            write(options.metrics, metrics_text(service.prepared))
+            metrics = metrics_text(service.prepared)
     from .render import render
 
     render(report, _console(options.json, options.metrics))
+    if options.metrics is not None and metrics is not None:
+        write(options.metrics, metrics)
     _write_json(options.json, report)
     return 0 if report["verification"]["ok"] else WRONG_RESULT
 

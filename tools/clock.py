@@ -8,9 +8,13 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Seconds since it was made; it can jump over idle time and stand still for a while."""
+    """Seconds since it was last started; it can jump over idle time and stand still for a while."""
 
     def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Count from 0 again."""
         self._zero = time.perf_counter()
 
     def now(self) -> float:

@@ -25,6 +25,13 @@ class DecoderConfig:
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
+    @property
+    def num_weights(self) -> int:
+        """Elements of all parameters of the decoder."""
+        attention = 2 * self.hidden * (self.hidden + self.kv_heads * self.head_dim)
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * layer + 2 * self.vocab * self.hidden + self.hidden
+
 
 PRESETS = {
     "tiny": DecoderConfig(),
@@ -57,8 +64,10 @@ def _size(text: str, item: str) -> tuple[str, int]:
     name, _, value = (part.strip() for part in item.partition("="))
     if name not in SIZES:
         raise _invalid(text, f"{item!r} is neither a preset nor a size")
-    if not (value.isascii() and value.isdigit() and 0 < len(value) < 10 and int(value)):
+    if not (value.isascii() and value.isdigit() and value.strip("0")):
         raise _invalid(text, f"{name} is not a positive number")
+    if len(value) > 9:
+        raise _invalid(text, f"{name} is too large")
     return name, int(value)
 
 

@@ -72,8 +72,10 @@ class Engine:
     def serve(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Serve requests in the order of their arrival; yields after each step what it completed.
 
-        Time in which nothing runs and nothing has arrived yet is skipped.
+        Arrivals count from the first step on: what startup took is no request's waiting time. Time
+        in which nothing runs and nothing has arrived yet is skipped.
         """
+        self.clock.start()
         arriving = deque(requests)
         while arriving or not self.scheduler.idle:
             if self.scheduler.idle:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CacheNotWritable, InvalidSetting
+from ..errors import CacheNotWritable, InvalidSetting, OutputNotWritten
 from .decoder_config import DecoderConfig
 
 MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
@@ -104,8 +106,7 @@ def writable(name: str, path: Path | None, *, or_stdout: bool = False) -> Path |
     """
     if path is None or (or_stdout and path == STDOUT):
         return path
-    existing = path if path.exists() else path.parent
-    if path == STDOUT or path.is_dir() or not os.access(existing, os.W_OK):
+    if path == STDOUT or path.is_dir() or not _takes_writing(path):
         raise InvalidSetting(
             name=name,
             value=str(path),
@@ -116,26 +117,86 @@ def writable(name: str, path: Path | None, *, or_stdout: bool = False) -> Path |
     return path
 
 
+def _takes_writing(path: Path) -> bool:
+    """Whether a file that is there may be written, or one that is not could be made."""
+    if path.exists():
+        return os.access(path, os.W_OK)
+    try:
+        _try_out(path.parent)
+    except OSError:
+        return False
+    return True
+
+
+def _try_out(folder: Path) -> None:
+    """Make a file without a name in `folder`: what its mode allows is not always so."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def different_files(paths: Mapping[str, Path | None]) -> None:
+    """Raise InvalidSetting if two of `paths`, by option, are one file; devices may be shared."""
+    seen: dict[Path, str] = {}
+    for option, path in paths.items():
+        if path is None or (path.exists() and not path.is_file()):
+            continue
+        place = path if path == STDOUT else Path(os.path.realpath(path))
+        if place in seen:
+            raise InvalidSetting(
+                name=option,
+                value=str(path),
+                reason=f"what {seen[place]} asks for goes there already",
+                expected="a file of its own for each",
+            )
+        seen[place] = option
+
+
 def write(path: Path, text: str) -> None:
-    """Write to a file, or to standard output if `path` is `-`."""
-    if path == STDOUT:
-        sys.stdout.write(text)
-    else:
-        path.write_text(text)
+    """Write to a file, or to standard output if `path` is `-`. Raises OutputNotWritten."""
+    with writing(path):
+        if path == STDOUT:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        else:
+            path.write_text(text)
 
 
-def writable_directory(path: Path | None) -> Path | None:
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system says when `path` is written into OutputNotWritten."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputNotWritten(path=path, reason=error.strerror or error) from error
+
+
+def writable_cache(path: Path | None) -> Path | None:
     """The cache directory that was asked for, made if it is not there.
 
     The library would go on without it; who names a directory wants to be told.
     Raises CacheNotWritable.
     """
-    if path is None:
-        return None
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise CacheNotWritable(path=path, reason=error.strerror) from None
-    if not os.access(path, os.W_OK):
-        raise CacheNotWritable(path=path, reason="permission denied")
+    if path is not None and (fault := _unwritable(path)):
+        raise CacheNotWritable(path=path, reason=fault)
     return path
+
+
+def writable_directory(name: str, path: Path | None) -> Path | None:
+    """A directory that was asked for, made if it is not there. Raises InvalidSetting."""
+    if path is not None and (fault := _unwritable(path)):
+        raise InvalidSetting(
+            name=name, value=str(path), reason=fault, expected="a folder that can be written"
+        )
+    return path
+
+
+def _unwritable(folder: Path) -> str:
+    """Why nothing can be written into `folder`, which is made if it is not there; or nothing."""
+    if folder.exists() and not folder.is_dir():
+        return "it is not a folder"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _try_out(folder)
+    except OSError as error:
+        return (error.strerror or str(error)).casefold()
+    return ""

@@ -25,11 +25,17 @@ def render(report: Report, console: Console) -> None:
 
 
 def _startup(startup: Report) -> Table:
-    """One line a phase; phases of the same name, such as look-ups, share theirs."""
+    """One line a phase; phases of the same name, such as look-ups, share theirs.
+
+    The sum of `prepare` stands below what it is the sum of, above the captures.
+    """
     times: dict[str, list[float]] = {}
     for phase in startup["phases"]:
         times.setdefault(phase["name"], []).append(phase["seconds"])
-    times["prepare, all in all"] = [startup["prepare_seconds"]]
+    captures = times.pop("capture", None)
+    times["prepare in all"] = [startup["prepare_seconds"]]
+    if captures is not None:
+        times["capture"] = captures
     rows = [(name, len(spent), f"{sum(spent):.3f}") for name, spent in times.items()]
     return table("Startup", ("phase", "times", "seconds"), rows)
 
@@ -50,10 +56,10 @@ def _facts(report: Report) -> Table:
         f" {counters['inductor_compiles']} Inductor compiles",
         "pieces": f"{pieces['total']}, {pieces['unique']} of them unique,"
         f" in {pieces['segments']} segments; tokens {ranges}",
-        "graph mode": f"{mode['requested'] or 'none in particular'} requested,"
-        f" {mode['resolved']} resolved",
-        "because": _join(mode["reasons"]),
+        "graph mode": f"{mode['resolved']} ({mode['requested'] or 'no mode'} was asked for)",
     }
+    if mode["reasons"]:
+        rows["why"] = "; ".join(mode["reasons"])
     for name, fact in rows.items():
         grid.add_row(name, Text(fact))
     return grid

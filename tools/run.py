@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from .clock import Clock
 from .defragmenter import Defragmenter
 from .engine import Engine
 from .kv_cache import LayerCache, allocate_layer_caches
+from .memory import require_memory
 from .metadata import MetadataBuffers
 from .model import INPUTS, Decoder
 from .options import RunOptions
@@ -116,13 +118,13 @@ def service_report(
 def find_device(name: str) -> torch.device:
     """The device called `name`, if this machine has it."""
     reason = "the reference engine runs on cpu and cuda"
-    try:
-        device = torch.device(name)
-        if device.type in ("cpu", "cuda"):
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        try:
+            device = torch.device(name)
             torch.empty(0, device=device)
             return device
-    except (RuntimeError, AssertionError) as error:
-        reason = _first_line(error)
+        except (RuntimeError, AssertionError) as error:
+            reason = _first_line(error)
     raise InvalidSetting(
         name="--device", value=name, reason=reason, expected="cpu, or cuda where torch finds a GPU"
     )
@@ -154,6 +156,7 @@ def library_config(options: RunOptions) -> Config:
 
 def build_model(options: RunOptions, device: torch.device) -> Decoder:
     """The reference decoder on `device`; raises TooLarge if it does not fit into memory."""
+    require_memory(options.model.num_weights * torch.float32.itemsize)  # drawn on the host
     with _allocation():
         model = Decoder(options.model, seed=options.seed)
         return model.to(dtype=getattr(torch, options.dtype)).to(device)
@@ -165,6 +168,10 @@ def _build(
     """The model with its KV cache, and the metadata's buffers: all that takes memory."""
     dtype = getattr(torch, options.dtype)
     model = build_model(options, device)
+    if device.type == "cpu":
+        slots = blocks.num_blocks * blocks.block_size
+        row = options.model.kv_heads * options.model.head_dim * dtype.itemsize
+        require_memory(2 * options.model.layers * slots * row)
     layers = allocate_layer_caches(
         model.layer_names,
         num_blocks=blocks.num_blocks,

@@ -21,6 +21,7 @@ from .options import (
     choice,
     finite,
     parse_sizes,
+    writable_cache,
     writable_directory,
 )
 from .trace_reader import EXCERPT
@@ -91,13 +92,13 @@ def read_run_options(
         max_num_reqs=max_num_reqs,
         backend=choice("--backend", backend, BACKENDS),
         level=level,
-        cache_dir=writable_directory(cache_dir),
+        cache_dir=writable_cache(cache_dir),
         cache=not no_cache,
         block_size=block_size,
         kv_blocks=kv_blocks,
         verify=choice("--verify", verify, VERIFY),
         off=tuple(choice("--off", name, SWITCH_NAMES) for name in off or ()),
-        dump_dir=dump_dir,
+        dump_dir=writable_directory("--dump-dir", dump_dir),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .options import STDOUT, writable, write
+from .options import STDOUT, different_files, writable, write, writing
 
 sizes_app = typer.Typer(
     help="Capture sizes fitted to traffic.", no_args_is_help=True, rich_markup_mode=None
@@ -42,6 +42,7 @@ def fit(
     writable("--json", json_path, or_stdout=True)
     writable("--plot", plot)
     writable("--output", output)
+    different_files({"--json": json_path, "--plot": plot, "--output": output})
     result = fit_trace(read_trace(trace), max_graphs=max_graphs, rate=rate)
     if json_path != STDOUT:
         typer.echo(render(result))
@@ -50,4 +51,5 @@ def fit(
     if output:
         write(output, json.dumps({"capture_sizes": result["sizes"]}) + "\n")
     if plot:
-        draw(result, plot)
+        with writing(plot):
+            draw(result, plot)

@@ -14,6 +14,7 @@ import typer
 
 from ..cache.environment import child_environment
 from ..errors import InvalidSetting, ToolFailed, ToolMissing
+from .options import writable_directory
 
 
 def trace_command(
@@ -22,7 +23,8 @@ def trace_command(
 ) -> int:
     """Run a command with tracing on and render the trace with tlparse; its exit status."""
     tlparse = find_tlparse()
-    if output.exists() and any(output.iterdir()) and not (output / "index.html").exists():
+    writable_directory("--output", output)
+    if any(output.iterdir()) and not (output / "index.html").exists():
         raise InvalidSetting(
             name="--output",
             value=str(output),

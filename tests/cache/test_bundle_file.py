@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import random
 from pathlib import Path
@@ -53,6 +54,22 @@ def test_equal_entries_give_equal_bytes(file: Path, entries: list[Entry], tmp_pa
     assert (tmp_path / "again").read_bytes() == file.read_bytes()
     export_entries(import_entries(file, anybody), tmp_path / "copy", SECRET)
     assert (tmp_path / "copy").read_bytes() == file.read_bytes()
+
+
+def test_others_can_read_it_as_the_umask_says(entries: list[Entry], tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        export_entries(entries, tmp_path / "model.bundle")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "model.bundle").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_link_to_a_bundle_stays_one(entries: list[Entry], tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "model.bundle")
+    export_entries(entries, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert len(import_entries(tmp_path / "model.bundle", anybody)) == 2
 
 
 def test_shared_blobs_are_in_it_once(file: Path) -> None:

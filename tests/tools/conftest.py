@@ -34,7 +34,10 @@ from piecegraph.tools.scheduler import Request, Scheduler
 SIZES = (1, 2, 4, 8)
 
 LIBRARY_REPORT = {
-    "startup": {"phases": [{"name": "trace", "seconds": 0.5}], "prepare_seconds": 0.5},
+    "startup": {
+        "phases": [{"name": "trace", "seconds": 0.5}, {"name": "capture", "seconds": 0.1}],
+        "prepare_seconds": 0.5,
+    },
     "cache": {"hit": False, "reason": "no entry", "entries": 4, "bytes": 40_000},
     "counters": {"dynamo_traces": 1, "inductor_compiles": 3},
     "pieces": {"total": 3, "unique": 3, "segments": 5, "partitions": 0, "ranges": [[1, 128]]},

@@ -108,6 +108,23 @@ class Unsteady(Tiny):
         return super().forward(x) + torch.rand(4)
 
 
+class WrongOnce:
+    """A compiler that is wrong the first `times` it is used, and fills what is merely allocated."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def __call__(self, graph, inputs):
+        for node in graph.graph.nodes:
+            if node.target is torch.empty_like:
+                node.target = lambda x: torch.full_like(x, 7.0)
+            elif node.target == "sin" and self.times > 0:
+                node.target = "cos"
+        self.times -= 1
+        graph.recompile()
+        return graph.forward
+
+
 def wrong_activations(graph, inputs):
     """A compiler with a wrong pass: relu becomes abs, and silu relu."""
     for node in graph.graph.nodes:

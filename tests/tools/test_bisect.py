@@ -61,12 +61,25 @@ def found():
 
 
 @pytest.fixture
-def wrong_pass():
+def registered():
+    """`registered(compiler)` gives the name by which a configuration asks for it."""
     from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 
-    register_backend(models.wrong_activations, name="wrong_activations")
-    yield "wrong_activations"
-    del _COMPILER_FNS["wrong_activations"]
+    names = []
+
+    def register(compiler):
+        names.append(f"faulty_{len(names)}")
+        register_backend(compiler, name=names[-1])
+        return names[-1]
+
+    yield register
+    for name in names:
+        del _COMPILER_FNS[name]
+
+
+@pytest.fixture
+def wrong_pass(registered):
+    return registered(models.wrong_activations)
 
 
 def test_a_model_that_is_right_gives_no_finding(subject):
@@ -123,6 +136,13 @@ def test_a_wrong_pass_is_found_down_to_the_operator_and_its_line(subject, found,
     assert finding.wrong.expected == -1 < finding.wrong.got
     assert "first wrong: output 0 [" in line
     assert "\n" not in line
+
+
+def test_a_piece_that_is_right_by_itself_blames_no_operator(subject, found, registered):
+    """What a bare allocation holds is no result: it can neither be wrong nor be at fault."""
+    finding, line = found(subject(compiler=registered(models.WrongOnce(times=2))))
+    assert (finding.stage, finding.piece, finding.operator) == ("compiler", 0, None)
+    assert "compiled by itself it is right" in line
 
 
 def test_a_swapped_artifact_is_found_in_the_warm_cache(subject, found, monkeypatch, tmp_path):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import stat
 from unittest.mock import Mock
 
 import pytest
@@ -170,6 +172,48 @@ def test_bundles_travel_in_one_file_and_must_be_believed(root, capsys, tmp_path,
     assert main(["cache", "export", str(path)]) == 0
     assert main(["cache", "import", str(path), *target]) == 0
     assert main(["cache", "verify", *target]) == 0
+
+
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_a_list_of_what_is_no_directory_has_the_status_of_verify(tmp_path, capsys, name):
+    (tmp_path / "file").write_text("")
+    there = ["--cache-dir", str(tmp_path / name)]
+    assert main(["cache", "list", *there]) == main(["cache", "verify", *there]) == 4
+    assert "there is no directory" in capsys.readouterr().err
+
+
+def test_an_export_replaces_nothing_but_a_file(root, capsys, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["cache", "export", str(tmp_path / "pipe")]) == 2
+    assert "cannot be written: it is not a regular file" in capsys.readouterr().err
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_an_export_of_nothing_is_refused(tmp_path, capsys):
+    there = ["--cache-dir", str(tmp_path / "missing")]
+    assert main(["cache", "export", str(tmp_path / "bundle.pg"), *there]) == 2
+    assert "it holds no bundle" in capsys.readouterr().err
+
+
+def test_an_import_without_a_file_says_so(root, capsys):
+    assert main(["cache", "import", "/does/not/exist"]) == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--no-cache"], "the cache is off"),
+        (["--off", "cache"], "the cache is off"),
+        (["--off", "compile"], "compiling is off"),
+        (["--backend", "eager"], "the compiler 'eager' keeps nothing"),
+        (["--dump-dir", "dump"], "with a dump directory nothing is kept"),
+    ],
+)
+def test_a_warm_that_would_store_nothing_is_refused(capsys, monkeypatch, tmp_path, options, reason):
+    monkeypatch.chdir(tmp_path)
+    assert main(["cache", "warm", *SMALL, *options]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_one_entry_can_be_exported_and_pinned(root, capsys, tmp_path):

@@ -24,6 +24,7 @@ def test_run_serves_verifies_and_reports(library, capsys):
     out = capsys.readouterr().out
     for text in ("Startup", "trace", "Captures", "Dispatch", "20 to 30", "9.8%", "verified"):
         assert text in out
+    assert out.index("trace ") < out.index("prepare in all") < out.index("capture ")
     assert library[0].calls == ["capture", "seal", "close"]
 
 
@@ -38,6 +39,7 @@ def test_run_writes_nothing_but_json_to_stdout(library, capsys):
         "import torch",
         "build model",
         "trace",
+        "capture",
     ]
     assert "serving requests: 6 of 6" in captured.err
 
@@ -56,7 +58,50 @@ def test_run_writes_nothing_but_metrics_to_stdout(library, capsys, monkeypatch):
     assert captured.out == "metrics\n"
     assert "Dispatch" in captured.err
     assert main([*QUICK, "--metrics", "-", "--json", "-"]) == 2
-    assert "goes to standard output already" in capsys.readouterr().err
+    assert "what --json asks for goes there already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--metrics"])
+def test_an_output_that_fills_its_disk_is_an_error_after_the_report(
+    library, capsys, monkeypatch, option
+):
+    monkeypatch.setattr("piecegraph.tools.metrics.metrics_text", lambda prepared: "metrics\n")
+    assert main([*QUICK, option, "/dev/full"]) == 2
+    captured = capsys.readouterr()
+    assert "error: /dev/full cannot be written: No space left on device" in captured.err
+    assert "Dispatch" in captured.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--json", "same", "--metrics", "./same"],
+        ["explain", "--output", "same", "--timeline", "same"],
+        ["bench", "step", "--json", "same", "--plot", "same"],
+        ["sizes", "fit", str(EXCERPT), "--json", "same", "--output", "same"],
+    ],
+)
+def test_two_outputs_in_one_file_are_refused(arguments, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert "asks for goes there already" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_startup_is_no_requests_waiting_time(library, capsys, monkeypatch):
+    from piecegraph.tools import run
+
+    prepare = run.prepare
+
+    def slow(*args, **kwargs):
+        prepared = prepare(*args, **kwargs)
+        prepared.seal = lambda: time.sleep(1.0)
+        return prepared
+
+    monkeypatch.setattr(run, "prepare", slow)
+    assert main([*QUICK, "--verify", "none", "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["latency"]["time_to_first_token"]["median"] < 0.9
 
 
 def test_a_mismatch_is_exit_status_1_and_is_named(library, capsys, monkeypatch):
@@ -112,11 +157,12 @@ BAD = {
         "layers=0",
         "layers=x",
         "hidden=33",
+        "hidden=1000000000",
         "heads=4,kv_heads=3",
         "",
     ],
     "--dtype": ["int8"],
-    "--device": ["quantum", "cuda:99", "meta", ""],
+    "--device": ["quantum", "cuda:99", "meta", "tpu", "cpu:3", ""],
     "--seed": ["-1", "x", str(2**63)],
     "--trace": ["/does/not/exist.csv", "/"],
     "--requests": ["0", "1001", "many"],
@@ -132,7 +178,9 @@ BAD = {
     "--block-size": ["0", str(10**16)],
     "--kv-blocks": ["0", "1", str(10**16)],
     "--verify": ["maybe"],
-    "--json": ["/does/not/exist/report.json", "/"],
+    "--json": ["/does/not/exist/report.json", "/", "/proc/report.json"],
+    "--metrics": ["/proc/metrics"],
+    "--dump-dir": ["/proc/dump", "/dev/null"],
     "--unknown": ["1"],
 }
 
@@ -218,6 +266,16 @@ def test_what_cannot_go_to_stdout_is_refused(arguments, capsys, monkeypatch, tmp
     assert main(arguments) == 2
     assert "no file can be written there" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", [["run"], ["cache", "why"], ["cache", "warm"]])
+def test_a_model_beyond_the_memory_there_is_is_refused_before_it_is_built(
+    command, capsys, monkeypatch
+):
+    monkeypatch.setattr("piecegraph.tools.memory.available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("piecegraph.tools.run.Decoder", lambda *_, **__: pytest.fail("built"))
+    assert main(command) == 2
+    assert "are needed, 1.0 MiB are available" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["run"], ["cache", "why"], ["cache", "warm"]])

@@ -23,6 +23,14 @@ def test_it_runs(wall):
     assert clock.now() == 2.5
 
 
+def test_it_starts_again(wall):
+    clock = Clock()
+    wall[0] += 2.5
+    clock.start()
+    wall[0] += 1
+    assert clock.now() == 1
+
+
 def test_it_jumps_forward_only(wall):
     clock = Clock()
     clock.skip_to(100.0)

@@ -6,6 +6,7 @@ import pytest
 
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.decoder_config import PRESETS, DecoderConfig, parse_decoder_config
+from piecegraph.tools.model import Decoder
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -13,6 +14,12 @@ def test_a_preset_is_consistent(name):
     config = parse_decoder_config(name)
     assert config.hidden % config.heads == 0
     assert config.heads % config.kv_heads == 0
+
+
+def test_the_weights_are_counted():
+    config = DecoderConfig(2, 16, 4, 2, 24, 50)
+    weights = Decoder(config, seed=0).parameters()
+    assert config.num_weights == sum(weight.numel() for weight in weights)
 
 
 def test_sizes_differ_from_a_preset():

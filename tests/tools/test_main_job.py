@@ -92,6 +92,12 @@ def test_no_cache_leaves_nothing_behind(run):
     assert report["counters"]["dynamo_traces"] == 1
 
 
+def test_memory_that_a_cpu_does_not_measure_is_null(run):
+    steps = run()["warmup"]
+    assert steps
+    assert all(step["free_bytes"] is None for step in steps)
+
+
 @pytest.mark.slow
 def test_the_second_start_neither_traces_nor_compiles(tmp_path):
     """Processes of their own, as a user starts them, with Inductor; of two warm ones the faster."""

@@ -95,7 +95,7 @@ def test_json_to_standard_output_is_all_that_is_printed():
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ToolMissing, match="piecegraph\\[tools\\]"):
+    with pytest.raises(ToolMissing, match=r"\.\[tools\]"):
         draw(fit_trace(read_trace(EXCERPT, limit=20)), tmp_path / "f.png")
 
 

@@ -74,7 +74,7 @@ def test_an_uncompiled_model_checks_its_inputs_as_a_compiled_one_does(config):
 
 @pytest.mark.compile
 def test_the_environment_turns_parts_off_in_any_engine(monkeypatch, config):
-    monkeypatch.setenv("PIECEGRAPH_OFF", "graphs,dedupe")
+    monkeypatch.setenv("PIECEGRAPH_OFF", "graphs, dedupe")
     prepared = prepare(Model(), config())
     assert prepared.config.graph_mode is GraphMode.NONE
     assert prepared.config.dedupe is False

@@ -33,3 +33,40 @@ def test_cells_are_not_read_as_markup():
 def test_a_benchmark_without_rows_still_shows_its_ratios():
     (ratios,) = benchmark_tables("b", {"rows": [], "ratios": {"a_over_b": 2.0}})
     assert ratios.title == "Ratios"
+
+
+def shown(*tables, width=80):
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(*tables, sep="\n")
+    return stream.getvalue()
+
+
+def test_a_terminal_s_width_cuts_no_word_of_a_header():
+    heads = ["way", "layers", "import torch", "ready", "trace", "compile", "libraries", "look up"]
+    text = shown(table("t", heads, [[name * 3 for name in heads]]))
+    for word in " ".join(heads).split():
+        assert word in text
+
+
+def test_a_benchmark_shows_what_it_measured_to_three_digits():
+    rows = [
+        {"way": "a", "ready": 12.3456, "store": None},
+        {"way": "b", "ready": 0.5, "store": None},
+    ]
+    first, _ = benchmark_tables("b", {"rows": rows, "ratios": {}, "note": "modelled"})
+    text = shown(first)
+    assert "12.3 " in text
+    assert "store" not in text
+    assert "modelled" in text
+
+
+def test_more_columns_than_fit_stand_below_each_other():
+    row = {f"measure {n}": n for n in range(12)}
+    text = shown(next(benchmark_tables("b", {"rows": [{"way": "a", **row}], "ratios": {}})))
+    assert all(name in text for name in row)
+
+
+def test_a_benchmark_may_show_fewer_columns_than_it_measures():
+    rows = [{"way": "a", "ready": 1.0, "split": 0.1}]
+    result = {"rows": rows, "ratios": {}, "columns": ["way", "ready"]}
+    assert "split" not in shown(next(benchmark_tables("b", result)))

@@ -120,13 +120,14 @@ def test_the_commands_status_is_passed_on(tmp_path, capsys):
 def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
     (tmp_path / "precious.txt").write_text("")
     assert main(["trace", "--output", str(tmp_path), "--", "true"]) == 2
+    assert main(["trace", "--output", str(tmp_path / "precious.txt"), "--", "true"]) == 2
 
 
 def test_without_tlparse_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setattr("piecegraph.tools.trace_command.sys.executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "")
     assert main(["trace", "--", "true"]) == 2
-    assert "pip install 'piecegraph[tools]'" in capsys.readouterr().err
+    assert "pip install -e '.[tools]'" in capsys.readouterr().err
 
 
 def test_a_failing_tlparse_is_an_error_of_one_line(tmp_path, monkeypatch, capsys):

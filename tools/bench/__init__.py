@@ -1,8 +1,9 @@
 """Benchmarks, one file a question; each compares within one run.
 
 A benchmark is a module with `run(quick: bool)` that returns `ratios`, named medians of paired
-runs, and `rows`, a list of dicts with equal keys: what was measured. It may have a function
-`plot(result, path)` that draws them.
+runs, and `rows`, a list of dicts with equal keys: what was measured. It may also return `columns`,
+which of them a table shows, and a `note` for its title, and have a function `plot(result, path)`
+that draws them.
 """
 
 from __future__ import annotations

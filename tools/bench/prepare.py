@@ -47,6 +47,7 @@ def run(quick: bool) -> dict[str, Any]:
             "warm_ahead_over_cold": seconds["warm_ahead", most] / seconds["cold", most],
         },
         "layers": most,
+        "columns": ["way", "layers", "ready", "trace", "compile", "load", "libraries"],
         "rows": rows,
     }
 

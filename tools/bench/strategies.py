@@ -22,6 +22,7 @@ from ._modelled_serving import serve_modelled
 from ._serving_result import ServingResult
 
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2048, 256
+MODELLED = "without a GPU the times of steps and captures are modelled, not measured"
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -35,8 +36,10 @@ def run(quick: bool) -> dict[str, Any]:
         served = {strategy: _modelled(strategy, requests) for strategy in CaptureStrategy}
     eager, delayed = served[CaptureStrategy.EAGER], served[CaptureStrategy.DELAYED]
     lazy = served[CaptureStrategy.LAZY]
+    note = {} if torch.cuda.is_available() else {"note": MODELLED}
     return {
         "modelled": not torch.cuda.is_available(),
+        **note,
         "ratios": {
             "lazy_ready_over_eager": lazy.ready / eager.ready,
             "delayed_ready_over_eager": delayed.ready / eager.ready,

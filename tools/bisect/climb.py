@@ -149,7 +149,9 @@ def _located(
     if rung.name == COMPILER:
         state.restore()
         on_rung = replace(subject, config=subject.config.changed(**rung.settings))
-        return replace(finding, operator=guilty_operator(on_rung, prepared, index, use))
+        operator = guilty_operator(on_rung, prepared, index, use)
+        note = note if operator else f"{note}; compiled by itself it is right"
+        return replace(finding, operator=operator, note=note)
     if rung.name == WARM:
         return replace(finding, note=f"{note}; compiled anew it is right: remove its artifact")
     return finding

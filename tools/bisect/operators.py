@@ -13,17 +13,32 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ... import Config, ForwardContext, PreparedModel, compile_graph, forward_context, piece_graphs
-from ...torch_compat import tree_leaves, tree_map_only
+from ...torch_compat import TorchDispatchMode, tree_leaves, tree_map_only
 from .compare import first_wrong
 from .subject import Subject
 
+_ALLOCATIONS = (
+    torch.empty,
+    torch.empty_like,
+    torch.empty_strided,
+    "new_empty",
+    "new_empty_strided",
+)
+_EMPTY = (
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+)
 _FRAME = re.compile(r'File "(?:[^"]*/)?([^"/]+)", line (\d+)')
 
 
 def guilty_operator(subject: Subject, prepared: PreparedModel, step: int, use: int) -> str | None:
     """The operator, with the user's line, that makes the piece of `use` wrong in `step`.
 
-    None if the piece is right when it is compiled and run by itself on the same inputs.
+    None if the piece is right when it is compiled and run by itself on the same inputs, from
+    whatever its memory held before.
     """
     examples = None if subject.config.inputs else _arguments(subject, 0)
     device = next(iter(subject.model.parameters()), torch.empty(0)).device
@@ -41,7 +56,7 @@ def guilty_operator(subject: Subject, prepared: PreparedModel, step: int, use: i
     while wrong - right > 1:
         middle = (right + wrong) // 2
         right, wrong = (right, middle) if is_wrong(middle) else (middle, wrong)
-    return _described(nodes[wrong - 1])
+    return None if nodes[wrong - 1].target in _ALLOCATIONS else _described(nodes[wrong - 1])
 
 
 def _inputs_of(
@@ -108,14 +123,39 @@ def _beginning(graph: GraphModule, nodes: Sequence[Node]) -> GraphModule:
 def _wrong(graph: GraphModule, fakes: list[Any], values: list[Any], subject: Subject) -> bool:
     """Whether `graph` compiled differs from itself run node by node; a failure to compile does."""
     with torch.no_grad():
-        expected = tree_leaves(graph(*_copied(values)))
+        expected, other = (_run_on_memory_of(fill, graph, values) for fill in (0, 1))
         if not expected:
             return False
         try:
             got = tree_leaves(_compiled(graph, fakes, subject.config)(_copied(values)))
         except Exception:
             return True
-    return first_wrong(expected, got, subject.tolerance) is not None
+    seen = [_where_equal(*each) for each in zip(expected, other, got, strict=True)]
+    return first_wrong(expected, seen, subject.tolerance) is not None
+
+
+class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Memory that nobody has written yet holds `fill`."""
+
+    def __init__(self, fill: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fill = fill
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.fill_(self._fill) if func in _EMPTY else result
+
+
+def _run_on_memory_of(fill: int, graph: GraphModule, values: list[Any]) -> list[Any]:
+    with _Filled(fill):
+        return tree_leaves(graph(*_copied(values)))
+
+
+def _where_equal(one: Any, other: Any, got: Any) -> Any:
+    """`got`, but `one` where that depends on what memory held before: anything is right there."""
+    if one.shape != got.shape:
+        return got
+    return torch.where((one == other) | (one.isnan() & other.isnan()), got, one)
 
 
 def _compiled(graph: GraphModule, fakes: list[Any], config: Config) -> Any:

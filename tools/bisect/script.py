@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..options import write
 from .finding import Finding
 from .ladder import WARM
 from .subject import Subject
@@ -50,7 +51,7 @@ def write_script(
         say(f"no script: {type(error).__name__}: {error}")
         return
     places = [place for place in sys.path if place]
-    path.write_text(_SCRIPT.format(line=finding.line(), places=places, stage=finding.stage))
+    write(path, _SCRIPT.format(line=finding.line(), places=places, stage=finding.stage))
     say(f"run `python {path}` to see it again")
 
 

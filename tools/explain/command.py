@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..main_job import main_job
-from ..options import STDOUT, RunOptions, choice, writable, write
+from ..options import STDOUT, RunOptions, choice, different_files, writable, write
 from ..run_arguments import with_run_options
 
 FORMATS = ("html", "json", "md")
@@ -31,6 +31,7 @@ def explain_command(
     form = choice("--format", format, FORMATS)
     writable("--output", output, or_stdout=True)
     writable("--timeline", timeline)
+    different_files({"--output": output, "--timeline": timeline})
     facts, trace = _explained(options)
     write(output, _written(facts, form))
     if output != STDOUT:

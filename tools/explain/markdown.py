@@ -43,7 +43,7 @@ def markdown(facts: Facts) -> str:
         ),
         _section(
             f"Graph mode: {facts['graph_mode']['resolved']}",
-            ("because",),
+            ("why",),
             ((reason,) for reason in facts["graph_mode"]["reasons"]),
         ),
         _section(
