@@ -577,6 +577,8 @@ class Partitions:
     """Ops of `custom_should_partition_ops` that it cut at."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Other operations that it put into no partition, and why."""
+    alive: set[str] = field(default_factory=set)
+    """Ops of the graph once what nobody needs was removed from it, before it is optimised."""
 
 
 @contextmanager
@@ -586,15 +588,28 @@ def inductor_partitions(wrap: Callable[[Any], Any]) -> Iterator[Partitions]:
     The scheduler cuts at the ops of the option `custom_should_partition_ops`, and around whatever
     it believes that no graph can hold. One of these rules is right for CUDA graphs alone: that
     operations of a CPU cannot be captured. In a model that is on a CPU as a whole they count as a
-    device's. Wrapper and rule are process-wide; both are put back, whatever happens inside.
+    device's. Partitions that write parts of one tensor are made to share its memory. All that is
+    replaced is process-wide, and put back, whatever happens inside.
     """
     with cache_variables_kept():
         import torch._inductor.config as inductor_config
+        from torch._inductor import compile_fx
         from torch._inductor.scheduler import Scheduler
         from torch._inductor.utils import _unstable_customized_partition_wrapper as wrapper
 
         made = Partitions()
         judge: Any = Scheduler.should_partition
+        sign: Any = Scheduler.get_graph_partition_signature
+        optimise: Any = compile_fx._recursive_post_grad_passes
+
+        def signatures(scheduler: Any, partitions: Any, *args: Any, **kwargs: Any) -> Any:
+            signed = sign(scheduler, partitions, *args, **kwargs)
+            share_memory_of_parts(partitions, signed)
+            return signed
+
+        def optimised(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> None:
+            made.alive |= _ops_of(graph)
+            optimise(graph, *args, **kwargs)
 
         def should_partition(scheduler: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
             with _cpu_as_device():
@@ -615,9 +630,59 @@ def inductor_partitions(wrap: Callable[[Any], Any]) -> Iterator[Partitions]:
         with (
             inductor_config.patch(graph_partition=True),
             _replaced(Scheduler, "should_partition", should_partition),
+            _replaced(Scheduler, "get_graph_partition_signature", signatures),
+            _replaced(compile_fx, "_recursive_post_grad_passes", optimised),
             _replaced(wrapper, "wrapper", customized),
         ):
             yield made
+
+
+def share_memory_of_parts(partitions: list[list[Any]], signatures: list[Any]) -> None:
+    """Have all partitions that write parts of one tensor write into the same memory.
+
+    The result of `cat` is allocated where the first of its parts is written, but its place in the
+    order of execution is after the last. Inductor (2.11 to 2.13) takes it for an output of the
+    partition of that place alone, and then allocates it anew in each partition that has a part:
+    what the others wrote was lost. It becomes an output of the first of them, an input of the rest.
+    """
+    from torch._inductor import ir
+    from torch._inductor.scheduler import get_layout_symints
+
+    parts: dict[str, set[int]] = {}
+    whole: dict[str, tuple[int, Any]] = {}
+    for at, nodes in enumerate(partitions):
+        for buffer in (output.node for node in nodes for output in node.get_outputs()):
+            whole[buffer.get_name()] = at, buffer
+            if isinstance(buffer.layout, ir.NonOwningLayout):
+                parts.setdefault(buffer.layout.view.get_name(), set()).add(at)
+    for name, writers in parts.items():
+        last, buffer = whole.get(name, (0, None))
+        first, *others = sorted({*writers, last})
+        if first >= last:
+            continue
+        kept = any(output is buffer for output in signatures[last].output_nodes)
+        signatures[first].symbol_inputs.update(get_layout_symints(buffer))
+        signatures[first].output_nodes.append(buffer)
+        for at in others:
+            signatures[at].input_nodes[name] = buffer
+            signatures[at].input_deallocation[name] = at == last and not kept
+            if at != last:
+                signatures[at].output_nodes.append(buffer)
+
+
+def _ops_of(graph: torch.fx.GraphModule) -> set[str]:
+    """Names of the ops that a graph calls, also through what makes functions of them."""
+    called: list[Any] = []
+    for node in graph.graph.nodes:
+        called += [node.target, *node.args[:1]]
+    return {str(op.name()) for op in called if isinstance(op, torch._ops.OpOverload)}
+
+
+def is_decomposed(op: Any) -> bool:
+    """Whether Inductor replaces calls of `op` while it traces."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return op in select_decomp_table() or is_composite(op)
 
 
 @contextmanager

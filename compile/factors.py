@@ -27,7 +27,13 @@ from ..cache import Key
 from ..cache.environment import environment_factors
 from ..cache.feeds import config_factors
 from ..cache.sources import code_digest, fingerprint
-from ..torch_compat import changed_settings, cpp_compiler, global_state, reads_before_mutations
+from ..torch_compat import (
+    changed_settings,
+    cpp_compiler,
+    global_state,
+    reads_before_mutations,
+    share_memory_of_parts,
+)
 from .attributes import described, module_attributes
 from .config import CompileConfig, InputSpec
 from .examples import ExampleArguments, Leaf, example_inputs
@@ -73,7 +79,7 @@ def machine_factors(config: CompileConfig, device: torch.device) -> dict[str, An
         "device": device_factors(device),
         "toolchain": toolchain(),
         "versions": versions(),
-        "repairs": fingerprint(reads_before_mutations),
+        "repairs": [fingerprint(each) for each in (reads_before_mutations, share_memory_of_parts)],
         "torch_state": torch_state(),
         "environment": environment_factors(),
     }
