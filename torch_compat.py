@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import inspect
+import operator
 import os
 import re
 import shutil
@@ -382,13 +383,23 @@ def reads_before_mutations() -> Iterator[None]:
     Inductor (2.11 to 2.13) gives such an op its place in the order of execution, and only then
     says what it mutates, which is what computes the pending reads of the old value: pointwise
     values that are used again later came after the op, and were computed from the new value.
+
+    It also has `cat` take the memory of its operands for parts of the result. Where the result is
+    mutated they are copied, for what reads an operand afterwards read the new value.
     """
-    from torch._inductor import ir
+    from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
     from torch._library.utils import zip_schema
 
     kernels: Any = ir.FallbackKernel
     original = vars(kernels)["create"]
+    concatenations: Any = ir.ConcatKernel
+    concatenate = vars(concatenations)["create"]
+
+    def create_cat(cls: Any, inputs: Any, dim: int) -> Any:
+        if is_mutated(V.graph.current_node):
+            inputs = [lowering.clone(each) for each in inputs]
+        return concatenate.__func__(cls, inputs, dim)
 
     def create(cls: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         schema = getattr(kernel, "_schema", None)
@@ -400,8 +411,31 @@ def reads_before_mutations() -> Iterator[None]:
                         V.graph.mark_buffer_mutated(each.get_name())
         return original.__func__(cls, kernel, *args, **kwargs)
 
-    with compiler_lock, _replaced(kernels, "create", classmethod(create)):
+    with (
+        compiler_lock,
+        _replaced(kernels, "create", classmethod(create)),
+        _replaced(concatenations, "create", classmethod(create_cat)),
+    ):
         yield
+
+
+def is_mutated(node: torch.fx.Node) -> bool:
+    """Whether anything in its graph may write to the result of `node`, also through a view."""
+    from torch._library.utils import zip_schema
+
+    for user in node.users:
+        schema = getattr(user.target, "_schema", None)
+        if user.op == "output":
+            continue
+        if schema is None:  # a part of several results, or an operation that may do anything
+            if user.target is not operator.getitem or is_mutated(user):
+                return True
+            continue
+        for argument, given in zip_schema(schema, user.args, user.kwargs):
+            alias = argument.alias_info if node in tree_leaves(given) else None
+            if alias is not None and (alias.is_write or is_mutated(user)):
+                return True
+    return False
 
 
 def inductor_compile(
@@ -675,7 +709,7 @@ def _ops_of(graph: torch.fx.GraphModule) -> set[str]:
     called: list[Any] = []
     for node in graph.graph.nodes:
         called += [node.target, *node.args[:1]]
-    return {str(op.name()) for op in called if isinstance(op, torch._ops.OpOverload)}
+    return {op.name() for op in called if hasattr(op, "_schema")}
 
 
 def is_decomposed(op: Any) -> bool:

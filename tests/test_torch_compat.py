@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 import threading
 from pathlib import Path
@@ -288,6 +289,40 @@ def test_partitions_that_write_parts_of_one_tensor_share_its_memory() -> None:
     alone = [signature()]
     torch_compat.share_memory_of_parts([[node(*parts), node(whole)]], alone)
     assert alone == [signature()]
+
+
+def test_a_mutation_is_found_through_views() -> None:
+    aten = torch.ops.aten
+
+    def graph(mutate: bool, *views: Any) -> torch.fx.Node:
+        made = torch.fx.Graph()
+        x = made.placeholder("x")
+        last = x
+        for view, *rest in views:
+            last = made.call_function(view, (last, *rest))
+        op = aten.add_.Tensor if mutate else aten.add.Tensor
+        made.output((x, made.call_function(op, (last, x))))
+        return x
+
+    through = [(), ((aten.slice.Tensor, 0, 0, 1),), ((aten.split.Tensor, 2), (operator.getitem, 0))]
+    assert all(torch_compat.is_mutated(graph(True, *views)) for views in through)
+    assert not any(torch_compat.is_mutated(graph(False, *views)) for views in through)
+    assert not torch_compat.is_mutated(graph(True, (aten.sin.default,)))
+    assert torch_compat.is_mutated(graph(False, (torch.ops.higher_order.cond,)))
+
+
+@pytest.mark.compile
+def test_parts_of_a_mutated_cat_stay_as_they_were() -> None:
+    def body(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        part = x @ x
+        whole = torch.cat([part, x], 1)
+        whole[torch.tensor([0, 1])] = 7.0
+        return whole * 2, part.sin() + 1
+
+    x = torch.randn(4, 4)
+    with torch.no_grad(), torch_compat.reads_before_mutations():
+        compiled: Any = torch.compile(body, options={"force_disable_caches": True})
+        torch.testing.assert_close(compiled(x), body(x))
 
 
 @pytest.mark.compile
