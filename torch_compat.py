@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import inspect
+import operator
 import os
 import re
 import shutil
@@ -403,13 +404,23 @@ def reads_before_mutations() -> Iterator[None]:
     Inductor (2.11 to 2.13) gives such an op its place in the order of execution, and only then
     says what it mutates, which is what computes the pending reads of the old value: pointwise
     values that are used again later came after the op, and were computed from the new value.
+
+    It also has `cat` take the memory of its operands for parts of the result. Where the result is
+    mutated they are copied, for what reads an operand afterwards read the new value.
     """
-    from torch._inductor import ir
+    from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
     from torch._library.utils import zip_schema
 
     kernels: Any = ir.FallbackKernel
     original = vars(kernels)["create"]
+    concatenations: Any = ir.ConcatKernel
+    concatenate = vars(concatenations)["create"]
+
+    def create_cat(cls: Any, inputs: Any, dim: int) -> Any:
+        if is_mutated(V.graph.current_node):
+            inputs = [lowering.clone(each) for each in inputs]
+        return concatenate.__func__(cls, inputs, dim)
 
     def create(cls: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         schema = getattr(kernel, "_schema", None)
@@ -421,8 +432,31 @@ def reads_before_mutations() -> Iterator[None]:
                         V.graph.mark_buffer_mutated(each.get_name())
         return original.__func__(cls, kernel, *args, **kwargs)
 
-    with compiler_lock, _replaced(kernels, "create", classmethod(create)):
+    with (
+        compiler_lock,
+        _replaced(kernels, "create", classmethod(create)),
+        _replaced(concatenations, "create", classmethod(create_cat)),
+    ):
         yield
+
+
+def is_mutated(node: torch.fx.Node) -> bool:
+    """Whether anything in its graph may write to the result of `node`, also through a view."""
+    from torch._library.utils import zip_schema
+
+    for user in node.users:
+        schema = getattr(user.target, "_schema", None)
+        if user.op == "output":
+            continue
+        if schema is None:  # a part of several results, or an operation that may do anything
+            if user.target is not operator.getitem or is_mutated(user):
+                return True
+            continue
+        for argument, given in zip_schema(schema, user.args, user.kwargs):
+            alias = argument.alias_info if node in tree_leaves(given) else None
+            if alias is not None and (alias.is_write or is_mutated(user)):
+                return True
+    return False
 
 
 def inductor_compile(
@@ -620,6 +654,8 @@ class Partitions:
     """Ops of `custom_should_partition_ops` that it cut at."""
     left_out: dict[str, str] = field(default_factory=dict)
     """Other operations that it put into no partition, and why."""
+    alive: set[str] = field(default_factory=set)
+    """Ops of the graph once what nobody needs was removed from it, before it is optimised."""
 
 
 @contextmanager
@@ -629,15 +665,28 @@ def inductor_partitions(wrap: Callable[[Any], Any]) -> Iterator[Partitions]:
     The scheduler cuts at the ops of the option `custom_should_partition_ops`, and around whatever
     it believes that no graph can hold. One of these rules is right for CUDA graphs alone: that
     operations of a CPU cannot be captured. In a model that is on a CPU as a whole they count as a
-    device's. Wrapper and rule are process-wide; both are put back, whatever happens inside.
+    device's. Partitions that write parts of one tensor are made to share its memory. All that is
+    replaced is process-wide, and put back, whatever happens inside.
     """
     with cache_variables_kept():
         import torch._inductor.config as inductor_config
+        from torch._inductor import compile_fx
         from torch._inductor.scheduler import Scheduler
         from torch._inductor.utils import _unstable_customized_partition_wrapper as wrapper
 
         made = Partitions()
         judge: Any = Scheduler.should_partition
+        sign: Any = Scheduler.get_graph_partition_signature
+        optimise: Any = compile_fx._recursive_post_grad_passes
+
+        def signatures(scheduler: Any, partitions: Any, *args: Any, **kwargs: Any) -> Any:
+            signed = sign(scheduler, partitions, *args, **kwargs)
+            share_memory_of_parts(partitions, signed)
+            return signed
+
+        def optimised(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> None:
+            made.alive |= _ops_of(graph)
+            optimise(graph, *args, **kwargs)
 
         def should_partition(scheduler: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
             with _cpu_as_device():
@@ -658,9 +707,59 @@ def inductor_partitions(wrap: Callable[[Any], Any]) -> Iterator[Partitions]:
         with (
             inductor_config.patch(graph_partition=True),
             _replaced(Scheduler, "should_partition", should_partition),
+            _replaced(Scheduler, "get_graph_partition_signature", signatures),
+            _replaced(compile_fx, "_recursive_post_grad_passes", optimised),
             _replaced(wrapper, "wrapper", customized),
         ):
             yield made
+
+
+def share_memory_of_parts(partitions: list[list[Any]], signatures: list[Any]) -> None:
+    """Have all partitions that write parts of one tensor write into the same memory.
+
+    The result of `cat` is allocated where the first of its parts is written, but its place in the
+    order of execution is after the last. Inductor (2.11 to 2.13) takes it for an output of the
+    partition of that place alone, and then allocates it anew in each partition that has a part:
+    what the others wrote was lost. It becomes an output of the first of them, an input of the rest.
+    """
+    from torch._inductor import ir
+    from torch._inductor.scheduler import get_layout_symints
+
+    parts: dict[str, set[int]] = {}
+    whole: dict[str, tuple[int, Any]] = {}
+    for at, nodes in enumerate(partitions):
+        for buffer in (output.node for node in nodes for output in node.get_outputs()):
+            whole[buffer.get_name()] = at, buffer
+            if isinstance(buffer.layout, ir.NonOwningLayout):
+                parts.setdefault(buffer.layout.view.get_name(), set()).add(at)
+    for name, writers in parts.items():
+        last, buffer = whole.get(name, (0, None))
+        first, *others = sorted({*writers, last})
+        if first >= last:
+            continue
+        kept = any(output is buffer for output in signatures[last].output_nodes)
+        signatures[first].symbol_inputs.update(get_layout_symints(buffer))
+        signatures[first].output_nodes.append(buffer)
+        for at in others:
+            signatures[at].input_nodes[name] = buffer
+            signatures[at].input_deallocation[name] = at == last and not kept
+            if at != last:
+                signatures[at].output_nodes.append(buffer)
+
+
+def _ops_of(graph: torch.fx.GraphModule) -> set[str]:
+    """Names of the ops that a graph calls, also through what makes functions of them."""
+    called: list[Any] = []
+    for node in graph.graph.nodes:
+        called += [node.target, *node.args[:1]]
+    return {op.name() for op in called if hasattr(op, "_schema")}
+
+
+def is_decomposed(op: Any) -> bool:
+    """Whether Inductor replaces calls of `op` while it traces."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return op in select_decomp_table() or is_composite(op)
 
 
 @contextmanager

@@ -27,13 +27,23 @@ from ..cache import Key
 from ..cache.environment import environment_factors
 from ..cache.feeds import config_factors
 from ..cache.sources import code_digest, fingerprint
-from ..torch_compat import changed_settings, cpp_compiler, global_state, reads_before_mutations
+from ..torch_compat import (
+    changed_settings,
+    cpp_compiler,
+    global_state,
+    is_mutated,
+    reads_before_mutations,
+    share_memory_of_parts,
+)
 from .attributes import described, module_attributes
 from .config import CompileConfig, InputSpec
 from .examples import ExampleArguments, Leaf, example_inputs
 from .literal import dtype_name
 from .passes.graph_pass import GraphPass, pass_factors, passes_for
 from .split import splitting_predicate
+
+REPAIRS = (reads_before_mutations, is_mutated, share_memory_of_parts)
+"""What of Inductor is replaced, so that the code is other than that of the same version alone."""
 
 
 def trace_key(
@@ -73,7 +83,7 @@ def machine_factors(config: CompileConfig, device: torch.device) -> dict[str, An
         "device": device_factors(device),
         "toolchain": toolchain(),
         "versions": versions(),
-        "repairs": fingerprint(reads_before_mutations),
+        "repairs": [fingerprint(each) for each in REPAIRS],
         "torch_state": torch_state(),
         "environment": environment_factors(),
     }

@@ -17,9 +17,10 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ..errors import NotPartitioned
-from ..torch_compat import Partitions, inductor_partitions
+from ..torch_compat import Partitions, inductor_partitions, is_decomposed
 from .artifact import Blobs, Finish, PieceFn
 from .compilers import Compiler
+from .stitch import resolve_op
 
 PartitionHook = Callable[[PieceFn], PieceFn]
 PARTITION_OPS = "custom_should_partition_ops"
@@ -101,8 +102,12 @@ def _hooked(partition: PieceFn) -> PieceFn:
 
 
 def _check(made: Partitions, ops: Sequence[str]) -> None:
-    """What runs outside of partitions is not captured, so it must be splitting ops alone."""
+    """What runs outside of partitions is not captured, so it must be splitting ops alone.
+
+    An op that is not there because nobody needs what it does is no reason to refuse.
+    """
     for name, why in made.left_out.items():
         raise NotPartitioned(reason=f"{name} is in no partition ({why})")
     for name in sorted(set(ops) - made.cut_at):
-        raise NotPartitioned(reason=f"its code has no call of {name}")
+        if name in made.alive or is_decomposed(resolve_op(name)):
+            raise NotPartitioned(reason=f"its code has no call of {name}")

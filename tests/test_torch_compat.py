@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 import os
 import threading
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._ordered_set import OrderedSet
 
 from piecegraph import torch_compat
 
@@ -219,11 +222,16 @@ def test_conditions_that_hold_for_all_sizes_are_told_without_a_guard() -> None:
 
 @pytest.mark.compile
 def test_inductor_partitions_a_graph_of_the_cpu_and_all_is_put_back() -> None:
-    from torch._inductor import scheduler, utils
+    from torch._inductor import compile_fx, scheduler, utils
 
-    wrapper = utils._unstable_customized_partition_wrapper
-    nodes = scheduler.BaseSchedulerNode
-    before = scheduler.Scheduler.should_partition, nodes.is_gpu, wrapper.wrapper
+    def state() -> list[Any]:
+        wrapper = utils._unstable_customized_partition_wrapper
+        cuts = scheduler.Scheduler
+        signs, passes = cuts.get_graph_partition_signature, compile_fx._recursive_post_grad_passes
+        is_gpu = scheduler.BaseSchedulerNode.is_gpu
+        return [cuts.should_partition, signs, passes, is_gpu, wrapper.wrapper]
+
+    before = state()
     wrapped: list[Any] = []
 
     def wrap(partition: Any) -> Any:
@@ -252,11 +260,95 @@ def test_inductor_partitions_a_graph_of_the_cpu_and_all_is_put_back() -> None:
         graph.output((graph.call_function(torch.cos, (x,)),))
         made = partitions(torch.fx.GraphModule({}, graph), ["piecegraph_cut::here"])
         assert (made.count, made.cut_at, made.left_out) == (2, {"piecegraph_cut::here"}, {})
+        assert made.alive == {"aten::sin", "piecegraph_cut::here", "aten::cos"}
         assert len(wrapped) == 2
         assert partitions(torch.fx.GraphModule({}, graph), []).count == 1
     finally:
         library._destroy()
-    assert (scheduler.Scheduler.should_partition, nodes.is_gpu, wrapper.wrapper) == before
+    assert state() == before
+
+
+@pytest.mark.compile
+def test_partitions_that_write_parts_of_one_tensor_share_its_memory() -> None:
+    """It is made by the first, handed on to each, freed by the last unless that returns it."""
+    from types import SimpleNamespace
+
+    from torch._inductor import ir, scheduler
+
+    assert {"symbol_inputs", "input_nodes", "output_nodes", "input_deallocation"} <= {
+        field.name for field in dataclasses.fields(ir.GraphPartitionSignature)
+    }
+    assert callable(scheduler.get_layout_symints)
+    cpu = torch.device("cpu")
+
+    def buffer(name: str, layout: Any) -> Any:
+        return ir.Buffer(name=name, layout=layout)
+
+    def node(*buffers: Any) -> Any:
+        outputs = [SimpleNamespace(node=each) for each in buffers]
+        return SimpleNamespace(get_outputs=lambda: outputs)
+
+    def signature() -> Any:
+        return ir.GraphPartitionSignature(OrderedSet(), {}, [], {}, False, [])
+
+    whole = buffer("whole", ir.FixedLayout(cpu, torch.float32, [4, 8], [8, 1]))
+    view = ir.ReinterpretView(data=ir.StorageBox(whole), layout=whole.layout)
+    parts = [buffer(f"part{at}", ir.NonOwningLayout(view)) for at in range(2)]
+    other = buffer("other", whole.layout)
+    partitions = [[node(parts[0])], [node(other)], [node(parts[1])], [node(whole)]]
+    for kept in (False, True):
+        signed = [signature() for _ in partitions]
+        signed[3].output_nodes.extend([whole] if kept else [])
+        torch_compat.share_memory_of_parts(partitions, signed)
+        assert [len(each.output_nodes) for each in signed] == [1, 0, 1, int(kept)]
+        freed = [each.input_deallocation for each in signed]
+        assert freed == [{}, {}, {"whole": False}, {"whole": not kept}]
+        assert [list(each.input_nodes) for each in signed] == [[], [], ["whole"], ["whole"]]
+    alone = [signature()]
+    torch_compat.share_memory_of_parts([[node(*parts), node(whole)]], alone)
+    assert alone == [signature()]
+
+
+def test_a_mutation_is_found_through_views() -> None:
+    aten = torch.ops.aten
+
+    def graph(mutate: bool, *views: Any) -> torch.fx.Node:
+        made = torch.fx.Graph()
+        x = made.placeholder("x")
+        last = x
+        for view, *rest in views:
+            last = made.call_function(view, (last, *rest))
+        op = aten.add_.Tensor if mutate else aten.add.Tensor
+        made.output((x, made.call_function(op, (last, x))))
+        return x
+
+    through = [(), ((aten.slice.Tensor, 0, 0, 1),), ((aten.split.Tensor, 2), (operator.getitem, 0))]
+    assert all(torch_compat.is_mutated(graph(True, *views)) for views in through)
+    assert not any(torch_compat.is_mutated(graph(False, *views)) for views in through)
+    assert not torch_compat.is_mutated(graph(True, (aten.sin.default,)))
+    assert torch_compat.is_mutated(graph(False, (torch.ops.higher_order.cond,)))
+
+
+@pytest.mark.compile
+def test_parts_of_a_mutated_cat_stay_as_they_were() -> None:
+    def body(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        part = x @ x
+        whole = torch.cat([part, x], 1)
+        whole[torch.tensor([0, 1])] = 7.0
+        return whole * 2, part.sin() + 1
+
+    x = torch.randn(4, 4)
+    with torch.no_grad(), torch_compat.reads_before_mutations():
+        compiled: Any = torch.compile(body, options={"force_disable_caches": True})
+        torch.testing.assert_close(compiled(x), body(x))
+
+
+@pytest.mark.compile
+def test_ops_that_inductor_takes_to_pieces_are_known() -> None:
+    aten = torch.ops.aten
+    known = [torch_compat.is_decomposed(op) for op in (aten.silu.default, aten.linear.default)]
+    assert known == [True, True]
+    assert not torch_compat.is_decomposed(aten.sin.default)
 
 
 def test_what_partitions_a_graph_is_put_back_after_an_error() -> None:

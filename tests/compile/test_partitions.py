@@ -139,10 +139,84 @@ def test_predicate_must_pick_all_calls_of_an_op(compiled):
     assert made.plan.partition_ops == ("piecegraph_test::mix",)
 
 
-def test_op_that_inductor_generates_code_for_is_refused(compiled):
-    model = Body(lambda x: torch.ops.aten.sin(x * 2) + 1)
-    with pytest.raises(NotPartitioned, match="no call of aten::sin"):
-        compiled(model, **{**WHOLE, "splitting_ops": ("aten::sin",), "cache": False})
+@pytest.mark.parametrize("name", ["sin", "silu"])
+def test_op_that_inductor_generates_code_for_is_refused(compiled, name):
+    """One it lowers itself, one it has taken to pieces before."""
+    op = getattr(torch.ops.aten, name)
+    model = Body(lambda x: op(x * 2) + 1)
+    with pytest.raises(NotPartitioned, match=f"no call of aten::{name}"):
+        compiled(model, **{**WHOLE, "splitting_ops": (f"aten::{name}",), "cache": False})
+
+
+def unused_result(x):
+    ops.fresh(x, "unused")
+    return x * 2
+
+
+def unused_mutation(x):
+    ops.mix(x, torch.zeros_like(x), "unused")
+    return x * 2
+
+
+@pytest.mark.parametrize("body", [unused_result, unused_mutation])
+def test_op_that_nobody_needs_is_left_out(compiled, body):
+    names = ("piecegraph_test::fresh", "piecegraph_test::mix")
+    model = Body(lambda x: ops.fresh(body(x), "used").sin() + ops.fresh(x, "used"))
+    used = names if body is unused_mutation else names[:1]
+    made = compiled(model, **{**WHOLE, "splitting_ops": used, "cache": False})
+    alone = Body(body)
+    dead = names[1:] if body is unused_mutation else names[:1]
+    whole = compiled(alone, **{**WHOLE, "splitting_ops": dead, "cache": False})
+    assert whole.plan.partitions() == 1
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(made(x), model(x))
+    torch.testing.assert_close(whole(x), alone(x))
+
+
+def two_parts(x):
+    first = x.softmax(1)
+    return torch.cat([first, ops.fresh(first, "a").softmax(1)], 1)
+
+
+def three_parts_before_an_op(x):
+    first = x.softmax(1)
+    second = ops.fresh(first, "a").softmax(1)
+    third = ops.fresh(second, "b").softmax(1)
+    return ops.fresh(torch.cat([first, second, third], 1), "c") * 2
+
+
+def parts_used_afterwards(x):
+    first = x.softmax(1)
+    second = ops.fresh(first, "a") @ torch.ones(8, 8)
+    whole = torch.cat([first, second], 1)
+    mixed = ops.fresh(second, "b") + first
+    return ops.fresh(whole, "c"), mixed, first, whole
+
+
+def parts_that_are_read_late(x):
+    """The order of execution that needs least memory has an op between `cat` and its parts."""
+    half = x.sin() + x
+    whole = torch.cat([x, half], 1)
+    mutated, other = whole * 0.25, half + 0.5
+    ops.bump(mutated, whole)
+    ops.bump(other, half)
+    return mutated.sum(1), other, whole * 1.0
+
+
+@pytest.mark.parametrize(
+    "body", [two_parts, three_parts_before_an_op, parts_used_afterwards, parts_that_are_read_late]
+)
+@pytest.mark.parametrize("reorder", [True, False])
+def test_partitions_write_parts_of_one_tensor(compiled, body, reorder):
+    """Each of them allocated the whole tensor, so that all but the last part was garbage."""
+    model = Body(body)
+    op = "bump" if body is parts_that_are_read_late else "fresh"
+    options = {"reorder_for_peak_memory": reorder}
+    settings = {"splitting_ops": (f"piecegraph_test::{op}",), "inductor_options": options}
+    made = compiled(model, **{**WHOLE, **settings, "cache": False})
+    for size in SIZES:
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(made(x), model(x))
 
 
 def test_anything_else_outside_of_partitions_is_refused(monkeypatch):
