@@ -239,3 +239,5 @@ def test_why_names_the_option_that_differs_and_warm_mends_it(tmp_path, capsys):
     assert main(["cache", "why", *there, "--max-num-tokens", "64"]) == 1
     assert "config.max_num_tokens: 128 -> 64" in capsys.readouterr().out
     assert main(["cache", "why", *there, "--capture-sizes", "1,2"]) == 0
+    assert main(["cache", "warm", *there, "--ahead"]) == 0
+    assert "was there, with libraries" in capsys.readouterr().out
