@@ -391,7 +391,8 @@ def global_state() -> dict[str, Any]:
 
 def cpp_headers_ready() -> bool:
     """Whether Inductor's precompiled C++ headers were built on this machine, for any options."""
-    from torch._inductor import codecache
+    with cache_variables_kept():
+        from torch._inductor import codecache
 
     directory = getattr(codecache, "_HEADER_DIR", None)
     return directory is None or any(Path(directory).rglob("*.gch"))
@@ -639,7 +640,8 @@ def keep_probe(name: str, answer: bytes) -> None:
 
 
 def _probes() -> Path:
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    with cache_variables_kept():
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return Path(default_cache_dir(), "isa_probes")
 

@@ -5,10 +5,7 @@ Only a cold start imports this, and with it sympy, networkx and all that tracing
 
 from __future__ import annotations
 
-import gc
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from ..cache import Key
 from .bundle import Bundle, store_bundle
@@ -24,28 +21,9 @@ from .task import Task
 from .tell import tell_plan
 
 
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Keep Python from looking for cyclic garbage: a tenth of a cold start goes into it.
-
-    What was made meanwhile then counts as old: to look through all of it at once takes 0.2 s.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if gc.get_freeze_count() == 0:  # what somebody froze stays so
-            gc.freeze()
-            gc.unfreeze()
-        if enabled:
-            gc.enable()
-
-
 def cold_start(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel:
-    with without_collections():
-        cut = cut_model(task)
-        compiled = compile_pieces(task, cut, compiler)
+    cut = cut_model(task)
+    compiled = compile_pieces(task, cut, compiler)
     plan = cut.plan(compiled.spans)
     graph = piece_graph(plan)
     task.events.detail("piece_graph", lambda: picture(graph))

@@ -14,6 +14,7 @@ from .compiled_model import CompiledModel
 from .compilers import Compiler, compiler_named
 from .config import BundleUse
 from .factors import trace_key
+from .garbage import without_collections
 from .inductor import compile_uncached, compiling
 from .partitions import partitioning
 from .task import Task
@@ -28,6 +29,11 @@ def compile_model(task: Task) -> CompiledModel:
     Raises the errors of tracing, splitting, guards and compilers; BundleMissing where a bundle is
     demanded and there is none to use; RankLost where ranks have to agree and one does not answer.
     """
+    with without_collections():
+        return _compile_model(task)
+
+
+def _compile_model(task: Task) -> CompiledModel:
     if not task.config.compile:
         task.events.emit("bundle", hit=False, reason="compile is off")
         return uncompiled_model(task)

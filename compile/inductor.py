@@ -90,12 +90,11 @@ def first_use(device: torch.device, events: Events) -> None:
 
 def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
     """The callables of artifacts whose bytes have been verified; no compiler is run."""
-    with scratch() as folder:
+    version = next((blobs[COMPILER] for blobs in artifacts if COMPILER in blobs), b"")
+    with scratch() as folder, inductor_cache_directory(folder):
         for blobs in artifacts:
             _lay_out(blobs, Path(folder))
-        version = next((blobs[COMPILER] for blobs in artifacts if COMPILER in blobs), b"")
-        absent = compiler_dispensable(folder, version)
-        with inductor_cache_directory(folder), inductor_options(), absent:
+        with inductor_options(), compiler_dispensable(folder, version):
             return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
 
 

@@ -106,6 +106,8 @@ def _check(made: Partitions, ops: Sequence[str]) -> None:
 
     An op that is not there because nobody needs what it does is no reason to refuse.
     """
+    if not made.count:
+        raise NotPartitioned(reason="it made no partitions")
     for name, why in made.left_out.items():
         raise NotPartitioned(reason=f"{name} is in no partition ({why})")
     for name in sorted(set(ops) - made.cut_at):

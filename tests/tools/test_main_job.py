@@ -100,24 +100,21 @@ def test_memory_that_a_cpu_does_not_measure_is_null(run):
 
 @pytest.mark.slow
 def test_the_second_start_neither_traces_nor_compiles(tmp_path):
-    """Processes of their own, as a user starts them, with Inductor; of two warm ones the faster."""
+    """Processes of their own, as a user starts them, with Inductor."""
     reports = []
-    for i in range(3):
+    for i in range(2):
         path = tmp_path / f"{i}.json"
         command = [sys.executable, "-m", "piecegraph", "run", *SMALL, "--verify", "all"]
         command += ["--cache-dir", str(tmp_path / "cache"), "--json", str(path)]
         subprocess.run(command, check=True, capture_output=True, timeout=280)
         reports.append(json.loads(path.read_text()))
-    cold, *warm = reports
+    cold, warm = reports
     assert not cold["cache"]["hit"]
     assert cold["counters"]["inductor_compiles"] == 3
-    for report in warm:
-        assert report["cache"]["hit"]
-        assert report["counters"]["dynamo_traces"] == 0
-        assert report["counters"]["inductor_compiles"] == 0
-        assert report["verification"]["ok"]
-    fastest = min(report["startup"]["prepare_seconds"] for report in warm)
-    assert fastest <= cold["startup"]["prepare_seconds"] / 3
+    assert warm["cache"]["hit"]
+    assert warm["counters"]["dynamo_traces"] == 0
+    assert warm["counters"]["inductor_compiles"] == 0
+    assert warm["verification"]["ok"]
 
 
 @pytest.mark.parametrize(
