@@ -735,6 +735,16 @@ def fresh_fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
+def writes_of_faking(tensor: Tensor, fake_mode: Any) -> int:
+    """How many writes Dynamo's fake of `tensor` counts before anything is done to it."""
+    with torch.inference_mode(False):  # in which nothing counts writes; Dynamo leaves it
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        alias.set_(tensor.untyped_storage(), *place)
+        count: int = fake_mode.from_tensor(alias)._version
+    return count
+
+
 def surely(condition: Any) -> bool:
     """Whether a condition on sizes is known to hold for all of them; adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

@@ -7,6 +7,7 @@ counts the writes to each fake tensor of a trace; what a custom op writes to, it
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ..torch_compat import (
     storage_id,
     tree_map_only,
     triton_writes,
+    writes_of_faking,
 )
 from .examples import Leaf
 from .split import op_names, overload_of
@@ -27,36 +29,38 @@ from .writes import tensors_in, written_by
 def written_arguments(trace: Trace) -> set[Node]:
     """The placeholders of arguments whose memory some node writes to."""
     fakes = fresh_fake_mode()
-    arguments = {
-        node: storage_id(node.meta["example_value"])
-        for node, source in trace.sources.items()
-        if isinstance(source, Leaf)
-    }
-    # a fake tensor of a view counts a write before the model runs
-    untouched = {
-        storage: fakes.from_tensor(source.value)._version
-        for node, storage in arguments.items()
-        if isinstance(source := trace.sources[node], Leaf)
-    }
+    arguments: dict[Node, int] = {}
+    untouched: dict[int, int] = {}
+    for node, source in trace.sources.items():
+        if isinstance(source, Leaf):
+            arguments[node] = storage = storage_id(node.meta["example_value"])
+            before = writes_of_faking(source.value, fakes)
+            untouched[storage] = min(before, untouched.get(storage, before))
     written: set[int] = set()
     for node in trace.graph.graph.nodes:
         written |= {
             storage
-            for tensor in tensors_in(node.meta.get("example_value"))
-            if tensor._version > untouched.get(storage := storage_id(tensor), 0)
+            for tensor in _dense(node.meta.get("example_value"))
+            if (storage := storage_id(tensor)) in untouched and tensor._version > untouched[storage]
         }
-        written |= {storage_id(tensor) for tensor in _written_by_schema(node)}
+        args, kwargs = tree_map_only(
+            Node, lambda used: used.meta.get("example_value"), (node.args, node.kwargs)
+        )
+        if any(storage_id(tensor) in untouched for tensor in _dense((args, kwargs))):
+            written |= {storage_id(tensor) for tensor in _written(node, args, kwargs)}
     return {node for node, storage in arguments.items() if storage in written}
 
 
-def _written_by_schema(node: Node) -> Iterable[Tensor]:
-    """Of a Triton kernel what its code writes; of an operator of higher order, all it is given."""
-    args, kwargs = tree_map_only(
-        Node, lambda used: used.meta.get("example_value"), (node.args, node.kwargs)
-    )
+def _written(node: Node, args: Any, kwargs: Any) -> Iterable[Tensor]:
+    """What an op's schema or a Triton kernel's code says; else all, for an op of higher order."""
     if op_names(node):
         return written_by(overload_of(node), args, kwargs)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         known = triton_writes(node, kwargs)
-        return tensors_in((args, kwargs) if known is None else known)
+        return _dense((args, kwargs) if known is None else known)
     return ()
+
+
+def _dense(value: Any) -> list[Tensor]:
+    """The tensors in `value` that have a storage to share."""
+    return [tensor for tensor in tensors_in(value) if tensor.layout is torch.strided]
