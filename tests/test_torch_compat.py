@@ -220,6 +220,23 @@ def test_conditions_that_hold_for_all_sizes_are_told_without_a_guard() -> None:
     assert not env.guards
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_writes_that_making_a_fake_tensor_counts_are_known(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        whole = torch.zeros(8, 4)
+        whole.add_(1)
+        counted = [
+            torch_compat.writes_of_faking(tensor, torch_compat.fresh_fake_mode())
+            for tensor in (whole, whole[2:])
+        ]
+    assert counted == [0, 1]
+
+
+def test_only_a_triton_kernel_tells_what_it_writes_to() -> None:
+    node = torch.fx.Graph().call_function(torch.cond, (True, torch.sin, torch.cos, ()))
+    assert torch_compat.triton_writes(node, {}) is None
+
+
 @pytest.mark.compile
 def test_inductor_partitions_a_graph_of_the_cpu_and_all_is_put_back() -> None:
     from torch._inductor import compile_fx, scheduler, utils

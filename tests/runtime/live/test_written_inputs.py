@@ -127,10 +127,14 @@ def test_a_model_that_only_reads_its_inputs_pays_nothing() -> None:
     assert {type(slot) for slot in prepared._captured if slot is not None} == {CapturedSlot}
 
 
-def test_examples_that_are_views_or_were_written_before_are_not_taken_for_written() -> None:
-    x, y, z = torch.randn(17, 4), torch.randn(19, 4)[2:], torch.randn(17, 4)
-    for tensor in (x, y, z):
-        tensor.add_(1)
+@pytest.mark.parametrize("inference", [False, True])
+def test_examples_that_are_views_or_were_written_before_are_not_taken_for_written(
+    inference: bool,
+) -> None:
+    with torch.inference_mode(inference):
+        x, y, z = torch.randn(17, 4), torch.randn(19, 4)[2:], torch.randn(17, 4)
+        for tensor in (x, y, z):
+            tensor.add_(1)
     config = Config(
         inputs=dict.fromkeys("xyz", "float32[num_tokens, 4]"), compiler="eager", cache=False
     )
