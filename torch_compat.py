@@ -398,6 +398,13 @@ def cpp_headers_ready() -> bool:
     return directory is None or any(Path(directory).rglob("*.gch"))
 
 
+def mutated_arguments(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """Those of the given arguments that the schema of `op` says it writes to."""
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[position] if position < len(args) else kwargs.get(argument.name)
+
+
 @contextmanager
 def reads_before_mutations() -> Iterator[None]:
     """Have Inductor compute what reads a tensor before the custom op that then mutates it.
@@ -411,7 +418,6 @@ def reads_before_mutations() -> Iterator[None]:
     """
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
-    from torch._library.utils import zip_schema
 
     kernels: Any = ir.FallbackKernel
     original = vars(kernels)["create"]
@@ -424,13 +430,11 @@ def reads_before_mutations() -> Iterator[None]:
         return concatenate.__func__(cls, inputs, dim)
 
     def create(cls: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        schema = getattr(kernel, "_schema", None)
-        for argument, given in zip_schema(schema, args, kwargs) if schema is not None else ():
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for each in given if isinstance(given, list | tuple) else (given,):
-                    if isinstance(each, ir.TensorBox):
-                        each.realize()
-                        V.graph.mark_buffer_mutated(each.get_name())
+        if getattr(kernel, "_schema", None) is not None:
+            for each in tree_leaves(list(mutated_arguments(kernel, args, kwargs))):
+                if isinstance(each, ir.TensorBox):
+                    each.realize()
+                    V.graph.mark_buffer_mutated(each.get_name())
         return original.__func__(cls, kernel, *args, **kwargs)
 
     with (

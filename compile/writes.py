@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..torch_compat import TorchDispatchMode, storage_id, tree_leaves
+from ..torch_compat import TorchDispatchMode, mutated_arguments, storage_id, tree_leaves
 
 
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -28,10 +28,8 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def written_by(op: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """The tensors that the schema of `op` says it writes to."""
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from tensors_in(given)
+    for given in mutated_arguments(op, args, kwargs):
+        yield from tensors_in(given)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -30,6 +30,17 @@ class Body(nn.Module):
         return self.body(self, x)
 
 
+class Function(nn.Module):
+    """A function of `x` as a model."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
 def marked_line(body: Callable[..., Any], mark: str) -> int:
     """The number of the one line of `body` that holds `mark`."""
     lines, first = inspect.getsourcelines(body)

@@ -8,28 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, Node
 
 from piecegraph.compile.passes import functionalisation
 
 from . import ops  # noqa: F401  (registers the operators)
+from .models import Function
 
 MUTATES = torch.ops.higher_order.auto_functionalized_v2
 OPS = torch.ops.piecegraph_test
 aten = torch.ops.aten
 # torch's own use of its deprecated pytree classes, by `torch.export`
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")]
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 def functional(function, x) -> torch.fx.GraphModule:

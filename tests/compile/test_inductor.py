@@ -13,7 +13,7 @@ from piecegraph.compile.config import DynamicShapes
 from piecegraph.errors import GuardUnproved
 from piecegraph.events import Events
 
-from .models import MIX, SIZES, Body, Stack, X
+from .models import MIX, SIZES, Body, Function, Stack, X
 from .size_models import SOUND
 
 pytestmark = [
@@ -172,15 +172,6 @@ def in_input(x):
     b = x * 1.5
     torch.ops.piecegraph_test.accumulate(x, b + 1)
     return x + b
-
-
-class Function(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
 
 
 @pytest.mark.parametrize("function", [in_product, in_two_views, in_input])
