@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := cache compile dispatch runtime tools
+PACKAGES := cache compile dispatch runtime tools torch_compat
 
 .PHONY: run test test-fast lint gpu gpu-wheels clean
 

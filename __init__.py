@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compile.piece_graphs import PieceGraph, compile_graph, piece_graphs
+    from .compile.debug import PieceGraph, compile_graph, piece_graphs
     from .dispatch import (
         AttentionSupport,
         Batch,
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     )
     from .errors import PiecegraphError
     from .events import Events
-    from .runtime.ahead import compile_ahead
+    from .runtime.capture.recorder import break_graph
+    from .runtime.compile_ahead import compile_ahead
     from .runtime.config import CaptureStrategy, Config
-    from .runtime.forward_context import ForwardContext, forward_context, get_forward_context
+    from .runtime.explain_miss import Why, why
     from .runtime.open_cache import cache_root
     from .runtime.prepare import prepare
     from .runtime.prepared_model import PreparedModel
-    from .runtime.recorder import break_graph
+    from .runtime.step.forward_context import ForwardContext, forward_context, get_forward_context
+    from .runtime.strategy.warmup import AuxiliaryTask
     from .runtime.switches import SWITCHES, switched_off
-    from .runtime.warmup import AuxiliaryTask
-    from .runtime.why import Why, why
 
 _HOMES = {
     "AttentionSupport": ".dispatch",
-    "AuxiliaryTask": ".runtime.warmup",
+    "AuxiliaryTask": ".runtime.strategy.warmup",
     "Batch": ".dispatch",
     "BatchDescriptor": ".dispatch",
     "CaptureStrategy": ".runtime.config",
@@ -45,25 +45,25 @@ _HOMES = {
     "Decision": ".dispatch",
     "Dispatcher": ".dispatch",
     "Events": ".events",
-    "ForwardContext": ".runtime.forward_context",
+    "ForwardContext": ".runtime.step.forward_context",
     "GraphMode": ".dispatch",
     "PiecegraphError": ".errors",
-    "PieceGraph": ".compile.piece_graphs",
+    "PieceGraph": ".compile.debug",
     "PreparedModel": ".runtime.prepared_model",
     "Reason": ".dispatch",
     "RuntimeMode": ".dispatch",
     "SWITCHES": ".runtime.switches",
-    "Why": ".runtime.why",
-    "break_graph": ".runtime.recorder",
+    "Why": ".runtime.explain_miss",
+    "break_graph": ".runtime.capture.recorder",
     "cache_root": ".runtime.open_cache",
-    "compile_graph": ".compile.piece_graphs",
-    "compile_ahead": ".runtime.ahead",
-    "forward_context": ".runtime.forward_context",
-    "get_forward_context": ".runtime.forward_context",
-    "piece_graphs": ".compile.piece_graphs",
+    "compile_graph": ".compile.debug",
+    "compile_ahead": ".runtime.compile_ahead",
+    "forward_context": ".runtime.step.forward_context",
+    "get_forward_context": ".runtime.step.forward_context",
+    "piece_graphs": ".compile.debug",
     "prepare": ".runtime.prepare",
     "switched_off": ".runtime.switches",
-    "why": ".runtime.why",
+    "why": ".runtime.explain_miss",
 }
 
 __all__ = [

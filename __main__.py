@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    from .tools.cli import main as run_command
+    from .tools.cli.app import main as run_command
 
     return run_command()
 

@@ -103,8 +103,8 @@ class NoModeLeft(DispatchError):
 
 
 class DecisionNotPossible(DispatchError):
-    what = "the rank decision, slot {slot}, cannot be followed for {batch}: {reason}"
-    todo = "Compare the ranks' plan digests and captured slots; all ranks must have the same."
+    what = "the rank decision, graph_index {graph_index}, cannot be followed for {batch}: {reason}"
+    todo = "Compare the ranks' plan digests and captured indices; all ranks must have the same."
 
 
 class NoBuckets(DispatchError):
@@ -142,7 +142,7 @@ class InvalidEntry(CacheError):
 
 class UndeclaredVariable(CacheError):
     what = "environment variable {name} is read but not declared"
-    todo = "Declare it in cache/environment.py, as a factor or with the reason why it is none."
+    todo = "Declare it in cache/keys/environment.py, as a factor or with the reason why it is none."
 
 
 class UntrustedDirectory(CacheError):

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .cache import Cache
 from .entries import Entry, Miss
-from .keys import Key
+from .keys.key import Key
 
 __all__ = ["Cache", "Entry", "Key", "Miss"]

@@ -27,9 +27,9 @@ from ..events import Events
 from .directory import PrivateDirectory
 from .entries import Entry, Miss, find
 from .evict import Limits, evict
-from .factors import Json
 from .files import Fault, no_fault
-from .keys import Key
+from .keys.factors import Json
+from .keys.key import Key
 from .layers import Layer
 from .lock import Flight, single_flight
 from .manifest import BadManifest, BlobRef, Manifest, decode, encode

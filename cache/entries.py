@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from .factors import Json
 from .files import Irregular, read_file
-from .keys import Key
+from .keys.factors import Json
+from .keys.key import Key
 from .listing import read_manifest
 from .manifest import MAX_BLOB_BYTES, MAX_MANIFEST_BYTES, BadManifest, Manifest, decode
 from .names import BLOB_AREA, blob_name, entry_name

@@ -7,7 +7,7 @@ import heapq
 from dataclasses import dataclass
 from pathlib import Path
 
-from .keys import Difference, Key, diff
+from .keys.key import Difference, Key, diff
 from .listing import manifests
 
 

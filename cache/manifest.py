@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import InvalidFactor, InvalidName
-from .factors import Json, canonical
-from .keys import Key
+from .keys.factors import Json, canonical
+from .keys.key import Key
 from .names import SCHEMA, is_digest, is_name
 
 MAX_MANIFEST_BYTES = 16 << 20

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ..errors import InvalidSecret
-from .environment import SIGNING_KEY, SIGNING_KEY_FILE, read
 from .files import read_file
+from .keys.environment import SIGNING_KEY, SIGNING_KEY_FILE, read
 from .manifest import Manifest
 from .trust import OTHERS_ANY
 

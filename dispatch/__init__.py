@@ -8,10 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .decision import NO_SLOT, Decision, Reason
+from .decision import NO_GRAPH, Decision, Reason
 from .descriptor import Batch, BatchDescriptor
 from .dispatcher import Candidate, Dispatcher
-from .histogram import Histogram
 from .lora import lora_cases
 from .modes import AttentionSupport, GraphMode, RuntimeMode
 from .plan import Axis, DispatchPlan, PaddingLimit, PlanEntry, make_plan
@@ -23,7 +22,8 @@ from .resolve import (
     level_defaults,
     resolve_mode,
 )
-from .sizes import (
+from .sizing.histogram import Histogram
+from .sizing.ladder import (
     DecodeTier,
     align_sizes,
     decode_tiers,
@@ -32,14 +32,14 @@ from .sizes import (
 )
 
 if TYPE_CHECKING:
-    from .bucket_defaults import BucketRanges, BucketStrategy, default_ranges
-    from .bucket_file import read_buckets
-    from .bucket_limits import Bucket, BucketLimits, Phase
-    from .bucket_table import BucketTable
-    from .buckets import filter_buckets, plan_buckets, with_drafts
-    from .coverage import Hole, close_holes, find_holes
-    from .fit import fit_sizes
-    from .traffic import (
+    from .buckets.coverage import Hole, close_holes, find_holes
+    from .buckets.defaults import BucketRanges, BucketStrategy, default_ranges
+    from .buckets.file import read_buckets
+    from .buckets.limits import Bucket, BucketLimits, Phase
+    from .buckets.planning import filter_buckets, plan_buckets, with_drafts
+    from .buckets.table import BucketTable
+    from .sizing.fit import fit_sizes
+    from .sizing.traffic import (
         Refit,
         Validated,
         Waste,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "NO_SLOT",
+    "NO_GRAPH",
     "AttentionSupport",
     "Axis",
     "Batch",
@@ -103,28 +103,28 @@ __all__ = [
 ]
 
 _LOADED_WHEN_NAMED = {
-    "BucketRanges": "bucket_defaults",
-    "BucketStrategy": "bucket_defaults",
-    "default_ranges": "bucket_defaults",
-    "read_buckets": "bucket_file",
-    "Bucket": "bucket_limits",
-    "BucketLimits": "bucket_limits",
-    "Phase": "bucket_limits",
-    "BucketTable": "bucket_table",
-    "filter_buckets": "buckets",
-    "plan_buckets": "buckets",
-    "with_drafts": "buckets",
-    "Hole": "coverage",
-    "close_holes": "coverage",
-    "find_holes": "coverage",
-    "fit_sizes": "fit",
-    "Refit": "traffic",
-    "Validated": "traffic",
-    "Waste": "traffic",
-    "fit_validated": "traffic",
-    "padding_waste": "traffic",
-    "refit": "traffic",
-    "tail_sizes": "traffic",
+    "BucketRanges": "buckets.defaults",
+    "BucketStrategy": "buckets.defaults",
+    "default_ranges": "buckets.defaults",
+    "read_buckets": "buckets.file",
+    "Bucket": "buckets.limits",
+    "BucketLimits": "buckets.limits",
+    "Phase": "buckets.limits",
+    "BucketTable": "buckets.table",
+    "filter_buckets": "buckets.planning",
+    "plan_buckets": "buckets.planning",
+    "with_drafts": "buckets.planning",
+    "Hole": "buckets.coverage",
+    "close_holes": "buckets.coverage",
+    "find_holes": "buckets.coverage",
+    "fit_sizes": "sizing.fit",
+    "Refit": "sizing.traffic",
+    "Validated": "sizing.traffic",
+    "Waste": "sizing.traffic",
+    "fit_validated": "sizing.traffic",
+    "padding_waste": "sizing.traffic",
+    "refit": "sizing.traffic",
+    "tail_sizes": "sizing.traffic",
 }
 
 

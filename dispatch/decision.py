@@ -1,4 +1,4 @@
-"""What the dispatcher answers: a runtime mode, a descriptor, a slot, and why."""
+"""What the dispatcher answers: a runtime mode, a descriptor, a graph index, and why."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from enum import StrEnum
 from .descriptor import BatchDescriptor
 from .modes import RuntimeMode
 
-NO_SLOT = -1
-"""The slot of NONE, which has no recording."""
+NO_GRAPH = -1
+"""The graph_index of NONE, which has no recording."""
 
 
 class Reason(StrEnum):
@@ -42,14 +42,14 @@ class Decision:
 
     `reason` tells how the graph fits or, for NONE, why there is no graph. `missed` tells why no
     graph of a better mode was taken, by the candidate that came nearest; it is None where the
-    plan has none better. `chunks` are the slots to replay one after another over consecutive
+    plan has none better. `chunks` are the indices to replay one after another over consecutive
     tokens when the batch is above the largest size. `max_reqs` is how many requests a batch of so
     many tokens can have here.
     """
 
     mode: RuntimeMode
     descriptor: BatchDescriptor
-    slot: int
+    graph_index: int
     reason: Reason
     missed: Reason | None = None
     chunks: tuple[int, ...] = ()

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..errors import BatchInvalid, DecisionNotPossible, NoModeLeft
-from .decision import NO_SLOT, Decision, Reason
+from .batch_class import Lane, contradiction, lane_of
+from .decision import NO_GRAPH, Decision, Reason
+from .decision_table import Preference, Row, graph_decision, none_decision
 from .descriptor import Batch
-from .histogram import Histogram
-from .lane import Lane, contradiction, lane_of
 from .modes import RuntimeMode
 from .plan import DispatchPlan, PlanEntry
-from .row import Preference, Row, graph_decision, none_decision
+from .sizing.histogram import Histogram
 
 _KEPT = 256
 """How many rows, and how many decisions above the largest size, are kept before starting anew."""
@@ -24,7 +24,7 @@ class Candidate:
     """One entry of the plan as one batch sees it; `obstacle` is None if it could serve it."""
 
     entry: PlanEntry
-    slot: int
+    graph_index: int
     obstacle: Reason | None
     chosen: bool
 
@@ -81,12 +81,12 @@ class _Table:
         """
         row = self.row(lane._replace(modes=1 << RuntimeMode.PIECEWISE))
         sizes = range(len(row.decisions) - 1, 0, -1)
-        whole = next((d for n in sizes if (d := row.at(n)).slot != NO_SLOT), None)
+        whole = next((d for n in sizes if (d := row.at(n)).graph_index != NO_GRAPH), None)
         if whole is None:
             return otherwise
         times, rest = divmod(num_tokens, whole.descriptor.num_tokens)
-        chunks = (whole.slot,) * times + ((row.at(rest).slot,) if rest else ())
-        if NO_SLOT in chunks or self.preference.none_is_cheaper(chunks, num_tokens, lane):
+        chunks = (whole.graph_index,) * times + ((row.at(rest).graph_index,) if rest else ())
+        if NO_GRAPH in chunks or self.preference.none_is_cheaper(chunks, num_tokens, lane):
             return otherwise
         return replace(whole, reason=Reason.CHUNKED, missed=otherwise.missed, chunks=chunks)
 
@@ -94,7 +94,7 @@ class _Table:
 class Dispatcher:
     """Answers which graph serves a batch, best first, from tables built once per state.
 
-    `dispatch` knows which slots are captured; `wanted` answers as if all were, which tells a
+    `dispatch` knows which indices are captured; `wanted` answers as if all were, which tells a
     strategy what to capture next. Safe to use from several threads. `histogram`, if given, counts
     the tokens of every dispatched batch.
     """
@@ -110,10 +110,12 @@ class Dispatcher:
         self.histogram = histogram
         self._record = None if histogram is None else histogram.add
         done = frozenset(captured)
-        slots = range(len(plan.entries))
+        indices = range(len(plan.entries))
         self._lock = threading.Lock()
-        self._registered = _Table(Preference(plan), tuple(True for _ in slots))
-        self._live = _Table(self._registered.preference, tuple(slot in done for slot in slots))
+        self._registered = _Table(Preference(plan), tuple(True for _ in indices))
+        self._live = _Table(
+            self._registered.preference, tuple(graph_index in done for graph_index in indices)
+        )
         lengths = (entry.descriptor.uniform_query_len for entry in plan.entries)
         self._query_lens = {length for length in lengths if length is not None} | {1}
         self._forget_hot_rows()
@@ -165,26 +167,28 @@ class Dispatcher:
         allowed_modes: Collection[RuntimeMode] | None = None,
         excluded_modes: Collection[RuntimeMode] | None = None,
     ) -> Decision:
-        """What `dispatch` would answer if every slot were captured."""
+        """What `dispatch` would answer if every graph were captured."""
         lane = lane_of(self.plan, batch, allowed_modes, excluded_modes)
         return self._registered.decide(batch, lane)
 
-    def follow(self, slot: int, batch: Batch) -> Decision:
-        """The decision that another rank made, `slot` or NO_SLOT, for this rank's batch.
+    def follow(self, graph_index: int, batch: Batch) -> Decision:
+        """The decision that another rank made, `graph_index` or NO_GRAPH, for this rank's batch.
 
         Raises DecisionNotPossible if that graph cannot serve the batch here.
         """
         lane = lane_of(self.plan, batch)
-        if slot == NO_SLOT:
+        if graph_index == NO_GRAPH:
             return none_decision(lane, batch.num_tokens, Reason.RANK_DECISION)
         own = self._live.decide(batch, lane)
-        if own.slot == slot:
+        if own.graph_index == graph_index:
             return replace(own, reason=Reason.RANK_DECISION)
         obstacles = self._live.row(lane).obstacles(batch.num_tokens, batch.num_reqs)
-        obstacle = obstacles.get(slot, "no such slot")
+        obstacle = obstacles.get(graph_index, "no such graph")
         if obstacle not in (None, Reason.COST):
-            raise DecisionNotPossible(slot=slot, batch=batch, reason=str(obstacle))
-        decision = graph_decision(self.plan.entries[slot], slot, lane, batch.num_tokens)
+            raise DecisionNotPossible(graph_index=graph_index, batch=batch, reason=str(obstacle))
+        decision = graph_decision(
+            self.plan.entries[graph_index], graph_index, lane, batch.num_tokens
+        )
         return replace(decision, reason=Reason.RANK_DECISION)
 
     def explain(
@@ -196,23 +200,25 @@ class Dispatcher:
         """Every entry of the plan, best first, with what keeps `batch` from it."""
         lane = lane_of(self.plan, batch, allowed_modes, excluded_modes)
         taken = self._live.decide(batch, lane)
-        used = taken.chunks or (taken.slot,)
+        used = taken.chunks or (taken.graph_index,)
         obstacles = self._live.row(lane).obstacles(batch.num_tokens, batch.num_reqs)
         return tuple(
-            Candidate(self.plan.entries[slot], slot, obstacle, chosen=slot in used)
-            for slot, obstacle in obstacles.items()
+            Candidate(
+                self.plan.entries[graph_index], graph_index, obstacle, chosen=graph_index in used
+            )
+            for graph_index, obstacle in obstacles.items()
         )
 
-    def set_captured(self, slot: int, captured: bool) -> None:
-        """State that the recording of `slot` is there, or is gone."""
+    def set_captured(self, graph_index: int, captured: bool) -> None:
+        """State that the recording of `graph_index` is there, or is gone."""
         with self._lock:
             flags = list(self._live.captured)
-            flags[slot] = captured
+            flags[graph_index] = captured
             self._live = _Table(self._live.preference, tuple(flags))
             self._forget_hot_rows()
 
-    def is_captured(self, slot: int) -> bool:
-        return self._live.captured[slot]
+    def is_captured(self, graph_index: int) -> bool:
+        return self._live.captured[graph_index]
 
     def set_costs(
         self, costs: Mapping[int, float], none_cost: Callable[[int], float] | None = None

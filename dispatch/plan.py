@@ -1,4 +1,4 @@
-"""The dispatch plan: which graphs there are to be, in the order of their slots."""
+"""The dispatch plan: which graphs there are to be, in the order of their indices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class PaddingLimit:
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """One graph to capture; its place in the plan is its slot."""
+    """One graph to capture; its place in the plan is its graph_index."""
 
     mode: RuntimeMode
     descriptor: BatchDescriptor

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from ..cache.feeds import Feeds, exempt
-from ..compile.config import LOCATION, TOKENS, CompileConfig
+from ..cache.keys.annotations import Feeds, exempt
+from ..compile.ir.config import LOCATION, TOKENS, CompileConfig
 from ..dispatch import AttentionSupport, GraphMode, PaddingLimit
 from ..errors import InvalidSetting
 from .cache_settings import CacheLayer
-from .padding import Padding
+from .step.padding import Padding
 
 SERVING = Feeds(("capture",), "decided after compilation: the same code serves any of its values")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import platformdirs
 
 from ..cache import Cache
-from ..cache.environment import CACHE_DIR, SIGNING_KEY, SIGNING_KEY_FILE, read
 from ..cache.evict import Limits
+from ..cache.keys.environment import CACHE_DIR, SIGNING_KEY, SIGNING_KEY_FILE, read
 from ..cache.layers import Layer, SharedDirectory
 from ..cache.remote import Remote
 from ..cache.signing import Trust, anybody, pinned, secret_from_environment, signed_with

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from ..compile.compile_model import compile_model
-from ..compile.config import TOKENS
-from ..compile.examples import ExampleArguments
-from ..compile.task import Task
+from ..compile.ir.config import TOKENS
+from ..compile.ir.request import ExampleArguments, Task
+from ..compile.pipeline import compile_model
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,
@@ -26,14 +25,14 @@ from ..dispatch import (
 )
 from ..errors import InvalidSetting
 from ..events import Events
-from .backend import GraphBackend
-from .choose_backend import choose_backend
+from .backends.protocol import GraphBackend
+from .backends.registry import choose_backend
 from .config import BrokenGuard, Config, without_tokens
-from .monitors import meant
 from .open_cache import open_cache
 from .prepared_model import PreparedModel
-from .ranks import Ranks
 from .report import mode_reasons
+from .strategy.monitors import meant
+from .strategy.ranks import Ranks
 from .switches import settled
 
 

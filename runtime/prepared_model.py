@@ -10,28 +10,28 @@ from typing import Any, NoReturn
 import torch
 
 from ..cache import Cache
-from ..compile.compiled_model import CompiledModel
-from ..compile.config import TOKENS
+from ..compile.ir.config import TOKENS
+from ..compile.lower.compiled_model import CompiledModel
 from ..dispatch import Batch, Decision, Dispatcher, ResolvedMode
 from ..errors import BatchInvalid, CaptureAfterSeal, GuardBroken, ModelClosed
 from ..events import Events
-from ..torch_compat import is_grad_enabled, set_grad_enabled
-from .backend import GraphBackend
-from .binding import Bind, binder, packer
-from .capturer import Capturer
+from ..torch_compat.tensors import is_grad_enabled, set_grad_enabled
+from .backends.protocol import GraphBackend
+from .capture.captured_graphs import CapturedGraphs
+from .capture.dummy_step import MetadataFor
+from .capture.graph_actions import GraphActions
+from .capture.recording import Recording
 from .config import Config
-from .dummy_step import MetadataFor
-from .forward_context import CURRENT, ForwardContext, forward_context
-from .memory_ledger import MemoryLedger, MemoryPlan, plan_memory
-from .model_memory import opening_ledger, static_inputs
-from .monitors import Monitor
-from .ranks import Ranks, alone, start_facts
-from .recording import Recording
+from .memory.ledger import MemoryLedger, MemoryPlan, plan_memory
+from .memory.model_memory import opening_ledger, static_inputs
 from .report import build_report
-from .slot_actions import SlotActions
-from .slots import Slots
-from .usage import Usage
-from .warmup import AuxiliaryTask, capture_items, range_works, warm_up
+from .step.binding import Bind, binder, packer
+from .step.forward_context import CURRENT, ForwardContext, forward_context
+from .step.usage import Usage
+from .strategy.capturer import Capturer
+from .strategy.monitors import Monitor
+from .strategy.ranks import Ranks, alone, start_facts
+from .strategy.warmup import AuxiliaryTask, capture_items, range_works, warm_up
 
 
 class PreparedModel:
@@ -70,8 +70,8 @@ class PreparedModel:
         self._eager = eager
         self._context = ForwardContext(layers)
         inputs = static_inputs(compiled, config, device, input_buffers or {})
-        self._slots = Slots(compiled, config, dispatcher, backend, inputs, self._context)
-        self._captured = self._slots.captured
+        self._graphs = CapturedGraphs(compiled, config, dispatcher, backend, inputs, self._context)
+        self._captured = self._graphs.captured
         self._token_symbol = [symbol.label for symbol in compiled.plan.symbols].index(TOKENS)
         self.ledger = opening_ledger(compiled, inputs)
         self._ranks = ranks
@@ -80,7 +80,7 @@ class PreparedModel:
             dispatcher,
             backend,
             events,
-            SlotActions(self._slots.record, self._slots.install, self._slots.remove),
+            GraphActions(self._graphs.record, self._graphs.install, self._graphs.remove),
             ranks.exchange if ranks else alone,
         )
         self._monitor = Monitor(config.after_seal, events, self._context)
@@ -130,10 +130,10 @@ class PreparedModel:
         if with_grad:
             set_grad_enabled(False)
         try:
-            captured = self._captured[decision.slot]
+            captured = self._captured[decision.graph_index]
             if captured is None:
-                self._slots.unrecorded.check_step()
-                results = self._slots.stitched(*tensors)
+                self._graphs.unrecorded.check_step()
+                results = self._graphs.stitched(*tensors)
             else:
                 results = captured.replay(tensors, sizes)
         finally:
@@ -188,7 +188,7 @@ class PreparedModel:
         """
         self._make_ready(metadata_for)
         warm_up(
-            range_works(self.compiled.plan.symbols, self._slots.run_dummy),
+            range_works(self.compiled.plan.symbols, self._graphs.run_dummy),
             capture_items(self._capturer.queue, self.dispatcher.plan),
             self.capture,
             tasks,
@@ -217,10 +217,10 @@ class PreparedModel:
         Raises ModelClosed, and ModelMismatch for weights of another form.
         """
         self._must_be_open()
-        if self._slots.unrecorded.moved():
-            self._slots.bind(self.compiled.rebound())
+        if self._graphs.unrecorded.moved():
+            self._graphs.bind(self.compiled.rebound())
         if metadata_for is not None:
-            self._slots.metadata_for = metadata_for
+            self._graphs.metadata_for = metadata_for
 
     def _must_be_open(self) -> None:
         if self._closed:
@@ -229,7 +229,7 @@ class PreparedModel:
     @property
     def compiled(self) -> CompiledModel:
         """The compiled model, bound to the weights in use."""
-        return self._slots.compiled
+        return self._graphs.compiled
 
     def capture_idle(self, budget_ms: float) -> int:
         """Capture for at most `budget_ms` what DELAYED or LAZY would have; returns how many.
@@ -251,18 +251,18 @@ class PreparedModel:
         It counts for recordings made from now on, and is not kept alive. Under the name of another
         tensor it takes its place: recordings that read that one raise MovedTensor until `refresh`.
         """
-        self._slots.addresses.watch(name, tensor)
+        self._graphs.addresses.watch(name, tensor)
 
     def refresh(self) -> tuple[int, ...]:
         """Follow weights that were replaced, and watched tensors that were given anew.
 
-        Returns the slots of the recordings that read one, after capturing these again, also after
+        Returns the indices of the recordings that read one, after capturing these again, also after
         `seal`; where all was updated in place there are none. Raises ModelMismatch for weights of
         another form. With several ranks all must call it, alike.
         """
         self._must_be_open()
-        stale = self._slots.stale()
-        self._slots.bind(self.compiled.rebound())
+        stale = self._graphs.stale()
+        self._graphs.bind(self.compiled.rebound())
         self.events.emit("refresh", level=logging.INFO, stale=stale)
         self.backend.synchronize()
         self._capturer.recapture(list(stale))
@@ -271,8 +271,8 @@ class PreparedModel:
     def release(self) -> None:
         """Free all graphs and their memory; steps run without, and `capture` brings them back."""
         self.backend.synchronize()
-        for slot, _ in self.recordings():
-            self._slots.remove(slot)
+        for graph_index, _ in self.recordings():
+            self._graphs.remove(graph_index)
         self.ledger.state_pools(dict.fromkeys(self._capturer.memory.by_mode, 0))
         self._capturer.begin()
         self._monitor.stop()
@@ -298,8 +298,8 @@ class PreparedModel:
         )
 
     def recordings(self) -> list[tuple[int, Recording]]:
-        """Captured slots with their recordings."""
-        return self._slots.recordings()
+        """Captured indices with their recordings."""
+        return self._graphs.recordings()
 
     def _stated_ledger(self) -> MemoryLedger:
         """The ledger with what the graphs of each mode take now."""

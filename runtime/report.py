@@ -6,11 +6,11 @@ from typing import Any
 
 from ..cache import Cache
 from ..cache.listing import blob_names, entry_names
-from ..compile.plan import Plan
+from ..compile.ir.plan import Plan
 from ..dispatch import ResolvedMode
 from ..events import Events, Span
-from .memory_ledger import MemoryLedger
-from .usage import Usage
+from .memory.ledger import MemoryLedger
+from .step.usage import Usage
 
 
 def build_report(

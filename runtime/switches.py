@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..cache.environment import DUMP_DIR, OFF, read
+from ..cache.keys.environment import DUMP_DIR, OFF, read
 from ..dispatch import level_defaults
+from .check_choice import must_be_one_of
 from .config import Config
-from .known_names import must_be_one_of
 
 SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "all": {"compile": False, "graph_mode": "NONE", "cache": False},

@@ -50,7 +50,7 @@ from piecegraph.events import Events
 Cache(Path("cache"), Events()).lookup("artifact", Key.of("codegen", {}))
 """
 ROOM = "import piecegraph.dispatch as room; [getattr(room, name) for name in room.__all__]"
-HELP = "from piecegraph.tools.cli import main; main(['--help'])"
+HELP = "from piecegraph.tools.cli.app import main; main(['--help'])"
 LIGHT = {
     "import piecegraph": ("torch", "numpy", "pydantic"),
     "from piecegraph.events import Events; Events().emit('x', n=1)": ("torch",),

@@ -13,19 +13,28 @@ import pytest
 import torch
 from torch.utils._ordered_set import OrderedSet
 
-from piecegraph import torch_compat
+from piecegraph.torch_compat import (
+    inductor,
+    inductor_fixes,
+    ops,
+    partition,
+    patch,
+    settings,
+    tensors,
+    toolchain,
+)
 
 
 def test_without_modes_hides_calls_from_a_mode() -> None:
     seen: list[Any] = []
 
-    class Spy(torch_compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Spy(tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             seen.append(func)
             return func(*args, **kwargs)
 
     with Spy():
-        with torch_compat.without_modes():
+        with tensors.without_modes():
             torch.ones(2)
         assert not seen
         torch.ones(2)
@@ -34,22 +43,22 @@ def test_without_modes_hides_calls_from_a_mode() -> None:
 
 def test_storages_are_told_apart_also_when_freed() -> None:
     tensor = torch.rand(3)
-    assert torch_compat.storage_id(tensor[1:]) == torch_compat.storage_id(tensor)
-    taken = torch_compat.storage_id(tensor)
-    weak = torch_compat.weak_storage(tensor)
+    assert tensors.storage_id(tensor[1:]) == tensors.storage_id(tensor)
+    taken = tensors.storage_id(tensor)
+    weak = tensors.weak_storage(tensor)
     del tensor
     others = [torch.rand(3) for _ in range(1000)]
     assert weak.expired()
-    assert taken not in {torch_compat.storage_id(other) for other in others}
+    assert taken not in {tensors.storage_id(other) for other in others}
 
 
 def test_composite_operators_are_known() -> None:
-    assert torch_compat.is_composite(torch.ops.aten.reshape.default)
-    assert not torch_compat.is_composite(torch.ops.aten.add.Tensor)
+    assert ops.is_composite(torch.ops.aten.reshape.default)
+    assert not ops.is_composite(torch.ops.aten.add.Tensor)
 
 
 def test_an_unowned_alias_of_nothing_is_nothing() -> None:
-    assert torch_compat.unowned_alias(torch.rand(0, 3)).shape == (0, 3)
+    assert tensors.unowned_alias(torch.rand(0, 3)).shape == (0, 3)
 
 
 def test_names_for_a_device_exist_without_one() -> None:
@@ -60,17 +69,17 @@ def test_names_for_a_device_exist_without_one() -> None:
 
 
 def test_faking_is_noticed() -> None:
-    assert not torch_compat.is_faking()
-    with torch_compat.fresh_fake_mode():
-        assert torch_compat.is_faking()
-    assert not torch_compat.is_faking()
+    assert not tensors.is_faking()
+    with tensors.fresh_fake_mode():
+        assert tensors.is_faking()
+    assert not tensors.is_faking()
 
 
 def test_gradients_are_turned_off_and_on() -> None:
-    torch_compat.set_grad_enabled(False)
-    assert not torch_compat.is_grad_enabled()
-    torch_compat.set_grad_enabled(True)
-    assert torch_compat.is_grad_enabled()
+    tensors.set_grad_enabled(False)
+    assert not tensors.is_grad_enabled()
+    tensors.set_grad_enabled(True)
+    assert tensors.is_grad_enabled()
 
 
 def test_fake_implementations_are_found_however_they_were_registered() -> None:
@@ -80,12 +89,12 @@ def test_fake_implementations_are_found_however_they_were_registered() -> None:
     def fake(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
-    assert torch_compat.fake_function("piecegraph_compat::f") is None
+    assert ops.fake_function("piecegraph_compat::f") is None
     torch.library.register_fake("piecegraph_compat::f", fake, lib=library)
-    assert torch_compat.fake_function("piecegraph_compat::f") is fake
+    assert ops.fake_function("piecegraph_compat::f") is fake
     made = torch.library.custom_op("piecegraph_compat::g", fake, mutates_args=())
     made.register_fake(fake)
-    assert torch_compat.fake_function("piecegraph_compat::g") is fake
+    assert ops.fake_function("piecegraph_compat::g") is fake
     library._destroy()
 
 
@@ -93,12 +102,12 @@ def test_changed_settings_are_those_that_shape_code() -> None:
     import torch._dynamo.config as dynamo_config
     import torch._inductor.config as inductor_config
 
-    before = torch_compat.changed_settings()
+    before = settings.changed_settings()
     with (
         inductor_config.patch({"cpp.simdlen": 8, "trace.enabled": True, "compile_threads": 3}),
         dynamo_config.patch(verbose=True),
     ):
-        changed = torch_compat.changed_settings()
+        changed = settings.changed_settings()
     assert {k: v for k, v in changed.items() if before.get(k) != v} == {
         "torch._inductor.config.cpp.simdlen": 8
     }
@@ -123,7 +132,7 @@ def test_w29_cache_directories_are_put_back_also_after_an_error(
     def fail_inside() -> None:
         from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
-        with torch_compat.inductor_cache_directory(str(tmp_path)):
+        with inductor.inductor_cache_directory(str(tmp_path)):
             assert cache_dir() == str(tmp_path)
             assert triton_cache_dir(0).startswith(str(tmp_path))
             os.environ["TRITON_CACHE_DIR"] = "/set by torch"
@@ -142,9 +151,9 @@ def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path: Path) -> 
     def use(number: int) -> None:
         path = str(tmp_path / str(number))
         for _ in range(20):
-            with torch_compat.inductor_cache_directory(path):
+            with inductor.inductor_cache_directory(path):
                 seen.append(cache_dir() == path)
-            with torch_compat.cache_variables_kept():
+            with patch.cache_variables_kept():
                 seen.append(os.environ.get(NAMES[0]) == before)
 
     before = os.environ.get(NAMES[0])
@@ -165,7 +174,7 @@ def test_nobody_compiles_beside_us() -> None:
     inside = threading.Event()
 
     def enter() -> None:
-        with torch_compat.cache_variables_kept():
+        with patch.cache_variables_kept():
             inside.set()
 
     thread = threading.Thread(target=enter)
@@ -186,11 +195,11 @@ def test_the_compiler_is_probed_once_a_machine(
     original = VecISA.check_build
 
     def probe(scratch: str) -> bool:
-        with torch_compat.inductor_cache_directory(str(tmp_path / scratch)):
-            with torch_compat.inductor_options():
+        with inductor.inductor_cache_directory(str(tmp_path / scratch)):
+            with inductor.inductor_options():
                 return VecAVX512().check_build(code)
 
-    monkeypatch.setattr(torch_compat, "_probes", lambda: tmp_path / "probes")
+    monkeypatch.setattr(toolchain, "_probes", lambda: tmp_path / "probes")
     builds = code == "int probe;"
     assert probe("first") is builds
     monkeypatch.setattr(CppBuilder, "build", lambda self: pytest.fail("built again"))
@@ -205,18 +214,18 @@ def test_order_of_reads_and_mutations_is_put_right_while_it_lasts() -> None:
     before = vars(ir.FallbackKernel)["create"]
     assert isinstance(before, classmethod)
     assert callable(GraphLowering.mark_buffer_mutated)
-    with torch_compat.reads_before_mutations():
+    with inductor_fixes.reads_before_mutations():
         assert vars(ir.FallbackKernel)["create"] is not before
     assert vars(ir.FallbackKernel)["create"] is before
 
 
 def test_conditions_that_hold_for_all_sizes_are_told_without_a_guard() -> None:
-    env = torch_compat.fresh_fake_mode().shape_env
+    env = tensors.fresh_fake_mode().shape_env
     rows = env.create_unbacked_symint()
     torch._check(rows >= 0)
-    assert torch_compat.surely(rows * 2 <= rows * 3)
-    assert not torch_compat.surely(rows <= 4)
-    assert torch_compat.surely(True)
+    assert tensors.surely(rows * 2 <= rows * 3)
+    assert not tensors.surely(rows <= 4)
+    assert tensors.surely(True)
     assert not env.guards
 
 
@@ -226,7 +235,7 @@ def test_writes_that_making_a_fake_tensor_counts_are_known(inference: bool) -> N
         whole = torch.zeros(8, 4)
         whole.add_(1)
         counted = [
-            torch_compat.writes_of_faking(tensor, torch_compat.fresh_fake_mode())
+            tensors.writes_of_faking(tensor, tensors.fresh_fake_mode())
             for tensor in (whole, whole[2:])
         ]
     assert counted == [0, 1]
@@ -234,7 +243,7 @@ def test_writes_that_making_a_fake_tensor_counts_are_known(inference: bool) -> N
 
 def test_only_a_triton_kernel_tells_what_it_writes_to() -> None:
     node = torch.fx.Graph().call_function(torch.cond, (True, torch.sin, torch.cos, ()))
-    assert torch_compat.triton_writes(node, {}) is None
+    assert ops.triton_writes(node, {}) is None
 
 
 @pytest.mark.compile
@@ -255,14 +264,14 @@ def test_inductor_partitions_a_graph_of_the_cpu_and_all_is_put_back() -> None:
         wrapped.append(partition)
         return partition
 
-    def partitions(graph: torch.fx.GraphModule, ops: list[str]) -> torch_compat.Partitions:
-        x = torch_compat.fresh_fake_mode().from_tensor(torch.zeros(4))
+    def partitions(graph: torch.fx.GraphModule, ops: list[str]) -> partition.Partitions:
+        x = tensors.fresh_fake_mode().from_tensor(torch.zeros(4))
         options = {"custom_should_partition_ops": ops, "force_disable_caches": True}
         with (
-            torch_compat.inductor_options(),
-            torch_compat.inductor_partitions(wrap) as made,
+            inductor.inductor_options(),
+            partition.inductor_partitions(wrap) as made,
         ):
-            torch_compat.inductor_compile(graph, [x], options)[1]()
+            inductor.inductor_compile(graph, [x], options)[1]()
         return made
 
     library: Any = torch.library.Library("piecegraph_cut", "DEF")  # type: ignore[no-untyped-call]
@@ -316,13 +325,13 @@ def test_partitions_that_write_parts_of_one_tensor_share_its_memory() -> None:
     for kept in (False, True):
         signed = [signature() for _ in partitions]
         signed[3].output_nodes.extend([whole] if kept else [])
-        torch_compat.share_memory_of_parts(partitions, signed)
+        inductor_fixes.share_memory_of_parts(partitions, signed)
         assert [len(each.output_nodes) for each in signed] == [1, 0, 1, int(kept)]
         freed = [each.input_deallocation for each in signed]
         assert freed == [{}, {}, {"whole": False}, {"whole": not kept}]
         assert [list(each.input_nodes) for each in signed] == [[], [], ["whole"], ["whole"]]
     alone = [signature()]
-    torch_compat.share_memory_of_parts([[node(*parts), node(whole)]], alone)
+    inductor_fixes.share_memory_of_parts([[node(*parts), node(whole)]], alone)
     assert alone == [signature()]
 
 
@@ -340,10 +349,10 @@ def test_a_mutation_is_found_through_views() -> None:
         return x
 
     through = [(), ((aten.slice.Tensor, 0, 0, 1),), ((aten.split.Tensor, 2), (operator.getitem, 0))]
-    assert all(torch_compat.is_mutated(graph(True, *views)) for views in through)
-    assert not any(torch_compat.is_mutated(graph(False, *views)) for views in through)
-    assert not torch_compat.is_mutated(graph(True, (aten.sin.default,)))
-    assert torch_compat.is_mutated(graph(False, (torch.ops.higher_order.cond,)))
+    assert all(inductor_fixes.is_mutated(graph(True, *views)) for views in through)
+    assert not any(inductor_fixes.is_mutated(graph(False, *views)) for views in through)
+    assert not inductor_fixes.is_mutated(graph(True, (aten.sin.default,)))
+    assert inductor_fixes.is_mutated(graph(False, (torch.ops.higher_order.cond,)))
 
 
 @pytest.mark.compile
@@ -360,7 +369,7 @@ def test_parts_of_a_mutated_cat_stay_as_they_were() -> None:
     with (
         torch.no_grad(),
         inductor_config.patch(force_disable_caches=True),
-        torch_compat.reads_before_mutations(),
+        inductor_fixes.reads_before_mutations(),
     ):
         torch.testing.assert_close(torch.compile(body)(x), body(x))
 
@@ -368,9 +377,9 @@ def test_parts_of_a_mutated_cat_stay_as_they_were() -> None:
 @pytest.mark.compile
 def test_ops_that_inductor_takes_to_pieces_are_known() -> None:
     aten = torch.ops.aten
-    known = [torch_compat.is_decomposed(op) for op in (aten.silu.default, aten.linear.default)]
+    known = [ops.is_decomposed(op) for op in (aten.silu.default, aten.linear.default)]
     assert known == [True, True]
-    assert not torch_compat.is_decomposed(aten.sin.default)
+    assert not ops.is_decomposed(aten.sin.default)
 
 
 def test_what_partitions_a_graph_is_put_back_after_an_error() -> None:
@@ -385,7 +394,7 @@ def test_what_partitions_a_graph_is_put_back_after_an_error() -> None:
     inside: list[Any] = []
 
     def fail_inside() -> None:
-        with torch_compat.inductor_partitions(lambda partition: partition):
+        with partition.inductor_partitions(lambda partition: partition):
             inside.extend(state())
             raise ZeroDivisionError
 

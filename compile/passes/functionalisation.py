@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ...torch_compat import storage_id, surely, tree_leaves
+from ...torch_compat.tensors import storage_id, surely, tree_leaves
 
 _FUNCTIONALISED = torch.ops.higher_order.auto_functionalized_v2
 

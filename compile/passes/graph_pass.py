@@ -12,12 +12,12 @@ from typing import Any
 
 from torch.fx import Graph
 
-from ...cache.sources import fingerprint
+from ...cache.keys.code_fingerprint import fingerprint
 from ...errors import InvalidSetting
 from ...events import Events, trace_artifact
-from ...torch_compat import post_grad_pass
-from ..config import CompileConfig
-from ..named_object import named_object
+from ...torch_compat.inductor import post_grad_pass
+from ..ir.config import CompileConfig
+from ..ir.named_object import named_object
 from . import add_rms_norm, functionalisation, no_op, silu_and_mul
 
 ENTRY_POINTS = "piecegraph.passes"

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.cache import Cache, Entry, Key
-from piecegraph.cache.bundle_file import MAGIC, export_entries, import_entries
-from piecegraph.cache.factors import Json, canonical
+from piecegraph.cache.export import MAGIC, export_entries, import_entries
+from piecegraph.cache.keys.factors import Json, canonical
 from piecegraph.cache.manifest import encode
 from piecegraph.cache.names import BLOB_AREA
 from piecegraph.cache.signing import anybody, pinned, signed_with

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Entry, Key, Miss
-from piecegraph.cache.factors import Json
+from piecegraph.cache.keys.factors import Json
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import BLOB_AREA
 from piecegraph.errors import InvalidEntry, InvalidName

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from piecegraph.cache import Cache, Key
 from piecegraph.cache.explain import why
-from piecegraph.cache.keys import ABSENT, Difference
+from piecegraph.cache.keys.key import ABSENT, Difference
 from piecegraph.cache.names import entry_name
 
 FACTORS = {"torch": "2.13.0", "config": {"level": 2, "passes": ["a"]}, "piece": "12ab"}

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.cache.factors import canonical, is_place, plain
-from piecegraph.cache.keys import ABSENT, Difference, Key, diff
+from piecegraph.cache.keys.factors import canonical, is_place, plain
+from piecegraph.cache.keys.key import ABSENT, Difference, Key, diff
 from piecegraph.errors import InvalidFactor
 
 words = st.text(st.sampled_from("abcxyz_"), min_size=1, max_size=6)
@@ -176,8 +176,8 @@ def test_nesting_without_end_is_refused() -> None:
 
 
 SCRIPT = """
-from piecegraph.cache.keys import Key
-from piecegraph.cache.sources import fingerprint
+from piecegraph.cache import Key
+from piecegraph.cache.keys.code_fingerprint import fingerprint
 from tests_sources import kernel
 print(Key.of("trace", {"ops": {"b", "a", "c", "d"}, "nested": {"x": {(1, "z"), (1, "y")}}}).digest)
 print(fingerprint(kernel))

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel
 
-from piecegraph.cache.feeds import Feeds, config_factors, exempt, exemptions
-from piecegraph.cache.keys import Key
+from piecegraph.cache.keys.annotations import Feeds, config_factors, exempt, exemptions
+from piecegraph.cache.keys.key import Key
 from piecegraph.errors import InvalidFactor
 
 KINDS = ("trace", "codegen", "capture")

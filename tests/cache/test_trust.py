@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Entry, Key, Miss
-from piecegraph.cache.environment import SIGNING_KEY, SIGNING_KEY_FILE
+from piecegraph.cache.keys.environment import SIGNING_KEY, SIGNING_KEY_FILE
 from piecegraph.cache.signing import anybody, pinned, secret_from_environment, sign, signed_with
 from piecegraph.cache.trust import check_private
 from piecegraph.cache.verify import Status, exit_status, verify

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from piecegraph.cache import Cache
-from piecegraph.compile.compile_model import compile_model
-from piecegraph.compile.compiled_model import CompiledModel
-from piecegraph.compile.config import CompileConfig
-from piecegraph.compile.task import Task
+from piecegraph.compile.ir.config import CompileConfig
+from piecegraph.compile.ir.request import Task
+from piecegraph.compile.lower.compiled_model import CompiledModel
+from piecegraph.compile.pipeline import compile_model
 from piecegraph.events import Events
-from piecegraph.runtime.binding import binder, packer
+from piecegraph.runtime.step.binding import binder, packer
 
 
 @dataclass

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from piecegraph.compile.literal import Ref, encode
-from piecegraph.compile.plan import (
+from piecegraph.compile.ir.plan import (
     CallStep,
     Check,
     CompiledSpan,
@@ -19,6 +18,7 @@ from piecegraph.compile.plan import (
     UserInput,
     Weight,
 )
+from piecegraph.compile.ir.serialization import Ref, encode
 
 from . import ops as _registers  # noqa: F401
 

@@ -18,14 +18,14 @@ import torch
 from torch.fx import GraphModule
 
 from piecegraph.cache import Cache, Key
-from piecegraph.compile import compilers
-from piecegraph.compile.artifact import CODE, Blobs, Finish, PieceFn
-from piecegraph.compile.compile_model import compile_model
-from piecegraph.compile.compiled_model import CompiledModel
-from piecegraph.compile.compilers import Compiler
-from piecegraph.compile.config import CompileConfig
-from piecegraph.compile.factors import trace_key
-from piecegraph.compile.task import Task
+from piecegraph.compile.backends import registry as compilers
+from piecegraph.compile.backends.registry import Compiler
+from piecegraph.compile.bundle.key_factors import trace_key
+from piecegraph.compile.ir.artifact import CODE, Blobs, Finish, PieceFn
+from piecegraph.compile.ir.config import CompileConfig
+from piecegraph.compile.ir.request import Task
+from piecegraph.compile.lower.compiled_model import CompiledModel
+from piecegraph.compile.pipeline import compile_model
 from piecegraph.events import Events
 
 from .models import X

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from piecegraph import Batch, Config, RuntimeMode, prepare
-from piecegraph.compile.config import GuardPolicy
+from piecegraph.compile.ir.config import GuardPolicy
 from piecegraph.errors import GuardBroken
 from piecegraph.runtime.config import BrokenGuard
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch.fx import GraphModule
 
-from piecegraph.compile import compilers
-from piecegraph.compile.artifact import Finish
-from piecegraph.compile.compilers import Compiler
+from piecegraph.compile.backends import registry as compilers
+from piecegraph.compile.backends.registry import Compiler
+from piecegraph.compile.ir.artifact import Finish
 from piecegraph.errors import PieceFailed
 
 from . import ops as _registers  # noqa: F401

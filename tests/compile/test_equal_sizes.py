@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph.compile.config import DynamicShapes
+from piecegraph.compile.ir.config import DynamicShapes
 from piecegraph.errors import InputMismatch
 
 from .models import MIX

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from piecegraph.compile.config import CompileConfig, InputSpec
-from piecegraph.compile.examples import example_inputs, leaves, symbol_sizes
+from piecegraph.compile.ir.config import CompileConfig, InputSpec
+from piecegraph.compile.trace.examples import example_inputs, leaves, symbol_sizes
 from piecegraph.errors import (
     ExampleInputsMissing,
     ExampleMismatch,

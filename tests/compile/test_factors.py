@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.compile.factors import toolchain
+from piecegraph.compile.bundle.key_factors import toolchain
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from piecegraph.compile.fingerprint import op_form
-from piecegraph.torch_compat import fake_function
+from piecegraph.compile.pieces.fingerprint import op_form
+from piecegraph.torch_compat.ops import fake_function
 
 LIBRARY = torch.library.Library("fake_function_test", "DEF")
 LIBRARY.define("twice(Tensor x) -> Tensor")

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from piecegraph.compile.fingerprint import canonical_text, fingerprint
+from piecegraph.compile.pieces.fingerprint import canonical_text, fingerprint
 
 from . import ops as _registers  # noqa: F401
 

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from piecegraph.compile.config import DynamicShapes, GuardPolicy
-from piecegraph.errors import (
-    GuardBroken,
-    GuardUnproved,
-    ShapesDiffer,
-    Specialised,
-    TraceFailed,
-)
+from piecegraph.compile.ir.config import DynamicShapes, GuardPolicy
+from piecegraph.errors import GuardBroken, GuardUnproved, ShapesDiffer, Specialised, TraceFailed
 
 from .models import Body, X, marked_line
 from .size_models import MARK, SOUND, UNSOUND, heads, multiple_of_128, squeezed

@@ -12,7 +12,7 @@ from piecegraph.errors import MissingMetadata, TraceFailed
 
 transformers = pytest.importorskip("transformers")
 
-from piecegraph.tools.hf import (  # noqa: E402
+from piecegraph.tools.integrations.transformers import (  # noqa: E402
     INPUTS,
     SPLITTING_OP,
     PackedModel,

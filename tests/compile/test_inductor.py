@@ -8,8 +8,8 @@ from torch import nn
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.utils import run_and_get_code
 
-from piecegraph.compile import inductor
-from piecegraph.compile.config import DynamicShapes
+from piecegraph.compile.backends import inductor
+from piecegraph.compile.ir.config import DynamicShapes
 from piecegraph.errors import GuardUnproved
 from piecegraph.events import Events
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.compile.literal import Expr, Record, Ref, decode, encode, refs
+from piecegraph.compile.ir.serialization import Expr, Record, Ref, decode, encode, refs
 from piecegraph.errors import NotPortable
 
 

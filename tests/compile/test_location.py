@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from piecegraph.compile.location import first_line, node_location
-from piecegraph.compile.range_ends import difference_at
+from piecegraph.compile.guards.range_check import difference_at
+from piecegraph.compile.ir.locations import first_line, node_location
 
 TORCH = os.path.dirname(torch.__file__)
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph.compile.artifact import CODE
-from piecegraph.compile.compilers import Compiler
-from piecegraph.compile.config import CompileConfig
-from piecegraph.compile.fingerprint import fingerprint
-from piecegraph.compile.partitions import (
+from piecegraph.compile.backends.partition import (
     partition_options,
     partitioning,
     partitions_of,
     partitions_through,
 )
-from piecegraph.compile.piece_graphs import piece_graphs
+from piecegraph.compile.backends.registry import Compiler
+from piecegraph.compile.debug import piece_graphs
+from piecegraph.compile.ir.artifact import CODE
+from piecegraph.compile.ir.config import CompileConfig
+from piecegraph.compile.pieces.fingerprint import fingerprint
 from piecegraph.errors import InvalidSetting, NotPartitioned, UnknownSplittingOp
-from piecegraph.torch_compat import Partitions
+from piecegraph.torch_compat.partition import Partitions
 
 from . import ops as _registers  # noqa: F401
 from .test_models import MIX, SIZES, Stack, X
@@ -242,7 +242,7 @@ def test_partitions_of_each_artifact_are_counted(monkeypatch):
 def _replace_torch(monkeypatch, made):
     from contextlib import nullcontext
 
-    from piecegraph.compile import partitions
+    from piecegraph.compile.backends import partition as partitions
 
     monkeypatch.setattr(partitions, "inductor_partitions", lambda wrap: nullcontext(made))
 
@@ -263,7 +263,7 @@ def test_content_hash_holds_names_of_layers_and_where_it_is_cut():
 
 
 def test_content_hash_leaves_out_the_body_of_an_op_that_is_called(monkeypatch):
-    from piecegraph.compile import fingerprint as module
+    from piecegraph.compile.pieces import fingerprint as module
 
     graph = whole(Stack(1)).graph
     digests = [fingerprint(graph.graph, graph, cut) for cut in ((), MIX)]

@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from piecegraph.compile.config import CompileConfig
-from piecegraph.compile.factors import codegen_key, machine_factors
+from piecegraph.compile.bundle.key_factors import codegen_key, machine_factors
+from piecegraph.compile.ir.config import CompileConfig
 from piecegraph.compile.passes import add_rms_norm, no_op, silu_and_mul
 from piecegraph.compile.passes.graph_pass import GraphPass, passes_for, thresholds
 from piecegraph.compile.passes.matching import Either, Op, match

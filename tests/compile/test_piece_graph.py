@@ -5,8 +5,8 @@ from __future__ import annotations
 import networkx as nx
 import pytest
 
-from piecegraph.compile.literal import Ref
-from piecegraph.compile.piece_graph import picture, piece_graph
+from piecegraph.compile.ir.serialization import Ref
+from piecegraph.compile.lower.dependencies import picture, piece_graph
 from piecegraph.errors import IllegalOrder
 
 from .plans import call, piece, small_plan

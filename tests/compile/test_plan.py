@@ -7,8 +7,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from piecegraph.compile.literal import Expr, Ref
-from piecegraph.compile.plan import Plan
+from piecegraph.compile.ir.plan import Plan
+from piecegraph.compile.ir.serialization import Expr, Ref
 
 from .plans import call, piece, small_plan
 

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Max, Min, Mod
 
-from piecegraph.compile.guards import EXHAUSTIVE, prove, python_text
+from piecegraph.compile.guards.prover import EXHAUSTIVE, prove, python_text
 
 T = sympy.Symbol("num_tokens", integer=True)
 P = sympy.Symbol("num_patches", integer=True)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from piecegraph.cache import Cache
-from piecegraph.compile.provenance import changed_since
+from piecegraph.compile.bundle.provenance import changed_since
 from piecegraph.events import Events
 
 from .starts import start, use_text_compiler
@@ -177,8 +177,8 @@ def test_failure_of_stale_code_is_a_miss(
 
 
 def trace_key_of(model: torch.nn.Module) -> Any:
-    from piecegraph.compile.config import CompileConfig
-    from piecegraph.compile.factors import trace_key
+    from piecegraph.compile.bundle.key_factors import trace_key
+    from piecegraph.compile.ir.config import CompileConfig
 
     from .models import X
     from .starts import CPU
@@ -355,8 +355,8 @@ HASHED = """
 import sys; sys.path.insert(0, {folder!r})
 import torch
 from served_model import Served
-from piecegraph.compile.config import CompileConfig
-from piecegraph.compile.factors import trace_key
+from piecegraph.compile.ir.config import CompileConfig
+from piecegraph.compile.bundle.key_factors import trace_key
 model = Served()
 model.names = {{"a", "b", "c", "d"}}
 model.act = None

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph.compile.config import CompileConfig
-from piecegraph.compile.factors import trace_key
-from piecegraph.compile.plan import CallStep, PieceStep
+from piecegraph.compile.bundle.key_factors import trace_key
+from piecegraph.compile.ir.config import CompileConfig
+from piecegraph.compile.ir.plan import CallStep, PieceStep
 from piecegraph.errors import InvalidSetting, UnknownSplittingOp
 
 from .models import Body, X

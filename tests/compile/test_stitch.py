@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.compile.literal import Expr, Ref
-from piecegraph.compile.stitch import resolve_op, stitch, stitched_source
+from piecegraph.compile.ir.serialization import Expr, Ref
+from piecegraph.compile.lower.codegen import resolve_op, stitch, stitched_source
 
 from .plans import call, piece, small_plan
 

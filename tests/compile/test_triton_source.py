@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from piecegraph.compile.fingerprint import canonical_text
+from piecegraph.compile.pieces.fingerprint import canonical_text
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

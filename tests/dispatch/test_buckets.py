@@ -20,8 +20,8 @@ from piecegraph.dispatch import (
     plan_buckets,
     with_drafts,
 )
-from piecegraph.dispatch.bucket_ranges import exponential, linear, padding_aware
-from piecegraph.dispatch.bucket_table import coarse
+from piecegraph.dispatch.buckets.ranges import exponential, linear, padding_aware
+from piecegraph.dispatch.buckets.table import coarse
 from piecegraph.errors import BeyondLimits, InvalidSetting, NoBuckets
 
 from .conftest import EXP_4096

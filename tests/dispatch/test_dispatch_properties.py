@@ -43,9 +43,9 @@ plans = st.builds(
 mode_sets = st.none() | st.sets(st.sampled_from(RuntimeMode))
 
 
-def exact_batch(plan: DispatchPlan, slot: int) -> Batch:
-    """The batch that fills the graph of `slot` to the last row."""
-    key = plan.entries[slot].descriptor
+def exact_batch(plan: DispatchPlan, graph_index: int) -> Batch:
+    """The batch that fills the graph of `graph_index` to the last row."""
+    key = plan.entries[graph_index].descriptor
     return Batch(
         num_tokens=key.num_tokens,
         num_reqs=key.num_reqs or min(key.num_tokens, plan.max_num_reqs),
@@ -117,35 +117,42 @@ def fits(plan: DispatchPlan, entry, batch: Batch) -> bool:
 @given(st.data())
 def test_dispatch_takes_the_cheapest_captured_graph_that_fits(data):
     plan = data.draw(plans)
-    slots = range(len(plan.entries))
-    some = st.sets(st.sampled_from(slots)) if slots else st.just(set())
-    captured = data.draw(st.just(set(slots)) | some)
+    indices = range(len(plan.entries))
+    some = st.sets(st.sampled_from(indices)) if indices else st.just(set())
+    captured = data.draw(st.just(set(indices)) | some)
     costs = data.draw(st.none() | st.lists(st.integers(1, 5), min_size=7, max_size=7))
     none_cost = data.draw(st.none() | st.floats(0.0, 0.5))
     it, other_rank = Dispatcher(plan, captured=captured), Dispatcher(plan)
-    for slot in captured:
-        other_rank.set_captured(slot, True)
+    for graph_index in captured:
+        other_rank.set_captured(graph_index, True)
     if costs is not None:
         for rank in (it, other_rank):
             per_token = None if none_cost is None else (lambda tokens: none_cost * tokens)
-            rank.set_costs({slot: costs[slot % 7] for slot in slots}, per_token)
+            rank.set_costs(
+                {graph_index: costs[graph_index % 7] for graph_index in indices}, per_token
+            )
 
     for _ in range(5):
         batch = data.draw(batches(plan))
         allowed, excluded = data.draw(mode_sets), data.draw(mode_sets)
         usable = (set(RuntimeMode) if allowed is None else allowed) - (excluded or set())
 
-        def cost(slot, batch=batch):
-            if slot < 0:
+        def cost(graph_index, batch=batch):
+            if graph_index < 0:
                 per_token = sys.maxsize if none_cost is None or costs is None else none_cost
                 return (per_token * batch.num_tokens, 0, batch.num_tokens)
-            entry = plan.entries[slot]
-            return (costs[slot % 7] if costs else 0, -entry.mode, entry.descriptor.num_tokens)
+            entry = plan.entries[graph_index]
+            return (
+                costs[graph_index % 7] if costs else 0,
+                -entry.mode,
+                entry.descriptor.num_tokens,
+            )
 
         able = [
-            slot
-            for slot in sorted(captured)
-            if plan.entries[slot].mode in usable and fits(plan, plan.entries[slot], batch)
+            graph_index
+            for graph_index in sorted(captured)
+            if plan.entries[graph_index].mode in usable
+            and fits(plan, plan.entries[graph_index], batch)
         ]
         able += [-1] if RuntimeMode.NONE in usable else []
         if not able:
@@ -154,36 +161,36 @@ def test_dispatch_takes_the_cheapest_captured_graph_that_fits(data):
             continue
         decision = it.dispatch(batch, allowed, excluded)
         event(f"{decision.mode.name}, {decision.reason}")
-        assert decision.slot in able
-        assert cost(decision.slot) == min(map(cost, able))
+        assert decision.graph_index in able
+        assert cost(decision.graph_index) == min(map(cost, able))
         assert other_rank.dispatch(batch, allowed, excluded) == decision
-        assert it.dispatch(batch, allowed, excluded) is decision or decision.slot < 0
+        assert it.dispatch(batch, allowed, excluded) is decision or decision.graph_index < 0
         # the path for rare facts answers as the common path does
         everything = list(RuntimeMode)
         assert allowed or excluded or it.dispatch(batch, everything) == decision
-        if decision.slot < 0:
+        if decision.graph_index < 0:
             assert decision.descriptor.num_tokens == batch.num_tokens
             assert decision.reason is decision.missed
         else:
-            assert plan.entries[decision.slot].descriptor is decision.descriptor
+            assert plan.entries[decision.graph_index].descriptor is decision.descriptor
             assert (decision.missed is None) == (
                 decision.mode is RuntimeMode.FULL
                 or not any(entry.mode is RuntimeMode.FULL for entry in plan.entries)
             )
         for candidate in it.explain(batch, allowed, excluded):
             if candidate.chosen:
-                assert candidate.slot == decision.slot
+                assert candidate.graph_index == decision.graph_index
             if candidate.obstacle is None:
-                assert candidate.slot in able
-                assert cost(candidate.slot) >= cost(decision.slot)
+                assert candidate.graph_index in able
+                assert cost(candidate.graph_index) >= cost(decision.graph_index)
 
 
 @given(plans)
 def test_failure_2_every_registered_key_is_reachable_at_its_own_shape(plan):
     it = Dispatcher(replace(plan, padding=PaddingLimit()), captured=range(len(plan.entries)))
     strict = Dispatcher(plan, captured=range(len(plan.entries)))
-    for slot, entry in enumerate(plan.entries):
-        batch = exact_batch(plan, slot)
-        assert it.dispatch(batch, allowed_modes=[entry.mode]).slot == slot
-        assert it.dispatch(batch).slot == slot
-        assert strict.dispatch(batch).slot == slot
+    for graph_index, entry in enumerate(plan.entries):
+        batch = exact_batch(plan, graph_index)
+        assert it.dispatch(batch, allowed_modes=[entry.mode]).graph_index == graph_index
+        assert it.dispatch(batch).graph_index == graph_index
+        assert strict.dispatch(batch).graph_index == graph_index

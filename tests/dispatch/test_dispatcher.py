@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from piecegraph.dispatch import (
-    NO_SLOT,
+    NO_GRAPH,
     Axis,
     Batch,
     BatchDescriptor,
@@ -36,7 +36,7 @@ def dispatcher(mode, sizes, max_num_reqs=8, **options) -> Dispatcher:
     return Dispatcher(plan, captured=range(len(plan.entries)))
 
 
-def slot_of(it, mode, num_tokens) -> int:
+def index_of(it, mode, num_tokens) -> int:
     entries = it.plan.entries
     return [(e.mode, e.descriptor.num_tokens) for e in entries].index((mode, num_tokens))
 
@@ -206,8 +206,8 @@ def test_of_two_equal_graphs_the_one_for_decode_alone_serves_decode():
     entries = tuple(PlanEntry(FULL, key) for key in (MIXED_8, DECODE_8))
     plan = DispatchPlan(entries, max_num_reqs=8)
     it = Dispatcher(plan, captured=[0, 1])
-    assert it.dispatch(Batch(8, 8, True, 1)).slot == 1
-    assert it.dispatch(Batch(8, 8, False)).slot == 0
+    assert it.dispatch(Batch(8, 8, True, 1)).graph_index == 1
+    assert it.dispatch(Batch(8, 8, False)).graph_index == 0
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_reasons_for_no_better_mode():
     assert it.dispatch(Batch(9, 8)).reason is Reason.ABOVE_LARGEST_SIZE
     assert it.dispatch(Batch(1, 1, True, 1)).reason is Reason.PADDING_LIMIT
     assert it.dispatch(Batch(0, 0)).reason is Reason.NO_TOKENS
-    it.set_captured(slot_of(it, FULL, 8), False)
+    it.set_captured(index_of(it, FULL, 8), False)
     assert it.dispatch(decode).missed is Reason.NOT_CAPTURED
 
 
@@ -304,11 +304,14 @@ def test_chunks_above_the_largest_size_only_if_allowed():
     assert dispatcher("PIECEWISE", [4, 8, 12]).dispatch(batch).mode is NONE
     it = dispatcher("PIECEWISE", [4, 8, 12], chunked=True)
     decision = it.dispatch(batch)
-    sizes = [it.plan.entries[slot].descriptor.num_tokens for slot in decision.chunks]
+    sizes = [it.plan.entries[graph_index].descriptor.num_tokens for graph_index in decision.chunks]
     assert (decision.mode, decision.reason, sizes) == (PIECEWISE, Reason.CHUNKED, [12, 12, 8])
     assert it.dispatch(batch, excluded_modes=[PIECEWISE]).mode is NONE
     it.set_captured(decision.chunks[0], False)
-    sizes = [it.plan.entries[slot].descriptor.num_tokens for slot in it.dispatch(batch).chunks]
+    sizes = [
+        it.plan.entries[graph_index].descriptor.num_tokens
+        for graph_index in it.dispatch(batch).chunks
+    ]
     assert sizes == [8, 8, 8, 8]
     assert dispatcher("FULL", [4, 8, 12], chunked=True).dispatch(batch).mode is NONE
 
@@ -400,14 +403,14 @@ def test_wanted_does_not_wait_for_the_capture():
     assert it.dispatch(batch).reason is Reason.NOT_CAPTURED
     wanted = it.wanted(batch)
     assert wanted.descriptor == BatchDescriptor(4, 4, 1)
-    larger = slot_of(it, FULL, 8)
+    larger = index_of(it, FULL, 8)
     it.set_captured(larger, True)
-    assert it.dispatch(batch).slot == larger
-    it.set_captured(wanted.slot, True)
-    assert it.is_captured(wanted.slot)
+    assert it.dispatch(batch).graph_index == larger
+    it.set_captured(wanted.graph_index, True)
+    assert it.is_captured(wanted.graph_index)
     assert it.dispatch(batch) == wanted
-    it.set_captured(wanted.slot, False)
-    assert it.dispatch(batch).slot == larger
+    it.set_captured(wanted.graph_index, False)
+    assert it.dispatch(batch).graph_index == larger
 
 
 def test_hot_rows_are_found_again_after_many_lanes(monkeypatch):
@@ -423,18 +426,18 @@ def test_hot_rows_are_found_again_after_many_lanes(monkeypatch):
 def test_measured_costs_decide_between_modes():
     it = dispatcher("FULL_AND_PIECEWISE", [4, 8])
     batch = Batch(3, 3, True, 1)
-    full = slot_of(it, FULL, 4)
-    piecewise = slot_of(it, PIECEWISE, 8)
+    full = index_of(it, FULL, 4)
+    piecewise = index_of(it, PIECEWISE, 8)
     costs = dict.fromkeys(range(len(it.plan.entries)), 3.0)
     it.set_costs(costs)
-    assert it.dispatch(batch).slot == full
+    assert it.dispatch(batch).graph_index == full
     it.set_costs(costs | {piecewise: 1.0})
     decision = it.dispatch(batch)
-    assert (decision.slot, decision.missed) == (piecewise, Reason.COST)
+    assert (decision.graph_index, decision.missed) == (piecewise, Reason.COST)
     it.set_costs(costs, none_cost=lambda tokens: 0.5 * tokens)
     assert it.dispatch(batch).reason is Reason.COST
     assert it.wanted(batch).mode is NONE
-    assert it.dispatch(batch, excluded_modes=[NONE]).slot == full
+    assert it.dispatch(batch, excluded_modes=[NONE]).graph_index == full
     assert it.dispatch(Batch(6, 6, True, 1)).mode is FULL
 
 
@@ -447,19 +450,19 @@ def test_costs_must_cover_the_plan():
 def test_a_rank_decision_is_followed_or_refused():
     it = dispatcher("FULL_AND_PIECEWISE", [4, 8], chunked=True)
     batch = Batch(3, 3, True, 1)
-    slot = slot_of(it, PIECEWISE, 8)
-    decision = it.follow(slot, batch)
-    assert (decision.slot, decision.reason) == (slot, Reason.RANK_DECISION)
-    none = it.follow(NO_SLOT, batch)
+    graph_index = index_of(it, PIECEWISE, 8)
+    decision = it.follow(graph_index, batch)
+    assert (decision.graph_index, decision.reason) == (graph_index, Reason.RANK_DECISION)
+    none = it.follow(NO_GRAPH, batch)
     assert (none.mode, none.descriptor) == (NONE, BatchDescriptor(3))
     large = Batch(17, 3)
-    assert it.follow(it.dispatch(large).slot, large).chunks == it.dispatch(large).chunks
+    assert it.follow(it.dispatch(large).graph_index, large).chunks == it.dispatch(large).chunks
     with pytest.raises(DecisionNotPossible, match="above largest size"):
-        dispatcher("FULL_AND_PIECEWISE", [4, 8]).follow(slot, Batch(9, 9, True, 1))
-    it.set_captured(slot, False)
+        dispatcher("FULL_AND_PIECEWISE", [4, 8]).follow(graph_index, Batch(9, 9, True, 1))
+    it.set_captured(graph_index, False)
     with pytest.raises(DecisionNotPossible, match="not captured yet"):
-        it.follow(slot, batch)
-    with pytest.raises(DecisionNotPossible, match="no such slot"):
+        it.follow(graph_index, batch)
+    with pytest.raises(DecisionNotPossible, match="no such graph"):
         it.follow(99, batch)
 
 
@@ -467,9 +470,9 @@ def test_explain_names_what_keeps_the_batch_from_each_entry():
     it = dispatcher("FULL_AND_PIECEWISE", [2, 4, 8])
     batch = Batch(3, 3, True, 1)
     listed = it.explain(batch)
-    assert {each.slot for each in listed} == set(range(6))
+    assert {each.graph_index for each in listed} == set(range(6))
     [taken] = [each for each in listed if each.chosen]
-    assert taken.slot == it.dispatch(batch).slot
+    assert taken.graph_index == it.dispatch(batch).graph_index
     small = [each.obstacle for each in listed if each.entry.descriptor.num_tokens == 2]
     assert small == [Reason.ABOVE_LARGEST_SIZE] * 2
     assert [each.obstacle for each in listed if each.entry.descriptor.num_tokens == 8] == [
@@ -507,7 +510,7 @@ def test_two_dispatchers_of_one_plan_do_not_know_of_each_other():
 def test_rows_kept_for_rare_batches_are_bounded():
     it = dispatcher("PIECEWISE", [8], lora_cases=(10_000,))
     for active in range(3000):
-        assert it.dispatch(Batch(8, 8, num_loras=active)).slot == 0
+        assert it.dispatch(Batch(8, 8, num_loras=active)).graph_index == 0
         assert it.dispatch(Batch(9 + active, 8)).descriptor.num_tokens == 9 + active
     assert len(it._live.rows) <= 256
     assert len(it._live.above) <= 256

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from piecegraph.dispatch import fit_sizes, fit_validated, padding_waste, refit, tail_sizes
-from piecegraph.dispatch.traffic import blur
+from piecegraph.dispatch.sizing.traffic import blur
 from piecegraph.errors import InvalidSetting
 
 

@@ -16,15 +16,15 @@ import torch
 
 from piecegraph import Config, Dispatcher, Events, GraphMode, PreparedModel
 from piecegraph.cache import Cache
-from piecegraph.compile.compiled_model import CompiledModel
+from piecegraph.compile.lower.compiled_model import CompiledModel
 from piecegraph.dispatch import make_plan, resolve_mode
-from piecegraph.runtime.backend import GraphBackend
-from piecegraph.runtime.capture_session import capture_session
-from piecegraph.runtime.choose_backend import choose_backend
-from piecegraph.runtime.ownership import Ownership
-from piecegraph.runtime.recorder import record
-from piecegraph.runtime.recording import Recording
-from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.backends.ownership import Ownership
+from piecegraph.runtime.backends.protocol import GraphBackend
+from piecegraph.runtime.backends.registry import choose_backend
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.recording import Recording
+from piecegraph.runtime.capture.session import capture_session
 
 
 @dataclass

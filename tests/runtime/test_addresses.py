@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from piecegraph.errors import MovedTensor
-from piecegraph.runtime.addresses import Addresses
-from piecegraph.runtime.replay_backend import ReplayBackend
+from piecegraph.runtime.backends.replay.backend import ReplayBackend
+from piecegraph.runtime.step.address_checks import Addresses
 
 
 @pytest.fixture

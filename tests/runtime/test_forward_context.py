@@ -7,7 +7,11 @@ import threading
 import pytest
 
 from piecegraph.errors import OutsideStep
-from piecegraph.runtime.forward_context import ForwardContext, forward_context, get_forward_context
+from piecegraph.runtime.step.forward_context import (
+    ForwardContext,
+    forward_context,
+    get_forward_context,
+)
 
 
 def test_a_step_sees_its_context() -> None:

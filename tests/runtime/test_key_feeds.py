@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.cache.feeds import exemptions
-from piecegraph.compile.factors import codegen_key, machine_factors, trace_key
+from piecegraph.cache.keys.annotations import exemptions
+from piecegraph.compile.bundle.key_factors import codegen_key, machine_factors, trace_key
 from piecegraph.compile.passes.graph_pass import passes_for
 from piecegraph.dispatch import PaddingLimit
 from piecegraph.errors import InvalidSetting

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from piecegraph.runtime.capture_session import capture_session
-from piecegraph.runtime.recorder import break_graph, opaque_piece, record
-from piecegraph.runtime.replay_backend import ReplayBackend
-from piecegraph.torch_compat import storage_id, unowned_alias, weak_storage
+from piecegraph.runtime.backends.replay.backend import ReplayBackend
+from piecegraph.runtime.capture.recorder import break_graph, opaque_piece, record
+from piecegraph.runtime.capture.session import capture_session
+from piecegraph.torch_compat.tensors import storage_id, unowned_alias, weak_storage
 
 from .conftest import found_by, tensors_alive
 

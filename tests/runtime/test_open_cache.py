@@ -10,7 +10,7 @@ import torch
 
 from piecegraph import Config, Events, prepare, why
 from piecegraph.cache import Cache, Entry, Key
-from piecegraph.cache.bundle_file import export_entries, import_entries
+from piecegraph.cache.export import export_entries, import_entries
 from piecegraph.cache.signing import anybody
 from piecegraph.errors import InvalidSecret, UntrustedDirectory
 from piecegraph.runtime.open_cache import open_cache

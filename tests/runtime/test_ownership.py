@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from piecegraph.runtime.ownership import Ownership
+from piecegraph.runtime.backends.ownership import Ownership
 
 from .conftest import found_by
 

@@ -11,19 +11,14 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from piecegraph.errors import (
-    CaptureFailed,
-    EagerResultChanged,
-    NoCaptureSession,
-    RecordingReleased,
-)
-from piecegraph.runtime.capture_session import capture_session
-from piecegraph.runtime.forward_context import (
+from piecegraph.errors import CaptureFailed, EagerResultChanged, NoCaptureSession, RecordingReleased
+from piecegraph.runtime.capture.recorder import break_graph, opaque_piece, record
+from piecegraph.runtime.capture.session import capture_session
+from piecegraph.runtime.step.forward_context import (
     ForwardContext,
     forward_context,
     get_forward_context,
 )
-from piecegraph.runtime.recorder import break_graph, opaque_piece, record
 
 from .conftest import found_by
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from piecegraph.errors import CaptureFailed, CaptureOutOfMemory, MovedTensor
-from piecegraph.runtime.capture_session import capture_session
-from piecegraph.runtime.ownership import Ownership
-from piecegraph.runtime.poison import poison
-from piecegraph.runtime.recorder import break_graph, opaque_piece, record
-from piecegraph.runtime.replay_backend import ReplayBackend, TapeGraph
+from piecegraph.runtime.backends.ownership import Ownership
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, TapeGraph
+from piecegraph.runtime.backends.replay.poison import poison
+from piecegraph.runtime.capture.recorder import break_graph, opaque_piece, record
+from piecegraph.runtime.capture.session import capture_session
 
 
 def capture(fn: Any, *inputs: Tensor) -> tuple[TapeGraph, Any]:

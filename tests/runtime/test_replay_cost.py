@@ -5,8 +5,8 @@ from __future__ import annotations
 from time import perf_counter_ns
 from typing import Any
 
-from piecegraph.runtime.ownership import Ownership
-from piecegraph.runtime.recording import Recording, Segment, SegmentKind
+from piecegraph.runtime.backends.ownership import Ownership
+from piecegraph.runtime.capture.recording import Recording, Segment, SegmentKind
 
 
 def nothing() -> None:

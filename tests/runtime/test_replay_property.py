@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from piecegraph.events import Events
-from piecegraph.runtime.capture_session import capture_session
-from piecegraph.runtime.recorder import break_graph, opaque_piece, record
-from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.capture.recorder import break_graph, opaque_piece, record
+from piecegraph.runtime.capture.session import capture_session
 
 SHAPE = (4, 6)
 State = list[Tensor]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.errors import InputMismatch, InvalidSetting, MovedTensor, SizeOutOfRange
-from piecegraph.runtime.padding import Padding
-from piecegraph.runtime.static_inputs import BoundInputs, InputSpec, StaticInputs
+from piecegraph.runtime.step.padding import Padding
+from piecegraph.runtime.step.static_inputs import BoundInputs, InputSpec, StaticInputs
 
 CPU = torch.device("cpu")
 IDS = InputSpec("ids", ("num_tokens",), torch.int64, Padding.SENTINEL, -1)

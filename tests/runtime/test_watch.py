@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from piecegraph.runtime.ownership import Ownership
-from piecegraph.runtime.watch import Watch
+from piecegraph.runtime.backends.ownership import Ownership
+from piecegraph.runtime.backends.tensor_tracker import Watch
 
 from .conftest import found_by
 

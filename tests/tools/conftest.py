@@ -20,16 +20,16 @@ from piecegraph import (
     RuntimeMode,
     forward_context,
 )
-from piecegraph.tools.block_manager import BlockManager
-from piecegraph.tools.clock import Clock
-from piecegraph.tools.decoder_config import DecoderConfig
-from piecegraph.tools.defragmenter import Defragmenter
-from piecegraph.tools.engine import Engine
-from piecegraph.tools.kv_cache import allocate_layer_caches
-from piecegraph.tools.metadata import MetadataBuffers
-from piecegraph.tools.model import Decoder
-from piecegraph.tools.sampler import Sampler
-from piecegraph.tools.scheduler import Request, Scheduler
+from piecegraph.tools.engine.block_manager import BlockManager
+from piecegraph.tools.engine.clock import Clock
+from piecegraph.tools.engine.decoder_config import DecoderConfig
+from piecegraph.tools.engine.defragmenter import Defragmenter
+from piecegraph.tools.engine.engine import Engine
+from piecegraph.tools.engine.kv_cache import allocate_layer_caches
+from piecegraph.tools.engine.metadata import MetadataBuffers
+from piecegraph.tools.engine.model import Decoder
+from piecegraph.tools.engine.sampler import Sampler
+from piecegraph.tools.engine.scheduler import Request, Scheduler
 
 SIZES = (1, 2, 4, 8)
 
@@ -191,7 +191,7 @@ def make_requests():
 @pytest.fixture
 def library(monkeypatch):
     """Replace `prepare`; returns the stand-ins it made, with the config they were given."""
-    from piecegraph.tools import run
+    from piecegraph.tools.serve import run
 
     made = []
 

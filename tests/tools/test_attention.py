@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from piecegraph import BatchDescriptor, ForwardContext, RuntimeMode, forward_context
 from piecegraph.errors import MissingMetadata
-from piecegraph.tools import attention  # noqa: F401 - registers the op
-from piecegraph.tools.block_manager import BlockManager
-from piecegraph.tools.kv_cache import LayerCache
-from piecegraph.tools.metadata import MetadataBuffers
-from piecegraph.tools.scheduler import Request, Schedule, Share
+from piecegraph.tools.engine import attention  # noqa: F401 - registers the op
+from piecegraph.tools.engine.block_manager import BlockManager
+from piecegraph.tools.engine.kv_cache import LayerCache
+from piecegraph.tools.engine.metadata import MetadataBuffers
+from piecegraph.tools.engine.scheduler import Request, Schedule, Share
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
 CPU = torch.device("cpu")

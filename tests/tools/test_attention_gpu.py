@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from piecegraph import BatchDescriptor, ForwardContext, RuntimeMode, forward_context
-from piecegraph.tools import attention  # noqa: F401 - registers the op
-from piecegraph.tools.block_manager import BlockManager
-from piecegraph.tools.kv_cache import LayerCache
-from piecegraph.tools.metadata import MetadataBuffers
-from piecegraph.tools.scheduler import Request, Schedule, Share
+from piecegraph.tools.engine import attention  # noqa: F401 - registers the op
+from piecegraph.tools.engine.block_manager import BlockManager
+from piecegraph.tools.engine.kv_cache import LayerCache
+from piecegraph.tools.engine.metadata import MetadataBuffers
+from piecegraph.tools.engine.scheduler import Request, Schedule, Share
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from piecegraph import Batch
-from piecegraph.compile import compile_model, cut, planning
-from piecegraph.compile.compilers import Compiler, compiler_named
+from piecegraph.compile import pipeline as compile_model
+from piecegraph.compile.backends.registry import Compiler, compiler_named
+from piecegraph.compile.lower import cut
+from piecegraph.compile.lower import plan_builder as planning
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.bisect import Step, Subject, bisect
 from piecegraph.tools.bisect.compare import first_wrong
@@ -281,7 +283,7 @@ def test_what_cannot_be_pickled_is_said(subject, wrong_pass, tmp_path):
 
 
 def test_the_command_climbs_the_ladder_with_the_reference_decoder(capsys):
-    from piecegraph.tools.cli import main
+    from piecegraph.tools.cli.app import main
 
     small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "2"]
     options = ["--backend", "eager", "--no-cache", "--capture-sizes", "1,2", "--steps", "3"]
@@ -292,8 +294,8 @@ def test_the_command_climbs_the_ladder_with_the_reference_decoder(capsys):
 
 
 def test_the_command_names_a_fault_in_a_line_of_the_decoder(capsys, monkeypatch, wrong_pass):
-    from piecegraph.tools import run
-    from piecegraph.tools.cli import main
+    from piecegraph.tools.cli.app import main
+    from piecegraph.tools.serve import run
 
     right = run.library_config
     faulty = lambda options: right(options).changed(compiler=wrong_pass)  # noqa: E731

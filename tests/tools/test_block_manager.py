@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.tools.block_manager import DUMP_BLOCK, BlockManager
+from piecegraph.tools.engine.block_manager import DUMP_BLOCK, BlockManager
 
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(["grow", "free"]), st.integers(0, 3), st.integers(0, 40)),

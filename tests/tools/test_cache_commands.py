@@ -15,7 +15,7 @@ from piecegraph import Events
 from piecegraph.cache import Cache, Key
 from piecegraph.cache.directory import PrivateDirectory
 from piecegraph.cache.names import blob_name, entry_name
-from piecegraph.tools.cli import main
+from piecegraph.tools.cli.app import main
 
 SMALL = ["--model", "layers=1,hidden=16,heads=2,vocab=32"]
 SECRET = "a secret of more than sixteen bytes"
@@ -149,7 +149,7 @@ def test_a_bad_size_is_refused(root, size):
     ("text", "size"), [("5", 5), ("2KiB", 2048), ("1.5MB", 1.5e6), ("3GiB", 3 << 30), ("7B", 7)]
 )
 def test_sizes_have_decimal_and_binary_units(text, size):
-    from piecegraph.tools.cache_commands import _bytes
+    from piecegraph.tools.cli.cache_commands import _bytes
 
     assert _bytes(text) == size
 

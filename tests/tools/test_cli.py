@@ -12,9 +12,9 @@ import pytest
 from piecegraph import GraphMode
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.bench import find
-from piecegraph.tools.cli import main
-from piecegraph.tools.options import MODES
-from piecegraph.tools.trace_reader import EXCERPT
+from piecegraph.tools.cli.app import main
+from piecegraph.tools.serve.options import MODES
+from piecegraph.tools.serve.trace_reader import EXCERPT
 
 QUICK = ["run", "--requests", "6", "--model", "layers=2,hidden=32,vocab=64"]
 
@@ -52,7 +52,9 @@ def test_run_writes_json_beside_the_report(library, capsys, tmp_path):
 
 
 def test_run_writes_nothing_but_metrics_to_stdout(library, capsys, monkeypatch):
-    monkeypatch.setattr("piecegraph.tools.metrics.metrics_text", lambda prepared: "metrics\n")
+    monkeypatch.setattr(
+        "piecegraph.tools.report.metrics.metrics_text", lambda prepared: "metrics\n"
+    )
     assert main([*QUICK, "--metrics", "-"]) == 0
     captured = capsys.readouterr()
     assert captured.out == "metrics\n"
@@ -65,7 +67,9 @@ def test_run_writes_nothing_but_metrics_to_stdout(library, capsys, monkeypatch):
 def test_an_output_that_fills_its_disk_is_an_error_after_the_report(
     library, capsys, monkeypatch, option
 ):
-    monkeypatch.setattr("piecegraph.tools.metrics.metrics_text", lambda prepared: "metrics\n")
+    monkeypatch.setattr(
+        "piecegraph.tools.report.metrics.metrics_text", lambda prepared: "metrics\n"
+    )
     assert main([*QUICK, option, "/dev/full"]) == 2
     captured = capsys.readouterr()
     assert "error: /dev/full cannot be written: No space left on device" in captured.err
@@ -89,7 +93,7 @@ def test_two_outputs_in_one_file_are_refused(arguments, capsys, monkeypatch, tmp
 
 
 def test_startup_is_no_requests_waiting_time(library, capsys, monkeypatch):
-    from piecegraph.tools import run
+    from piecegraph.tools.serve import run
 
     prepare = run.prepare
 
@@ -105,7 +109,7 @@ def test_startup_is_no_requests_waiting_time(library, capsys, monkeypatch):
 
 
 def test_a_mismatch_is_exit_status_1_and_is_named(library, capsys, monkeypatch):
-    from piecegraph.tools import run
+    from piecegraph.tools.serve import run
 
     prepare = run.prepare
 
@@ -143,7 +147,7 @@ def test_what_is_not_chosen_is_left_to_the_library(library):
 
 
 def test_the_prepared_model_is_closed_when_serving_fails(library, monkeypatch):
-    from piecegraph.tools.engine import Engine
+    from piecegraph.tools.engine.engine import Engine
 
     monkeypatch.setattr(Engine, "step", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -206,7 +210,7 @@ def test_a_malformed_trace_names_its_line(library, capsys, tmp_path):
 
 
 def test_an_error_of_the_librarys_configuration_is_exit_status_2(monkeypatch, capsys):
-    from piecegraph.tools import run
+    from piecegraph.tools.serve import run
 
     def refuse(*args, **kwargs):
         raise InvalidSetting(name="x", value=1, reason="no", expected="y")
@@ -272,8 +276,8 @@ def test_what_cannot_go_to_stdout_is_refused(arguments, capsys, monkeypatch, tmp
 def test_a_model_beyond_the_memory_there_is_is_refused_before_it_is_built(
     command, capsys, monkeypatch
 ):
-    monkeypatch.setattr("piecegraph.tools.memory.available_bytes", lambda: 1 << 20)
-    monkeypatch.setattr("piecegraph.tools.run.Decoder", lambda *_, **__: pytest.fail("built"))
+    monkeypatch.setattr("piecegraph.tools.serve.memory.available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("piecegraph.tools.serve.run.Decoder", lambda *_, **__: pytest.fail("built"))
     assert main(command) == 2
     assert "are needed, 1.0 MiB are available" in capsys.readouterr().err
 
@@ -283,7 +287,7 @@ def test_a_model_that_is_too_large_is_a_bad_value(command, capsys, monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("piecegraph.tools.run.Decoder", refuse)
+    monkeypatch.setattr("piecegraph.tools.serve.run.Decoder", refuse)
     assert main(command) == 2
     assert "do not fit into memory: DefaultCPUAllocator" in capsys.readouterr().err
 
@@ -295,7 +299,7 @@ def test_no_command_is_a_call_for_help(capsys):
 
 
 def test_sizes_that_cannot_be_allocated_are_a_bad_value(library, capsys, monkeypatch):
-    from piecegraph.tools import run
+    from piecegraph.tools.serve import run
 
     def refuse(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nbacktrace")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from piecegraph.tools.clock import Clock
+from piecegraph.tools.engine.clock import Clock
 
 
 @pytest.fixture

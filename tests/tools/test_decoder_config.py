@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from piecegraph.errors import InvalidSetting
-from piecegraph.tools.decoder_config import PRESETS, DecoderConfig, parse_decoder_config
-from piecegraph.tools.model import Decoder
+from piecegraph.tools.engine.decoder_config import PRESETS, DecoderConfig, parse_decoder_config
+from piecegraph.tools.engine.model import Decoder
 
 
 @pytest.mark.parametrize("name", PRESETS)

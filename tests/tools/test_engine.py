@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from piecegraph.tools.model import rotate
+from piecegraph.tools.engine.model import rotate
 
 
 def dense_forward(model, tokens):

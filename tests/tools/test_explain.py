@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.tools.cli import main
+from piecegraph.tools.cli.app import main
+from piecegraph.tools.cli.explain_command import _explained, _written
 from piecegraph.tools.explain.advice import advise
-from piecegraph.tools.explain.command import _explained, _written
 from piecegraph.tools.explain.picture import HEAD, TAIL, _lanes, _Value, picture
-from piecegraph.tools.run_arguments import read_run_options
+from piecegraph.tools.serve.run_arguments import read_run_options
 
 SECTIONS = {
     *("warnings", "startup", "graph", "pieces", "guards", "cache"),

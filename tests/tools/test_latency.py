@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from piecegraph.tools.latency import summarise, token_latencies
+from piecegraph.tools.serve.latency import summarise, token_latencies
 
 
 def test_percentiles_interpolate():

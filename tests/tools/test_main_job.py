@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from piecegraph import GraphMode
-from piecegraph.tools.cli import main
-from piecegraph.tools.options import MODES, STRATEGIES
-from piecegraph.tools.trace_reader import EXCERPT, read_trace
+from piecegraph.tools.cli.app import main
+from piecegraph.tools.serve.options import MODES, STRATEGIES
+from piecegraph.tools.serve.trace_reader import EXCERPT, read_trace
 
 pytestmark = pytest.mark.compile
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from piecegraph import BatchDescriptor, ForwardContext, RuntimeMode, forward_context
-from piecegraph.tools.decoder_config import DecoderConfig
-from piecegraph.tools.model import Decoder, rotary_table, rotate
+from piecegraph.tools.engine.decoder_config import DecoderConfig
+from piecegraph.tools.engine.model import Decoder, rotary_table, rotate
 
 CONFIG = DecoderConfig(3, 16, 4, 2, 24, 50, max_positions=64)
 

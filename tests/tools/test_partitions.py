@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from piecegraph import AttentionSupport, Config, Events, GraphMode, prepare
-from piecegraph.runtime.recording import SegmentKind
-from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
-from piecegraph.tools.engine import Engine
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.capture.recording import SegmentKind
+from piecegraph.tools.engine.engine import Engine
 from piecegraph.tools.explain.collect import pieces as explained
-from piecegraph.tools.verify import Verifier
+from piecegraph.tools.serve.verify import Verifier
 
 pytestmark = [
     pytest.mark.compile,

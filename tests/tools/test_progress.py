@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from piecegraph.tools.progress import LINES, counting, working
+from piecegraph.tools.serve.progress import LINES, counting, working
 
 
 @pytest.mark.parametrize("total", [1, 7, 64, 1000])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.tools.cli import main
+from piecegraph.tools.cli.app import main
 
 DOCS = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
 DOCUMENTED = [
@@ -45,7 +45,7 @@ def test_counts_agree_with_each_other(report):
 
 
 def test_a_requests_tokens_are_all_counted(report):
-    from piecegraph.tools.trace_reader import EXCERPT, read_trace
+    from piecegraph.tools.serve.trace_reader import EXCERPT, read_trace
 
     rows = read_trace(EXCERPT, limit=3, length_scale=0.05)
     assert report["serving"]["prompt_tokens"] == sum(row.num_prompt for row in rows)

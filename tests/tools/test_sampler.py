@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.tools.sampler import Sampler
-from piecegraph.tools.sampler_warmup import CONFIGURATIONS, sampler_warmup
-from piecegraph.tools.sampling_params import GREEDY, SamplingParams
+from piecegraph.tools.engine.sampler import Sampler
+from piecegraph.tools.engine.sampler_warmup import CONFIGURATIONS, sampler_warmup
+from piecegraph.tools.engine.sampling_params import GREEDY, SamplingParams
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.errors import InvalidSetting, RequestTooLong
-from piecegraph.tools.block_manager import BlockManager
-from piecegraph.tools.scheduler import Request, Scheduler
+from piecegraph.tools.engine.block_manager import BlockManager
+from piecegraph.tools.engine.scheduler import Request, Scheduler
 
 
 def make(*lengths, num_blocks=100, block_size=4, max_num_tokens=8, max_num_reqs=4):

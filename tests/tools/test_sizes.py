@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from piecegraph.dispatch import default_capture_sizes
 from piecegraph.errors import InvalidSetting, ToolMissing
-from piecegraph.tools.options import parse_sizes
-from piecegraph.tools.sizes import decode_steps, draw, fit_trace, read_sizes
-from piecegraph.tools.sizes_commands import sizes_app
-from piecegraph.tools.trace_reader import EXCERPT, TraceRow, read_trace
+from piecegraph.tools.cli.sizes_commands import sizes_app
+from piecegraph.tools.serve.fitted_sizes import decode_steps, draw, fit_trace, read_sizes
+from piecegraph.tools.serve.options import parse_sizes
+from piecegraph.tools.serve.trace_reader import EXCERPT, TraceRow, read_trace
 
 
 def test_one_request_decodes_alone():

@@ -11,7 +11,7 @@ import torch
 
 from piecegraph import SWITCHES, Batch, GraphMode, prepare, switched_off
 from piecegraph.errors import InvalidSetting
-from piecegraph.tools.options import SWITCH_NAMES
+from piecegraph.tools.serve.options import SWITCH_NAMES
 
 ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "docs" / "switches.md").read_text()

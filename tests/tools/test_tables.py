@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from piecegraph.tools.tables import benchmark_tables, size, table
+from piecegraph.tools.report.tables import benchmark_tables, size, table
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from piecegraph import Events
-from piecegraph.tools.engine import StepRecord
-from piecegraph.tools.timeline import MAX_STEPS, chrome_trace
+from piecegraph.tools.engine.engine import StepRecord
+from piecegraph.tools.report.timeline import MAX_STEPS, chrome_trace
 
 
 def step(seconds):

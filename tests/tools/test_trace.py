@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.tools.cli import main
-from piecegraph.tools.trace_command import find_tlparse
+from piecegraph.tools.cli.app import main
+from piecegraph.tools.cli.trace_command import find_tlparse
 
 SMALL = (
     "--model layers=2,hidden=16,heads=2,vocab=32 --requests 2 --capture-sizes 1,2 --json /dev/null"
@@ -124,14 +124,14 @@ def test_a_folder_with_other_files_is_not_overwritten(tmp_path):
 
 
 def test_without_tlparse_the_extra_is_named(monkeypatch, capsys):
-    monkeypatch.setattr("piecegraph.tools.trace_command.sys.executable", "/nowhere/python")
+    monkeypatch.setattr("piecegraph.tools.cli.trace_command.sys.executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "")
     assert main(["trace", "--", "true"]) == 2
     assert "pip install -e '.[tools]'" in capsys.readouterr().err
 
 
 def test_a_failing_tlparse_is_an_error_of_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("piecegraph.tools.trace_command.find_tlparse", lambda: "false")
+    monkeypatch.setattr("piecegraph.tools.cli.trace_command.find_tlparse", lambda: "false")
     code = "import os, pathlib; pathlib.Path(os.environ['TORCH_TRACE'], 'a.log').write_text('')"
     run = ["--", sys.executable, "-c", code]
     assert main(["trace", "--output", str(tmp_path / "pages"), *run]) == 3

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from piecegraph.tools import clock, verify
-from piecegraph.tools.verify import Verifier
+from piecegraph.tools.engine import clock
+from piecegraph.tools.serve import verify
+from piecegraph.tools.serve.verify import Verifier
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from piecegraph.tools import run
 from piecegraph.tools.bench._real_serving import on_a_device
-from piecegraph.tools.decoder_config import parse_decoder_config
-from piecegraph.tools.workload import read_requests
+from piecegraph.tools.engine.decoder_config import parse_decoder_config
+from piecegraph.tools.serve import run
+from piecegraph.tools.serve.workload import read_requests
 
 
 @pytest.mark.compile

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from ... import Config, Dispatcher, Events, GraphMode, RuntimeMode
 from ...dispatch import default_capture_sizes, make_plan
-from ...runtime.capture_session import CaptureSession
-from ...runtime.capturer import Capturer
-from ...runtime.ownership import Ownership
-from ...runtime.ranks import alone
-from ...runtime.recording import Recording
-from ...runtime.replay_backend import ReplayBackend
-from ...runtime.slot_actions import SlotActions
-from ..block_manager import BlockManager
-from ..engine import facts_of
-from ..scheduler import Request, Scheduler
+from ...runtime.backends.ownership import Ownership
+from ...runtime.backends.replay.backend import ReplayBackend
+from ...runtime.capture.graph_actions import GraphActions
+from ...runtime.capture.recording import Recording
+from ...runtime.capture.session import CaptureSession
+from ...runtime.strategy.capturer import Capturer
+from ...runtime.strategy.ranks import alone
+from ..engine.block_manager import BlockManager
+from ..engine.engine import facts_of
+from ..engine.scheduler import Request, Scheduler
 from ._serving_result import ServingResult
 
 CAPTURE_S = 0.06
@@ -53,19 +53,19 @@ def serve_modelled(config: Config, requests: list[Request]) -> ServingResult:
     dispatcher = Dispatcher(plan)
     pooled: set[RuntimeMode] = set()
 
-    def record(slot: int, session: CaptureSession) -> Recording:
-        entry = plan.entries[slot]
+    def record(graph_index: int, session: CaptureSession) -> Recording:
+        entry = plan.entries[graph_index]
         clock.now += CAPTURE_S
         opening = 0 if entry.mode in pooled else TOKEN_BYTES * entry.descriptor.num_tokens
         pooled.add(entry.mode)
         made = GRAPH_BYTES + opening
-        name, nothing = f"slot {slot}", Ownership()
+        name, nothing = f"slot {graph_index}", Ownership()
         return Recording(name, (), (), nothing, None, seconds=CAPTURE_S, bytes=made)
 
-    actions = SlotActions(
+    actions = GraphActions(
         record,
-        lambda slot, recording: dispatcher.set_captured(slot, True),
-        lambda slot: dispatcher.set_captured(slot, False),
+        lambda graph_index, recording: dispatcher.set_captured(graph_index, True),
+        lambda graph_index: dispatcher.set_captured(graph_index, False),
     )
     capturer = Capturer(config, dispatcher, ReplayBackend(), events, actions, alone, clock)
     capturer.startup()
@@ -86,7 +86,7 @@ def _serve(
     capturer: Capturer,
     result: ServingResult,
 ) -> set[int]:
-    """Serve to the end; returns the slots that steps ran in."""
+    """Serve to the end; returns the indices that steps ran in."""
     scheduler = Scheduler(
         BlockManager(1 << 16, 16),
         max_num_tokens=config.max_num_tokens,
@@ -103,7 +103,7 @@ def _serve(
         if capturer.active:
             capturer.before_step(batch)
         decision = dispatcher.dispatch(batch)
-        used.add(decision.slot)
+        used.add(decision.graph_index)
         clock.now += STEP_S[decision.mode] + TOKEN_S * decision.descriptor.num_tokens
         sampling = [share.request for share in schedule.shares if share.samples]
         for request in sampling:

@@ -22,8 +22,8 @@ def main(way: str, layers: int, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     importlib.import_module("torch")
     imported = time.perf_counter()
-    from ..decoder_config import DecoderConfig
-    from ..model import Decoder
+    from ..engine.decoder_config import DecoderConfig
+    from ..engine.model import Decoder
 
     model = Decoder(DecoderConfig(layers=layers, hidden=HIDDEN), seed=0).eval()
     built = time.perf_counter()
@@ -60,8 +60,8 @@ def _torch_compile(model: Any) -> dict[str, float]:
     import torch
 
     from ... import BatchDescriptor, ForwardContext, RuntimeMode, forward_context
-    from ..kv_cache import allocate_layer_caches
-    from ..metadata import MetadataBuffers
+    from ..engine.kv_cache import allocate_layer_caches
+    from ..engine.metadata import MetadataBuffers
 
     config = model.config
     layers = allocate_layer_caches(

@@ -116,7 +116,7 @@ def _step(
     # above the largest captured size there is no graph; the code serves any size
     batch = Batch(2, 1) if without_graph else Batch(1, 1)
     decision = prepared.dispatch(batch)
-    assert (decision.slot < 0) is without_graph
+    assert (decision.graph_index < 0) is without_graph
     return lambda: prepared.run(decision, x)
 
 

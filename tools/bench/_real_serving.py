@@ -7,11 +7,11 @@ import io
 from rich.console import Console
 
 from ... import CaptureStrategy
-from ..latency import between_tokens
-from ..options import RunOptions
-from ..run import bring_up, serve
-from ..run_arguments import read_run_options
-from ..workload import read_requests
+from ..serve.latency import between_tokens
+from ..serve.options import RunOptions
+from ..serve.run import bring_up, serve
+from ..serve.run_arguments import read_run_options
+from ..serve.workload import read_requests
 from ._serving_result import ServingResult
 
 

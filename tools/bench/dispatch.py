@@ -34,7 +34,8 @@ class DictDispatcher:
 
     def __init__(self, plan: DispatchPlan, sizes: tuple[int, ...]) -> None:
         self.keys = {
-            (entry.mode, entry.descriptor): slot for slot, entry in enumerate(plan.entries)
+            (entry.mode, entry.descriptor): graph_index
+            for graph_index, entry in enumerate(plan.entries)
         }
         self.padded = [sizes[bisect_left(sizes, n)] for n in range(sizes[-1] + 1)]
 
@@ -45,11 +46,11 @@ class DictDispatcher:
         if batch.is_decode and batch.query_len is not None and not batch.cascade:
             num_reqs = padded // batch.query_len
             key = BatchDescriptor(padded, num_reqs, batch.query_len, lora_case=batch.num_loras)
-            if (slot := self.keys.get((RuntimeMode.FULL, key))) is not None:
-                return RuntimeMode.FULL, key, slot
+            if (graph_index := self.keys.get((RuntimeMode.FULL, key))) is not None:
+                return RuntimeMode.FULL, key, graph_index
         key = BatchDescriptor(padded, lora_case=batch.num_loras)
-        if (slot := self.keys.get((RuntimeMode.PIECEWISE, key))) is not None:
-            return RuntimeMode.PIECEWISE, key, slot
+        if (graph_index := self.keys.get((RuntimeMode.PIECEWISE, key))) is not None:
+            return RuntimeMode.PIECEWISE, key, graph_index
         return RuntimeMode.NONE, BatchDescriptor(batch.num_tokens), -1
 
 
@@ -99,7 +100,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 def _check_equal(decision: Decision, beside: tuple[RuntimeMode, BatchDescriptor, int]) -> None:
     # times of different answers could not be compared
-    assert (decision.mode, decision.descriptor, decision.slot) == beside
+    assert (decision.mode, decision.descriptor, decision.graph_index) == beside
 
 
 def _time(dispatch: Callable[[Batch], object], batch: Batch, calls: int) -> float:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from ... import CaptureStrategy, Config
-from ..plotting import figure_class
-from ..scheduler import Request
-from ..trace_reader import EXCERPT, read_trace
+from ..engine.scheduler import Request
+from ..report.plotting import figure_class
+from ..serve.trace_reader import EXCERPT, read_trace
 from ._modelled_serving import serve_modelled
 from ._serving_result import ServingResult
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..tolerance import TOLERANCE
+from ..serve.tolerance import TOLERANCE
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 
 from ... import BatchDescriptor, Decision
-from ..block_manager import BlockManager
-from ..engine import facts_of
-from ..metadata import AttentionMetadata, MetadataBuffers
-from ..options import RunOptions
-from ..run import Service, bring_up, library_config
-from ..scheduler import Request, Schedule
+from ..engine.block_manager import BlockManager
+from ..engine.engine import facts_of
+from ..engine.metadata import AttentionMetadata, MetadataBuffers
+from ..engine.scheduler import Request, Schedule
+from ..serve.options import RunOptions
+from ..serve.run import Service, bring_up, library_config
 from .subject import Step, Subject
 
 

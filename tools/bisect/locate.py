@@ -9,7 +9,7 @@ from .compare import first_wrong
 from .observe import Ran
 
 if TYPE_CHECKING:
-    from ...compile.plan import Plan
+    from ...compile.ir.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

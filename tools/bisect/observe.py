@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ... import Decision, ForwardContext, PreparedModel, forward_context
-from ...torch_compat import TorchDispatchMode, tree_leaves
+from ...torch_compat.tensors import TorchDispatchMode, tree_leaves
 from .subject import Subject
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ... import Config, ForwardContext, PreparedModel, compile_graph, forward_context, piece_graphs
-from ...torch_compat import TorchDispatchMode, tree_leaves, tree_map_only
+from ...torch_compat.tensors import TorchDispatchMode, tree_leaves, tree_map_only
 from .compare import first_wrong
 from .subject import Subject
 

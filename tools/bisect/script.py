@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from ..options import write
+from ..serve.options import write
 from .finding import Finding
 from .ladder import WARM
 from .subject import Subject

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import Events, PreparedModel
-from ..engine import StepRecord
+from ..engine.engine import StepRecord
 from .advice import advise
 
 Facts = dict[str, Any]
@@ -123,12 +123,12 @@ def captures(prepared: PreparedModel) -> list[Facts]:
     }
     used = {(row["mode"], row["num_tokens"]): row["count"] for row in prepared.usage.rows()}
     rows = []
-    for slot, entry in enumerate(prepared.dispatcher.plan.entries):
+    for graph_index, entry in enumerate(prepared.dispatcher.plan.entries):
         place = (entry.mode.name, entry.descriptor.num_tokens)
         capture = made.get(place)
         rows.append(
             {
-                "slot": slot,
+                "slot": graph_index,
                 "mode": place[0],
                 "num_tokens": place[1],
                 "captured": capture is not None,

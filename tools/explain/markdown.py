@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..tables import size
+from ..report.tables import size
 
 Facts = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..tables import size
+from ..report.tables import size
 from .picture import picture
 
 Facts = dict[str, Any]
@@ -16,7 +16,7 @@ Facts = dict[str, Any]
 def page(facts: Facts) -> str:
     """One self-contained HTML document: no script, no font, no picture from elsewhere."""
     templates = Environment(
-        loader=PackageLoader("piecegraph.tools"),
+        loader=PackageLoader("piecegraph.tools.explain"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -25,9 +25,9 @@ from piecegraph import (
     get_forward_context,
 )
 from piecegraph.cache import Cache
-from piecegraph.compile.compile_model import Task, compile_model
-from piecegraph.compile.compiled_model import CompiledModel, bind
-from piecegraph.runtime.replay_backend import ReplayBackend
+from piecegraph.compile.lower.compiled_model import CompiledModel, bind
+from piecegraph.compile.pipeline import Task, compile_model
+from piecegraph.runtime.backends.replay.backend import ReplayBackend
 
 from ..conftest import prepare_on_replay
 
@@ -124,7 +124,7 @@ class Served:
         return result
 
     def captured(self) -> list[int]:
-        return [slot for slot, _ in self.prepared.recordings()]
+        return [graph_index for graph_index, _ in self.prepared.recordings()]
 
 
 def starts_of(lengths: Sequence[int]) -> Tensor:

@@ -22,7 +22,7 @@ from piecegraph import (
     prepare,
 )
 from piecegraph.errors import ResultFormUnknown
-from piecegraph.runtime.recording import SegmentKind
+from piecegraph.runtime.capture.recording import SegmentKind
 
 from ..conftest import loud_backend
 

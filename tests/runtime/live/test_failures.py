@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from piecegraph import Batch, CaptureStrategy, Config, GraphMode, get_forward_context
-from piecegraph.compile.compiled_model import CompiledModel
-from piecegraph.compile.plan import Check
+from piecegraph.compile.ir.plan import Check
+from piecegraph.compile.lower.compiled_model import CompiledModel
 from piecegraph.errors import CaptureFailed, LayerMissing, MetadataFailed, ModelClosed, OutsideStep
-from piecegraph.runtime.capture_session import capture_session
-from piecegraph.runtime.monitors import TRACE_LOGGER
+from piecegraph.runtime.capture.session import capture_session
+from piecegraph.runtime.strategy.monitors import TRACE_LOGGER
 
 from ..conftest import prepare_on_replay
 from .conftest import Stage
@@ -126,7 +126,7 @@ def test_a_key_error_of_the_ops_own_is_a_failed_capture(serve: Callable[..., Any
 def test_metadata_that_cannot_be_made_between_steps_is_told(serve: Callable[..., Any]) -> None:
     served = serve(strategy="delayed")
     served.prepared.capture(lambda descriptor, mode: None)
-    served.prepared._slots.metadata_for = no_metadata
+    served.prepared._graphs.metadata_for = no_metadata
     assert served.step(1, 1) == "FULL 8"
     assert_at_rest()
     (event,) = served.prepared.events.named("capture.failed")
@@ -232,9 +232,9 @@ def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve: Callable[..
     served.prepared.run(served.prepared.dispatch(batch), torch.full((8, 4), float("nan")))
     for lengths in ((3, 2), (1,) * 5):
         served.step(*lengths)
-        slot = served.prepared.dispatch(served.batch(*lengths)).slot
-        outputs = dict(served.prepared.recordings())[slot].outputs
-        inputs = served.prepared._slots._inputs_of(slot).views
+        graph_index = served.prepared.dispatch(served.batch(*lengths)).graph_index
+        outputs = dict(served.prepared.recordings())[graph_index].outputs
+        inputs = served.prepared._graphs._inputs_of(graph_index).views
         assert all(tensor.isfinite().all() for tensor in (*inputs, *outputs))
 
 
@@ -268,7 +268,7 @@ def test_a_failed_capture_holds_nothing(serve: Callable[..., Any]) -> None:
     pool = served.backend.new_pool()
     with capture_session(served.backend, pool, prepared.events) as session:
         with pytest.raises(CaptureFailed, match="no such block"):
-            prepared._slots.record(0, session)
+            prepared._graphs.record(0, session)
         assert len(calls) == 5
         assert session._held == []
 

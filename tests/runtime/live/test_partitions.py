@@ -21,8 +21,8 @@ from piecegraph import (
     prepare,
 )
 from piecegraph.errors import InvalidSetting
-from piecegraph.runtime.recording import SegmentKind
-from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.capture.recording import SegmentKind
 
 pytestmark = [
     pytest.mark.compile,

@@ -92,10 +92,12 @@ def test_refresh_captures_anew_only_what_is_stale(serve: Callable[..., Any]) -> 
     with pytest.raises(MovedTensor, match="kv_cache"):
         served.step(1, 1)
     recordings = dict(served.prepared.recordings())
-    slot = next(iter(recordings))
-    served.prepared._slots.captured[slot].addresses = served.prepared._slots.addresses.snapshot()
-    assert set(served.prepared.refresh()) == set(recordings) - {slot}
-    assert dict(served.prepared.recordings())[slot] is recordings[slot]
+    graph_index = next(iter(recordings))
+    served.prepared._graphs.captured[
+        graph_index
+    ].addresses = served.prepared._graphs.addresses.snapshot()
+    assert set(served.prepared.refresh()) == set(recordings) - {graph_index}
+    assert dict(served.prepared.recordings())[graph_index] is recordings[graph_index]
     served.step(1, 1)
     assert first.numel() == 4
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from piecegraph import Batch, Config, PreparedModel, break_graph, prepare
-from piecegraph.runtime.captured_slot import CapturedSlot
+from piecegraph.runtime.capture.captured_graph import CapturedGraph
 
 from ..conftest import loud_backend
 
@@ -124,7 +124,9 @@ def test_so_does_what_generated_code_writes() -> None:
 def test_a_model_that_only_reads_its_inputs_pays_nothing() -> None:
     prepared = prepared_for(Reading(), graph_mode="FULL")
     assert not written(prepared)
-    assert {type(slot) for slot in prepared._captured if slot is not None} == {CapturedSlot}
+    assert {type(graph_index) for graph_index in prepared._captured if graph_index is not None} == {
+        CapturedGraph
+    }
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from piecegraph import Batch, Config, Events, GraphMode, PreparedModel, get_forward_context
 from piecegraph.cache import Cache
-from piecegraph.compile.compile_model import Task, compile_model
-from piecegraph.compile.compiled_model import CompiledModel
-from piecegraph.runtime.replay_backend import ReplayBackend
+from piecegraph.compile.lower.compiled_model import CompiledModel
+from piecegraph.compile.pipeline import Task, compile_model
+from piecegraph.runtime.backends.replay.backend import ReplayBackend
 
 from ..conftest import prepare_on_replay
 

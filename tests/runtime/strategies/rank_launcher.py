@@ -20,13 +20,13 @@ from torch import Tensor
 
 from piecegraph import Batch, CaptureStrategy, Config, Dispatcher, Events, GraphMode
 from piecegraph.dispatch import AttentionSupport, make_plan
-from piecegraph.runtime.capture_session import CaptureSession
-from piecegraph.runtime.capturer import Capturer
-from piecegraph.runtime.ranks import Ranks, start_facts
-from piecegraph.runtime.recorder import record
-from piecegraph.runtime.recording import Recording
-from piecegraph.runtime.replay_backend import ReplayBackend, ReplayOptions
-from piecegraph.runtime.slot_actions import SlotActions
+from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.capture.graph_actions import GraphActions
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.recording import Recording
+from piecegraph.runtime.capture.session import CaptureSession
+from piecegraph.runtime.strategy.capturer import Capturer
+from piecegraph.runtime.strategy.ranks import Ranks, start_facts
 
 TIMEOUT_S = 3.0
 DEADLINE_S = 30.0
@@ -104,16 +104,16 @@ def capturer_of(
     dispatcher = Dispatcher(make_plan(GraphMode.FULL, (1, 2, 4), max_num_reqs=8))
     buffer = torch.zeros(4)
 
-    def make(slot: int, session: CaptureSession) -> Recording:
-        size = dispatcher.plan.entries[slot].descriptor.num_tokens
+    def make(graph_index: int, session: CaptureSession) -> Recording:
+        size = dispatcher.plan.entries[graph_index].descriptor.num_tokens
         return record(double, (buffer[:size],), session, name=str(size), breaks=False)
 
-    def install(slot: int, recording: Recording) -> None:
+    def install(graph_index: int, recording: Recording) -> None:
         captured.append(recording.name)
 
     strategy = CaptureStrategy.EAGER if eager else CaptureStrategy.LAZY
     config = Config(strategy=strategy, **settings)
-    actions = SlotActions(make, install, captured.__delitem__)
+    actions = GraphActions(make, install, captured.__delitem__)
     exchange = ranks.exchange
     return Capturer(config, dispatcher, backend, Events(), actions, exchange), captured
 

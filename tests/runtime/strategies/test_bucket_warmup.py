@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from piecegraph.dispatch import Bucket, Phase
 from piecegraph.errors import UnknownWarmupStrategy
-from piecegraph.runtime.bucket_warmup import AffineCosts, BucketWarmup, warm_buckets
+from piecegraph.runtime.strategy.bucket_warmup import AffineCosts, BucketWarmup, warm_buckets
 
 PROMPT = [Bucket(batch, query, 0) for batch in (1, 2, 4) for query in (128, 256, 512, 1024)]
 DECODE = [Bucket(batch, 1, context) for batch in (1, 2, 4, 8, 16) for context in (128, 256)]

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from piecegraph import Events
 from piecegraph.dispatch import GraphMode, Histogram, RuntimeMode, make_plan
-from piecegraph.runtime import graph_memory
-from piecegraph.runtime.eviction import worth
-from piecegraph.runtime.graph_memory import GraphMemory
-from piecegraph.runtime.memory_forecast import Forecast, ModeForecast, fit
-from piecegraph.runtime.pruning import prune
-from piecegraph.runtime.ranks import alone
+from piecegraph.runtime.memory import budget as graph_memory
+from piecegraph.runtime.memory.budget import GraphMemory
+from piecegraph.runtime.memory.forecast import Forecast, ModeForecast, fit
+from piecegraph.runtime.memory.pruning import prune
+from piecegraph.runtime.strategy.eviction import worth
+from piecegraph.runtime.strategy.ranks import alone
 
 GRAPH = 1000
 OPTIONS = {"graph_bytes": GRAPH}
@@ -64,8 +64,8 @@ def test_probes_are_released_whoever_holds_their_recordings(make: Any) -> None:
     held: list[Any] = []
     record = capturer._actions.record
 
-    def holding(slot: int, session: Any) -> Any:
-        held.append(record(slot, session))
+    def holding(graph_index: int, session: Any) -> Any:
+        held.append(record(graph_index, session))
         return held[-1]
 
     capturer._actions = replace(capturer._actions, record=holding)
@@ -140,8 +140,8 @@ def test_no_pruned_plan_is_forecast_above_the_limit(
 ) -> None:
     plan = make_plan(GraphMode.FULL_AND_PIECEWISE, sorted(sizes), max_num_reqs=64)
     forecast = Forecast({RuntimeMode.PIECEWISE: piecewise, RuntimeMode.FULL: full})
-    slots = list(range(len(plan.entries)))
-    dropped = prune(plan, slots, forecast, limit)
+    indices = list(range(len(plan.entries)))
+    dropped = prune(plan, indices, forecast, limit)
 
     def total(left_out: list[int]) -> int:
         return sum(
@@ -149,8 +149,8 @@ def test_no_pruned_plan_is_forecast_above_the_limit(
                 mode,
                 [
                     entry.descriptor.num_tokens
-                    for slot, entry in enumerate(plan.entries)
-                    if entry.mode is mode and slot not in left_out
+                    for graph_index, entry in enumerate(plan.entries)
+                    if entry.mode is mode and graph_index not in left_out
                 ],
             )
             for mode in (RuntimeMode.PIECEWISE, RuntimeMode.FULL)
@@ -164,11 +164,11 @@ def test_no_pruned_plan_is_forecast_above_the_limit(
 def test_what_saves_least_goes_first() -> None:
     plan = make_plan(GraphMode.FULL, (8, 16, 17, 32), max_num_reqs=64)
     forecast = Forecast({RuntimeMode.FULL: ModeForecast(32, 100, 100.0)})
-    slots = list(range(4))
+    indices = list(range(4))
     sizes = [entry.descriptor.num_tokens for entry in plan.entries]
-    assert [sizes[slot] for slot in prune(plan, slots, forecast, 300)] == [16]
-    often_16 = prune(plan, slots, forecast, 300, [100 if n == 16 else 1 for n in range(33)])
-    assert [sizes[slot] for slot in often_16] == [17]
+    assert [sizes[graph_index] for graph_index in prune(plan, indices, forecast, 300)] == [16]
+    often_16 = prune(plan, indices, forecast, 300, [100 if n == 16 else 1 for n in range(33)])
+    assert [sizes[graph_index] for graph_index in often_16] == [17]
 
 
 def test_the_limit_names_what_it_drops_and_the_rest_serves(make: Any) -> None:
@@ -279,4 +279,6 @@ def test_ranks_prune_by_the_traffic_of_them_all() -> None:
 
     for among, least in ((alone, 16), (exchange, 8)):
         dropped = memory.keep(300, plan, own, among, events)
-        assert [plan.entries[slot].descriptor.num_tokens for slot in dropped] == [least]
+        assert [plan.entries[graph_index].descriptor.num_tokens for graph_index in dropped] == [
+            least
+        ]

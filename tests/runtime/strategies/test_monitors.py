@@ -15,10 +15,10 @@ from torch import Tensor
 
 from piecegraph import Batch, Config
 from piecegraph.errors import WorkAfterSeal
-from piecegraph.runtime import ahead
-from piecegraph.runtime.capture_session import capture_session
-from piecegraph.runtime.monitors import TRACE_LOGGER, meant
-from piecegraph.runtime.recorder import record
+from piecegraph.runtime import compile_ahead as ahead
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.session import capture_session
+from piecegraph.runtime.strategy.monitors import TRACE_LOGGER, meant
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +77,8 @@ def test_an_inductor_compile_is_told(
 def test_in_a_step_the_shape_is_told(sealed: Any) -> None:
     served = sealed()
     compiled = torch.compile(late, backend="eager", dynamic=False)
-    stitched = served.prepared._slots.stitched
-    served.prepared._slots.stitched = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
+    stitched = served.prepared._graphs.stitched
+    served.prepared._graphs.stitched = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
     served.step(Batch(11, 1))
     assert served.prepared.events.named("after_seal")[0].facts["shape"] == "11 tokens in NONE"
 

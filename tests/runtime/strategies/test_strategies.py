@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from piecegraph import Batch, CaptureStrategy, GraphMode, RuntimeMode
 from piecegraph.dispatch import make_plan
 from piecegraph.errors import CaptureAfterSeal
-from piecegraph.runtime.capture_budget import CaptureCosts
-from piecegraph.runtime.strategies import FADE_STEPS, GIVE_UP_AFTER, RETRY_STEPS, CaptureQueue
+from piecegraph.runtime.strategy.capture_budget import CaptureCosts
+from piecegraph.runtime.strategy.queue import FADE_STEPS, GIVE_UP_AFTER, RETRY_STEPS, CaptureQueue
 
 EVERYTHING = ["PIECEWISE 8", "PIECEWISE 4", "PIECEWISE 2", "PIECEWISE 1"]
 EVERYTHING += ["FULL 8", "FULL 4", "FULL 2", "FULL 1"]
@@ -127,9 +127,9 @@ def test_old_hits_fade() -> None:
     queue = CaptureQueue(CaptureStrategy.LAZY, plan, 1)
     for _ in range(FADE_STEPS - 1):
         queue.see(0)
-    assert queue.slots[0].hits == FADE_STEPS - 1
+    assert queue.states[0].hits == FADE_STEPS - 1
     queue.see(-1)
-    assert queue.slots[0].hits == (FADE_STEPS - 1) // 2
+    assert queue.states[0].hits == (FADE_STEPS - 1) // 2
 
 
 def test_idle_time_is_used_up_to_its_budget(make: Any) -> None:
@@ -197,8 +197,8 @@ def test_no_garbage_collection_for_a_lazy_capture(
 
 def test_capturing_leaves_the_random_state_alone(make: Any) -> None:
     served = make(strategy="lazy")
-    noise = served.prepared._slots.stitched
-    served.prepared._slots.stitched = lambda *inputs: (torch.rand(3), noise(*inputs))[1]
+    noise = served.prepared._graphs.stitched
+    served.prepared._graphs.stitched = lambda *inputs: (torch.rand(3), noise(*inputs))[1]
     before = torch.get_rng_state()
     served.prepared.capture()
     served.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))

@@ -1,0 +1,79 @@
+"""Environment variables: which are factors of a key, and which are not and why.
+
+Every variable with one of the prefixes is a factor unless it is listed here with a reason: a new
+variable of torch or Triton is covered the day it appears. Values that are paths are never factors.
+The library reads its own variables through `read`, which refuses one that is not declared.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from ...errors import UndeclaredVariable
+from .factors import is_place
+
+CACHE_DIR = "PIECEGRAPH_CACHE_DIR"
+SIGNING_KEY = "PIECEGRAPH_CACHE_SIGNING_KEY"
+SIGNING_KEY_FILE = "PIECEGRAPH_CACHE_SIGNING_KEY_FILE"
+OFF = "PIECEGRAPH_OFF"
+DUMP_DIR = "PIECEGRAPH_DUMP_DIR"
+LOG_LEVEL = "PIECEGRAPH_LOG_LEVEL"
+
+DECLARED: Mapping[str, str] = {
+    CACHE_DIR: "where the private cache directory lies",
+    SIGNING_KEY: "secret that signs shared entries",
+    SIGNING_KEY_FILE: "file that holds this secret",
+    OFF: "parts that are off, separated by commas",
+    DUMP_DIR: "where graphs and generated code are written for people",
+    LOG_LEVEL: "least severe level that the command line logs: debug, info, warning",
+}
+"""Every variable the library reads, with its meaning."""
+
+PREFIXES = ("PIECEGRAPH_", "TORCH", "PYTORCH_", "TRITON_", "ATEN_")
+
+EXEMPT: Mapping[str, str] = {
+    r"PIECEGRAPH_CACHE_.*": "where and whom to trust, not what is compiled; one is a secret",
+    OFF: "what it changes is in the settings",
+    r".*_(DIR|DIRS|PATH|HOME|FILE|FOLDER)": "a place",
+    r".*_(LOGS?|LOG_LEVEL|TRACE|VERBOSE|PROGRESS|PRINT_.*|SHOW_.*|COMPILE_DEBUG)": "what is shown",
+    r".*_(DUMP|DEBUG_DUMP|DUMP_.*|REPRODUCER.*)": "what is written for people",
+    r"TORCHELASTIC_.*|TORCH_(NCCL|GLOO|UCC)_.*|TORCH_DISTRIBUTED_DEBUG": "launch and transport",
+    r"PYTORCH(_CUDA|_HIP|_NO_CUDA)?_(ALLOC_CONF|MEMORY_CACHING)": "where tensors lie, not code",
+    r"TORCHINDUCTOR_(COMPILE_THREADS|WORKER_.*|PROFILE.*)": "how compiling is spread",
+    r"TORCHINDUCTOR_VEC_ISA_OK": "skips a probe; the instruction set found is a factor itself",
+    r"TORCHINDUCTOR_.*CACHE.*|TORCH_COMPILE_.*CACHE.*|TRITON_(ALWAYS_COMPILE|CACHE_.*)": (
+        "which other caches are used"
+    ),
+}
+"""Patterns of names that are no factor though they have a prefix, each with its reason."""
+
+
+def read(name: str) -> str | None:
+    """The value of one of our variables; raises UndeclaredVariable if it is not in DECLARED."""
+    if name not in DECLARED:
+        raise UndeclaredVariable(name=name)
+    return os.environ.get(name)
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """The environment with `changes`, for a process to start."""
+    return {**os.environ, **changes}
+
+
+def exemption(name: str, value: str) -> str | None:
+    """Why a variable with one of the prefixes is not a factor, or None if it is one."""
+    for pattern, reason in EXEMPT.items():
+        if re.fullmatch(pattern, name):
+            return reason
+    return "its value is a place" if is_place(value) else None
+
+
+def environment_factors() -> dict[str, str]:
+    """The variables that are factors, by name."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(PREFIXES) and exemption(name, value) is None
+    }

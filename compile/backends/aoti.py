@@ -1,0 +1,102 @@
+"""AOTInductor libraries: a unique piece as one shared object, loaded without Dynamo or Inductor.
+
+A library takes tensors only. A size among a piece's inputs is passed as the length of an empty
+tensor. A library is kept only if it agrees with the piece it was made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ...errors import LibraryDisagrees, LibraryNotGeneral
+from ...torch_compat.aoti import AheadCompiled, aoti_compile
+from ...torch_compat.inductor import inductor_cache_directory, inductor_options
+from ...torch_compat.tensors import fresh_fake_mode
+from ..guards.numerics_check import disagreement
+from ..guards.prover import Ranges, prove
+from ..guards.range_check import corners
+from ..pieces.piece import size_positions
+from .inductor import scratch
+from .library import load_library
+
+
+def build_library(
+    graph: GraphModule, limits: Ranges, device: torch.device, options: Mapping[str, Any]
+) -> bytes:
+    """Compile a piece's graph ahead of time.
+
+    Raises LibraryNotGeneral if the library would not hold for every size in `limits`,
+    LibraryDisagrees if its results differ from the graph's, and torch's errors where the piece
+    cannot be exported.
+    """
+    carried = _sizes_as_tensors(graph)
+    inputs, dynamic = _example_tensors(carried, limits)
+    with scratch() as folder:
+        with inductor_cache_directory(folder), inductor_options():
+            compiled = aoti_compile(carried, inputs, dynamic, dict(options))
+        _check_general(compiled)
+        library = load_library(Path(compiled.path), size_positions(graph.graph), device)
+        for sizes in corners(limits):
+            if fault := disagreement(library, graph, sizes):
+                raise LibraryDisagrees(fault=fault, sizes=dict(sizes))
+        return Path(compiled.path).read_bytes()
+
+
+def _sizes_as_tensors(graph: GraphModule) -> GraphModule:
+    """A copy in which each size among the inputs is the length of an empty tensor."""
+    copy = Graph()
+    values: dict[Node, Node] = {}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        values[node] = copy.node_copy(node)
+    for node, carrier in list(values.items()):
+        if isinstance(node.meta["example_value"], torch.SymInt):
+            values[node] = copy.call_function(torch.ops.aten.sym_size.int, (carrier, 0))
+    copy.output(copy.graph_copy(graph.graph, values))
+    return GraphModule(graph, copy)
+
+
+def _example_tensors(
+    graph: GraphModule, limits: Ranges
+) -> tuple[list[torch.Tensor], list[dict[int, tuple[str, int, int] | None]]]:
+    """Fake tensors of the traced sizes, and which of their dimensions vary over what range."""
+    tensors, dynamic = [], []
+    with fresh_fake_mode():
+        for shape, stride, dtype, device in map(_form, graph.graph.find_nodes(op="placeholder")):
+            sizes = [_hint(size) for size in shape]
+            strides = [_hint(step) for step in stride]
+            tensors.append(torch.empty_strided(sizes, strides, dtype=dtype, device=device))
+            dynamic.append(
+                {i: _range(size, limits) for i, size in enumerate(shape) if not _is_fixed(size)}
+            )
+    return tensors, dynamic
+
+
+def _form(node: Node) -> tuple[Any, Any, torch.dtype, torch.device]:
+    value = node.meta["example_value"]
+    if isinstance(value, torch.SymInt):
+        return (value, 0), (1, 1), torch.float32, torch.device("cpu")
+    return value.shape, value.stride(), value.dtype, value.device
+
+
+def _is_fixed(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) or bool(size.node.expr.is_Integer)
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _range(size: torch.SymInt, limits: Ranges) -> tuple[str, int, int] | None:
+    expression = size.node.expr
+    return (str(expression), *limits[expression]) if expression.is_Symbol else None
+
+
+def _check_general(compiled: AheadCompiled) -> None:
+    for guard in compiled.guards:
+        if not prove(guard, compiled.ranges).holds:
+            raise LibraryNotGeneral(expression=guard)

@@ -1,0 +1,73 @@
+"""Inductor code that a person can read and change: one directory a piece below the dump directory.
+
+What runs is always loaded from there. A directory that exists is used as it is, so an edit of its
+Python or C++ source takes effect at the next start, which then says that the code was tampered
+with; removing the directory compiles the piece anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from ...events import Events
+from ...torch_compat.inductor import (
+    inductor_cache_directory,
+    inductor_load_unpacked,
+    inductor_options,
+    inductor_unpack,
+)
+from ..ir.artifact import Finish
+from ..ir.readable import readable
+from .inductor import scratch
+from .registry import Compiler
+
+DIGESTS = "digests.json"
+"""File beside the code with the sha256 of each of its files as it was generated."""
+
+
+def unpacked_inductor(dump_dir: Path, events: Events) -> Compiler:
+    """Inductor, by way of directories `inductor_<hash>` in `dump_dir`; it keeps no artifacts."""
+
+    def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
+        stated = {name: _stated(option) for name, option in sorted(options.items())}
+        content = f"{readable(graph)} {stated}"
+        folder = dump_dir / f"inductor_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+        with inductor_options():
+            if not folder.exists():
+                with scratch() as temporary, inductor_cache_directory(temporary):
+                    inductor_unpack(graph, inputs, dict(options), str(folder))
+                (folder / "graph.py").write_text(readable(graph))
+                (folder / DIGESTS).write_text(json.dumps(_digests(folder)))
+            _tell_if_tampered(folder, events)
+            loaded = inductor_load_unpacked(str(folder))
+        return lambda: (loaded, {})
+
+    return Compiler("inductor", compile_piece)
+
+
+def _stated(option: Any) -> Any:
+    """An option as it is from one process to the next; a pass by what stands for its source."""
+    return option.uuid() if hasattr(option, "uuid") else option
+
+
+def _tell_if_tampered(folder: Path, events: Events) -> None:
+    """Only what was generated counts: torch writes more files there when it loads them."""
+    stated = json.loads((folder / DIGESTS).read_text()) if (folder / DIGESTS).exists() else {}
+    if not stated or not stated.items() <= _digests(folder).items():
+        events.count("compile.tampered")
+        events.emit("compile.tampered", level=logging.WARNING, directory=folder.name)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.rglob("*"))
+        if file.suffix in (".py", ".cpp", ".h")
+    }

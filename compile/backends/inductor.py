@@ -1,0 +1,120 @@
+"""Inductor artifacts: a unique piece compiled, kept with its kernels, loaded without a compiler.
+
+On a CPU Inductor's serialised artifact holds C++ source, and loading it runs the C++ compiler
+unless the shared libraries are found in Inductor's cache directory. An artifact of ours therefore
+carries those libraries, and loading lays them out in a private directory first.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from ...events import Events
+from ...torch_compat.inductor import (
+    inductor_cache_directory,
+    inductor_callable,
+    inductor_compile,
+    inductor_deserialize,
+    inductor_options,
+    inductor_serialize,
+)
+from ...torch_compat.tensors import fresh_fake_mode
+from ...torch_compat.toolchain import (
+    compiler_dispensable,
+    compiler_version,
+    cpp_headers_ready,
+    keep_probe,
+    probes,
+)
+from ..ir.artifact import CODE, COMPILER, KERNEL, PROBE, Blobs, Finish, PieceFn
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inductor's files in a directory of their own, for the pieces of one model.
+
+    A kernel that several pieces have is compiled once.
+    """
+    with scratch() as folder:
+        with inductor_cache_directory(folder), inductor_options():
+            yield
+
+
+def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
+    """Generate code for `graph` and its symbolic `inputs`, while `compiling`."""
+    artifact, libraries = inductor_compile(graph, inputs, dict(options))
+
+    def finish() -> tuple[PieceFn, Blobs]:
+        kernels = {_blob_name(file): file.read_bytes() for file in libraries()}
+        code = inductor_serialize(artifact)
+        if code is None:
+            return inductor_callable(artifact), {}
+        blobs = {CODE: code, **kernels}
+        if kernels:
+            blobs |= {f"{PROBE}{name}": answer for name, answer in probes().items()}
+            blobs[COMPILER] = compiler_version()
+        return inductor_callable(artifact), blobs
+
+    return finish
+
+
+def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
+    """As `compile_piece` with every cache of torch's off, local and remote; nothing is kept."""
+    uncached = {**options, "force_disable_caches": True}
+    artifact, libraries = inductor_compile(graph, inputs, uncached)
+
+    def finish() -> tuple[PieceFn, Blobs]:
+        libraries()
+        return inductor_callable(artifact), {}
+
+    return finish
+
+
+def first_use(device: torch.device, events: Events) -> None:
+    """Build the precompiled C++ headers in a phase of their own if this machine lacks them."""
+    if device.type != "cpu" or cpp_headers_ready():
+        return
+    graph = Graph()
+    one = graph.placeholder("one")
+    graph.output((graph.call_function(torch.add, (one, one)),))
+    with events.span("toolchain", level=logging.INFO), compiling():
+        inputs = [fresh_fake_mode().from_tensor(torch.zeros(1))]
+        compile_piece(GraphModule({}, graph), inputs, {})()
+
+
+def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
+    """The callables of artifacts whose bytes have been verified; no compiler is run."""
+    version = next((blobs[COMPILER] for blobs in artifacts if COMPILER in blobs), b"")
+    with scratch() as folder, inductor_cache_directory(folder):
+        for blobs in artifacts:
+            _lay_out(blobs, Path(folder))
+        with inductor_options(), compiler_dispensable(folder, version):
+            return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """For compiles or a load; threads of Inductor's may still write to it at the end."""
+    return tempfile.TemporaryDirectory(prefix="piecegraph-", ignore_cleanup_errors=True)
+
+
+def _blob_name(library: Path) -> str:
+    """Inductor keeps a library at <two letters>/<name>; a blob's name holds both."""
+    return f"{KERNEL}{library.parent.name}.{library.name}"
+
+
+def _lay_out(blobs: Blobs, folder: Path) -> None:
+    for name, content in blobs.items():
+        if name.startswith(KERNEL):
+            parent, _, file = name.removeprefix(KERNEL).partition(".")
+            (folder / parent).mkdir(exist_ok=True)
+            (folder / parent / file).write_bytes(content)
+        elif name.startswith(PROBE):
+            keep_probe(name.removeprefix(PROBE), content)

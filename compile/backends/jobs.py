@@ -1,0 +1,249 @@
+"""Compile unique pieces, each for every span that needs code of its own.
+
+Code is generated for one after the other: torch's standalone compile is not thread-safe, and
+spawned workers were slower on two cores. But while the kernels of one are still being compiled, the
+next is generated. Results come in the order of the pieces, and the first error ends it; what was
+begun before is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import sympy
+import torch
+
+from ...cache import Entry, Key
+from ...cache.keys.factors import Json
+from ...errors import PieceFailed, PiecegraphError
+from ...torch_compat.dynamo import reasoning_about_sizes
+from ..bundle.key_factors import codegen_key, machine_factors
+from ..guards.numerics_check import concrete_inputs, disagreement
+from ..ir.artifact import CODE, Blobs, PieceFn, kernels
+from ..ir.config import TOKENS
+from ..ir.locations import first_line
+from ..ir.plan import CompiledSpan
+from ..ir.request import Task
+from ..lower.cut import Cut, UniquePiece
+from ..lower.report_plan import tell_lookup
+from ..passes.graph_pass import GraphPass, inductor_passes, passes_for
+from ..pieces.compile_ranges import Span, spans
+from .partition import partition_options, partitions_of
+from .registry import Compiler
+
+
+@dataclass(frozen=True)
+class Job:
+    """One unique piece for one span. `size` is the token count to compile for, or None."""
+
+    unique: UniquePiece
+    span: Span
+    passes: tuple[GraphPass, ...]
+    size: int | None
+    key: Key
+
+
+@dataclass(frozen=True)
+class Made:
+    """What came of a job. It may be stored if all guards are `proved` for the served ranges."""
+
+    fn: PieceFn
+    blobs: Blobs
+    proved: bool
+    seconds: float
+    """What compiling took, now or when it was stored."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Jobs, what came of each, and which of them serve each span."""
+
+    jobs: list[Job]
+    made: list[Made]
+    spans: list[CompiledSpan]
+
+
+def compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> Compiled:
+    """Load or compile every job. Raises PieceFailed and the errors of guards."""
+    with task.events.span("compile", level=logging.INFO, pieces=len(cut.unique)):
+        for unique in cut.unique:
+            cut.guards.check_ends(unique.piece.module(cut.trace.graph), f"piece {unique.index}")
+        jobs, used = _schedule(cut, machine_factors(cut.config, task.device))
+        made = {number: _stored(task, cut, job, compiler) for number, job in enumerate(jobs)}
+        missing = [number for number, stored in made.items() if stored is None]
+        if missing and compiler.first_use is not None:
+            compiler.first_use(task.device, task.events)
+        with compiler.session() if missing else nullcontext():
+            begins = (partial(_begin, task, cut, jobs[number], compiler) for number in missing)
+            made.update(zip(missing, _overlapped(begins), strict=True))
+    done = [each for each in made.values() if each is not None]
+    return Compiled(jobs, done, [_served(span, numbers, done) for span, numbers in used])
+
+
+def _schedule(
+    cut: Cut, machine: Mapping[str, Any]
+) -> tuple[list[Job], list[tuple[Span, tuple[int, ...]]]]:
+    """The distinct jobs, and for each span the numbers of those that serve it."""
+    jobs: dict[Any, tuple[int, Job]] = {}
+    used = []
+    for span in spans(cut.config):
+        numbers = []
+        for job in _jobs(cut, span, machine):
+            identity = (job.unique.index, job.size, tuple(each.name for each in job.passes))
+            numbers.append(jobs.setdefault(identity, (len(jobs), job))[0])
+        used.append((span, tuple(numbers)))
+    return [job for _, job in jobs.values()], used
+
+
+def _served(span: Span, numbers: tuple[int, ...], made: Sequence[Made]) -> CompiledSpan:
+    cuts = sum(partitions_of(made[number].fn) for number in numbers)
+    return CompiledSpan(low=span.low, high=span.high, artifacts=numbers, partitions=cuts)
+
+
+def _overlapped(begins: Iterable[Callable[[], Callable[[], Made]]]) -> Iterator[Made]:
+    """Begin each, and finish it once the next has begun."""
+    waiting: Callable[[], Made] | None = None
+    for begin in begins:
+        try:
+            begun = begin()
+        except Exception:
+            if waiting:
+                waiting()
+            raise
+        if waiting:
+            yield waiting()
+        waiting = begun
+    if waiting:
+        yield waiting()
+
+
+def _jobs(cut: Cut, span: Span, machine: Mapping[str, Any]) -> Iterator[Job]:
+    """A job for each unique piece; those without a dynamic size are the same in every span."""
+    for unique in cut.unique:
+        symbols = [str(cut.guards.label(symbol)) for symbol in unique.piece.symbols()]
+        passes = passes_for(cut.config, span.high if symbols else None)
+        size = span.low if span.exact and symbols == [TOKENS] else None
+        key = codegen_key(machine, unique.digest, passes, size)
+        yield Job(unique, span, passes, size, key)
+
+
+def _stored(task: Task, cut: Cut, job: Job, compiler: Compiler) -> Made | None:
+    if compiler.load is None:
+        return None
+    entry = task.cache.lookup("artifact", job.key)
+    tell_lookup("artifact", job.key, entry, task.cache, task.events)
+    if not isinstance(entry, Entry) or CODE not in entry.contents:
+        return None
+    if not _covers(entry.meta, _ranges(cut, job)):
+        return None
+    (fn,) = compiler.load([entry.contents])
+    seconds = entry.meta.get("compile_seconds")
+    known = float(seconds) if isinstance(seconds, (int, float)) else 0.0
+    return Made(fn, entry.contents, proved=True, seconds=known)
+
+
+def store_artifact(task: Task, cut: Cut, job: Job, made: Made) -> None:
+    """Publish what was made of a job, with the ranges over which its guards are proved."""
+    if made.blobs and made.proved:
+        meta: dict[str, Json] = {"compile_seconds": made.seconds, "ranges": _ranges(cut, job)}
+        task.cache.publish("artifact", job.key, meta, made.blobs)
+
+
+def _ranges(cut: Cut, job: Job) -> list[Json]:
+    """The served range of each symbol of the piece, by first appearance."""
+    served = cut.guards.limits()
+    return [list(served[symbol]) for symbol in job.unique.piece.symbols()]
+
+
+def _covers(meta: Mapping[str, Any], limits: list[Any]) -> bool:
+    """Whether an artifact's proved ranges contain the ones to be served."""
+    proved = meta.get("ranges")
+    return (
+        isinstance(proved, list)
+        and len(proved) == len(limits)
+        and all(
+            isinstance(known, list) and known[0] <= low and high <= known[1]
+            for known, (low, high) in zip(proved, limits, strict=True)
+        )
+    )
+
+
+def compiler_options(task: Task, cut: Cut, job: Job) -> dict[str, Any]:
+    """Inductor's options for a job: autotuned if it is for one size, the user's, the passes."""
+    tuned = {} if job.size is None else {"max_autotune": task.device.type == "cuda"}
+    passes = inductor_passes(job.passes, task.events, job.unique.index)
+    cuts = partition_options(cut.partition_ops) if cut.config.use_inductor_graph_partition else {}
+    return {**tuned, **cut.config.inductor_options, **passes, **cuts}
+
+
+def _begin(task: Task, cut: Cut, job: Job, compiler: Compiler) -> Callable[[], Made]:
+    """Run the compiler on a copy of the piece, and settle the guards that it adds.
+
+    Raises PieceFailed and the errors of guards.
+    """
+    unique, events = job.unique, task.events
+    about: dict[str, Any] = {
+        "piece": unique.index,
+        "digest": unique.digest[:12],
+        "range": [job.span.low, job.span.high] if job.size is None else [job.size, job.size],
+    }
+    graph = unique.piece.module(cut.trace.graph)
+    events.emit("compile.start", compiler=compiler.name, **about)
+    with (
+        events.span("compile.piece", piece=unique.index, digest=unique.digest[:12]) as generation,
+        _naming(compiler, unique),
+        reasoning_about_sizes(cut.config.dynamic_shapes.value),
+    ):
+        options = compiler_options(task, cut, job)
+        wait = cache(compiler.compile(graph, _inputs(job, graph), options))
+
+    def run(sizes: Mapping[sympy.Symbol, int]) -> str | None:
+        return disagreement(wait()[0], unique.piece.module(cut.trace.graph), sizes)
+
+    # splitting ops inside may need a step around them, or write to memory that is in use
+    runnable = None if cut.partition_ops else run
+    proved = cut.guards.settle(f"piece {unique.index}", run=runnable)
+
+    def finish() -> Made:
+        with (
+            events.span("compile.kernels", piece=unique.index) as waiting,
+            _naming(compiler, unique),
+        ):
+            fn, blobs = wait()
+        made = Made(fn, blobs, proved, generation.seconds + waiting.seconds)
+        if cut.config.use_inductor_graph_partition:
+            about["partitions"] = partitions_of(fn)
+        events.emit("compile.end", seconds=made.seconds, kernels=kernels([blobs])[0], **about)
+        events.count(f"{compiler.name}_compiles")
+        store_artifact(task, cut, job, made)
+        return made
+
+    return finish
+
+
+@contextmanager
+def _naming(compiler: Compiler, unique: UniquePiece) -> Iterator[None]:
+    """Name the piece in what the compiler raises."""
+    try:
+        yield
+    except PiecegraphError:
+        raise
+    except Exception as error:
+        raise PieceFailed(
+            compiler=compiler.name,
+            piece=unique.index,
+            digest=unique.digest[:12],
+            reason=f"{type(error).__name__}: {first_line(error)}",
+        ) from error
+
+
+def _inputs(job: Job, graph: torch.fx.GraphModule) -> list[Any]:
+    """Symbolic fake inputs for a range; for one size real tensors, which make it static."""
+    if job.size is None:
+        return job.unique.piece.example_values()
+    return concrete_inputs(graph, dict.fromkeys(job.unique.piece.symbols(), job.size))

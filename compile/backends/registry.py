@@ -1,0 +1,91 @@
+"""Compilers by name: what turns a unique piece into a callable, and what can be kept of it.
+
+`inductor` yields artifacts. `eager` and torch's registered backends yield callables of this process
+only, so a model compiled by them is traced anew at each start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ...errors import UnknownCompiler
+from ...events import Events
+from ...torch_compat.patch import cache_variables_kept
+from ..ir.artifact import Blobs, Finish, PieceFn
+from . import inductor
+
+ENTRY_POINTS = "piecegraph.compilers"
+
+CompilePiece = Callable[[GraphModule, list[Any], Mapping[str, Any]], Finish]
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """`compile(graph, inputs, options)` begins; what it returns ends, with a callable and blobs.
+
+    There are no blobs if nothing is kept. Between the two the next piece may begin. `load` rebuilds
+    the callables of several artifacts at once; None for a compiler that keeps none.
+    """
+
+    name: str
+    compile: CompilePiece
+    load: Callable[[Sequence[Blobs]], list[PieceFn]] | None = None
+    first_use: Callable[[torch.device, Events], None] | None = None
+    """Pays what the compiler costs once a machine, so that no piece is charged with it."""
+    session: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Lasts while the pieces of one model are compiled."""
+
+
+INDUCTOR = Compiler(
+    "inductor",
+    inductor.compile_piece,
+    inductor.load_pieces,
+    inductor.first_use,
+    inductor.compiling,
+)
+
+
+def compiler_named(name: str) -> Compiler:
+    """The compiler called `name`: one of ours, an entry point, or a registered torch backend.
+
+    An entry point of group `piecegraph.compilers` is an object like `Compiler`.
+    Raises UnknownCompiler.
+    """
+    if name == "inductor":
+        return INDUCTOR
+    if name == "eager":
+        return Compiler(name, _compile_eagerly)
+    registered = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name in registered:
+        loaded: Compiler = registered[name].load()
+        return loaded
+    with cache_variables_kept():
+        from torch._dynamo.backends.registry import list_backends
+
+    backends = list_backends(exclude_tags=())
+    if name not in backends:
+        known = sorted({"inductor", "eager", *registered, *backends})
+        raise UnknownCompiler(name=name, known=", ".join(known))
+    return Compiler(name, _with_backend(name))
+
+
+def _compile_eagerly(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
+    forward = graph.forward
+    return lambda: (lambda args: forward(*args), {})
+
+
+def _with_backend(name: str) -> CompilePiece:
+    def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
+        from torch._dynamo.backends.registry import lookup_backend
+
+        compiled = lookup_backend(name)(graph, inputs)
+        return lambda: (lambda args: compiled(*args), {})
+
+    return compile_piece

@@ -1,0 +1,54 @@
+"""The unique pieces of a model as graphs, for tools that look into one and compile parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from ..cache import Cache
+from ..events import Events
+from ..torch_compat.dynamo import reasoning_about_sizes
+from .backends.registry import compiler_named
+from .ir.config import CompileConfig
+from .ir.request import Task
+from .lower.cut import cut_model
+
+
+@dataclass(frozen=True)
+class PieceGraph:
+    """One unique piece: its graph, and fake inputs to compile it for."""
+
+    digest: str
+    graph: GraphModule
+    inputs: list[Any]
+
+
+def piece_graphs(
+    model: torch.nn.Module,
+    config: CompileConfig,
+    device: torch.device,
+    examples: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+) -> list[PieceGraph]:
+    """Trace and split `model`; the unique pieces in the order in which a plan numbers them.
+
+    Raises the errors of tracing and splitting.
+    """
+    cut = cut_model(Task(model, config, Cache(None, Events()), Events(), device, examples))
+    return [
+        PieceGraph(each.digest, each.piece.module(cut.trace.graph), each.piece.example_values())
+        for each in cut.unique
+    ]
+
+
+def compile_graph(
+    graph: GraphModule, inputs: list[Any], config: CompileConfig
+) -> Callable[[list[Any]], Any]:
+    """`graph` compiled as a piece would be; the function takes one list of arguments."""
+    compiler = compiler_named(config.compiler)
+    with compiler.session(), reasoning_about_sizes(config.dynamic_shapes.value):
+        fn, _ = compiler.compile(graph, inputs, config.inductor_options)()
+    return fn

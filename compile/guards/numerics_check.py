@@ -1,0 +1,62 @@
+"""Whether a compiled piece gives what its graph gives, found by running both on made-up inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..ir.artifact import PieceFn
+from ..ir.op_names import ALLOCATIONS
+from ..ir.sizes import Sizes, input_at
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+"""Absolute and relative, by dtype; results of other dtypes must be equal."""
+
+
+def disagreement(fn: PieceFn, graph: GraphModule, sizes: Sizes) -> str | None:
+    """How `fn` differs from `graph` at `sizes`; None if it does not.
+
+    Floating-point inputs are small random numbers, all others zero: an index of zero is in range
+    for any table. Results that are bare allocations are not compared.
+    """
+    results: Any = graph.graph.output_node().args[0]
+    inputs = concrete_inputs(graph, sizes)
+    with torch.no_grad():
+        expected = graph(*_copied(inputs))
+        got = fn(_copied(inputs))
+    for index, (node, one, other) in enumerate(zip(results, got, expected, strict=True)):
+        if isinstance(node, Node) and node.target in ALLOCATIONS:
+            continue
+        if fault := _fault(one, other):
+            return f"result {index} {fault}"
+    return None
+
+
+def concrete_inputs(graph: GraphModule, sizes: Sizes) -> list[Any]:
+    """Made-up inputs of the forms that the graph's inputs have at `sizes`."""
+    return [_made_up(node, sizes) for node in graph.graph.find_nodes(op="placeholder")]
+
+
+def _fault(got: Any, expected: Any) -> str | None:
+    if not isinstance(expected, torch.Tensor):
+        return None if got == expected else f"is {got} instead of {expected}"
+    if got.shape != expected.shape or got.dtype is not expected.dtype:
+        return f"is {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    tolerance = TOLERANCE.get(expected.dtype, 0.0)
+    if torch.allclose(got, expected, tolerance, tolerance, equal_nan=True):
+        return None
+    return f"is off by {(got.double() - expected.double()).abs().max().item():.3g}"
+
+
+def _copied(inputs: Sequence[Any]) -> list[Any]:
+    return [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
+
+
+def _made_up(node: Node, sizes: Sizes) -> Any:
+    value = input_at(node, sizes)
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.normal_(std=0.1) if value.dtype.is_floating_point else value.zero_()

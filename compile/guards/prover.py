@@ -1,0 +1,277 @@
+"""Shape guards: each one is proved over the served range, checked at run time, or an error.
+
+Dynamo and Inductor put guards on sizes while they trace and compile; serving engines drop them and
+are silently wrong where one fails. A guard here is a predicate over the declared symbols. It is
+proved by intervals (torch's `bound_sympy`) or, where intervals do not decide, by trying every size
+in the range; what fails is reported with the user's line and the sizes that break it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch.fx import GraphModule
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from ...errors import CompileError, GuardUnproved, ShapesDiffer, Specialised
+from ...events import Events
+from ..ir.config import CompileConfig, DynamicShapes, GuardPolicy
+from ..ir.plan import SettledGuard
+from ..ir.sizes import Sizes
+from ..trace.size_asserts import SizeAssert
+from .range_check import Difference, corners, difference_at
+
+EXHAUSTIVE = 1 << 20
+"""Combinations of sizes that are tried one by one; beyond, only intervals prove."""
+
+Ranges = dict[sympy.Symbol, tuple[int, int]]
+
+Run = Callable[[Sizes], str | None]
+"""Runs what was compiled at the given sizes; None if it is right there, else how it is wrong."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """A condition on sizes under which the trace, or a compiled piece, is right."""
+
+    expression: sympy.Basic
+    where: str | None
+
+
+@dataclass(frozen=True)
+class Proof:
+    """`holds` is None when neither intervals nor trial decide."""
+
+    holds: bool | None
+    method: str
+    failing: tuple[dict[str, int], ...] = ()
+    failures: int = 0
+
+
+def prove(expression: sympy.Basic, ranges: Ranges) -> Proof:
+    """Decide whether `expression` holds for all sizes in `ranges` (inclusive)."""
+    if expression in (sympy.true, sympy.false):
+        return Proof(expression is sympy.true, "constant")
+    bounds = {s: ValueRanges(low, high) for s, (low, high) in ranges.items()}
+    try:
+        decided = bound_sympy(expression, bounds)
+    except Exception:  # an operator without interval semantics: fall through to trial
+        decided = None
+    if decided is not None and decided.is_singleton() and decided.lower is sympy.true:
+        return Proof(True, "intervals")
+    return _tried(expression, ranges)
+
+
+def _tried(expression: sympy.Basic, ranges: Ranges) -> Proof:
+    symbols = sorted(expression.free_symbols, key=str)
+    unknown = [symbol for symbol in symbols if symbol not in ranges]
+    if unknown:
+        return Proof(None, f"unbounded {unknown[0]}")
+    holds = _predicate(expression, symbols)
+    spans = [range(ranges[s][0], ranges[s][1] + 1) for s in symbols]
+    exhaustive = math.prod(map(len, spans)) <= EXHAUSTIVE
+    points = itertools.product(*spans if exhaustive else map(_landmarks, spans))
+    failing: list[tuple[int, ...]] = []
+    failures = 0
+    for point in points:
+        if not holds(*point):
+            failures += 1
+            if len(failing) < 3:
+                failing.append(point)
+    if failures:
+        named = tuple({str(s): n for s, n in zip(symbols, p, strict=True)} for p in failing)
+        return Proof(False, "trial", named, failures)
+    return Proof(True, "trial") if exhaustive else Proof(None, "too many sizes to try")
+
+
+def _landmarks(span: range) -> list[int]:
+    """Sizes where guards tend to break: ends, powers of two and their neighbours."""
+    powers = [2**k + d for k in range(21) for d in (-1, 0, 1)]
+    return sorted({span[0], span[-1], *(p for p in powers if p in span)})
+
+
+def _predicate(expression: sympy.Basic, symbols: list[sympy.Symbol]) -> Any:
+    names = ", ".join(map(str, symbols))
+    holds = eval(f"lambda {names}: {python_text(expression)}", {"math": math})
+
+    def holds_at(*sizes: int) -> bool:
+        try:
+            return bool(holds(*sizes))
+        except ZeroDivisionError:  # where it has no meaning it does not hold
+            return False
+
+    return holds_at
+
+
+def python_text(expression: sympy.Basic) -> str:
+    """The expression as Python source over its symbols' names."""
+    text: str = PythonPrinter().doprint(expression)
+    return text
+
+
+class GuardBook:
+    """Follows one shape environment: what was guarded, since when, and whether it is proved."""
+
+    def __init__(
+        self, shape_env: Any, labels: dict[sympy.Symbol, str], config: CompileConfig, events: Events
+    ) -> None:
+        self._env = shape_env
+        self._labels = {s: sympy.Symbol(name, integer=True) for s, name in labels.items()}
+        self._config = config
+        self._events = events
+        self._read = 0
+        self._asserted: set[sympy.Basic] = set()
+        self.unproved: list[Guard] = []
+        self.settled: list[SettledGuard] = []
+
+    def settle(
+        self, origin: str, asserts: Sequence[SizeAssert] = (), run: Run | None = None
+    ) -> bool:
+        """Prove all guards added since the last call, or treat them as the policy says.
+
+        `asserts` are assertions that were taken out of a graph. `run` runs what was compiled at
+        given sizes and says how it is wrong there: a guard of the compiler's that fails only for a
+        few sizes is settled by running these. Returns whether all is proved; raises GuardUnproved
+        under the policy `prove`.
+        """
+        before = len(self.unproved)
+        guards = self._env.guards[self._read :]
+        self._read = len(self._env.guards)
+        for shape_guard in guards:
+            self._settle(shape_guard.expr, _user_line(shape_guard.sloc), origin, run)
+        if self._config.dynamic_shapes is DynamicShapes.UNBACKED:
+            for expression, where in [*self._narrowed(), *asserts, *self._deferred()]:
+                if expression not in self._asserted:
+                    self._asserted.add(expression)
+                    self._settle(expression, where, origin, run)
+        return len(self.unproved) == before
+
+    def _narrowed(self) -> Iterator[SizeAssert]:
+        """Bounds that tracing put on unbacked sizes; unlike assertions they know their line."""
+        for symbol in self._labels:
+            bounds = self._env.var_to_range.get(symbol)
+            if bounds is not None:
+                lines = self._env.var_to_range_sloc[symbol]
+                yield sympy.Ge(symbol, bounds.lower), _user_line(lines.lower)
+                if bounds.upper.is_Integer:
+                    yield sympy.Le(symbol, bounds.upper), _user_line(lines.upper)
+
+    def _deferred(self) -> Iterator[SizeAssert]:
+        for deferred in self._env.deferred_runtime_asserts.values():
+            for item in deferred:
+                expression = self._env.replace(item.expr)
+                if expression.free_symbols <= set(self._labels):
+                    yield expression, None
+
+    def check_ends(self, piece: GraphModule, origin: str) -> None:
+        """Compare the shapes of a piece at the ends of the range with what the trace says.
+
+        Raises ShapesDiffer under the policy `prove`.
+        """
+        for sizes in corners(self.limits()):
+            if found := difference_at(piece, sizes):
+                self._differs(found, {self._labels[s]: n for s, n in sizes.items()}, origin)
+
+    def limits(self) -> Ranges:
+        """The served range of each symbol that is not equal to another."""
+        base = [symbol for symbol in self._labels if self._env.replace(symbol) == symbol]
+        return {symbol: self._config.limits(str(self._labels[symbol])) for symbol in base}
+
+    def label(self, symbol: sympy.Symbol) -> sympy.Symbol:
+        """The declared name of a symbol of the trace."""
+        return self._labels[symbol]
+
+    def _differs(self, found: Difference, sizes: dict[sympy.Symbol, int], origin: str) -> None:
+        error = ShapesDiffer(
+            where=found.where,
+            sizes=", ".join(f"{symbol} = {size}" for symbol, size in sizes.items()),
+            actual=found.actual,
+            expected=found.expected,
+        )
+        self._events.emit("shapes_differ", origin=origin, what=str(error))
+        other = sympy.Or(*(sympy.Ne(symbol, size) for symbol, size in sizes.items()))
+        self._treat(Guard(other, found.where), error, str(error))
+
+    def check_symbols(self) -> None:
+        """Raise Specialised if tracing turned a declared symbol into a number."""
+        for symbol, value in self._env.replacements.items():
+            if value.is_Integer and symbol in self._labels:
+                sloc = self._env.replacements_slocs.get(symbol)
+                raise Specialised(
+                    where=_user_line(sloc), symbol=self._labels[symbol], value=int(value)
+                )
+
+    def _labelled(self, expression: sympy.Basic) -> sympy.Basic:
+        return expression.xreplace(
+            {s: self._labels[s] for s in expression.free_symbols if s in self._labels}
+        )
+
+    def _ranges(self, expression: sympy.Basic) -> Ranges:
+        named = set(self._labels.values())
+        return {s: self._config.limits(str(s)) for s in expression.free_symbols if s in named}
+
+    def _settle(
+        self, expression: sympy.Basic, where: str | None, origin: str, run: Run | None
+    ) -> None:
+        guard = Guard(self._labelled(expression), where)
+        proof = prove(guard.expression, self._ranges(guard.expression))
+        if run is not None and self._right_where_it_fails(proof, run):
+            proof = Proof(True, "run at the sizes it fails for", proof.failing, proof.failures)
+        settled = SettledGuard(
+            expression=str(guard.expression),
+            where=guard.where,
+            origin=origin,
+            proved=proof.holds,
+            method=proof.method,
+            failing=proof.failing,
+        )
+        self.settled.append(settled)
+        self._events.emit("guard", **settled.model_dump())
+        if not proof.holds:
+            self._treat(guard, self._error(guard, proof), str(guard.expression))
+
+    def _treat(self, unproved: Guard, error: CompileError, said: str) -> None:
+        """Do with what does not hold as the policy says."""
+        match self._config.guards:
+            case GuardPolicy.PROVE:
+                raise error
+            case GuardPolicy.CHECK:
+                self.unproved.append(unproved)
+            case GuardPolicy.DROP:
+                self._events.emit("guard.dropped", level=logging.WARNING, expression=said)
+
+    def _right_where_it_fails(self, proof: Proof, run: Run) -> bool:
+        if proof.holds is not False or proof.failures > len(proof.failing):
+            return False
+        least = {symbol: low for symbol, (low, _) in self.limits().items()}
+        symbols = {str(self._labels[symbol]): symbol for symbol in least}
+        points = [{symbols[name]: size for name, size in f.items()} for f in proof.failing]
+        return all(run({**least, **point}) is None for point in points)
+
+    def _error(self, guard: Guard, proof: Proof) -> GuardUnproved:
+        symbols = sorted(map(str, guard.expression.free_symbols))
+        low, high = self._config.limits(symbols[0]) if symbols else (1, 1)
+        sizes = ", ".join(
+            str(tuple(f.values()) if len(f) > 1 else next(iter(f.values()))) for f in proof.failing
+        )
+        return GuardUnproved(
+            where=guard.where,
+            expression=guard.expression,
+            symbol=", ".join(symbols),
+            sizes=f"{sizes} ({proof.failures} in all)" if sizes else proof.method,
+            low=low,
+            high=high,
+        )
+
+
+def _user_line(sloc: Any) -> str | None:
+    """`file.py:8` of the user's code, from torch's `code  # file.py:8 in fn`."""
+    text = getattr(sloc, "maybe_user_loc", None)
+    return text.rpartition("#")[2].strip() if text else None

@@ -1,0 +1,101 @@
+"""Shapes of a piece at the ends of the served range, found by running it there on fake tensors.
+
+Some specialisations leave no guard: `squeeze(0)` keeps a symbolic dimension of any size but 1. A
+piece is therefore run with concrete sizes, and the shape of every value is compared with what its
+symbolic shape says. Pieces are checked one by one and once each: if every piece gives the shapes it
+promises for inputs that have theirs, so does the model, at a cost that layers do not add to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node
+
+from ..ir.locations import first_line, node_location
+from ..ir.serialization import dtype_name
+from ..ir.sizes import Sizes, input_at, size_at
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A node whose value at `sizes` is not what the trace says."""
+
+    sizes: Sizes
+    where: str | None
+    actual: str
+    expected: str
+
+
+def corners(limits: dict[sympy.Symbol, tuple[int, int]]) -> Iterator[Sizes]:
+    """Every choice of a lowest or highest size for each symbol."""
+    ends = [dict.fromkeys(limits[symbol]) for symbol in limits]
+    for choice in itertools.product(*ends):
+        yield dict(zip(limits, choice, strict=True))
+
+
+def difference_at(graph: GraphModule, sizes: Sizes) -> Difference | None:
+    """The first node of a piece that has another shape or dtype at `sizes`, or that fails there.
+
+    None also where data decides a shape: then only what comes before it is compared.
+    """
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        run = _Run(graph, sizes)
+        try:
+            run.run(*(input_at(node, sizes) for node in graph.graph.find_nodes(op="placeholder")))
+        except (_Differs, DynamicOutputShapeException):
+            return run.difference
+    return None
+
+
+class _Differs(Exception):
+    pass
+
+
+class _Run(Interpreter):
+    """Runs node by node and stops at the first difference."""
+
+    def __init__(self, graph: GraphModule, sizes: Sizes) -> None:
+        super().__init__(graph)
+        self._sizes = sizes
+        self.difference: Difference | None = None
+
+    def run_node(self, n: Node) -> Any:
+        expected = self._form(n.meta.get("example_value"))
+        try:
+            value = super().run_node(n)
+        except DynamicOutputShapeException:
+            raise
+        except Exception as error:
+            if isinstance(n.target, torch._ops.HigherOrderOperator):
+                raise DynamicOutputShapeException(n.target) from error  # type: ignore[arg-type]
+            reason = f"an error ({first_line(error)})"
+            raise self._differs(n, reason, expected) from error
+        if expected is not None and (actual := self._form(value)) != expected:
+            raise self._differs(n, actual, expected)
+        return value
+
+    def _differs(self, node: Node, actual: str | None, expected: str | None) -> _Differs:
+        where = node_location(node)
+        self.difference = Difference(self._sizes, where, str(actual), str(expected))
+        return _Differs()
+
+    def _form(self, value: Any) -> str | None:
+        """Shape and dtype in words; None for what has none or depends on data."""
+        match value:
+            case torch.Tensor():
+                shape = [size_at(size, self._sizes) for size in value.shape]
+                return None if None in shape else f"{dtype_name(value.dtype)}{shape}"
+            case torch.Size() | tuple() | list() if value:
+                forms = [self._form(item) for item in value]
+                return None if None in forms else f"({', '.join(map(str, forms))})"
+            case torch.SymInt() | int() if not isinstance(value, bool):
+                size = size_at(value, self._sizes)
+                return None if size is None else str(size)
+        return None

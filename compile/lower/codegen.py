@@ -1,0 +1,123 @@
+"""From a plan to one straight-line Python function over pieces, weights and splitting ops.
+
+The function takes the user's tensors in the plan's order and returns the results, flat. Pieces,
+splitting ops and weights are closure cells, sizes are read once, and every value is deleted right
+after its last use, which is what lets a memory pool reuse its block during capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..ir.plan import CallStep, PieceStep, Plan
+from ..ir.serialization import decode, refs, source
+
+StepFn = Callable[..., tuple[Any, ...]]
+Hook = Callable[[int, Callable[..., Any]], Callable[..., Any]]
+
+
+def stitch(
+    plan: Plan,
+    pieces: Sequence[Callable[[list[Any]], Any]],
+    weights: Mapping[str, torch.Tensor],
+    piece_hook: Hook | None = None,
+    call_hook: Hook | None = None,
+) -> StepFn:
+    """Bind a plan. `weights` maps qualified names to tensors.
+
+    `piece_hook(use, fn)` and `call_hook(use, fn)` may replace the callable of each piece step and
+    of each splitting call; that is how a capture puts graph segments around the same code.
+    """
+    calls = plan.calls()
+    bound: dict[str, Any] = {weight.name: weights[weight.target] for weight in plan.weights}
+    for use, piece in enumerate(plan.piece_uses()):
+        bound[f"p{use}"] = piece_hook(use, pieces[piece]) if piece_hook else pieces[piece]
+    for use, call in enumerate(calls):
+        op = resolve_op(call.op)
+        bound[f"c{use}"] = call_hook(use, op) if call_hook else op
+    text, constants = stitched_source(plan)
+    bound.update(constants)
+    namespace: dict[str, Any] = {}
+    exec(compile(text, "<piecegraph stitched>", "exec"), namespace)
+    step: StepFn = namespace["link"](**bound)
+    return step
+
+
+def resolve_op(name: str) -> Callable[..., Any]:
+    """The operator overload called `ns::op.overload`."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    op: Callable[..., Any] = getattr(
+        getattr(getattr(torch.ops, namespace), packet), overload or "default"
+    )
+    return op
+
+
+def stitched_source(plan: Plan) -> tuple[str, dict[str, Any]]:
+    """Source of `link(...)`, which returns the step function, and the constants it names."""
+    constants: dict[str, Any] = {}
+    body = [f"{s.name} = {s.source}.size({s.dim})" for s in plan.symbols]
+    last = _last_uses(plan)
+    piece_use = call_use = 0
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, PieceStep):
+            taken = "".join(f"{out}, " for out in step.outs) + "= " if step.outs else ""
+            body.append(f"{taken}p{piece_use}([{', '.join(step.args)}])")
+            piece_use += 1
+        else:
+            body.append(_call(f"c{call_use}", step, constants))
+            call_use += 1
+        if dead := last.get(index):
+            body.append(f"del {', '.join(dead)}")
+    body.append(f"return ({''.join(f'{result.name}, ' for result in plan.results)})")
+    names = [
+        *(weight.name for weight in plan.weights),
+        *(f"p{use}" for use in range(piece_use)),
+        *(f"c{use}" for use in range(call_use)),
+        *constants,
+    ]
+    lines = [
+        f"def link({', '.join(names)}):",
+        f"    def step({', '.join(item.name for item in plan.inputs)}):",
+        *(f"        {line}" for line in body),
+        "    return step",
+        "",
+    ]
+    return "\n".join(lines), constants
+
+
+def _last_uses(plan: Plan) -> dict[int, list[str]]:
+    """Intermediate values to delete after each step."""
+    kept = {result.name for result in plan.results}
+    last: dict[str, int] = {}
+    for index, step in enumerate(plan.steps):
+        for name in [*used(step), *(out for out in step.outs if out)]:
+            if name.startswith("t") and name not in kept:
+                last[name] = index
+    dead: dict[int, list[str]] = {}
+    for name, index in last.items():
+        dead.setdefault(index, []).append(name)
+    return dead
+
+
+def used(step: PieceStep | CallStep) -> Sequence[str]:
+    """Names of the values that a step is given, in order."""
+    if isinstance(step, PieceStep):
+        return step.args
+    return refs([decode(argument) for argument in [*step.args, *step.kwargs.values()]])
+
+
+def _call(name: str, step: CallStep, constants: dict[str, Any]) -> str:
+    """A splitting call as a statement."""
+    arguments = [source(decode(arg), constants) for arg in step.args]
+    arguments += [f"{key}={source(decode(arg), constants)}" for key, arg in step.kwargs.items()]
+    call = f"{name}({', '.join(arguments)})"
+    if not any(step.outs):
+        return call
+    if not step.unpack:
+        return f"{step.outs[0]} = {call}"
+    let_go = "" if all(step.outs) else "; del _"
+    return f"{', '.join(out or '_' for out in step.outs)}, = {call}{let_go}"

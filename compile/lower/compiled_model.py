@@ -1,0 +1,88 @@
+"""A compiled model: plan, callables of its unique pieces, and the weights they are bound to."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...errors import ModelMismatch
+from ..ir.artifact import PieceFn
+from ..ir.plan import CompiledSpan, Plan
+from ..ir.serialization import dtype_name
+from .codegen import Hook, StepFn, stitch
+
+
+@dataclass(frozen=True)
+class CompiledModel:
+    """What `compile_model` returns; `from_bundle` if nothing was traced or compiled for it."""
+
+    plan: Plan
+    pieces: tuple[PieceFn, ...]
+    """One callable for each artifact that the plan's spans name."""
+    weights: Mapping[str, torch.Tensor]
+    model: torch.nn.Module
+    """Where the weights are from."""
+    from_bundle: bool
+    traced: bool = True
+    """Whether the pieces are from a trace; otherwise the one piece is the model's own forward."""
+
+    def link(self, piece_hook: Hook | None = None, call_hook: Hook | None = None) -> StepFn:
+        """The straight-line function from the plan's input tensors to its results; see `stitch`.
+
+        Where there are several spans it looks at the size it is called with.
+        """
+        steps = [self._linked(span, piece_hook, call_hook) for span in self.plan.spans]
+        if len(steps) == 1:
+            return steps[0]
+        ends = [span.high for span in self.plan.spans]
+        source, dim = self.plan.token_source()
+
+        def step(*inputs: torch.Tensor) -> tuple[Any, ...]:
+            return steps[bisect_left(ends, inputs[source].size(dim))](*inputs)
+
+        return step
+
+    def rebound(self) -> CompiledModel:
+        """Bound to the weights that the model has now; raises ModelMismatch."""
+        return replace(self, weights=weights_of(self.model, self.plan))
+
+    def _linked(
+        self, span: CompiledSpan, piece_hook: Hook | None, call_hook: Hook | None
+    ) -> StepFn:
+        pieces = [self.pieces[artifact] for artifact in span.artifacts]
+        return stitch(self.plan, pieces, self.weights, piece_hook, call_hook)
+
+
+def bind(
+    plan: Plan,
+    pieces: Sequence[PieceFn],
+    model: torch.nn.Module,
+    *,
+    from_bundle: bool,
+) -> CompiledModel:
+    """Bind a plan to the weights of `model`; raises ModelMismatch where one does not fit."""
+    weights = weights_of(model, plan)
+    return CompiledModel(plan, tuple(pieces), weights, model, from_bundle)
+
+
+def weights_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
+    """The weights that a plan names; raises ModelMismatch where one does not fit."""
+    tensors = {
+        **dict(model.named_buffers(remove_duplicate=False)),
+        **dict(model.named_parameters(remove_duplicate=False)),
+    }
+    weights = {}
+    for weight in plan.weights:
+        tensor = tensors.get(weight.target)
+        if tensor is None:
+            raise ModelMismatch(reason=f"it has no weight {weight.target!r}")
+        found = (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
+        wanted = (weight.dtype, weight.shape, weight.stride)
+        if found != wanted:
+            raise ModelMismatch(reason=f"{weight.target!r} is {found}, the plan has {wanted}")
+        weights[weight.target] = tensor
+    return weights

@@ -1,0 +1,202 @@
+"""A model that is not traced: one piece, which calls its forward as it is.
+
+For models that cannot be traced, and for telling whether compilation is at fault. Graphs of it
+break at splitting functions while it runs (see `runtime.recordable`). What form its result has is
+learned from two runs on fake tensors of different sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ...errors import ResultFormUnknown
+from ..ir.config import CompileConfig
+from ..ir.plan import CompiledSpan, PieceStep, Plan, Result, Symbol, UniquePiece, UserInput
+from ..ir.request import Task
+from ..ir.serialization import Ref, dtype_name, encode, referring
+from ..ir.writes import Writes
+from ..trace.examples import Examples, Leaf, example_inputs
+from .compiled_model import CompiledModel
+
+_UNLIKE = (41, 43, 47, 53, 59, 61)
+"""Sizes unlike those that example inputs are made with."""
+
+
+def uncompiled_model(task: Task) -> CompiledModel:
+    """The model behind the interface of a compiled one.
+
+    Raises ResultFormUnknown and the errors of `example_inputs`.
+    """
+    model, config = task.model, task.config
+    examples = example_inputs(model, config, task.device, task.examples)
+    tensors = [leaf for leaf in examples.leaves() if isinstance(leaf.value, Tensor)]
+    symbols = _symbols(tensors, examples, config)
+    structure, results, written = _result_form(model, examples, list(symbols.values()))
+    outs = tuple(result.name for result in results)
+    plan = Plan(
+        inputs=tuple(
+            _input(i, leaf, examples, symbols, written[i]) for i, leaf in enumerate(tensors)
+        ),
+        constants=examples.constants(),
+        weights=(),
+        symbols=tuple(symbols.values()),
+        pieces=(UniquePiece(digest="", nodes=1, sizes=()),),
+        spans=(CompiledSpan(low=1, high=config.max_num_tokens, artifacts=(0,)),),
+        steps=(PieceStep(piece=0, args=tuple(f"i{i}" for i in range(len(tensors))), outs=outs),),
+        results=results,
+        structure=structure,
+        parameters=tuple(examples.signature.parameters),
+    )
+    forward = _forward(model, examples)
+    return CompiledModel(plan, (forward,), {}, model, from_bundle=False, traced=False)
+
+
+def _result_form(
+    model: torch.nn.Module, examples: Examples, symbols: list[Symbol]
+) -> tuple[Any, tuple[Result, ...], list[bool]]:
+    """The structure of the result, encoded, its tensors, and which of the inputs are written to.
+
+    Raises ResultFormUnknown.
+    """
+    sizes = _example_sizes(examples, symbols)
+    others = _other_sizes(sizes, symbols)
+    (first, written), (second, _) = (
+        _fake_result(model, examples, each) for each in (sizes, others)
+    )
+    (form, found), (other_form, again) = _apart(first), _apart(second)
+    structure = encode(form)
+    if structure != encode(other_form) or [t.dim() for t in found] != [t.dim() for t in again]:
+        raise ResultFormUnknown(
+            reason=f"at {sizes} it has other tensors, or other values beside them, than at {others}"
+        )
+    axes = [(symbol.name, sizes[symbol.label], others[symbol.label]) for symbol in symbols]
+    results = tuple(
+        Result(
+            name=f"t{index}",
+            dtype=dtype_name(one.dtype),
+            shape=tuple(_size(*pair, axes) for pair in zip(one.shape, other.shape, strict=True)),
+        )
+        for index, (one, other) in enumerate(zip(found, again, strict=True))
+    )
+    return structure, results, written
+
+
+def _apart(result: Any) -> tuple[Any, list[Tensor]]:
+    """A result with a reference for each tensor, and its tensors in order."""
+    tensors: list[Tensor] = []
+
+    def ref(value: Any) -> Ref | None:
+        if not isinstance(value, Tensor):
+            return None
+        tensors.append(value)
+        return Ref(f"o{len(tensors) - 1}")
+
+    return referring(result, ref), tensors
+
+
+def _size(one: int, other: int, axes: list[tuple[str, int, int]]) -> int | str:
+    """The size that is `one` and `other` in the two runs, as an expression over the symbols."""
+    if one == other:
+        return one
+    for name, at_one, at_other in axes:
+        if one % at_one == 0 and other == one // at_one * at_other:
+            return name if one == at_one else f"{one // at_one}*{name}"
+    raise ResultFormUnknown(reason=f"a size is {one}, then {other}, at {axes}")
+
+
+def _example_sizes(examples: Examples, symbols: list[Symbol]) -> dict[str, int]:
+    tensors = [leaf.value for leaf in examples.leaves() if isinstance(leaf.value, Tensor)]
+    return {s.label: tensors[int(s.source[1:])].size(s.dim) for s in symbols}
+
+
+def _other_sizes(sizes: dict[str, int], symbols: list[Symbol]) -> dict[str, int]:
+    """For each symbol a size unlike the one in `sizes`, if its range has another."""
+    others = {}
+    for symbol, size in zip(symbols, _UNLIKE, strict=False):
+        other = max(symbol.low, min(size, symbol.high))
+        if other == sizes[symbol.label] and other > symbol.low:
+            other -= 1
+        others[symbol.label] = other
+    return {**sizes, **others}
+
+
+def _fake_result(
+    model: torch.nn.Module, examples: Examples, sizes: dict[str, int]
+) -> tuple[Any, list[bool]]:
+    """What the model returns for fake inputs of the given sizes, and which it writes to."""
+    leaves = iter(examples.leaves())
+
+    def resized(value: Any) -> Any:
+        label = next(leaves).label
+        if not isinstance(value, Tensor):
+            return value
+        symbols = (examples.symbols.get((label, dim)) for dim in range(value.dim()))
+        shape = [n if s is None else sizes[s] for n, s in zip(value.shape, symbols, strict=True)]
+        return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            arguments = pytree.tree_map(resized, examples.arguments)
+            args, kwargs = replace(examples, arguments=arguments).call_arguments()
+            inputs = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+            with Writes() as writes:
+                result = model(*args, **kwargs)
+            return result, [writes.include(tensor) for tensor in inputs]
+    except Exception as error:
+        raise ResultFormUnknown(reason=f"{type(error).__name__}: {error}") from error
+
+
+def _forward(model: torch.nn.Module, examples: Examples) -> Callable[[list[Tensor]], Any]:
+    """The model's forward as a function of its tensors, in order, to its result's, in order."""
+    leaves, form = pytree.tree_flatten(examples.arguments)
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def forward(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        filled = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        arguments = pytree.tree_unflatten(filled, form)
+        args, kwargs = replace(examples, arguments=arguments).call_arguments()
+        return tuple(_apart(model(*args, **kwargs))[1])
+
+    return forward
+
+
+def _symbols(tensors: list[Leaf], examples: Examples, config: CompileConfig) -> dict[str, Symbol]:
+    """The dynamic sizes by label, each read where it occurs first."""
+    found: dict[str, Symbol] = {}
+    for index, leaf in enumerate(tensors):
+        for dim in range(leaf.value.dim()):
+            label = examples.symbols.get((leaf.label, dim))
+            if label is None or label in found:
+                continue
+            low, high = config.limits(label)
+            name = f"s{len(found)}"
+            found[label] = Symbol(
+                name=name, label=label, source=f"i{index}", dim=dim, low=low, high=high
+            )
+    return found
+
+
+def _input(
+    index: int, leaf: Leaf, examples: Examples, symbols: dict[str, Symbol], written: bool
+) -> UserInput:
+    labels = (examples.symbols.get((leaf.label, dim)) for dim in range(leaf.value.dim()))
+    return UserInput(
+        name=f"i{index}",
+        path=leaf.path,
+        dtype=dtype_name(leaf.value.dtype),
+        device=str(leaf.value.device),
+        shape=tuple(
+            symbols[label].name if label else size
+            for label, size in zip(labels, leaf.value.shape, strict=True)
+        ),
+        written=written,
+    )

@@ -1,0 +1,249 @@
+"""Write the plan: name every value of a traced and split graph, and list the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from ...errors import UnboundSymbol
+from ..guards.prover import Guard, python_text
+from ..ir.config import TOKENS, CompileConfig
+from ..ir.op_names import overload_name, overload_of
+from ..ir.plan import (
+    CallStep,
+    Check,
+    CompiledSpan,
+    PieceStep,
+    Plan,
+    Result,
+    SettledGuard,
+    Symbol,
+    UniquePiece,
+    UserInput,
+    Weight,
+)
+from ..ir.readable import readable
+from ..ir.serialization import Expr, Ref, dtype_name, encode
+from ..pieces.piece import BaseSymbols, Piece, is_size, size_positions
+from ..pieces.split import Section, takes_element
+from ..trace.dynamo import Trace
+from ..trace.examples import Leaf
+from ..trace.mutations import written_arguments
+from ..trace.symbols import argument_sizes, symbol_labels
+
+
+def base_symbols(trace: Trace) -> BaseSymbols:
+    """A SymInt for each symbol that is the size of some argument's dimension."""
+    found: BaseSymbols = {}
+    for _, _, size in argument_sizes(trace):
+        expression = trace.symbol_of(size)
+        if expression.is_Symbol:
+            found.setdefault(expression, size)
+    return found
+
+
+class Planner:
+    """Names values while it writes steps; `plan()` puts everything together."""
+
+    def __init__(self, trace: Trace, config: CompileConfig) -> None:
+        self._trace = trace
+        self._config = config
+        self._names: dict[Node, str] = {}
+        self._inputs: list[UserInput] = []
+        self._weights: list[Weight] = []
+        self._symbols = self._named_symbols()
+        self._counter = 0
+        self._steps: list[PieceStep | CallStep] = []
+        self._shapes: dict[str, str] = {}
+        self._written = written_arguments(trace)
+        for node, source in trace.sources.items():
+            if source is not None:
+                self._names[node] = self._bind(node, source)
+
+    def piece(self, index: int, piece: Piece) -> None:
+        """Add a step that calls unique piece `index`."""
+        args = tuple(
+            self._names[key] if isinstance(key, Node) else self._symbols[key].name
+            for key in piece.inputs
+        )
+        outs = tuple(self._fresh(node) for node in piece.outputs)
+        self._steps.append(PieceStep(piece=index, args=args, outs=outs))
+
+    def calls(self, section: Section) -> None:
+        """Add one step for each splitting op of a section."""
+        inside = set(section.nodes)
+        for node in section.nodes:
+            if takes_element(node):
+                continue
+            elements = [u for u in node.users if u in inside and takes_element(u)]
+            self._steps.append(self._call(node, elements))
+
+    def plan(
+        self,
+        unique: Sequence[tuple[str, Piece]],
+        spans: Sequence[CompiledSpan],
+        unproved: Sequence[Guard],
+        settled: Sequence[SettledGuard],
+        partition_ops: Sequence[str],
+    ) -> Plan:
+        outputs = self._trace.outputs()
+        return Plan(
+            inputs=tuple(self._inputs),
+            constants=self._trace.examples.constants(),
+            weights=tuple(self._weights),
+            symbols=tuple(self._symbols.values()),
+            pieces=tuple(
+                UniquePiece(
+                    digest=digest,
+                    nodes=len(piece.graph.nodes),
+                    sizes=size_positions(piece.graph),
+                    text=readable(piece.module(self._trace.graph)),
+                )
+                for digest, piece in unique
+            ),
+            spans=tuple(spans),
+            steps=tuple(self._steps),
+            results=tuple(self._result(value) for value in outputs),
+            structure=encode(self._trace.structure),
+            checks=tuple(
+                Check(expression=python_text(guard.expression), where=guard.where)
+                for guard in unproved
+            ),
+            parameters=tuple(self._trace.examples.signature.parameters),
+            shapes=self._shapes,
+            guards=tuple(settled),
+            partition_ops=tuple(partition_ops),
+        )
+
+    def _named_symbols(self) -> dict[sympy.Symbol, Symbol]:
+        """The base symbols in the order of the arguments, the token count first."""
+        labels = symbol_labels(self._trace)
+        arguments = [n for n, source in self._trace.sources.items() if isinstance(source, Leaf)]
+        found: dict[sympy.Symbol, tuple[int, int]] = {}
+        for position, node in enumerate(arguments):
+            for dim, size in enumerate(node.meta["example_value"].shape):
+                symbol = self._trace.symbol_of(size)
+                if symbol.is_Symbol:
+                    found.setdefault(symbol, (position, dim))
+        declared = list(dict.fromkeys([TOKENS, *self._trace.examples.symbols.values()]))
+        named: dict[sympy.Symbol, Symbol] = {}
+        for symbol in sorted(found, key=lambda s: declared.index(labels[s])):
+            position, dim = found[symbol]
+            low, high = self._config.limits(labels[symbol])
+            named[symbol] = Symbol(
+                name=f"s{len(named)}",
+                label=labels[symbol],
+                source=f"i{position}",
+                dim=dim,
+                low=low,
+                high=high,
+            )
+        return named
+
+    def _bind(self, node: Node, source: Leaf | str) -> str:
+        value: torch.Tensor = node.meta["example_value"]
+        dtype = dtype_name(value.dtype)
+        if isinstance(source, str):
+            name = f"w{len(self._weights)}"
+            self._weights.append(
+                Weight(
+                    name=name,
+                    target=source,
+                    dtype=dtype,
+                    shape=tuple(value.shape),
+                    stride=tuple(value.stride()),
+                )
+            )
+            return name
+        name = f"i{len(self._inputs)}"
+        shape = tuple(self._size(size) for size in value.shape)
+        self._inputs.append(
+            UserInput(
+                name=name,
+                path=source.path,
+                dtype=dtype,
+                device=str(value.device),
+                shape=shape,
+                written=node in self._written,
+            )
+        )
+        return name
+
+    def _fresh(self, node: Node) -> str:
+        self._names[node] = f"t{self._counter}"
+        self._counter += 1
+        self._shapes[self._names[node]] = self._form(node.meta.get("example_value"))
+        return self._names[node]
+
+    def _form(self, value: Any) -> str:
+        """Dtype and shape, dynamic sizes by their labels."""
+        if not isinstance(value, torch.Tensor):
+            return type(value).__name__
+        labels = {s: sympy.Symbol(symbol.label) for s, symbol in self._symbols.items()}
+        sizes = (self._trace.symbol_of(size).xreplace(labels) for size in value.shape)
+        return f"{dtype_name(value.dtype)}[{', '.join(map(str, sizes))}]"
+
+    def _call(self, node: Node, elements: list[Node]) -> CallStep:
+        op = overload_of(node)
+        if elements:
+            taken = {int(e.args[1]): self._fresh(e) for e in elements}  # type: ignore[arg-type]
+            width = len(node.meta["example_value"])
+            outs: tuple[str | None, ...] = tuple(taken.get(i) for i in range(width))
+        else:
+            outs = (self._fresh(node),) if node.users else ()
+        return CallStep(
+            op=overload_name(op),
+            args=[encode(self._argument(arg)) for arg in node.args],
+            kwargs={key: encode(self._argument(arg)) for key, arg in node.kwargs.items()},
+            outs=outs,
+            unpack=bool(elements),
+        )
+
+    def _argument(self, value: Any) -> Any:
+        match value:
+            case Node() if value not in self._names and self._is_size(value):
+                return self._size_argument(value.meta["example_value"])
+            case Node():
+                return Ref(self._names[value])
+            case slice():
+                return slice(*map(self._argument, (value.start, value.stop, value.step)))
+            case tuple() | list():
+                return type(value)(self._argument(item) for item in value)
+            case dict():
+                return {key: self._argument(item) for key, item in value.items()}
+        return value
+
+    def _is_size(self, node: Node) -> bool:
+        return is_size(node, self._symbols, self._trace.shape_env)
+
+    def _size_argument(self, value: Any) -> Any:
+        if isinstance(value, torch.Size):
+            return tuple(self._size_argument(size) for size in value)
+        size = self._size(value)
+        return Expr(size) if isinstance(size, str) else size
+
+    def _size(self, size: int | torch.SymInt) -> int | str:
+        """A size as a number or as Python text over the plan's symbols."""
+        expression = self._trace.symbol_of(size)
+        if expression.is_Integer:
+            return int(expression)
+        for symbol in expression.free_symbols:
+            if symbol not in self._symbols:
+                raise UnboundSymbol(expression=expression)
+        names = {s: sympy.Symbol(self._symbols[s].name, integer=True) for s in self._symbols}
+        return python_text(expression.xreplace(names))
+
+    def _result(self, value: Any) -> Result:
+        if isinstance(value, Node) and not self._is_size(value):
+            tensor = value.meta["example_value"]
+            return Result(
+                name=self._names[value],
+                dtype=dtype_name(tensor.dtype),
+                shape=tuple(self._size(size) for size in tensor.shape),
+            )
+        size = value.meta["example_value"] if isinstance(value, Node) else value
+        return Result(name=str(self._size(size)), dtype=None, shape=())

@@ -1,0 +1,77 @@
+"""What a compiled model is made of, told alike after a trace and after a warm start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...cache import Cache, Entry, Key, Miss
+from ...cache.explain import why
+from ...events import Events, trace_artifact
+from ..ir.plan import CallStep, Plan, UniquePiece, UserInput, Weight
+from .codegen import stitched_source, used
+
+
+def tell_plan(plan: Plan, events: Events) -> None:
+    """Leave the split graph, each unique piece and its uses, the guards, the stitched source."""
+    events.detail("split_graph", lambda: {"steps": split_graph(plan)})
+    uses = plan.piece_uses()
+    for index, piece in enumerate(plan.pieces):
+        _tell_piece(
+            index, piece, [use for use, unique in enumerate(uses) if unique == index], events
+        )
+    events.detail("guards", lambda: {"guards": [guard.model_dump() for guard in plan.guards]})
+    trace_artifact("stitched", lambda: stitched_source(plan)[0])
+
+
+def _tell_piece(index: int, piece: UniquePiece, uses: list[int], events: Events) -> None:
+    events.detail(
+        "piece",
+        lambda: {"piece": index, "digest": piece.digest, "nodes": piece.nodes, "used_by": uses},
+    )
+    trace_artifact(f"piece_{index}", lambda: piece.text)
+
+
+def split_graph(plan: Plan) -> list[dict[str, Any]]:
+    """The steps in order: piece or op, what they take and give, with dtypes and shapes."""
+    steps: list[dict[str, Any]] = []
+    for step in plan.steps:
+        if isinstance(step, CallStep):
+            taken = list(dict.fromkeys(used(step)))
+            steps.append({"op": step.op, "takes": taken, "gives": [o for o in step.outs if o]})
+        else:
+            steps.append({"piece": step.piece, "takes": step.args, "gives": step.outs})
+    shown = {**plan.shapes, **_outer_shapes(plan)}
+    return [
+        {**step, **{k: {n: shown.get(n, "") for n in step[k]} for k in ("takes", "gives")}}
+        for step in steps
+    ]
+
+
+def _outer_shapes(plan: Plan) -> dict[str, str]:
+    """Dtype and shape of inputs and weights, dynamic sizes by their labels; labels of symbols."""
+    labels = {symbol.name: symbol.label for symbol in plan.symbols}
+    outer: list[UserInput | Weight] = [*plan.inputs, *plan.weights]
+    shapes = dict(labels)
+    for item in outer:
+        sizes = ", ".join(labels.get(str(size), str(size)) for size in item.shape)
+        shapes[item.name] = f"{item.dtype}[{sizes}]"
+    return shapes
+
+
+def tell_lookup(kind: str, key: Key, found: Entry | Miss, cache: Cache, events: Events) -> None:
+    """Leave a look-up with the key's factors and, for a miss, how the nearest entry differs."""
+    events.detail("cache.lookup", lambda: _lookup_facts(kind, key, found, cache))
+
+
+def _lookup_facts(kind: str, key: Key, found: Entry | Miss, cache: Cache) -> dict[str, Any]:
+    facts: dict[str, Any] = {"kind": kind, "key": key.digest, "factors": key.factors}
+    if isinstance(found, Entry):
+        return {**facts, "hit": True, "layer": found.layer, "bytes": found.size}
+    nearest = why(cache.private.root, kind, key, 1) if cache.private is not None else []
+    return {
+        **facts,
+        "hit": False,
+        "reason": found.reason,
+        "detail": found.detail,
+        "differs": [str(difference) for near in nearest for difference in near.differences],
+    }

@@ -1,0 +1,179 @@
+"""Content hash of a piece: equal exactly when generated code may be shared.
+
+The canonical text has one line a node, with nodes numbered by position instead of named. It holds
+what code generation reads: operators (custom ops with schema and implementation source), arguments,
+constants by value, and for every value dtype, device, shape, strides, layout and storage offset,
+with symbols named by first appearance, as well as which inputs share memory. Names, locations and
+user-code line numbers are not in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ...cache.keys.code_fingerprint import fingerprint as source_fingerprint
+from ...torch_compat.ops import custom_op_function, fake_function, registering_files, triton_call
+from ...torch_compat.tensors import storage_id
+from ..ir.op_names import is_custom, is_op, op_name, overloads
+from ..ir.serialization import encode
+
+
+def fingerprint(graph: Graph, root: torch.nn.Module, cut_at: Sequence[str] = ()) -> str:
+    """sha256, in hex, of the canonical text of `graph`; `root` holds its constants.
+
+    `cut_at` names the ops at which Inductor is to cut the generated code.
+    """
+    return hashlib.sha256(canonical_text(graph, root, cut_at).encode()).hexdigest()
+
+
+def canonical_text(graph: Graph, root: torch.nn.Module, cut_at: Sequence[str] = ()) -> str:
+    """The text that is hashed; two pieces differ where their texts do."""
+    writer = _Writer(root)
+    lines = [writer.line(node) for node in graph.nodes] + writer.schemas(cut_at)
+    return "\n".join([*lines, *(f"cut at {name}" for name in cut_at)])
+
+
+class _Writer:
+    def __init__(self, root: torch.nn.Module) -> None:
+        self._root = root
+        self._numbers: dict[Node, int] = {}
+        self._symbols: dict[Any, Any] = {}
+        self._storages: dict[int, int] = {}
+        self._ops: dict[str, Callable[..., Any]] = {}
+
+    def line(self, node: Node) -> str:
+        self._numbers[node] = len(self._numbers)
+        launch = triton_call(node)
+        parts = [
+            node.op,
+            "" if node.op in ("placeholder", "output") else self._target(node),
+            self._argument(node.args),
+            self._argument(node.kwargs if launch is None else launch[1]),
+            "" if launch is None else source_fingerprint(launch[0]),
+            self._value(node.meta.get("example_value")),
+        ]
+        return f"%{self._numbers[node]} " + " | ".join(parts)
+
+    def schemas(self, cut_at: Sequence[str]) -> list[str]:
+        """Schema and source of each custom op, since a piece inlines or calls them.
+
+        Of an op that the code is cut at, which is called and never inlined, the form is enough.
+        """
+        called = {name.partition(".")[0] for name in cut_at}
+        return [
+            f"{name} = {(op_form if op_name(op) in called else op_source)(op)}"
+            for name, op in sorted(self._ops.items())
+        ]
+
+    def _target(self, node: Node) -> str:
+        if node.op == "get_attr":
+            return self._constant(str(node.target))
+        if isinstance(node.target, str):
+            return node.target
+        if is_op(node.target):
+            name = str(node.target)
+            if is_custom(node.target):
+                self._ops[name] = node.target
+            return name
+        name = getattr(node.target, "__qualname__", None) or node.target.__name__
+        return f"{node.target.__module__}.{name}"
+
+    def _constant(self, target: str) -> str:
+        value: Any = self._root
+        for part in target.split("."):
+            value = getattr(value, part)
+        if isinstance(value, GraphModule):
+            return f"graph({canonical_text(value.graph, value)})"
+        if isinstance(value, torch.Tensor):
+            data = value.detach().cpu().reshape(-1)
+            content = hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
+            return f"tensor({self._value(value)}, {content})"
+        return repr(encode(value))
+
+    def _argument(self, value: Any) -> str:
+        match value:
+            case Node():
+                return f"%{self._numbers[value]}"
+            case tuple() | list():
+                items = ", ".join(self._argument(item) for item in value)
+                return f"({items})" if isinstance(value, tuple) else f"[{items}]"
+            case dict():
+                items = ", ".join(f"{k!r}: {self._argument(v)}" for k, v in sorted(value.items()))
+                return f"{{{items}}}"
+            case slice():
+                return f"slice{self._argument((value.start, value.stop, value.step))}"
+            case bool() | int() | float() | str() | None:
+                return repr(value)
+        if callable(value) and hasattr(value, "__qualname__"):
+            return f"{value.__module__}.{value.__qualname__}"
+        return repr(encode(value))
+
+    def _value(self, value: Any) -> str:
+        match value:
+            case torch.Tensor():
+                return self._tensor(value)
+            case torch.SymInt():
+                return f"int {self._size(value)}"
+            case torch.SymBool() | torch.SymFloat():
+                return f"{type(value).__name__} {self._renamed(value.node.expr)}"
+            case tuple() | list():
+                return f"({', '.join(self._value(item) for item in value)})"
+        return f"{type(value).__name__} {value!r}" if isinstance(value, (int, float)) else "-"
+
+    def _tensor(self, tensor: torch.Tensor) -> str:
+        strided = tensor.layout is torch.strided
+        facts = [
+            str(tensor.dtype),
+            str(tensor.device),
+            str(tensor.layout),
+            f"[{', '.join(self._size(s) for s in tensor.shape)}]",
+            f"[{', '.join(self._size(s) for s in tensor.stride())}]" if strided else "",
+            self._size(tensor.storage_offset()) if strided else "",
+            f"storage {self._storage(tensor)}" if strided else "",
+            "grad" if tensor.requires_grad else "",
+            "conj" if tensor.is_conj() else "",
+            "neg" if tensor.is_neg() else "",
+        ]
+        return " ".join(facts)
+
+    def _storage(self, tensor: torch.Tensor) -> int:
+        return self._storages.setdefault(storage_id(tensor), len(self._storages))
+
+    def _size(self, size: int | torch.SymInt) -> str:
+        return self._renamed(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+
+    def _renamed(self, expression: Any) -> str:
+        import sympy  # a warm start, which asks for sources of ops only, goes without
+
+        if not isinstance(expression, sympy.Basic):
+            return str(expression)
+        for symbol in sorted(expression.free_symbols, key=str):
+            self._symbols.setdefault(symbol, sympy.Symbol(f"S{len(self._symbols)}", integer=True))
+        text: str = sympy.srepr(expression.xreplace(self._symbols))
+        return text
+
+
+def op_source(op: Any) -> str:
+    """Schemas of a custom op, and hashes of the Python code that implements it.
+
+    An op made by `torch.library.custom_op` is known by its function. Of one registered through
+    `Library` torch keeps no function, only the files that did it: their content counts.
+    """
+    if function := custom_op_function(op_name(op)):
+        return "; ".join([op_form(op), source_fingerprint(function)])
+    files = {file for overload in overloads(op) for file in registering_files(overload.name())}
+    contents = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files)
+    return "; ".join([op_form(op), *contents])
+
+
+def op_form(op: Any) -> str:
+    """Schemas of a custom op and a hash of its fake implementation: what a caller of it sees."""
+    schemas = [str(overload._schema) for overload in overloads(op)]
+    fake = fake_function(op_name(op))
+    return "; ".join([*schemas, *([source_fingerprint(fake)] if fake else [])])

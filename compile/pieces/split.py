@@ -1,0 +1,123 @@
+"""Cut a traced graph at splitting ops into sections that run one after the other.
+
+Order is kept: a section is a run of consecutive nodes, so cutting can neither create a cycle nor
+reorder a mutation. Consecutive splitting ops share a section. Two kinds of node are exceptions,
+both free of effects: an element taken from an op's results belongs to that op, and a bare
+allocation moves up to the earliest compute section that has its inputs, so that no section exists
+for it alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch.fx import Graph, Node
+
+from ...errors import InvalidSetting, UnknownSplittingOp
+from ..ir.config import CompileConfig
+from ..ir.named_object import named_object
+from ..ir.op_names import ALLOCATIONS, op_names, overload_of
+
+Predicate = Callable[[Node], bool]
+SPLITTERS = "piecegraph.splitters"
+
+
+@dataclass(slots=True)
+class Section:
+    """Consecutive nodes: either all splitting ops (with their getitems) or none."""
+
+    splitting: bool
+    nodes: list[Node] = field(default_factory=list)
+
+
+def is_splitting(graph: Graph, config: CompileConfig) -> Predicate:
+    """Whether to cut at a node: by its op's name, by a pattern, or by the user's predicate.
+
+    Raises UnknownSplittingOp for a name or pattern that matches no op of `graph`.
+    """
+    present = [op_names(node) for node in graph.nodes if node.op == "call_function"]
+    known = frozenset().union(*present) if present else frozenset()
+    wanted: set[str] = set()
+    for name in (*config.splitting_ops, *config.splitting_patterns):
+        is_pattern = name in config.splitting_patterns
+        matched = {n for n in known if n == name or (is_pattern and fnmatchcase(n, name))}
+        if not matched:
+            custom = sorted(n for n in known if "." not in n and not n.startswith(("aten", "prim")))
+            raise UnknownSplittingOp(name=name, known=", ".join(custom) or "none")
+        wanted |= matched
+    predicate = splitting_predicate(config)
+    return lambda node: (
+        not wanted.isdisjoint(op_names(node))
+        or (predicate is not None and bool(op_names(node)) and predicate(node))
+    )
+
+
+def partition_ops(graph: Graph, splits: Predicate) -> tuple[str, ...]:
+    """The ops of the nodes to cut at, by the names that Inductor has for overloads.
+
+    Raises InvalidSetting where one op is to be cut at in some places only: Inductor cuts by op.
+    """
+    picked: dict[str, list[bool]] = {}
+    for node in graph.nodes:
+        if op_names(node):
+            picked.setdefault(overload_of(node).name(), []).append(bool(splits(node)))
+    for name, choices in picked.items():
+        if len(set(choices)) > 1:
+            raise InvalidSetting(
+                name="splitting_predicate",
+                value="a function",
+                reason=f"it picks {sum(choices)} of {len(choices)} calls of {name}, and Inductor "
+                "cuts at every call of an op",
+                expected="all calls of an op or none, or use_inductor_graph_partition=False",
+            )
+    return tuple(sorted(name for name, choices in picked.items() if choices[0]))
+
+
+def splitting_predicate(config: CompileConfig) -> Predicate | None:
+    """The user's predicate; raises InvalidSetting for a name that leads nowhere."""
+    given = config.splitting_predicate
+    found: Predicate | None = named_object(given, SPLITTERS) if isinstance(given, str) else given
+    return found
+
+
+def split(graph: Graph, splits: Predicate, is_size: Predicate) -> list[Section]:
+    """Sections of `graph` in order of execution; empty ones are left out.
+
+    Sizes are in no section: whoever needs one computes it from the symbols.
+    """
+    sections = [Section(splitting=False)]
+    home: dict[Node, int] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or is_size(node):
+            continue
+        home[node] = _section_for(node, home, sections, splits)
+        sections[home[node]].nodes.append(node)
+    return [section for section in sections if section.nodes]
+
+
+def _section_for(
+    node: Node, home: dict[Node, int], sections: list[Section], splits: Predicate
+) -> int:
+    inputs = [home[used] for used in node.all_input_nodes if used in home]
+    if takes_element(node) and inputs:
+        return inputs[0]
+    if node.target in ALLOCATIONS:
+        earliest = max(inputs, default=0)
+        compute = [i for i in range(earliest, len(sections)) if not sections[i].splitting]
+        if compute:
+            return compute[0]
+    wanted = splits(node)
+    if sections[-1].splitting != wanted:
+        sections.append(Section(splitting=wanted))
+    return len(sections) - 1
+
+
+def takes_element(node: Node) -> bool:
+    """Whether a node takes one of several results of an op; `tensor[0]` is no such thing."""
+    if node.target is not operator.getitem:
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and isinstance(source.meta.get("example_value"), (tuple, list))

@@ -1,0 +1,170 @@
+"""One Dynamo graph of a model, dynamic in its declared dimensions, with every input's source.
+
+The model is not executed: Dynamo runs it on fake tensors. What the graph takes is bound to what it
+stands for (a weight by qualified name, an argument by path, a size by input and dimension), and the
+structure of the result is learned by running Dynamo's bytecode around recognisable stand-ins.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+from ...cache.keys.factors import Json
+from ...errors import InputNotTraceable, NothingToCompile, TraceFailed
+from ...torch_compat.dynamo import (
+    Captured,
+    capture_full_graph,
+    dynamo_tracing,
+    input_source,
+    user_location,
+)
+from ..ir.locations import first_line
+from ..ir.request import Task
+from ..ir.serialization import Ref, referring
+from .examples import Examples, Leaf, example_inputs, mark
+from .external_state import reads
+from .inline_regions import inline_regions
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced model. `sources` says for each placeholder what it stands for."""
+
+    graph: GraphModule
+    shape_env: Any
+    sources: dict[Node, Leaf | str | None]
+    """An argument, the qualified name of a weight, or None for a size."""
+    structure: Any
+    """The result, with `Ref('o<n>')` for the n-th output and `Ref('L.<label>')` for arguments."""
+    examples: Examples
+    modules: list[str]
+    """Names of the modules whose functions were inlined, torch's apart."""
+    reads: list[Json]
+    """Values outside the model that the graph is specialised to; see `reads`."""
+
+    def outputs(self) -> list[Any]:
+        """What the graph returns, flat."""
+        results: Any = self.graph.graph.output_node().args[0]
+        return list(results)
+
+    def symbol_of(self, value: Any) -> sympy.Expr:
+        """A size as an expression over the symbols that remain after Dynamo's equalities."""
+        if isinstance(value, torch.SymInt):
+            return self.shape_env.replace(value.node.expr)
+        return sympy.Integer(value)
+
+
+def trace(task: Task) -> Trace:
+    """Trace the model's forward.
+
+    Raises TraceFailed with the user's file:line on a graph break or a data-dependent branch,
+    InputNotTraceable for a tensor that is neither weight nor argument, and the errors of
+    `example_inputs`.
+    """
+    model, config, events = task.model, task.config, task.events
+    examples = example_inputs(model, config, task.device, task.examples)
+    mark(examples, config)
+    args, kwargs = examples.call_arguments()
+    dynamo = events.span("trace.dynamo", level=logging.INFO)
+    with dynamo, dynamo_tracing(config.dynamic_shapes.value):
+        try:
+            captured = capture_full_graph(model, args, kwargs)
+        except Exception as error:  # Dynamo lets many kinds through besides its own
+            raise TraceFailed(where=user_location(error), reason=_reason(error)) from error
+    if captured is None:
+        raise NothingToCompile(model=type(model).__name__)
+    events.count("dynamo_traces")
+    graph = captured.graph
+    inline_regions(graph)
+    scope = _scope(model, examples)
+    return Trace(
+        graph=graph,
+        shape_env=captured.fake_mode.shape_env,
+        sources=_sources(graph, model, examples, scope),
+        structure=_structure(captured, model, examples),
+        examples=examples,
+        modules=_traced_modules(captured),
+        reads=reads(captured.guarded, model, scope, captured.aliases),
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """What Dynamo says: its first line, the explanation and the context where it gives them."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    labels = ("Explanation: ", "Developer debug context: ")
+    said = [
+        line.removeprefix(label) for line in lines for label in labels if line.startswith(label)
+    ]
+    return ". ".join(part.rstrip(".") for part in [first_line(error), *said])
+
+
+def _sources(
+    graph: GraphModule, model: torch.nn.Module, examples: Examples, scope: dict[str, Any]
+) -> dict[Node, Leaf | str | None]:
+    """Evaluate each placeholder's source expression and recognise the object it yields."""
+    weights = {
+        id(tensor): name
+        for named in (model.named_parameters, model.named_buffers)
+        for name, tensor in reversed(list(named(remove_duplicate=False)))
+    }
+    arguments = {id(leaf.value): leaf for leaf in examples.leaves()}
+    sources: dict[Node, Leaf | str | None] = {}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["example_value"], torch.SymInt):
+            sources[node] = None
+            continue
+        expression = input_source(node)
+        try:
+            value = eval(expression, {}, scope)
+        except Exception as error:
+            raise InputNotTraceable(source=expression) from error
+        source = weights.get(id(value)) or arguments.get(id(value))
+        if source is None:
+            raise InputNotTraceable(source=expression)
+        sources[node] = source
+    return sources
+
+
+def _scope(model: torch.nn.Module, examples: Examples) -> dict[str, Any]:
+    """What Dynamo's expressions are over: arguments of the call, globals of the function."""
+    args, kwargs = examples.call_arguments()
+    forward = _forward(model)
+    # a decorated forward is traced from its wrapper, whose parameters are often *args, **kwargs
+    taken = inspect.signature(forward, follow_wrapped=False).bind(model, *args, **kwargs)
+    return {"L": taken.arguments, "G": forward.__globals__}
+
+
+def _forward(model: torch.nn.Module) -> Any:
+    """The function behind `model.forward`, unbound."""
+    return getattr(model.forward, "__func__", model.forward)
+
+
+def _structure(captured: Captured, model: torch.nn.Module, examples: Examples) -> Any:
+    """Run the bytecode that surrounds the graph, with one stand-in per graph output."""
+    outputs: Any = captured.graph.graph.output_node().args[0]
+    stand_ins = [torch.empty(0, device="meta") for _ in outputs]
+    args, kwargs = examples.call_arguments()
+    result = captured.call(lambda *_: tuple(stand_ins))(model, *args, **kwargs)
+    known = {id(value): Ref(f"o{i}") for i, value in enumerate(stand_ins)}
+    for leaf in examples.leaves():
+        if isinstance(leaf.value, torch.Tensor):
+            known.setdefault(id(leaf.value), Ref(f"L.{leaf.label}"))
+    return referring(result, lambda value: known.get(id(value)))
+
+
+def _traced_modules(captured: Captured) -> list[str]:
+    by_file = {
+        file: name
+        for name, module in list(sys.modules.items())
+        if (file := getattr(module, "__file__", None))
+    }
+    names = {by_file.get(code.co_filename) for code in captured.traced_code}
+    return sorted(name for name in names if name and name.partition(".")[0] != "torch")

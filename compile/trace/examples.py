@@ -1,0 +1,200 @@
+"""Example inputs for a trace: built from declared shapes, or checked against them.
+
+Dynamic dimensions are declared per input in `Config.inputs`. Without a declaration the choice must
+be unique: all sizes above one in the example inputs are equal, and that size is the token count.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...errors import ExampleInputsMissing, ExampleMismatch, UndeclaredDynamicShape, UnknownInput
+from ...torch_compat.dynamo import mark_dynamic
+from ..ir.config import TOKENS, CompileConfig, InputSpec
+from ..ir.plan import Constant
+from ..ir.request import ExampleArguments
+from ..ir.serialization import dtype_name, encode
+
+# Sizes unlike any that a model treats specially: a guard such as T % 8 == 0 must show itself.
+# Independent sizes differ where their limits allow it, so that nothing holds by accident.
+_SIZES = (17, 19, 23, 29, 31, 37, 13, 11, 7, 5)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor, number or None inside the arguments."""
+
+    path: tuple[str | int, ...]
+    value: Any
+
+    @property
+    def label(self) -> str:
+        return ".".join(map(str, self.path))
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Arguments of one traced call; `symbols` maps (label, dim) to a symbol's name."""
+
+    arguments: dict[str, Any]
+    signature: inspect.Signature
+    symbols: dict[tuple[str, int], str]
+
+    def leaves(self) -> list[Leaf]:
+        return leaves(self.arguments)
+
+    def constants(self) -> tuple[Constant, ...]:
+        """The arguments that are taken as fixed: numbers, strings and None."""
+        return tuple(
+            Constant(path=leaf.path, value=encode(leaf.value))
+            for leaf in self.leaves()
+            if leaf.value is None or isinstance(leaf.value, (bool, int, float, str))
+        )
+
+    def call_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        bound = inspect.BoundArguments(self.signature, dict(self.arguments))
+        return bound.args, bound.kwargs
+
+
+def leaves(arguments: dict[str, Any]) -> list[Leaf]:
+    """All leaves of the arguments with their paths, in pytree order."""
+    flat, _ = pytree.tree_flatten_with_path(arguments)
+    return [Leaf(tuple(_step(entry) for entry in path), value) for path, value in flat]
+
+
+def example_inputs(
+    model: torch.nn.Module,
+    config: CompileConfig,
+    device: torch.device,
+    given: ExampleArguments | None,
+) -> Examples:
+    """Arguments to trace with: `given` (args, kwargs), or built from `config.inputs`.
+
+    Raises ExampleInputsMissing, ExampleMismatch, UnknownInput or UndeclaredDynamicShape.
+    """
+    signature = inspect.signature(model.forward)
+    if given is None:
+        given = (), _built(signature, config, device)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    specs = config.input_specs() or _inferred(leaves(bound.arguments))
+    symbols = _declared(specs, leaves(bound.arguments), config)
+    return Examples(dict(bound.arguments), signature, symbols)
+
+
+def mark(examples: Examples, config: CompileConfig) -> None:
+    """Tell Dynamo which dimensions are dynamic."""
+    for leaf in examples.leaves():
+        if isinstance(leaf.value, torch.Tensor):
+            for dim in range(leaf.value.dim()):
+                if symbol := examples.symbols.get((leaf.label, dim)):
+                    limits = config.limits(symbol)
+                    mark_dynamic(leaf.value, dim, symbol, limits, config.dynamic_shapes.value)
+
+
+def _built(
+    signature: inspect.Signature, config: CompileConfig, device: torch.device
+) -> dict[str, Any]:
+    specs = config.input_specs()
+    sizes = symbol_sizes(config)
+    built = {}
+    for name, parameter in signature.parameters.items():
+        if spec := specs.get(name):
+            shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+            built[name] = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+        elif parameter.default is inspect.Parameter.empty and parameter.kind not in (
+            inspect.Parameter.VAR_POSITIONAL,
+            inspect.Parameter.VAR_KEYWORD,
+        ):
+            raise ExampleInputsMissing(name=name)
+    return built
+
+
+def symbol_sizes(config: CompileConfig) -> dict[str, int]:
+    """The size that each declared symbol has in the examples."""
+    names = dict.fromkeys(
+        dim for spec in config.input_specs().values() for dim in spec.shape if isinstance(dim, str)
+    )
+    sizes: dict[str, int] = {}
+    for name in names:
+        low, high = config.limits(name)
+        candidates = itertools.chain(_SIZES, range(high, low - 1, -1))
+        unused = (n for n in candidates if low <= n <= high and n not in sizes.values())
+        sizes[name] = next(unused, high)
+    return sizes
+
+
+def _inferred(found: list[Leaf]) -> dict[str, InputSpec]:
+    tensors = [leaf for leaf in found if isinstance(leaf.value, torch.Tensor)]
+    sizes = {size for leaf in tensors for size in leaf.value.shape if size > 1}
+    if len(sizes) != 1:
+        shapes = ", ".join(f"{leaf.label}: {tuple(leaf.value.shape)}" for leaf in tensors)
+        raise UndeclaredDynamicShape(shapes=shapes)
+    return {
+        leaf.label: InputSpec(
+            dtype=dtype_name(leaf.value.dtype),
+            shape=tuple(TOKENS if size > 1 else size for size in leaf.value.shape),
+        )
+        for leaf in tensors
+    }
+
+
+def _declared(
+    specs: dict[str, InputSpec], found: list[Leaf], config: CompileConfig
+) -> dict[tuple[str, int], str]:
+    by_label = {leaf.label: leaf.value for leaf in found}
+    symbols = {}
+    for label, spec in specs.items():
+        if label not in by_label:
+            raise UnknownInput(name=label, known=", ".join(by_label))
+        value = by_label[label]
+        if value is None:
+            continue
+        if not _fits(value, spec):
+            raise ExampleMismatch(name=label, actual=_described(value), expected=str(spec))
+        symbols.update({(label, dim): s for dim, s in enumerate(spec.shape) if isinstance(s, str)})
+    _check_equal(symbols, by_label)
+    return symbols
+
+
+def _check_equal(symbols: dict[tuple[str, int], str], values: dict[str, Any]) -> None:
+    """Sizes of one name are equal in the examples; raises ExampleMismatch."""
+    first: dict[str, tuple[str, int]] = {}
+    for (label, dim), symbol in symbols.items():
+        other, size = first.setdefault(symbol, (label, values[label].size(dim)))
+        if values[label].size(dim) != size:
+            expected = f"{symbol} = {size} in dimension {dim}, as {other!r} has it"
+            raise ExampleMismatch(name=label, actual=_described(values[label]), expected=expected)
+
+
+def _fits(value: Any, spec: InputSpec) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and dtype_name(value.dtype) == spec.dtype
+        and value.dim() == len(spec.shape)
+        and all(isinstance(s, str) or s == n for s, n in zip(spec.shape, value.shape, strict=True))
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return str(InputSpec(dtype=dtype_name(value.dtype), shape=tuple(value.shape)))
+    return type(value).__name__
+
+
+def _step(entry: Any) -> str | int:
+    match entry:
+        case pytree.MappingKey(key) if isinstance(key, (str, int)):
+            return key
+        case pytree.SequenceKey(index):
+            return int(index)
+        case pytree.GetAttrKey(name):
+            return str(name)
+    return str(entry)

@@ -1,0 +1,61 @@
+"""Which arguments a model writes to, directly or through a view, as its trace shows.
+
+Where a step runs on copies of its inputs, what was written must get back to the caller. Torch
+counts the writes to each fake tensor of a trace; what a custom op writes to, its schema tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ...torch_compat.ops import triton_writes
+from ...torch_compat.tensors import fresh_fake_mode, storage_id, tree_map_only, writes_of_faking
+from ..ir.op_names import op_names, overload_of
+from ..ir.writes import tensors_in, written_by
+from .dynamo import Trace
+from .examples import Leaf
+
+
+def written_arguments(trace: Trace) -> set[Node]:
+    """The placeholders of arguments whose memory some node writes to."""
+    fakes = fresh_fake_mode()
+    arguments: dict[Node, int] = {}
+    untouched: dict[int, int] = {}
+    for node, source in trace.sources.items():
+        if isinstance(source, Leaf):
+            arguments[node] = storage = storage_id(node.meta["example_value"])
+            before = writes_of_faking(source.value, fakes)
+            untouched[storage] = min(before, untouched.get(storage, before))
+    written: set[int] = set()
+    for node in trace.graph.graph.nodes:
+        written |= {
+            storage
+            for tensor in _dense(node.meta.get("example_value"))
+            if (storage := storage_id(tensor)) in untouched and tensor._version > untouched[storage]
+        }
+        args, kwargs = tree_map_only(
+            Node, lambda used: used.meta.get("example_value"), (node.args, node.kwargs)
+        )
+        if any(storage_id(tensor) in untouched for tensor in _dense((args, kwargs))):
+            written |= {storage_id(tensor) for tensor in _written(node, args, kwargs)}
+    return {node for node, storage in arguments.items() if storage in written}
+
+
+def _written(node: Node, args: Any, kwargs: Any) -> Iterable[Tensor]:
+    """What an op's schema or a Triton kernel's code says; else all, for an op of higher order."""
+    if op_names(node):
+        return written_by(overload_of(node), args, kwargs)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        known = triton_writes(node, kwargs)
+        return _dense((args, kwargs) if known is None else known)
+    return ()
+
+
+def _dense(value: Any) -> list[Tensor]:
+    """The tensors in `value` that have a storage to share."""
+    return [tensor for tensor in tensors_in(value) if tensor.layout is torch.strided]

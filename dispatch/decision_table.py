@@ -1,0 +1,164 @@
+"""Rows: for one lane, the decision for each number of tokens, made once and kept."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from ..errors import PlanInvalid
+from .batch_class import Lane, lane_obstacle
+from .decision import NO_GRAPH, Decision, Reason
+from .descriptor import BatchDescriptor
+from .modes import RuntimeMode
+from .plan import DispatchPlan, PlanEntry
+
+NEARNESS = (
+    Reason.CAPABILITY,
+    Reason.AXIS,
+    Reason.LORA_CASE_MISSING,
+    Reason.CASCADE,
+    Reason.EXCLUDED,
+    Reason.ABOVE_LARGEST_SIZE,
+    Reason.TOO_MANY_REQS,
+    Reason.PADDING_LIMIT,
+    Reason.NOT_CAPTURED,
+    Reason.COST,
+    Reason.NO_TOKENS,
+)
+"""Obstacles in the order in which they are met: the later, the nearer a candidate came."""
+
+
+class Preference:
+    """The plan's indices from the cheapest to the dearest.
+
+    Without `costs` the better mode is the cheaper and, within a mode, the fewer padded tokens:
+    padding alone cannot be compared between modes, since NONE has none. With measured `costs`
+    (seconds by graph; `none_cost` in seconds by number of tokens) the least cost wins and NONE
+    competes; on equal cost the better mode, then the fewer tokens. Raises PlanInvalid unless
+    every graph has a cost.
+    """
+
+    def __init__(
+        self,
+        plan: DispatchPlan,
+        costs: Mapping[int, float] | None = None,
+        none_cost: Callable[[int], float] | None = None,
+    ) -> None:
+        if costs is not None and costs.keys() != set(range(len(plan.entries))):
+            raise PlanInvalid(fault="the measured costs do not cover just its graphs")
+        self.plan = plan
+        self.costs = costs
+        self.none_cost = none_cost if costs is not None else None
+        self.order = tuple(sorted(range(len(plan.entries)), key=self._rank))
+        sizes = (entry.descriptor.num_tokens for entry in plan.entries)
+        self.least_tokens = tuple(plan.padding.least_tokens(size) for size in sizes)
+
+    def _rank(self, graph_index: int) -> tuple[object, ...]:
+        mode, key = self.plan.entries[graph_index].mode, self.plan.entries[graph_index].descriptor
+        return (
+            self.costs[graph_index] if self.costs else 0.0,
+            -mode,
+            key.num_tokens,
+            key.lora_case,
+            key.axes,
+            not key.for_decode,
+            key.max_query_len or 0,
+            key.num_reqs or sys.maxsize,
+        )
+
+    def none_is_cheaper(self, indices: Sequence[int], num_tokens: int, lane: Lane) -> bool:
+        if self.costs is None or self.none_cost is None or not lane.modes & 1 << RuntimeMode.NONE:
+            return False
+        return self.none_cost(num_tokens) < sum(self.costs[graph_index] for graph_index in indices)
+
+
+class Row:
+    """The decisions of one lane by number of tokens, 0 to the largest size."""
+
+    def __init__(self, preference: Preference, lane: Lane, captured: Sequence[bool]) -> None:
+        plan = preference.plan
+        self.preference = preference
+        self.lane = lane
+        self.captured = captured
+        self.decisions: list[Decision | None] = [None] * (plan.largest + 1)
+        self._closed = {
+            graph_index: lane_obstacle(plan, plan.entries[graph_index], lane)
+            for graph_index in preference.order
+        }
+
+    def obstacles(self, num_tokens: int, num_reqs: int = 0) -> dict[int, Reason | None]:
+        """What keeps a batch from each graph, None where nothing does; the best first."""
+        return {
+            graph_index: closed or self._obstacle(graph_index, num_tokens, num_reqs)
+            for graph_index, closed in self._closed.items()
+        }
+
+    def _obstacle(self, graph_index: int, num_tokens: int, num_reqs: int) -> Reason | None:
+        key = self.preference.plan.entries[graph_index].descriptor
+        if num_tokens == 0:
+            return Reason.NO_TOKENS
+        if num_tokens > key.num_tokens:
+            return Reason.ABOVE_LARGEST_SIZE
+        if key.num_reqs is not None and num_reqs > key.num_reqs:
+            return Reason.TOO_MANY_REQS
+        if num_tokens < self.preference.least_tokens[graph_index]:
+            return Reason.PADDING_LIMIT
+        if not self.captured[graph_index]:
+            return Reason.NOT_CAPTURED
+        cheaper = self.preference.none_is_cheaper((graph_index,), num_tokens, self.lane)
+        return Reason.COST if cheaper else None
+
+    def decide(self, num_tokens: int, num_reqs: int = 0) -> Decision:
+        """The decision for these counts, made anew."""
+        entries = self.preference.plan.entries
+        obstacles = self.obstacles(num_tokens, num_reqs)
+        chosen = next(
+            (graph_index for graph_index, reason in obstacles.items() if reason is None), NO_GRAPH
+        )
+        mode = RuntimeMode.NONE if chosen == NO_GRAPH else entries[chosen].mode
+        better = {
+            why or Reason.COST
+            for graph_index, why in obstacles.items()
+            if entries[graph_index].mode > mode
+        }
+        missed = max(better, key=NEARNESS.index, default=None)
+        if chosen == NO_GRAPH:
+            return none_decision(self.lane, num_tokens, missed or Reason.CAPABILITY)
+        return graph_decision(entries[chosen], chosen, self.lane, num_tokens, missed)
+
+    def at(self, num_tokens: int) -> Decision:
+        """The kept decision for so many tokens and up to `max_reqs` requests.
+
+        In a lane of one query length the tokens tell how many requests there are.
+        """
+        decision = self.decisions[num_tokens]
+        if decision is None:
+            num_reqs = 0 if self.lane.query_len is None else most_reqs(self.lane, num_tokens)
+            decision = self.decisions[num_tokens] = self.decide(num_tokens, num_reqs)
+        return decision
+
+
+def graph_decision(
+    entry: PlanEntry, graph_index: int, lane: Lane, num_tokens: int, missed: Reason | None = None
+) -> Decision:
+    key = entry.descriptor
+    if lane.query_len is not None and key.uniform_query_len is None:
+        reason = Reason.RELAXED
+    else:
+        reason = Reason.EXACT if num_tokens == key.num_tokens else Reason.PADDED
+    max_reqs = most_reqs(lane, num_tokens)
+    if key.num_reqs is not None:
+        max_reqs = min(max_reqs, key.num_reqs)
+    return Decision(entry.mode, key, graph_index, reason, missed, max_reqs=max_reqs)
+
+
+def none_decision(lane: Lane, num_tokens: int, reason: Reason) -> Decision:
+    """NONE runs the batch as it is: nothing is padded, neither rows nor adapters nor axes."""
+    descriptor = BatchDescriptor(num_tokens, lora_case=lane.num_loras, axes=lane.axes)
+    max_reqs = most_reqs(lane, num_tokens)
+    return Decision(RuntimeMode.NONE, descriptor, NO_GRAPH, reason, reason, max_reqs=max_reqs)
+
+
+def most_reqs(lane: Lane, num_tokens: int) -> int:
+    """How many requests a batch of so many tokens can have."""
+    return num_tokens // (lane.query_len or 1)

@@ -1,0 +1,165 @@
+"""Capture sizes: the default ladder, a user's list, alignment.
+
+The ladder is vLLM's (1, 2, 4, every 8 to 256, every 16 above), extended where it leaves out the
+largest decode batch that can occur.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ...errors import CaptureSizeInvalid, InvalidSetting
+
+DENSE_END = 512
+"""Where the default ladder ends unless the platform has a ceiling of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTier:
+    """Decode batches of one query length, up to `max_num_reqs` requests."""
+
+    query_len: int
+    max_num_reqs: int
+
+
+def decode_tiers(schedule: Sequence[int]) -> tuple[DecodeTier, ...]:
+    """The tiers of dynamic speculation: `schedule[i]` is the draft count at i + 1 requests.
+
+    Raises InvalidSetting for an empty schedule or a negative count.
+    """
+    bad = [draft for draft in schedule if draft < 0]
+    if bad or not schedule:
+        raise InvalidSetting(
+            name="speculation schedule",
+            value=bad[0] if bad else schedule,
+            reason="it is negative" if bad else "it is empty",
+            expected="a draft count of 0 or more for each number of requests",
+        )
+    widest = {draft: num_reqs for num_reqs, draft in enumerate(schedule, 1)}
+    return tuple(DecodeTier(draft + 1, widest[draft]) for draft in sorted(widest))
+
+
+def default_capture_sizes(
+    max_num_reqs: int,
+    max_num_tokens: int,
+    *,
+    query_len: int = 1,
+    tiers: Sequence[DecodeTier] = (),
+    largest: int | None = None,
+    ceiling: int | None = None,
+    interactive: bool = False,
+    alignment: int = 1,
+) -> tuple[int, ...]:
+    """The default ladder, ascending, for a step's `max_num_reqs` and `max_num_tokens`.
+
+    `query_len` is 1 + speculative tokens; `tiers` replaces it where several lengths occur.
+    `largest` is the user's, `ceiling` the platform's hard end of the ladder. Without either, sizes
+    above the dense part double up to the largest decode batch, which is thus always a size.
+    `interactive` makes the part up to 32 dense. With `alignment` every size is a multiple of it.
+
+    Raises InvalidSetting for a limit below 1.
+    """
+    _positive(max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=query_len)
+    _positive(largest=largest, ceiling=ceiling, alignment=alignment)
+    tiers = tiers or (DecodeTier(query_len, max_num_reqs),)
+    dense_end = ceiling or DENSE_END
+    widest = max(tier.query_len for tier in tiers) * max_num_reqs
+    end = min(largest or min(2 * widest, dense_end), max_num_tokens)
+    sizes = {*_dense(end, interactive)}
+    if largest or end == max_num_tokens:
+        sizes.add(end)
+    for tier in tiers:
+        sizes |= {size for size in _tier_sizes(tier, dense_end) if size <= end}
+        reach = tier.query_len * min(tier.max_num_reqs, max_num_tokens // tier.query_len)
+        if 0 < reach <= end:
+            sizes.add(reach)
+        elif reach > end and largest is None and ceiling is None:
+            sizes |= {*_doubling(end, reach)}
+    return align_sizes(sorted(sizes), alignment, limit=max_num_tokens)
+
+
+def _dense(end: int, interactive: bool) -> Iterable[int]:
+    yield from range(1, min(end, 32) + 1) if interactive else (n for n in (1, 2, 4) if n <= end)
+    yield from range(8, min(end + 1, 256), 8)
+    yield from range(256, end + 1, 16)
+
+
+def _tier_sizes(tier: DecodeTier, dense_end: int) -> Iterable[int]:
+    """Sizes at which a whole number of the tier's requests fits; a length of 1 needs few."""
+    widest = min(tier.max_num_reqs, dense_end)
+    counts = {widest} if tier.query_len == 1 else {widest, *_dense(widest, interactive=False)}
+    return (tier.query_len * count for count in counts)
+
+
+def _doubling(start: int, end: int) -> Iterable[int]:
+    while (start := 2 * start) < end:
+        yield start
+    yield end
+
+
+def user_capture_sizes(
+    sizes: Sequence[int], *, max_num_tokens: int, largest: int | None = None
+) -> tuple[int, ...]:
+    """A user's list, checked and otherwise taken as it is.
+
+    Raises CaptureSizeInvalid naming the value that is not a whole number from 1 to
+    `max_num_tokens`, repeats, or is out of order, and InvalidSetting for an empty list or a
+    `largest` that is not the last size.
+    """
+    if not sizes:
+        raise InvalidSetting(
+            name="capture_sizes", value=sizes, reason="it is empty", expected="at least one size"
+        )
+    before = 0
+    for position, size in enumerate(sizes):
+        if fault := _fault(size, before, max_num_tokens):
+            raise CaptureSizeInvalid(
+                value=size, position=position, fault=fault, limit=max_num_tokens
+            )
+        before = size
+    if largest is not None and largest != before:
+        raise InvalidSetting(
+            name="largest capture size",
+            value=largest,
+            reason=f"the list of sizes ends with {before}",
+            expected=f"{before}, or leave it out",
+        )
+    return tuple(sizes)
+
+
+def _fault(size: int, before: int, limit: int) -> str | None:
+    if not isinstance(size, int) or isinstance(size, bool):
+        return "is not a whole number"
+    if size < 1:
+        return "is not positive"
+    if size > limit:
+        return "is above the token limit"
+    if size == before:
+        return "is there twice"
+    if size < before:
+        return f"comes after the greater {before}"
+    return None
+
+
+def align_sizes(sizes: Iterable[int], multiple: int, *, limit: int) -> tuple[int, ...]:
+    """Each size rounded up to a multiple, without those that pass `limit`, ascending.
+
+    For sequence parallelism (the number of ranks) or one decode length (1 + speculative tokens).
+    Raises InvalidSetting if `limit` has no room for one multiple.
+    """
+    if multiple > limit:
+        raise InvalidSetting(
+            name="alignment", value=multiple, reason=f"no size up to {limit} is a multiple of it",
+            expected=f"{limit} or less",
+        )  # fmt: skip
+    rounded = {-(-size // multiple) * multiple for size in sizes}
+    return tuple(sorted(size for size in rounded if size <= limit)) or (multiple,)
+
+
+def _positive(**limits: int | None) -> None:
+    for name, value in limits.items():
+        if value is not None and value < 1:
+            raise InvalidSetting(
+                name=name, value=value, reason="it is below 1", expected="1 or more"
+            )

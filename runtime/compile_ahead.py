@@ -1,0 +1,32 @@
+"""`compile_ahead`: give a model's bundle the form that loads in milliseconds."""
+
+from __future__ import annotations
+
+import torch
+
+from ..compile.ahead import compile_ahead as build
+from ..compile.ir.request import ExampleArguments
+from ..events import Events
+from .config import Config
+from .prepare import compile_task
+from .strategy.monitors import meant
+from .switches import settled
+
+
+def compile_ahead(
+    model: torch.nn.Module,
+    config: Config,
+    *,
+    examples: ExampleArguments | None = None,
+    events: Events | None = None,
+) -> bool:
+    """Build AOTInductor libraries for `model` and put them into its bundle in the cache.
+
+    To be called where time does not matter: after serving has begun, or while an image is built.
+    The next `prepare` with the same model and settings then imports neither Dynamo nor Inductor.
+    Returns False, and reports why, if a piece cannot have a library; the bundle is then as it was.
+    Raises what `prepare` raises.
+    """
+    config = settled(config)
+    with meant():
+        return build(compile_task(model, config, events or Events(), examples))

@@ -1,0 +1,76 @@
+"""`why`: would a start hit the cache, and if not, what sets it apart from the nearest bundles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..cache import Entry, Key
+from ..cache.explain import Near
+from ..cache.explain import why as nearest_entries
+from ..compile.bundle.bundle import BadBundle, read_bundle
+from ..compile.bundle.key_factors import trace_key
+from ..compile.ir.request import ExampleArguments
+from ..events import Events
+from .config import Config
+from .open_cache import cache_root
+from .prepare import compile_task
+from .switches import settled
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """What a start would find under `key`.
+
+    `reason` is None for a bundle that would be used; else why it is not. `nearest` are the bundles
+    in the private directory and in layers that are directories, with the factors that differ.
+    """
+
+    key: Key
+    reason: str | None
+    nearest: tuple[Near, ...]
+
+    def __str__(self) -> str:
+        lines = [f"bundle/{self.key.digest[:12]}: {self.reason or 'hit'}"]
+        for near in self.nearest:
+            lines.append(f"nearest: bundle/{near.key.digest[:12]}, which differs in")
+            lines += [f"  {difference}" for difference in near.differences]
+        return "\n".join(lines)
+
+
+def why(
+    model: torch.nn.Module,
+    config: Config,
+    *,
+    examples: ExampleArguments | None = None,
+    at_most: int = 3,
+) -> Why:
+    """Why `prepare` with these arguments would hit or miss; nothing is traced or loaded.
+
+    Raises the errors of the configuration and of a cache directory that is not trusted.
+    """
+    config = settled(config)
+    task = compile_task(model, config, Events(), examples)
+    key = trace_key(model, task.config, task.device, examples)
+    entry = task.cache.lookup("bundle", key)
+    if not isinstance(entry, Entry):
+        reason = f"{entry.reason}: {entry.detail}" if entry.detail else entry.reason
+        return Why(key, reason, _nearest(config, key, at_most))
+    try:
+        read_bundle(entry, model, task.device)
+    except BadBundle as error:
+        return Why(key, str(error), ())
+    return Why(key, None, ())
+
+
+def _nearest(config: Config, key: Key, at_most: int) -> tuple[Near, ...]:
+    root = cache_root(config)
+    places = [Path(layer.at) for layer in config.cache_layers if not layer.is_url]
+    found = {
+        near.key: near
+        for place in [*([root] if root else []), *places]
+        for near in nearest_entries(place, "bundle", key, at_most)
+    }
+    return tuple(sorted(found.values(), key=lambda near: len(near.differences))[:at_most])

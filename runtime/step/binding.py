@@ -1,0 +1,164 @@
+"""The way into and out of a step: a call's arguments to flat tensors, flat results to the caller's.
+
+Both ways are generated once from the plan as straight-line functions, so that a step walks no tree.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...compile.ir.plan import Check, Constant, Plan, Symbol, UserInput
+from ...compile.ir.serialization import Ref, decode, source
+from ...errors import ArgumentFixed, GuardBroken, InputMismatch, SizeOutOfRange
+
+Bind = Callable[..., tuple[tuple[Any, ...], tuple[int, ...]]]
+Pack = Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
+
+
+def binder(plan: Plan, signature: inspect.Signature) -> Bind:
+    """A function with the parameters of the model's forward.
+
+    It returns the plan's input tensors and the real size of each symbol, after checking dtype,
+    device and shape. Raises InputMismatch, GuardBroken with `sizes` among its facts, and
+    ArgumentFixed for another value of a number or string that the trace took as fixed.
+    """
+    names: dict[str, Any] = {
+        "Tensor": torch.Tensor,
+        "math": math,
+        "mismatch": _mismatch,
+        "fixed": _fixed,
+        "beyond": _beyond,
+        "broken": _broken,
+    }
+    body = [f"{item.name} = {_access(item.path)}" for item in plan.inputs]
+    for index, constant in enumerate(plan.constants):
+        names[f"k{index}"] = decode(constant.value)
+        names[f"K{index}"] = constant
+        value = _access(constant.path)
+        differs = "is not" if names[f"k{index}"] is None else "!="
+        body.append(f"if {value} {differs} k{index}: fixed(K{index}, {value})")
+    tensors = "".join(f"{item.name}, " for item in plan.inputs)
+    for index, item in enumerate(plan.inputs):
+        names[f"u{index}"] = item
+        names[f"d{index}"] = _torch_dtype(item)
+        body.append(
+            f"if not isinstance({item.name}, Tensor) or {item.name}.dtype is not d{index}"
+            f" or len(h_{item.name} := {item.name}.shape) != {len(item.shape)}"
+            f" or {_device_test(item)}: mismatch(u{index}, {item.name})"
+        )
+    for index, symbol in enumerate(plan.symbols):
+        names[f"S{index}"] = symbol
+        body += [
+            f"{symbol.name} = h_{symbol.source}[{symbol.dim}]",
+            f"if not {symbol.low} <= {symbol.name} <= {symbol.high}:"
+            f" beyond(S{index}, {symbol.name})",
+        ]
+    sizes = "".join(f"{symbol.name}, " for symbol in plan.symbols)
+    for index, check in enumerate(plan.checks):
+        names[f"C{index}"] = check
+        body.append(f"if not ({_renamed(check.expression, plan)}): broken(C{index}, ({sizes}))")
+    for index, item in enumerate(plan.inputs):
+        shape = "".join(f"{size}, " for size in item.shape)
+        body.append(f"if h_{item.name} != ({shape}): mismatch(u{index}, {item.name})")
+    body.append(f"return ({tensors}), ({sizes})")
+    parameters, defaults = _parameters(signature)
+    text = "\n".join([f"def forward({parameters}):", *(f"    {line}" for line in body)])
+    bind: Bind = _made(text, "forward", {**names, **defaults})
+    return bind
+
+
+def packer(plan: Plan) -> Pack:
+    """A function of (results, input tensors) that gives what the model's forward would return."""
+    constants: dict[str, Any] = {}
+    positions = {
+        "L." + ".".join(map(str, item.path)): f"inputs[{index}]"
+        for index, item in enumerate(plan.inputs)
+    }
+
+    def place(ref: Ref) -> str:
+        return f"results[{ref[1:]}]" if ref.startswith("o") else positions[ref]
+
+    text = source(decode(plan.structure), constants, place)
+    pack: Pack = _made(f"def pack(results, inputs):\n    return {text}", "pack", constants)
+    return pack
+
+
+def _access(path: tuple[str | int, ...]) -> str:
+    first, *rest = path
+    return f"{first}{''.join(f'[{step!r}]' for step in rest)}"
+
+
+def _parameters(signature: inspect.Signature) -> tuple[str, dict[str, Any]]:
+    """The signature as source, defaults as names."""
+    defaults = {}
+    parameters = []
+    for name, parameter in signature.parameters.items():
+        if parameter.default is not inspect.Parameter.empty:
+            defaults[f"default_{name}"] = parameter.default
+            parameter = parameter.replace(default=_Name(f"default_{name}"))
+        parameters.append(parameter.replace(annotation=inspect.Parameter.empty))
+    text = str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    return text[1:-1], defaults
+
+
+class _Name:
+    """Prints as a bare name inside a signature."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+def _made(text: str, name: str, names: dict[str, Any]) -> Any:
+    namespace = dict(names)
+    exec(compile(text, f"<piecegraph {name}>", "exec"), namespace)
+    return namespace[name]
+
+
+def _torch_dtype(item: UserInput) -> Any:
+    return decode({"torch": item.dtype})
+
+
+def _device_test(item: UserInput) -> str:
+    if item.device == "cpu":
+        return f"not {item.name}.is_cpu"
+    return f"str({item.name}.device) != {item.device!r}"
+
+
+def _mismatch(item: UserInput, tensor: Any) -> None:
+    label = ".".join(map(str, item.path))
+    if not hasattr(tensor, "dtype"):
+        raise InputMismatch(name=label, got=type(tensor).__name__, expected=_form(item))
+    got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+    raise InputMismatch(name=label, got=got, expected=_form(item))
+
+
+def _form(item: UserInput) -> str:
+    return f"torch.{item.dtype} ({', '.join(map(str, item.shape))}) on {item.device}"
+
+
+def _fixed(constant: Constant, value: Any) -> None:
+    name = ".".join(map(str, constant.path))
+    raise ArgumentFixed(name=name, value=value, traced=decode(constant.value))
+
+
+def _beyond(symbol: Symbol, size: int) -> None:
+    raise SizeOutOfRange(name=symbol.label, size=size, low=symbol.low, high=symbol.high)
+
+
+def _broken(check: Check, sizes: tuple[int, ...]) -> None:
+    raise GuardBroken(where=check.where, expression=check.expression, sizes=sizes)
+
+
+def _renamed(expression: str, plan: Plan) -> str:
+    """A check's expression over labels as one over the names of this function."""
+    names = {symbol.label: symbol.name for symbol in plan.symbols}
+    return re.sub(r"\b[A-Za-z_]\w*\b", lambda m: names.get(m[0], m[0]), expression)

@@ -1,0 +1,207 @@
+"""Static input buffers: the fixed memory from which every recording reads its inputs.
+
+Each buffer is allocated once, for the largest sizes. The view for a padded size begins at the
+buffer's first byte and is contiguous whatever dimension is dynamic, so a recording sees the same
+strides as an eager call does and all sizes share one address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
+from ..check_choice import must_be_one_of
+from .padding import Padding
+
+Load = Callable[[tuple[Tensor, ...]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One input. A string in `dims` names a symbol, such as "num_tokens"; a number is fixed.
+
+    REPEAT repeats the last real row (zeros if there is none); `sentinel` is for SENTINEL, such as
+    a reserved slot that may be written to.
+    """
+
+    name: str
+    dims: tuple[int | str, ...]
+    dtype: torch.dtype
+    padding: Padding = Padding.ZERO
+    sentinel: int | float = 0
+    written: bool = False
+    """Whether the model writes to it."""
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
+
+    @property
+    def dynamic(self) -> tuple[int, ...]:
+        return tuple(index for index, dim in enumerate(self.dims) if isinstance(dim, str))
+
+
+class StaticInputs:
+    """The buffers of one prepared model, for sizes up to `limits` (symbol -> largest size).
+
+    A buffer in `owned` (name -> tensor of the largest shape) belongs to the engine: steps write it
+    in place, nothing is copied and its address is checked. Raises `InputMismatch` for one of
+    another form, `InvalidSetting` for one that is no input.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[InputSpec],
+        limits: Mapping[str, int],
+        device: torch.device,
+        *,
+        owned: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.specs = tuple(specs)
+        self.limits = dict(limits)
+        self.device = torch.empty(0, device=device).device  # with its index
+        self.owned = dict(owned or {})
+        self._check_owned()
+        with torch.inference_mode(False):  # else they could be written in this mode alone
+            self._buffers = {
+                spec.name: torch.zeros(prod(spec.shape(limits)), dtype=spec.dtype, device=device)
+                for spec in specs
+                if spec.name not in self.owned
+            }
+
+    def at(self, sizes: Mapping[str, int]) -> BoundInputs:
+        """The inputs of the padded `sizes`, ready to be captured and loaded."""
+        views = tuple(self._view(spec, spec.shape(sizes)) for spec in self.specs)
+        return BoundInputs(self, views, tuple(sizes[symbol] for symbol in self.limits))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Let the engine's buffers hold afterwards what they do now, where the model writes."""
+        written = [spec.name for spec in self.specs if spec.written and spec.name in self.owned]
+        before = {name: self.owned[name].clone() for name in written}
+        try:
+            yield
+        finally:
+            for name, content in before.items():
+                self.owned[name].copy_(content)
+
+    def _check_owned(self) -> None:
+        known = {spec.name: spec for spec in self.specs}
+        for name, buffer in self.owned.items():
+            must_be_one_of(known, "input_buffers", name, "the compiled model takes no such input")
+            spec = known[name]
+            got = (buffer.dtype, tuple(buffer.shape), buffer.device)
+            wanted = (spec.dtype, spec.shape(self.limits), self.device)
+            if got != wanted:
+                raise InputMismatch(name=name, got=_form(*got), expected=_form(*wanted))
+
+    def _view(self, spec: InputSpec, shape: tuple[int, ...]) -> Tensor:
+        if spec.name in self.owned:
+            return real_part(self.owned[spec.name], shape)
+        return self._buffers[spec.name][: prod(shape)].view(shape)
+
+
+class BoundInputs:
+    """The static inputs of one padded size; `views` are what a recording captures.
+
+    `written` are the positions of those that a replay writes to in place of the caller's tensors.
+    """
+
+    __slots__ = ("_inputs", "_padded", "views", "written")
+
+    def __init__(
+        self, inputs: StaticInputs, views: tuple[Tensor, ...], padded: tuple[int, ...]
+    ) -> None:
+        self.views = views
+        self._inputs = inputs
+        self._padded = padded
+        self.written = tuple(
+            position
+            for position, spec in enumerate(inputs.specs)
+            if spec.written and spec.name not in inputs.owned
+        )
+
+    def give_back(self, tensors: tuple[Tensor, ...]) -> None:
+        """Copy to the caller's tensors what a replay wrote to theirs, the padding left out."""
+        for position in self.written:
+            tensor = tensors[position]
+            tensor.copy_(real_part(self.views[position], tensor.shape))
+
+    def loader(self, real: tuple[int, ...]) -> Load:
+        """What copies tensors in and writes the padding; `real` has the real size of each symbol.
+
+        It takes tensors as declared: `binding.binder` has looked at them. It raises `MovedTensor`
+        when an engine-owned buffer is not the one that was captured. Raises `SizeOutOfRange` if
+        the real sizes are larger than the padded ones.
+        """
+        for name, size, most in zip(self._inputs.limits, real, self._padded, strict=True):
+            if size > most:
+                raise SizeOutOfRange(name=name, size=size, low=0, high=most)
+        sizes = dict(zip(self._inputs.limits, real, strict=True))
+        takes: list[Callable[[Tensor], object]] = []
+        fills: list[Callable[[], object]] = []
+        for spec, view in zip(self._inputs.specs, self.views, strict=True):
+            shape = spec.shape(sizes)
+            target = real_part(view, shape)
+            owned = spec.name in self._inputs.owned
+            takes.append(partial(_stay, spec, target.data_ptr()) if owned else target.copy_)
+            fills += _fills(spec, view, shape)
+        return partial(_load, tuple(takes), tuple(fills))
+
+
+def _load(
+    takes: tuple[Callable[[Tensor], object], ...],
+    fills: tuple[Callable[[], object], ...],
+    tensors: tuple[Tensor, ...],
+) -> None:
+    for take, tensor in zip(takes, tensors):  # noqa: B905  the plan fixes both; this is hot
+        take(tensor)
+    for fill in fills:
+        fill()
+
+
+def _stay(spec: InputSpec, recorded: int, tensor: Tensor) -> None:
+    """Take an engine-owned buffer: it is in place already, or it is the wrong one."""
+    now = tensor.data_ptr()
+    if now != recorded:
+        raise MovedTensor(name=f"input {spec.name!r}", recorded=hex(recorded), now=hex(now))
+
+
+def _form(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> str:
+    return f"{dtype} {shape} on {device}"
+
+
+def real_part(tensor: Tensor, shape: Iterable[int]) -> Tensor:
+    """The first rows, columns, … of `tensor`, as many as `shape` says."""
+    return _box(tensor, [(0, size) for size in shape])
+
+
+def _box(tensor: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
+    """The part of `tensor` between the (start, stop) of each dimension."""
+    return tensor[tuple(slice(start, stop) for start, stop in bounds)]
+
+
+def _fills(spec: InputSpec, view: Tensor, real: tuple[int, ...]) -> Iterator[Callable[[], object]]:
+    """What writes the padding: everything in `view` outside the box `real`, in disjoint parts.
+
+    From the last dynamic dimension to the first: the part of a dimension is real in those before
+    it and whole in those after it, so that a repeated row is complete when it is repeated.
+    """
+    for dim in reversed(spec.dynamic):
+        size, padded = real[dim], view.shape[dim]
+        if size == padded:
+            continue
+        before = [(0, n) for n in real[:dim]]
+        after = [(0, n) for n in view.shape[dim + 1 :]]
+        part = _box(view, [*before, (size, padded), *after])
+        if spec.padding is Padding.REPEAT and size > 0:
+            last = _box(view, [*before, (size - 1, size), *after])
+            yield partial(part.copy_, last.expand_as(part))
+        elif spec.padding is not Padding.KEEP:
+            yield partial(part.fill_, spec.sentinel if spec.padding is Padding.SENTINEL else 0)

@@ -1,0 +1,95 @@
+"""How often each graph was used, why, and how much of it was padding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ...dispatch import NO_GRAPH, Decision, DispatchPlan, Reason, RuntimeMode
+
+_KEPT = 4096
+
+
+class _Tally:
+    """Steps that were run by one decision object."""
+
+    __slots__ = ("decision", "steps", "tokens")
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision = decision
+        self.steps = 0
+        self.tokens = 0
+
+
+class Usage:
+    """Counts by graph index, for steps without a graph by size, and reasons by runtime mode.
+
+    A step costs one look-up by the identity of its decision, which the dispatcher has made
+    beforehand; decisions are summed up when the counts are read, or when there are many.
+    """
+
+    __slots__ = ("_plan", "_reasons", "_steps", "_tallies", "_tokens", "_without")
+
+    def __init__(self, plan: DispatchPlan) -> None:
+        self._plan = plan
+        self._tallies: dict[int, _Tally] = {}
+        self._steps = [0] * len(plan.entries)
+        self._tokens = [0] * len(plan.entries)
+        self._without: Counter[int] = Counter()
+        self._reasons: tuple[Counter[Reason], ...] = tuple(Counter() for _ in RuntimeMode)
+
+    def count(self, decision: Decision, num_tokens: int) -> None:
+        """One step of `num_tokens` real tokens, run as decided."""
+        tally = self._tallies.get(id(decision))
+        if tally is None:
+            if len(self._tallies) >= _KEPT:
+                self._sum_up()
+            tally = self._tallies[id(decision)] = _Tally(decision)
+        tally.steps += 1
+        tally.tokens += num_tokens
+
+    def count_eager(self, num_tokens: int) -> None:
+        """One step that the model itself ran, since neither a graph nor compiled code may."""
+        self._without[num_tokens] += 1
+        self._reasons[RuntimeMode.NONE][Reason.CAPABILITY] += 1
+
+    def rows(self) -> list[dict[str, Any]]:
+        """`{mode, num_tokens, count, padded_tokens}`, graphs first, each in order of size."""
+        self._sum_up()
+        used = [
+            {
+                "mode": entry.mode.name,
+                "num_tokens": entry.descriptor.num_tokens,
+                "count": steps,
+                "padded_tokens": steps * entry.descriptor.num_tokens - tokens,
+            }
+            for entry, steps, tokens in zip(
+                self._plan.entries, self._steps, self._tokens, strict=True
+            )
+            if steps
+        ]
+        used.sort(key=lambda row: (row["mode"], row["num_tokens"]))
+        return used + [
+            {"mode": "NONE", "num_tokens": size, "count": count, "padded_tokens": 0}
+            for size, count in sorted(self._without.items())
+        ]
+
+    def reasons(self) -> list[dict[str, Any]]:
+        """`{mode, reason, count}`: how often each reason decided."""
+        self._sum_up()
+        return [
+            {"mode": mode.name, "reason": reason.value, "count": count}
+            for mode in RuntimeMode
+            for reason, count in sorted(self._reasons[mode].items())
+        ]
+
+    def _sum_up(self) -> None:
+        tallies, self._tallies = self._tallies, {}
+        for tally in tallies.values():
+            decision, graph_index = tally.decision, tally.decision.graph_index
+            self._reasons[decision.mode][decision.reason] += tally.steps
+            if graph_index == NO_GRAPH:
+                self._without[decision.descriptor.num_tokens] += tally.steps
+            else:
+                self._steps[graph_index] += tally.steps
+                self._tokens[graph_index] += tally.tokens

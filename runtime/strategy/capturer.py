@@ -1,0 +1,320 @@
+"""Carries out a capture strategy: at startup, between two steps, in idle time.
+
+What to capture is the queue's choice; here it meets budgets, memory and other ranks. Whatever
+enters a choice is the same on all ranks: the wanted graph, the number of the step, and outcomes of
+captures, which ranks exchange before anyone uses a graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+from ...dispatch import Batch, Dispatcher, RuntimeMode
+from ...errors import CaptureFailed, DummyStepFailed
+from ...events import Events
+from ..backends.protocol import GraphBackend
+from ..capture.graph_actions import GraphActions
+from ..capture.session import CaptureSession, capture_session
+from ..config import CaptureStrategy, Config
+from ..memory.budget import Exchange, GraphMemory, limit_in_bytes
+from .capture_budget import CaptureBudget, CaptureCosts
+from .eviction import make_room, trim
+from .monitors import meant
+from .queue import CaptureQueue
+from .rng_state import same_random_state
+
+
+class Capturer:
+    """The captures of one prepared model. `active` says whether steps may capture."""
+
+    def __init__(
+        self,
+        config: Config,
+        dispatcher: Dispatcher,
+        backend: GraphBackend,
+        events: Events,
+        actions: GraphActions,
+        exchange: Exchange,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._config = config
+        self._dispatcher = dispatcher
+        self._entries = dispatcher.plan.entries
+        self._backend = backend
+        self._events = events
+        self._actions = actions
+        self._exchange = exchange
+        self._clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Know nothing of recordings yet, or any more: all were released."""
+        strategy, plan = self._config.strategy, self._dispatcher.plan
+        self.active = False
+        self.memory = GraphMemory()
+        self.queue = CaptureQueue(strategy, plan, self._config.min_hits)
+        self._costs = CaptureCosts()
+        self._lazy_cost: dict[RuntimeMode, int] = {}
+        self._refused: set[int] = set()
+        self._pool: Any = None
+
+    def startup(self) -> None:
+        """Capture what the strategy wants before serving and is not there yet."""
+        if self.queue.untouched:
+            self._forget_failed_probes()
+            if self._config.memory_limit is not None:
+                self._plan_memory()
+        with self._session(prepare=True) as session:
+            for group in self.queue.startup():
+                for graph_index in group:
+                    state = self.queue.states[graph_index]
+                    if not state.captured and not state.dropped and self._within_limit(graph_index):
+                        state.kept = self._capture(graph_index, session, serving=False)
+                    if state.captured:
+                        break
+        self._settle()
+        self._tell_accuracy()
+
+    def before_step(self, batch: Batch) -> bool:
+        """Capture what the strategy wants now that `batch` comes, within the budget of a step.
+
+        Returns whether later steps may capture too.
+        """
+        wanted = self._dispatcher.wanted(batch).graph_index
+        self.queue.see(wanted)
+        budget = CaptureBudget(self._config.captures_per_step, self._config.capture_ms_per_step)
+        self._spend(budget, self.queue.between_steps(wanted))
+        return self.active
+
+    def idle(self, budget_ms: float) -> int:
+        """Capture for at most `budget_ms` milliseconds, by estimate; returns how many graphs."""
+        budget = CaptureBudget(len(self._entries), budget_ms)
+        return self._spend(budget, self.queue.in_idle_time()) if self.active else 0
+
+    def recapture(self, indices: Collection[int]) -> None:
+        """Free recordings that became stale, all of them before the first is captured again."""
+        if not indices:
+            return
+        for graph_index in indices:
+            self._evict(graph_index)
+        with self._session(prepare=True) as session:
+            for graph_index in indices:
+                self._capture(graph_index, session)
+        self._settle()
+
+    def _spend(self, budget: CaptureBudget, indices: Iterator[int]) -> int:
+        """Capture of `indices`, in order, those that fit the budget and the memory."""
+        chosen = self._choose(budget, indices)
+        graph_index = next(chosen, None)
+        if graph_index is None:
+            return 0
+        made = 0
+        with self._session(prepare=False) as session:
+            while graph_index is not None:
+                made += self._capture(graph_index, session) and self._keep_lazy_bytes(graph_index)
+                budget.spend(self._estimate(graph_index))  # as it was just measured, on all ranks
+                graph_index = next(chosen, None)
+        self._settle()
+        return made
+
+    def _choose(self, budget: CaptureBudget, indices: Iterator[int]) -> Iterator[int]:
+        for graph_index in indices:
+            if budget.spent:
+                return
+            estimate = self._estimate(graph_index)
+            if not budget.admits(estimate):
+                self._refuse(
+                    graph_index, f"it takes about {estimate:.1f} ms, more than the budget has"
+                )
+            elif self._within_limit(graph_index) and self._within_lazy_bytes(graph_index):
+                yield graph_index
+
+    def _estimate(self, graph_index: int) -> float:
+        entry = self._entries[graph_index]
+        return self._costs.estimate(entry.mode, entry.descriptor.num_tokens)
+
+    def _capture(self, graph_index: int, session: CaptureSession, *, serving: bool = True) -> bool:
+        """One capture, on all ranks or on none; whether the graph is there now.
+
+        Raises DummyStepFailed unless there are steps to be `serving`, which go on without a graph.
+        """
+        entry, state = self._entries[graph_index], self.queue.states[graph_index]
+        began = self._clock()
+        recording, reason = None, ""
+        tolerated = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
+        try:
+            recording = self._actions.record(graph_index, session)
+        except tolerated as error:
+            reason = str(error)
+        ms = (self._clock() - began) * 1000
+        num_bytes = recording.bytes if recording else 0
+        ms, num_bytes, reason = self._outcome(graph_index, ms, num_bytes, reason)
+        self._costs.measured(entry.mode, entry.descriptor.num_tokens, ms)
+        if recording is None or reason:
+            if recording:
+                recording.release()
+            self._remember_failure(graph_index, reason)
+            return False
+        self._actions.install(graph_index, recording)
+        state.captured, state.bytes, state.launches = True, num_bytes, recording.operations
+        self.memory.took(entry.mode, num_bytes)
+        self._refused.discard(graph_index)
+        self._events.emit(
+            "capture",
+            **self._facts(graph_index),
+            ms=ms,
+            bytes=num_bytes,
+            segments=len(recording.segments),
+            descriptor=entry.descriptor.as_json(),
+        )
+        return True
+
+    def _outcome(
+        self, graph_index: int, ms: float, num_bytes: int, reason: str
+    ) -> tuple[float, int, str]:
+        """The outcome that all ranks go by: the slowest, the largest, and anyone's failure."""
+        outcomes = self._exchange(
+            f"capture of graph {graph_index} at step {self.queue.step}",
+            {"ms": ms, "bytes": num_bytes, "reason": reason},
+        )
+        failures = [f"rank {i}: {o['reason']}" for i, o in enumerate(outcomes) if o["reason"]]
+        return (
+            max(outcome["ms"] for outcome in outcomes),
+            max(outcome["bytes"] for outcome in outcomes),
+            reason if len(outcomes) == 1 else "; ".join(failures),
+        )
+
+    def _remember_failure(self, graph_index: int, reason: str) -> None:
+        self.queue.failed(graph_index)
+        state = self.queue.states[graph_index]
+        self._events.emit(
+            "capture.failed",
+            level=logging.WARNING,
+            **self._facts(graph_index),
+            reason=reason,
+            retry_at_step=None if state.dropped else state.retry_at,
+        )
+
+    def _within_limit(self, graph_index: int) -> bool:
+        entry = self._entries[graph_index]
+        if self.memory.admits(entry.mode, entry.descriptor.num_tokens):
+            return True
+        self._refuse(graph_index, f"it would pass the memory limit of {self.memory.limit} bytes")
+        return False
+
+    def _within_lazy_bytes(self, graph_index: int) -> bool:
+        """Whether lazy recordings leave room, after evicting those of less worth."""
+        limit, states = self._config.lazy_bytes, self.queue.states
+        if limit is None or self._config.strategy is not CaptureStrategy.LAZY:
+            return True
+        expected = self._lazy_cost.get(self._entries[graph_index].mode, 0)
+        if make_room(states, self._entries, graph_index, expected, limit, self._evict):
+            return True
+        self._refuse(graph_index, f"lazy recordings may take {limit} bytes, and none is worth less")
+        return False
+
+    def _keep_lazy_bytes(self, graph_index: int) -> bool:
+        """Learn what a lazy recording takes; returns whether `graph_index` may keep its own."""
+        state, limit = self.queue.states[graph_index], self._config.lazy_bytes
+        if limit is not None and self._config.strategy is CaptureStrategy.LAZY:
+            self._lazy_cost[self._entries[graph_index].mode] = state.bytes
+            trim(self.queue.states, limit, self._evict)
+        return state.captured
+
+    def _evict(self, graph_index: int) -> None:
+        state, before = self.queue.states[graph_index], self._backend.memory().used
+        self._actions.remove(graph_index)
+        freed = before - self._backend.memory().used
+        answers = self._exchange(f"eviction of graph {graph_index}", {"freed": freed})
+        freed = min(answer["freed"] for answer in answers)
+        self.memory.took(self._entries[graph_index].mode, -freed)
+        self._events.emit("capture.evicted", **self._facts(graph_index), freed=freed)
+        state.captured, state.bytes = False, 0
+
+    def _refuse(self, graph_index: int, reason: str) -> None:
+        """A graph is refused silently after the first time, until it was captured."""
+        if graph_index not in self._refused:
+            self._refused.add(graph_index)
+            self._events.emit(
+                "capture.refused", level=logging.INFO, **self._facts(graph_index), reason=reason
+            )
+
+    def _settle(self) -> None:
+        """Steps capture as long as something may still be captured."""
+        was = self.active
+        lazily = self._config.strategy is not CaptureStrategy.EAGER
+        self.active = lazily and not self.queue.complete
+        if was and not self.active:
+            self._events.emit("capture.complete", level=logging.INFO, step=self.queue.step)
+
+    def expected_bytes(self) -> int:
+        """Bytes of all graphs: those that are there, and those that are still to come."""
+        if self._entries and self.queue.untouched:
+            self._forget_failed_probes()
+            if self.memory.forecast is None:
+                self._plan_memory()
+        if self.memory.forecast is None or self.queue.complete:
+            return self.memory.used
+        indices = [
+            graph_index for graph_index, state in enumerate(self.queue.states) if not state.dropped
+        ]
+        return max(self.memory.used, self.memory.forecast_of(self._dispatcher.plan, indices))
+
+    def _forget_failed_probes(self) -> None:
+        """Probe anew if some failed: they may have lacked what a capture is given."""
+        if self.memory.impossible:
+            self.memory = GraphMemory()
+            self._drop(())
+
+    def _plan_memory(self) -> None:
+        """Forecast what graphs take, unless it is known, and drop those that would pass a limit."""
+        plan, exchange, events = self._dispatcher.plan, self._exchange, self._events
+        limit = limit_in_bytes(self._config.memory_limit, self._backend.memory())
+        if self.memory.forecast is None:
+            with meant(), same_random_state():
+                self.memory.probe(plan, self._backend, self._actions.record, exchange, events)
+        self._drop(self.memory.keep(limit, plan, self._dispatcher.histogram, exchange, events))
+
+    def _drop(self, indices: Collection[int]) -> None:
+        for graph_index, state in enumerate(self.queue.states):
+            state.dropped = graph_index in indices
+
+    def _tell_accuracy(self) -> None:
+        """What the startup set was expected to take, and what it took."""
+        if self.memory.forecast is None:
+            return
+        captured = [
+            graph_index for graph_index, state in enumerate(self.queue.states) if state.captured
+        ]
+        expected = self.memory.forecast_of(self._dispatcher.plan, captured)
+        self._events.emit(
+            "memory.accuracy",
+            level=logging.INFO,
+            forecast=expected,
+            actual=self.memory.used,
+            accuracy=self.memory.used / expected if expected else None,
+        )
+
+    def _facts(self, graph_index: int) -> dict[str, Any]:
+        entry = self._entries[graph_index]
+        return {
+            "mode": entry.mode.name,
+            "num_tokens": entry.descriptor.num_tokens,
+            "slot": graph_index,
+            "step": self.queue.step,
+        }
+
+    @contextmanager
+    def _session(self, *, prepare: bool) -> Iterator[CaptureSession]:
+        if self._pool is None:
+            self._pool = self._backend.new_pool()
+        with (
+            meant(),
+            same_random_state(),
+            capture_session(self._backend, self._pool, self._events, prepare=prepare) as session,
+        ):
+            yield session

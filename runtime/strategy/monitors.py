@@ -1,0 +1,217 @@
+"""Watches for work that must not happen after `seal()`: compiling, autotuning, capturing.
+
+Dynamo, Inductor and its autotuner say what they do through torch's structured trace, which tlparse
+reads too; listening there imports neither and costs nothing while nothing compiles. Triton tells
+its compilation listener. The beginning of a CUDA graph is hooked, whoever captures it; recordings
+on other backends tell the events of the model. What happens in a thread that is not the model's, or
+inside `meant()`, such as the preparation of another model, is no violation.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import WorkAfterSeal
+from ...events import Event, Events
+from ..config import AfterSeal
+from ..step.forward_context import CURRENT, ForwardContext
+
+_MEANT: ContextVar[bool] = ContextVar("piecegraph_meant", default=False)
+
+TRACE_LOGGER = "torch.__trace"
+
+
+class Kind(StrEnum):
+    """What happened although it must not."""
+
+    TRACE = "Dynamo trace"
+    RECOMPILE = "Dynamo recompile"
+    INDUCTOR = "Inductor compile"
+    AUTOTUNING = "autotuning"
+    TRITON = "Triton compile"
+    CAPTURE = "unplanned capture"
+
+
+_SPANS = {
+    "inductor_compile": Kind.INDUCTOR,
+    "CachingAutotuner.benchmark_all_configs": Kind.AUTOTUNING,
+    "CachingAutotuner.coordinate_descent_tuning": Kind.AUTOTUNING,
+}
+"""Spans of torch's trace by name; those that end in `_template_autotuning` are autotuning too."""
+
+
+@contextmanager
+def meant() -> Iterator[None]:
+    """Compiling and capturing inside the block is as it should be."""
+    token = _MEANT.set(True)
+    try:
+        yield
+    finally:
+        _MEANT.reset(token)
+
+
+class Monitor:
+    """Watches from `start` to `stop` for one model, whose steps run in `context`."""
+
+    def __init__(self, policy: AfterSeal, events: Events, context: ForwardContext) -> None:
+        self._policy = policy
+        self._events = events
+        self._context = context
+        self._thread: int | None = None
+        self._handler = _TraceHandler(self._saw)
+        self._hooks: list[_Hook] = []
+
+    def start(self) -> None:
+        """Watch the steps of the model, and all that the calling thread does. Twice is once."""
+        if self._thread is None:
+            self._thread = threading.get_ident()
+            logging.getLogger(TRACE_LOGGER).addHandler(self._handler)
+            self._events.listeners.append(self._saw_event)
+            self._hooks.append(_Hook(torch.cuda.CUDAGraph, "capture_begin", self._saw_cuda_graph))
+            if knobs := _triton_knobs():
+                self._hooks.append(_Hook(knobs.compilation, "listener", self._saw_triton))
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._thread = None
+            logging.getLogger(TRACE_LOGGER).removeHandler(self._handler)
+            self._events.listeners.remove(self._saw_event)
+            while self._hooks:
+                self._hooks.pop().stop()
+
+    def _saw_triton(self, *, src: Any, cache_hit: bool, **facts: Any) -> None:
+        if not cache_hit:
+            self._saw(Kind.TRITON, f"kernel {src.name}")
+
+    def _saw_cuda_graph(self, graph: Any, *args: Any, **kwargs: Any) -> None:
+        self._saw(Kind.CAPTURE, "a CUDA graph")
+
+    def _saw_event(self, event: Event) -> None:
+        if event.name == "capture.recorded":
+            self._saw(Kind.CAPTURE, f"recording {event.facts['recording']}")
+
+    def _saw(self, kind: Kind, detail: str) -> None:
+        in_step = CURRENT.get() is self._context
+        if _MEANT.get() or not (in_step or threading.get_ident() == self._thread):
+            return
+        self._events.count("after_seal." + kind.name.lower())
+        if self._policy is AfterSeal.COUNT:
+            return
+        shape = _shape(self._context) if in_step else "no step"
+        self._events.emit(
+            "after_seal",
+            level=logging.WARNING,
+            kind=kind.value,
+            detail=detail,
+            shape=shape,
+            stack=_callers(),
+        )
+        if self._policy is AfterSeal.RAISE:
+            raise WorkAfterSeal(kind=kind.value, detail=detail, shape=shape, where=_caller())
+
+
+class _TraceHandler(logging.Handler):
+    """Finds in torch's structured trace what begins to trace, compile or tune."""
+
+    root_dir = None  # says, as torch's own handlers do, that nothing is written
+
+    def __init__(self, saw: Callable[[Kind, str], None]) -> None:
+        super().__init__()
+        self._saw = saw
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Without the lock of a handler, and with errors on their way to who compiles."""
+        metadata: dict[str, Any] = getattr(record, "metadata", {})
+        if "dynamo_start" in metadata:
+            again = metadata.get("frame_compile_id", 0) > 0
+            kind = Kind.RECOMPILE if again else Kind.TRACE
+            self._saw(kind, _traced(metadata["dynamo_start"].get("stack") or []))
+        elif "chromium_event" in metadata:
+            event = json.loads(record.payload)  # type: ignore[attr-defined]
+            found = _SPANS.get(event["name"])
+            if event["name"].endswith("_template_autotuning"):
+                found = Kind.AUTOTUNING
+            if found and event["ph"] == "B":
+                self._saw(found, str(event.get("args", {}).get("kernel_name") or event["name"]))
+        return True
+
+
+class _Hook:
+    """Stands at `owner.name` in place of what is there: calls `saw`, then that, if it is anything.
+
+    Hooks of several models lie one over another and are stopped in any order: one that others
+    still lie over only passes on from then, and goes with them.
+    """
+
+    def __init__(self, owner: Any, name: str, saw: Callable[..., None]) -> None:
+        self._owner = owner
+        self._name = name
+        self._before = before = getattr(owner, name)
+        self._stopped = False
+
+        def hook(*args: Any, **kwargs: Any) -> Any:  # a function, so that it may be a method
+            if not self._stopped:
+                saw(*args, **kwargs)
+            return before(*args, **kwargs) if before is not None else None
+
+        hook.piecegraph_hook = self  # type: ignore[attr-defined]
+        setattr(owner, name, hook)
+
+    def stop(self) -> None:
+        self._stopped = True
+        while (top := self._top()) is not None and top._stopped:
+            setattr(self._owner, self._name, top._before)
+
+    def _top(self) -> _Hook | None:
+        return getattr(getattr(self._owner, self._name), "piecegraph_hook", None)
+
+
+def _triton_knobs() -> Any:
+    """Triton's settings if it is loaded: a kernel of the engine's own loads it when defined."""
+    return getattr(sys.modules.get("triton"), "knobs", None)
+
+
+def _traced(stack: list[dict[str, Any]]) -> str:
+    """The function that Dynamo traces, from the stack in its trace."""
+    if not stack:
+        return "a function"
+    frame = stack[-1]
+    return f"{frame.get('name')} at line {frame.get('line')}"
+
+
+def _shape(context: ForwardContext) -> str:
+    mode = context.decision.mode.name if context.decision else "no mode"
+    return f"{context.num_tokens} tokens in {mode}"
+
+
+def _frames() -> list[traceback.FrameSummary]:
+    """The caller's frames, those of torch, of logging and of this package left out."""
+    package = Path(__file__).parents[2]
+    ours = tuple(f"{package}/{part}" for part in ("runtime/", "compile/", "events.py"))
+    others = ("/torch/", "/logging/", "/triton/")
+    return [
+        frame
+        for frame in traceback.extract_stack()
+        if not frame.filename.startswith(ours) and not any(o in frame.filename for o in others)
+    ]
+
+
+def _callers() -> list[str]:
+    return [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in _frames()[-8:]]
+
+
+def _caller() -> str | None:
+    frames = _frames()
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None

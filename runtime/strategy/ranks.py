@@ -1,0 +1,117 @@
+"""What several ranks must do alike: compared with a time-out, and whoever differs is named.
+
+Ranks that capture or dispatch differently run different collectives inside their steps and hang
+without a message. Nothing here is on the way of a step: ranks talk once at the start, and once
+for each capture between steps, when they would stall anyway.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ...dispatch import DispatchPlan
+from ...errors import RankLost, RanksDisagree
+from ..config import Config
+
+Facts = Mapping[str, Any]
+
+
+def alone(topic: str, facts: Facts) -> list[dict[str, Any]]:
+    """`Ranks.exchange` for a process without others."""
+    return [dict(facts)]
+
+
+def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:
+    """What ranks compare before they capture: all that decides a dispatch or a capture."""
+    return {
+        "plan digest": plan.digest,
+        "attention capabilities": {name: s.name for name, s in config.supports().items()},
+        "strategy": config.strategy.value,
+        "min_hits": config.min_hits,
+        "captures_per_step": config.captures_per_step,
+        "capture_ms_per_step": config.capture_ms_per_step,
+        "memory_limit": config.memory_limit,
+        "lazy_bytes": config.lazy_bytes,
+    }
+
+
+class Ranks:
+    """This process among those of `group`, a gloo group of `torch.distributed`.
+
+    After a rank was lost or disagreed the group is of no more use: every later call raises.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._group = group
+        self._timeout = timedelta(seconds=timeout_s)
+        self._seconds = timeout_s
+        self._count = 0
+        self._broken = False
+
+    def exchange(self, topic: str, facts: Facts) -> list[dict[str, Any]]:
+        """The `facts` (JSON) of every rank, by rank. Raises RankLost, naming who did not answer.
+
+        Ranks that are at different topics or exchanges are told so by RanksDisagree.
+        """
+        if self._broken:
+            self._lost(self.rank, topic, "an earlier exchange failed")
+        self._count += 1
+        payload = json.dumps({"topic": [topic, self._count], "facts": facts}).encode()
+        lengths = self._swap(torch.tensor([len(payload)]), lambda peer: 1, torch.int64, topic)
+        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        texts = self._swap(mine, lambda peer: int(lengths[peer]), torch.uint8, topic)
+        answers = [json.loads(bytes(text.tolist())) for text in texts]
+        self._must_be_equal(topic, [{"exchange": answer["topic"]} for answer in answers])
+        return [answer["facts"] for answer in answers]
+
+    def agree(self, topic: str, facts: Facts) -> None:
+        """Make sure that all ranks state the same. Raises RanksDisagree, naming who differs."""
+        self._must_be_equal(topic, self.exchange(topic, facts))
+
+    def _swap(
+        self, mine: torch.Tensor, length: Callable[[int], int], dtype: torch.dtype, topic: str
+    ) -> list[torch.Tensor]:
+        """Send `mine` to every peer and receive theirs: pairs, so that a silent one has a name."""
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        theirs = {peer: torch.empty(length(peer), dtype=dtype) for peer in peers}
+        waiting = []
+        for peer in peers:
+            try:
+                waiting.append((peer, dist.isend(mine, group=self._group, group_dst=peer)))
+                waiting.append((peer, dist.irecv(theirs[peer], group=self._group, group_src=peer)))
+            except RuntimeError as error:
+                self._lost(peer, topic, str(error))
+        for peer, work in waiting:
+            try:
+                assert work is not None
+                work.wait(self._timeout)
+            except RuntimeError as error:
+                self._lost(peer, topic, str(error))
+        return [mine if rank == self.rank else theirs[rank] for rank in range(self.size)]
+
+    def _must_be_equal(self, topic: str, stated: list[dict[str, Any]]) -> None:
+        """Who differs from what most ranks state (rank 0 breaks a tie) is named, with the fact."""
+        for name in stated[0]:
+            texts = [json.dumps(each.get(name), sort_keys=True) for each in stated]
+            usual = Counter(texts).most_common(1)[0][0]
+            odd = [rank for rank, text in enumerate(texts) if text != usual]
+            if odd:
+                self._broken = True
+                raise RanksDisagree(
+                    ranks=", ".join(map(str, odd)), topic=topic, fact=name,
+                    stated="; ".join(f"rank {rank}: {texts[rank]}" for rank in odd), usual=usual,
+                )  # fmt: skip
+
+    def _lost(self, peer: int, topic: str, reason: str) -> NoReturn:
+        self._broken = True
+        summary = reason.splitlines()[0] if reason else "no answer"
+        raise RankLost(rank=peer, topic=topic, seconds=self._seconds, reason=summary[:200])

@@ -1,0 +1,317 @@
+"""`piecegraph cache …`: look into the cache, check it, explain a miss, ship it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ...errors import CacheNotWritable, InvalidSetting
+from ..report.tables import size as shown_size
+from ..serve.options import RunOptions, writable, writing
+from ..serve.run_arguments import with_run_options
+from .cache_entries import cache_directory, is_pinned, label, manifests, named, whole_entry
+
+if TYPE_CHECKING:
+    from ... import Config
+    from ...cache.manifest import Manifest
+    from ...events import Event
+
+MISS, UNVERIFIABLE = 1, 4
+
+cache_app = typer.Typer(
+    help="Look into the cache, check it, explain a miss, ship it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+DirOption = Annotated[Path | None, typer.Option("--cache-dir", help="Where artifacts are kept.")]
+NamesArgument = Annotated[list[str], typer.Argument(help="First digits of keys, or kind/digits.")]
+
+
+@cache_app.command("list")
+def list_command(cache_dir: DirOption = None) -> int:
+    """List the entries, the one used last first."""
+    from rich.console import Console
+
+    from ..report.tables import table
+
+    root = cache_directory(cache_dir)
+    if not root.is_dir():
+        print(f"error: there is no directory {root}", file=sys.stderr)
+        return UNVERIFIABLE
+    rows = [
+        (
+            label(manifest),
+            shown_size(sum(blob.size for blob in manifest.blobs.values())),
+            len(manifest.blobs),
+            _ago(used),
+            " ".join(_facts(root, manifest)),
+        )
+        for manifest, used in sorted(manifests(root), key=lambda found: -found[1])
+    ]
+    columns = ("entry", "size", "blobs", "used", "facts")
+    Console().print(table(f"Entries: {len(rows)}", columns, rows))
+    return 0
+
+
+@cache_app.command("show")
+def show_command(
+    name: Annotated[str, typer.Argument(help="First digits of a key, or kind/digits.")],
+    cache_dir: DirOption = None,
+) -> int:
+    """Show an entry as JSON: what it was made from, and its blobs."""
+    root = cache_directory(cache_dir)
+    (manifest,) = named(root, [name])
+    facts: dict[str, Any] = json.loads(manifest.line())
+    facts |= {"digest": manifest.digest, "pinned": is_pinned(root, manifest)}
+    print(json.dumps(facts, indent=2))
+    return 0
+
+
+@cache_app.command("verify")
+def verify_command(cache_dir: DirOption = None) -> int:
+    """Check every byte. Status: 1 corrupt + 2 untrusted + 4 unverifiable, 0 if clean."""
+    from ...cache.verify import exit_status, verify
+
+    root = cache_directory(cache_dir)
+    findings = verify(root)
+    for finding in findings:
+        print(f"{finding.status.name}: {finding.name}: {finding.reason}")
+    print(f"{len(manifests(root))} readable entries, {len(findings)} findings in {root}")
+    return exit_status(findings)
+
+
+@cache_app.command("why")
+@with_run_options
+def why_command(options: RunOptions) -> int:
+    """Say whether `piecegraph run` with these options would hit, and if not, why; status 1."""
+    from ... import why
+    from ..serve.run import build_model, find_device, library_config
+
+    answer = why(build_model(options, find_device(options.device)), library_config(options))
+    print(answer)
+    return MISS if answer.reason else 0
+
+
+@cache_app.command("prune")
+def prune_command(
+    size: Annotated[str, typer.Option(help="Keep at most this much, such as 2GiB.")] = "10GiB",
+    days: Annotated[float, typer.Option(min=0, help="Keep what was used since.")] = math.inf,
+    cache_dir: DirOption = None,
+) -> int:
+    """Remove what was used least recently, beyond a size or an age."""
+    from ... import Events
+    from ...cache.evict import Limits, evict
+
+    root, events = cache_directory(cache_dir), Events()
+    evict(root, Limits(size=_bytes(size), age=days * 86400, grace=0), events)
+    _refuse_failed(root, events.named("cache.evict_failed"))
+    facts = events.named("cache.evict")
+    removed, freed = (facts[0].facts["entries"], facts[0].facts["bytes"]) if facts else (0, 0)
+    print(f"removed {removed} entries, {shown_size(freed)}; {len(manifests(root))} are left")
+    return 0
+
+
+@cache_app.command("pin")
+def pin_command(names: NamesArgument, cache_dir: DirOption = None) -> int:
+    """Keep entries whatever the limits of the cache say."""
+    from ...cache.evict import pin
+
+    return _each_pin(pin, "pinned", names, cache_dir)
+
+
+@cache_app.command("unpin")
+def unpin_command(names: NamesArgument, cache_dir: DirOption = None) -> int:
+    """Let pinned entries go again when the cache is too large or they are too old."""
+    from ...cache.evict import unpin
+
+    return _each_pin(unpin, "no longer pinned", names, cache_dir)
+
+
+@cache_app.command("export")
+def export_command(
+    path: Annotated[Path, typer.Argument(help="The file to write.")],
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Entries to export; all bundles by default.")
+    ] = None,
+    cache_dir: DirOption = None,
+) -> int:
+    """Write bundles to one file, for a container image; signed if a key is in the environment."""
+    from ...cache.export import export_entries
+    from ...cache.signing import secret_from_environment
+
+    root, secret = cache_directory(cache_dir), secret_from_environment()
+    writable("PATH", path)
+    chosen = named(root, names or ()) or [
+        manifest for manifest, _ in manifests(root) if manifest.kind == "bundle"
+    ]
+    if not chosen:
+        raise InvalidSetting(
+            name="--cache-dir",
+            value=str(root),
+            reason="it holds no bundle",
+            expected="a cache that `piecegraph cache warm` or a run has filled",
+        )
+    entries = [whole_entry(root, manifest) for manifest in chosen]
+    with writing(path):
+        export_entries(entries, path, secret)
+    signed = "signed" if secret else "not signed"
+    print(f"{len(entries)} entries, {shown_size(path.stat().st_size)}, {signed}: {path}")
+    for entry in entries:
+        print(f"  {label(entry.manifest)} digest {entry.digest}")
+    return 0
+
+
+@cache_app.command("import")
+def import_command(
+    path: Annotated[Path, typer.Argument(help="A file that `export` wrote.")],
+    pin: Annotated[
+        list[str] | None, typer.Option(help="Believe just entries with this digest. Repeatable.")
+    ] = None,
+    trust: Annotated[bool, typer.Option("--trust", help="Believe whatever is in it.")] = False,
+    cache_dir: DirOption = None,
+) -> int:
+    """Read entries from a file. Believed is what is signed with the key in the environment."""
+    from ... import Events
+    from ...cache import Cache
+    from ...cache.export import import_entries
+    from ...cache.signing import anybody, pinned, secret_from_environment, signed_with
+
+    if not path.is_file():
+        raise InvalidSetting(
+            name="PATH",
+            value=str(path),
+            reason="there is no such file",
+            expected="a file that `piecegraph cache export` wrote",
+        )
+    secret = secret_from_environment()
+    if pin:
+        believed: Any = pinned(pin)
+    elif trust:
+        believed = anybody
+    elif secret is not None:
+        believed = signed_with(secret)
+    else:
+        raise InvalidSetting(
+            name="--pin",
+            value="nothing",
+            reason="there is no key in the environment to check a signature with",
+            expected="digests to pin, a key in PIECEGRAPH_CACHE_SIGNING_KEY_FILE, or --trust",
+        )
+    entries = import_entries(path, believed)
+    root, events = cache_directory(cache_dir), Events()
+    cache = Cache(root, events)
+    for entry in entries:
+        cache.store(entry)
+        _refuse_failed(root, events.named("cache.publish_failed"))
+        print(f"{label(entry.manifest)}: {shown_size(entry.size)}")
+    return 0
+
+
+@cache_app.command("warm")
+@with_run_options
+def warm_command(
+    options: RunOptions,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks; on cuda each has its device.")] = 1,
+    ahead: Annotated[
+        bool, typer.Option("--ahead", help="Build libraries too, which load in milliseconds.")
+    ] = False,
+) -> int:
+    """Build the bundle of a model without serving, for every rank."""
+    from ... import Events, compile_ahead, prepare
+    from ..serve.run import build_model, find_device, library_config
+
+    config = library_config(options)
+    _refuse_unkept(config)
+    root = cache_directory(options.cache_dir)
+    for rank in range(ranks):
+        name = f"cuda:{rank}" if options.device == "cuda" else options.device
+        began, events = time.perf_counter(), Events()
+        model = build_model(options, find_device(name))
+        prepared = prepare(model, config, events=events)
+        found = "was there" if prepared.compiled.from_bundle else "built"
+        prepared.close()
+        if ahead:
+            libraries = compile_ahead(model, config, events=events)
+            found += ", with libraries" if libraries else ", no library possible"
+        seconds = time.perf_counter() - began
+        _refuse_failed(root, events.named("cache.publish_failed"))
+        print(f"rank {rank} on {name}: {found}, {seconds:.1f} s", flush=True)
+    return 0
+
+
+def _refuse_unkept(config: Config) -> None:
+    """Raise InvalidSetting for a start of which nothing would be kept."""
+    from ...runtime.switches import settled
+
+    config = settled(config)
+    faults = {
+        "the cache is off": not config.cache,
+        "compiling is off": not config.compile,
+        "the compiler 'eager' keeps nothing": config.compiler == "eager",
+        "with a dump directory nothing is kept": config.dump_dir is not None,
+    }
+    for reason in (fault for fault, found in faults.items() if found):
+        raise InvalidSetting(
+            name="cache warm",
+            value="these options",
+            reason=reason,
+            expected="options with which there is something to store",
+        )
+
+
+def _refuse_failed(root: Path, failures: Sequence[Event]) -> None:
+    """Raise CacheNotWritable for what the library goes on without and reports as an event."""
+    if failures:
+        raise CacheNotWritable(path=root, reason=failures[0].facts["reason"])
+
+
+def _each_pin(
+    change: Callable[[Path, str, str], None], done: str, names: Sequence[str], where: Path | None
+) -> int:
+    root = cache_directory(where)
+    for manifest in named(root, names):
+        try:
+            change(root, manifest.kind, manifest.key.digest)
+        except OSError as error:
+            raise CacheNotWritable(path=root, reason=error) from error
+        print(f"{done}: {label(manifest)}")
+    return 0
+
+
+def _facts(root: Path, manifest: Manifest) -> Iterator[str]:
+    """What a line of the list tells beside size and use."""
+    if is_pinned(root, manifest):
+        yield "pinned"
+    for name, value in manifest.meta.items():
+        if isinstance(value, int | float | str | list) and len(str(value)) < 20:
+            yield f"{name}={value:.1f}" if isinstance(value, float) else f"{name}={value}"
+
+
+def _bytes(text: str) -> float:
+    """Bytes of `2GiB`, `500MB` or a plain number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kKmMgGtT])(i?)B?|B)?", text.strip())
+    if match is None:
+        raise InvalidSetting(
+            name="--size", value=text, reason="it is no size", expected="a size such as 2GiB"
+        )
+    number, unit, binary = match.groups()
+    power = " kmgt".index(unit.casefold()) if unit else 0
+    scale: int = (1024 if binary else 1000) ** power
+    return float(number) * scale
+
+
+def _ago(moment: float) -> str:
+    seconds = max(0.0, time.time() - moment)
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

@@ -1,0 +1,153 @@
+"""The reference attention op: writes into the paged KV cache and attends over it.
+
+`piecegraph_reference::paged_attention(query, key, value, output, layer_name)` finds its layer's
+cache and the step's metadata in the forward context, so that its arguments, and with them the
+graph, are the same for every batch. It is registered through `torch.library.Library`, which costs
+a tenth of `custom_op` a call.
+
+Decode steps and all others take different ways. The way of decode steps looks at tensors in
+persistent buffers only, with shapes that depend on the descriptor alone: it can be captured in a
+FULL graph. The other loops over the requests on the host and runs between graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ... import get_forward_context
+from ...errors import MissingMetadata
+from .kv_cache import LayerCache
+from .metadata import AttentionMetadata
+
+SPLITTING_OP = "piecegraph_reference::paged_attention"
+
+LIBRARY: Any = torch.library.Library("piecegraph_reference", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY.define(
+    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor(a!) output, str layer_name)"
+    " -> ()"
+)
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    layer_name: str,
+) -> None:
+    """Causal grouped-query attention of each request over its cached context.
+
+    `query` and `output`: (T, num_heads, head_dim); `key` and `value`: (T, num_kv_heads, head_dim).
+    Rows of padding are written too, with zeros. Raises MissingMetadata outside a step.
+    """
+    context = get_forward_context()
+    cache: LayerCache = context.layers[layer_name]
+    metadata: AttentionMetadata | None = context.metadata
+    if metadata is None:
+        raise MissingMetadata(layer_name=layer_name)
+    if metadata.decode:
+        _decode(query, key, value, output, cache, metadata)
+    else:
+        _mixed(query, key, value, output, cache, metadata)
+
+
+def _fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    layer_name: str,
+) -> None:
+    """Shapes: nothing is returned and `output` keeps its own."""
+
+
+LIBRARY.impl("paged_attention", paged_attention, "CPU")
+LIBRARY.impl("paged_attention", paged_attention, "CUDA")
+torch.library.register_fake(SPLITTING_OP, _fake, lib=LIBRARY)
+
+
+def _decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+) -> None:
+    """One query token a row, all rows at once over the longest possible context.
+
+    The same shapes for every batch of a descriptor, and contiguous batches for `bmm`, make a
+    row's result independent of the others to the bit. What lies beyond a row's length is
+    replaced, not multiplied by zero: it may be anything.
+    """
+    _write(key, value, cache, metadata.slot_mapping)
+    rows, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    group = num_heads // num_kv_heads
+    keys, values = (
+        paged[metadata.block_table].flatten(1, 2).transpose(1, 2).contiguous()
+        for paged in (cache.keys, cache.values)
+    )
+    places = torch.arange(keys.shape[2], device=query.device)
+    beyond = (places >= metadata.seq_lens[:, None])[:, None, :, None]
+    values.masked_fill_(beyond, 0)
+    grouped = query.reshape(rows * num_kv_heads, group, head_dim)
+    scores = torch.bmm(grouped, keys.flatten(0, 1).transpose(1, 2)) * head_dim**-0.5
+    scores = scores.view(rows, num_kv_heads, group, -1)
+    weights = _softmax(scores, beyond.transpose(2, 3)).flatten(0, 1)
+    output.copy_(torch.bmm(weights, values.flatten(0, 1)).view(rows, num_heads, head_dim))
+
+
+def _mixed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+) -> None:
+    """Request by request, over just its own context; padding rows do not touch the cache."""
+    num_tokens = sum(metadata.query_lens)
+    _write(key[:num_tokens], value[:num_tokens], cache, metadata.slot_mapping[:num_tokens])
+    block_size = cache.keys.shape[1]
+    start = 0
+    for row, (query_len, context_len) in enumerate(
+        zip(metadata.query_lens, metadata.context_lens, strict=True)
+    ):
+        blocks = metadata.block_table[row, : -(-context_len // block_size)]
+        keys = cache.keys[blocks].flatten(0, 1)[:context_len].transpose(0, 1)
+        values = cache.values[blocks].flatten(0, 1)[:context_len].transpose(0, 1)
+        stop = start + query_len
+        output[start:stop] = _attend_causally(query[start:stop], keys, values)
+        start = stop
+    output[num_tokens:] = 0
+
+
+def _attend_causally(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The last queries of a context: `query` (Q, heads, dim); `keys`, `values` (kv_heads, C, dim).
+
+    Returns (Q, heads, dim).
+    """
+    query_len, num_heads, head_dim = query.shape
+    num_kv_heads, context_len, _ = keys.shape
+    group = num_heads // num_kv_heads
+    grouped = query.reshape(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    scores = grouped @ keys.transpose(1, 2)[:, None] * head_dim**-0.5
+    later = torch.ones(query_len, context_len, dtype=torch.bool, device=query.device)
+    weights = _softmax(scores, later.triu(context_len - query_len + 1))
+    return (weights @ values[:, None]).permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)
+
+
+def _softmax(scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Softmax in float32 over what is not hidden; finite also for a row that sees nothing."""
+    lowest = torch.finfo(torch.float32).min
+    return scores.float().masked_fill(hidden, lowest).softmax(-1).to(scores.dtype)
+
+
+def _write(
+    key: torch.Tensor, value: torch.Tensor, cache: LayerCache, slot_mapping: torch.Tensor
+) -> None:
+    cache.keys.flatten(0, 1).index_copy_(0, slot_mapping, key)
+    cache.values.flatten(0, 1).index_copy_(0, slot_mapping, value)

@@ -1,0 +1,117 @@
+"""Attention metadata of a step, in buffers whose addresses never change.
+
+A FULL graph holds the addresses of what it reads, so the buffers are allocated once and filled in
+place, padded to the step's descriptor first: padding requests have length 0, padding tokens and
+padding block-table entries point into the dump block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ... import BatchDescriptor, RuntimeMode
+from .block_manager import DUMP_BLOCK, BlockManager
+from .scheduler import Schedule
+
+DUMP_SLOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """What paged attention needs to know of one step; the tensors are views of the buffers.
+
+    In a decode step every row is a request of its own: `block_table` (rows, max_blocks) and
+    `seq_lens` (rows,) have one row a padded token, and nothing but the tensors is looked at.
+    Otherwise they have one row a request, and the host's lists, one entry a real request, say how
+    the rows of the batch are shared out. `slot_mapping` (tokens,) is where each token's key and
+    value go. All tensors are int64.
+    """
+
+    decode: bool
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+
+    def unpadded(self) -> AttentionMetadata:
+        """The same step without its padding, for a model that runs on just the real rows."""
+        return replace(
+            self,
+            slot_mapping=self.slot_mapping[: sum(self.query_lens)],
+            block_table=self.block_table[: len(self.query_lens)],
+            seq_lens=self.seq_lens[: len(self.query_lens)],
+        )
+
+
+class MetadataBuffers:
+    """The persistent buffers and the two ways to fill them: from a schedule, or with padding."""
+
+    def __init__(self, *, max_rows: int, max_blocks: int, device: torch.device) -> None:
+        self._host_slots = np.zeros(max_rows, dtype=np.int64)
+        self._host_table = np.zeros((max_rows, max_blocks), dtype=np.int64)
+        self._host_lens = np.zeros(max_rows, dtype=np.int64)
+        self.slot_mapping = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.block_table = torch.zeros((max_rows, max_blocks), dtype=torch.int64, device=device)
+        self.seq_lens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+    def fill(
+        self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor
+    ) -> AttentionMetadata:
+        """Write a step's facts, padded to `descriptor`, and return the views it runs with."""
+        self._blank(descriptor.num_tokens)
+        token = 0
+        for row, share in enumerate(schedule.shares):
+            table = blocks.table(share.request.id)
+            slots = blocks.slots(share.request.id, share.start, share.context_len)
+            self._host_slots[token : token + share.query_len] = slots
+            self._host_table[row, : len(table)] = table
+            self._host_lens[row] = share.context_len
+            token += share.query_len
+        return self._upload(
+            descriptor.num_tokens,
+            decode=schedule.is_decode,
+            query_lens=tuple(share.query_len for share in schedule.shares),
+            context_lens=tuple(share.context_len for share in schedule.shares),
+        )
+
+    def padding(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> AttentionMetadata:
+        """Metadata of a step without one real request, for the dummy runs of a capture.
+
+        It takes the way through attention that steps of this runtime mode take: only decode steps
+        run as FULL graphs.
+        """
+        self._blank(descriptor.num_tokens)
+        return self._upload(
+            descriptor.num_tokens,
+            decode=mode == RuntimeMode.FULL,
+            query_lens=(),
+            context_lens=(),
+        )
+
+    def _blank(self, rows: int) -> None:
+        self._host_slots[:rows] = DUMP_SLOT
+        self._host_table[:rows] = DUMP_BLOCK
+        self._host_lens[:rows] = 0
+
+    def _upload(
+        self,
+        rows: int,
+        *,
+        decode: bool,
+        query_lens: tuple[int, ...],
+        context_lens: tuple[int, ...],
+    ) -> AttentionMetadata:
+        """Copy the first `rows` rows to the device. The host's copy is free again on return."""
+        pairs = (
+            (self.slot_mapping, self._host_slots),
+            (self.block_table, self._host_table),
+            (self.seq_lens, self._host_lens),
+        )
+        slots, table, lens = (
+            device[:rows].copy_(torch.from_numpy(host[:rows])) for device, host in pairs
+        )
+        return AttentionMetadata(decode, slots, table, lens, query_lens, context_lens)

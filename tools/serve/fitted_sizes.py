@@ -1,0 +1,152 @@
+"""Capture sizes fitted to a request trace, beside the lists in common use.
+
+The trace is served by a simulated engine with continuous batching: decode first, prompts in chunks
+under a token budget, a step takes a fixed time and a time for each token. Its decode batches are
+what is counted; batches with prompts in them depend on the budget more than on the traffic.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...dispatch import default_capture_sizes, fit_validated, padding_waste, tail_sizes
+from ...errors import InvalidSetting
+from ..report.plotting import figure_class
+from .trace_reader import TraceRow
+
+MAX_NUM_TOKENS, MAX_NUM_REQS = 2048, 256
+STEP_SECONDS, TOKEN_SECONDS = 8e-3, 3e-5
+CURVE = (4, 8, 12, 16, 20, 24, 32, 48)
+
+
+def decode_steps(requests: Sequence[TraceRow], rate: float = 1.0) -> list[int]:
+    """How often each number of requests, 0 to MAX_NUM_REQS, makes up a step of decode alone.
+
+    `rate` scales the arrivals.
+    """
+    counts = [0] * (MAX_NUM_REQS + 1)
+    first = requests[0].arrival
+    arriving = deque((each.arrival - first) / rate for each in requests)
+    coming, prompts = deque(requests), deque[list[int]]()
+    ends: Counter[int] = Counter()
+    now, step, decoding = 0.0, 0, 0
+    while coming or prompts or decoding:
+        if not prompts and not decoding:
+            now = max(now, arriving[0])
+        while arriving and arriving[0] <= now:
+            arriving.popleft()
+            request = coming.popleft()
+            prompts.append([request.num_prompt, request.num_generate])
+        left, started, prefilling = MAX_NUM_TOKENS - decoding, 0, 0
+        if not prompts or decoding == MAX_NUM_REQS:
+            counts[decoding] += 1
+        while prompts and left and decoding + prefilling < MAX_NUM_REQS:
+            chunk = min(left, prompts[0][0])
+            prompts[0][0] -= chunk
+            left -= chunk
+            prefilling += 1
+            if prompts[0][0] == 0:
+                _, output = prompts.popleft()
+                if output > 1:  # the prompt's last chunk makes the first token
+                    ends[step + output - 1] += 1
+                    started += 1
+        decoding += started - ends.pop(step, 0)
+        now += STEP_SECONDS + TOKEN_SECONDS * (MAX_NUM_TOKENS - left)
+        step += 1
+    return counts
+
+
+def fit_trace(
+    requests: Sequence[TraceRow], *, max_graphs: int = 24, rate: float = 1.0
+) -> dict[str, Any]:
+    """Fit on the first half of the requests, judge on the second; JSON-able.
+
+    `waste` holds padding rows over padded rows of the second half for each list, `fitted` for
+    `sizes`, which are the default ladder unless the fit does better. `curve` has the waste of
+    fits by number of graphs, better or not. Raises InvalidSetting for fewer than two requests, a
+    rate that is not positive, or fewer graphs than the tails need.
+    """
+    _require("requests", len(requests), len(requests) > 1, "2 or more")
+    _require("rate", rate, rate > 0, "a positive number")
+    half = len(requests) // 2
+    counts, held_out = (decode_steps(part, rate) for part in (requests[:half], requests[half:]))
+    default = default_capture_sizes(MAX_NUM_REQS, MAX_NUM_TOKENS)
+    powers = [1 << bit for bit in range(default[-1].bit_length())]
+    tail = tail_sizes(counts, MAX_NUM_REQS)
+    _require("max_graphs", max_graphs, max_graphs > len(tail), f"{len(tail) + 1} or more")
+    fits = {
+        graphs: fit_validated(counts, held_out, default=default, max_graphs=graphs, base=tail)
+        for graphs in sorted({*CURVE, max_graphs})
+        if graphs > len(tail)
+    }
+    chosen = fits[max_graphs]
+    lists = {"default": default, "powers_of_two": powers, "fitted": chosen.sizes}
+    return {
+        "rate": rate,
+        "max_graphs": max_graphs,
+        "decode_steps": sum(held_out),
+        "graphs": {name: len(sizes) for name, sizes in lists.items()},
+        "waste": {name: padding_waste(held_out, sizes).share for name, sizes in lists.items()},
+        "kept_default": chosen.kept_default,
+        "curve": [
+            {"graphs": len(each.fitted), "waste": padding_waste(held_out, each.fitted).share}
+            for each in fits.values()
+        ],
+        "sizes": list(chosen.sizes),
+    }
+
+
+def _require(name: str, value: float, met: bool, expected: str) -> None:
+    if not met:
+        reason = "it is too small"
+        raise InvalidSetting(name=name, value=value, reason=reason, expected=expected)
+
+
+def read_sizes(path: Path) -> list[int]:
+    """The sizes in a file that `fit --output` wrote; raises InvalidSetting for any other file."""
+    try:
+        sizes = json.loads(path.read_text())["capture_sizes"]
+        return [int(size) for size in sizes]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidSetting(
+            name="sizes file",
+            value=str(path),
+            reason=str(error),
+            expected='{"capture_sizes": [...]}',
+        ) from error
+
+
+def render(result: dict[str, Any]) -> str:
+    """The result as text: each list with its waste as a bar, and the sizes."""
+    waste, graphs = result["waste"], result["graphs"]
+    bars = [("default", graphs["default"], waste["default"])]
+    bars += [("powers of two", graphs["powers_of_two"], waste["powers_of_two"])]
+    bars += [("fit", point["graphs"], point["waste"]) for point in result["curve"]]
+    scale = 40 / max(0.01, *(share for _, _, share in bars))
+    lines = [f"{'list':<14}{'graphs':>7}{'waste':>8}"]
+    lines += [
+        f"{name:<14}{count:>7}{share:>8.1%} {'#' * round(scale * share)}"
+        for name, count, share in bars
+    ]
+    verdict = "the default ladder is kept" if result["kept_default"] else "the fit is taken"
+    lines += [f"{verdict}: {' '.join(map(str, result['sizes']))}"]
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Waste against the number of graphs, as a PNG; raises ToolMissing without matplotlib."""
+    figure = figure_class()(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    points = result["curve"]
+    shares = [100 * point["waste"] for point in points]
+    axes.plot([point["graphs"] for point in points], shares, "o-", label="fitted")
+    for name, mark in (("default", "s"), ("powers_of_two", "^")):
+        label = name.replace("_", " ")
+        axes.plot(result["graphs"][name], 100 * result["waste"][name], mark, label=label)
+    axes.set(xlabel="graphs", ylabel="padding rows, % of padded rows", ylim=(0, None))
+    axes.legend()
+    figure.savefig(path, format="png")

@@ -1,0 +1,154 @@
+"""Compares prepared steps with the eager model on the same inputs and the same cache contents.
+
+The eager model runs on a copy of the KV cache taken before the step, so that neither run sees the
+other's writes. Compared are the output's real rows, within a tolerance, and the cache: a step may
+change its own slots and the dump block, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ... import BatchDescriptor, PreparedModel, RuntimeMode
+from ..engine.block_manager import DUMP_BLOCK
+from ..engine.clock import Clock
+from ..engine.kv_cache import LayerCache
+from ..engine.metadata import AttentionMetadata
+from .eager import run_eagerly
+
+SAMPLE_EVERY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The first difference; `what` names the row of the output or the slot of the cache."""
+
+    step: int
+    mode: str
+    descriptor: BatchDescriptor
+    what: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "mode": self.mode,
+            "descriptor": self.descriptor.as_json(),
+            "what": self.what,
+        }
+
+
+@dataclass(slots=True)
+class Verification:
+    """`max_abs_diff` is over the finite differences of all `steps` compared."""
+
+    steps: int = 0
+    max_abs_diff: float = 0.0
+    mismatch: Mismatch | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.mismatch is None
+
+
+class Verifier:
+    """Runs steps, and those it picks a second time; `run` takes the place of `prepared.run`.
+
+    It picks the first step of each recording (runtime mode and padded size), the first one without
+    a graph, and every `every`-th step.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedModel,
+        model: torch.nn.Module,
+        layers: Mapping[str, LayerCache],
+        *,
+        clock: Clock,
+        tolerance: float,
+        every: int,
+    ) -> None:
+        self.prepared = prepared
+        self.model = model
+        self.layers = layers
+        self.clock = clock
+        self.tolerance = tolerance
+        self.every = every
+        self.result = Verification()
+        self._step = -1
+        self._seen: set[tuple[str, int]] = set()
+
+    def run(self, decision: Any, *inputs: torch.Tensor, metadata: AttentionMetadata) -> Any:
+        """A step's output; the clock stands still while it is verified."""
+        self._step += 1
+        if not self._picks(decision):
+            return self.prepared.run(decision, *inputs, metadata=metadata)
+        with self.clock.stopped():
+            before = {name: cache.clone() for name, cache in self.layers.items()}
+        output = self.prepared.run(decision, *inputs, metadata=metadata)
+        with self.clock.stopped():
+            stray = _stray_write(before, self.layers, metadata)
+            expected = run_eagerly(self.model, before, metadata, *inputs)
+            self._book(decision, stray or self._difference(output, expected))
+        return output
+
+    def _picks(self, decision: Any) -> bool:
+        recorded = decision.mode != RuntimeMode.NONE
+        kind = (decision.mode.name, decision.descriptor.num_tokens if recorded else 0)
+        first = kind not in self._seen
+        self._seen.add(kind)
+        return first or self._step % self.every == 0
+
+    def _difference(self, output: torch.Tensor, expected: torch.Tensor) -> str | None:
+        """The first row that differs, in words; keeps the largest difference."""
+        if output.shape != expected.shape:
+            return f"shape {tuple(output.shape)} instead of {tuple(expected.shape)}"
+        difference = (output.float() - expected.float()).abs()
+        largest = difference.nan_to_num(0.0, 0.0, 0.0).max().item()
+        self.result.max_abs_diff = max(self.result.max_abs_diff, largest)
+        close = torch.isclose(
+            output.float(), expected.float(), rtol=self.tolerance, atol=self.tolerance
+        )
+        wrong = (~close.flatten(1).all(dim=1)).nonzero().flatten().tolist()
+        if not wrong:
+            return None
+        row = wrong[0]
+        return (
+            f"row {row} differs by {difference[row].max().item():.3g},"
+            f" {len(wrong)} of {len(output)} rows differ"
+        )
+
+    def _book(self, decision: Any, what: str | None) -> None:
+        self.result.steps += 1
+        if what and self.result.ok:
+            self.result.mismatch = Mismatch(
+                self._step, decision.mode.name, decision.descriptor, what
+            )
+
+
+def _stray_write(
+    before: Mapping[str, LayerCache],
+    after: Mapping[str, LayerCache],
+    metadata: AttentionMetadata,
+) -> str | None:
+    """The first cache slot that changed though the step does not own it, in words."""
+    own = metadata.unpadded().slot_mapping
+    for name, cache in before.items():
+        block_size = cache.keys.shape[1]
+        changed = _rows_differ(cache.keys, after[name].keys)
+        changed |= _rows_differ(cache.values, after[name].values)
+        changed[own] = False
+        changed[DUMP_BLOCK * block_size : (DUMP_BLOCK + 1) * block_size] = False
+        if changed.any():
+            slot = int(changed.nonzero()[0].item())
+            return f"{name} wrote to cache slot {slot}, which is not the step's"
+    return None
+
+
+def _rows_differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Per slot, whether any element differs bit for bit (a NaN that stays is no change)."""
+    differs = (one != other) & ~(one.isnan() & other.isnan())
+    return differs.flatten(0, 1).flatten(1).any(dim=1)

@@ -1,0 +1,66 @@
+"""AOTInductor: compile a library, load a library."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .inductor_fixes import reads_before_mutations
+
+
+@dataclass(frozen=True)
+class AheadCompiled:
+    """An AOTInductor library on disk, and the conditions on sizes it was compiled under."""
+
+    path: str
+    guards: tuple[Any, ...]
+    ranges: dict[Any, tuple[int, int]]
+
+
+def aoti_compile(
+    graph: torch.fx.GraphModule,
+    inputs: list[Tensor],
+    dynamic: list[dict[int, tuple[str, int, int] | None]],
+    options: dict[str, Any],
+) -> AheadCompiled:
+    """Export `graph` and compile it to one shared library.
+
+    `inputs` are example tensors of a fake mode of their own. `dynamic` says for each which
+    dimensions vary: (symbol, least, most), or None where a size follows from others.
+    """
+    from torch._inductor import aot_compile
+    from torch.export import Dim, export
+
+    dims: dict[str, Any] = {}
+
+    def dim(spec: tuple[str, int, int] | None) -> Any:
+        if spec is None:
+            return Dim.DYNAMIC
+        name, low, high = spec
+        return dims.setdefault(name, Dim(name, min=low, max=high))
+
+    shapes = tuple({index: dim(spec) for index, spec in each.items()} for each in dynamic)
+    program = export(graph, tuple(inputs), dynamic_shapes=shapes)
+    env = inputs[0].fake_mode.shape_env  # type: ignore[attr-defined]
+    with warnings.catch_warnings(), reads_before_mutations():
+        warnings.simplefilter("ignore")  # torch warns of its own deprecated pytree classes
+        path = aot_compile(
+            program.module(check_guards=False),
+            tuple(inputs),
+            options={"aot_inductor.enable_line_tables": False, **options},
+        )
+    ranges = {s: (int(r.lower), int(r.upper)) for s, r in program.range_constraints.items()}
+    return AheadCompiled(str(path), tuple(guard.expr for guard in env.guards), ranges)
+
+
+def aoti_load(path: str, device: torch.device) -> Callable[[list[Any]], Any]:
+    """The `run` of the library at `path`; imports neither Dynamo nor Inductor."""
+    if device.type == "cpu":
+        return torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1).run
+    runner = torch._C._aoti.AOTIModelContainerRunnerCuda
+    return runner(path, 1, str(device)).run

@@ -1,0 +1,136 @@
+"""Dynamo: one full-graph capture, dynamic dimensions, and where the user's code is."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .patch import cache_variables_kept, compiler_lock, dynamo_lock
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What Dynamo's full-graph capture yields, free of its version-dependent types."""
+
+    graph: torch.fx.GraphModule
+    fake_mode: Any
+    call: Callable[..., Any]
+    """`call(compiled_fn)(model, *args, **kwargs)` runs Dynamo's bytecode around `compiled_fn`."""
+    traced_code: tuple[Any, ...]
+    """Code objects of all functions that were inlined."""
+    guarded: tuple[tuple[str, str], ...]
+    """What Dynamo guards on: (Python expression over `L` and `G`, kind of guard)."""
+    aliases: dict[str, str]
+    """Dynamo's own names for modules among the globals."""
+
+
+@contextmanager
+def reasoning_about_sizes(dynamic_shapes: str) -> Iterator[None]:
+    """How torch decides conditions on sizes, for tracing and for compiling alike."""
+    from torch.fx.experimental import _config
+
+    shapes_config: Any = _config
+
+    oblivious = dynamic_shapes == "backed_size_oblivious"
+    with compiler_lock, torch.no_grad(), shapes_config.patch(backed_size_oblivious=oblivious):
+        yield
+
+
+@contextmanager
+def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
+    """Settings for one trace, put back afterwards."""
+    with ExitStack() as stack:
+        stack.enter_context(cache_variables_kept())
+        import torch._dynamo.config as dynamo_config
+        from torch._dynamo.utils import dynamo_timed, get_metrics_context
+
+        stack.enter_context(dynamo_lock())
+        stack.enter_context(reasoning_about_sizes(dynamic_shapes))
+        stack.enter_context(dynamo_config.patch(automatic_dynamic_shapes=False))
+        stack.enter_context(get_metrics_context())
+        stack.enter_context(dynamo_timed("piecegraph.trace", log_pt2_compile_event=True))
+        yield
+
+
+def capture_full_graph(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Captured | None:
+    """One Dynamo graph of `model.forward`, or None if it holds no tensor operation."""
+    from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
+
+    output = fullgraph_capture(model, args, kwargs)
+    if output.backend_input is None:
+        return None
+    function, _ = get_traced_fn(model)
+
+    def call(compiled_fn: Callable[..., Any]) -> Callable[..., Any]:
+        return output.forward_callable(compiled_fn=compiled_fn, extra_globals=function.__globals__)
+
+    return Captured(
+        graph=output.backend_input.graph_module,
+        fake_mode=output.backend_input.fake_mode,
+        call=call,
+        traced_code=tuple(getattr(output.graph_capture_output, "traced_code", None) or ()),
+        guarded=_guarded(output.graph_capture_output.output_graph.guards),
+        aliases=dict(output.graph_capture_output.import_sources),
+    )
+
+
+def _guarded(guards: Any) -> tuple[tuple[str, str], ...]:
+    named = {(str(guard.originating_source.name), guard.create_fn_name()) for guard in guards}
+    return tuple(sorted(named))
+
+
+def is_torch_file(file: str) -> bool:
+    """Whether a source file is torch's own; those of torchvision and the like are not."""
+    return file.startswith(_TORCH)
+
+
+def user_location(error: BaseException) -> str | None:
+    """file:line of the user's code that a Dynamo error is about."""
+    seen: BaseException | None = error
+    while seen is not None:
+        stack = getattr(seen, "real_stack", None)
+        if stack:
+            own = [frame for frame in stack if not is_torch_file(frame.filename)]
+            return f"{(own or stack)[-1].filename}:{(own or stack)[-1].lineno}"
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def mark_dynamic(
+    tensor: torch.Tensor, dim: int, symbol: str, limits: tuple[int, int], dynamic_shapes: str
+) -> None:
+    """Declare a dimension dynamic; for unbacked shapes, equal symbols share one.
+
+    Only an unbacked dimension is told its limits (from torch 2.12 on): a backed one that is found
+    narrower would be an error of torch's instead of a guard of ours.
+    """
+    with cache_variables_kept():
+        import torch._dynamo
+
+    if dynamic_shapes == "unbacked":
+        mark = torch._dynamo.decorators.mark_unbacked
+        known = {"min", "max"} <= inspect.signature(mark).parameters.keys()
+        bounds = dict(zip(("min", "max"), limits, strict=True)) if known else {}
+        mark(tensor, dim, shape_id=symbol, **bounds)
+    else:
+        torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def original_symbol(size: torch.SymInt) -> Any:
+    """The symbol a dimension was given at first, before Dynamo found it equal to another."""
+    return size.node._expr
+
+
+def input_source(node: torch.fx.Node) -> str:
+    """Python expression over `L` (arguments) and `G` (globals) that yields a graph input."""
+    return str(node._dynamo_source.name)  # type: ignore[attr-defined]

@@ -1,0 +1,205 @@
+"""Inductor: compile, keep, load and unpack a graph as a standalone artifact."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+
+from .inductor_fixes import reads_before_mutations
+from .patch import cache_variables_kept, replaced
+from .tensors import fresh_fake_mode
+from .toolchain import compiler_version, keep_probe, probes
+
+
+@contextmanager
+def inductor_cache_directory(path: str) -> Iterator[None]:
+    """Point the file caches of Inductor and Triton at `path` for one compile or load.
+
+    Both are told by environment variables alone: `torch._inductor.runtime.cache_dir_utils`, through
+    which every file is named, reads TORCHINDUCTOR_CACHE_DIR on each call and consults no setting
+    (2.11 to 2.13), and hands it to the processes that it starts. Triton's directory lies below it
+    unless TRITON_CACHE_DIR says otherwise. Both variables are put back, whatever happens inside,
+    and in-memory tables that name files under `path` are cleared.
+    """
+    with cache_variables_kept():
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = path
+        os.environ.pop("TRITON_CACHE_DIR", None)
+        from torch._inductor.utils import clear_caches  # which makes the directory
+
+        try:
+            clear_caches()
+            yield
+        finally:
+            clear_caches()
+
+
+def inductor_compile(
+    graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]
+) -> tuple[Any, Callable[[], list[Path]]]:
+    """Inductor's standalone artifact of `graph`, symbolic where its fake inputs are.
+
+    Its C++ kernels are still being compiled. The function that comes with it waits for them and
+    returns their libraries; until then the artifact must not be called.
+    """
+    from torch._inductor import standalone_compile
+
+    with reads_before_mutations(), _kernels_in_background() as modules, _traced_sizes(graph):
+        artifact = standalone_compile(
+            graph,
+            inputs,
+            dynamic_shapes="from_tracing_context",
+            options={"config_patches": options},
+            aot=True,
+        )
+    return artifact, lambda: [path for module in modules for path in _kernels_of(module)]
+
+
+@contextmanager
+def _traced_sizes(graph: torch.fx.GraphModule) -> Iterator[None]:
+    """Let Inductor reason about sizes where the trace did, whatever a piece returns.
+
+    Told to find that by itself it looks at results alone, and knows nothing of any size in a piece
+    that only writes to its inputs.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensor
+
+    values = (node.meta.get("example_value") for node in graph.graph.nodes)
+    modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
+    with tracing(TracingContext(next(modes, None) or fresh_fake_mode())):
+        yield
+
+
+@contextmanager
+def _kernels_in_background() -> Iterator[list[dict[str, Any]]]:
+    """Do not wait for C++ kernels when generated code is loaded; yields its namespaces.
+
+    Generated code ends with `async_compile.wait(globals())`, which replaces each kernel that is
+    being compiled by its function. Nothing calls one before the code is called.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import LambdaFuture
+
+    namespaces: list[dict[str, Any]] = []
+    original = AsyncCompile.wait
+
+    def wait(self: Any, namespace: dict[str, Any]) -> None:
+        others = {
+            name: value
+            for name, value in namespace.items()
+            if not isinstance(value, LambdaFuture) or value.future is not None
+        }
+        original(self, others)
+        namespace.update(others)
+        namespaces.append(namespace)
+
+    with replaced(AsyncCompile, "wait", wait):
+        yield namespaces
+
+
+def _kernels_of(namespace: dict[str, Any]) -> Iterator[Path]:
+    """Wait for the C++ kernels of generated code; their libraries."""
+    from torch._inductor.codecache import LambdaFuture
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    for name, value in list(namespace.items()):
+        if isinstance(value, LambdaFuture):
+            namespace[name] = value = value.result()
+        module = getattr(value, "__self__", None)
+        library = Path(getattr(module, "__file__", None) or "")
+        if isinstance(value, BuiltinFunctionType) and library.is_relative_to(cache_dir()):
+            yield library
+
+
+def inductor_unpack(
+    graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any], folder: str
+) -> None:
+    """Compile `graph` and lay its generated code out in `folder`, as files that may be edited."""
+    from torch._inductor import standalone_compile
+
+    with reads_before_mutations(), _traced_sizes(graph):
+        artifact = standalone_compile(
+            graph,
+            inputs,
+            dynamic_shapes="from_tracing_context",
+            options={"config_patches": options},
+        )
+        artifact.save(path=folder, format="unpacked")
+
+
+def inductor_load_unpacked(folder: str) -> Callable[[list[Any]], Any]:
+    """The function whose code lies in `folder`, of one list of arguments."""
+    with cache_variables_kept():
+        from torch._inductor.standalone_compile import CompiledArtifact
+        from torch._inductor.utils import clear_caches
+
+        clear_caches()
+        artifact = CompiledArtifact.load(path=folder, format="unpacked")
+    return lambda args: artifact(*args)
+
+
+def inductor_serialize(artifact: Any) -> bytes | None:
+    """None where Inductor kept nothing: with its caches off, or after a pass without a key."""
+    if getattr(artifact.inner_fn.compiled_fn, "serialize", None) is None:
+        return None
+    return bytes(artifact.serialize())
+
+
+def inductor_deserialize(data: bytes) -> Any:
+    from torch._inductor.standalone_compile import AOTCompiledArtifact
+
+    return AOTCompiledArtifact.deserialize(data)
+
+
+def inductor_callable(artifact: Any) -> Callable[[list[Any]], Any]:
+    """The artifact as a function of one list of arguments, past its outermost wrapper."""
+    compiled_fn = artifact.inner_fn.compiled_fn
+    return lambda args: compiled_fn(*args)
+
+
+def post_grad_pass(run: Callable[[torch.fx.Graph], None], uuid: Any) -> Any:
+    """`run` in the form in which Inductor takes a pass; `uuid` is its part of Inductor's keys."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            run(graph)
+
+        def uuid(self) -> Any:
+            return uuid
+
+    return Pass()
+
+
+@contextmanager
+def inductor_options() -> Iterator[None]:
+    """Options of every compile and load of ours.
+
+    `cpp.vec_isa_ok` trusts the CPU's own flags instead of building six libraries (8 s) that probe
+    the compiler. For AMX it builds some all the same (1 s): what came of them is kept.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    original = VecISA.check_build
+
+    def check_build(isa: Any, code: str) -> bool:
+        asked = f"{isa.build_arch_flags()} {code}".encode() + compiler_version()
+        name = hashlib.sha256(asked).hexdigest()
+        if (known := probes().get(name)) is None:
+            known = b"builds" if original(isa, code) else b""
+            keep_probe(name, known)
+        return bool(known)
+
+    with (
+        replaced(VecISA, "check_build", check_build),
+        inductor_config.patch({"cpp.vec_isa_ok": True}),
+    ):
+        yield

@@ -1,0 +1,109 @@
+"""Operators: schemas, overloads, kernels, fake implementations, Triton launches."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .dynamo import is_torch_file
+
+
+def default_overload(packet: Any) -> Any:
+    """The overload that a call of an op without an overload's name means."""
+    names = packet.overloads()
+    return getattr(packet, names[0] if len(names) == 1 else "default")
+
+
+def custom_op_function(name: str) -> Callable[..., Any] | None:
+    """The Python function behind an op made by `torch.library.custom_op`; else None."""
+    from torch._library.custom_ops import OPDEFS
+
+    definition = OPDEFS.get(name)
+    return definition._init_fn if definition else None
+
+
+def triton_call(node: torch.fx.Node) -> tuple[Any, dict[str, Any]] | None:
+    """The kernel and the arguments of a node that launches a Triton kernel; else None.
+
+    The node itself holds numbers of a table of this process, in the order of first use.
+    """
+    if not str(node.target).startswith("triton_kernel_wrapper"):
+        return None
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kwargs: dict[str, Any] = dict(node.kwargs)
+    kernel = kernel_side_table.get_kernel(kwargs.pop("kernel_idx"))
+    constants = kernel_side_table.get_constant_args(kwargs.pop("constant_args_idx"))
+    return kernel, {**kwargs, "constants": dict(constants)}
+
+
+def triton_writes(node: torch.fx.Node, kwargs: dict[str, Any]) -> list[Any] | None:
+    """What the Triton kernel that a node launches writes to, of its example `kwargs`."""
+    if not str(node.target).startswith("triton_kernel_wrapper"):
+        return None
+    from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
+
+    given = kwargs["kwargs"]
+    table = (kwargs["kernel_idx"], kwargs["constant_args_idx"])
+    names = get_mutated_tensors(*table, given, kwargs["tma_descriptor_metadata"])
+    return [given[name] for name in names]
+
+
+def fake_function(name: str) -> Callable[..., Any] | None:
+    """The Python function that gives the shapes of op `ns::op`'s results, if one is registered."""
+    from torch._library.custom_ops import OPDEFS
+    from torch._library.simple_registry import singleton
+
+    definition = OPDEFS.get(name)
+    kernel = singleton.find(name).fake_impl.kernel
+    fake: Callable[..., Any] | None = kernel.func if kernel is not None else None
+    return _registered(fake) if definition is None else definition._abstract_fn
+
+
+def _registered(fake: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """What the user registered, out of torch's wrapper, whose closure changes at the first call."""
+    if fake is None or "_check_pystubs_once" not in fake.__qualname__:
+        return fake
+    inside: Callable[..., Any] = inspect.getclosurevars(fake).nonlocals["func"]
+    return inside
+
+
+def registering_files(name: str) -> set[str]:
+    """Python files, torch's apart, that registered kernels of the overload `ns::op.overload`."""
+    known: str = torch._C._dispatch_dump(name)
+    files = set(re.findall(r"registered at (.+\.py):\d+", known))
+    return {file for file in files if not is_torch_file(file) and os.path.isfile(file)}
+
+
+def mutated_arguments(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """Those of the given arguments that the schema of `op` says it writes to."""
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+def is_decomposed(op: Any) -> bool:
+    """Whether Inductor replaces calls of `op` while it traces."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return op in select_decomp_table() or is_composite(op)
+
+
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Whether `op` is only a composition of other operators."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return op.has_kernel_for_dispatch_key(key)
+
+
+def run_kernel(op: torch._ops.OpOverload, device: str, args: Any, kwargs: Any) -> Any:
+    """Run the kernel of `op` for `device` (CPU, CUDA) past every mode.
+
+    A mode that is on sees the operators called in the body of that kernel.
+    """
+    key = getattr(torch._C.DispatchKey, device)
+    return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)

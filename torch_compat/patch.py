@@ -1,0 +1,51 @@
+"""State of torch that is process-wide: one lock, cache variables, temporary replacements."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+# Dynamo and Inductor keep process-wide state while they run; only one of our threads may be inside.
+compiler_lock = threading.RLock()
+
+
+@contextmanager
+def cache_variables_kept() -> Iterator[None]:
+    """Put back the variables that name torch's cache directories, which torch itself sets.
+
+    It does so when Dynamo is imported and whenever a file is named. Only one thread is inside, so
+    that what one of ours sets for a compile is never what another finds and keeps; nor does anybody
+    else compile meanwhile.
+    """
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    with compiler_lock, dynamo_lock():
+        before = {name: os.environ.get(name) for name in names}
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def dynamo_lock() -> AbstractContextManager[Any]:
+    """What Dynamo holds while it compiles for `torch.compile`; nothing before it is imported."""
+    module = sys.modules.get("torch._dynamo.convert_frame")
+    lock: AbstractContextManager[Any] = getattr(module, "compile_lock", nullcontext())
+    return lock
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = inspect.getattr_static(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,86 @@
+"""Tensors: fake modes, storage identity, dispatch modes, trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+__all__ = [
+    "StorageWeakRef",
+    "TorchDispatchMode",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+
+# torch's own context managers around these cost a microsecond, which a step does not have
+is_grad_enabled = torch.is_grad_enabled
+
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+def fresh_fake_mode() -> Any:
+    """A fake mode with a shape environment of its own."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def writes_of_faking(tensor: Tensor, fake_mode: Any) -> int:
+    """How many writes Dynamo's fake of `tensor` counts before anything is done to it."""
+    with torch.inference_mode(False):  # in which nothing counts writes; Dynamo leaves it
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        alias.set_(tensor.untyped_storage(), *place)
+        count: int = fake_mode.from_tensor(alias)._version
+    return count
+
+
+def surely(condition: Any) -> bool:
+    """Whether a condition on sizes is known to hold for all of them; adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def is_faking() -> bool:
+    """Whether operations make fake tensors in this thread: a run that asks for shapes alone."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Run plainly: no dispatch mode sees what is called inside."""
+    return _disable_current_modes()
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identity of the storage behind `tensor`; unique while a reference, even a weak one, lives."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def weak_storage(tensor: Tensor) -> StorageWeakRef:
+    """A weak reference to the storage behind `tensor`: while it lives, the identity stays taken."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def unowned_alias(tensor: Tensor) -> Tensor:
+    """The same memory under a new tensor that does not keep it alive."""
+    storage = tensor.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(
+        storage.data_ptr(), tensor.device, storage.nbytes()
+    )
+    with torch.inference_mode(False), torch.no_grad():
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
