@@ -1,8 +1,8 @@
-"""Give a bundle its fast form: an AOTInductor library for each artifact.
+"""Add an AOTInductor library for each artifact of a bundle, the form that loads fastest.
 
-A cold start serves from Inductor's standalone artifacts, which are ready sooner. This is run after
-it, or by whoever builds an image; the next start then loads in milliseconds and imports neither
-Dynamo nor Inductor. The model is traced again; its artifacts come from the cache.
+A cold start serves from Inductor's standalone artifacts, which are ready sooner. This runs after
+it, or while an image is built. The next start then loads in milliseconds and imports neither Dynamo
+nor Inductor. The model is traced again; its artifacts come from the cache.
 """
 
 from __future__ import annotations
@@ -18,59 +18,62 @@ from .backends.registry import compiler_named
 from .bundle.bundle import Bundle, store_bundle
 from .bundle.key_factors import trace_key
 from .bundle.provenance import provenance
+from .guards.trace_with_guards import trace_with_guards
 from .ir.artifact import LIBRARY, Blobs
-from .ir.request import Task
-from .lower.cut import Cut, cut_model
+from .ir.request import CompileRequest
+from .lower.split_model import SplitModel, split_model
 
 
-def compile_ahead(task: Task) -> bool:
+def compile_ahead(request: CompileRequest) -> bool:
     """Build the missing libraries and republish the bundle; False if an artifact cannot have one.
 
-    It is then reported, and the bundle keeps its form. Raises InvalidSetting where Inductor is to
-    cut the code: a library is one unit.
+    In that case an event is emitted and the bundle is unchanged. Raises InvalidSetting with
+    `use_inductor_graph_partition`: a library cannot be partitioned.
     """
-    if task.config.use_inductor_graph_partition:
+    if request.config.use_inductor_graph_partition:
         raise InvalidSetting(
             name="use_inductor_graph_partition",
             value=True,
             reason="an ahead-of-time library cannot be partitioned",
             expected="False for what is compiled ahead, or serve from Inductor's artifacts",
         )
-    key = trace_key(task.model, task.config, task.device, task.examples)
-    cut = cut_model(task)
-    compiled = compile_pieces(task, cut, compiler_named(task.config.compiler))
+    key = trace_key(request.model, request.config, request.device, request.examples)
+    split = split_model(trace_with_guards(request), request.events)
+    compiled = compile_pieces(request, split, compiler_named(request.config.compiler))
     artifacts: list[Blobs] = []
     for job, made in zip(compiled.jobs, compiled.made, strict=True):
         if LIBRARY not in made.blobs:
-            library = _library(task, cut, job)
+            library = _library(request, split, job)
             if library is None:
                 return False
             made = replace(made, blobs={**made.blobs, LIBRARY: library})
-            store_artifact(task, cut, job, made)
+            store_artifact(request, split, job, made)
         artifacts.append(made.blobs)
-    plan = cut.plan(compiled.spans)
-    bundle = Bundle(plan, provenance(cut.trace, cut.config), artifacts)
-    store_bundle(task.cache, key, bundle, task.model, task.device)
+    plan = split.plan(compiled.spans)
+    bundle = Bundle(plan, provenance(split.trace, split.config), artifacts)
+    store_bundle(request.cache, key, bundle)
     return True
 
 
-def _library(task: Task, cut: Cut, job: Job) -> bytes | None:
-    graph = job.unique.piece.module(cut.trace.graph)
-    limits = cut.guards.limits()
+def _library(request: CompileRequest, split: SplitModel, job: Job) -> bytes | None:
+    graph = job.unique.piece.module(split.trace.graph)
+    limits = split.guards.limits()
     if job.size is not None:
         limits |= dict.fromkeys(job.unique.piece.symbols(), (job.size, job.size))
     index = job.unique.index
     try:
         with (
-            task.events.span("compile.library", piece=index, digest=job.unique.digest[:12]),
-            reasoning_about_sizes(cut.config.dynamic_shapes.value),
+            request.events.span("compile.library", piece=index, digest=job.unique.digest[:12]),
+            reasoning_about_sizes(split.config.dynamic_shapes.value),
         ):
-            library = build_library(graph, limits, task.device, compiler_options(task, cut, job))
-    except Exception as error:  # whatever torch refuses: the other form serves
+            library = build_library(
+                graph, limits, request.device, compiler_options(request, split, job)
+            )
+    except Exception as error:  # torch may refuse for many reasons: the standalone form serves
         reason = f"{type(error).__name__}: {error}"
-        task.events.emit(
+        request.events.emit(
             "compile.library_failed", level=logging.WARNING, piece=index, reason=reason
         )
         return None
-    task.events.count("library_compiles")
+    request.events.count("library_compiles")
     return library

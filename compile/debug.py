@@ -1,4 +1,4 @@
-"""The unique pieces of a model as graphs, for tools that look into one and compile parts of it."""
+"""The unique pieces of a model as graphs, for tools that inspect one and compile parts of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ..cache import Cache
 from ..events import Events
 from ..torch_compat.dynamo import reasoning_about_sizes
 from .backends.registry import compiler_named
+from .guards.trace_with_guards import trace_with_guards
 from .ir.config import CompileConfig
-from .ir.request import Task
-from .lower.cut import cut_model
+from .ir.request import CompileRequest
+from .lower.split_model import split_model
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,12 @@ def piece_graphs(
 
     Raises the errors of tracing and splitting.
     """
-    cut = cut_model(Task(model, config, Cache(None, Events()), Events(), device, examples))
+    events = Events()
+    request = CompileRequest(model, config, Cache(None, events), events, device, examples)
+    split = split_model(trace_with_guards(request), events)
     return [
-        PieceGraph(each.digest, each.piece.module(cut.trace.graph), each.piece.example_values())
-        for each in cut.unique
+        PieceGraph(each.digest, each.piece.module(split.trace.graph), each.piece.example_values())
+        for each in split.unique
     ]
 
 

@@ -1,80 +1,121 @@
-"""Compile a model, or load what an earlier process compiled.
+"""How a model becomes a callable.
 
-Warm: the bundle under the trace key holds the plan and every artifact; nothing is traced. Cold: the
-model is cut into pieces, and each unique piece is loaded from the artifact under its codegen key or
-compiled. What was compiled is stored at once, piece by piece, so an interrupted start is not lost.
+    trace key -> bundle -> plan and artifacts -> callable                                warm start
+    trace -> guards -> split -> compile missing pieces -> plan -> store -> callable      cold start
+
+A warm start imports neither Dynamo nor Inductor nor sympy: the cold half is imported when it runs.
+Each piece is stored as soon as it is compiled, so an interrupted cold start loses little.
 """
 
 from __future__ import annotations
+
+import logging
 
 from ..cache import Key
 from ..cache.lock import Flight
 from ..errors import BundleMissing
 from .backends.editable_code import unpacked_inductor
-from .backends.gc_paused import without_collections
+from .backends.gc_paused import gc_paused
 from .backends.inductor import compile_uncached, compiling
 from .backends.partition import partitioning
 from .backends.registry import Compiler, compiler_named
 from .bundle.key_factors import trace_key
 from .ir.config import BundleUse
-from .ir.request import Task
-from .lower.compiled_model import CompiledModel
+from .ir.request import CompileRequest
+from .lower.compiled_model import CompiledModel, bind
 from .lower.eager_model import uncompiled_model
-from .warm import Found, agreed, warm_start
+from .warm import Loaded, load_bundle, ranks_agree
 
 
-def compile_model(task: Task) -> CompiledModel:
-    """The compiled form of a model.
+def compile_model(request: CompileRequest) -> CompiledModel:
+    """The compiled form of a model, from its bundle or from a trace.
 
-    Raises the errors of tracing, splitting, guards and compilers; BundleMissing where a bundle is
-    demanded and there is none to use; RankLost where ranks have to agree and one does not answer.
+    Raises the errors of tracing, splitting, guards and compilers; BundleMissing where the settings
+    require a bundle and none can be used; RankLost where ranks must agree and one does not answer.
     """
-    with without_collections():
-        return _compile_model(task)
+    with gc_paused():
+        if not request.config.compile:
+            request.events.emit("bundle", hit=False, reason="compile is off")
+            return uncompiled_model(request)
+        compiler = _compiler(request)
+        if compiler.load is None:
+            return _without_bundle(request, compiler)
+        return _with_bundle(request, compiler)
 
 
-def _compile_model(task: Task) -> CompiledModel:
-    if not task.config.compile:
-        task.events.emit("bundle", hit=False, reason="compile is off")
-        return uncompiled_model(task)
-    compiler = _compiler(task)
-    if compiler.load is None:
-        kept = f"compiler {compiler.name!r} keeps no artifacts"
-        reason = kept if task.cache.enabled else "the cache is off"
-        if task.config.bundle is BundleUse.FORCE:
-            raise BundleMissing(model=type(task.model).__qualname__, reason=reason)
-        task.events.emit("bundle", hit=False, reason=reason)
-        return _cold(task, compiler, None)
-    key = trace_key(task.model, task.config, task.device, task.examples)
-    own = warm_start(task, key, compiler)
-    found = agreed(task, key, own)
-    if isinstance(found, Found):
+def _with_bundle(request: CompileRequest, compiler: Compiler) -> CompiledModel:
+    """Warm if every rank can load its bundle, else cold; one process per key compiles."""
+    key = trace_key(request.model, request.config, request.device, request.examples)
+    own = load_bundle(request, key, compiler)
+    found = ranks_agree(request, key, own)
+    if isinstance(found, Loaded):
         return found.compiled
-    if task.config.bundle is BundleUse.FORCE:
-        raise BundleMissing(model=type(task.model).__qualname__, reason=found)
-    with task.cache.single_flight("bundle", key) as flight:
-        # whoever held the lock before may have made it
+    if request.config.bundle is BundleUse.FORCE:
+        raise BundleMissing(model=type(request.model).__qualname__, reason=found)
+    with request.cache.single_flight("bundle", key) as flight:
+        # the process that held the lock before may have stored the bundle
         if flight is Flight.AFTER_OTHERS and isinstance(own, str):
-            found = warm_start(task, key, compiler)
-            if isinstance(found, Found):
+            found = load_bundle(request, key, compiler)
+            if isinstance(found, Loaded):
                 return found.compiled
-        return _cold(task, compiler, key)
+        return _cold_start(request, compiler, key)
 
 
-def _compiler(task: Task) -> Compiler:
-    config = task.config
+def _without_bundle(request: CompileRequest, compiler: Compiler) -> CompiledModel:
+    """A cold start whose result cannot be stored."""
+    reason = "the cache is off"
+    if request.cache.enabled:
+        reason = f"compiler {compiler.name!r} keeps no artifacts"
+    if request.config.bundle is BundleUse.FORCE:
+        raise BundleMissing(model=type(request.model).__qualname__, reason=reason)
+    request.events.emit("bundle", hit=False, reason=reason)
+    return _cold_start(request, compiler, None)
+
+
+def _cold_start(request: CompileRequest, compiler: Compiler, key: Key | None) -> CompiledModel:
+    """Trace, compile what no earlier process compiled, and store a bundle under `key`."""
+    from .backends.jobs import compile_pieces
+    from .bundle.bundle import Bundle, store_bundle
+    from .bundle.provenance import provenance
+    from .guards.trace_with_guards import trace_with_guards
+    from .ir.readable import readable
+    from .lower.dependencies import picture, piece_graph
+    from .lower.dump import dump_plan
+    from .lower.report_plan import tell_plan
+    from .lower.split_model import split_model
+
+    events = request.events
+    guarded = trace_with_guards(request)
+    split = split_model(guarded, events)
+    compiled = compile_pieces(request, split, compiler)
+    plan = split.plan(compiled.spans)
+
+    order = piece_graph(plan)  # raises if the plan's steps cannot run in their order
+    events.detail("piece_graph", lambda: picture(order))
+    tell_plan(plan, events)
+    if (directory := request.config.dump_dir) is not None:
+        dump_plan(plan, directory)
+        (directory / "graph.py").write_text(readable(split.trace.graph))
+
+    artifacts = [made.blobs for made in compiled.made]
+    if key is not None and all(artifacts):
+        with events.span("cache.store", level=logging.INFO):
+            bundle = Bundle(plan, provenance(split.trace, split.config), artifacts)
+            store_bundle(request.cache, key, bundle)
+    elif key is not None:
+        reason = "the compiler's own caches are off, so it gives no artifacts"
+        events.emit("bundle.not_kept", level=logging.WARNING, reason=reason)
+    return bind(plan, [made.fn for made in compiled.made], request.model, from_bundle=False)
+
+
+def _compiler(request: CompileRequest) -> Compiler:
+    config = request.config
     if config.compiler != "inductor":
         return compiler_named(config.compiler)
     if config.dump_dir is not None:
-        compiler = unpacked_inductor(config.dump_dir, task.events)
-    elif not task.cache.enabled:
+        compiler = unpacked_inductor(config.dump_dir, request.events)
+    elif not request.cache.enabled:
         compiler = Compiler("inductor", compile_uncached, session=compiling)
     else:
         compiler = compiler_named("inductor")
     return partitioning(compiler) if config.use_inductor_graph_partition else compiler
-
-
-def _cold(task: Task, compiler: Compiler, key: Key | None) -> CompiledModel:
-    from .cold import cold_start  # imports what a warm start has no use for
-
-    return cold_start(task, compiler, key)

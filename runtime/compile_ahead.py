@@ -8,7 +8,7 @@ from ..compile.ahead import compile_ahead as build
 from ..compile.ir.request import ExampleArguments
 from ..events import Events
 from .config import Config
-from .prepare import compile_task
+from .prepare import compile_request
 from .strategy.monitors import meant
 from .switches import settled
 
@@ -29,4 +29,4 @@ def compile_ahead(
     """
     config = settled(config)
     with meant():
-        return build(compile_task(model, config, events or Events(), examples))
+        return build(compile_request(model, config, events or Events(), examples))

@@ -16,7 +16,7 @@ from ..compile.ir.request import ExampleArguments
 from ..events import Events
 from .config import Config
 from .open_cache import cache_root
-from .prepare import compile_task
+from .prepare import compile_request
 from .switches import settled
 
 
@@ -52,14 +52,14 @@ def why(
     Raises the errors of the configuration and of a cache directory that is not trusted.
     """
     config = settled(config)
-    task = compile_task(model, config, Events(), examples)
-    key = trace_key(model, task.config, task.device, examples)
-    entry = task.cache.lookup("bundle", key)
+    request = compile_request(model, config, Events(), examples)
+    key = trace_key(model, request.config, request.device, examples)
+    entry = request.cache.lookup("bundle", key)
     if not isinstance(entry, Entry):
         reason = f"{entry.reason}: {entry.detail}" if entry.detail else entry.reason
         return Why(key, reason, _nearest(config, key, at_most))
     try:
-        read_bundle(entry, model, task.device)
+        read_bundle(entry, model)
     except BadBundle as error:
         return Why(key, str(error), ())
     return Why(key, None, ())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..compile.ir.config import TOKENS
-from ..compile.ir.request import ExampleArguments, Task
+from ..compile.ir.request import CompileRequest, ExampleArguments
 from ..compile.pipeline import compile_model
 from ..dispatch import (
     Dispatcher,
@@ -71,8 +71,8 @@ def prepare(
         )
         plan = _dispatch_plan(resolved.mode, config)
         events.emit("config", **_settled(config, resolved, plan))
-        task = compile_task(model, config, events, examples, ranks)
-        compiled = compile_model(task)
+        request = compile_request(model, config, events, examples, ranks)
+        compiled = compile_model(request)
     if TOKENS not in [symbol.label for symbol in compiled.plan.symbols]:
         raise without_tokens(config)
     return PreparedModel(
@@ -81,9 +81,9 @@ def prepare(
         config,
         resolved,
         Dispatcher(plan, histogram=Histogram()),
-        backend or choose_backend(config.backend_for(task.device.type)),
-        task.device,
-        task.cache,
+        backend or choose_backend(config.backend_for(request.device.type)),
+        request.device,
+        request.cache,
         layers or {},
         events,
         ranks,
@@ -92,13 +92,13 @@ def prepare(
     )
 
 
-def compile_task(
+def compile_request(
     model: torch.nn.Module,
     config: Config,
     events: Events,
     examples: ExampleArguments | None,
     ranks: Ranks | None = None,
-) -> Task:
+) -> CompileRequest:
     """What to compile, and with what: `config` as `settled`, the model's device, the cache.
 
     Raises InvalidSetting for what is no model.
@@ -112,7 +112,7 @@ def compile_task(
         )
     exchange = ranks.exchange if ranks is not None else None
     cache = open_cache(config, events)
-    return Task(model, config, cache, events, _device(model), examples, exchange)
+    return CompileRequest(model, config, cache, events, _device(model), examples, exchange)
 
 
 def _settled(config: Config, resolved: ResolvedMode, plan: DispatchPlan) -> dict[str, Any]:

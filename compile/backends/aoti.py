@@ -17,7 +17,7 @@ from ...errors import LibraryDisagrees, LibraryNotGeneral
 from ...torch_compat.aoti import AheadCompiled, aoti_compile
 from ...torch_compat.inductor import inductor_cache_directory, inductor_options
 from ...torch_compat.tensors import fresh_fake_mode
-from ..guards.numerics_check import disagreement
+from ..guards.numerics_check import numeric_difference
 from ..guards.prover import Ranges, prove
 from ..guards.range_check import corners
 from ..pieces.piece import size_positions
@@ -42,7 +42,7 @@ def build_library(
         _check_general(compiled)
         library = load_library(Path(compiled.path), size_positions(graph.graph), device)
         for sizes in corners(limits):
-            if fault := disagreement(library, graph, sizes):
+            if fault := numeric_difference(library, graph, sizes):
                 raise LibraryDisagrees(fault=fault, sizes=dict(sizes))
         return Path(compiled.path).read_bytes()
 

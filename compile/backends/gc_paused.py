@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Keep Python from looking for cyclic garbage: a tenth of a start goes into it.
 
     What was made meanwhile then counts as old: to look through all of it at once takes 0.2 s.

@@ -23,14 +23,14 @@ from ...cache.keys.factors import Json
 from ...errors import PieceFailed, PiecegraphError
 from ...torch_compat.dynamo import reasoning_about_sizes
 from ..bundle.key_factors import codegen_key, machine_factors
-from ..guards.numerics_check import concrete_inputs, disagreement
+from ..guards.numerics_check import concrete_inputs, numeric_difference
 from ..ir.artifact import CODE, Blobs, PieceFn, kernels
 from ..ir.config import TOKENS
 from ..ir.locations import first_line
 from ..ir.plan import CompiledSpan
-from ..ir.request import Task
-from ..lower.cut import Cut, UniquePiece
+from ..ir.request import CompileRequest
 from ..lower.report_plan import tell_lookup
+from ..lower.split_model import SplitModel, UniquePiece
 from ..passes.graph_pass import GraphPass, inductor_passes, passes_for
 from ..pieces.compile_ranges import Span, spans
 from .partition import partition_options, partitions_of
@@ -68,32 +68,32 @@ class Compiled:
     spans: list[CompiledSpan]
 
 
-def compile_pieces(task: Task, cut: Cut, compiler: Compiler) -> Compiled:
+def compile_pieces(request: CompileRequest, split: SplitModel, compiler: Compiler) -> Compiled:
     """Load or compile every job. Raises PieceFailed and the errors of guards."""
-    with task.events.span("compile", level=logging.INFO, pieces=len(cut.unique)):
-        for unique in cut.unique:
-            cut.guards.check_ends(unique.piece.module(cut.trace.graph), f"piece {unique.index}")
-        jobs, used = _schedule(cut, machine_factors(cut.config, task.device))
-        made = {number: _stored(task, cut, job, compiler) for number, job in enumerate(jobs)}
+    with request.events.span("compile", level=logging.INFO, pieces=len(split.unique)):
+        for unique in split.unique:
+            split.guards.check_ends(unique.piece.module(split.trace.graph), f"piece {unique.index}")
+        jobs, used = _schedule(split, machine_factors(split.config, request.device))
+        made = {number: _stored(request, split, job, compiler) for number, job in enumerate(jobs)}
         missing = [number for number, stored in made.items() if stored is None]
         if missing and compiler.first_use is not None:
-            compiler.first_use(task.device, task.events)
+            compiler.first_use(request.device, request.events)
         with compiler.session() if missing else nullcontext():
-            begins = (partial(_begin, task, cut, jobs[number], compiler) for number in missing)
+            begins = (partial(_begin, request, split, jobs[number], compiler) for number in missing)
             made.update(zip(missing, _overlapped(begins), strict=True))
     done = [each for each in made.values() if each is not None]
     return Compiled(jobs, done, [_served(span, numbers, done) for span, numbers in used])
 
 
 def _schedule(
-    cut: Cut, machine: Mapping[str, Any]
+    split: SplitModel, machine: Mapping[str, Any]
 ) -> tuple[list[Job], list[tuple[Span, tuple[int, ...]]]]:
     """The distinct jobs, and for each span the numbers of those that serve it."""
     jobs: dict[Any, tuple[int, Job]] = {}
     used = []
-    for span in spans(cut.config):
+    for span in spans(split.config):
         numbers = []
-        for job in _jobs(cut, span, machine):
+        for job in _jobs(split, span, machine):
             identity = (job.unique.index, job.size, tuple(each.name for each in job.passes))
             numbers.append(jobs.setdefault(identity, (len(jobs), job))[0])
         used.append((span, tuple(numbers)))
@@ -122,24 +122,26 @@ def _overlapped(begins: Iterable[Callable[[], Callable[[], Made]]]) -> Iterator[
         yield waiting()
 
 
-def _jobs(cut: Cut, span: Span, machine: Mapping[str, Any]) -> Iterator[Job]:
+def _jobs(split: SplitModel, span: Span, machine: Mapping[str, Any]) -> Iterator[Job]:
     """A job for each unique piece; those without a dynamic size are the same in every span."""
-    for unique in cut.unique:
-        symbols = [str(cut.guards.label(symbol)) for symbol in unique.piece.symbols()]
-        passes = passes_for(cut.config, span.high if symbols else None)
+    for unique in split.unique:
+        symbols = [str(split.guards.label(symbol)) for symbol in unique.piece.symbols()]
+        passes = passes_for(split.config, span.high if symbols else None)
         size = span.low if span.exact and symbols == [TOKENS] else None
         key = codegen_key(machine, unique.digest, passes, size)
         yield Job(unique, span, passes, size, key)
 
 
-def _stored(task: Task, cut: Cut, job: Job, compiler: Compiler) -> Made | None:
+def _stored(
+    request: CompileRequest, split: SplitModel, job: Job, compiler: Compiler
+) -> Made | None:
     if compiler.load is None:
         return None
-    entry = task.cache.lookup("artifact", job.key)
-    tell_lookup("artifact", job.key, entry, task.cache, task.events)
+    entry = request.cache.lookup("artifact", job.key)
+    tell_lookup("artifact", job.key, entry, request.cache, request.events)
     if not isinstance(entry, Entry) or CODE not in entry.contents:
         return None
-    if not _covers(entry.meta, _ranges(cut, job)):
+    if not _covers(entry.meta, _ranges(split, job)):
         return None
     (fn,) = compiler.load([entry.contents])
     seconds = entry.meta.get("compile_seconds")
@@ -147,16 +149,16 @@ def _stored(task: Task, cut: Cut, job: Job, compiler: Compiler) -> Made | None:
     return Made(fn, entry.contents, proved=True, seconds=known)
 
 
-def store_artifact(task: Task, cut: Cut, job: Job, made: Made) -> None:
+def store_artifact(request: CompileRequest, split: SplitModel, job: Job, made: Made) -> None:
     """Publish what was made of a job, with the ranges over which its guards are proved."""
     if made.blobs and made.proved:
-        meta: dict[str, Json] = {"compile_seconds": made.seconds, "ranges": _ranges(cut, job)}
-        task.cache.publish("artifact", job.key, meta, made.blobs)
+        meta: dict[str, Json] = {"compile_seconds": made.seconds, "ranges": _ranges(split, job)}
+        request.cache.publish("artifact", job.key, meta, made.blobs)
 
 
-def _ranges(cut: Cut, job: Job) -> list[Json]:
+def _ranges(split: SplitModel, job: Job) -> list[Json]:
     """The served range of each symbol of the piece, by first appearance."""
-    served = cut.guards.limits()
+    served = split.guards.limits()
     return [list(served[symbol]) for symbol in job.unique.piece.symbols()]
 
 
@@ -173,41 +175,45 @@ def _covers(meta: Mapping[str, Any], limits: list[Any]) -> bool:
     )
 
 
-def compiler_options(task: Task, cut: Cut, job: Job) -> dict[str, Any]:
+def compiler_options(request: CompileRequest, split: SplitModel, job: Job) -> dict[str, Any]:
     """Inductor's options for a job: autotuned if it is for one size, the user's, the passes."""
-    tuned = {} if job.size is None else {"max_autotune": task.device.type == "cuda"}
-    passes = inductor_passes(job.passes, task.events, job.unique.index)
-    cuts = partition_options(cut.partition_ops) if cut.config.use_inductor_graph_partition else {}
-    return {**tuned, **cut.config.inductor_options, **passes, **cuts}
+    tuned = {} if job.size is None else {"max_autotune": request.device.type == "cuda"}
+    passes = inductor_passes(job.passes, request.events, job.unique.index)
+    cuts = (
+        partition_options(split.partition_ops) if split.config.use_inductor_graph_partition else {}
+    )
+    return {**tuned, **split.config.inductor_options, **passes, **cuts}
 
 
-def _begin(task: Task, cut: Cut, job: Job, compiler: Compiler) -> Callable[[], Made]:
+def _begin(
+    request: CompileRequest, split: SplitModel, job: Job, compiler: Compiler
+) -> Callable[[], Made]:
     """Run the compiler on a copy of the piece, and settle the guards that it adds.
 
     Raises PieceFailed and the errors of guards.
     """
-    unique, events = job.unique, task.events
+    unique, events = job.unique, request.events
     about: dict[str, Any] = {
         "piece": unique.index,
         "digest": unique.digest[:12],
         "range": [job.span.low, job.span.high] if job.size is None else [job.size, job.size],
     }
-    graph = unique.piece.module(cut.trace.graph)
+    graph = unique.piece.module(split.trace.graph)
     events.emit("compile.start", compiler=compiler.name, **about)
     with (
         events.span("compile.piece", piece=unique.index, digest=unique.digest[:12]) as generation,
         _naming(compiler, unique),
-        reasoning_about_sizes(cut.config.dynamic_shapes.value),
+        reasoning_about_sizes(split.config.dynamic_shapes.value),
     ):
-        options = compiler_options(task, cut, job)
+        options = compiler_options(request, split, job)
         wait = cache(compiler.compile(graph, _inputs(job, graph), options))
 
     def run(sizes: Mapping[sympy.Symbol, int]) -> str | None:
-        return disagreement(wait()[0], unique.piece.module(cut.trace.graph), sizes)
+        return numeric_difference(wait()[0], unique.piece.module(split.trace.graph), sizes)
 
     # splitting ops inside may need a step around them, or write to memory that is in use
-    runnable = None if cut.partition_ops else run
-    proved = cut.guards.settle(f"piece {unique.index}", run=runnable)
+    runnable = None if split.partition_ops else run
+    proved = split.guards.prove_new(f"piece {unique.index}", run=runnable)
 
     def finish() -> Made:
         with (
@@ -216,11 +222,11 @@ def _begin(task: Task, cut: Cut, job: Job, compiler: Compiler) -> Callable[[], M
         ):
             fn, blobs = wait()
         made = Made(fn, blobs, proved, generation.seconds + waiting.seconds)
-        if cut.config.use_inductor_graph_partition:
+        if split.config.use_inductor_graph_partition:
             about["partitions"] = partitions_of(fn)
         events.emit("compile.end", seconds=made.seconds, kernels=kernels([blobs])[0], **about)
         events.count(f"{compiler.name}_compiles")
-        store_artifact(task, cut, job, made)
+        store_artifact(request, split, job, made)
         return made
 
     return finish

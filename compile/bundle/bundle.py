@@ -1,6 +1,6 @@
-"""A bundle: a header, where it was traced from, the plan, and every artifact the plan names.
+"""A bundle: what it was traced from, the plan, and every artifact the plan names.
 
-It is complete: with nothing but a bundle and the model's weights, a process can serve.
+It is complete: a process can serve from a bundle and the model's weights alone.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from ...cache import Cache, Entry, Key
 from ...cache.keys.factors import Json
 from ..ir.artifact import Blobs
 from ..ir.plan import Plan
-from .header import header, misfit
 from .provenance import changed_since
 
 PLAN = "plan.json"
 
 
 class BadBundle(Exception):
-    """The bundle is not for this model; the message says why. It never leaves the room."""
+    """The bundle is not for this model; the message says why. Internal to `compile`."""
 
 
 @dataclass(frozen=True)
@@ -34,29 +33,24 @@ class Bundle:
     artifacts: Sequence[Blobs]
 
 
-def store_bundle(
-    cache: Cache, key: Key, bundle: Bundle, model: torch.nn.Module, device: torch.device
-) -> None:
-    """Publish a bundle under its trace key, in the place of an earlier one."""
+def store_bundle(cache: Cache, key: Key, bundle: Bundle) -> None:
+    """Publish a bundle under its trace key, replacing an earlier one."""
     blobs = {
         f"a{index}.{name}": content
         for index, artifact in enumerate(bundle.artifacts)
         for name, content in artifact.items()
     }
-    meta = {"header": header(model, device), **bundle.provenance}
-    cache.publish("bundle", key, meta, {PLAN: bundle.plan.model_dump_json().encode(), **blobs})
+    cache.publish(
+        "bundle", key, bundle.provenance, {PLAN: bundle.plan.model_dump_json().encode(), **blobs}
+    )
 
 
-def read_bundle(entry: Entry, model: torch.nn.Module, device: torch.device) -> Bundle:
+def read_bundle(entry: Entry, model: torch.nn.Module) -> Bundle:
     """The bundle in a verified entry.
 
-    Raises BadBundle if its header is of another model or another place, if what it was traced
-    from has changed, or if its plan cannot be read; in this order.
+    Raises BadBundle if what it was traced from has changed, or if its plan cannot be read.
     """
-    stated = entry.meta.get("header")
-    if not isinstance(stated, dict):
-        raise BadBundle("it has no header")
-    if reason := misfit(stated, model, device) or changed_since(entry.meta, model):
+    if reason := changed_since(entry.meta, model):
         raise BadBundle(reason)
     try:
         plan = Plan.model_validate_json(entry.contents[PLAN])

@@ -39,7 +39,7 @@ from ..trace.examples import Leaf, example_inputs
 from ..trace.module_state import described, module_attributes
 
 REPAIRS = (reads_before_mutations, is_mutated, share_memory_of_parts)
-"""What of Inductor is replaced, so that the code is other than that of the same version alone."""
+"""Our patches to Inductor. They change generated code without changing torch's version."""
 
 
 def trace_key(
@@ -65,6 +65,7 @@ def trace_key(
             "splitting": predicate_factor(config),
             "passes": pass_factors(passes_for(config)),
             "device": device_factors(device),
+            "platform": f"{sys.platform} {platform.machine()}",
             "versions": versions(),
             "torch_state": torch_state(),
             "environment": environment_factors(),
@@ -77,6 +78,7 @@ def machine_factors(config: CompileConfig, device: torch.device) -> dict[str, An
     return {
         "config": config_factors(config, "codegen"),
         "device": device_factors(device),
+        "platform": f"{sys.platform} {platform.machine()}",
         "toolchain": toolchain(),
         "versions": versions(),
         "repairs": [fingerprint(each) for each in REPAIRS],

@@ -1,4 +1,4 @@
-"""Whether a compiled piece gives what its graph gives, found by running both on made-up inputs."""
+"""Compare a compiled piece with its graph by running both on generated inputs."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from ..ir.op_names import ALLOCATIONS
 from ..ir.sizes import Sizes, input_at
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Absolute and relative, by dtype; results of other dtypes must be equal."""
+"""Absolute and relative tolerance by dtype; results of other dtypes must be equal."""
 
 
-def disagreement(fn: PieceFn, graph: GraphModule, sizes: Sizes) -> str | None:
-    """How `fn` differs from `graph` at `sizes`; None if it does not.
+def numeric_difference(fn: PieceFn, graph: GraphModule, sizes: Sizes) -> str | None:
+    """How the results of `fn` differ from those of `graph` at `sizes`; None if they are equal.
 
-    Floating-point inputs are small random numbers, all others zero: an index of zero is in range
-    for any table. Results that are bare allocations are not compared.
+    Floating-point inputs are small random numbers. All others are zero, since an index of zero is
+    in range for any table. Uninitialized results are not compared.
     """
     results: Any = graph.graph.output_node().args[0]
     inputs = concrete_inputs(graph, sizes)
     with torch.no_grad():
-        expected = graph(*_copied(inputs))
-        got = fn(_copied(inputs))
+        expected = graph(*_clones(inputs))
+        got = fn(_clones(inputs))
     for index, (node, one, other) in enumerate(zip(results, got, expected, strict=True)):
         if isinstance(node, Node) and node.target in ALLOCATIONS:
             continue
-        if fault := _fault(one, other):
-            return f"result {index} {fault}"
+        if found := _difference(one, other):
+            return f"result {index} {found}"
     return None
 
 
 def concrete_inputs(graph: GraphModule, sizes: Sizes) -> list[Any]:
-    """Made-up inputs of the forms that the graph's inputs have at `sizes`."""
-    return [_made_up(node, sizes) for node in graph.graph.find_nodes(op="placeholder")]
+    """Generated inputs with the shapes and dtypes of the graph's inputs at `sizes`."""
+    return [_generated(node, sizes) for node in graph.graph.find_nodes(op="placeholder")]
 
 
-def _fault(got: Any, expected: Any) -> str | None:
+def _difference(got: Any, expected: Any) -> str | None:
     if not isinstance(expected, torch.Tensor):
         return None if got == expected else f"is {got} instead of {expected}"
     if got.shape != expected.shape or got.dtype is not expected.dtype:
@@ -51,11 +51,11 @@ def _fault(got: Any, expected: Any) -> str | None:
     return f"is off by {(got.double() - expected.double()).abs().max().item():.3g}"
 
 
-def _copied(inputs: Sequence[Any]) -> list[Any]:
+def _clones(inputs: Sequence[Any]) -> list[Any]:
     return [value.clone() if isinstance(value, torch.Tensor) else value for value in inputs]
 
 
-def _made_up(node: Node, sizes: Sizes) -> Any:
+def _generated(node: Node, sizes: Sizes) -> Any:
     value = input_at(node, sizes)
     if not isinstance(value, torch.Tensor):
         return value

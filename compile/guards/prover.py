@@ -1,9 +1,9 @@
 """Shape guards: each one is proved over the served range, checked at run time, or an error.
 
-Dynamo and Inductor put guards on sizes while they trace and compile; serving engines drop them and
-are silently wrong where one fails. A guard here is a predicate over the declared symbols. It is
-proved by intervals (torch's `bound_sympy`) or, where intervals do not decide, by trying every size
-in the range; what fails is reported with the user's line and the sizes that break it.
+Dynamo and Inductor put guards on sizes while they trace and compile. An engine that drops them is
+silently wrong at sizes where one fails. Here a guard is a predicate over the declared symbols. It
+is proved by intervals (torch's `bound_sympy`) or, where intervals do not decide, by trying every
+size in the range. A guard that fails is reported with the user's line and the failing sizes.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 from ...errors import CompileError, GuardUnproved, ShapesDiffer, Specialised
 from ...events import Events
 from ..ir.config import CompileConfig, DynamicShapes, GuardPolicy
-from ..ir.plan import SettledGuard
+from ..ir.plan import GuardRecord
 from ..ir.sizes import Sizes
 from ..trace.size_asserts import SizeAssert
 from .range_check import Difference, corners, difference_at
 
 EXHAUSTIVE = 1 << 20
-"""Combinations of sizes that are tried one by one; beyond, only intervals prove."""
+"""The most combinations of sizes that are tried one by one; above it only intervals prove."""
 
 Ranges = dict[sympy.Symbol, tuple[int, int]]
 
 Run = Callable[[Sizes], str | None]
-"""Runs what was compiled at the given sizes; None if it is right there, else how it is wrong."""
+"""Runs compiled code at the given sizes; None if the result is right, else what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class Proof:
-    """`holds` is None when neither intervals nor trial decide."""
+    """`holds` is None if neither intervals nor trial decide."""
 
     holds: bool | None
     method: str
@@ -92,7 +92,7 @@ def _tried(expression: sympy.Basic, ranges: Ranges) -> Proof:
 
 
 def _landmarks(span: range) -> list[int]:
-    """Sizes where guards tend to break: ends, powers of two and their neighbours."""
+    """Sizes at which guards often fail: both ends, powers of two and their neighbors."""
     powers = [2**k + d for k in range(21) for d in (-1, 0, 1)]
     return sorted({span[0], span[-1], *(p for p in powers if p in span)})
 
@@ -104,20 +104,23 @@ def _predicate(expression: sympy.Basic, symbols: list[sympy.Symbol]) -> Any:
     def holds_at(*sizes: int) -> bool:
         try:
             return bool(holds(*sizes))
-        except ZeroDivisionError:  # where it has no meaning it does not hold
+        except ZeroDivisionError:  # an undefined guard does not hold
             return False
 
     return holds_at
 
 
 def python_text(expression: sympy.Basic) -> str:
-    """The expression as Python source over its symbols' names."""
+    """The expression as Python source over the names of its symbols."""
     text: str = PythonPrinter().doprint(expression)
     return text
 
 
-class GuardBook:
-    """Follows one shape environment: what was guarded, since when, and whether it is proved."""
+class GuardProver:
+    """Proves the guards of one shape environment as they are added.
+
+    `unproved` are those to check at run time; `records` lists every guard with its proof.
+    """
 
     def __init__(
         self, shape_env: Any, labels: dict[sympy.Symbol, str], config: CompileConfig, events: Events
@@ -129,32 +132,31 @@ class GuardBook:
         self._read = 0
         self._asserted: set[sympy.Basic] = set()
         self.unproved: list[Guard] = []
-        self.settled: list[SettledGuard] = []
+        self.records: list[GuardRecord] = []
 
-    def settle(
+    def prove_new(
         self, origin: str, asserts: Sequence[SizeAssert] = (), run: Run | None = None
     ) -> bool:
-        """Prove all guards added since the last call, or treat them as the policy says.
+        """Prove all guards added since the last call, or apply the policy to those that fail.
 
-        `asserts` are assertions that were taken out of a graph. `run` runs what was compiled at
-        given sizes and says how it is wrong there: a guard of the compiler's that fails only for a
-        few sizes is settled by running these. Returns whether all is proved; raises GuardUnproved
-        under the policy `prove`.
+        `asserts` are assertions that were taken out of a graph. A compiler's guard that fails only
+        at a few sizes counts as proved if `run` gives right results at these. Returns whether all
+        are proved; raises GuardUnproved under the policy `prove`.
         """
         before = len(self.unproved)
         guards = self._env.guards[self._read :]
         self._read = len(self._env.guards)
         for shape_guard in guards:
-            self._settle(shape_guard.expr, _user_line(shape_guard.sloc), origin, run)
+            self._prove_one(shape_guard.expr, _user_line(shape_guard.sloc), origin, run)
         if self._config.dynamic_shapes is DynamicShapes.UNBACKED:
             for expression, where in [*self._narrowed(), *asserts, *self._deferred()]:
                 if expression not in self._asserted:
                     self._asserted.add(expression)
-                    self._settle(expression, where, origin, run)
+                    self._prove_one(expression, where, origin, run)
         return len(self.unproved) == before
 
     def _narrowed(self) -> Iterator[SizeAssert]:
-        """Bounds that tracing put on unbacked sizes; unlike assertions they know their line."""
+        """Bounds that tracing put on unbacked sizes; torch keeps the line of each."""
         for symbol in self._labels:
             bounds = self._env.var_to_range.get(symbol)
             if bounds is not None:
@@ -171,7 +173,7 @@ class GuardBook:
                     yield expression, None
 
     def check_ends(self, piece: GraphModule, origin: str) -> None:
-        """Compare the shapes of a piece at the ends of the range with what the trace says.
+        """Compare the shapes of a piece at the ends of the range with those of the trace.
 
         Raises ShapesDiffer under the policy `prove`.
         """
@@ -180,7 +182,7 @@ class GuardBook:
                 self._differs(found, {self._labels[s]: n for s, n in sizes.items()}, origin)
 
     def limits(self) -> Ranges:
-        """The served range of each symbol that is not equal to another."""
+        """The served range of each symbol, without those that equal another symbol."""
         base = [symbol for symbol in self._labels if self._env.replace(symbol) == symbol]
         return {symbol: self._config.limits(str(self._labels[symbol])) for symbol in base}
 
@@ -197,7 +199,7 @@ class GuardBook:
         )
         self._events.emit("shapes_differ", origin=origin, what=str(error))
         other = sympy.Or(*(sympy.Ne(symbol, size) for symbol, size in sizes.items()))
-        self._treat(Guard(other, found.where), error, str(error))
+        self._apply_policy(Guard(other, found.where), error, str(error))
 
     def check_symbols(self) -> None:
         """Raise Specialised if tracing turned a declared symbol into a number."""
@@ -208,7 +210,7 @@ class GuardBook:
                     where=_user_line(sloc), symbol=self._labels[symbol], value=int(value)
                 )
 
-    def _labelled(self, expression: sympy.Basic) -> sympy.Basic:
+    def _labeled(self, expression: sympy.Basic) -> sympy.Basic:
         return expression.xreplace(
             {s: self._labels[s] for s in expression.free_symbols if s in self._labels}
         )
@@ -217,14 +219,14 @@ class GuardBook:
         named = set(self._labels.values())
         return {s: self._config.limits(str(s)) for s in expression.free_symbols if s in named}
 
-    def _settle(
+    def _prove_one(
         self, expression: sympy.Basic, where: str | None, origin: str, run: Run | None
     ) -> None:
-        guard = Guard(self._labelled(expression), where)
+        guard = Guard(self._labeled(expression), where)
         proof = prove(guard.expression, self._ranges(guard.expression))
-        if run is not None and self._right_where_it_fails(proof, run):
+        if run is not None and self._runs_right_where_it_fails(proof, run):
             proof = Proof(True, "run at the sizes it fails for", proof.failing, proof.failures)
-        settled = SettledGuard(
+        record = GuardRecord(
             expression=str(guard.expression),
             where=guard.where,
             origin=origin,
@@ -232,22 +234,22 @@ class GuardBook:
             method=proof.method,
             failing=proof.failing,
         )
-        self.settled.append(settled)
-        self._events.emit("guard", **settled.model_dump())
+        self.records.append(record)
+        self._events.emit("guard", **record.model_dump())
         if not proof.holds:
-            self._treat(guard, self._error(guard, proof), str(guard.expression))
+            self._apply_policy(guard, self._error(guard, proof), str(guard.expression))
 
-    def _treat(self, unproved: Guard, error: CompileError, said: str) -> None:
-        """Do with what does not hold as the policy says."""
+    def _apply_policy(self, unproved: Guard, error: CompileError, text: str) -> None:
+        """Raise, check at run time or drop a guard that is not proved."""
         match self._config.guards:
             case GuardPolicy.PROVE:
                 raise error
             case GuardPolicy.CHECK:
                 self.unproved.append(unproved)
             case GuardPolicy.DROP:
-                self._events.emit("guard.dropped", level=logging.WARNING, expression=said)
+                self._events.emit("guard.dropped", level=logging.WARNING, expression=text)
 
-    def _right_where_it_fails(self, proof: Proof, run: Run) -> bool:
+    def _runs_right_where_it_fails(self, proof: Proof, run: Run) -> bool:
         if proof.holds is not False or proof.failures > len(proof.failing):
             return False
         least = {symbol: low for symbol, (low, _) in self.limits().items()}

@@ -1,9 +1,9 @@
-"""Shapes of a piece at the ends of the served range, found by running it there on fake tensors.
+"""Check the shapes of a piece at the ends of the served range by running it on fake tensors.
 
-Some specialisations leave no guard: `squeeze(0)` keeps a symbolic dimension of any size but 1. A
-piece is therefore run with concrete sizes, and the shape of every value is compared with what its
-symbolic shape says. Pieces are checked one by one and once each: if every piece gives the shapes it
-promises for inputs that have theirs, so does the model, at a cost that layers do not add to.
+Some specializations leave no guard: `squeeze(0)` keeps a symbolic dimension unless its size is 1.
+So each piece is run with concrete sizes, and the shape of every value is compared with its symbolic
+shape. Each unique piece is checked once: if every piece returns the shapes of the trace for inputs
+with the shapes of the trace, so does the model. The cost does not grow with the number of layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..ir.sizes import Sizes, input_at, size_at
 
 @dataclass(frozen=True)
 class Difference:
-    """A node whose value at `sizes` is not what the trace says."""
+    """A node whose value at `sizes` differs from the trace."""
 
     sizes: Sizes
     where: str | None
@@ -34,7 +34,7 @@ class Difference:
 
 
 def corners(limits: dict[sympy.Symbol, tuple[int, int]]) -> Iterator[Sizes]:
-    """Every choice of a lowest or highest size for each symbol."""
+    """Every combination of the lowest and highest size of each symbol."""
     ends = [dict.fromkeys(limits[symbol]) for symbol in limits]
     for choice in itertools.product(*ends):
         yield dict(zip(limits, choice, strict=True))
@@ -43,7 +43,7 @@ def corners(limits: dict[sympy.Symbol, tuple[int, int]]) -> Iterator[Sizes]:
 def difference_at(graph: GraphModule, sizes: Sizes) -> Difference | None:
     """The first node of a piece that has another shape or dtype at `sizes`, or that fails there.
 
-    None also where data decides a shape: then only what comes before it is compared.
+    Where a shape depends on data, only the nodes before it are compared.
     """
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         run = _Run(graph, sizes)
@@ -87,7 +87,7 @@ class _Run(Interpreter):
         return _Differs()
 
     def _form(self, value: Any) -> str | None:
-        """Shape and dtype in words; None for what has none or depends on data."""
+        """Shape and dtype as text; None for a value without a shape or one that depends on data."""
         match value:
             case torch.Tensor():
                 shape = [size_at(size, self._sizes) for size in value.shape]

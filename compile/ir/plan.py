@@ -104,7 +104,7 @@ class CompiledSpan(Frozen):
     high: int
     artifacts: tuple[int, ...]
     partitions: int = 0
-    """Into how many partitions Inductor cut the code, where that is its task."""
+    """Into how many partitions Inductor cut the code, where that is its request."""
 
 
 class Check(Frozen):
@@ -114,7 +114,7 @@ class Check(Frozen):
     where: str | None
 
 
-class SettledGuard(Frozen):
+class GuardRecord(Frozen):
     """A guard as it was found and proved when the model was traced, for people."""
 
     expression: str
@@ -154,7 +154,7 @@ class Plan(Frozen):
     """Ops inside the one piece at which Inductor cut its code; they are the breaks."""
     shapes: dict[str, str] = {}
     """Dtype and shape of each intermediate value, as text for people."""
-    guards: tuple[SettledGuard, ...] = ()
+    guards: tuple[GuardRecord, ...] = ()
 
     def broken(self, sizes: Mapping[str, int]) -> Check | None:
         """The first check that fails at `sizes`, by label; a captured size must break none."""

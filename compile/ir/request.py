@@ -1,4 +1,4 @@
-"""What is to be compiled, and with what."""
+"""The parameters of one compilation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .config import CompileConfig
 
 
 @dataclass(frozen=True)
-class Task:
+class CompileRequest:
     """A model to compile, and with what.
 
     `examples` are (args, kwargs) to trace with, if given. `exchange(topic, facts)` gives the facts

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ...errors import ResultFormUnknown
 from ..ir.config import CompileConfig
 from ..ir.plan import CompiledSpan, PieceStep, Plan, Result, Symbol, UniquePiece, UserInput
-from ..ir.request import Task
+from ..ir.request import CompileRequest
 from ..ir.serialization import Ref, dtype_name, encode, referring
 from ..ir.writes import Writes
 from ..trace.examples import Examples, Leaf, example_inputs
@@ -29,13 +29,13 @@ _UNLIKE = (41, 43, 47, 53, 59, 61)
 """Sizes unlike those that example inputs are made with."""
 
 
-def uncompiled_model(task: Task) -> CompiledModel:
+def uncompiled_model(request: CompileRequest) -> CompiledModel:
     """The model behind the interface of a compiled one.
 
     Raises ResultFormUnknown and the errors of `example_inputs`.
     """
-    model, config = task.model, task.config
-    examples = example_inputs(model, config, task.device, task.examples)
+    model, config = request.model, request.config
+    examples = example_inputs(model, config, request.device, request.examples)
     tensors = [leaf for leaf in examples.leaves() if isinstance(leaf.value, Tensor)]
     symbols = _symbols(tensors, examples, config)
     structure, results, written = _result_form(model, examples, list(symbols.values()))

@@ -17,10 +17,10 @@ from ..ir.plan import (
     CallStep,
     Check,
     CompiledSpan,
+    GuardRecord,
     PieceStep,
     Plan,
     Result,
-    SettledGuard,
     Symbol,
     UniquePiece,
     UserInput,
@@ -87,7 +87,7 @@ class Planner:
         unique: Sequence[tuple[str, Piece]],
         spans: Sequence[CompiledSpan],
         unproved: Sequence[Guard],
-        settled: Sequence[SettledGuard],
+        records: Sequence[GuardRecord],
         partition_ops: Sequence[str],
     ) -> Plan:
         outputs = self._trace.outputs()
@@ -115,7 +115,7 @@ class Planner:
             ),
             parameters=tuple(self._trace.examples.signature.parameters),
             shapes=self._shapes,
-            guards=tuple(settled),
+            guards=tuple(records),
             partition_ops=tuple(partition_ops),
         )
 

@@ -27,7 +27,7 @@ from ...torch_compat.dynamo import (
     user_location,
 )
 from ..ir.locations import first_line
-from ..ir.request import Task
+from ..ir.request import CompileRequest
 from ..ir.serialization import Ref, referring
 from .examples import Examples, Leaf, example_inputs, mark
 from .external_state import reads
@@ -62,15 +62,15 @@ class Trace:
         return sympy.Integer(value)
 
 
-def trace(task: Task) -> Trace:
+def trace(request: CompileRequest) -> Trace:
     """Trace the model's forward.
 
     Raises TraceFailed with the user's file:line on a graph break or a data-dependent branch,
     InputNotTraceable for a tensor that is neither weight nor argument, and the errors of
     `example_inputs`.
     """
-    model, config, events = task.model, task.config, task.events
-    examples = example_inputs(model, config, task.device, task.examples)
+    model, config, events = request.model, request.config, request.events
+    examples = example_inputs(model, config, request.device, request.examples)
     mark(examples, config)
     args, kwargs = examples.call_arguments()
     dynamo = events.span("trace.dynamo", level=logging.INFO)

@@ -13,7 +13,7 @@ import torch
 
 from piecegraph.cache import Cache
 from piecegraph.compile.ir.config import CompileConfig
-from piecegraph.compile.ir.request import Task
+from piecegraph.compile.ir.request import CompileRequest
 from piecegraph.compile.lower.compiled_model import CompiledModel
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.events import Events
@@ -63,8 +63,8 @@ def compiled(artifacts: Path) -> Iterator[Compile]:
         root = None if config.compiler == "eager" else artifacts
         events = Events()
         cache = Cache(root, events)
-        task = Task(model, config, cache, events, torch.device(device), examples)
-        made = compile_model(task)
+        request = CompileRequest(model, config, cache, events, torch.device(device), examples)
+        made = compile_model(request)
         return Compiled(made, inspect.signature(model.forward), events)
 
     yield compile_

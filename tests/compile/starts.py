@@ -23,7 +23,7 @@ from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.bundle.key_factors import trace_key
 from piecegraph.compile.ir.artifact import CODE, Blobs, Finish, PieceFn
 from piecegraph.compile.ir.config import CompileConfig
-from piecegraph.compile.ir.request import Task
+from piecegraph.compile.ir.request import CompileRequest
 from piecegraph.compile.lower.compiled_model import CompiledModel
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.events import Events
@@ -93,6 +93,6 @@ def start(
     inputs = {} if examples is not None else {"inputs": X}
     config = CompileConfig(**{"compiler": "text", "max_num_tokens": 64, **inputs, **given})
     events = Events()
-    task = Task(model, config, Cache(root, events), events, CPU, examples, exchange)
+    request = CompileRequest(model, config, Cache(root, events), events, CPU, examples, exchange)
     key = trace_key(model, config, CPU, examples)
-    return Start(compile_model(task), events, key)
+    return Start(compile_model(request), events, key)

@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.cache import Cache
 from piecegraph.compile.bundle.provenance import changed_since
-from piecegraph.events import Events
 
 from .starts import start, use_text_compiler
 
@@ -377,14 +375,3 @@ def test_two_hash_seeds_give_one_key(checkout: Checkout, tmp_path: Path) -> None
         return done.stdout
 
     assert len({key("1"), key("2")}) == 1
-
-
-def test_entry_without_a_header_is_a_miss(checkout: Checkout, tmp_path: Path) -> None:
-    first = start(checkout.model(), tmp_path)
-    cache = Cache(tmp_path, Events())
-    entry = cache.lookup("bundle", first.key)
-    meta = {name: value for name, value in entry.meta.items() if name != "header"}  # type: ignore[union-attr]
-    cache.publish("bundle", first.key, meta, entry.contents)  # type: ignore[union-attr]
-    after = start(checkout.model(), tmp_path)
-    assert not after.hit
-    assert "no header" in after.reason

@@ -12,8 +12,8 @@ import torch
 from piecegraph import Batch
 from piecegraph.compile import pipeline as compile_model
 from piecegraph.compile.backends.registry import Compiler, compiler_named
-from piecegraph.compile.lower import cut
 from piecegraph.compile.lower import plan_builder as planning
+from piecegraph.compile.lower import split_model
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.bisect import Step, Subject, bisect
 from piecegraph.tools.bisect.compare import first_wrong
@@ -186,7 +186,7 @@ def test_inductors_own_cut_is_a_rung_after_that_of_pieces(subject, found, monkey
 
 def test_equal_pieces_that_are_not_equal_are_found(subject, found, monkeypatch):
     """A content hash that cannot tell cos from sin."""
-    monkeypatch.setattr(cut, "fingerprint", lambda graph, *_: str(len(graph.nodes)))
+    monkeypatch.setattr(split_model, "fingerprint", lambda graph, *_: str(len(graph.nodes)))
     finding, _ = found(subject(models.Twice()))
     assert (finding.stage, finding.piece) == ("dedupe", 1)
 

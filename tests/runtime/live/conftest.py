@@ -26,7 +26,7 @@ from piecegraph import (
 )
 from piecegraph.cache import Cache
 from piecegraph.compile.lower.compiled_model import CompiledModel, bind
-from piecegraph.compile.pipeline import Task, compile_model
+from piecegraph.compile.pipeline import CompileRequest, compile_model
 from piecegraph.runtime.backends.replay.backend import ReplayBackend
 
 from ..conftest import prepare_on_replay
@@ -92,7 +92,9 @@ def compiled(temporary_op: Callable[..., str]) -> tuple[Config, CompiledModel]:
         cache=False,
     )
     cache = Cache(None, Events())
-    return config, compile_model(Task(Model(), config, cache, Events(), torch.device("cpu")))
+    return config, compile_model(
+        CompileRequest(Model(), config, cache, Events(), torch.device("cpu"))
+    )
 
 
 @dataclass

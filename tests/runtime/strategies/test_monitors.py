@@ -201,7 +201,7 @@ def test_release_stops_watching(sealed: Any) -> None:
 def test_compiling_ahead_is_meant(sealed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served = sealed("raise")
     compiled = torch.compile(late, backend="eager", dynamic=False)
-    monkeypatch.setattr(ahead, "build", lambda task: bool(compiled(torch.ones(2)).any()))
+    monkeypatch.setattr(ahead, "build", lambda request: bool(compiled(torch.ones(2)).any()))
     assert ahead.compile_ahead(torch.nn.Linear(2, 2), Config(cache=False))
     assert kinds(served) == []
 

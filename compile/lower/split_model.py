@@ -1,4 +1,4 @@
-"""A model cut into pieces: traced, its guards settled, split, and equal pieces found."""
+"""Split a traced model into pieces, find equal pieces, and write the steps of the plan."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...events import Events, trace_artifact
-from ..guards.prover import GuardBook
-from ..guards.trace_with_guards import sound_trace
+from ..guards.prover import GuardProver
+from ..guards.trace_with_guards import GuardedTrace
 from ..ir.config import CompileConfig
 from ..ir.plan import CompiledSpan, Plan
 from ..ir.readable import readable
-from ..ir.request import Task
 from ..pieces.fingerprint import fingerprint
 from ..pieces.piece import Piece, is_size, lift
 from ..pieces.split import Predicate, is_splitting, partition_ops, split
@@ -31,28 +30,27 @@ class UniquePiece:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitModel:
     """`unique` is in order of first use; `config` has the type of dynamic shapes traced with."""
 
     trace: Trace
     planner: Planner
     unique: list[UniquePiece]
-    guards: GuardBook
+    guards: GuardProver
     config: CompileConfig
     partition_ops: tuple[str, ...] = ()
-    """Ops at which Inductor is to cut; the graph is then whole, one piece."""
+    """Ops at which Inductor splits; the graph is then one piece."""
 
     def plan(self, spans: Sequence[CompiledSpan]) -> Plan:
         """The plan, once it is known what serves which span."""
         pieces = [(unique.digest, unique.piece) for unique in self.unique]
-        unproved, settled = self.guards.unproved, self.guards.settled
-        return self.planner.plan(pieces, spans, unproved, settled, self.partition_ops)
+        unproved, records = self.guards.unproved, self.guards.records
+        return self.planner.plan(pieces, spans, unproved, records, self.partition_ops)
 
 
-def cut_model(task: Task) -> Cut:
-    """Trace and split a model. Raises the errors of tracing, splitting and guards."""
-    events = task.events
-    traced, guards, config = sound_trace(task)
+def split_model(guarded: GuardedTrace, events: Events) -> SplitModel:
+    """Raises UnknownSplittingOp and InvalidSetting for rules that do not fit the graph."""
+    traced, config = guarded.trace, guarded.config
     trace_artifact("graph", lambda: readable(traced.graph))
     with events.span("split", level=logging.INFO):
         planner = Planner(traced, config)
@@ -60,11 +58,11 @@ def cut_model(task: Task) -> Cut:
         ops: tuple[str, ...] = ()
         if config.use_inductor_graph_partition:
             ops, splits = partition_ops(traced.graph.graph, splits), lambda node: False
-        unique = _split(traced, config, splits, ops, planner, events)
-    return Cut(traced, planner, unique, guards, config, ops)
+        unique = _unique_pieces(traced, config, splits, ops, planner, events)
+    return SplitModel(traced, planner, unique, guarded.guards, config, ops)
 
 
-def _split(
+def _unique_pieces(
     traced: Trace,
     config: CompileConfig,
     splits: Predicate,
@@ -72,17 +70,12 @@ def _split(
     planner: Planner,
     events: Events,
 ) -> list[UniquePiece]:
-    """Write the plan's steps while pieces are lifted and compared by content."""
+    """Lift each piece and compare it by content; the planner records the steps on the way."""
     graph = traced.graph.graph
     symbols = base_symbols(traced)
     unique: dict[str, UniquePiece] = {}
     total = 0
-    sections = split(
-        graph,
-        splits,
-        lambda node: is_size(node, symbols, traced.shape_env),
-    )
-    for section in sections:
+    for section in split(graph, splits, lambda node: is_size(node, symbols, traced.shape_env)):
         if section.splitting:
             planner.calls(section)
             continue
