@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from .errors import PiecegraphError
     from .events import Events
-    from .runtime.capture.recorder import break_graph
+    from .runtime.capture.breaks import break_graph
     from .runtime.compile_ahead import compile_ahead
     from .runtime.config import CaptureStrategy, Config
     from .runtime.explain_miss import Why, why
@@ -54,7 +54,7 @@ _HOMES = {
     "RuntimeMode": ".dispatch",
     "SWITCHES": ".runtime.switches",
     "Why": ".runtime.explain_miss",
-    "break_graph": ".runtime.capture.recorder",
+    "break_graph": ".runtime.capture.breaks",
     "cache_root": ".runtime.open_cache",
     "compile_graph": ".compile.debug",
     "compile_ahead": ".runtime.compile_ahead",

@@ -13,7 +13,6 @@ from ..compile.ir.config import LOCATION, TOKENS, CompileConfig
 from ..dispatch import AttentionSupport, GraphMode, PaddingLimit
 from ..errors import InvalidSetting
 from .cache_settings import CacheLayer
-from .step.padding import Padding
 
 SERVING = Feeds(("capture",), "decided after compilation: the same code serves any of its values")
 
@@ -24,6 +23,16 @@ class CaptureStrategy(StrEnum):
     EAGER = "eager"
     DELAYED = "delayed"
     LAZY = "lazy"
+
+
+class Padding(StrEnum):
+    """What a step writes into the padding of an input. KEEP leaves the memory as it is: zeros at
+    first, later the values of an earlier step."""
+
+    ZERO = "zero"
+    SENTINEL = "sentinel"
+    REPEAT = "repeat"
+    KEEP = "keep"
 
 
 class AfterSeal(StrEnum):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -27,9 +26,9 @@ from ..errors import InvalidSetting
 from ..events import Events
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
-from .config import BrokenGuard, Config, without_tokens
+from .config import Config, without_tokens
 from .open_cache import open_cache
-from .prepared_model import PreparedModel
+from .prepared_model import Engine, Policy, PreparedModel, Services
 from .report import mode_reasons
 from .strategy.monitors import meant
 from .strategy.ranks import Ranks
@@ -75,20 +74,18 @@ def prepare(
         compiled = compile_model(request)
     if TOKENS not in [symbol.label for symbol in compiled.plan.symbols]:
         raise without_tokens(config)
+    device = request.device
     return PreparedModel(
         compiled,
-        inspect.signature(model.forward),
         config,
-        resolved,
-        Dispatcher(plan, histogram=Histogram()),
-        backend or choose_backend(config.backend_for(request.device.type)),
-        request.device,
-        request.cache,
-        layers or {},
-        events,
-        ranks,
-        input_buffers,
-        model.forward if config.broken_guard is BrokenGuard.EAGER else None,
+        Policy(resolved, Dispatcher(plan, histogram=Histogram())),
+        Engine(layers or {}, input_buffers or {}, ranks),
+        Services(
+            backend or choose_backend(config.backend_for(device.type)),
+            device,
+            request.cache,
+            events,
+        ),
     )
 
 

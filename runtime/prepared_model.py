@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -18,10 +19,9 @@ from ..events import Events
 from ..torch_compat.tensors import is_grad_enabled, set_grad_enabled
 from .backends.protocol import GraphBackend
 from .capture.captured_graphs import CapturedGraphs
-from .capture.dummy_step import MetadataFor
-from .capture.graph_actions import GraphActions
+from .capture.dummy_batch import MetadataFor
 from .capture.recording import Recording
-from .config import Config
+from .config import BrokenGuard, Config
 from .memory.ledger import MemoryLedger, MemoryPlan, plan_memory
 from .memory.model_memory import opening_ledger, static_inputs
 from .report import build_report
@@ -34,71 +34,90 @@ from .strategy.ranks import Ranks, alone, start_facts
 from .strategy.warmup import AuxiliaryTask, capture_items, range_works, warm_up
 
 
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How batches are dispatched: the graph mode, with the reasons for it, and the dispatcher."""
+
+    resolved: ResolvedMode
+    dispatcher: Dispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What the engine provides: `layers` for the forward context, input buffers of its own by
+    input name, and the ranks that must start and capture alike."""
+
+    layers: Mapping[str, Any] = field(default_factory=dict)
+    input_buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    ranks: Ranks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the model runs on: graph backend, device, cache and event log."""
+
+    backend: GraphBackend
+    device: torch.device
+    cache: Cache
+    events: Events
+
+
 class PreparedModel:
     """A compiled model with its graphs. Made by `prepare`; not to be shared between threads.
 
     A step is `dispatch`, then `run` with metadata built for the decision's padded descriptor;
-    calling the model does both. Results of a graph step are views of static memory: they hold
-    until the next step.
+    calling the model does both. Results of a graph step are views of static memory: they are
+    overwritten by the next step.
     """
 
     def __init__(
         self,
         compiled: CompiledModel,
-        signature: inspect.Signature,
         config: Config,
-        resolved: ResolvedMode,
-        dispatcher: Dispatcher,
-        backend: GraphBackend,
-        device: torch.device,
-        cache: Cache,
-        layers: Mapping[str, Any],
-        events: Events,
-        ranks: Ranks | None = None,
-        input_buffers: Mapping[str, torch.Tensor] | None = None,
-        eager: Callable[..., Any] | None = None,
+        policy: Policy,
+        engine: Engine,
+        services: Services,
     ) -> None:
+        dispatcher, forward = policy.dispatcher, compiled.model.forward
         self.config = config
-        self.resolved = resolved
+        self.resolved = policy.resolved
         self.dispatcher = dispatcher
-        self.backend = backend
-        self.events = events
-        self._cache = cache
+        self.backend = services.backend
+        self.events = services.events
         self.usage = Usage(dispatcher.plan)
-        self._bind: Bind = binder(compiled.plan, signature)
+        self._cache = services.cache
+        self._bind: Bind = binder(compiled.plan, inspect.signature(forward))
         self._pack = packer(compiled.plan)
-        self._eager = eager
-        self._context = ForwardContext(layers)
-        inputs = static_inputs(compiled, config, device, input_buffers or {})
-        self._graphs = CapturedGraphs(compiled, config, dispatcher, backend, inputs, self._context)
+        self._eager = forward if config.broken_guard is BrokenGuard.EAGER else None
+        self._context = ForwardContext(engine.layers)
+        inputs = static_inputs(compiled, config, services.device, engine.input_buffers)
+        self._graphs = CapturedGraphs(
+            compiled, config, dispatcher, self.backend, inputs, self._context
+        )
         self._captured = self._graphs.captured
         self._token_symbol = [symbol.label for symbol in compiled.plan.symbols].index(TOKENS)
         self.ledger = opening_ledger(compiled, inputs)
-        self._ranks = ranks
+        self._ranks = engine.ranks
+        exchange = engine.ranks.exchange if engine.ranks else alone
         self._capturer = Capturer(
-            config,
-            dispatcher,
-            backend,
-            events,
-            GraphActions(self._graphs.record, self._graphs.install, self._graphs.remove),
-            ranks.exchange if ranks else alone,
+            config, dispatcher, self.backend, self.events, self._graphs, exchange
         )
-        self._monitor = Monitor(config.after_seal, events, self._context)
+        self._monitor = Monitor(config.after_seal, self.events, self._context)
         self._sealed = False
         self._closed = False
 
     def __call__(self, *args: Any, batch: Batch, metadata: Any = None, **kwargs: Any) -> Any:
         """Dispatch and run one step.
 
-        `metadata` is handed to attention through the forward context: an object, or a function of
-        the decision that makes one, for metadata that must be padded to the descriptor.
+        Attention finds `metadata` in the forward context. It is an object, or a function of the
+        decision that makes one, for metadata that must be padded to the descriptor.
         """
         decision = self.dispatch(batch)
         made = metadata(decision) if callable(metadata) else metadata
         return self.run(decision, *args, metadata=made, **kwargs)
 
     def dispatch(self, batch: Batch) -> Decision:
-        """How to run `batch`; under DELAYED and LAZY this is where graphs are captured.
+        """Decide how to run `batch`. Under DELAYED and LAZY this may capture graphs.
 
         Raises BatchInvalid for a batch beyond `max_num_reqs` or with contradictory facts.
         """
@@ -112,7 +131,7 @@ class PreparedModel:
         """Run one step as decided, on the real (unpadded) inputs.
 
         Raises InputMismatch, SizeOutOfRange or ArgumentFixed for wrong inputs, BatchExceeded for
-        inputs that the decision was not made for and MovedTensor if a captured tensor is elsewhere.
+        inputs larger than the decision's, and MovedTensor if a tensor that a graph reads was moved.
         """
         try:
             tensors, sizes = self._bind(*args, **kwargs)
@@ -146,7 +165,7 @@ class PreparedModel:
     def _run_eagerly(
         self, decision: Decision, num_tokens: int, metadata: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Run the model itself: for sizes at which the compiled code would be wrong."""
+        """Run the model itself, for sizes at which the compiled code would be wrong."""
         assert self._eager is not None
         context = self._context
         context.metadata, context.decision, context.num_tokens = metadata, decision, num_tokens
@@ -157,11 +176,11 @@ class PreparedModel:
         return results
 
     def capture(self, metadata_for: MetadataFor | None = None) -> None:
-        """Capture what the strategy wants at startup; later calls capture what is missing of it.
+        """Capture what the strategy wants at startup; later calls capture what is still missing.
 
-        Without `metadata_for` the one that was given last holds, here as in all that captures.
-        A capture that fails is reported and its size runs without. Raises CaptureAfterSeal, and
-        LayerMissing or MetadataFailed where it was not given what its dummy batches take.
+        Without `metadata_for` the function given last is used, as in every method that captures. A
+        capture that fails is reported, and batches of its size run without a graph. Raises
+        CaptureAfterSeal, and LayerMissing or MetadataFailed if a dummy batch lacks what ops need.
         """
         if self._sealed:
             raise CaptureAfterSeal(name="the startup set")
@@ -182,9 +201,9 @@ class PreparedModel:
     ) -> None:
         """Run each compiled range, capture as `capture` does, run the engine's `tasks`.
 
-        `skip` names kinds of warm-up to leave out ("range", "capture", "auxiliary"); what that
-        costs is logged. `show` is given a line of progress for each item. Raises InvalidSetting
-        for an unknown kind, and what `capture` raises.
+        `skip` names kinds of warm-up to leave out ("range", "capture", "auxiliary"); the cost of
+        that is logged. `show` is called with a line of progress for each item. Raises
+        InvalidSetting for an unknown kind, and what `capture` raises.
         """
         self._make_ready(metadata_for)
         warm_up(
@@ -201,18 +220,18 @@ class PreparedModel:
     def memory_plan(
         self, utilisation: float = 0.9, metadata_for: MetadataFor | None = None
     ) -> MemoryPlan:
-        """What is left for the KV cache if the engine uses this share of the device.
+        """Bytes left for the KV cache if the engine uses this share of the device.
 
-        Asked before any capture, graphs count with a forecast, for which a few are probed: where
-        attention needs metadata, with `metadata_for`. With several ranks all must call it, alike.
-        Raises LayerMissing and MetadataFailed as `capture` does.
+        Before any capture, a few graphs are probed, with `metadata_for` where attention needs it,
+        to forecast what all graphs take. With several ranks all must call this alike. Raises
+        LayerMissing and MetadataFailed as `capture` does.
         """
         self._make_ready(metadata_for)
         graphs = self._capturer.expected_bytes()
         return plan_memory(self.backend.memory(), self._stated_ledger(), graphs, utilisation)
 
     def _make_ready(self, metadata_for: MetadataFor | None) -> None:
-        """Before the model is run to capture or to warm up: follow weights that were loaded since.
+        """Before a capture or a warm-up: follow weights that were replaced since.
 
         Raises ModelClosed, and ModelMismatch for weights of another form.
         """
@@ -232,33 +251,34 @@ class PreparedModel:
         return self._graphs.compiled
 
     def capture_idle(self, budget_ms: float) -> int:
-        """Capture for at most `budget_ms` what DELAYED or LAZY would have; returns how many.
+        """Capture for at most `budget_ms` what DELAYED or LAZY still want; returns how many.
 
-        For an engine that has nothing to do. With several ranks all must call it, alike.
+        For an engine that is idle. With several ranks all must call this alike.
         """
         return self._capturer.idle(budget_ms)
 
     def seal(self) -> None:
-        """From now on nothing compiles, and nothing is captured but by the strategy."""
+        """From now on nothing compiles, and only the strategy captures."""
         self._must_be_open()
         self._sealed = True
         self._monitor.start()
         self.events.emit("seal")
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
-        """Check in steps that a long-lived tensor (KV cache, workspace) stays where it is.
+        """Check in steps that a long-lived tensor (KV cache, workspace) stays at its address.
 
-        It counts for recordings made from now on, and is not kept alive. Under the name of another
-        tensor it takes its place: recordings that read that one raise MovedTensor until `refresh`.
+        This holds for graphs captured from now on; the tensor is not kept alive. If `name` is
+        watched already it stands for this tensor from now on, and graphs that read the one before
+        raise MovedTensor until `refresh`.
         """
         self._graphs.addresses.watch(name, tensor)
 
     def refresh(self) -> tuple[int, ...]:
-        """Follow weights that were replaced, and watched tensors that were given anew.
+        """Follow weights that were replaced and watched names that stand for another tensor.
 
-        Returns the indices of the recordings that read one, after capturing these again, also after
-        `seal`; where all was updated in place there are none. Raises ModelMismatch for weights of
-        another form. With several ranks all must call it, alike.
+        Graphs that read one are captured again, also after `seal`; their indices are returned.
+        Updates in place need no refresh. Raises ModelMismatch for weights of another form. With
+        several ranks all must call this alike.
         """
         self._must_be_open()
         stale = self._graphs.stale()
@@ -269,7 +289,7 @@ class PreparedModel:
         return tuple(stale)
 
     def release(self) -> None:
-        """Free all graphs and their memory; steps run without, and `capture` brings them back."""
+        """Free all graphs and their memory. Steps run without; `capture` captures again."""
         self.backend.synchronize()
         for graph_index, _ in self.recordings():
             self._graphs.remove(graph_index)
@@ -279,7 +299,7 @@ class PreparedModel:
         self._sealed = False
 
     def close(self) -> None:
-        """Free everything; steps raise ModelClosed from now on. Closing twice is fine."""
+        """Free everything; steps raise ModelClosed from now on. Idempotent."""
         if not self._closed:
             self.events.emit("dispatch", rows=self.usage.rows(), reasons=self.usage.reasons())
             self.release()
@@ -298,16 +318,16 @@ class PreparedModel:
         )
 
     def recordings(self) -> list[tuple[int, Recording]]:
-        """Captured indices with their recordings."""
+        """Captured graph indices with their recordings."""
         return self._graphs.recordings()
 
     def _stated_ledger(self) -> MemoryLedger:
-        """The ledger with what the graphs of each mode take now."""
+        """The ledger, updated with what the graphs of each mode take now."""
         self.ledger.state_pools(self._capturer.memory.by_mode)
         return self.ledger
 
     def _memory(self) -> dict[str, int]:
-        """Bytes the recordings took as they were made, and the device's used and free ones now."""
+        """Bytes that recordings took when captured; used and free bytes of the device now."""
         taken = sum(recording.bytes for _, recording in self.recordings())
         now = self.backend.memory()
         return {"recordings": taken, "used": now.used, "free": now.free}

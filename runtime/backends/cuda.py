@@ -1,8 +1,8 @@
 """The cuda backend: `torch.cuda.CUDAGraph`, captured raw on a side stream.
 
-`torch.cuda.graph` synchronises the device and flushes allocators at each entry; here a session
-does that once. Captures use the thread-local error mode, so that other threads may go on using
-the device.
+`torch.cuda.graph` synchronizes the device and flushes allocators at each entry; here a session
+does that once. Captures use the thread-local error mode, so that other threads may keep using the
+device.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from torch import Tensor
 from ...errors import BackendUnavailable
 from ...torch_compat.cuda import end_allocation_to_pool, flush_host_cache, node_count, raw_replay
 from ...torch_compat.tensors import unowned_alias
-from .ownership import Ownership
+from .ownership import Ownership, TensorTracker
 from .protocol import Memory
-from .tensor_tracker import Watch
 
 _ERROR_MODE = "thread_local"
 
 
 @dataclass(eq=False, slots=True)
 class CudaPool:
-    """A pool handle. An empty graph, captured first, keeps the pool: without it the allocator
-    fails when all graphs of a pool are gone while a tensor of theirs is still alive."""
+    """A pool handle. `anchor` is an empty graph, captured first, that keeps the pool alive: without
+    it the allocator fails if all graphs of a pool are freed before the last of their tensors."""
 
     handle: Any  # an opaque pair of integers
     anchor: torch.cuda.CUDAGraph | None = None
@@ -62,16 +61,16 @@ class CudaCapture:
     def __init__(self, pool: Any, device: int, ownership: Ownership) -> None:
         self._pool = pool
         self._device = device
-        self._watch = Watch("CUDA", ownership)
+        self._tracker = TensorTracker("CUDA", ownership)
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._graph.capture_begin(pool=pool, capture_error_mode=_ERROR_MODE)
-        self._watch.start()
+        self._tracker.start()
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        return self._watch.opaque(fn, args)
+        return self._tracker.opaque(fn, args)
 
     def end(self) -> CudaGraph:
-        self._watch.stop()
+        self._tracker.stop()
         try:
             _end_quietly(self._graph)
         except BaseException:
@@ -80,18 +79,18 @@ class CudaCapture:
         return CudaGraph(self._graph)
 
     def abort(self) -> None:
-        self._watch.stop()
+        self._tracker.stop()
         try:
             _end_quietly(self._graph)
-        except RuntimeError:  # the error that broke the capture is on its way to the caller
+        except RuntimeError:  # the error that broke the capture is what the caller gets
             self._recover()
         self._graph.reset()
 
     def _recover(self) -> None:
-        """After an invalid capture the allocator must be told that nothing goes to the pool."""
+        """After an invalid capture, stop the allocator from allocating to the pool."""
         try:
             end_allocation_to_pool(self._device, self._pool)
-        except RuntimeError:  # it was told already
+        except RuntimeError:  # it had stopped already
             return
 
 
@@ -116,7 +115,7 @@ class CudaBackend:
 
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
-        """The side stream, after all work of the current one; which then waits for it."""
+        """The side stream. It waits for the current stream, which at the end waits for it."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -130,8 +129,8 @@ class CudaBackend:
             pool.anchor = _capture_nothing(pool.handle)
         return CudaCapture(pool.handle, self._device, ownership)
 
-    def settle(self, pool: CudaPool) -> None:
-        pass  # dropping the tensors is all: the allocator sees it
+    def release_held(self, pool: CudaPool) -> None:
+        pass  # dropping the tensors is enough for the allocator
 
     def weak(self, tensor: Tensor) -> Tensor:
         return unowned_alias(tensor) if tensor.is_cuda else tensor
@@ -154,7 +153,7 @@ def _capture_nothing(pool: Any) -> torch.cuda.CUDAGraph:
 
 
 def _end_quietly(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture; torch's warning about an empty graph is not for the user, who made none."""
+    """End a capture without torch's warning about an empty graph, which the user did not make."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
         graph.capture_end()

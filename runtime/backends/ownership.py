@@ -1,24 +1,34 @@
-"""Which tensors a capture made and which it found: the ground of every lifetime rule.
+"""Which tensors a capture made and which it found: the basis of all lifetime rules.
 
 Memory that a capture made belongs to its graph. A tensor from outside must be held as long as the
-graph lives, for the graph knows only its address. Storages are told apart by weak references: a
-freed one keeps its identity, so a new tensor is never mistaken for an old one.
+graph, which knows only its address. Storages are identified through weak references: a freed one
+keeps its identity, so a new tensor is never mistaken for an old one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 from weakref import ReferenceType, ref
 
 from torch import Tensor
+from torch._ops import OpOverload
 
-from ...torch_compat.tensors import StorageWeakRef, storage_id, weak_storage
+from ...compile.ir.writes import tensors_in
+from ...torch_compat.ops import is_composite, run_kernel
+from ...torch_compat.tensors import (
+    StorageWeakRef,
+    TorchDispatchMode,
+    storage_id,
+    weak_storage,
+    without_modes,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tensor from outside: `alias` holds its memory, the rest tells whether it moved."""
+    """A tensor from outside. `alias` holds its memory; the rest shows whether it was moved."""
 
     alias: Tensor
     original: ReferenceType[Tensor]
@@ -26,7 +36,7 @@ class Found:
 
 
 class Ownership:
-    """Storages made inside one capture, and aliases of the tensors that came from outside."""
+    """Storages made inside one recording, and aliases of the tensors that came from outside."""
 
     __slots__ = ("_found", "_made")
 
@@ -42,9 +52,9 @@ class Ownership:
         self._made[storage_id(tensor)] = weak_storage(tensor)
 
     def find(self, tensors: Iterable[Tensor]) -> None:
-        """`tensors` are used; those from outside are held.
+        """`tensors` are used by the capture; those from outside are held.
 
-        An alias is held, not the tensor: giving a parameter new data must not change what the
+        An alias is held, not the tensor: assigning `.data` of a parameter must not change what the
         graph reads.
         """
         for tensor in tensors:
@@ -52,9 +62,67 @@ class Ownership:
             if identity not in self._made and identity not in self._found:
                 self._found[identity] = Found(tensor.detach(), ref(tensor), tensor.data_ptr())
 
+    def found(self) -> list[Tensor]:
+        """Aliases of the tensors from outside."""
+        return [found.alias for found in self._found.values()]
+
     def moved(self) -> Iterator[tuple[int, Tensor]]:
-        """Tensors from outside that got other memory since, each with its captured address."""
+        """Tensors from outside that have other memory now, each with its captured address."""
         for found in self._found.values():
             now = found.original()
             if now is not None and now.data_ptr() != found.address:
                 yield found.address, now
+
+
+class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that tells `ownership` of every tensor an operator touches.
+
+    It is active between `start` and `stop`. `device` names the dispatch key: CPU or CUDA.
+    """
+
+    def __init__(self, device: str, ownership: Ownership) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ownership = ownership
+        self._device = device
+
+    def start(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> None:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.operation(func, args, kwargs or {})
+
+    def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        used = tensors_in((args, kwargs))
+        self.ownership.find(used)
+        result = self.run(func, args, kwargs)
+        self.fresh(result, used)
+        return result
+
+    def run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run `func`; operators called in the body of a custom op are seen too."""
+        if func.namespace == "aten" and not is_composite(func):
+            return func(*args, **kwargs)
+        with self:
+            return run_kernel(func, self._device, args, kwargs)
+
+    def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call a compiled piece, whose inside no dispatch mode can see."""
+        with without_modes():
+            used = tensors_in(args)
+            self.ownership.find(used)
+            result = fn(*args)
+            self.fresh(result, used)
+        return result
+
+    def fresh(self, result: Any, used: list[Tensor]) -> list[Tensor]:
+        """The tensors of `result` that share no memory with `used`: made by the capture."""
+        old = {storage_id(tensor) for tensor in used}
+        fresh = [tensor for tensor in tensors_in(result) if storage_id(tensor) not in old]
+        for tensor in fresh:
+            self.ownership.make(tensor)
+        return fresh

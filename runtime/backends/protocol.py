@@ -1,7 +1,7 @@
-"""What a graph backend must do. Two ship, "replay" and "cuda"; others come by entry point.
+"""What a graph backend must do. "replay" and "cuda" are built in; others use an entry point.
 
-A backend begins a capture into a memory pool and gets a graph out of it. Everything above these
-protocols (segments, sessions, lifetimes, addresses) is the same for every accelerator.
+A backend begins a capture into a memory pool and ends it with a graph. Segments, sessions,
+lifetimes and address checks are built on these protocols and are the same for every accelerator.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class Graph(Protocol):
         """Run the recorded work on the recorded addresses."""
 
     def release(self) -> None:
-        """Drop the graph and its memory; it cannot be replayed any more."""
+        """Drop the graph and its memory; it cannot be replayed after that."""
 
 
 class Capture(Protocol):
     """A capture that is open in the calling thread."""
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call a compiled piece inside the capture, as one operation if need be."""
+        """Call a compiled piece inside the capture; it may become one operation."""
 
     def end(self) -> Graph:
-        """Close the capture, also when it raises because no graph can be made of it."""
+        """Close the capture. It is closed also when this raises because it gave no valid graph."""
 
     def abort(self) -> None:
-        """Drop the capture after an error; never raises for a capture that is already invalid."""
+        """Drop the capture after an error; does not raise for a capture that is already invalid."""
 
 
 class GraphBackend(Protocol):
@@ -63,10 +63,10 @@ class GraphBackend(Protocol):
     name: str
 
     def new_pool(self) -> Any:
-        """A handle of fresh memory that captures share."""
+        """A handle of new memory that captures share."""
 
     def prepare(self) -> None:
-        """Synchronise the device and flush its caches: once per capture session."""
+        """Synchronize the device and flush its caches: once per capture session."""
 
     def capture_stream(self) -> AbstractContextManager[Any]:
         """The stream that captures run on, current inside the block."""
@@ -74,20 +74,20 @@ class GraphBackend(Protocol):
     def begin(self, pool: Any, ownership: Ownership) -> Capture:
         """Open a capture into `pool` on the capture stream.
 
-        `ownership` is one recording's: the capture tells it what it makes and what it finds.
+        The capture records in `ownership` which tensors it makes and which it finds.
         """
 
-    def settle(self, pool: Any) -> None:
-        """Tensors held for the captures so far are dropped: later captures may use their memory."""
+    def release_held(self, pool: Any) -> None:
+        """Tensors of earlier captures are no longer held: later ones may use their memory."""
 
     def weak(self, tensor: Tensor) -> Tensor:
-        """`tensor`, made by a graph, without keeping its block from later captures."""
+        """An alias of `tensor`, which a graph made, that lets later captures use its memory."""
 
     def address(self, tensor: Tensor) -> int:
-        """Where the device finds the first element."""
+        """Device address of the first element."""
 
     def memory(self) -> Memory:
         """Bytes used and free now."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything."""
+        """Wait for all work of the device."""

@@ -1,4 +1,4 @@
-"""Find a graph backend by name: the two that ship, then those installed packages register."""
+"""Find a graph backend by name: built in, or registered by an installed package."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GROUP = "piecegraph.backends"
 
 
 def choose_backend(name: str) -> GraphBackend:
-    """A new backend. An entry point in `GROUP` names a callable without arguments that makes one.
+    """A new backend. An entry point in `GROUP` names a callable without arguments that returns one.
 
     Raises `UnknownBackend`, or `BackendUnavailable` if the device it needs is missing.
     """
     if name == "replay":
-        from .replay.backend import ReplayBackend
+        from .replay import ReplayBackend
 
         return ReplayBackend()
     if name == "cuda":

@@ -1,25 +1,30 @@
-"""The captured graphs of a prepared model, by graph index, and how one is captured."""
+"""The graphs of a prepared model: how one is captured from a dummy batch, and how a step uses it.
+
+A captured graph is a recording with the static inputs it reads, views of its results, and the
+addresses it relies on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compile.ir.config import TOKENS
+from ...compile.ir.plan import Plan
 from ...compile.lower.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, Dispatcher, RuntimeMode
-from ...errors import CaptureFailed, DummyStepFailed
+from ...errors import BatchExceeded, CaptureFailed, DummyStepFailed, SizeOutOfRange
 from ..backends.protocol import GraphBackend
 from ..config import Config
 from ..step.address_checks import Addresses, Snapshot
 from ..step.forward_context import ForwardContext
-from ..step.static_inputs import BoundInputs, StaticInputs
-from .captured_graph import CapturedGraph, WritingGraph
-from .dummy_step import MetadataFor, dummy_step
-from .recordable import recordable
+from ..step.static_inputs import BoundInputs, Load, StaticInputs, real_part
+from .breaks import recordable
+from .dummy_batch import MetadataFor, dummy_step
 from .recorder import capture_failure, record
 from .recording import Recording, SegmentKind
 from .session import CaptureSession
@@ -28,10 +33,61 @@ NOTHING_BREAKS = (
     "no splitting function was called, so attention would be inside the graph: decorate it with "
     "break_graph, or choose a graph mode without PIECEWISE"
 )
+_MOST_KEPT = 4096
+
+
+class CapturedGraph:
+    """A recording as steps use it. Loaders and result views are kept per real size."""
+
+    __slots__ = ("_by_size", "_inputs", "_plan", "addresses", "recording")
+
+    def __init__(
+        self, plan: Plan, recording: Recording, inputs: BoundInputs, addresses: Snapshot
+    ) -> None:
+        self.recording = recording
+        self.addresses = addresses
+        self._plan = plan
+        self._inputs = inputs
+        self._by_size: dict[tuple[int, ...], tuple[Load, tuple[Any, ...]]] = {}
+
+    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
+        """Run one step on the real inputs; returns views of the real rows of the static results.
+
+        Raises MovedTensor if a tensor that the recording reads was moved, BatchExceeded for inputs
+        larger than the padded sizes.
+        """
+        self.addresses.check_step()
+        load, results = self._by_size.get(sizes) or self._prepare(sizes)
+        load(tensors)
+        self.recording.replay()
+        return results
+
+    def _prepare(self, sizes: tuple[int, ...]) -> tuple[Load, tuple[Any, ...]]:
+        if len(self._by_size) >= _MOST_KEPT:
+            self._by_size.clear()
+        try:
+            load = self._inputs.loader(sizes)
+        except SizeOutOfRange as error:
+            name, size, most = (error.facts[fact] for fact in ("name", "size", "high"))
+            raise BatchExceeded(name=name, size=size, most=most) from None
+        results = _real_results(self._plan, self.recording.outputs, sizes)
+        self._by_size[sizes] = load, results
+        return load, results
+
+
+class WritingGraph(CapturedGraph):
+    """A graph of a model that writes to its inputs; what it wrote is copied to the caller's."""
+
+    __slots__ = ()
+
+    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
+        results = super().replay(tensors, sizes)
+        self._inputs.copy_back(tensors)
+        return results
 
 
 class CapturedGraphs:
-    """Recordings in a list with the plan's indices; `captured[NO_GRAPH]` is None as well.
+    """The graphs of one prepared model, by graph index; `captured[NO_GRAPH]` is None.
 
     `stitched` runs the model without a graph and relies on the addresses of `unrecorded`.
     """
@@ -73,48 +129,42 @@ class CapturedGraphs:
         self.unrecorded = self.addresses.snapshot(compiled.weights)
 
     def recordings(self) -> list[tuple[int, Recording]]:
-        """Captured indices with their recordings."""
-        return [
-            (i, graph_index.recording)
-            for i, graph_index in enumerate(self.captured)
-            if graph_index is not None
-        ]
+        """Captured graph indices with their recordings."""
+        return [(index, graph.recording) for index, graph in self._present()]
 
     def stale(self) -> dict[int, list[str]]:
-        """Graphs whose recording reads tensors that are elsewhere or gone, and their names."""
-        return {
-            graph_index: moved
-            for graph_index, captured in enumerate(self.captured)
-            if captured is not None and (moved := captured.addresses.moved())
-        }
+        """Graphs that read tensors which were moved or freed, and the names of these tensors."""
+        moved = {index: graph.addresses.moved() for index, graph in self._present()}
+        return {index: names for index, names in moved.items() if names}
 
     def run_dummy(self, sizes: Mapping[str, int]) -> None:
-        """Run the compiled code without a graph on a batch of padding."""
+        """Run the compiled code without a graph on a dummy batch."""
         with self._dummy_step(BatchDescriptor(sizes[TOKENS]), RuntimeMode.NONE):
             self.stitched(*self._inputs.at(sizes).views)
 
     def record(self, graph_index: int, session: CaptureSession) -> Recording:
-        """Run and capture a dummy batch that fills the graph's descriptor.
+        """Capture a dummy batch that fills the graph's descriptor.
 
-        The run before lets the code set up what it sets up once, which a graph must not hold.
-        Raises CaptureFailed, and DummyStepFailed where the caller did not give what it takes.
+        Raises CaptureFailed, and DummyStepFailed if the caller did not provide what ops need.
         """
         entry = self._dispatcher.plan.entries[graph_index]
         name = f"{entry.mode.name} {entry.descriptor.num_tokens}"
         breaks = entry.mode is RuntimeMode.PIECEWISE
         if broken := self.compiled.plan.broken(self._sizes_of(graph_index)):
             raise CaptureFailed(name=name, reason=f"it needs {broken.expression}")
-        inputs = self._inputs_of(graph_index).views
+        views = self._inputs_of(graph_index).views
         try:
             with self._dummy_step(entry.descriptor, entry.mode):
-                self.stitched(*inputs)
-                recording = record(self._recordable, inputs, session, name=name, breaks=breaks)
+                recording = record(
+                    self._recordable, views, session,
+                    name=name, breaks=breaks, warm_up=self.stitched,
+                )  # fmt: skip
         except (CaptureFailed, DummyStepFailed):
             raise
         except Exception as error:
             raise capture_failure(error, name) from error
         finally:
-            session.finalise()
+            session.finalize()
         by_name = not self.compiled.traced or self.compiled.plan.partition_ops
         if breaks and by_name and not _breaks(recording):
             recording.release()
@@ -130,22 +180,27 @@ class CapturedGraphs:
 
     def remove(self, graph_index: int) -> None:
         """Free a recording, if there is one; its batches go to a lower mode."""
-        captured, self.captured[graph_index] = self.captured[graph_index], None
-        if captured is not None:
+        graph, self.captured[graph_index] = self.captured[graph_index], None
+        if graph is not None:
             self._dispatcher.set_captured(graph_index, False)
-            captured.recording.release()
+            graph.recording.release()
+
+    def _present(self) -> Iterator[tuple[int, CapturedGraph]]:
+        for index, graph in enumerate(self.captured):
+            if graph is not None:
+                yield index, graph
 
     @contextmanager
     def _dummy_step(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> Iterator[None]:
         step = dummy_step(self._context, self.metadata_for, descriptor, mode)
-        with step, torch.no_grad(), self._inputs.kept():
+        with step, torch.no_grad(), self._inputs.preserved():
             yield
 
     def _inputs_of(self, graph_index: int) -> BoundInputs:
         return self._inputs.at(self._sizes_of(graph_index))
 
     def _sizes_of(self, graph_index: int) -> dict[str, int]:
-        """The graph's size of each symbol; one that the key does not tell is at its largest."""
+        """The graph's size of each symbol; the largest where the descriptor does not state one."""
         descriptor = self._dispatcher.plan.entries[graph_index].descriptor
         sizes = dict(self._inputs.limits)
         if descriptor.num_reqs is not None and "num_reqs" in sizes:
@@ -156,3 +211,18 @@ class CapturedGraphs:
 
 def _breaks(recording: Recording) -> bool:
     return any(segment.kind is SegmentKind.EAGER for segment in recording.segments)
+
+
+def _real_results(plan: Plan, outputs: Sequence[Any], sizes: Sequence[int]) -> tuple[Any, ...]:
+    """Static outputs cut to the real `sizes`, which are in the order of the plan's symbols."""
+    names = {symbol.name: size for symbol, size in zip(plan.symbols, sizes, strict=True)}
+
+    def size(dim: int | str) -> int:
+        return dim if isinstance(dim, int) else int(eval(dim, {}, dict(names)))
+
+    return tuple(
+        real_part(output, [size(dim) for dim in result.shape])
+        if isinstance(output, Tensor)
+        else size(result.name)
+        for output, result in zip(outputs, plan.results, strict=True)
+    )

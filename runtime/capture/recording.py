@@ -1,13 +1,23 @@
-"""A recording: what one capture produced for one runtime mode and descriptor."""
+"""A recording: what one capture produced, as segments to run in order.
+
+A segment is a graph, or the eager calls of splitting ops between two graphs. An eager call has its
+arguments bound once; the tensors it returns are copied to where the next graph reads them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
-from ...errors import RecordingReleased
+import torch
+from torch import Tensor
+
+from ...compile.ir.writes import tensors_in
+from ...errors import EagerResultChanged, RecordingReleased
+from ...torch_compat.tensors import storage_id, tree_flatten, tree_leaves, tree_unflatten
 from ..backends.ownership import Ownership
 from ..backends.protocol import Graph
 
@@ -19,10 +29,10 @@ class SegmentKind(StrEnum):
 
 @dataclass(slots=True)
 class Segment:
-    """A graph to replay, or calls to run eagerly between two graphs.
+    """One graph, or the splitting ops that run between two graphs.
 
-    `copied` names eager calls whose results are copied to fixed memory at each replay; an
-    out-variant of the op saves that.
+    `copied` names the ops whose results are copied to fixed memory at each replay; an out-variant
+    of the op avoids the copy.
     """
 
     kind: SegmentKind
@@ -32,65 +42,127 @@ class Segment:
 
 
 class Recording:
-    """Segments over static memory; `replay` runs them in order.
+    """What one capture produced: `replay()` runs its segments and overwrites its `outputs`.
 
-    Outputs are overwritten by the next replay or capture in the same pool. `graphs` own the pool
-    memory; one without operations is kept for that alone. `ownership` holds the tensors from
-    outside that they read. `bytes` is by how much the device's used memory grew.
+    `graphs` own the pool's memory, `ownership` holds the tensors from outside that they read.
+    `bytes` is by how much the device's used memory grew.
     """
 
     __slots__ = (
-        "bytes",
-        "calls",
-        "graphs",
-        "name",
-        "outputs",
-        "ownership",
-        "seconds",
-        "segments",
-    )
+        "bytes", "calls", "graphs", "name", "outputs", "ownership", "replay", "seconds", "segments",
+    )  # fmt: skip
 
     def __init__(
-        self,
-        name: str,
-        segments: Sequence[Segment],
-        graphs: Sequence[Graph],
-        ownership: Ownership,
-        outputs: Any,
-        *,
-        seconds: float,
-        bytes: int,
+        self, name: str, segments: list[Segment], graphs: list[Graph], ownership: Ownership
     ) -> None:
         self.name = name
         self.segments = tuple(segments)
-        self.calls = tuple(call for segment in segments for call in segment.calls)
         self.graphs = tuple(graphs)
         self.ownership = ownership
-        self.outputs = outputs
-        self.seconds = seconds
-        self.bytes = bytes
+        self.outputs: Any = None
+        self.seconds = 0.0
+        self.bytes = 0
+        self.calls = tuple(call for segment in segments for call in segment.calls)
+        self.replay: Callable[[], None] = (
+            self.calls[0] if len(self.calls) == 1 else partial(_run, self.calls)
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What the event of its capture reports."""
+        return {
+            "recording": self.name,
+            "segments": len(self.segments),
+            "operations": self.operations,
+            "seconds": self.seconds,
+            "bytes": self.bytes,
+            "copied_results": sorted({op for segment in self.segments for op in segment.copied}),
+        }
 
     @property
     def operations(self) -> int:
         return sum(segment.operations for segment in self.segments)
 
-    def replay(self) -> None:
-        for call in self.calls:
-            call()
-
     def release(self) -> None:
-        """Free the graphs and their memory; a replay raises `RecordingReleased` from now on.
+        """Free the graphs and their memory. From then on `replay` raises RecordingReleased.
 
-        The device may still be at a replay: it ends it, and what is given the memory next, a
-        capture or a replay in the same pool, comes after it on the stream.
+        A replay that the device is still running is not disturbed: the next user of that memory, a
+        capture or replay in the same pool, comes after it on the stream.
         """
         for graph in self.graphs:
             graph.release()
-        self.segments = ()
-        self.graphs = ()
+        self.segments = self.graphs = self.calls = ()
         self.ownership = Ownership()
-        self.calls = (self._refuse,)
         self.outputs = None
+        self.replay = partial(_refuse, self.name)
 
-    def _refuse(self) -> NoReturn:
-        raise RecordingReleased(name=self.name)
+
+def _run(calls: tuple[Callable[[], None], ...]) -> None:
+    for call in calls:
+        call()
+
+
+def _refuse(name: str) -> None:
+    raise RecordingReleased(name=name)
+
+
+def static_results(result: Any, args: Any) -> tuple[Any, dict[int, Tensor]]:
+    """`result` with each fresh tensor replaced by a static copy, and the copies by position.
+
+    A tensor that shares memory with an argument has a fixed address already and is kept.
+    """
+    given = {storage_id(tensor) for tensor in tensors_in(args)}
+    targets: dict[int, Tensor] = {}
+    leaves, spec = tree_flatten(result)
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and storage_id(leaf) not in given:
+            leaves[position] = targets[position] = _copy(leaf)
+    return tree_unflatten(leaves, spec), targets
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty_like(tensor, requires_grad=False).copy_(tensor)
+
+
+def eager_call(
+    name: str,
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    static: Any,
+    targets: dict[int, Tensor],
+) -> Callable[[], None]:
+    """Calls `fn` on static arguments and copies fresh results to `targets`, which the next graph
+    reads.
+
+    The call raises EagerResultChanged when a result has another form than at capture, or when one
+    that shared memory with an argument no longer does.
+    """
+    call = partial(fn, *args, **kwargs)
+    if static is None:
+        return call
+
+    def forms(result: Any) -> list[Any]:
+        leaves = enumerate(tree_leaves(result))
+        return [_form(leaf, position in targets) for position, leaf in leaves]
+
+    expected = forms(static)
+
+    def call_and_copy() -> None:
+        result = call()
+        got = forms(result)
+        if got != expected:
+            raise EagerResultChanged(op=name, got=got, expected=expected)
+        leaves = tree_leaves(result)
+        for position, target in targets.items():
+            target.copy_(leaves[position])
+
+    return call_and_copy
+
+
+def _form(leaf: Any, copied: bool) -> Any:
+    """What must be equal at capture and replay: shape and dtype of a tensor, its address unless it
+    is copied; any other value itself."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return tuple(leaf.shape), leaf.dtype, None if copied else leaf.data_ptr()

@@ -15,16 +15,16 @@ from ...events import Events
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, GraphBackend
 
-# Garbage collection is paused for the whole process, and torch allows one capture at a time in it.
+# A lock, not state: gc is paused process-wide, and torch allows one capture per process at a time.
 _ONE_AT_A_TIME = threading.RLock()
 
 
 class CaptureSession:
-    """The window in which captures happen; outside of it `begin` raises `NoCaptureSession`.
+    """The window in which captures happen; outside of it `begin` raises NoCaptureSession.
 
-    Tensors that bridge two segments, and outputs, are held until `finalise`: before it no capture
-    of this session can be given their memory. After it they live on as long as nothing else is
-    captured or replayed in the pool, which is all that a replay needs: each one writes them anew.
+    Tensors that connect two segments, and outputs, are held until `finalize`, so that no capture in
+    between is given their memory. Later captures may share it: every replay writes it again before
+    it reads it.
     """
 
     def __init__(self, backend: GraphBackend, pool: Any, events: Events) -> None:
@@ -42,31 +42,31 @@ class CaptureSession:
     def hold(self, tensor: Tensor) -> None:
         self._held.append(tensor)
 
-    def finalise(self) -> None:
-        """Let later captures use the memory of the recordings made so far, which are complete."""
+    def finalize(self) -> None:
+        """The recordings made so far are complete: later captures may share their memory."""
         self._held.clear()
-        self.backend.settle(self._pool)
+        self.backend.release_held(self._pool)
 
     def close(self) -> None:
         self._open = False
-        self.finalise()
+        self.finalize()
 
 
 @contextmanager
 def capture_session(
     backend: GraphBackend, pool: Any, events: Events, *, prepare: bool = True
 ) -> Iterator[CaptureSession]:
-    """Open a session on `backend`; capture the largest sizes first, so that the rest fits in.
+    """Open a session on `backend`. Capture the largest size first: smaller ones share its memory.
 
-    `prepare` collects garbage, synchronises the device and flushes its caches, once; a capture
-    between two steps goes without. No collection runs inside: it could free device memory in the
-    middle of a capture. Sessions of several threads wait for one another.
+    `prepare` collects garbage, synchronizes the device and flushes its caches, once; captures
+    between steps skip that. Garbage collection is paused inside: it could free device memory in
+    the middle of a capture. Sessions of several threads run one after the other.
     """
     with _ONE_AT_A_TIME, events.span("capture.session", backend=backend.name):
         if prepare:
             gc.collect()
             backend.prepare()
-        collecting = gc.isenabled()
+        was_enabled = gc.isenabled()
         gc.disable()
         session = CaptureSession(backend, pool, events)
         try:
@@ -74,5 +74,5 @@ def capture_session(
                 yield session
         finally:
             session.close()
-            if collecting:
+            if was_enabled:
                 gc.enable()

@@ -1,7 +1,7 @@
-"""Addresses of long-lived tensors, recorded when a graph is captured and compared later.
+"""Addresses of long-lived tensors, recorded when a graph is captured and compared in later steps.
 
-A graph reads weights, caches and workspaces where they were. One that was given other memory, or
-was freed, makes every replay silently wrong; comparing pointers makes it an error with a name.
+A graph reads weights, caches and workspaces at their captured addresses. If one was moved or freed,
+every replay would be silently wrong; comparing addresses makes it an error that names the tensor.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ...errors import MovedTensor
 Read = Callable[[], Tensor | None]
 
 CHECKED_PER_STEP = 2
-"""Tensors that a step compares once all were found in place, going round."""
+"""Tensors that a step compares after all were found in place, in turn."""
 
 
 class _Watched:
-    """A name, and how to read the tensor that has it now."""
+    """A name, and how to read the tensor that it stands for now."""
 
     __slots__ = ("name", "read")
 
@@ -33,8 +33,8 @@ class _Watched:
 class Addresses:
     """The watched tensors of one prepared model, by name. `address` is the backend's.
 
-    `changes` counts the reasons to trust no sample: a name given to another tensor, a tensor found
-    elsewhere. After one each snapshot compares everything again before it goes on sampling.
+    `changes` counts events after which sampling is not enough: a name was given to another tensor,
+    or a tensor was found moved. Each snapshot then compares all once before it samples again.
     """
 
     __slots__ = ("_watched", "address", "changes")
@@ -45,23 +45,22 @@ class Addresses:
         self._watched: dict[str, _Watched] = {}
 
     def watch(self, name: str, tensor: Tensor) -> None:
-        """Watch one tensor without keeping it alive: freeing it is what must be noticed.
+        """Watch one tensor without keeping it alive, so that freeing it is noticed.
 
-        Under a name that is watched already it takes the place of the tensor before it, which
-        makes snapshots of that one stale.
+        A name that is watched already stands for the new tensor from now on; snapshots taken
+        before are stale.
         """
         self._watch(name, ref(tensor))
 
     def watch_module(self, module: nn.Module, names: Iterable[str] | None = None) -> None:
-        """Watch parameters and buffers by qualified name, also when they are replaced; by default
-        all of them."""
+        """Watch parameters and buffers by qualified name, by default all; replaced ones too."""
         if names is None:
             names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
         for name in names:
             path, _, leaf = name.rpartition(".")
             owner = module.get_submodule(path)
-            slots = owner._parameters if leaf in owner._parameters else owner._buffers
-            self._watch(name, partial(slots.get, leaf))
+            table = owner._parameters if leaf in owner._parameters else owner._buffers
+            self._watch(name, partial(table.get, leaf))
 
     def _watch(self, name: str, read: Read) -> None:
         if name in self._watched:
@@ -71,13 +70,13 @@ class Addresses:
             self._watched[name] = _Watched(name, read)
 
     def snapshot(self, names: Iterable[str] | None = None) -> Snapshot:
-        """Where the tensors called `names` are now; all watched ones by default."""
+        """Current addresses of the tensors called `names`, by default of all watched ones."""
         names = self._watched if names is None else names
         return Snapshot(self, [self._watched[name] for name in names])
 
 
 class Snapshot:
-    """Addresses that one recording, or the compiled code, relies on."""
+    """The addresses that one recording, or the compiled code without a graph, relies on."""
 
     __slots__ = ("_addresses", "_entries", "_next", "_trusted")
 
@@ -85,16 +84,16 @@ class Snapshot:
         self._addresses = addresses
         self._entries = [(each, self._now(each)) for each in watched]
         self._next = 0
-        self._trusted = -1  # the number of changes when all were last found in place
+        self._trusted = -1  # `changes` when all were last found in place
 
     def moved(self) -> list[str]:
-        """The tensors that are elsewhere or gone; a recording with any is stale."""
+        """Names of tensors that were moved or freed; a recording with any is stale."""
         return [watched.name for watched, then in self._entries if self._now(watched) != then]
 
     def check_step(self) -> None:
-        """Compare all before the first step and after a change, and else the next few.
+        """Compare all at the first step and after a change, otherwise the next few in turn.
 
-        Raises `MovedTensor`; all have had their turn after some steps.
+        Raises MovedTensor.
         """
         if self._trusted == self._addresses.changes:
             self.check_some(CHECKED_PER_STEP)
@@ -103,11 +102,11 @@ class Snapshot:
             self._trusted = self._addresses.changes
 
     def check(self) -> None:
-        """Compare all. Raises `MovedTensor` for the first that is elsewhere or gone."""
+        """Compare all. Raises MovedTensor for the first that was moved or freed."""
         self.check_some(len(self._entries))
 
     def check_some(self, count: int) -> None:
-        """Compare the next `count`, going round. Raises `MovedTensor`."""
+        """Compare the next `count` in turn. Raises MovedTensor."""
         entries, place, address = self._entries, self._next, self._addresses.address
         for _ in range(min(count, len(entries))):
             watched, then = entries[place]

@@ -1,6 +1,6 @@
-"""The way into and out of a step: a call's arguments to flat tensors, flat results to the caller's.
+"""From a call's arguments to flat tensors, and from flat results to the form the model returns.
 
-Both ways are generated once from the plan as straight-line functions, so that a step walks no tree.
+Both are generated once from the plan as straight-line functions, so that a step walks no tree.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
     """A function with the parameters of the model's forward.
 
     It returns the plan's input tensors and the real size of each symbol, after checking dtype,
-    device and shape. Raises InputMismatch, GuardBroken with `sizes` among its facts, and
-    ArgumentFixed for another value of a number or string that the trace took as fixed.
+    device and shape. It raises InputMismatch, SizeOutOfRange, GuardBroken (with `sizes` in its
+    facts), and ArgumentFixed if a number or string differs from the traced one.
     """
     names: dict[str, Any] = {
         "Tensor": torch.Tensor,
@@ -74,7 +74,7 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
 
 
 def packer(plan: Plan) -> Pack:
-    """A function of (results, input tensors) that gives what the model's forward would return."""
+    """A function of (results, input tensors) that returns what the model's forward would."""
     constants: dict[str, Any] = {}
     positions = {
         "L." + ".".join(map(str, item.path)): f"inputs[{index}]"
@@ -95,7 +95,7 @@ def _access(path: tuple[str | int, ...]) -> str:
 
 
 def _parameters(signature: inspect.Signature) -> tuple[str, dict[str, Any]]:
-    """The signature as source, defaults as names."""
+    """The signature as source with defaults replaced by names, and the defaults by name."""
     defaults = {}
     parameters = []
     for name, parameter in signature.parameters.items():
@@ -159,6 +159,6 @@ def _broken(check: Check, sizes: tuple[int, ...]) -> None:
 
 
 def _renamed(expression: str, plan: Plan) -> str:
-    """A check's expression over labels as one over the names of this function."""
+    """A check's expression with labels replaced by the names in the generated function."""
     names = {symbol.label: symbol.name for symbol in plan.symbols}
     return re.sub(r"\b[A-Za-z_]\w*\b", lambda m: names.get(m[0], m[0]), expression)

@@ -1,4 +1,4 @@
-"""What a step tells the ops inside it: layers by name, metadata, the decision, real tokens."""
+"""What ops can read about the step they run in: layers by name, metadata, decision, num_tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ...errors import OutsideStep
 
 
 class ForwardContext:
-    """One step's facts. A prepared model owns one and writes it anew before each step.
+    """The facts of one step. A prepared model owns one and rewrites it before each step.
 
-    Eager calls inside a recording read it when they run, never when they are captured.
+    A splitting op in a PIECEWISE recording reads it at each replay; Python inside a graph read it
+    once, at capture. `num_tokens` counts real tokens, without padding.
     """
 
     __slots__ = ("decision", "layers", "metadata", "num_tokens")
@@ -31,12 +32,12 @@ class ForwardContext:
         self.num_tokens = num_tokens
 
 
-# The hot path sets and resets this itself; everyone else uses the two functions below.
+# Set directly by `PreparedModel.run`, the hot path; use the functions below elsewhere.
 CURRENT: ContextVar[ForwardContext | None] = ContextVar("piecegraph_forward", default=None)
 
 
 def get_forward_context() -> ForwardContext:
-    """The context of the step that runs in this thread. Raises `OutsideStep` when none does."""
+    """The context of the step that runs in this thread. Raises OutsideStep if there is none."""
     context = CURRENT.get()
     if context is None:
         raise OutsideStep()
@@ -45,7 +46,7 @@ def get_forward_context() -> ForwardContext:
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
-    """Make `context` current inside the block; the previous one is back after it, come what may."""
+    """Make `context` current inside the block."""
     token = CURRENT.set(context)
     try:
         yield context

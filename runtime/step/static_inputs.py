@@ -1,8 +1,8 @@
 """Static input buffers: the fixed memory from which every recording reads its inputs.
 
-Each buffer is allocated once, for the largest sizes. The view for a padded size begins at the
-buffer's first byte and is contiguous whatever dimension is dynamic, so a recording sees the same
-strides as an eager call does and all sizes share one address.
+Each buffer is allocated once, for the largest sizes. The view for a padded size starts at the
+buffer's first byte and is contiguous whichever dimension is dynamic, so a recording sees the
+strides of an eager call and all sizes share one address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
 from ..check_choice import must_be_one_of
-from .padding import Padding
+from ..config import Padding
 
 Load = Callable[[tuple[Tensor, ...]], None]
 
@@ -27,8 +27,8 @@ Load = Callable[[tuple[Tensor, ...]], None]
 class InputSpec:
     """One input. A string in `dims` names a symbol, such as "num_tokens"; a number is fixed.
 
-    REPEAT repeats the last real row (zeros if there is none); `sentinel` is for SENTINEL, such as
-    a reserved slot that may be written to.
+    REPEAT repeats the last real row (zeros if there is none); SENTINEL writes `sentinel`, such as
+    a cache slot reserved for padding.
     """
 
     name: str
@@ -50,9 +50,9 @@ class InputSpec:
 class StaticInputs:
     """The buffers of one prepared model, for sizes up to `limits` (symbol -> largest size).
 
-    A buffer in `owned` (name -> tensor of the largest shape) belongs to the engine: steps write it
-    in place, nothing is copied and its address is checked. Raises `InputMismatch` for one of
-    another form, `InvalidSetting` for one that is no input.
+    A buffer in `owned` (name -> tensor of the largest shape) belongs to the engine, which writes
+    it in place: nothing is copied, its address is checked. Raises InputMismatch if it has another
+    form, InvalidSetting if it is not an input.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StaticInputs:
         self.device = torch.empty(0, device=device).device  # with its index
         self.owned = dict(owned or {})
         self._check_owned()
-        with torch.inference_mode(False):  # else they could be written in this mode alone
+        with torch.inference_mode(False):  # inference tensors could not be written outside of it
             self._buffers = {
                 spec.name: torch.zeros(prod(spec.shape(limits)), dtype=spec.dtype, device=device)
                 for spec in specs
@@ -81,8 +81,8 @@ class StaticInputs:
         return BoundInputs(self, views, tuple(sizes[symbol] for symbol in self.limits))
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Let the engine's buffers hold afterwards what they do now, where the model writes."""
+    def preserved(self) -> Iterator[None]:
+        """Restore at the end the engine's buffers that the model writes to."""
         written = [spec.name for spec in self.specs if spec.written and spec.name in self.owned]
         before = {name: self.owned[name].clone() for name in written}
         try:
@@ -110,7 +110,7 @@ class StaticInputs:
 class BoundInputs:
     """The static inputs of one padded size; `views` are what a recording captures.
 
-    `written` are the positions of those that a replay writes to in place of the caller's tensors.
+    `written` are the positions of copied inputs that a replay writes to.
     """
 
     __slots__ = ("_inputs", "_padded", "views", "written")
@@ -127,18 +127,17 @@ class BoundInputs:
             if spec.written and spec.name not in inputs.owned
         )
 
-    def give_back(self, tensors: tuple[Tensor, ...]) -> None:
-        """Copy to the caller's tensors what a replay wrote to theirs, the padding left out."""
+    def copy_back(self, tensors: tuple[Tensor, ...]) -> None:
+        """Copy what a replay wrote to the caller's tensors, without the padding."""
         for position in self.written:
             tensor = tensors[position]
             tensor.copy_(real_part(self.views[position], tensor.shape))
 
     def loader(self, real: tuple[int, ...]) -> Load:
-        """What copies tensors in and writes the padding; `real` has the real size of each symbol.
+        """A function that copies tensors in and writes the padding, for `real` sizes by symbol.
 
-        It takes tensors as declared: `binding.binder` has looked at them. It raises `MovedTensor`
-        when an engine-owned buffer is not the one that was captured. Raises `SizeOutOfRange` if
-        the real sizes are larger than the padded ones.
+        It does not check tensors, which `binding.binder` did; it raises MovedTensor if an engine's
+        buffer is not the captured one. Raises SizeOutOfRange for real sizes above the padded ones.
         """
         for name, size, most in zip(self._inputs.limits, real, self._padded, strict=True):
             if size > most:
@@ -160,14 +159,14 @@ def _load(
     fills: tuple[Callable[[], object], ...],
     tensors: tuple[Tensor, ...],
 ) -> None:
-    for take, tensor in zip(takes, tensors):  # noqa: B905  the plan fixes both; this is hot
+    for take, tensor in zip(takes, tensors):  # noqa: B905  equal lengths by the plan; hot path
         take(tensor)
     for fill in fills:
         fill()
 
 
 def _stay(spec: InputSpec, recorded: int, tensor: Tensor) -> None:
-    """Take an engine-owned buffer: it is in place already, or it is the wrong one."""
+    """Check that an engine's buffer is the captured one; nothing is copied."""
     now = tensor.data_ptr()
     if now != recorded:
         raise MovedTensor(name=f"input {spec.name!r}", recorded=hex(recorded), now=hex(now))
@@ -178,7 +177,7 @@ def _form(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> s
 
 
 def real_part(tensor: Tensor, shape: Iterable[int]) -> Tensor:
-    """The first rows, columns, … of `tensor`, as many as `shape` says."""
+    """The first rows, columns, … of `tensor`: its part of shape `shape`."""
     return _box(tensor, [(0, size) for size in shape])
 
 
@@ -188,10 +187,10 @@ def _box(tensor: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def _fills(spec: InputSpec, view: Tensor, real: tuple[int, ...]) -> Iterator[Callable[[], object]]:
-    """What writes the padding: everything in `view` outside the box `real`, in disjoint parts.
+    """Functions that write the padding: all of `view` outside the box `real`, in disjoint parts.
 
-    From the last dynamic dimension to the first: the part of a dimension is real in those before
-    it and whole in those after it, so that a repeated row is complete when it is repeated.
+    They go from the last dynamic dimension to the first. The part of a dimension is real in the
+    dimensions before it and whole in those after it, so a row is complete when it is repeated.
     """
     for dim in reversed(spec.dynamic):
         size, padded = real[dim], view.shape[dim]

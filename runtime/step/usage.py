@@ -1,4 +1,4 @@
-"""How often each graph was used, why, and how much of it was padding."""
+"""How often each graph was used, for which reasons, and how much of it was padding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ...dispatch import NO_GRAPH, Decision, DispatchPlan, Reason, RuntimeMode
 
-_KEPT = 4096
+_MOST_KEPT = 4096
 
 
 class _Tally:
@@ -22,10 +22,10 @@ class _Tally:
 
 
 class Usage:
-    """Counts by graph index, for steps without a graph by size, and reasons by runtime mode.
+    """Counts by graph, for steps without a graph by size, and reasons by runtime mode.
 
-    A step costs one look-up by the identity of its decision, which the dispatcher has made
-    beforehand; decisions are summed up when the counts are read, or when there are many.
+    A step costs one look-up by the identity of its decision, since the dispatcher reuses decision
+    objects. Decisions are summed when counts are read, or when there are many.
     """
 
     __slots__ = ("_plan", "_reasons", "_steps", "_tallies", "_tokens", "_without")
@@ -42,20 +42,20 @@ class Usage:
         """One step of `num_tokens` real tokens, run as decided."""
         tally = self._tallies.get(id(decision))
         if tally is None:
-            if len(self._tallies) >= _KEPT:
-                self._sum_up()
+            if len(self._tallies) >= _MOST_KEPT:
+                self._sum()
             tally = self._tallies[id(decision)] = _Tally(decision)
         tally.steps += 1
         tally.tokens += num_tokens
 
     def count_eager(self, num_tokens: int) -> None:
-        """One step that the model itself ran, since neither a graph nor compiled code may."""
+        """One step run by the model itself, where compiled code would be wrong."""
         self._without[num_tokens] += 1
         self._reasons[RuntimeMode.NONE][Reason.CAPABILITY] += 1
 
     def rows(self) -> list[dict[str, Any]]:
-        """`{mode, num_tokens, count, padded_tokens}`, graphs first, each in order of size."""
-        self._sum_up()
+        """`{mode, num_tokens, count, padded_tokens}`: graphs first, each sorted by size."""
+        self._sum()
         used = [
             {
                 "mode": entry.mode.name,
@@ -75,15 +75,15 @@ class Usage:
         ]
 
     def reasons(self) -> list[dict[str, Any]]:
-        """`{mode, reason, count}`: how often each reason decided."""
-        self._sum_up()
+        """`{mode, reason, count}`: how often each reason was decisive."""
+        self._sum()
         return [
             {"mode": mode.name, "reason": reason.value, "count": count}
             for mode in RuntimeMode
             for reason, count in sorted(self._reasons[mode].items())
         ]
 
-    def _sum_up(self) -> None:
+    def _sum(self) -> None:
         tallies, self._tallies = self._tallies, {}
         for tally in tallies.values():
             decision, graph_index = tally.decision, tally.decision.graph_index

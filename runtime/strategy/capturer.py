@@ -11,13 +11,14 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 from ...dispatch import Batch, Dispatcher, RuntimeMode
 from ...errors import CaptureFailed, DummyStepFailed
 from ...events import Events
 from ..backends.protocol import GraphBackend
-from ..capture.graph_actions import GraphActions
+from ..capture.dummy_batch import preserve_rng_state
+from ..capture.recording import Recording
 from ..capture.session import CaptureSession, capture_session
 from ..config import CaptureStrategy, Config
 from ..memory.budget import Exchange, GraphMemory, limit_in_bytes
@@ -25,7 +26,14 @@ from .capture_budget import CaptureBudget, CaptureCosts
 from .eviction import make_room, trim
 from .monitors import meant
 from .queue import CaptureQueue
-from .rng_state import same_random_state
+
+
+class Graphs(Protocol):
+    """What captures are made with: `CapturedGraphs`, or a stand-in where graphs are modelled."""
+
+    def record(self, graph_index: int, session: CaptureSession) -> Recording: ...
+    def install(self, graph_index: int, recording: Recording) -> None: ...
+    def remove(self, graph_index: int) -> None: ...
 
 
 class Capturer:
@@ -37,7 +45,7 @@ class Capturer:
         dispatcher: Dispatcher,
         backend: GraphBackend,
         events: Events,
-        actions: GraphActions,
+        graphs: Graphs,
         exchange: Exchange,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
@@ -46,7 +54,7 @@ class Capturer:
         self._entries = dispatcher.plan.entries
         self._backend = backend
         self._events = events
-        self._actions = actions
+        self._graphs = graphs
         self._exchange = exchange
         self._clock = clock
         self.begin()
@@ -147,7 +155,7 @@ class Capturer:
         recording, reason = None, ""
         tolerated = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
         try:
-            recording = self._actions.record(graph_index, session)
+            recording = self._graphs.record(graph_index, session)
         except tolerated as error:
             reason = str(error)
         ms = (self._clock() - began) * 1000
@@ -159,7 +167,7 @@ class Capturer:
                 recording.release()
             self._remember_failure(graph_index, reason)
             return False
-        self._actions.install(graph_index, recording)
+        self._graphs.install(graph_index, recording)
         state.captured, state.bytes, state.launches = True, num_bytes, recording.operations
         self.memory.took(entry.mode, num_bytes)
         self._refused.discard(graph_index)
@@ -227,7 +235,7 @@ class Capturer:
 
     def _evict(self, graph_index: int) -> None:
         state, before = self.queue.states[graph_index], self._backend.memory().used
-        self._actions.remove(graph_index)
+        self._graphs.remove(graph_index)
         freed = before - self._backend.memory().used
         answers = self._exchange(f"eviction of graph {graph_index}", {"freed": freed})
         freed = min(answer["freed"] for answer in answers)
@@ -275,8 +283,8 @@ class Capturer:
         plan, exchange, events = self._dispatcher.plan, self._exchange, self._events
         limit = limit_in_bytes(self._config.memory_limit, self._backend.memory())
         if self.memory.forecast is None:
-            with meant(), same_random_state():
-                self.memory.probe(plan, self._backend, self._actions.record, exchange, events)
+            with meant(), preserve_rng_state():
+                self.memory.probe(plan, self._backend, self._graphs.record, exchange, events)
         self._drop(self.memory.keep(limit, plan, self._dispatcher.histogram, exchange, events))
 
     def _drop(self, indices: Collection[int]) -> None:
@@ -314,7 +322,7 @@ class Capturer:
             self._pool = self._backend.new_pool()
         with (
             meant(),
-            same_random_state(),
+            preserve_rng_state(),
             capture_session(self._backend, self._pool, self._events, prepare=prepare) as session,
         ):
             yield session

@@ -19,10 +19,10 @@ from ...compile.ir.plan import Symbol
 from ...dispatch import DispatchPlan
 from ...events import Event, Events
 from ..backends.protocol import Memory
+from ..capture.dummy_batch import preserve_rng_state
 from ..check_choice import must_be_one_of
 from .monitors import meant
 from .queue import CaptureQueue
-from .rng_state import same_random_state
 
 
 class WarmupKind(StrEnum):
@@ -165,7 +165,7 @@ class _Progress:
         """Do one item, unless it is skipped."""
         if item in self._items:
             began = perf_counter()
-            with meant(), same_random_state():
+            with meant(), preserve_rng_state():
                 work()
             self._tell(item.kind, item.shape, (perf_counter() - began) * 1000)
 

@@ -6,7 +6,6 @@ And what makes prepared models without `prepare`, so that one trace serves many 
 from __future__ import annotations
 
 import gc
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +20,11 @@ from piecegraph.dispatch import make_plan, resolve_mode
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import GraphBackend
 from piecegraph.runtime.backends.registry import choose_backend
-from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import capture_session
+from piecegraph.runtime.prepared_model import Engine, Policy, Services
 
 
 @dataclass
@@ -59,27 +59,23 @@ def prepare_on_replay(
     sizes: Sequence[int],
     layers: Mapping[str, Any],
     options: Mapping[str, Any],
-    **settings: Any,
+    input_buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> PreparedModel:
     """What `prepare` makes of a model that is compiled already, on a loud backend."""
+    dispatcher = Dispatcher(make_plan(mode, sizes, max_num_reqs=config.max_num_reqs))
+    cache = Cache(None, Events())
     return PreparedModel(
         compiled,
-        inspect.signature(compiled.model.forward),
         config,
-        resolve_mode(mode, support=config.supports(), pieces=True),
-        Dispatcher(make_plan(mode, sizes, max_num_reqs=config.max_num_reqs)),
-        loud_backend(**options),
-        torch.device("cpu"),
-        Cache(None, Events()),
-        layers,
-        Events(),
-        **settings,
+        Policy(resolve_mode(mode, support=config.supports(), pieces=True), dispatcher),
+        Engine(layers, input_buffers or {}),
+        Services(loud_backend(**options), torch.device("cpu"), cache, Events()),
     )
 
 
 def found_by(ownership: Ownership) -> list[torch.Tensor]:
     """The tensors from outside that a capture holds."""
-    return [found.alias for found in ownership._found.values()]
+    return ownership.found()
 
 
 def tensors_alive() -> int:

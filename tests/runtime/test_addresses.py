@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from piecegraph.errors import MovedTensor
-from piecegraph.runtime.backends.replay.backend import ReplayBackend
+from piecegraph.runtime.backends.replay import ReplayBackend
 from piecegraph.runtime.step.address_checks import Addresses
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from piecegraph.runtime.backends.replay.backend import ReplayBackend
-from piecegraph.runtime.capture.recorder import break_graph, opaque_piece, record
+from piecegraph.runtime.backends.replay import ReplayBackend
+from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
+from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.torch_compat.tensors import storage_id, unowned_alias, weak_storage
 
@@ -112,7 +113,7 @@ def test_failure_16_a_later_smaller_recording_leaves_earlier_ones_right(rig: Any
         assert_close(recordings[size].outputs, expected)
 
 
-def test_failure_17_bridges_are_held_until_the_session_is_finalised(rig: Any) -> None:
+def test_failure_17_bridges_are_held_until_the_session_is_finalized(rig: Any) -> None:
     held = []
 
     @break_graph
@@ -131,7 +132,7 @@ def test_failure_17_bridges_are_held_until_the_session_is_finalised(rig: Any) ->
         first = record(step, (x,), session, name="first", breaks=True)
         record(step, (rig.rand(2),), session, name="second", breaks=True)
         assert all(bridge() is not None for bridge in held)
-        session.finalise()
+        session.finalize()
         assert all(bridge() is None for bridge in held)
         assert [found.data_ptr() for found in found_by(first.ownership)] == [x.data_ptr()]
         record(step, (rig.rand(2),), session, name="third", breaks=True)

@@ -12,9 +12,10 @@ from torch.testing import assert_close
 
 from piecegraph.errors import CaptureFailed, CaptureOutOfMemory, MovedTensor
 from piecegraph.runtime.backends.ownership import Ownership
-from piecegraph.runtime.backends.replay.backend import ReplayBackend, TapeGraph
-from piecegraph.runtime.backends.replay.poison import poison
-from piecegraph.runtime.capture.recorder import break_graph, opaque_piece, record
+from piecegraph.runtime.backends.replay import ReplayBackend, TapeGraph
+from piecegraph.runtime.backends.tape import poison
+from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
+from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 
 
@@ -305,16 +306,16 @@ def test_failure_13_moved_scratch_fails_where_a_device_reads_old_memory(
     assert recordings[1].outputs.tolist() == [1, 1]
 
 
-def test_pool_memory_is_shared_between_recordings_that_are_finalised(make_replay_rig: Any) -> None:
+def test_pool_memory_is_shared_between_recordings_that_are_finalized(make_replay_rig: Any) -> None:
     rig = make_replay_rig(graph_bytes=100)
     with capture_session(rig.backend, rig.pool, rig.events) as session:
         big = record(torch.neg, (torch.ones(50),), session, name="big", breaks=False)
-        session.finalise()
+        session.finalize()
         small = record(torch.neg, (torch.ones(10),), session, name="small", breaks=False)
-        unfinalised = record(torch.neg, (torch.ones(45),), session, name="more", breaks=False)
-    assert (big.bytes, small.bytes, unfinalised.bytes) == (300, 100, 120)
-    graphs = [recording.graphs for recording in (big, small, unfinalised)]
-    for recording in (big, small, unfinalised):
+        unfinalized = record(torch.neg, (torch.ones(45),), session, name="more", breaks=False)
+    assert (big.bytes, small.bytes, unfinalized.bytes) == (300, 100, 120)
+    graphs = [recording.graphs for recording in (big, small, unfinalized)]
+    for recording in (big, small, unfinalized):
         recording.release()
     assert graphs
     assert rig.backend.memory().used == 0

@@ -16,7 +16,7 @@ def nothing() -> None:
 def test_a_replay_of_65_segments_costs_at_most_1_3_bare_loops() -> None:
     kinds = [SegmentKind.GRAPH, SegmentKind.EAGER] * 32 + [SegmentKind.GRAPH]
     segments = [Segment(kind, [nothing]) for kind in kinds]
-    recording = Recording("r", segments, (), Ownership(), None, seconds=0, bytes=0)
+    recording = Recording("r", segments, [], Ownership())
     calls = tuple([nothing] * 65)
 
     def bare() -> None:

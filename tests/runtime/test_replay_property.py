@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from piecegraph.events import Events
-from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
-from piecegraph.runtime.capture.recorder import break_graph, opaque_piece, record
+from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
+from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
+from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 
 SHAPE = (4, 6)

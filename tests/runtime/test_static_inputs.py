@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.errors import InputMismatch, InvalidSetting, MovedTensor, SizeOutOfRange
-from piecegraph.runtime.step.padding import Padding
+from piecegraph.runtime.config import Padding
 from piecegraph.runtime.step.static_inputs import BoundInputs, InputSpec, StaticInputs
 
 CPU = torch.device("cpu")

@@ -8,18 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from piecegraph.runtime.backends.ownership import Ownership
-from piecegraph.runtime.backends.tensor_tracker import Watch
+from piecegraph.runtime.backends.ownership import Ownership, TensorTracker
 
 from .conftest import found_by
 
 
 @pytest.fixture
-def watch() -> Watch:
-    return Watch("CPU", Ownership())
+def watch() -> TensorTracker:
+    return TensorTracker("CPU", Ownership())
 
 
-def watched(watch: Watch, fn: Any, *args: Tensor) -> Any:
+def watched(watch: TensorTracker, fn: Any, *args: Tensor) -> Any:
     watch.start()
     try:
         return fn(*args)
@@ -28,7 +27,7 @@ def watched(watch: Watch, fn: Any, *args: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_results_are_made_and_arguments_are_found(watch: Watch, mode: Any) -> None:
+def test_results_are_made_and_arguments_are_found(watch: TensorTracker, mode: Any) -> None:
     with mode():
         x, weight = torch.rand(2, 3), torch.rand(4, 3)
         result = watched(watch, lambda x: torch.nn.functional.linear(x, weight).view(-1), x)
@@ -38,7 +37,7 @@ def test_results_are_made_and_arguments_are_found(watch: Watch, mode: Any) -> No
 
 
 def test_failure_12_what_the_body_of_a_custom_op_reads_is_found(
-    watch: Watch, temporary_op: Any
+    watch: TensorTracker, temporary_op: Any
 ) -> None:
     metadata = torch.rand(3)
 
@@ -52,7 +51,7 @@ def test_failure_12_what_the_body_of_a_custom_op_reads_is_found(
     assert found == {q.data_ptr(), out.data_ptr(), metadata.data_ptr()}
 
 
-def test_a_piece_is_not_looked_into_but_its_ends_are_known(watch: Watch) -> None:
+def test_a_piece_is_not_looked_into_but_its_ends_are_known(watch: TensorTracker) -> None:
     hidden, x = torch.rand(3), torch.rand(3)
     result, same = watched(watch, lambda x: watch.opaque(lambda x: (x * hidden, x), (x,)), x)
     assert watch.ownership.is_made(result)
@@ -60,6 +59,6 @@ def test_a_piece_is_not_looked_into_but_its_ends_are_known(watch: Watch) -> None
     assert [tensor.data_ptr() for tensor in found_by(watch.ownership)] == [x.data_ptr()]
 
 
-def test_nothing_is_seen_after_the_stop(watch: Watch) -> None:
+def test_nothing_is_seen_after_the_stop(watch: TensorTracker) -> None:
     watched(watch, torch.neg, torch.rand(2))
     assert not watch.ownership.is_made(torch.rand(2).neg())

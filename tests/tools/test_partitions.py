@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from piecegraph import AttentionSupport, Config, Events, GraphMode, prepare
-from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture.recording import SegmentKind
 from piecegraph.tools.engine.engine import Engine
 from piecegraph.tools.explain.collect import pieces as explained

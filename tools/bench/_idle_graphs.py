@@ -49,7 +49,7 @@ class IdleBackend:
     def begin(self, pool: Any, ownership: Any) -> IdleGraph:
         return IdleGraph()
 
-    def settle(self, pool: Any) -> None:
+    def release_held(self, pool: Any) -> None:
         pass
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from ... import Config, Dispatcher, Events, GraphMode, RuntimeMode
 from ...dispatch import default_capture_sizes, make_plan
 from ...runtime.backends.ownership import Ownership
-from ...runtime.backends.replay.backend import ReplayBackend
-from ...runtime.capture.graph_actions import GraphActions
+from ...runtime.backends.replay import ReplayBackend
 from ...runtime.capture.recording import Recording
 from ...runtime.capture.session import CaptureSession
 from ...runtime.strategy.capturer import Capturer
@@ -45,29 +44,38 @@ class Clock:
         return self.now
 
 
+class ModelledGraphs:
+    """Graphs that cost modelled time and bytes and hold nothing."""
+
+    def __init__(self, dispatcher: Dispatcher, clock: Clock) -> None:
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._pooled: set[RuntimeMode] = set()
+
+    def record(self, graph_index: int, session: CaptureSession) -> Recording:
+        entry = self._dispatcher.plan.entries[graph_index]
+        self._clock.now += CAPTURE_S
+        opening = 0 if entry.mode in self._pooled else TOKEN_BYTES * entry.descriptor.num_tokens
+        self._pooled.add(entry.mode)
+        recording = Recording(f"graph {graph_index}", [], [], Ownership())
+        recording.seconds, recording.bytes = CAPTURE_S, GRAPH_BYTES + opening
+        return recording
+
+    def install(self, graph_index: int, recording: Recording) -> None:
+        self._dispatcher.set_captured(graph_index, True)
+
+    def remove(self, graph_index: int) -> None:
+        self._dispatcher.set_captured(graph_index, False)
+
+
 def serve_modelled(config: Config, requests: list[Request]) -> ServingResult:
     """Start up at time 0, when requests begin to arrive, and serve them all."""
     clock, events, result = Clock(), Events(), ServingResult()
     sizes = default_capture_sizes(config.max_num_reqs, config.max_num_tokens)
     plan = make_plan(GraphMode.FULL_AND_PIECEWISE, sizes, max_num_reqs=config.max_num_reqs)
     dispatcher = Dispatcher(plan)
-    pooled: set[RuntimeMode] = set()
-
-    def record(graph_index: int, session: CaptureSession) -> Recording:
-        entry = plan.entries[graph_index]
-        clock.now += CAPTURE_S
-        opening = 0 if entry.mode in pooled else TOKEN_BYTES * entry.descriptor.num_tokens
-        pooled.add(entry.mode)
-        made = GRAPH_BYTES + opening
-        name, nothing = f"slot {graph_index}", Ownership()
-        return Recording(name, (), (), nothing, None, seconds=CAPTURE_S, bytes=made)
-
-    actions = GraphActions(
-        record,
-        lambda graph_index, recording: dispatcher.set_captured(graph_index, True),
-        lambda graph_index: dispatcher.set_captured(graph_index, False),
-    )
-    capturer = Capturer(config, dispatcher, ReplayBackend(), events, actions, alone, clock)
+    graphs = ModelledGraphs(dispatcher, clock)
+    capturer = Capturer(config, dispatcher, ReplayBackend(), events, graphs, alone, clock)
     capturer.startup()
     result.ready = clock.now
     used = _serve(config, requests, clock, dispatcher, capturer, result)

@@ -6,7 +6,6 @@ import gc
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,13 +13,13 @@ import torch
 
 from piecegraph import Batch, CaptureStrategy, Config, GraphMode, get_forward_context
 from piecegraph.compile.ir.plan import Check
-from piecegraph.compile.lower.compiled_model import CompiledModel
+from piecegraph.compile.lower.compiled_model import CompiledModel, bind
 from piecegraph.errors import CaptureFailed, LayerMissing, MetadataFailed, ModelClosed, OutsideStep
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.strategy.monitors import TRACE_LOGGER
 
 from ..conftest import prepare_on_replay
-from .conftest import Stage
+from .conftest import Model, Stage
 
 FAULT = ValueError("no such block")
 
@@ -287,17 +286,23 @@ def test_a_step_of_the_model_itself_is_told_and_counted_like_any(
     compiled: tuple[Config, CompiledModel],
 ) -> None:
     config, made = compiled
-    checks = (Check(expression="num_tokens != 3", where="model.py:1"),)
-    checked = replace(made, plan=made.plan.model_copy(update={"checks": checks}))
     seen: list[Any] = []
 
-    def eager(x: torch.Tensor) -> torch.Tensor:
-        context = get_forward_context()
-        seen.append((context.num_tokens, context.decision, context.metadata))
-        return x
+    class Itself(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            context = get_forward_context()
+            seen.append((context.num_tokens, context.decision, context.metadata))
+            return x
 
+    checks = (Check(expression="num_tokens != 3", where="model.py:1"),)
+    plan = made.plan.model_copy(update={"checks": checks})
     prepared = prepare_on_replay(
-        checked, config, GraphMode.FULL, (4,), {"stage": Stage()}, {}, eager=eager
+        bind(plan, made.pieces, Itself(), from_bundle=False),
+        config.changed(broken_guard="eager"),
+        GraphMode.FULL,
+        (4,),
+        {"stage": Stage()},
+        {},
     )
     prepared.capture()
     for num_tokens in (4, 3):

@@ -21,7 +21,7 @@ from piecegraph import (
     prepare,
 )
 from piecegraph.errors import InvalidSetting
-from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
+from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture.recording import SegmentKind
 
 pytestmark = [

@@ -17,7 +17,7 @@ from piecegraph import Batch, Config, Events, GraphMode, PreparedModel, get_forw
 from piecegraph.cache import Cache
 from piecegraph.compile.lower.compiled_model import CompiledModel
 from piecegraph.compile.pipeline import CompileRequest, compile_model
-from piecegraph.runtime.backends.replay.backend import ReplayBackend
+from piecegraph.runtime.backends.replay import ReplayBackend
 
 from ..conftest import prepare_on_replay
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from piecegraph import Batch, CaptureStrategy, Config, Dispatcher, Events, GraphMode
 from piecegraph.dispatch import AttentionSupport, make_plan
-from piecegraph.runtime.backends.replay.backend import ReplayBackend, ReplayOptions
-from piecegraph.runtime.capture.graph_actions import GraphActions
+from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import CaptureSession
@@ -104,18 +103,21 @@ def capturer_of(
     dispatcher = Dispatcher(make_plan(GraphMode.FULL, (1, 2, 4), max_num_reqs=8))
     buffer = torch.zeros(4)
 
-    def make(graph_index: int, session: CaptureSession) -> Recording:
-        size = dispatcher.plan.entries[graph_index].descriptor.num_tokens
-        return record(double, (buffer[:size],), session, name=str(size), breaks=False)
+    class Graphs:
+        def record(self, graph_index: int, session: CaptureSession) -> Recording:
+            size = dispatcher.plan.entries[graph_index].descriptor.num_tokens
+            return record(double, (buffer[:size],), session, name=str(size), breaks=False)
 
-    def install(graph_index: int, recording: Recording) -> None:
-        captured.append(recording.name)
+        def install(self, graph_index: int, recording: Recording) -> None:
+            captured.append(recording.name)
+
+        def remove(self, graph_index: int) -> None:
+            del captured[graph_index]
 
     strategy = CaptureStrategy.EAGER if eager else CaptureStrategy.LAZY
     config = Config(strategy=strategy, **settings)
-    actions = GraphActions(make, install, captured.__delitem__)
     exchange = ranks.exchange
-    return Capturer(config, dispatcher, backend, Events(), actions, exchange), captured
+    return Capturer(config, dispatcher, backend, Events(), Graphs(), exchange), captured
 
 
 def double(x: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from piecegraph import Events
 from piecegraph.dispatch import GraphMode, Histogram, RuntimeMode, make_plan
+from piecegraph.runtime.capture.captured_graphs import CapturedGraphs
 from piecegraph.runtime.memory import budget as graph_memory
 from piecegraph.runtime.memory.budget import GraphMemory
 from piecegraph.runtime.memory.forecast import Forecast, ModeForecast, fit
@@ -58,17 +58,18 @@ def test_failure_34_probes_leave_nothing_in_the_pool(make: Any) -> None:
     assert served.captures == make_all(make).captures
 
 
-def test_probes_are_released_whoever_holds_their_recordings(make: Any) -> None:
+def test_probes_are_released_even_if_their_recordings_are_held(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = make(LADDER, options=OPTIONS)
-    capturer = served.prepared._capturer
     held: list[Any] = []
-    record = capturer._actions.record
+    record = CapturedGraphs.record
 
-    def holding(graph_index: int, session: Any) -> Any:
-        held.append(record(graph_index, session))
+    def holding(graphs: CapturedGraphs, graph_index: int, session: Any) -> Any:
+        held.append(record(graphs, graph_index, session))
         return held[-1]
 
-    capturer._actions = replace(capturer._actions, record=holding)
+    monkeypatch.setattr(CapturedGraphs, "record", holding)
     assert served.prepared.memory_plan().graphs > 0
     assert len(held) == 6
     assert served.used == 0

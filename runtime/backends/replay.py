@@ -1,8 +1,12 @@
-"""The replay backend: graphs on a CPU, with the semantics of a device that matter.
+"""The replay backend: graphs on a CPU, for tests without a GPU.
 
-An honest emulation, made for tests: fixed addresses, outputs that the next replay overwrites,
-Python that does not run again, captures that do not execute, and memory that can run out.
-What would be silent garbage on a device can be made loud with `ReplayOptions`.
+It emulates what makes graphs on a device different from a plain run: fixed addresses, outputs that
+the next replay overwrites, Python that does not run again, captures that do not execute, memory
+that can run out. Misuse that gives silent garbage on a device is an error here, some of it only
+with `ReplayOptions`.
+
+    backend = piecegraph.ReplayBackend(piecegraph.ReplayOptions(poison_before_replay=True))
+    prepared = piecegraph.prepare(model, config, backend=backend)
 """
 
 from __future__ import annotations
@@ -18,32 +22,80 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from ....errors import MovedTensor
-from ..ownership import Ownership
-from ..protocol import Memory
-from .poison import poison
-from .pool import ModelledPool
-from .tape import Tape
+from ...errors import MovedTensor
+from .ownership import Ownership
+from .protocol import Memory
+from .tape import Tape, poison
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What the emulation adds to make misuse and misfortune visible.
+    """What the replay backend checks, and which failures it injects.
 
-    Captures are counted from 1, one for each graph. `graph_bytes` is charged for each graph,
-    beside the memory it made; `limit` bounds the sum over all pools.
+    Captures are numbered from 1, one for each graph: a PIECEWISE recording of a model with n
+    splitting ops has n + 1.
     """
 
     poison_before_replay: bool = False
+    """Before each replay fill all memory that the graph made with NaN, integers with a value out of
+    range: an op that leaves rows unwritten, or reads results of an earlier step, gives NaN."""
+
     fail_on_moved_inputs: bool = False
+    """Raise MovedTensor at a replay if a tensor that the graph reads has been given other memory
+    since the capture. A device would read the old memory."""
+
     failing_captures: frozenset[int] = frozenset()
+    """Numbers of captures that fail with a RuntimeError."""
+
     exhausting_captures: frozenset[int] = frozenset()
+    """Numbers of captures that fail with an OutOfMemoryError."""
+
     graph_bytes: int = 0
+    """Bytes charged for each graph beside the memory that it made."""
+
     limit: int = sys.maxsize
+    """Bytes that all graph pools together may take; a capture beyond it is an OutOfMemoryError."""
+
+
+class ModelledPool:
+    """The bytes a shared graph pool would take on a device: the most that captures held at once,
+    plus a fixed charge for each graph.
+
+    Captures add up until `release_held`; later captures then use the same bytes again.
+    """
+
+    def __init__(self, graph_bytes: int) -> None:
+        self._graph_bytes = graph_bytes
+        self._graphs: WeakSet[Any] = WeakSet()
+        self._held = 0
+        self._peak = 0
+
+    @property
+    def bytes(self) -> int:
+        """As with a device's pool, all of it is freed with the last graph."""
+        return self._peak + self._graph_bytes * len(self._graphs) if self._graphs else 0
+
+    def growth(self, made: int) -> int:
+        """Growth of `bytes` by one more capture that makes `made` bytes."""
+        return max(0, self._held + made - self._peak) + self._graph_bytes
+
+    def add(self, graph: Any, made: int) -> None:
+        """`graph` was captured and made tensors of `made` bytes."""
+        if not self._graphs:
+            self._held = self._peak = 0
+        self._graphs.add(graph)
+        self._held += made
+        self._peak = max(self._peak, self._held)
+
+    def release_held(self) -> None:
+        self._held = 0
+
+    def remove(self, graph: Any) -> None:
+        self._graphs.discard(graph)
 
 
 class TapeGraph:
-    """A tape that is wound: its operations run in order on the recorded memory."""
+    """A finished tape: its operations run in order on the recorded memory."""
 
     def __init__(self, tape: Tape, backend: ReplayBackend, pool: ModelledPool) -> None:
         self._operations = tuple(tape.operations)
@@ -117,7 +169,11 @@ class TapeCapture:
 
 @dataclass(slots=True)
 class ReplayBackend:
-    """Graphs emulated on the CPU; `counters` holds captures, replays, operations, preparations."""
+    """Graphs emulated on the CPU. Pass one to `prepare(backend=...)` to choose its options.
+
+    `counters` counts "captures", "replays", "operations" and "preparations". A backend may be
+    shared by several prepared models; their pools then share `options.limit`.
+    """
 
     options: ReplayOptions = field(default_factory=ReplayOptions)
     name: str = "replay"
@@ -143,11 +199,11 @@ class ReplayBackend:
             raise torch.OutOfMemoryError("exhaustion injected into this capture")
         return TapeCapture(self, pool, ownership)
 
-    def settle(self, pool: ModelledPool) -> None:
-        pool.settle()
+    def release_held(self, pool: ModelledPool) -> None:
+        pool.release_held()
 
     def weak(self, tensor: Tensor) -> Tensor:
-        return tensor  # the tape owns what it made; nothing is carved again
+        return tensor  # the tape owns what it made; its memory is never given to another
 
     address = staticmethod(Tensor.data_ptr)
 

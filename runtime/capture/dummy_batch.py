@@ -1,4 +1,4 @@
-"""A dummy step: what ops find in the forward context while a graph is captured or code warms up."""
+"""Dummy batches: what ops find in the forward context during a capture or a warm-up run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..step.forward_context import ForwardContext, forward_context
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
 
-_HERE = f"{Path(__file__).parents[1]}{os.sep}"
+_RUNTIME = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class _Layers(Mapping[str, Any]):
-    """Layers that remember which one was asked for in vain."""
+    """Layers that note which name was asked for and is missing."""
 
     def __init__(self, layers: Mapping[str, Any]) -> None:
         self._layers = layers
@@ -53,21 +53,21 @@ def dummy_step(
 ) -> Iterator[None]:
     """Make `context` that of a dummy batch inside the block.
 
-    Raises MetadataFailed if `metadata_for` does, LayerMissing for a layer that is not there.
+    Raises MetadataFailed if `metadata_for` raises, LayerMissing for a layer that does not exist.
     """
     context.decision = None
     context.metadata = _metadata(metadata_for, descriptor, mode) if metadata_for else None
     context.num_tokens = descriptor.num_tokens
     layers = context.layers
-    context.layers = asked = _Layers(layers)
+    context.layers = noting = _Layers(layers)
     try:
         with forward_context(context):
             yield
     except KeyError as error:
-        if asked.missing is None or error.args != (asked.missing,):
+        if noting.missing is None or error.args != (noting.missing,):
             raise
         known = ", ".join(map(str, layers)) or "none"
-        raise LayerMissing(where=_place(error), layer=asked.missing, known=known) from error
+        raise LayerMissing(where=_user_line(error), layer=noting.missing, known=known) from error
     finally:
         context.layers = layers
 
@@ -76,20 +76,30 @@ def _metadata(metadata_for: MetadataFor, descriptor: BatchDescriptor, mode: Runt
     try:
         return metadata_for(descriptor, mode)
     except torch.OutOfMemoryError:
-        raise  # no mistake: a smaller batch may fit
+        raise  # not the caller's mistake: a smaller batch may fit
     except Exception as error:
         raise MetadataFailed(
-            where=_place(error),
+            where=_user_line(error),
             mode=mode.name,
             num_tokens=descriptor.num_tokens,
             reason=f"{type(error).__name__}: {first_line(error)}",
         ) from error
 
 
-def _place(error: BaseException) -> str | None:
-    """file:line of the innermost frame that is neither torch's nor of this room."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [
-        f for f in frames if not is_torch_file(f.filename) and not f.filename.startswith(_HERE)
+def _user_line(error: BaseException) -> str | None:
+    """file:line of the innermost frame that belongs neither to torch nor to this package."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not is_torch_file(frame.filename) and not frame.filename.startswith(_RUNTIME)
     ]
-    return f"{users[-1].filename}:{users[-1].lineno}" if users else None
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+
+@contextmanager
+def preserve_rng_state() -> Iterator[None]:
+    """Restore torch's random generators at the end; a device's only if it is in use."""
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count()) if in_use else ()
+    with torch.random.fork_rng(devices=devices):
+        yield

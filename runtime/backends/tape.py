@@ -1,11 +1,11 @@
 """The tape of the replay backend: tensor operations recorded by a dispatch mode.
 
-While it records, every operation runs (its shapes and indices must be real ones), but nothing of
-it stays: what it wrote outside is put back, what it made is poisoned. So a capture does not
-execute, as on a GPU. Views cost nothing and are not recorded. The body of a custom op written in
-Python runs once and leaves the operators it calls; one that calls none is itself one operation.
+While it records, every operation runs, since shapes and indices must be real, but leaves no trace:
+what it wrote outside is restored, what it made is poisoned. So a capture does not execute, as on a
+GPU. Views are not recorded. The body of a custom op written in Python runs once and leaves the
+operators it calls; an op that calls none is itself one operation.
 
-What it cannot see: a read on the host that bypasses the dispatcher (`numpy()`, `tolist()`).
+It cannot see host reads that bypass the dispatcher (`numpy()`, `tolist()`).
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ....compile.ir.writes import tensors_in, written_by
-from ....errors import HostReadInCapture
-from ....torch_compat.tensors import storage_id, tree_map_only, without_modes
-from ..ownership import Ownership
-from ..tensor_tracker import Watch
-from .poison import poison
-from .tape_operation import Operation, tape_operation
+from ...compile.ir.writes import tensors_in, written_by
+from ...errors import HostReadInCapture
+from ...torch_compat.tensors import storage_id, tree_map_only, without_modes
+from .ownership import Ownership, TensorTracker
 
 _UNWRITTEN = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 )
 _HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
+Operation = Callable[[], None]
 
-class Tape(Watch):  # type: ignore[no-untyped-call]
-    """A watch that records; `finish` or `undo` must follow `stop`."""
+
+class Tape(TensorTracker):  # type: ignore[no-untyped-call]
+    """A tracker that records; call `finish` or `undo` after `stop`."""
 
     def __init__(self, ownership: Ownership) -> None:
         super().__init__("CPU", ownership)
@@ -43,7 +42,7 @@ class Tape(Watch):  # type: ignore[no-untyped-call]
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Run `func` and record it, unless it is a view, unwritten memory or made of others."""
+        """Run `func`; record it unless it is a view, makes unwritten memory, or called others."""
         if _reads_host(func, args, kwargs):
             self.host_read = HostReadInCapture(op=func)
             raise self.host_read
@@ -63,16 +62,16 @@ class Tape(Watch):  # type: ignore[no-untyped-call]
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a compiled piece and record it as one operation.
 
-        It runs twice: a result found in the same memory again is the function's own, not fresh,
-        and is neither copied nor poisoned. Both times it finds the same in its arguments, which it
-        may use as scratch memory.
+        It runs twice: a result found in the same memory both times is the piece's own, not fresh,
+        and is neither copied nor poisoned. Both runs get equal arguments, since a piece may use
+        them as scratch memory.
         """
         with without_modes():
             used = tensors_in(args)
             self.ownership.find(used)
             given = self._save(used)
             kept = fn(*args)
-            _put_back(given)
+            _restore(given)
             result = fn(*args)
             fresh = self.fresh(result, used + tensors_in(kept))
             self._record(fn, args, {}, result, fresh)
@@ -89,10 +88,10 @@ class Tape(Watch):  # type: ignore[no-untyped-call]
         self, fn: Callable[..., Any], args: Any, kwargs: Any, result: Any, fresh: list[Tensor]
     ) -> None:
         args, kwargs = tree_map_only(Tensor, torch.Tensor.detach, (args, kwargs))
-        self.operations.append(tape_operation(partial(fn, *args, **kwargs), result, fresh))
+        self.operations.append(_operation(partial(fn, *args, **kwargs), result, fresh))
 
     def _save(self, tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """What tensors hold before something may write to them; for those from outside, kept."""
+        """Contents of tensors that may be written; those from outside are kept for `undo`."""
         contents = [(tensor.detach(), tensor.clone()) for tensor in tensors]
         self._before += [each for each in contents if storage_id(each[0]) not in self.made]
         return contents
@@ -102,20 +101,20 @@ class Tape(Watch):  # type: ignore[no-untyped-call]
         return sum(tensor.nbytes for tensor in self.made.values())
 
     def finish(self) -> None:
-        """Leave no trace of having run: written tensors as before, made ones poisoned."""
+        """Leave no trace of having run: restore written tensors, poison those that were made."""
         self.undo()
         with torch.inference_mode():
             for tensor in self.made.values():
                 poison(tensor)
 
     def undo(self) -> None:
-        """Put back what tensors from outside held."""
-        _put_back(self._before[::-1])
+        """Restore what tensors from outside held."""
+        _restore(self._before[::-1])
         self._before.clear()
 
 
-def _put_back(contents: list[tuple[Tensor, Tensor]]) -> None:
-    """Let tensors hold again what they held; along a dimension of stride 0 that is one element."""
+def _restore(contents: list[tuple[Tensor, Tensor]]) -> None:
+    """Write saved contents back; a dimension of stride 0 has one element in memory."""
     with torch.inference_mode():
         for tensor, before in contents:
             for dim, step in enumerate(tensor.stride()):
@@ -125,9 +124,54 @@ def _put_back(contents: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _reads_host(func: OpOverload, args: Any, kwargs: Any) -> bool:
-    """Whether `func` would have to wait for a value: its result or the result's shape needs it."""
+    """Whether `func` needs a tensor's value on the host, for its result or the result's shape."""
     if _HOST_READS.isdisjoint(func.tags):
         return False
     if func.overloadpacket is torch.ops.aten.index:
         return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
     return kwargs.get("output_size") is None
+
+
+def _operation(call: Callable[[], Any], result: Any, fresh: list[Tensor]) -> Operation:
+    """`call`, with its fresh results copied to where the recorded `result` was.
+
+    The common forms, one tensor and a flat tuple, avoid walking a tree.
+    """
+    if not fresh:
+        return call
+    owned = {storage_id(tensor) for tensor in fresh}
+    places = [t.detach() if storage_id(t) in owned else None for t in tensors_in(result)]
+    copied = [place for place in places if place is not None]
+    if isinstance(result, Tensor):
+        return partial(_copy_one, call, copied[0])
+    if len(copied) == len(result) and all(isinstance(item, Tensor) for item in result):
+        return partial(_copy_flat, call, copied)
+    return partial(_copy_tree, call, places)
+
+
+def _copy_one(call: Callable[[], Tensor], place: Tensor) -> None:
+    place.copy_(call())
+
+
+def _copy_flat(call: Callable[[], tuple[Tensor, ...]], places: list[Tensor]) -> None:
+    for place, value in zip(places, call(), strict=True):
+        place.copy_(value)
+
+
+def _copy_tree(call: Callable[[], Any], places: list[Tensor | None]) -> None:
+    for place, value in zip(places, tensors_in(call()), strict=True):
+        if place is not None:
+            place.copy_(value)
+
+
+def poison(tensor: Tensor) -> None:
+    """Overwrite `tensor` with NaN, or for integers with the value farthest out of range."""
+    if tensor.dtype.is_floating_point and tensor.element_size() == 1:
+        tensor.view(torch.uint8).fill_(0x7F)  # NaN in the 8-bit formats with a sign and a NaN
+    elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.fill_(float("nan"))
+    elif tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    else:
+        limits = torch.iinfo(tensor.dtype)
+        tensor.fill_(limits.min or limits.max)
