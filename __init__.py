@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compile.debug import PieceGraph, compile_graph, piece_graphs
+    from .compile.debug import DebugPiece, compile_graph, debug_pieces
     from .dispatch import (
         AttentionSupport,
         Batch,
@@ -48,7 +48,7 @@ _HOMES = {
     "ForwardContext": ".runtime.step.forward_context",
     "GraphMode": ".dispatch",
     "PiecegraphError": ".errors",
-    "PieceGraph": ".compile.debug",
+    "DebugPiece": ".compile.debug",
     "PreparedModel": ".runtime.prepared_model",
     "Reason": ".dispatch",
     "RuntimeMode": ".dispatch",
@@ -60,7 +60,7 @@ _HOMES = {
     "compile_ahead": ".runtime.compile_ahead",
     "forward_context": ".runtime.step.forward_context",
     "get_forward_context": ".runtime.step.forward_context",
-    "piece_graphs": ".compile.debug",
+    "debug_pieces": ".compile.debug",
     "prepare": ".runtime.prepare",
     "switched_off": ".runtime.switches",
     "why": ".runtime.explain_miss",
@@ -74,12 +74,12 @@ __all__ = [
     "BatchDescriptor",
     "CaptureStrategy",
     "Config",
+    "DebugPiece",
     "Decision",
     "Dispatcher",
     "Events",
     "ForwardContext",
     "GraphMode",
-    "PieceGraph",
     "PiecegraphError",
     "PreparedModel",
     "Reason",
@@ -89,9 +89,9 @@ __all__ = [
     "cache_root",
     "compile_ahead",
     "compile_graph",
+    "debug_pieces",
     "forward_context",
     "get_forward_context",
-    "piece_graphs",
     "prepare",
     "switched_off",
     "why",

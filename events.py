@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import threading
 import time
 from collections import Counter
@@ -17,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from .torch_compat.structured_trace import trace_is_on, write_artifact
 
 log = logging.getLogger("piecegraph")
 
@@ -68,7 +69,7 @@ class Events:
 
     def detail(self, name: str, facts: Callable[[], dict[str, Any]]) -> None:
         """Like `emit`, for facts that cost something: made only for a trace or a DEBUG log."""
-        if self.detailed or tracing() or log.isEnabledFor(logging.DEBUG):
+        if self.detailed or trace_is_on() or log.isEnabledFor(logging.DEBUG):
             self.emit(name, **facts())
 
     def count(self, name: str, n: int = 1) -> None:
@@ -104,30 +105,15 @@ def _shown(facts: dict[str, Any]) -> str:
     return "".join(f" {name}={str(value)[:200]}" for name, value in facts.items())
 
 
-def tracing() -> bool:
-    """Whether torch writes a structured trace (`TORCH_TRACE`); false without torch here."""
-    if "torch" not in sys.modules:
-        return False
-    from torch._logging._internal import trace_log
-
-    # until its first record torch keeps a handler even where there is nothing to write to
-    return any(getattr(h, "root_dir", "") is not None for h in trace_log.handlers)
-
-
 def trace_artifact(name: str, payload: dict[str, Any] | Callable[[], str]) -> None:
     """Write `payload` to torch's structured trace as `piecegraph_<name>` if torch is tracing.
 
     A dict is shown as JSON; a function gives a text, and is called only if there is a trace.
     """
-    if not tracing():
+    if not trace_is_on():
         return
-    from torch._logging._internal import trace_structured
-
     label = "piecegraph_" + name.replace(".", "_")
-    encoding = "string" if callable(payload) else "json"
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": label, "encoding": encoding},
-        payload_fn=lambda: payload() if callable(payload) else json.dumps(payload, default=str),
-        expect_trace_id=False,  # a look-up of the caller's stack would import Dynamo
-    )
+    if callable(payload):
+        write_artifact(label, "string", payload)
+    else:
+        write_artifact(label, "json", lambda: json.dumps(payload, default=str))

@@ -19,8 +19,7 @@ from .bundle.bundle import Bundle, store_bundle
 from .bundle.key_factors import trace_key
 from .bundle.provenance import provenance
 from .guards.trace_with_guards import trace_with_guards
-from .ir.artifact import LIBRARY, Blobs
-from .ir.request import CompileRequest
+from .ir.compilation import LIBRARY, Blobs, CompileRequest
 from .lower.split_model import SplitModel, split_model
 
 
@@ -49,7 +48,7 @@ def compile_ahead(request: CompileRequest) -> bool:
             made = replace(made, blobs={**made.blobs, LIBRARY: library})
             store_artifact(request, split, job, made)
         artifacts.append(made.blobs)
-    plan = split.plan(compiled.spans)
+    plan = split.plan(compiled.ranges)
     bundle = Bundle(plan, provenance(split.trace, split.config), artifacts)
     store_bundle(request.cache, key, bundle)
     return True

@@ -14,13 +14,13 @@ from ..events import Events
 from ..torch_compat.dynamo import reasoning_about_sizes
 from .backends.registry import compiler_named
 from .guards.trace_with_guards import trace_with_guards
+from .ir.compilation import CompileRequest
 from .ir.config import CompileConfig
-from .ir.request import CompileRequest
 from .lower.split_model import split_model
 
 
 @dataclass(frozen=True)
-class PieceGraph:
+class DebugPiece:
     """One unique piece: its graph, and fake inputs to compile it for."""
 
     digest: str
@@ -28,12 +28,12 @@ class PieceGraph:
     inputs: list[Any]
 
 
-def piece_graphs(
+def debug_pieces(
     model: torch.nn.Module,
     config: CompileConfig,
     device: torch.device,
     examples: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
-) -> list[PieceGraph]:
+) -> list[DebugPiece]:
     """Trace and split `model`; the unique pieces in the order in which a plan numbers them.
 
     Raises the errors of tracing and splitting.
@@ -42,7 +42,7 @@ def piece_graphs(
     request = CompileRequest(model, config, Cache(None, events), events, device, examples)
     split = split_model(trace_with_guards(request), events)
     return [
-        PieceGraph(each.digest, each.piece.module(split.trace.graph), each.piece.example_values())
+        DebugPiece(each.digest, each.piece.module(split.trace.graph), each.piece.example_values())
         for each in split.unique
     ]
 

@@ -14,16 +14,16 @@ import logging
 from ..cache import Key
 from ..cache.lock import Flight
 from ..errors import BundleMissing
-from .backends.editable_code import unpacked_inductor
+from .backends.editable_code import editable_inductor
 from .backends.gc_paused import gc_paused
 from .backends.inductor import compile_uncached, compiling
 from .backends.partition import partitioning
 from .backends.registry import Compiler, compiler_named
 from .bundle.key_factors import trace_key
+from .ir.compilation import CompileRequest
 from .ir.config import BundleUse
-from .ir.request import CompileRequest
 from .lower.compiled_model import CompiledModel, bind
-from .lower.eager_model import uncompiled_model
+from .lower.eager_model import eager_model
 from .warm import Loaded, load_bundle, ranks_agree
 
 
@@ -36,7 +36,7 @@ def compile_model(request: CompileRequest) -> CompiledModel:
     with gc_paused():
         if not request.config.compile:
             request.events.emit("bundle", hit=False, reason="compile is off")
-            return uncompiled_model(request)
+            return eager_model(request)
         compiler = _compiler(request)
         if compiler.load is None:
             return _without_bundle(request, compiler)
@@ -78,24 +78,23 @@ def _cold_start(request: CompileRequest, compiler: Compiler, key: Key | None) ->
     from .bundle.bundle import Bundle, store_bundle
     from .bundle.provenance import provenance
     from .guards.trace_with_guards import trace_with_guards
-    from .ir.readable import readable
-    from .lower.dependencies import picture, piece_graph
-    from .lower.dump import dump_plan
-    from .lower.report_plan import tell_plan
+    from .ir.locations import graph_source
+    from .lower.dependencies import dependencies, drawing
+    from .lower.report_plan import dump_plan, report_plan
     from .lower.split_model import split_model
 
     events = request.events
     guarded = trace_with_guards(request)
     split = split_model(guarded, events)
     compiled = compile_pieces(request, split, compiler)
-    plan = split.plan(compiled.spans)
+    plan = split.plan(compiled.ranges)
 
-    order = piece_graph(plan)  # raises if the plan's steps cannot run in their order
-    events.detail("piece_graph", lambda: picture(order))
-    tell_plan(plan, events)
+    edges = dependencies(plan)  # raises if the plan's steps cannot run in their order
+    events.detail("piece_graph", lambda: drawing(plan, edges))
+    report_plan(plan, events)
     if (directory := request.config.dump_dir) is not None:
         dump_plan(plan, directory)
-        (directory / "graph.py").write_text(readable(split.trace.graph))
+        (directory / "graph.py").write_text(graph_source(split.trace.graph))
 
     artifacts = [made.blobs for made in compiled.made]
     if key is not None and all(artifacts):
@@ -113,7 +112,7 @@ def _compiler(request: CompileRequest) -> Compiler:
     if config.compiler != "inductor":
         return compiler_named(config.compiler)
     if config.dump_dir is not None:
-        compiler = unpacked_inductor(config.dump_dir, request.events)
+        compiler = editable_inductor(config.dump_dir, request.events)
     elif not request.cache.enabled:
         compiler = Compiler("inductor", compile_uncached, session=compiling)
     else:

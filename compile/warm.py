@@ -10,13 +10,12 @@ from typing import Any
 from ..cache import Entry, Key
 from ..cache.explain import why
 from ..errors import ModelMismatch
-from .backends.library import load_library
+from .backends.inductor import load_library
 from .backends.registry import Compiler
 from .bundle.bundle import PLAN, BadBundle, Bundle, read_bundle
-from .ir.artifact import LIBRARY, PieceFn, kernels
-from .ir.request import CompileRequest
+from .ir.compilation import LIBRARY, CompileRequest, PieceFn, kernels
 from .lower.compiled_model import CompiledModel, bind
-from .lower.report_plan import tell_lookup, tell_plan
+from .lower.report_plan import report_lookup, report_plan
 
 SHOWN = 3
 """How many differences from the nearest entry a reason names."""
@@ -34,7 +33,7 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
     """The model from the bundle under `key`, or the reason why there is none to use."""
     with request.events.span("cache.lookup", level=logging.INFO):
         entry = request.cache.lookup("bundle", key)
-    tell_lookup("bundle", key, entry, request.cache, request.events)
+    report_lookup("bundle", key, entry, request.cache, request.events)
     if not isinstance(entry, Entry):
         detail = entry.detail or _nearest(request, key)
         request.events.emit("bundle", hit=False, reason=entry.reason, detail=detail)
@@ -49,7 +48,7 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
     except Exception as error:  # code of another system or compiler
         return _refused(request, f"it cannot be loaded: {type(error).__name__}: {error}")
     request.events.emit("bundle", hit=True, bytes=entry.size, kernels=kernels(bundle.artifacts))
-    tell_plan(bundle.plan, request.events)
+    report_plan(bundle.plan, request.events)
     return Loaded(compiled, entry.manifest.blobs[PLAN].sha256)
 
 

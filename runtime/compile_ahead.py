@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..compile.ahead import compile_ahead as build
-from ..compile.ir.request import ExampleArguments
+from ..compile.ir.compilation import ExampleArguments
 from ..events import Events
 from .config import Config
 from .prepare import compile_request

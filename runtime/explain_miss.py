@@ -12,7 +12,7 @@ from ..cache.explain import Near
 from ..cache.explain import why as nearest_entries
 from ..compile.bundle.bundle import BadBundle, read_bundle
 from ..compile.bundle.key_factors import trace_key
-from ..compile.ir.request import ExampleArguments
+from ..compile.ir.compilation import ExampleArguments
 from ..events import Events
 from .config import Config
 from .open_cache import cache_root

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..compile.ir.compilation import CompileRequest, ExampleArguments
 from ..compile.ir.config import TOKENS
-from ..compile.ir.request import CompileRequest, ExampleArguments
 from ..compile.pipeline import compile_model
 from ..dispatch import (
     Dispatcher,

@@ -126,11 +126,21 @@ def mark_dynamic(
         torch._dynamo.mark_dynamic(tensor, dim)
 
 
-def original_symbol(size: torch.SymInt) -> Any:
-    """The symbol a dimension was given at first, before Dynamo found it equal to another."""
-    return size.node._expr
-
-
 def input_source(node: torch.fx.Node) -> str:
     """Python expression over `L` (arguments) and `G` (globals) that yields a graph input."""
     return str(node._dynamo_source.name)  # type: ignore[attr-defined]
+
+
+def registered_backends() -> list[str]:
+    """Names of the backends that are registered with `torch.compile`."""
+    with cache_variables_kept():
+        from torch._dynamo.backends.registry import list_backends
+
+    return list_backends(exclude_tags=())
+
+
+def registered_backend(name: str) -> Callable[[torch.fx.GraphModule, list[Any]], Any]:
+    """The backend that is registered with `torch.compile` as `name`."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(name)

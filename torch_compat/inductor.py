@@ -118,7 +118,7 @@ def _kernels_of(namespace: dict[str, Any]) -> Iterator[Path]:
             yield library
 
 
-def inductor_unpack(
+def inductor_compile_to(
     graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any], folder: str
 ) -> None:
     """Compile `graph` and lay its generated code out in `folder`, as files that may be edited."""
@@ -134,7 +134,7 @@ def inductor_unpack(
         artifact.save(path=folder, format="unpacked")
 
 
-def inductor_load_unpacked(folder: str) -> Callable[[list[Any]], Any]:
+def inductor_load_from(folder: str) -> Callable[[list[Any]], Any]:
     """The function whose code lies in `folder`, of one list of arguments."""
     with cache_variables_kept():
         from torch._inductor.standalone_compile import CompiledArtifact

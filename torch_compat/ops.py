@@ -9,14 +9,72 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from .dynamo import is_torch_file
 
+__all__ = ["HigherOrderOperator", "OpOverload"]
 
-def default_overload(packet: Any) -> Any:
-    """The overload that a call of an op without an overload's name means."""
-    names = packet.overloads()
-    return getattr(packet, names[0] if len(names) == 1 else "default")
+
+def is_op(target: Any) -> bool:
+    """Whether `target` is an operator: one overload, or the packet of all overloads."""
+    return isinstance(target, (OpOverload, OpOverloadPacket))
+
+
+def op_name(op: Any) -> str:
+    """`ns::op`, for an overload as for the packet."""
+    return str(_packet(op)._qualified_op_name)
+
+
+def overload_name(op: Any) -> str:
+    """`ns::op.overload`; the packet means its default overload."""
+    chosen = op._overloadname if isinstance(op, OpOverload) else "default"
+    return f"{op_name(op)}.{chosen}"
+
+
+def overloads(op: Any) -> list[Any]:
+    """All overloads of the operator, of which `op` may be one."""
+    packet = _packet(op)
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def overload_of(op: Any) -> Any:
+    """The overload that a call of `op` runs: its only one, or the default."""
+    if isinstance(op, OpOverload):
+        return op
+    names = op.overloads()
+    return getattr(op, names[0] if len(names) == 1 else "default")
+
+
+def _packet(op: Any) -> Any:
+    return op.overloadpacket if isinstance(op, OpOverload) else op
+
+
+def schemas(op: Any) -> list[str]:
+    """The schema of every overload, as text."""
+    return [str(overload._schema) for overload in overloads(op)]
+
+
+def is_mutable(op: OpOverload) -> bool:
+    """Whether the schema of `op` says that it writes to an argument."""
+    return bool(op._schema.is_mutable)
+
+
+def given_arguments(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
+    """Each argument of a call of `op`, and whether the schema says that `op` writes to it.
+
+    This is the only place that reads writes from a schema.
+    """
+    for position, argument in enumerate(op._schema.arguments):
+        if position < len(args) or argument.name in kwargs:
+            value = args[position] if position < len(args) else kwargs[argument.name]
+            alias = argument.alias_info
+            yield value, alias is not None and bool(alias.is_write)
+
+
+def mutated_arguments(op: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments of a call of `op` that it writes to."""
+    return [value for value, written in given_arguments(op, args, kwargs) if written]
 
 
 def custom_op_function(name: str) -> Callable[..., Any] | None:
@@ -80,13 +138,6 @@ def registering_files(name: str) -> set[str]:
     return {file for file in files if not is_torch_file(file) and os.path.isfile(file)}
 
 
-def mutated_arguments(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    """Those of the given arguments that the schema of `op` says it writes to."""
-    for position, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[position] if position < len(args) else kwargs.get(argument.name)
-
-
 def is_decomposed(op: Any) -> bool:
     """Whether Inductor replaces calls of `op` while it traces."""
     from torch._inductor.decomposition import select_decomp_table
@@ -94,13 +145,13 @@ def is_decomposed(op: Any) -> bool:
     return op in select_decomp_table() or is_composite(op)
 
 
-def is_composite(op: torch._ops.OpOverload) -> bool:
+def is_composite(op: OpOverload) -> bool:
     """Whether `op` is only a composition of other operators."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return op.has_kernel_for_dispatch_key(key)
 
 
-def run_kernel(op: torch._ops.OpOverload, device: str, args: Any, kwargs: Any) -> Any:
+def run_kernel(op: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
     """Run the kernel of `op` for `device` (CPU, CUDA) past every mode.
 
     A mode that is on sees the operators called in the body of that kernel.

@@ -8,15 +8,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    GetAttrKey,
+    MappingKey,
+    SequenceKey,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 __all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensorMode",
     "StorageWeakRef",
     "TorchDispatchMode",
     "tree_flatten",
     "tree_leaves",
+    "tree_map",
     "tree_map_only",
     "tree_unflatten",
 ]
@@ -29,9 +49,35 @@ is_grad_enabled = torch.is_grad_enabled
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
+def leaves_with_paths(value: Any) -> list[tuple[tuple[str | int, ...], Any]]:
+    """The leaves of nested containers, each with its keys, positions and attribute names."""
+    flat, _ = tree_flatten_with_path(value)
+    return [(tuple(map(_step, path)), leaf) for path, leaf in flat]
+
+
+def _step(entry: Any) -> str | int:
+    match entry:
+        case MappingKey(key) if isinstance(key, (str, int)):
+            return key
+        case SequenceKey(index):
+            return int(index)
+        case GetAttrKey(name):
+            return str(name)
+    return str(entry)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether `tensor` has a shape but no memory."""
+    return isinstance(tensor, FakeTensor)
+
+
+def writes_counted(tensor: Tensor) -> int:
+    """How many in-place writes torch has counted on the memory of `tensor`."""
+    return tensor._version
+
+
 def fresh_fake_mode() -> Any:
     """A fake mode with a shape environment of its own."""
-    from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())
@@ -45,13 +91,6 @@ def writes_of_faking(tensor: Tensor, fake_mode: Any) -> int:
         alias.set_(tensor.untyped_storage(), *place)
         count: int = fake_mode.from_tensor(alias)._version
     return count
-
-
-def surely(condition: Any) -> bool:
-    """Whether a condition on sizes is known to hold for all of them; adds no guard."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(condition)
 
 
 def is_faking() -> bool:

@@ -16,13 +16,13 @@ from torch.fx import Graph, GraphModule, Node
 from ...errors import LibraryDisagrees, LibraryNotGeneral
 from ...torch_compat.aoti import AheadCompiled, aoti_compile
 from ...torch_compat.inductor import inductor_cache_directory, inductor_options
+from ...torch_compat.symbolic import expression_of, traced_size
 from ...torch_compat.tensors import fresh_fake_mode
 from ..guards.numerics_check import numeric_difference
 from ..guards.prover import Ranges, prove
 from ..guards.range_check import corners
 from ..pieces.piece import size_positions
-from .inductor import scratch
-from .library import load_library
+from .inductor import load_library, scratch
 
 
 def build_library(
@@ -67,8 +67,8 @@ def _example_tensors(
     tensors, dynamic = [], []
     with fresh_fake_mode():
         for shape, stride, dtype, device in map(_form, graph.graph.find_nodes(op="placeholder")):
-            sizes = [_hint(size) for size in shape]
-            strides = [_hint(step) for step in stride]
+            sizes = [traced_size(size) for size in shape]
+            strides = [traced_size(step) for step in stride]
             tensors.append(torch.empty_strided(sizes, strides, dtype=dtype, device=device))
             dynamic.append(
                 {i: _range(size, limits) for i, size in enumerate(shape) if not _is_fixed(size)}
@@ -84,15 +84,11 @@ def _form(node: Node) -> tuple[Any, Any, torch.dtype, torch.device]:
 
 
 def _is_fixed(size: int | torch.SymInt) -> bool:
-    return isinstance(size, int) or bool(size.node.expr.is_Integer)
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
+    return isinstance(size, int) or bool(expression_of(size).is_Integer)
 
 
 def _range(size: torch.SymInt, limits: Ranges) -> tuple[str, int, int] | None:
-    expression = size.node.expr
+    expression = expression_of(size)
     return (str(expression), *limits[expression]) if expression.is_Symbol else None
 
 

@@ -19,12 +19,12 @@ from torch.fx import GraphModule
 from ...events import Events
 from ...torch_compat.inductor import (
     inductor_cache_directory,
-    inductor_load_unpacked,
+    inductor_compile_to,
+    inductor_load_from,
     inductor_options,
-    inductor_unpack,
 )
-from ..ir.artifact import Finish
-from ..ir.readable import readable
+from ..ir.compilation import Finish
+from ..ir.locations import graph_source
 from .inductor import scratch
 from .registry import Compiler
 
@@ -32,21 +32,21 @@ DIGESTS = "digests.json"
 """File beside the code with the sha256 of each of its files as it was generated."""
 
 
-def unpacked_inductor(dump_dir: Path, events: Events) -> Compiler:
+def editable_inductor(dump_dir: Path, events: Events) -> Compiler:
     """Inductor, by way of directories `inductor_<hash>` in `dump_dir`; it keeps no artifacts."""
 
     def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
         stated = {name: _stated(option) for name, option in sorted(options.items())}
-        content = f"{readable(graph)} {stated}"
+        content = f"{graph_source(graph)} {stated}"
         folder = dump_dir / f"inductor_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
         with inductor_options():
             if not folder.exists():
                 with scratch() as temporary, inductor_cache_directory(temporary):
-                    inductor_unpack(graph, inputs, dict(options), str(folder))
-                (folder / "graph.py").write_text(readable(graph))
+                    inductor_compile_to(graph, inputs, dict(options), str(folder))
+                (folder / "graph.py").write_text(graph_source(graph))
                 (folder / DIGESTS).write_text(json.dumps(_digests(folder)))
             _tell_if_tampered(folder, events)
-            loaded = inductor_load_unpacked(str(folder))
+            loaded = inductor_load_from(str(folder))
         return lambda: (loaded, {})
 
     return Compiler("inductor", compile_piece)

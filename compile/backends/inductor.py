@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from ...events import Events
+from ...torch_compat.aoti import aoti_load
 from ...torch_compat.inductor import (
     inductor_cache_directory,
     inductor_callable,
@@ -34,7 +35,7 @@ from ...torch_compat.toolchain import (
     keep_probe,
     probes,
 )
-from ..ir.artifact import CODE, COMPILER, KERNEL, PROBE, Blobs, Finish, PieceFn
+from ..ir.compilation import CODE, COMPILER, KERNEL, PROBE, Blobs, Finish, PieceFn
 
 
 @contextmanager
@@ -98,6 +99,24 @@ def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
             _lay_out(blobs, Path(folder))
         with inductor_options(), compiler_dispensable(folder, version):
             return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
+
+
+def load_library(path: Path, sizes: tuple[int, ...], device: torch.device) -> PieceFn:
+    """The AOTInductor library in `path` as a piece; `sizes` are the positions of its size inputs.
+
+    A library takes tensors only: a size is passed as the length of an empty tensor. Imports neither
+    Dynamo nor Inductor.
+    """
+    run: PieceFn = aoti_load(str(path), device)
+    if not sizes:
+        return run
+
+    def run_with_sizes(args: list[Any]) -> Any:
+        for position in sizes:
+            args[position] = torch.empty((args[position], 0))
+        return run(args)
+
+    return run_with_sizes
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:

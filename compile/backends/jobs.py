@@ -1,4 +1,4 @@
-"""Compile unique pieces, each for every span that needs code of its own.
+"""Compile unique pieces, each for every interval that needs code of its own.
 
 Code is generated for one after the other: torch's standalone compile is not thread-safe, and
 spawned workers were slower on two cores. But while the kernels of one are still being compiled, the
@@ -24,25 +24,24 @@ from ...errors import PieceFailed, PiecegraphError
 from ...torch_compat.dynamo import reasoning_about_sizes
 from ..bundle.key_factors import codegen_key, machine_factors
 from ..guards.numerics_check import concrete_inputs, numeric_difference
-from ..ir.artifact import CODE, Blobs, PieceFn, kernels
+from ..ir.compilation import CODE, Blobs, CompileRequest, PieceFn, kernels
 from ..ir.config import TOKENS
 from ..ir.locations import first_line
-from ..ir.plan import CompiledSpan
-from ..ir.request import CompileRequest
-from ..lower.report_plan import tell_lookup
+from ..ir.plan import CompiledRange
+from ..lower.report_plan import report_lookup
 from ..lower.split_model import SplitModel, UniquePiece
 from ..passes.graph_pass import GraphPass, inductor_passes, passes_for
-from ..pieces.compile_ranges import Span, spans
+from ..pieces.compile_ranges import CompileRange, compile_ranges
 from .partition import partition_options, partitions_of
 from .registry import Compiler
 
 
 @dataclass(frozen=True)
 class Job:
-    """One unique piece for one span. `size` is the token count to compile for, or None."""
+    """One unique piece for one interval. `size` is the token count to compile for, or None."""
 
     unique: UniquePiece
-    span: Span
+    interval: CompileRange
     passes: tuple[GraphPass, ...]
     size: int | None
     key: Key
@@ -61,11 +60,11 @@ class Made:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Jobs, what came of each, and which of them serve each span."""
+    """Jobs, what came of each, and which of them serve each interval."""
 
     jobs: list[Job]
     made: list[Made]
-    spans: list[CompiledSpan]
+    ranges: list[CompiledRange]
 
 
 def compile_pieces(request: CompileRequest, split: SplitModel, compiler: Compiler) -> Compiled:
@@ -82,27 +81,29 @@ def compile_pieces(request: CompileRequest, split: SplitModel, compiler: Compile
             begins = (partial(_begin, request, split, jobs[number], compiler) for number in missing)
             made.update(zip(missing, _overlapped(begins), strict=True))
     done = [each for each in made.values() if each is not None]
-    return Compiled(jobs, done, [_served(span, numbers, done) for span, numbers in used])
+    return Compiled(jobs, done, [_served(interval, numbers, done) for interval, numbers in used])
 
 
 def _schedule(
     split: SplitModel, machine: Mapping[str, Any]
-) -> tuple[list[Job], list[tuple[Span, tuple[int, ...]]]]:
-    """The distinct jobs, and for each span the numbers of those that serve it."""
+) -> tuple[list[Job], list[tuple[CompileRange, tuple[int, ...]]]]:
+    """The distinct jobs, and for each interval the numbers of those that serve it."""
     jobs: dict[Any, tuple[int, Job]] = {}
     used = []
-    for span in spans(split.config):
+    for interval in compile_ranges(split.config):
         numbers = []
-        for job in _jobs(split, span, machine):
+        for job in _jobs(split, interval, machine):
             identity = (job.unique.index, job.size, tuple(each.name for each in job.passes))
             numbers.append(jobs.setdefault(identity, (len(jobs), job))[0])
-        used.append((span, tuple(numbers)))
+        used.append((interval, tuple(numbers)))
     return [job for _, job in jobs.values()], used
 
 
-def _served(span: Span, numbers: tuple[int, ...], made: Sequence[Made]) -> CompiledSpan:
+def _served(
+    interval: CompileRange, numbers: tuple[int, ...], made: Sequence[Made]
+) -> CompiledRange:
     cuts = sum(partitions_of(made[number].fn) for number in numbers)
-    return CompiledSpan(low=span.low, high=span.high, artifacts=numbers, partitions=cuts)
+    return CompiledRange(low=interval.low, high=interval.high, artifacts=numbers, partitions=cuts)
 
 
 def _overlapped(begins: Iterable[Callable[[], Callable[[], Made]]]) -> Iterator[Made]:
@@ -122,14 +123,14 @@ def _overlapped(begins: Iterable[Callable[[], Callable[[], Made]]]) -> Iterator[
         yield waiting()
 
 
-def _jobs(split: SplitModel, span: Span, machine: Mapping[str, Any]) -> Iterator[Job]:
-    """A job for each unique piece; those without a dynamic size are the same in every span."""
+def _jobs(split: SplitModel, interval: CompileRange, machine: Mapping[str, Any]) -> Iterator[Job]:
+    """A job for each unique piece; those without a dynamic size are the same in every interval."""
     for unique in split.unique:
         symbols = [str(split.guards.label(symbol)) for symbol in unique.piece.symbols()]
-        passes = passes_for(split.config, span.high if symbols else None)
-        size = span.low if span.exact and symbols == [TOKENS] else None
+        passes = passes_for(split.config, interval.high if symbols else None)
+        size = interval.low if interval.exact and symbols == [TOKENS] else None
         key = codegen_key(machine, unique.digest, passes, size)
-        yield Job(unique, span, passes, size, key)
+        yield Job(unique, interval, passes, size, key)
 
 
 def _stored(
@@ -138,7 +139,7 @@ def _stored(
     if compiler.load is None:
         return None
     entry = request.cache.lookup("artifact", job.key)
-    tell_lookup("artifact", job.key, entry, request.cache, request.events)
+    report_lookup("artifact", job.key, entry, request.cache, request.events)
     if not isinstance(entry, Entry) or CODE not in entry.contents:
         return None
     if not _covers(entry.meta, _ranges(split, job)):
@@ -196,7 +197,7 @@ def _begin(
     about: dict[str, Any] = {
         "piece": unique.index,
         "digest": unique.digest[:12],
-        "range": [job.span.low, job.span.high] if job.size is None else [job.size, job.size],
+        "range": [job.size or job.interval.low, job.size or job.interval.high],
     }
     graph = unique.piece.module(split.trace.graph)
     events.emit("compile.start", compiler=compiler.name, **about)

@@ -17,8 +17,8 @@ from torch.fx import GraphModule
 
 from ...errors import UnknownCompiler
 from ...events import Events
-from ...torch_compat.patch import cache_variables_kept
-from ..ir.artifact import Blobs, Finish, PieceFn
+from ...torch_compat.dynamo import registered_backend, registered_backends
+from ..ir.compilation import Blobs, Finish, PieceFn
 from . import inductor
 
 ENTRY_POINTS = "piecegraph.compilers"
@@ -66,10 +66,7 @@ def compiler_named(name: str) -> Compiler:
     if name in registered:
         loaded: Compiler = registered[name].load()
         return loaded
-    with cache_variables_kept():
-        from torch._dynamo.backends.registry import list_backends
-
-    backends = list_backends(exclude_tags=())
+    backends = registered_backends()
     if name not in backends:
         known = sorted({"inductor", "eager", *registered, *backends})
         raise UnknownCompiler(name=name, known=", ".join(known))
@@ -83,9 +80,7 @@ def _compile_eagerly(graph: GraphModule, inputs: list[Any], options: Mapping[str
 
 def _with_backend(name: str) -> CompilePiece:
     def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
-        from torch._dynamo.backends.registry import lookup_backend
-
-        compiled = lookup_backend(name)(graph, inputs)
+        compiled = registered_backend(name)(graph, inputs)
         return lambda: (lambda args: compiled(*args), {})
 
     return compile_piece

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ...cache import Cache, Entry, Key
 from ...cache.keys.factors import Json
-from ..ir.artifact import Blobs
+from ..ir.compilation import Blobs
 from ..ir.plan import Plan
 from .provenance import changed_since
 

@@ -30,8 +30,8 @@ from ...cache.keys.environment import environment_factors
 from ...torch_compat.inductor_fixes import is_mutated, reads_before_mutations, share_memory_of_parts
 from ...torch_compat.settings import changed_settings, global_state
 from ...torch_compat.toolchain import cpp_compiler
+from ..ir.compilation import ExampleArguments
 from ..ir.config import CompileConfig, InputSpec
-from ..ir.request import ExampleArguments
 from ..ir.serialization import dtype_name
 from ..passes.graph_pass import GraphPass, pass_factors, passes_for
 from ..pieces.split import splitting_predicate

@@ -18,9 +18,9 @@ from torch.fx import Node
 
 from ...cache.keys.code_fingerprint import fingerprint
 from ...cache.keys.factors import Json
-from ...torch_compat.ops import triton_call
+from ...torch_compat.ops import op_name, triton_call
 from ..ir.config import CompileConfig
-from ..ir.op_names import is_custom, op_name
+from ..ir.ops import is_custom
 from ..pieces.fingerprint import op_form, op_source
 from ..pieces.split import is_splitting
 from ..trace.external_state import changed_read

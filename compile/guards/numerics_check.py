@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..ir.artifact import PieceFn
-from ..ir.op_names import ALLOCATIONS
-from ..ir.sizes import Sizes, input_at
+from ..ir.compilation import PieceFn
+from ..ir.ops import ALLOCATIONS
+from ..trace.symbols import Sizes, input_at
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Absolute and relative tolerance by dtype; results of other dtypes must be equal."""

@@ -17,15 +17,21 @@ from typing import Any
 
 import sympy
 from torch.fx import GraphModule
-from torch.utils._sympy.printers import PythonPrinter
-from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from ...errors import CompileError, GuardUnproved, ShapesDiffer, Specialised
 from ...events import Events
+from ...torch_compat.symbolic import (
+    deferred_asserts,
+    holds_by_intervals,
+    narrowed_range,
+    python_text,
+    replaced_symbols,
+    shape_guards,
+)
 from ..ir.config import CompileConfig, DynamicShapes, GuardPolicy
 from ..ir.plan import GuardRecord
-from ..ir.sizes import Sizes
 from ..trace.size_asserts import SizeAssert
+from ..trace.symbols import Sizes
 from .range_check import Difference, corners, difference_at
 
 EXHAUSTIVE = 1 << 20
@@ -59,12 +65,7 @@ def prove(expression: sympy.Basic, ranges: Ranges) -> Proof:
     """Decide whether `expression` holds for all sizes in `ranges` (inclusive)."""
     if expression in (sympy.true, sympy.false):
         return Proof(expression is sympy.true, "constant")
-    bounds = {s: ValueRanges(low, high) for s, (low, high) in ranges.items()}
-    try:
-        decided = bound_sympy(expression, bounds)
-    except Exception:  # an operator without interval semantics: fall through to trial
-        decided = None
-    if decided is not None and decided.is_singleton() and decided.lower is sympy.true:
+    if holds_by_intervals(expression, ranges):
         return Proof(True, "intervals")
     return _tried(expression, ranges)
 
@@ -110,12 +111,6 @@ def _predicate(expression: sympy.Basic, symbols: list[sympy.Symbol]) -> Any:
     return holds_at
 
 
-def python_text(expression: sympy.Basic) -> str:
-    """The expression as Python source over the names of its symbols."""
-    text: str = PythonPrinter().doprint(expression)
-    return text
-
-
 class GuardProver:
     """Proves the guards of one shape environment as they are added.
 
@@ -144,10 +139,10 @@ class GuardProver:
         are proved; raises GuardUnproved under the policy `prove`.
         """
         before = len(self.unproved)
-        guards = self._env.guards[self._read :]
-        self._read = len(self._env.guards)
-        for shape_guard in guards:
-            self._prove_one(shape_guard.expr, _user_line(shape_guard.sloc), origin, run)
+        guards = shape_guards(self._env, self._read)
+        self._read += len(guards)
+        for expression, where in guards:
+            self._prove_one(expression, where, origin, run)
         if self._config.dynamic_shapes is DynamicShapes.UNBACKED:
             for expression, where in [*self._narrowed(), *asserts, *self._deferred()]:
                 if expression not in self._asserted:
@@ -158,19 +153,12 @@ class GuardProver:
     def _narrowed(self) -> Iterator[SizeAssert]:
         """Bounds that tracing put on unbacked sizes; torch keeps the line of each."""
         for symbol in self._labels:
-            bounds = self._env.var_to_range.get(symbol)
-            if bounds is not None:
-                lines = self._env.var_to_range_sloc[symbol]
-                yield sympy.Ge(symbol, bounds.lower), _user_line(lines.lower)
-                if bounds.upper.is_Integer:
-                    yield sympy.Le(symbol, bounds.upper), _user_line(lines.upper)
+            yield from narrowed_range(self._env, symbol)
 
     def _deferred(self) -> Iterator[SizeAssert]:
-        for deferred in self._env.deferred_runtime_asserts.values():
-            for item in deferred:
-                expression = self._env.replace(item.expr)
-                if expression.free_symbols <= set(self._labels):
-                    yield expression, None
+        for expression in deferred_asserts(self._env):
+            if expression.free_symbols <= set(self._labels):
+                yield expression, None
 
     def check_ends(self, piece: GraphModule, origin: str) -> None:
         """Compare the shapes of a piece at the ends of the range with those of the trace.
@@ -203,12 +191,9 @@ class GuardProver:
 
     def check_symbols(self) -> None:
         """Raise Specialised if tracing turned a declared symbol into a number."""
-        for symbol, value in self._env.replacements.items():
+        for symbol, (value, where) in replaced_symbols(self._env).items():
             if value.is_Integer and symbol in self._labels:
-                sloc = self._env.replacements_slocs.get(symbol)
-                raise Specialised(
-                    where=_user_line(sloc), symbol=self._labels[symbol], value=int(value)
-                )
+                raise Specialised(where=where, symbol=self._labels[symbol], value=int(value))
 
     def _labeled(self, expression: sympy.Basic) -> sympy.Basic:
         return expression.xreplace(
@@ -271,9 +256,3 @@ class GuardProver:
             low=low,
             high=high,
         )
-
-
-def _user_line(sloc: Any) -> str | None:
-    """`file.py:8` of the user's code, from torch's `code  # file.py:8 in fn`."""
-    text = getattr(sloc, "maybe_user_loc", None)
-    return text.rpartition("#")[2].strip() if text else None

@@ -15,12 +15,13 @@ from typing import Any
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 
+from ...torch_compat.ops import HigherOrderOperator
+from ...torch_compat.tensors import DynamicOutputShapeException, FakeTensorMode
 from ..ir.locations import first_line, node_location
 from ..ir.serialization import dtype_name
-from ..ir.sizes import Sizes, input_at, size_at
+from ..trace.symbols import Sizes, input_at, size_at
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class _Run(Interpreter):
         except DynamicOutputShapeException:
             raise
         except Exception as error:
-            if isinstance(n.target, torch._ops.HigherOrderOperator):
+            if isinstance(n.target, HigherOrderOperator):
                 raise DynamicOutputShapeException(n.target) from error  # type: ignore[arg-type]
             reason = f"an error ({first_line(error)})"
             raise self._differs(n, reason, expected) from error

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...errors import CompileError, GuardUnproved
+from ...torch_compat.symbolic import state_equal
+from ..ir.compilation import CompileRequest
 from ..ir.config import CompileConfig, DynamicShapes
-from ..ir.request import CompileRequest
 from ..trace.dynamo import Trace, trace
 from ..trace.size_asserts import take_size_asserts
 from ..trace.symbols import argument_sizes, symbol_labels
@@ -50,7 +51,7 @@ def _traced(request: CompileRequest) -> GuardedTrace:
     labels = symbol_labels(traced)
     guards = GuardProver(traced.shape_env, labels, request.config, request.events)
     guards.check_symbols()
-    guards.prove_new("dynamo", take_size_asserts(traced.graph.graph, labels, traced.shape_env))
+    guards.prove_new("dynamo", take_size_asserts(traced.graph.graph, labels))
     if request.config.dynamic_shapes is DynamicShapes.BACKED:
         # Dynamo assumes that a backed size is at least 2 and records no guard for it. A second
         # trace without the assumption yields the guards that are missing here.
@@ -64,7 +65,7 @@ def _state_equal_sizes(traced: Trace) -> None:
     first: dict[str, torch.SymInt] = {}
     for leaf, dim, size in argument_sizes(traced):
         if label := traced.examples.symbols.get((leaf.label, dim)):
-            torch._check(size == first.setdefault(label, size))  # type: ignore[no-untyped-call]
+            state_equal(size, first.setdefault(label, size))
 
 
 def _with(request: CompileRequest, shapes: DynamicShapes) -> CompileRequest:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from enum import StrEnum
+from functools import reduce
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -231,3 +234,23 @@ def _first_problem(error: ValidationError) -> InvalidSetting:
         reason=reason,
         expected="a value as documented in docs/config.md",
     )
+
+
+def named_object(name: str, group: str) -> Any:
+    """The object `name` refers to: `module:attribute`, or an entry point of `group`.
+
+    Raises InvalidSetting if there is none.
+    """
+    module, colon, attribute = name.partition(":")
+    try:
+        if colon:
+            return reduce(getattr, attribute.split("."), importlib.import_module(module))
+        (found,) = entry_points(group=group, name=name)
+        return found.load()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidSetting(
+            name=group,
+            value=name,
+            reason=f"nothing is found under that name ({error})",
+            expected=f"module:attribute, or an entry point of the group {group}",
+        ) from error

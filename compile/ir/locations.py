@@ -1,23 +1,33 @@
-"""What a message says of a fault: where in the user's code it is, and the reason in brief."""
+"""Text for people: the user's line behind a graph node, the first line of an error, graph source.
+
+Directories are removed from the comments in graph source. The text is stored in bundles and must
+not depend on where the model's files are.
+"""
 
 from __future__ import annotations
 
 import re
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ...torch_compat.dynamo import is_torch_file
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_PLACE = re.compile(r"# File: (?:[^:\n]*/)?([^/:\n]+:\d+)")
 
 
 def node_location(node: Node) -> str | None:
-    """file:line of the innermost frame that is not torch's own; None without a stack."""
+    """file:line of the innermost frame outside torch; None without a stack."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     users = [frame for frame in frames if not is_torch_file(frame[0])]
     return ":".join((users or frames)[-1]) if frames else None
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says; the name of its class if it says nothing."""
+    """The first line of an error's message; the name of its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+
+
+def graph_source(graph: GraphModule) -> str:
+    """`graph` as Python source with dtypes, shapes and the user's lines as comments."""
+    return _PLACE.sub(r"# \1", graph.print_readable(print_output=False))

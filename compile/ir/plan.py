@@ -1,8 +1,8 @@
-"""The plan: all that is needed, besides artifacts and weights, to run a compiled model.
+"""The plan: what is needed, besides artifacts and weights, to run a compiled model.
 
 A plan is data. It names values (`i` user inputs, `w` weights, `s` symbols, `t` intermediates) and
-lists the steps of one forward; `stitch` turns it into a function. It is written to JSON and read
-back unchanged, so a warm start needs no graph, no trace and no pickle.
+lists the steps of one forward; `build_step` turns it into a function. It survives a round trip
+through JSON, so a warm start needs no graph, no trace and no pickle.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CallStep(Frozen):
     """Whether the result is a tuple whose elements `outs` names."""
 
 
-class UniquePiece(Frozen):
+class PlanPiece(Frozen):
     """A piece that is compiled once however often it is used."""
 
     digest: str
@@ -97,14 +97,14 @@ class UniquePiece(Frozen):
     """Its graph as annotated source, for people."""
 
 
-class CompiledSpan(Frozen):
+class CompiledRange(Frozen):
     """Token counts from `low` to `high`, and the artifact of each unique piece that serves them."""
 
     low: int
     high: int
     artifacts: tuple[int, ...]
     partitions: int = 0
-    """Into how many partitions Inductor cut the code, where that is its request."""
+    """Into how many partitions Inductor cut the code, if Inductor partitions it."""
 
 
 class Check(Frozen):
@@ -140,8 +140,8 @@ class Plan(Frozen):
     constants: tuple[Constant, ...]
     weights: tuple[Weight, ...]
     symbols: tuple[Symbol, ...]
-    pieces: tuple[UniquePiece, ...]
-    spans: tuple[CompiledSpan, ...]
+    pieces: tuple[PlanPiece, ...]
+    ranges: tuple[CompiledRange, ...]
     steps: tuple[PieceStep | CallStep, ...]
     results: tuple[Result, ...]
     structure: Any
@@ -180,15 +180,15 @@ class Plan(Frozen):
         return len(runs)
 
     def partitions(self) -> int:
-        """Partitions of the code, of the span that has the most; 0 where Inductor did not cut."""
-        return max((span.partitions for span in self.spans), default=0)
+        """Partitions of the code of the range that has the most; 0 unless Inductor cut it."""
+        return max((interval.partitions for interval in self.ranges), default=0)
 
     def sizes_of_artifacts(self) -> dict[int, tuple[int, ...]]:
         """For each artifact the positions of sizes among its arguments."""
         return {
             artifact: piece.sizes
-            for span in self.spans
-            for artifact, piece in zip(span.artifacts, self.pieces, strict=True)
+            for interval in self.ranges
+            for artifact, piece in zip(interval.artifacts, self.pieces, strict=True)
         }
 
     def token_source(self) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..ir.ops import resolve_op
 from ..ir.plan import CallStep, PieceStep, Plan
 from ..ir.serialization import decode, refs, source
 
@@ -19,7 +20,7 @@ StepFn = Callable[..., tuple[Any, ...]]
 Hook = Callable[[int, Callable[..., Any]], Callable[..., Any]]
 
 
-def stitch(
+def build_step(
     plan: Plan,
     pieces: Sequence[Callable[[list[Any]], Any]],
     weights: Mapping[str, torch.Tensor],
@@ -38,7 +39,7 @@ def stitch(
     for use, call in enumerate(calls):
         op = resolve_op(call.op)
         bound[f"c{use}"] = call_hook(use, op) if call_hook else op
-    text, constants = stitched_source(plan)
+    text, constants = step_source(plan)
     bound.update(constants)
     namespace: dict[str, Any] = {}
     exec(compile(text, "<piecegraph stitched>", "exec"), namespace)
@@ -46,17 +47,7 @@ def stitch(
     return step
 
 
-def resolve_op(name: str) -> Callable[..., Any]:
-    """The operator overload called `ns::op.overload`."""
-    namespace, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
-    op: Callable[..., Any] = getattr(
-        getattr(getattr(torch.ops, namespace), packet), overload or "default"
-    )
-    return op
-
-
-def stitched_source(plan: Plan) -> tuple[str, dict[str, Any]]:
+def step_source(plan: Plan) -> tuple[str, dict[str, Any]]:
     """Source of `link(...)`, which returns the step function, and the constants it names."""
     constants: dict[str, Any] = {}
     body = [f"{s.name} = {s.source}.size({s.dim})" for s in plan.symbols]

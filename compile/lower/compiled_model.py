@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ...errors import ModelMismatch
-from ..ir.artifact import PieceFn
-from ..ir.plan import CompiledSpan, Plan
+from ..ir.compilation import PieceFn
+from ..ir.plan import CompiledRange, Plan
 from ..ir.serialization import dtype_name
-from .codegen import Hook, StepFn, stitch
+from .codegen import Hook, StepFn, build_step
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class CompiledModel:
 
     plan: Plan
     pieces: tuple[PieceFn, ...]
-    """One callable for each artifact that the plan's spans name."""
+    """One callable for each artifact that the plan's ranges name."""
     weights: Mapping[str, torch.Tensor]
     model: torch.nn.Module
     """Where the weights are from."""
@@ -31,14 +31,14 @@ class CompiledModel:
     """Whether the pieces are from a trace; otherwise the one piece is the model's own forward."""
 
     def link(self, piece_hook: Hook | None = None, call_hook: Hook | None = None) -> StepFn:
-        """The straight-line function from the plan's input tensors to its results; see `stitch`.
+        """The function from the plan's input tensors to its results; see `build_step`.
 
-        Where there are several spans it looks at the size it is called with.
+        With several ranges it chooses by the size it is called with.
         """
-        steps = [self._linked(span, piece_hook, call_hook) for span in self.plan.spans]
+        steps = [self._linked(interval, piece_hook, call_hook) for interval in self.plan.ranges]
         if len(steps) == 1:
             return steps[0]
-        ends = [span.high for span in self.plan.spans]
+        ends = [interval.high for interval in self.plan.ranges]
         source, dim = self.plan.token_source()
 
         def step(*inputs: torch.Tensor) -> tuple[Any, ...]:
@@ -51,10 +51,10 @@ class CompiledModel:
         return replace(self, weights=weights_of(self.model, self.plan))
 
     def _linked(
-        self, span: CompiledSpan, piece_hook: Hook | None, call_hook: Hook | None
+        self, interval: CompiledRange, piece_hook: Hook | None, call_hook: Hook | None
     ) -> StepFn:
-        pieces = [self.pieces[artifact] for artifact in span.artifacts]
-        return stitch(self.plan, pieces, self.weights, piece_hook, call_hook)
+        pieces = [self.pieces[artifact] for artifact in interval.artifacts]
+        return build_step(self.plan, pieces, self.weights, piece_hook, call_hook)
 
 
 def bind(

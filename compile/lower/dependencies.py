@@ -1,40 +1,41 @@
-"""The plan as a graph of steps: the proof that it can run in its order, and the data of a picture.
+"""Which steps of a plan depend on which: proof that the plan's order is legal, and data to draw.
 
-Nodes are the steps' indices. An edge says that the later step needs the earlier one, because it
-reads a value that the earlier one made, or because a splitting op writes what the other touches.
+A later step depends on an earlier one if it reads a value that the earlier one made, or if one of
+them writes a value in place that the other one touches.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import networkx as nx
-import torch
-
 from ...errors import IllegalOrder
+from ...torch_compat.ops import mutated_arguments
+from ..ir.ops import resolve_op
 from ..ir.plan import CallStep, PieceStep, Plan
 from ..ir.serialization import decode, refs
-from .codegen import resolve_op, used
+from .codegen import used
+
+Dependencies = dict[tuple[int, int], list[str]]
+"""(earlier step, later step): the values that connect them."""
 
 
-def piece_graph(plan: Plan) -> nx.DiGraph:
-    """Steps and why they follow one another; edges carry the `values` they are about.
+def dependencies(plan: Plan) -> Dependencies:
+    """The dependencies between the steps of `plan`, by index.
 
     Raises IllegalOrder where a step reads a value before it is made, or makes one twice.
     """
-    graph = nx.DiGraph()
+    edges: Dependencies = {}
     makers: dict[str, int] = {}
     touched: dict[str, list[int]] = {}
     for index, step in enumerate(plan.steps):
-        graph.add_node(index, **_described(step))
         for name in used(step):
             if name.startswith("t") and name not in makers:
                 raise IllegalOrder(step=index, value=name, fault="before any step makes it")
             if name in makers:
-                _connect(graph, makers[name], index, name)
+                _connect(edges, makers[name], index, name)
         for name in _written(step):
             for earlier in touched.get(name, []):
-                _connect(graph, earlier, index, name)
+                _connect(edges, earlier, index, name)
             makers[name] = index
         for name in used(step):
             touched.setdefault(name, []).append(index)
@@ -42,25 +43,25 @@ def piece_graph(plan: Plan) -> nx.DiGraph:
             if name in makers:
                 raise IllegalOrder(step=index, value=name, fault="though another step makes it")
             makers[name] = index
-    return graph
+    return edges
 
 
-def picture(graph: nx.DiGraph) -> dict[str, Any]:
-    """Steps with their depth in the graph, and edges: what a tool draws, as JSON-able data."""
-    layers = enumerate(nx.topological_generations(graph))
-    depth = {index: level for level, indices in layers for index in indices}
+def drawing(plan: Plan, edges: Dependencies) -> dict[str, Any]:
+    """Steps with their depth, and edges, as JSON data for tools that draw them."""
+    depths = [0] * len(plan.steps)
+    for earlier, later in sorted(edges, key=lambda edge: edge[1]):
+        depths[later] = max(depths[later], depths[earlier] + 1)
     return {
-        "steps": [{"depth": depth[i], **facts} for i, facts in sorted(graph.nodes(data=True))],
-        "edges": [[a, b, data["values"]] for a, b, data in sorted(graph.edges(data=True))],
+        "steps": [
+            {"depth": depth, **_described(step)}
+            for depth, step in zip(depths, plan.steps, strict=True)
+        ],
+        "edges": [[*edge, values] for edge, values in sorted(edges.items())],
     }
 
 
-def _connect(graph: nx.DiGraph, earlier: int, later: int, name: str) -> None:
-    if earlier == later:
-        return
-    if not graph.has_edge(earlier, later):
-        graph.add_edge(earlier, later, values=[])
-    values = graph.edges[earlier, later]["values"]
+def _connect(edges: Dependencies, earlier: int, later: int, name: str) -> None:
+    values = edges.setdefault((earlier, later), []) if earlier != later else [name]
     if name not in values:
         values.append(name)
 
@@ -72,14 +73,8 @@ def _described(step: PieceStep | CallStep) -> dict[str, Any]:
 
 
 def _written(step: PieceStep | CallStep) -> list[str]:
-    """Values that a splitting op changes in place, by its schema."""
+    """Values that a splitting op changes in place."""
     if isinstance(step, PieceStep):
         return []
-    op: Any = resolve_op(step.op)
-    schema: torch.FunctionSchema = op._schema
-    given = {
-        **{arg.name: value for arg, value in zip(schema.arguments, step.args, strict=False)},
-        **step.kwargs,
-    }
-    changed = [arg.name for arg in schema.arguments if arg.alias_info and arg.alias_info.is_write]
-    return [str(ref) for name in changed for ref in refs(decode(given.get(name)))]
+    written = mutated_arguments(resolve_op(step.op), step.args, step.kwargs)
+    return [str(ref) for value in written for ref in refs(decode(value))]

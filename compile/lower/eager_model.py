@@ -13,15 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from ...errors import ResultFormUnknown
+from ...torch_compat.tensors import (
+    FakeTensorMode,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+from ..ir.compilation import CompileRequest
 from ..ir.config import CompileConfig
-from ..ir.plan import CompiledSpan, PieceStep, Plan, Result, Symbol, UniquePiece, UserInput
-from ..ir.request import CompileRequest
+from ..ir.ops import Writes
+from ..ir.plan import CompiledRange, PieceStep, Plan, PlanPiece, Result, Symbol, UserInput
 from ..ir.serialization import Ref, dtype_name, encode, referring
-from ..ir.writes import Writes
 from ..trace.examples import Examples, Leaf, example_inputs
 from .compiled_model import CompiledModel
 
@@ -29,7 +34,7 @@ _UNLIKE = (41, 43, 47, 53, 59, 61)
 """Sizes unlike those that example inputs are made with."""
 
 
-def uncompiled_model(request: CompileRequest) -> CompiledModel:
+def eager_model(request: CompileRequest) -> CompiledModel:
     """The model behind the interface of a compiled one.
 
     Raises ResultFormUnknown and the errors of `example_inputs`.
@@ -47,8 +52,8 @@ def uncompiled_model(request: CompileRequest) -> CompiledModel:
         constants=examples.constants(),
         weights=(),
         symbols=tuple(symbols.values()),
-        pieces=(UniquePiece(digest="", nodes=1, sizes=()),),
-        spans=(CompiledSpan(low=1, high=config.max_num_tokens, artifacts=(0,)),),
+        pieces=(PlanPiece(digest="", nodes=1, sizes=()),),
+        ranges=(CompiledRange(low=1, high=config.max_num_tokens, artifacts=(0,)),),
         steps=(PieceStep(piece=0, args=tuple(f"i{i}" for i in range(len(tensors))), outs=outs),),
         results=results,
         structure=structure,
@@ -143,9 +148,9 @@ def _fake_result(
 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            arguments = pytree.tree_map(resized, examples.arguments)
+            arguments = tree_map(resized, examples.arguments)
             args, kwargs = replace(examples, arguments=arguments).call_arguments()
-            inputs = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+            inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
             with Writes() as writes:
                 result = model(*args, **kwargs)
             return result, [writes.include(tensor) for tensor in inputs]
@@ -155,14 +160,14 @@ def _fake_result(
 
 def _forward(model: torch.nn.Module, examples: Examples) -> Callable[[list[Tensor]], Any]:
     """The model's forward as a function of its tensors, in order, to its result's, in order."""
-    leaves, form = pytree.tree_flatten(examples.arguments)
+    leaves, form = tree_flatten(examples.arguments)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def forward(tensors: list[Tensor]) -> tuple[Tensor, ...]:
         filled = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
             filled[place] = tensor
-        arguments = pytree.tree_unflatten(filled, form)
+        arguments = tree_unflatten(filled, form)
         args, kwargs = replace(examples, arguments=arguments).call_arguments()
         return tuple(_apart(model(*args, **kwargs))[1])
 

@@ -10,23 +10,24 @@ import torch
 from torch.fx import Node
 
 from ...errors import UnboundSymbol
-from ..guards.prover import Guard, python_text
+from ...torch_compat.ops import overload_name, overload_of
+from ...torch_compat.symbolic import python_text
+from ..guards.prover import Guard
 from ..ir.config import TOKENS, CompileConfig
-from ..ir.op_names import overload_name, overload_of
+from ..ir.locations import graph_source
 from ..ir.plan import (
     CallStep,
     Check,
-    CompiledSpan,
+    CompiledRange,
     GuardRecord,
     PieceStep,
     Plan,
+    PlanPiece,
     Result,
     Symbol,
-    UniquePiece,
     UserInput,
     Weight,
 )
-from ..ir.readable import readable
 from ..ir.serialization import Expr, Ref, dtype_name, encode
 from ..pieces.piece import BaseSymbols, Piece, is_size, size_positions
 from ..pieces.split import Section, takes_element
@@ -46,7 +47,7 @@ def base_symbols(trace: Trace) -> BaseSymbols:
     return found
 
 
-class Planner:
+class PlanBuilder:
     """Names values while it writes steps; `plan()` puts everything together."""
 
     def __init__(self, trace: Trace, config: CompileConfig) -> None:
@@ -85,7 +86,7 @@ class Planner:
     def plan(
         self,
         unique: Sequence[tuple[str, Piece]],
-        spans: Sequence[CompiledSpan],
+        ranges: Sequence[CompiledRange],
         unproved: Sequence[Guard],
         records: Sequence[GuardRecord],
         partition_ops: Sequence[str],
@@ -97,15 +98,15 @@ class Planner:
             weights=tuple(self._weights),
             symbols=tuple(self._symbols.values()),
             pieces=tuple(
-                UniquePiece(
+                PlanPiece(
                     digest=digest,
                     nodes=len(piece.graph.nodes),
                     sizes=size_positions(piece.graph),
-                    text=readable(piece.module(self._trace.graph)),
+                    text=graph_source(piece.module(self._trace.graph)),
                 )
                 for digest, piece in unique
             ),
-            spans=tuple(spans),
+            ranges=tuple(ranges),
             steps=tuple(self._steps),
             results=tuple(self._result(value) for value in outputs),
             structure=encode(self._trace.structure),
@@ -188,7 +189,7 @@ class Planner:
         return f"{dtype_name(value.dtype)}[{', '.join(map(str, sizes))}]"
 
     def _call(self, node: Node, elements: list[Node]) -> CallStep:
-        op = overload_of(node)
+        op = overload_of(node.target)
         if elements:
             taken = {int(e.args[1]): self._fresh(e) for e in elements}  # type: ignore[arg-type]
             width = len(node.meta["example_value"])
@@ -218,7 +219,7 @@ class Planner:
         return value
 
     def _is_size(self, node: Node) -> bool:
-        return is_size(node, self._symbols, self._trace.shape_env)
+        return is_size(node, self._symbols)
 
     def _size_argument(self, value: Any) -> Any:
         if isinstance(value, torch.Size):

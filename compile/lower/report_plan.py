@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ...cache import Cache, Entry, Key, Miss
 from ...cache.explain import why
 from ...events import Events, trace_artifact
-from ..ir.plan import CallStep, Plan, UniquePiece, UserInput, Weight
-from .codegen import stitched_source, used
+from ..ir.plan import CallStep, Plan, PlanPiece, UserInput, Weight
+from .codegen import step_source, used
 
 
-def tell_plan(plan: Plan, events: Events) -> None:
+def report_plan(plan: Plan, events: Events) -> None:
     """Leave the split graph, each unique piece and its uses, the guards, the stitched source."""
     events.detail("split_graph", lambda: {"steps": split_graph(plan)})
     uses = plan.piece_uses()
     for index, piece in enumerate(plan.pieces):
-        _tell_piece(
+        _report_piece(
             index, piece, [use for use, unique in enumerate(uses) if unique == index], events
         )
     events.detail("guards", lambda: {"guards": [guard.model_dump() for guard in plan.guards]})
-    trace_artifact("stitched", lambda: stitched_source(plan)[0])
+    trace_artifact("stitched", lambda: step_source(plan)[0])
 
 
-def _tell_piece(index: int, piece: UniquePiece, uses: list[int], events: Events) -> None:
+def _report_piece(index: int, piece: PlanPiece, uses: list[int], events: Events) -> None:
     events.detail(
         "piece",
         lambda: {"piece": index, "digest": piece.digest, "nodes": piece.nodes, "used_by": uses},
     )
     trace_artifact(f"piece_{index}", lambda: piece.text)
+
+
+def dump_plan(plan: Plan, directory: Path) -> None:
+    """Write `piece_<n>.py`, `stitched.py` and `plan.json` to `directory`, replacing older ones."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for index, piece in enumerate(plan.pieces):
+        (directory / f"piece_{index}.py").write_text(piece.text)
+    (directory / "stitched.py").write_text(step_source(plan)[0])
+    (directory / "plan.json").write_text(plan.model_dump_json(indent=1))
 
 
 def split_graph(plan: Plan) -> list[dict[str, Any]]:
@@ -58,7 +68,7 @@ def _outer_shapes(plan: Plan) -> dict[str, str]:
     return shapes
 
 
-def tell_lookup(kind: str, key: Key, found: Entry | Miss, cache: Cache, events: Events) -> None:
+def report_lookup(kind: str, key: Key, found: Entry | Miss, cache: Cache, events: Events) -> None:
     """Leave a look-up with the key's factors and, for a miss, how the nearest entry differs."""
     events.detail("cache.lookup", lambda: _lookup_facts(kind, key, found, cache))
 

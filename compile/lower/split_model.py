@@ -11,13 +11,13 @@ from ...events import Events, trace_artifact
 from ..guards.prover import GuardProver
 from ..guards.trace_with_guards import GuardedTrace
 from ..ir.config import CompileConfig
-from ..ir.plan import CompiledSpan, Plan
-from ..ir.readable import readable
+from ..ir.locations import graph_source
+from ..ir.plan import CompiledRange, Plan
 from ..pieces.fingerprint import fingerprint
 from ..pieces.piece import Piece, is_size, lift
 from ..pieces.split import Predicate, is_splitting, partition_ops, split
 from ..trace.dynamo import Trace
-from .plan_builder import Planner, base_symbols
+from .plan_builder import PlanBuilder, base_symbols
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,26 @@ class SplitModel:
     """`unique` is in order of first use; `config` has the type of dynamic shapes traced with."""
 
     trace: Trace
-    planner: Planner
+    planner: PlanBuilder
     unique: list[UniquePiece]
     guards: GuardProver
     config: CompileConfig
     partition_ops: tuple[str, ...] = ()
     """Ops at which Inductor splits; the graph is then one piece."""
 
-    def plan(self, spans: Sequence[CompiledSpan]) -> Plan:
-        """The plan, once it is known what serves which span."""
+    def plan(self, ranges: Sequence[CompiledRange]) -> Plan:
+        """The plan, once it is known what serves which interval."""
         pieces = [(unique.digest, unique.piece) for unique in self.unique]
         unproved, records = self.guards.unproved, self.guards.records
-        return self.planner.plan(pieces, spans, unproved, records, self.partition_ops)
+        return self.planner.plan(pieces, ranges, unproved, records, self.partition_ops)
 
 
 def split_model(guarded: GuardedTrace, events: Events) -> SplitModel:
     """Raises UnknownSplittingOp and InvalidSetting for rules that do not fit the graph."""
     traced, config = guarded.trace, guarded.config
-    trace_artifact("graph", lambda: readable(traced.graph))
+    trace_artifact("graph", lambda: graph_source(traced.graph))
     with events.span("split", level=logging.INFO):
-        planner = Planner(traced, config)
+        planner = PlanBuilder(traced, config)
         splits = is_splitting(traced.graph.graph, config)
         ops: tuple[str, ...] = ()
         if config.use_inductor_graph_partition:
@@ -67,7 +67,7 @@ def _unique_pieces(
     config: CompileConfig,
     splits: Predicate,
     ops: tuple[str, ...],
-    planner: Planner,
+    planner: PlanBuilder,
     events: Events,
 ) -> list[UniquePiece]:
     """Lift each piece and compare it by content; the planner records the steps on the way."""
@@ -75,11 +75,11 @@ def _unique_pieces(
     symbols = base_symbols(traced)
     unique: dict[str, UniquePiece] = {}
     total = 0
-    for section in split(graph, splits, lambda node: is_size(node, symbols, traced.shape_env)):
+    for section in split(graph, splits, lambda node: is_size(node, symbols)):
         if section.splitting:
             planner.calls(section)
             continue
-        piece = lift(section, symbols, traced.shape_env)
+        piece = lift(section, symbols)
         digest = fingerprint(piece.graph, traced.graph, ops)
         if not config.dedupe:
             digest = hashlib.sha256(f"{digest} {total}".encode()).hexdigest()

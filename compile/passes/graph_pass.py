@@ -16,9 +16,8 @@ from ...cache.keys.code_fingerprint import fingerprint
 from ...errors import InvalidSetting
 from ...events import Events, trace_artifact
 from ...torch_compat.inductor import post_grad_pass
-from ..ir.config import CompileConfig
-from ..ir.named_object import named_object
-from . import add_rms_norm, functionalisation, no_op, silu_and_mul
+from ..ir.config import CompileConfig, named_object
+from . import add_rms_norm, functionalization, no_op, silu_and_mul
 
 ENTRY_POINTS = "piecegraph.passes"
 
@@ -47,7 +46,7 @@ SHIPPED = (
     # operators they are made of here.
     GraphPass("add_rms_norm", add_rms_norm.apply, from_level=None),
     GraphPass("silu_and_mul", silu_and_mul.apply, from_level=None),
-    GraphPass("functionalisation", functionalisation.apply),
+    GraphPass("functionalization", functionalization.apply),
 )
 """The order is that of application: what does nothing goes first, so that patterns are found; what
 moves readers goes last, so that only those move that are left."""

@@ -1,8 +1,8 @@
-"""Compile ranges and sizes: the stretches of token counts that get code of their own.
+"""Compile ranges: the intervals of token counts that get their own code.
 
-A range is compiled with a symbolic size; its ends are the user's endpoints and the thresholds at
-which the set of passes changes. A compile size is compiled static. Spans do not overlap: a compile
-size is cut out of the range it lies in.
+A range is compiled with a symbolic size. It ends at the user's endpoints and at thresholds where
+the set of passes changes. A compile size is a range of one size, compiled static. Ranges do not
+overlap: a compile size is taken out of the range around it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..passes.graph_pass import thresholds
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class CompileRange:
     """Token counts from `low` to `high`, inclusive; `exact` for a compile size."""
 
     low: int
@@ -23,26 +23,26 @@ class Span:
     exact: bool = False
 
 
-def spans(config: CompileConfig) -> list[Span]:
-    """All spans, ascending and without a gap over the served range.
+def compile_ranges(config: CompileConfig) -> list[CompileRange]:
+    """All ranges, ascending, covering the served range without gaps.
 
-    Raises InvalidSetting for an endpoint or size outside of it.
+    Raises InvalidSetting for an endpoint or size outside the served range.
     """
     least, most = config.limits(TOKENS)
     _inside("compile_ranges", config.compile_ranges, least, most)
     _inside("compile_sizes", config.compile_sizes, least, most)
     within = [end for end in thresholds(config) if least <= end < most]
     ends = sorted({*config.compile_ranges, *within, most})
-    found: list[Span] = []
+    found: list[CompileRange] = []
     low = least
     for end in ends:
         for size in sorted({size for size in config.compile_sizes if low <= size <= end}):
             if low < size:
-                found.append(Span(low, size - 1))
-            found.append(Span(size, size, exact=True))
+                found.append(CompileRange(low, size - 1))
+            found.append(CompileRange(size, size, exact=True))
             low = size + 1
         if low <= end:
-            found.append(Span(low, end))
+            found.append(CompileRange(low, end))
         low = end + 1
     return found
 

@@ -18,9 +18,19 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...cache.keys.code_fingerprint import fingerprint as source_fingerprint
-from ...torch_compat.ops import custom_op_function, fake_function, registering_files, triton_call
+from ...torch_compat.ops import (
+    custom_op_function,
+    fake_function,
+    is_op,
+    op_name,
+    overloads,
+    registering_files,
+    schemas,
+    triton_call,
+)
+from ...torch_compat.symbolic import expression_of
 from ...torch_compat.tensors import storage_id
-from ..ir.op_names import is_custom, is_op, op_name, overloads
+from ..ir.ops import is_custom
 from ..ir.serialization import encode
 
 
@@ -121,7 +131,7 @@ class _Writer:
             case torch.SymInt():
                 return f"int {self._size(value)}"
             case torch.SymBool() | torch.SymFloat():
-                return f"{type(value).__name__} {self._renamed(value.node.expr)}"
+                return f"{type(value).__name__} {self._renamed(expression_of(value))}"
             case tuple() | list():
                 return f"({', '.join(self._value(item) for item in value)})"
         return f"{type(value).__name__} {value!r}" if isinstance(value, (int, float)) else "-"
@@ -146,7 +156,7 @@ class _Writer:
         return self._storages.setdefault(storage_id(tensor), len(self._storages))
 
     def _size(self, size: int | torch.SymInt) -> str:
-        return self._renamed(size.node.expr) if isinstance(size, torch.SymInt) else str(size)
+        return self._renamed(expression_of(size)) if isinstance(size, torch.SymInt) else str(size)
 
     def _renamed(self, expression: Any) -> str:
         import sympy  # a warm start, which asks for sources of ops only, goes without
@@ -174,6 +184,5 @@ def op_source(op: Any) -> str:
 
 def op_form(op: Any) -> str:
     """Schemas of a custom op and a hash of its fake implementation: what a caller of it sees."""
-    schemas = [str(overload._schema) for overload in overloads(op)]
     fake = fake_function(op_name(op))
-    return "; ".join([*schemas, *([source_fingerprint(fake)] if fake else [])])
+    return "; ".join([*schemas(op), *([source_fingerprint(fake)] if fake else [])])

@@ -15,9 +15,8 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.node import map_arg
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from ...torch_compat.symbolic import expression_of, fx_nodes_of
 from .split import Section
 
 BaseSymbols = dict[sympy.Symbol, torch.SymInt]
@@ -44,7 +43,7 @@ class Piece:
             sizes = [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]
             for size in sizes:
                 if isinstance(size, torch.SymInt):
-                    expression = size.node.shape_env.replace(size.node.expr)
+                    expression = expression_of(size)
                     found.update(dict.fromkeys(sorted(expression.free_symbols, key=str)))
         return list(found)
 
@@ -59,10 +58,10 @@ def size_positions(graph: Graph) -> tuple[int, ...]:
     return tuple(i for i, n in inputs if isinstance(n.meta["example_value"], torch.SymInt))
 
 
-def lift(section: Section, symbols: BaseSymbols, shape_env: Any) -> Piece:
+def lift(section: Section, symbols: BaseSymbols) -> Piece:
     """Copy a compute section into a piece. `symbols` has a SymInt for each base symbol."""
     inside = set(section.nodes)
-    builder = _Builder(symbols, shape_env)
+    builder = _Builder(symbols)
     for node in section.nodes:
         builder.copy(node)
     outputs = tuple(
@@ -72,7 +71,7 @@ def lift(section: Section, symbols: BaseSymbols, shape_env: Any) -> Piece:
     return Piece(_with_inputs_first(builder.graph), tuple(builder.inputs), outputs)
 
 
-def is_size(node: Node, symbols: Collection[sympy.Symbol], shape_env: Any) -> bool:
+def is_size(node: Node, symbols: Collection[sympy.Symbol]) -> bool:
     """Whether a node's value can be computed from base `symbols`: an int or a torch.Size.
 
     A size that depends on data, such as the length of `nonzero()`, is a value like a tensor.
@@ -80,7 +79,7 @@ def is_size(node: Node, symbols: Collection[sympy.Symbol], shape_env: Any) -> bo
     value = node.meta.get("example_value")
     sizes = value if isinstance(value, torch.Size) else [value]
     return all(
-        shape_env.replace(size.node.expr).free_symbols <= set(symbols)
+        expression_of(size).free_symbols <= set(symbols)
         if isinstance(size, torch.SymInt)
         else isinstance(size, int) and not isinstance(size, bool)
         for size in sizes
@@ -90,13 +89,12 @@ def is_size(node: Node, symbols: Collection[sympy.Symbol], shape_env: Any) -> bo
 class _Builder:
     """Copies nodes into a new graph, turning foreign values into inputs or recomputed sizes."""
 
-    def __init__(self, symbols: BaseSymbols, shape_env: Any) -> None:
+    def __init__(self, symbols: BaseSymbols) -> None:
         self.graph = Graph()
         self.inputs: list[Node | sympy.Symbol] = []
         self.values: dict[Node, Any] = {}
         self._placeholders: dict[Node | sympy.Symbol, Node] = {}
         self._symbols = symbols
-        self._shape_env = shape_env
 
     def copy(self, node: Node) -> None:
         for used in node.all_input_nodes:
@@ -111,7 +109,7 @@ class _Builder:
         value: Any = node.meta.get("example_value")
         if node.op == "get_attr":
             return self.graph.node_copy(node)
-        if not is_size(node, self._symbols, self._shape_env):
+        if not is_size(node, self._symbols):
             return self._input(node, value)
         if isinstance(value, torch.Size):
             return tuple(self.size(dim) for dim in value)
@@ -121,13 +119,13 @@ class _Builder:
         """A size as a number, a symbol's placeholder, or nodes that compute it from those."""
         if not isinstance(value, torch.SymInt):
             return value
-        expression = self._shape_env.replace(value.node.expr)
+        expression = expression_of(value)
         if expression.is_Integer:
             return int(expression)
         placeholders = {
             s: Proxy(self._input(s, self._symbols[s])) for s in _ordered(expression.free_symbols)
         }
-        result = sympy_interp(PythonReferenceAnalysis, placeholders, expression)
+        result = fx_nodes_of(expression, placeholders)
         node: Node = result.node
         node.meta.setdefault("example_value", value)
         return node

@@ -17,9 +17,9 @@ from fnmatch import fnmatchcase
 from torch.fx import Graph, Node
 
 from ...errors import InvalidSetting, UnknownSplittingOp
-from ..ir.config import CompileConfig
-from ..ir.named_object import named_object
-from ..ir.op_names import ALLOCATIONS, op_names, overload_of
+from ...torch_compat.ops import overload_of
+from ..ir.config import CompileConfig, named_object
+from ..ir.ops import ALLOCATIONS, op_names
 
 Predicate = Callable[[Node], bool]
 SPLITTERS = "piecegraph.splitters"
@@ -63,7 +63,7 @@ def partition_ops(graph: Graph, splits: Predicate) -> tuple[str, ...]:
     picked: dict[str, list[bool]] = {}
     for node in graph.nodes:
         if op_names(node):
-            picked.setdefault(overload_of(node).name(), []).append(bool(splits(node)))
+            picked.setdefault(overload_of(node.target).name(), []).append(bool(splits(node)))
     for name, choices in picked.items():
         if len(set(choices)) > 1:
             raise InvalidSetting(

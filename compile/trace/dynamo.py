@@ -26,8 +26,9 @@ from ...torch_compat.dynamo import (
     input_source,
     user_location,
 )
+from ...torch_compat.symbolic import expression_of
+from ..ir.compilation import CompileRequest
 from ..ir.locations import first_line
-from ..ir.request import CompileRequest
 from ..ir.serialization import Ref, referring
 from .examples import Examples, Leaf, example_inputs, mark
 from .external_state import reads
@@ -58,7 +59,7 @@ class Trace:
     def symbol_of(self, value: Any) -> sympy.Expr:
         """A size as an expression over the symbols that remain after Dynamo's equalities."""
         if isinstance(value, torch.SymInt):
-            return self.shape_env.replace(value.node.expr)
+            return expression_of(value)
         return sympy.Integer(value)
 
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ...errors import ExampleInputsMissing, ExampleMismatch, UndeclaredDynamicShape, UnknownInput
 from ...torch_compat.dynamo import mark_dynamic
+from ...torch_compat.tensors import leaves_with_paths, tree_map_only
+from ..ir.compilation import ExampleArguments
 from ..ir.config import TOKENS, CompileConfig, InputSpec
 from ..ir.plan import Constant
-from ..ir.request import ExampleArguments
 from ..ir.serialization import dtype_name, encode
 
 # Sizes unlike any that a model treats specially: a guard such as T % 8 == 0 must show itself.
@@ -64,8 +64,7 @@ class Examples:
 
 def leaves(arguments: dict[str, Any]) -> list[Leaf]:
     """All leaves of the arguments with their paths, in pytree order."""
-    flat, _ = pytree.tree_flatten_with_path(arguments)
-    return [Leaf(tuple(_step(entry) for entry in path), value) for path, value in flat]
+    return [Leaf(path, value) for path, value in leaves_with_paths(arguments)]
 
 
 def example_inputs(
@@ -81,7 +80,7 @@ def example_inputs(
     signature = inspect.signature(model.forward)
     if given is None:
         given = (), _built(signature, config, device)
-    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
+    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, given)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     specs = config.input_specs() or _inferred(leaves(bound.arguments))
@@ -187,14 +186,3 @@ def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return str(InputSpec(dtype=dtype_name(value.dtype), shape=tuple(value.shape)))
     return type(value).__name__
-
-
-def _step(entry: Any) -> str | int:
-    match entry:
-        case pytree.MappingKey(key) if isinstance(key, (str, int)):
-            return key
-        case pytree.SequenceKey(index):
-            return int(index)
-        case pytree.GetAttrKey(name):
-            return str(name)
-    return str(entry)

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ...cache.keys.code_fingerprint import fingerprint
+from ...torch_compat.modules import forward_hooks, global_forward_hooks
 
 DEPTH = 6
 """How deep an attribute of a module is followed; configuration objects are seldom deeper than 3."""
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _INHERITED = frozenset(vars(torch.nn.Module()))
 
 
@@ -32,10 +32,10 @@ def module_attributes(model: torch.nn.Module) -> dict[str, Any]:
             "class": _named(type(module)),
             "training": module.training,
             **{k: described(v, DEPTH) for k, v in sorted(vars(module).items()) if _own(k)},
-            **{hooks: described(list(vars(module)[hooks].values()), DEPTH) for hooks in _HOOKS},
+            **{kind: described(hooks, DEPTH) for kind, hooks in forward_hooks(module).items()},
         }
         for name, module in model.named_modules()
-    } | {"global hooks": described(_global_hooks(), DEPTH)}
+    } | {"global hooks": described(global_forward_hooks(), DEPTH)}
 
 
 def described(value: Any) -> Any:
@@ -45,13 +45,6 @@ def described(value: Any) -> Any:
 
 def _own(name: str) -> bool:
     return name not in _INHERITED
-
-
-def _global_hooks() -> list[Any]:
-    """Hooks that torch runs around every module."""
-    module = torch.nn.modules.module
-    kinds = (module._global_forward_pre_hooks, module._global_forward_hooks)
-    return [hook for hooks in kinds for hook in hooks.values()]
 
 
 class _Describer:

@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ...torch_compat.ops import triton_writes
-from ...torch_compat.tensors import fresh_fake_mode, storage_id, tree_map_only, writes_of_faking
-from ..ir.op_names import op_names, overload_of
-from ..ir.writes import tensors_in, written_by
+from ...torch_compat.ops import HigherOrderOperator, overload_of, triton_writes
+from ...torch_compat.tensors import (
+    fresh_fake_mode,
+    storage_id,
+    tree_map_only,
+    writes_counted,
+    writes_of_faking,
+)
+from ..ir.ops import op_names, tensors_in, written_by
 from .dynamo import Trace
 from .examples import Leaf
 
@@ -36,7 +41,8 @@ def written_arguments(trace: Trace) -> set[Node]:
         written |= {
             storage
             for tensor in _dense(node.meta.get("example_value"))
-            if (storage := storage_id(tensor)) in untouched and tensor._version > untouched[storage]
+            if (storage := storage_id(tensor)) in untouched
+            and writes_counted(tensor) > untouched[storage]
         }
         args, kwargs = tree_map_only(
             Node, lambda used: used.meta.get("example_value"), (node.args, node.kwargs)
@@ -49,8 +55,8 @@ def written_arguments(trace: Trace) -> set[Node]:
 def _written(node: Node, args: Any, kwargs: Any) -> Iterable[Tensor]:
     """What an op's schema or a Triton kernel's code says; else all, for an op of higher order."""
     if op_names(node):
-        return written_by(overload_of(node), args, kwargs)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return written_by(overload_of(node.target), args, kwargs)
+    if isinstance(node.target, HigherOrderOperator):
         known = triton_writes(node, kwargs)
         return _dense((args, kwargs) if known is None else known)
     return ()

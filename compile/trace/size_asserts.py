@@ -8,21 +8,19 @@ assertion about a size that depends on data stays where it is.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import sympy
 import torch
 from torch.fx import Graph, Node
 
+from ...torch_compat.symbolic import expression_of
 from ..ir.locations import node_location
 
 SizeAssert = tuple[sympy.Basic, str | None]
 """What must hold, and the file:line of the user's code that assumed it."""
 
 
-def take_size_asserts(
-    graph: Graph, symbols: Collection[sympy.Symbol], shape_env: Any
-) -> list[SizeAssert]:
+def take_size_asserts(graph: Graph, symbols: Collection[sympy.Symbol]) -> list[SizeAssert]:
     """Remove the assertions over `symbols` alone from `graph` and return them in order."""
     taken: list[SizeAssert] = []
     for node in list(graph.nodes):
@@ -31,7 +29,7 @@ def take_size_asserts(
         condition = node.args[0]
         value = condition.meta["example_value"] if isinstance(condition, Node) else condition
         if isinstance(value, torch.SymBool):
-            expression = shape_env.replace(value.node.expr)
+            expression = expression_of(value)
         else:
             expression = sympy.true if value else sympy.false
         if expression.free_symbols <= set(symbols):

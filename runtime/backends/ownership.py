@@ -13,10 +13,9 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 from torch import Tensor
-from torch._ops import OpOverload
 
-from ...compile.ir.writes import tensors_in
-from ...torch_compat.ops import is_composite, run_kernel
+from ...compile.ir.ops import tensors_in
+from ...torch_compat.ops import OpOverload, is_composite, run_kernel
 from ...torch_compat.tensors import (
     StorageWeakRef,
     TorchDispatchMode,

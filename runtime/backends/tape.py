@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from ...compile.ir.writes import tensors_in, written_by
+from ...compile.ir.ops import tensors_in, written_by
 from ...errors import HostReadInCapture
+from ...torch_compat.ops import OpOverload
 from ...torch_compat.tensors import storage_id, tree_map_only, without_modes
 from .ownership import Ownership, TensorTracker
 

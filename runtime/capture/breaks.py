@@ -11,15 +11,13 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar, overload
 
-from torch._ops import OpOverload
-from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from ...compile.backends.partition import partitions_through
-from ...compile.ir.writes import tensors_in
-from ...compile.lower.codegen import resolve_op
+from ...compile.ir.ops import resolve_op, tensors_in
 from ...compile.lower.compiled_model import CompiledModel
-from ...torch_compat.tensors import is_faking
+from ...torch_compat.ops import OpOverload
+from ...torch_compat.tensors import is_fake, is_faking
 from .recorder import ACTIVE
 
 P = ParamSpec("P")
@@ -61,7 +59,7 @@ def _breaking(fn: Callable[P, R], fake: Callable[..., Any] | None) -> Callable[P
 def _write_to(*args: Any, **kwargs: Any) -> None:
     """The default fake: write to every tensor argument."""
     for tensor in tensors_in((args, kwargs)):
-        if isinstance(tensor, FakeTensor):
+        if is_fake(tensor):
             tensor.zero_()
 
 

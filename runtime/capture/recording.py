@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compile.ir.writes import tensors_in
+from ...compile.ir.ops import tensors_in
 from ...errors import EagerResultChanged, RecordingReleased
 from ...torch_compat.tensors import storage_id, tree_flatten, tree_leaves, tree_unflatten
 from ..backends.ownership import Ownership

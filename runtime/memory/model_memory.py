@@ -11,7 +11,7 @@ from ...compile.ir.plan import Plan
 from ...compile.lower.compiled_model import CompiledModel
 from ..check_choice import must_be_one_of
 from ..config import Config
-from ..step.static_inputs import InputSpec, StaticInputs
+from ..step.static_inputs import StaticInputs, StaticInputSpec
 from .ledger import MemoryLedger, Owner
 
 
@@ -29,7 +29,7 @@ def static_inputs(
         name = ".".join(map(str, item.path))
         padding, sentinel = config.padding_of(name)
         specs.append(
-            InputSpec(
+            StaticInputSpec(
                 name=name,
                 dims=tuple(labels[d] if isinstance(d, str) else d for d in item.shape),
                 dtype=getattr(torch, item.dtype),

@@ -13,6 +13,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ...errors import MovedTensor
+from ...torch_compat.modules import tensor_dict
 
 Read = Callable[[], Tensor | None]
 
@@ -59,8 +60,7 @@ class Addresses:
         for name in names:
             path, _, leaf = name.rpartition(".")
             owner = module.get_submodule(path)
-            table = owner._parameters if leaf in owner._parameters else owner._buffers
-            self._watch(name, partial(table.get, leaf))
+            self._watch(name, partial(tensor_dict(owner, leaf).get, leaf))
 
     def _watch(self, name: str, read: Read) -> None:
         if name in self._watched:

@@ -24,7 +24,7 @@ Load = Callable[[tuple[Tensor, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class InputSpec:
+class StaticInputSpec:
     """One input. A string in `dims` names a symbol, such as "num_tokens"; a number is fixed.
 
     REPEAT repeats the last real row (zeros if there is none); SENTINEL writes `sentinel`, such as
@@ -57,7 +57,7 @@ class StaticInputs:
 
     def __init__(
         self,
-        specs: Sequence[InputSpec],
+        specs: Sequence[StaticInputSpec],
         limits: Mapping[str, int],
         device: torch.device,
         *,
@@ -101,7 +101,7 @@ class StaticInputs:
             if got != wanted:
                 raise InputMismatch(name=name, got=_form(*got), expected=_form(*wanted))
 
-    def _view(self, spec: InputSpec, shape: tuple[int, ...]) -> Tensor:
+    def _view(self, spec: StaticInputSpec, shape: tuple[int, ...]) -> Tensor:
         if spec.name in self.owned:
             return real_part(self.owned[spec.name], shape)
         return self._buffers[spec.name][: prod(shape)].view(shape)
@@ -165,7 +165,7 @@ def _load(
         fill()
 
 
-def _stay(spec: InputSpec, recorded: int, tensor: Tensor) -> None:
+def _stay(spec: StaticInputSpec, recorded: int, tensor: Tensor) -> None:
     """Check that an engine's buffer is the captured one; nothing is copied."""
     now = tensor.data_ptr()
     if now != recorded:
@@ -186,7 +186,9 @@ def _box(tensor: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in bounds)]
 
 
-def _fills(spec: InputSpec, view: Tensor, real: tuple[int, ...]) -> Iterator[Callable[[], object]]:
+def _fills(
+    spec: StaticInputSpec, view: Tensor, real: tuple[int, ...]
+) -> Iterator[Callable[[], object]]:
     """Functions that write the padding: all of `view` outside the box `real`, in disjoint parts.
 
     They go from the last dynamic dimension to the first. The part of a dimension is real in the

@@ -25,12 +25,11 @@ import torch
 
 from ...errors import WorkAfterSeal
 from ...events import Event, Events
+from ...torch_compat.structured_trace import TRACE_LOGGER
 from ..config import AfterSeal
 from ..step.forward_context import CURRENT, ForwardContext
 
 _MEANT: ContextVar[bool] = ContextVar("piecegraph_meant", default=False)
-
-TRACE_LOGGER = "torch.__trace"
 
 
 class Kind(StrEnum):

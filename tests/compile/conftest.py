@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from piecegraph.cache import Cache
+from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.ir.config import CompileConfig
-from piecegraph.compile.ir.request import CompileRequest
 from piecegraph.compile.lower.compiled_model import CompiledModel
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.events import Events

@@ -21,9 +21,8 @@ from piecegraph.cache import Cache, Key
 from piecegraph.compile.backends import registry as compilers
 from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.bundle.key_factors import trace_key
-from piecegraph.compile.ir.artifact import CODE, Blobs, Finish, PieceFn
+from piecegraph.compile.ir.compilation import CODE, Blobs, CompileRequest, Finish, PieceFn
 from piecegraph.compile.ir.config import CompileConfig
-from piecegraph.compile.ir.request import CompileRequest
 from piecegraph.compile.lower.compiled_model import CompiledModel
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.events import Events

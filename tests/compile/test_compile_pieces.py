@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from piecegraph.compile.backends import registry as compilers
 from piecegraph.compile.backends.registry import Compiler
-from piecegraph.compile.ir.artifact import Finish
+from piecegraph.compile.ir.compilation import Finish
 from piecegraph.errors import PieceFailed
 
 from . import ops as _registers  # noqa: F401

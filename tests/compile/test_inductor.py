@@ -127,7 +127,7 @@ class Rotated(nn.Module):
 
 
 def test_op_that_mutates_views_is_neither_copied_nor_lost(compiled):
-    """Inductor itself undoes the functionalisation of custom ops without a copy: no pass needed."""
+    """Inductor itself undoes the functionalization of custom ops without a copy: no pass needed."""
     model = Rotated()
     made, sources = run_and_get_code(compiled, model, inputs=X, compiler="inductor")
     (code,) = [source for source in sources if "piecegraph_test.turn" in source]

@@ -15,8 +15,8 @@ from piecegraph.compile.backends.partition import (
     partitions_through,
 )
 from piecegraph.compile.backends.registry import Compiler
-from piecegraph.compile.debug import piece_graphs
-from piecegraph.compile.ir.artifact import CODE
+from piecegraph.compile.debug import debug_pieces
+from piecegraph.compile.ir.compilation import CODE
 from piecegraph.compile.ir.config import CompileConfig
 from piecegraph.compile.pieces.fingerprint import fingerprint
 from piecegraph.errors import InvalidSetting, NotPartitioned, UnknownSplittingOp
@@ -70,7 +70,7 @@ def test_equal_to_eager_and_to_pieces_and_loaded_the_next_time(compiled):
 def test_each_range_is_cut(compiled):
     model = Stack(1)
     made = compiled(model, **WHOLE, compile_ranges=(16,), compile_sizes=(4,))
-    assert [span.partitions for span in made.plan.spans] == [2] * len(made.plan.spans)
+    assert [span.partitions for span in made.plan.ranges] == [2] * len(made.plan.ranges)
     for size in (1, 4, 16, 17):
         x = torch.randn(size, 8)
         torch.testing.assert_close(made(x), model(x).detach())
@@ -248,7 +248,7 @@ def _replace_torch(monkeypatch, made):
 
 
 def whole(model, **settings):
-    (piece,) = piece_graphs(model, CompileConfig(**{**WHOLE, **settings}), CPU)
+    (piece,) = debug_pieces(model, CompileConfig(**{**WHOLE, **settings}), CPU)
     return piece
 
 

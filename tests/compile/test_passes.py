@@ -222,12 +222,12 @@ def is_relu(node: Node) -> bool:
 
 
 def test_passes_are_on_by_default_by_switch_and_by_size():
-    assert [each.name for each in passes_for(CompileConfig())] == ["no_op", "functionalisation"]
+    assert [each.name for each in passes_for(CompileConfig())] == ["no_op", "functionalization"]
     config = CompileConfig(
         pass_switches={"silu_and_mul": True, "no_op": False},
         user_passes=(double_adds, GraphPass("small", double_adds, max_num_tokens=16)),
     )
-    names = ["silu_and_mul", "functionalisation", "double_adds", "small"]
+    names = ["silu_and_mul", "functionalization", "double_adds", "small"]
     assert [each.name for each in passes_for(config)] == names
     assert [each.name for each in passes_for(config, 16)] == names
     assert [each.name for each in passes_for(config, 17)] == names[:-1]
@@ -256,7 +256,7 @@ def test_passes_that_are_not_there_are_refused(settings):
 def test_passes_are_on_from_their_level():
     assert passes_for(CompileConfig(level=0)) == ()
     on = [each.name for each in passes_for(CompileConfig(level=1))]
-    assert on == ["no_op", "functionalisation"]
+    assert on == ["no_op", "functionalization"]
     forced = CompileConfig(level=0, pass_switches={"no_op": True})
     assert [each.name for each in passes_for(forced)] == ["no_op"]
 
@@ -311,7 +311,7 @@ def test_inductor_runs_the_passes_that_are_on(compiled):
         "no_op",
         "add_rms_norm",
         "silu_and_mul",
-        "functionalisation",
+        "functionalization",
     ]
     assert dict(ran)["add_rms_norm"] == 1
     assert dict(ran)["silu_and_mul"] == 1

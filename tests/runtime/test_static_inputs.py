@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from piecegraph.errors import InputMismatch, InvalidSetting, MovedTensor, SizeOutOfRange
 from piecegraph.runtime.config import Padding
-from piecegraph.runtime.step.static_inputs import BoundInputs, InputSpec, StaticInputs
+from piecegraph.runtime.step.static_inputs import BoundInputs, StaticInputs, StaticInputSpec
 
 CPU = torch.device("cpu")
-IDS = InputSpec("ids", ("num_tokens",), torch.int64, Padding.SENTINEL, -1)
-HIDDEN = InputSpec("hidden", ("num_tokens", 2), torch.float32)
-POSITIONS = InputSpec("positions", (3, "num_tokens"), torch.int64, Padding.REPEAT)
+IDS = StaticInputSpec("ids", ("num_tokens",), torch.int64, Padding.SENTINEL, -1)
+HIDDEN = StaticInputSpec("hidden", ("num_tokens", 2), torch.float32)
+POSITIONS = StaticInputSpec("positions", (3, "num_tokens"), torch.int64, Padding.REPEAT)
 
 
-def bind(*specs: InputSpec, limit: int = 8, padded: int = 4, **options: Any) -> Any:
+def bind(*specs: StaticInputSpec, limit: int = 8, padded: int = 4, **options: Any) -> Any:
     inputs = StaticInputs(specs, {"num_tokens": limit}, CPU, **options)
     return inputs.at({"num_tokens": padded})
 
@@ -48,7 +48,7 @@ def test_failure_25_padding_is_written_at_every_step() -> None:
 
 
 def test_failure_26_padding_is_finite_from_the_first_step_on() -> None:
-    bound = bind(InputSpec("kept", ("num_tokens",), torch.float32, Padding.KEEP))
+    bound = bind(StaticInputSpec("kept", ("num_tokens",), torch.float32, Padding.KEEP))
     load(bound, (torch.ones(2),), (2,))
     assert bound.views[0].tolist() == [1, 1, 0, 0]
     load(bound, (torch.full((1,), 2.0),), (1,))
@@ -56,7 +56,7 @@ def test_failure_26_padding_is_finite_from_the_first_step_on() -> None:
 
 
 def test_failure_29_a_sentinel_is_what_the_engine_reserves() -> None:
-    bound = bind(InputSpec("slots", ("num_tokens",), torch.int64, Padding.SENTINEL, 1024))
+    bound = bind(StaticInputSpec("slots", ("num_tokens",), torch.int64, Padding.SENTINEL, 1024))
     load(bound, (torch.tensor([3]),), (1,))
     assert bound.views[0].tolist() == [3, 1024, 1024, 1024]
 
@@ -128,7 +128,7 @@ paddings = st.sampled_from(Padding)
 def test_loading_equals_padding_by_hand(data: Any, padding: Padding, dims: Any) -> None:
     limits = {"a": 5, "b": 4}
     padded = {name: data.draw(st.integers(1, limit)) for name, limit in limits.items()}
-    spec = InputSpec("x", dims, torch.int64, padding, 7)
+    spec = StaticInputSpec("x", dims, torch.int64, padding, 7)
     bound = StaticInputs([spec], limits, CPU).at(padded)
     bound.views[0].random_(100, 200)
     expected = bound.views[0].clone()

@@ -193,14 +193,14 @@ def test_equal_pieces_that_are_not_equal_are_found(subject, found, monkeypatch):
 
 def test_a_wrong_stitching_order_is_found(subject, found, monkeypatch):
     """Outputs of a piece are handed on in the wrong order."""
-    right = planning.Planner.piece
+    right = planning.PlanBuilder.piece
 
     def crossed(self, index, piece):
         right(self, index, piece)
         step = self._steps[-1]
         self._steps[-1] = step.model_copy(update={"args": step.args[:1] + step.args[:0:-1]})
 
-    monkeypatch.setattr(planning.Planner, "piece", crossed)
+    monkeypatch.setattr(planning.PlanBuilder, "piece", crossed)
     finding, _ = found(subject(models.Tiny()))
     assert finding.stage in ("traced graph", "split")
 

@@ -189,7 +189,7 @@ def _cpp_loop(prepared: PreparedModel, x: torch.Tensor, folder: Path) -> Callabl
     loop.set(place(plan.inputs[0].name), x)
     for weight in plan.weights:
         loop.set(place(weight.name), compiled.weights[weight.target])
-    artifacts = plan.spans[0].artifacts
+    artifacts = plan.ranges[0].artifacts
     for step in plan.steps:
         if step.kind == "piece":
             runner = compiled.pieces[artifacts[step.piece]].__self__  # type: ignore[attr-defined]

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from ... import Decision, ForwardContext, PreparedModel, forward_context
+from ...torch_compat.ops import OpOverload, given_arguments, op_name, overload_name
 from ...torch_compat.tensors import TorchDispatchMode, tree_leaves
 from .subject import Subject
 
@@ -49,8 +49,8 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name
-        if name not in self._names and f"{name}.{func._overloadname}" not in self._names:
+        name = op_name(func)
+        if name not in self._names and overload_name(func) not in self._names:
             return func(*args, **kwargs)
         before = copies(_read(func, args, kwargs))
         result = func(*args, **kwargs)
@@ -60,9 +60,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _read(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that the op's schema does not say it writes to."""
-    given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}
-    written = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
-    return [value for name, value in given.items() if name not in written]
+    return [value for value, written in given_arguments(func, args, kwargs) if not written]
 
 
 def copies(value: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ... import Config, ForwardContext, PreparedModel, compile_graph, forward_context, piece_graphs
+from ... import Config, ForwardContext, PreparedModel, compile_graph, debug_pieces, forward_context
 from ...torch_compat.tensors import TorchDispatchMode, tree_leaves, tree_map_only
 from .compare import first_wrong
 from .subject import Subject
@@ -42,7 +42,7 @@ def guilty_operator(subject: Subject, prepared: PreparedModel, step: int, use: i
     """
     examples = None if subject.config.inputs else _arguments(subject, 0)
     device = next(iter(subject.model.parameters()), torch.empty(0)).device
-    graphs = piece_graphs(subject.model, subject.config, device, examples)
+    graphs = debug_pieces(subject.model, subject.config, device, examples)
     piece = graphs[prepared.compiled.plan.piece_uses()[use]]
     values = _inputs_of(subject, prepared, [graph.graph for graph in graphs], step, use)
     nodes = [node for node in piece.graph.graph.nodes if node.op.startswith("call_")]
@@ -74,7 +74,7 @@ def _inputs_of(
         return call
 
     compiled = prepared.compiled
-    of_artifact = {a: piece for s in compiled.plan.spans for piece, a in enumerate(s.artifacts)}
+    of_artifact = {a: piece for s in compiled.plan.ranges for piece, a in enumerate(s.artifacts)}
     pieces = tuple(_plainly(graphs[of_artifact[a]]) for a in range(len(compiled.pieces)))
     run = replace(compiled, pieces=pieces).link(piece_hook=hook)
     for each, earlier in enumerate(subject.steps[: step + 1]):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...torch_compat.modules import tensor_dict
+
 DEPTH = 4
 
 
@@ -59,10 +61,9 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 def _buffers(model: torch.nn.Module) -> list[tuple[Any, Any, Tensor]]:
     return [
-        (module._buffers, key, buffer)
+        (tensor_dict(module, key), key, buffer)
         for module in model.modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None
+        for key, buffer in module.named_buffers(recurse=False)
     ]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.compile.ir.serialization import Expr, Ref
-from piecegraph.compile.lower.codegen import resolve_op, stitch, stitched_source
+from piecegraph.compile.lower.codegen import build_step, resolve_op, step_source
 
 from .plans import call, piece, small_plan
 
@@ -22,7 +22,7 @@ WEIGHTS = {"a.b": torch.ones(8)}
 
 def run(steps, results, *pieces, **hooks):
     plan = small_plan(steps, *results)
-    return stitch(plan, pieces, WEIGHTS, **hooks)(X)
+    return build_step(plan, pieces, WEIGHTS, **hooks)(X)
 
 
 def test_values_pass_from_step_to_step():
@@ -137,7 +137,7 @@ def test_every_intermediate_is_deleted_once_and_never_used_after(data):
             steps.append(call("x", *map(Ref, args), outs=outs, unpack=True))
         names.extend(outs)
     results = data.draw(st.lists(st.sampled_from(names), max_size=2))
-    source, _ = stitched_source(small_plan(steps, *results))
+    source, _ = step_source(small_plan(steps, *results))
     live: set[str] = set()
     for line in map(str.strip, source.splitlines()):
         found = re.findall(r"\bt\d+", line)
@@ -154,7 +154,7 @@ def test_every_intermediate_is_deleted_once_and_never_used_after(data):
 
 def test_size_inside_a_dict_is_computed():
     step = call("x", {"size": Expr("2*s0")}, {3: [Ref("i0")]}, outs=("t0",))
-    source, constants = stitched_source(small_plan([step]))
+    source, constants = step_source(small_plan([step]))
     assert "c0({'size': 2*s0}, {3: [i0]})" in source
     assert constants == {}
 
@@ -167,7 +167,7 @@ def test_constants_that_have_no_source_form_are_bound():
     inf = call(
         "x", math.inf, -math.inf, torch.float16, torch.device("cpu"), Mode.FAST, slice(1, None)
     )
-    source, constants = stitched_source(small_plan([inf]))
+    source, constants = step_source(small_plan([inf]))
     assert list(constants.values()) == [
         math.inf,
         -math.inf,

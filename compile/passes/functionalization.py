@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ...torch_compat.tensors import storage_id, surely, tree_leaves
+from ...torch_compat.ops import OpOverload, is_mutable
+from ...torch_compat.symbolic import surely
+from ...torch_compat.tensors import storage_id, tree_leaves
 
 _FUNCTIONALISED = torch.ops.higher_order.auto_functionalized_v2
 
@@ -87,15 +89,15 @@ def _movable(op: Node, after: list[Node]) -> set[Node]:
 
 
 def _may_write(node: Node) -> bool:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
+    if isinstance(node.target, OpOverload):
+        return is_mutable(node.target)
     known = node.target is _FUNCTIONALISED or _is_builtin(node) or node.op == "get_attr"
     return not known
 
 
 def _is_functional(node: Node) -> bool:
     """Whether only the arguments decide the result, and nothing but the result is changed."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return _is_builtin(node)
     ordered = torch.Tag.nondeterministic_seeded in node.target.tags
     collective = node.target.namespace.startswith("_c10d")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, Node
 
-from piecegraph.compile.passes import functionalisation
+from piecegraph.compile.passes import functionalization
 
 from . import ops  # noqa: F401  (registers the operators)
 from .models import Function
@@ -96,12 +96,12 @@ def test_readers_are_moved_ahead_of_the_op(function, copies):
     module = functional(function, x)
     sink(module.graph)
     assert late_readers(module.graph) == copies
-    assert functionalisation.apply(module.graph) == copies
+    assert functionalization.apply(module.graph) == copies
     assert late_readers(module.graph) == 0
     module.graph.lint()
     module.recompile()
     torch.testing.assert_close(module(x)[-1], function(x.clone()))
-    assert functionalisation.apply(module.graph) == 0
+    assert functionalization.apply(module.graph) == 0
 
 
 def original_is_returned(graph, op, base):
@@ -164,7 +164,7 @@ def test_what_needs_the_copy_is_left_alone(change):
     (op,) = graph.find_nodes(op="call_function", target=MUTATES)
     change(graph, op, _bases(op)[0])
     before = [node.name for node in graph.nodes]
-    assert functionalisation.apply(graph) == 0
+    assert functionalization.apply(graph) == 0
     assert [node.name for node in graph.nodes] == before
 
 
@@ -210,7 +210,7 @@ def test_rewritten_graph_computes_the_same(seed):
     module = functional(function, x)
     sink(module.graph)
     before = late_readers(module.graph)
-    rewrites = functionalisation.apply(module.graph)
+    rewrites = functionalization.apply(module.graph)
     assert late_readers(module.graph) == before - rewrites
     module.graph.lint()
     module.recompile()
@@ -235,12 +235,12 @@ def test_generated_code_has_a_copy_less(compiled, on):
         Function(lambda x: gated(x) + 1),  # not what another test has compiled already
         inputs={"x": "float32[num_tokens, 24]"},
         compiler="inductor",
-        pass_switches={"functionalisation": on},
+        pass_switches={"functionalization": on},
     )
     (code,) = [source for source in sources if "piecegraph_test.turn" in source]
     assert ("_clone_" in code) is not on
     assert [
         event.facts["rewrites"]
         for event in made.events.named("pass")
-        if event.facts["graph_pass"] == "functionalisation"
+        if event.facts["graph_pass"] == "functionalization"
     ] == [1] * on

@@ -1,0 +1,70 @@
+"""Operators by name, and what their schemas say they write to.
+
+`ns::op` names all overloads of an operator, `ns::op.overload` one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ...torch_compat.ops import is_op, mutated_arguments, op_name, overload_name
+from ...torch_compat.tensors import TorchDispatchMode, storage_id, tree_leaves
+
+ALLOCATIONS = frozenset(
+    {torch.empty, torch.empty_like, torch.empty_strided, "new_empty", "new_empty_strided"}
+)
+"""Targets of nodes that allocate a tensor without filling it."""
+
+
+def is_custom(target: Any) -> bool:
+    """Whether `target` is an operator that is not one of torch's own."""
+    return is_op(target) and not op_name(target).startswith(("aten::", "prims::"))
+
+
+def op_names(node: Node) -> frozenset[str]:
+    """The names by which `splitting_ops` may refer to a node: `ns::op` and `ns::op.overload`."""
+    if not is_op(node.target):
+        return frozenset()
+    return frozenset({op_name(node.target), overload_name(node.target)})
+
+
+def resolve_op(name: str) -> Callable[..., Any]:
+    """The operator overload called `ns::op.overload`."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    op: Callable[..., Any] = getattr(
+        getattr(getattr(torch.ops, namespace), packet), overload or "default"
+    )
+    return op
+
+
+class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records which tensors the operators called inside write to."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages: set[int] = set()
+
+    def include(self, tensor: Tensor) -> bool:
+        return storage_id(tensor) in self._storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        self._storages |= {storage_id(tensor) for tensor in written_by(func, args, given)}
+        return func(*args, **given)
+
+
+def written_by(op: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that the schema of `op` says it writes to."""
+    for given in mutated_arguments(op, args, kwargs):
+        yield from tensors_in(given)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors inside nested tuples, lists and dicts, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

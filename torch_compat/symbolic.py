@@ -1,0 +1,112 @@
+"""Symbolic sizes: their expressions, the guards a shape environment holds, interval proofs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import sympy
+
+Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
+
+
+def expression_of(value: Symbolic) -> sympy.Expr:
+    """The expression of a symbolic value, over the symbols that remain after all equalities."""
+    return value.node.expr
+
+
+def original_symbol(size: torch.SymInt) -> sympy.Symbol:
+    """The symbol that a dimension was given first, before it was found equal to another."""
+    return size.node._expr
+
+
+def traced_size(size: int | torch.SymInt) -> int:
+    """The number that a size had when it was traced."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def state_equal(one: int | torch.SymInt, other: int | torch.SymInt) -> None:
+    """State that two sizes are always equal: their symbols become one."""
+    torch._check(one == other)  # type: ignore[no-untyped-call]
+
+
+def surely(condition: Any) -> bool:
+    """Whether a condition on sizes is known to hold for all of them; adds no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(condition)
+
+
+def fx_nodes_of(expression: sympy.Expr, proxies: Mapping[sympy.Symbol, torch.fx.Proxy]) -> Any:
+    """Write the arithmetic of `expression` over `proxies` into their graph; the result's proxy."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    return sympy_interp(PythonReferenceAnalysis, dict(proxies), expression)
+
+
+def python_text(expression: sympy.Basic) -> str:
+    """The expression as Python source over the names of its symbols."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    text: str = PythonPrinter().doprint(expression)
+    return text
+
+
+def holds_by_intervals(
+    condition: sympy.Basic, ranges: Mapping[sympy.Symbol, tuple[int, int]]
+) -> bool:
+    """Whether interval arithmetic proves `condition` over `ranges` (inclusive)."""
+    import sympy
+    from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+    bounds = {symbol: ValueRanges(low, high) for symbol, (low, high) in ranges.items()}
+    try:
+        decided = bound_sympy(condition, bounds)
+    except Exception:  # an operator without interval semantics
+        return False
+    return decided.is_singleton() and decided.lower is sympy.true
+
+
+# A shape environment: what tracing assumed about sizes.
+
+Located = tuple["sympy.Basic", str | None]
+"""A condition on sizes, and file:line of the user's code that caused it."""
+
+
+def shape_guards(env: Any, start: int = 0) -> list[Located]:
+    """Guards in the order in which they were added, from the one numbered `start`."""
+    return [(guard.expr, user_line(guard.sloc)) for guard in env.guards[start:]]
+
+
+def narrowed_range(env: Any, symbol: sympy.Symbol) -> Iterator[Located]:
+    """Bounds that tracing put on an unbacked size."""
+    import sympy
+
+    bounds = env.var_to_range.get(symbol)
+    if bounds is not None:
+        lines = env.var_to_range_sloc[symbol]
+        yield sympy.Ge(symbol, bounds.lower), user_line(lines.lower)
+        if bounds.upper.is_Integer:
+            yield sympy.Le(symbol, bounds.upper), user_line(lines.upper)
+
+
+def deferred_asserts(env: Any) -> list[sympy.Basic]:
+    """Conditions that torch wanted to check at run time."""
+    items = [item for deferred in env.deferred_runtime_asserts.values() for item in deferred]
+    return [env.replace(item.expr) for item in items]
+
+
+def replaced_symbols(env: Any) -> dict[sympy.Symbol, Located]:
+    """Symbols that tracing replaced: by what, and the line that caused it."""
+    lines = env.replacements_slocs
+    return {s: (value, user_line(lines.get(s))) for s, value in env.replacements.items()}
+
+
+def user_line(sloc: Any) -> str | None:
+    """`file.py:8` of the user's code, from torch's `code  # file.py:8 in fn`."""
+    text = getattr(sloc, "maybe_user_loc", None)
+    return text.rpartition("#")[2].strip() if text else None
