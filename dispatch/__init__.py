@@ -1,136 +1,94 @@
-"""Which runtime mode, which descriptor, which sizes: pure policy, without tensors or devices.
+"""Which runtime mode, which descriptor, which sizes: policy without tensors or devices.
 
-What a step needs is imported here; buckets and fitted sizes are loaded when first named.
+`make_plan` lists the graphs to capture and `Dispatcher` chooses one for each `Batch`. `resolve`
+turns a requested graph mode into a usable one. `sizing` chooses capture sizes, `buckets` plans
+padded shapes for engines that bucket in several dimensions.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .decision import NO_GRAPH, Decision, Reason
-from .descriptor import Batch, BatchDescriptor
-from .dispatcher import Candidate, Dispatcher
-from .lora import lora_cases
-from .modes import AttentionSupport, GraphMode, RuntimeMode
-from .plan import Axis, DispatchPlan, PaddingLimit, PlanEntry, make_plan
-from .resolve import (
-    LevelDefaults,
-    ModeChange,
-    ModelTraits,
-    ResolvedMode,
-    level_defaults,
-    resolve_mode,
-)
-from .sizing.histogram import Histogram
-from .sizing.ladder import (
-    DecodeTier,
-    align_sizes,
-    decode_tiers,
-    default_capture_sizes,
-    user_capture_sizes,
-)
+from ..lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .buckets.coverage import Hole, close_holes, find_holes
-    from .buckets.defaults import BucketRanges, BucketStrategy, default_ranges
-    from .buckets.file import read_buckets
-    from .buckets.limits import Bucket, BucketLimits, Phase
-    from .buckets.planning import filter_buckets, plan_buckets, with_drafts
-    from .buckets.table import BucketTable
-    from .sizing.fit import fit_sizes
-    from .sizing.traffic import (
-        Refit,
-        Validated,
-        Waste,
-        fit_validated,
-        padding_waste,
-        refit,
-        tail_sizes,
-    )
+    from .batch import NO_GRAPH as NO_GRAPH
+    from .batch import Batch as Batch
+    from .batch import BatchDescriptor as BatchDescriptor
+    from .batch import Decision as Decision
+    from .batch import Reason as Reason
+    from .buckets.bucket import Bucket as Bucket
+    from .buckets.bucket import BucketLimits as BucketLimits
+    from .buckets.bucket import Phase as Phase
+    from .buckets.coverage import Hole as Hole
+    from .buckets.coverage import close_holes as close_holes
+    from .buckets.coverage import find_holes as find_holes
+    from .buckets.file import read_buckets as read_buckets
+    from .buckets.ranges import BucketRanges as BucketRanges
+    from .buckets.ranges import BucketStrategy as BucketStrategy
+    from .buckets.ranges import default_ranges as default_ranges
+    from .buckets.table import BucketTable as BucketTable
+    from .buckets.table import filter_buckets as filter_buckets
+    from .buckets.table import plan_buckets as plan_buckets
+    from .buckets.table import with_drafts as with_drafts
+    from .dispatcher import Candidate as Candidate
+    from .dispatcher import Dispatcher as Dispatcher
+    from .modes import AttentionSupport as AttentionSupport
+    from .modes import GraphMode as GraphMode
+    from .modes import RuntimeMode as RuntimeMode
+    from .plan import Axis as Axis
+    from .plan import DispatchPlan as DispatchPlan
+    from .plan import PaddingLimit as PaddingLimit
+    from .plan import PlanEntry as PlanEntry
+    from .plan import lora_cases as lora_cases
+    from .plan import make_plan as make_plan
+    from .resolve import LevelDefaults as LevelDefaults
+    from .resolve import ModeChange as ModeChange
+    from .resolve import ModelTraits as ModelTraits
+    from .resolve import ResolvedMode as ResolvedMode
+    from .resolve import level_defaults as level_defaults
+    from .resolve import resolve_mode as resolve_mode
+    from .sizing.capture_sizes import DecodeTier as DecodeTier
+    from .sizing.capture_sizes import align_sizes as align_sizes
+    from .sizing.capture_sizes import decode_tiers as decode_tiers
+    from .sizing.capture_sizes import default_capture_sizes as default_capture_sizes
+    from .sizing.capture_sizes import user_capture_sizes as user_capture_sizes
+    from .sizing.fit import fit_sizes as fit_sizes
+    from .sizing.traffic import Histogram as Histogram
+    from .sizing.traffic import Refit as Refit
+    from .sizing.traffic import Validated as Validated
+    from .sizing.traffic import Waste as Waste
+    from .sizing.traffic import fit_validated as fit_validated
+    from .sizing.traffic import padding_waste as padding_waste
+    from .sizing.traffic import refit as refit
+    from .sizing.traffic import tail_sizes as tail_sizes
 
-__all__ = [
-    "NO_GRAPH",
-    "AttentionSupport",
-    "Axis",
-    "Batch",
-    "BatchDescriptor",
-    "Bucket",
-    "BucketLimits",
-    "BucketRanges",
-    "BucketStrategy",
-    "BucketTable",
-    "Candidate",
-    "Decision",
-    "DecodeTier",
-    "DispatchPlan",
-    "Dispatcher",
-    "GraphMode",
-    "Histogram",
-    "Hole",
-    "LevelDefaults",
-    "ModeChange",
-    "ModelTraits",
-    "PaddingLimit",
-    "Phase",
-    "PlanEntry",
-    "Reason",
-    "Refit",
-    "ResolvedMode",
-    "RuntimeMode",
-    "Validated",
-    "Waste",
-    "align_sizes",
-    "close_holes",
-    "decode_tiers",
-    "default_capture_sizes",
-    "default_ranges",
-    "filter_buckets",
-    "find_holes",
-    "fit_sizes",
-    "fit_validated",
-    "level_defaults",
-    "lora_cases",
-    "make_plan",
-    "padding_waste",
-    "plan_buckets",
-    "read_buckets",
-    "refit",
-    "resolve_mode",
-    "tail_sizes",
-    "user_capture_sizes",
-    "with_drafts",
-]
-
-_LOADED_WHEN_NAMED = {
-    "BucketRanges": "buckets.defaults",
-    "BucketStrategy": "buckets.defaults",
-    "default_ranges": "buckets.defaults",
-    "read_buckets": "buckets.file",
-    "Bucket": "buckets.limits",
-    "BucketLimits": "buckets.limits",
-    "Phase": "buckets.limits",
-    "BucketTable": "buckets.table",
-    "filter_buckets": "buckets.planning",
-    "plan_buckets": "buckets.planning",
-    "with_drafts": "buckets.planning",
-    "Hole": "buckets.coverage",
-    "close_holes": "buckets.coverage",
-    "find_holes": "buckets.coverage",
-    "fit_sizes": "sizing.fit",
-    "Refit": "sizing.traffic",
-    "Validated": "sizing.traffic",
-    "Waste": "sizing.traffic",
-    "fit_validated": "sizing.traffic",
-    "padding_waste": "sizing.traffic",
-    "refit": "sizing.traffic",
-    "tail_sizes": "sizing.traffic",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LOADED_WHEN_NAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_LOADED_WHEN_NAMED[name]}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        ".batch": ("NO_GRAPH", "Batch", "BatchDescriptor", "Decision", "Reason"),
+        ".buckets.bucket": ("Bucket", "BucketLimits", "Phase"),
+        ".buckets.coverage": ("Hole", "close_holes", "find_holes"),
+        ".buckets.file": ("read_buckets",),
+        ".buckets.ranges": ("BucketRanges", "BucketStrategy", "default_ranges"),
+        ".buckets.table": ("BucketTable", "filter_buckets", "plan_buckets", "with_drafts"),
+        ".dispatcher": ("Candidate", "Dispatcher"),
+        ".modes": ("AttentionSupport", "GraphMode", "RuntimeMode"),
+        ".plan": (
+            "Axis", "DispatchPlan", "PaddingLimit", "PlanEntry", "lora_cases", "make_plan",
+        ),
+        ".resolve": (
+            "LevelDefaults", "ModeChange", "ModelTraits", "ResolvedMode", "level_defaults",
+            "resolve_mode",
+        ),
+        ".sizing.capture_sizes": (
+            "DecodeTier", "align_sizes", "decode_tiers", "default_capture_sizes",
+            "user_capture_sizes",
+        ),
+        ".sizing.fit": ("fit_sizes",),
+        ".sizing.traffic": (
+            "Histogram", "Refit", "Validated", "Waste", "fit_validated", "padding_waste", "refit",
+            "tail_sizes",
+        ),
+    },
+)  # fmt: skip

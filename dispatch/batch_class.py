@@ -1,18 +1,20 @@
-"""A lane: all facts of a batch but its counts. Batches of one lane share one row of decisions."""
+"""Batch classes: batches that differ only in their counts share one decision table."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from .decision import Reason
-from .descriptor import Batch
+from .batch import Batch, Reason
 from .modes import RuntimeMode
 from .plan import DispatchPlan, PlanEntry, axis_values
 
 
-class Lane(NamedTuple):
-    """`modes` has the bit `1 << mode` for each runtime mode that may be used."""
+class BatchClass(NamedTuple):
+    """All facts of a batch except its counts.
+
+    `modes` is a bit set of the runtime modes that may be used, bit `1 << mode` each.
+    """
 
     query_len: int | None
     max_query_len: int | None
@@ -22,13 +24,13 @@ class Lane(NamedTuple):
     modes: int
 
 
-def lane_of(
+def classify(
     plan: DispatchPlan,
     batch: Batch,
     allowed_modes: Collection[RuntimeMode] | None = None,
     excluded_modes: Collection[RuntimeMode] | None = None,
-) -> Lane:
-    """The lane of `batch`; None allows every mode and excludes none, an empty collection is empty.
+) -> BatchClass:
+    """The class of `batch`. None allows every mode and excludes none; an empty set is empty.
 
     Raises BatchInvalid if the batch's axes are not the plan's.
     """
@@ -40,20 +42,20 @@ def lane_of(
     if excluded_modes is not None:
         modes &= ~mode_bits(excluded_modes)
     axes = axis_values(plan.axes, batch) if plan.axes or batch.axes else ()
-    return Lane(query_len, bound, batch.num_loras, batch.cascade, axes, modes)
+    return BatchClass(query_len, bound, batch.num_loras, batch.cascade, axes, modes)
 
 
-def contradiction(batch: Batch, lane: Lane) -> str | None:
-    """What cannot be in the facts of `batch`, which is of `lane`; None if nothing."""
+def contradiction(batch: Batch, kind: BatchClass) -> str | None:
+    """The first contradiction among the facts of `batch`, which is of class `kind`, or None."""
     num_tokens, num_reqs = batch.num_tokens, batch.num_reqs
     if num_tokens < 0 or num_reqs < 0 or batch.num_loras < 0:
         return "a count is negative"
     if num_reqs > num_tokens:
         return f"{num_reqs} requests cannot share {num_tokens} tokens"
-    if lane.query_len is not None and num_reqs * lane.query_len != num_tokens:
-        return f"{num_reqs} requests of query_len {lane.query_len} do not have {num_tokens} tokens"
-    if lane.max_query_len is not None and num_reqs * lane.max_query_len < num_tokens:
-        return f"{num_reqs} requests up to max_query_len {lane.max_query_len} have fewer tokens"
+    if kind.query_len is not None and num_reqs * kind.query_len != num_tokens:
+        return f"{num_reqs} requests of query_len {kind.query_len} do not have {num_tokens} tokens"
+    if kind.max_query_len is not None and num_reqs * kind.max_query_len < num_tokens:
+        return f"{num_reqs} requests of max_query_len {kind.max_query_len} have fewer tokens"
     return None
 
 
@@ -65,21 +67,21 @@ def mode_bits(modes: Iterable[RuntimeMode]) -> int:
 ALL_MODES = mode_bits(RuntimeMode)
 
 
-def lane_obstacle(plan: DispatchPlan, entry: PlanEntry, lane: Lane) -> Reason | None:
-    """What keeps the whole lane from the graph of `entry`, whatever the counts; None if nothing."""
+def class_obstacle(plan: DispatchPlan, entry: PlanEntry, kind: BatchClass) -> Reason | None:
+    """Why no batch of the class can use the graph of `entry`, whatever its counts, or None."""
     key = entry.descriptor
-    if key.uniform_query_len is not None and key.uniform_query_len != lane.query_len:
+    if key.uniform_query_len is not None and key.uniform_query_len != kind.query_len:
         return Reason.CAPABILITY
-    if key.max_query_len is not None and not _within(lane.max_query_len, key.max_query_len):
+    if key.max_query_len is not None and not _within(kind.max_query_len, key.max_query_len):
         return Reason.CAPABILITY
-    for axis, (_, room), (_, value) in zip(plan.axes, key.axes, lane.axes, strict=True):
-        if value > room or (value < room and not axis.rounds_up):
+    for axis, (_, captured), (_, value) in zip(plan.axes, key.axes, kind.axes, strict=True):
+        if value > captured or (value < captured and not axis.rounds_up):
             return Reason.AXIS
-    if lane.num_loras > key.lora_case:
+    if kind.num_loras > key.lora_case:
         return Reason.LORA_CASE_MISSING
-    if lane.cascade and entry.mode is RuntimeMode.FULL:
+    if kind.cascade and entry.mode is RuntimeMode.FULL:
         return Reason.CASCADE
-    if not lane.modes >> entry.mode & 1:
+    if not kind.modes >> entry.mode & 1:
         return Reason.EXCLUDED
     return None
 

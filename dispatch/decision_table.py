@@ -1,4 +1,4 @@
-"""Rows: for one lane, the decision for each number of tokens, made once and kept."""
+"""Decision tables: for one batch class, the decision for each number of tokens, computed once."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import PlanInvalid
-from .batch_class import Lane, lane_obstacle
-from .decision import NO_GRAPH, Decision, Reason
-from .descriptor import BatchDescriptor
+from .batch import NO_GRAPH, BatchDescriptor, Decision, Reason
+from .batch_class import BatchClass, class_obstacle
 from .modes import RuntimeMode
 from .plan import DispatchPlan, PlanEntry
 
@@ -25,16 +24,16 @@ NEARNESS = (
     Reason.COST,
     Reason.NO_TOKENS,
 )
-"""Obstacles in the order in which they are met: the later, the nearer a candidate came."""
+"""Obstacles in the order in which they are checked: the later, the closer a candidate came."""
 
 
 class Preference:
-    """The plan's indices from the cheapest to the dearest.
+    """The plan's graph indices from most to least preferred.
 
-    Without `costs` the better mode is the cheaper and, within a mode, the fewer padded tokens:
-    padding alone cannot be compared between modes, since NONE has none. With measured `costs`
-    (seconds by graph; `none_cost` in seconds by number of tokens) the least cost wins and NONE
-    competes; on equal cost the better mode, then the fewer tokens. Raises PlanInvalid unless
+    Without `costs` the better mode wins and, within a mode, the fewer padded tokens: padding
+    alone cannot be compared between modes, because NONE has none. With measured `costs` (seconds
+    by graph index; `none_cost` in seconds by number of tokens) the least cost wins and NONE
+    competes; on equal cost the better mode wins, then the fewer tokens. Raises PlanInvalid unless
     every graph has a cost.
     """
 
@@ -45,7 +44,7 @@ class Preference:
         none_cost: Callable[[int], float] | None = None,
     ) -> None:
         if costs is not None and costs.keys() != set(range(len(plan.entries))):
-            raise PlanInvalid(fault="the measured costs do not cover just its graphs")
+            raise PlanInvalid(fault="measured costs must cover exactly the plan's graphs")
         self.plan = plan
         self.costs = costs
         self.none_cost = none_cost if costs is not None else None
@@ -66,34 +65,35 @@ class Preference:
             key.num_reqs or sys.maxsize,
         )
 
-    def none_is_cheaper(self, indices: Sequence[int], num_tokens: int, lane: Lane) -> bool:
-        if self.costs is None or self.none_cost is None or not lane.modes & 1 << RuntimeMode.NONE:
+    def none_is_cheaper(self, indices: Sequence[int], num_tokens: int, kind: BatchClass) -> bool:
+        """Whether NONE is allowed and costs less than replaying `indices`."""
+        if self.costs is None or self.none_cost is None or not kind.modes & 1 << RuntimeMode.NONE:
             return False
         return self.none_cost(num_tokens) < sum(self.costs[graph_index] for graph_index in indices)
 
 
-class Row:
-    """The decisions of one lane by number of tokens, 0 to the largest size."""
+class DecisionTable:
+    """The decisions of one batch class by number of tokens, 0 to the largest size."""
 
-    def __init__(self, preference: Preference, lane: Lane, captured: Sequence[bool]) -> None:
+    def __init__(self, preference: Preference, kind: BatchClass, captured: Sequence[bool]) -> None:
         plan = preference.plan
         self.preference = preference
-        self.lane = lane
+        self.kind = kind
         self.captured = captured
         self.decisions: list[Decision | None] = [None] * (plan.largest + 1)
-        self._closed = {
-            graph_index: lane_obstacle(plan, plan.entries[graph_index], lane)
+        self._class_obstacles = {
+            graph_index: class_obstacle(plan, plan.entries[graph_index], kind)
             for graph_index in preference.order
         }
 
     def obstacles(self, num_tokens: int, num_reqs: int = 0) -> dict[int, Reason | None]:
-        """What keeps a batch from each graph, None where nothing does; the best first."""
+        """Why a batch cannot use each graph, None where it can; most preferred first."""
         return {
-            graph_index: closed or self._obstacle(graph_index, num_tokens, num_reqs)
-            for graph_index, closed in self._closed.items()
+            graph_index: obstacle or self._count_obstacle(graph_index, num_tokens, num_reqs)
+            for graph_index, obstacle in self._class_obstacles.items()
         }
 
-    def _obstacle(self, graph_index: int, num_tokens: int, num_reqs: int) -> Reason | None:
+    def _count_obstacle(self, graph_index: int, num_tokens: int, num_reqs: int) -> Reason | None:
         key = self.preference.plan.entries[graph_index].descriptor
         if num_tokens == 0:
             return Reason.NO_TOKENS
@@ -105,11 +105,11 @@ class Row:
             return Reason.PADDING_LIMIT
         if not self.captured[graph_index]:
             return Reason.NOT_CAPTURED
-        cheaper = self.preference.none_is_cheaper((graph_index,), num_tokens, self.lane)
+        cheaper = self.preference.none_is_cheaper((graph_index,), num_tokens, self.kind)
         return Reason.COST if cheaper else None
 
     def decide(self, num_tokens: int, num_reqs: int = 0) -> Decision:
-        """The decision for these counts, made anew."""
+        """Compute the decision for these counts."""
         entries = self.preference.plan.entries
         obstacles = self.obstacles(num_tokens, num_reqs)
         chosen = next(
@@ -123,42 +123,46 @@ class Row:
         }
         missed = max(better, key=NEARNESS.index, default=None)
         if chosen == NO_GRAPH:
-            return none_decision(self.lane, num_tokens, missed or Reason.CAPABILITY)
-        return graph_decision(entries[chosen], chosen, self.lane, num_tokens, missed)
+            return none_decision(self.kind, num_tokens, missed or Reason.CAPABILITY)
+        return graph_decision(entries[chosen], chosen, self.kind, num_tokens, missed)
 
     def at(self, num_tokens: int) -> Decision:
-        """The kept decision for so many tokens and up to `max_reqs` requests.
+        """The stored decision for a number of tokens; it holds up to its `max_reqs` requests.
 
-        In a lane of one query length the tokens tell how many requests there are.
+        In a class of one query length the number of tokens determines the number of requests.
         """
         decision = self.decisions[num_tokens]
         if decision is None:
-            num_reqs = 0 if self.lane.query_len is None else most_reqs(self.lane, num_tokens)
+            num_reqs = 0 if self.kind.query_len is None else most_reqs(self.kind, num_tokens)
             decision = self.decisions[num_tokens] = self.decide(num_tokens, num_reqs)
         return decision
 
 
 def graph_decision(
-    entry: PlanEntry, graph_index: int, lane: Lane, num_tokens: int, missed: Reason | None = None
+    entry: PlanEntry,
+    graph_index: int,
+    kind: BatchClass,
+    num_tokens: int,
+    missed: Reason | None = None,
 ) -> Decision:
     key = entry.descriptor
-    if lane.query_len is not None and key.uniform_query_len is None:
+    if kind.query_len is not None and key.uniform_query_len is None:
         reason = Reason.RELAXED
     else:
         reason = Reason.EXACT if num_tokens == key.num_tokens else Reason.PADDED
-    max_reqs = most_reqs(lane, num_tokens)
+    max_reqs = most_reqs(kind, num_tokens)
     if key.num_reqs is not None:
         max_reqs = min(max_reqs, key.num_reqs)
     return Decision(entry.mode, key, graph_index, reason, missed, max_reqs=max_reqs)
 
 
-def none_decision(lane: Lane, num_tokens: int, reason: Reason) -> Decision:
-    """NONE runs the batch as it is: nothing is padded, neither rows nor adapters nor axes."""
-    descriptor = BatchDescriptor(num_tokens, lora_case=lane.num_loras, axes=lane.axes)
-    max_reqs = most_reqs(lane, num_tokens)
+def none_decision(kind: BatchClass, num_tokens: int, reason: Reason) -> Decision:
+    """NONE runs the batch as it is: neither rows nor adapters nor axes are padded."""
+    descriptor = BatchDescriptor(num_tokens, lora_case=kind.num_loras, axes=kind.axes)
+    max_reqs = most_reqs(kind, num_tokens)
     return Decision(RuntimeMode.NONE, descriptor, NO_GRAPH, reason, reason, max_reqs=max_reqs)
 
 
-def most_reqs(lane: Lane, num_tokens: int) -> int:
-    """How many requests a batch of so many tokens can have."""
-    return num_tokens // (lane.query_len or 1)
+def most_reqs(kind: BatchClass, num_tokens: int) -> int:
+    """The largest number of requests that can share `num_tokens`."""
+    return num_tokens // (kind.query_len or 1)

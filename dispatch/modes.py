@@ -1,4 +1,4 @@
-"""Graph modes as they are configured, runtime modes as one step uses them, attention capability."""
+"""Graph modes (configured), runtime modes (of one step), and attention support."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import IntEnum, StrEnum
 
 
 class RuntimeMode(IntEnum):
-    """How one step runs; a greater value leaves less work to the host."""
+    """How one step runs; a greater value means less work on the host."""
 
     NONE = 0
     PIECEWISE = 1
@@ -14,7 +14,7 @@ class RuntimeMode(IntEnum):
 
 
 class GraphMode(StrEnum):
-    """What is configured: one routine for decode batches, one for all others (`mixed`)."""
+    """The configured mode: one runtime mode for decode batches, one for all others (`mixed`)."""
 
     NONE = "NONE"
     PIECEWISE = "PIECEWISE"
@@ -25,16 +25,16 @@ class GraphMode(StrEnum):
     @property
     def decode(self) -> RuntimeMode:
         """The best runtime mode for a decode batch."""
-        return _ROUTINES[self][0]
+        return _RUNTIME_MODES[self][0]
 
     @property
     def mixed(self) -> RuntimeMode:
-        """The best runtime mode for a batch with prefill in it."""
-        return _ROUTINES[self][1]
+        """The best runtime mode for a batch with prefill tokens."""
+        return _RUNTIME_MODES[self][1]
 
     @property
     def separate_decode(self) -> bool:
-        """Whether decode batches have graphs of their own, keyed by their query length."""
+        """Whether decode batches have separate graphs, keyed by query length."""
         return self.decode is not self.mixed
 
     @property
@@ -42,7 +42,7 @@ class GraphMode(StrEnum):
         return self.mixed is RuntimeMode.PIECEWISE
 
 
-_ROUTINES = {
+_RUNTIME_MODES = {
     GraphMode.NONE: (RuntimeMode.NONE, RuntimeMode.NONE),
     GraphMode.PIECEWISE: (RuntimeMode.PIECEWISE, RuntimeMode.PIECEWISE),
     GraphMode.FULL: (RuntimeMode.FULL, RuntimeMode.FULL),
@@ -52,7 +52,7 @@ _ROUTINES = {
 
 
 class AttentionSupport(IntEnum):
-    """The batches whose attention one attention group can run inside a FULL graph."""
+    """The batches whose attention can run inside a FULL graph, by attention group."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1

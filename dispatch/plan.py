@@ -1,4 +1,4 @@
-"""The dispatch plan: which graphs there are to be, in the order of their indices."""
+"""The dispatch plan: the graphs to capture, in the order of their indices."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ..errors import BatchInvalid, InvalidSetting, PlanInvalid
-from .descriptor import Batch, BatchDescriptor
+from .batch import Batch, BatchDescriptor
 from .modes import GraphMode, RuntimeMode
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An engine's own dimension of the key, with the values to capture for.
+    """An extra dimension of the key, defined by the engine, with the values to capture for.
 
-    A batch needs a graph of its very value, or with `rounds_up` of any value not below it.
+    A batch uses the graph captured for its value; with `rounds_up`, also one of a larger value.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class PaddingLimit:
-    """The most padding a graph may bring: padded tokens over real ones, and padding tokens."""
+    """The most padding a graph may add: padded tokens over real ones, and padding tokens."""
 
     factor: float | None = None
     tokens: int | None = None
@@ -34,13 +34,15 @@ class PaddingLimit:
     def __post_init__(self) -> None:
         for name, value, least in (("factor", self.factor, 1), ("tokens", self.tokens, 0)):
             if value is not None and value < least:
-                reason = "an exact fit would break it"
-                expected = f"{least} or more"
-                name = f"padding limit {name}"
-                raise InvalidSetting(name=name, value=value, reason=reason, expected=expected)
+                raise InvalidSetting(
+                    name=f"padding_limit.{name}",
+                    value=value,
+                    reason="even an exact fit would exceed it",
+                    expected=f"{least} or more",
+                )
 
     def least_tokens(self, size: int) -> int:
-        """The fewest real tokens for which a graph of `size` keeps the limit."""
+        """The fewest real tokens for which a graph of `size` is within the limit."""
         least = 1
         if self.tokens is not None:
             least = max(least, size - self.tokens)
@@ -64,11 +66,11 @@ class PlanEntry:
 
 @dataclass(frozen=True, slots=True)
 class DispatchPlan:
-    """All that decides a dispatch, so that ranks with equal digests decide alike.
+    """Everything that dispatch depends on: ranks with equal digests make equal decisions.
 
     Entries are in capture order: PIECEWISE before FULL, the largest first. `chunked` allows
-    PIECEWISE in chunks above the largest size. Raises PlanInvalid for an entry that is there
-    twice, is NONE, is empty, or does not name exactly the plan's axes, each once.
+    PIECEWISE in chunks above the largest size. Raises PlanInvalid for a duplicate entry, an entry
+    of mode NONE or of size 0, and an entry whose axes are not exactly the plan's.
     """
 
     entries: tuple[PlanEntry, ...]
@@ -80,15 +82,15 @@ class DispatchPlan:
     def __post_init__(self) -> None:
         names = [axis.name for axis in self.axes]
         if len(set(names)) < len(names):
-            raise PlanInvalid(fault=f"an axis of {names} is there twice")
+            raise PlanInvalid(fault=f"an axis of {names} is duplicated")
         seen: set[PlanEntry] = set()
         for entry in self.entries:
             if entry.mode is RuntimeMode.NONE or entry.descriptor.num_tokens < 1:
-                raise PlanInvalid(fault=f"{entry} is no graph")
+                raise PlanInvalid(fault=f"{entry} is not a graph")
             if [name for name, _ in entry.descriptor.axes] != names:
                 raise PlanInvalid(fault=f"{entry} does not have the axes {names}")
             if entry in seen:
-                raise PlanInvalid(fault=f"{entry} is there twice")
+                raise PlanInvalid(fault=f"{entry} is duplicated")
             seen.add(entry)
 
     @property
@@ -98,7 +100,7 @@ class DispatchPlan:
 
     @property
     def digest(self) -> str:
-        """sha256 over the plan as canonical JSON; ranks that must decide alike compare it."""
+        """sha256 of the plan as canonical JSON; ranks compare it to make sure that they agree."""
         import hashlib
         import json
 
@@ -125,10 +127,10 @@ def describe(
     lora_case: int = 0,
     axes: tuple[tuple[str, int], ...] = (),
 ) -> BatchDescriptor:
-    """The one place where keys are made.
+    """Make a dispatch key; all keys are made here.
 
-    A FULL graph holds attention, so its key says how many requests and, for decode, which query
-    length; a PIECEWISE graph runs attention outside and is relaxed to tokens alone.
+    A FULL graph contains attention, so its key has the number of requests and, for decode, the
+    query length. A PIECEWISE graph runs attention outside, so its key has only the tokens.
     """
     if mode is not RuntimeMode.FULL:
         return BatchDescriptor(num_tokens, lora_case=lora_case, axes=axes)
@@ -167,9 +169,11 @@ def make_plan(
     Raises InvalidSetting for a query length below 1.
     """
     if min(query_lens, default=0) < 1:
-        reason = "a decode request has tokens"
         raise InvalidSetting(
-            name="query_lens", value=query_lens, reason=reason, expected="lengths of 1 or more"
+            name="query_lens",
+            value=query_lens,
+            reason="a decode request has at least one token",
+            expected="lengths of 1 or more",
         )
     names = [axis.name for axis in axes]
     entries = {
@@ -193,6 +197,27 @@ def make_plan(
     return DispatchPlan(tuple(ordered), max_num_reqs, tuple(axes), limit, chunked)
 
 
+def lora_cases(
+    max_loras: int, *, specialize: bool = True, specialize_counts: bool = False
+) -> tuple[int, ...]:
+    """The adapter counts to capture for, ascending; (0,) without LoRA.
+
+    `max_loras + 1` fits every batch: all adapters and the base model. `specialize` adds case 0, a
+    graph without adapter kernels; `specialize_counts` adds the powers of two up to `max_loras`. A
+    batch uses the smallest case that is large enough, so omitting a case costs time but no batch
+    loses its graph. Raises InvalidSetting for a negative `max_loras`.
+    """
+    if max_loras < 0:
+        raise InvalidSetting(
+            name="max_loras", value=max_loras, reason="it is negative", expected="0 or more"
+        )
+    if max_loras == 0:
+        return (0,)
+    none = (0,) if specialize else ()
+    powers = tuple(1 << bit for bit in range(max_loras.bit_length())) if specialize_counts else ()
+    return (*none, *powers, max_loras + 1)
+
+
 class _Shape(NamedTuple):
     mode: RuntimeMode
     num_tokens: int
@@ -207,7 +232,7 @@ def _shapes(
     query_lens: Sequence[int],
     varlen_decode: bool,
 ) -> Iterator[_Shape]:
-    """What each size stands for: a mixed batch, and decode batches of each query length."""
+    """The graphs of each size: one for mixed batches, one for each query length of decode."""
     for size in sizes:
         if mode.mixed is not RuntimeMode.NONE:
             yield _Shape(mode.mixed, size)

@@ -1,4 +1,4 @@
-"""Mode resolution, before anything is compiled: what was asked for, what can be had, and why."""
+"""Mode resolution, before anything is compiled: requested mode, usable mode, and the reasons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .modes import AttentionSupport, GraphMode, RuntimeMode
 
 @dataclass(frozen=True, slots=True)
 class LevelDefaults:
-    """What an optimization level sets where the user set nothing."""
+    """What an optimization level sets for settings that the user left out."""
 
     compiles: bool
     mode: GraphMode
@@ -23,11 +23,11 @@ LEVELS = (
     LevelDefaults(compiles=True, mode=GraphMode.FULL_AND_PIECEWISE),
     LevelDefaults(compiles=True, mode=GraphMode.FULL_AND_PIECEWISE),
 )
-"""The defaults of O0 to O3, by level. O3 is today the same as O2."""
+"""The defaults of O0 to O3, by level. O3 is the same as O2."""
 
 
 def level_defaults(level: int) -> LevelDefaults:
-    """The defaults of optimization `level`; raises InvalidSetting for a level that is not there."""
+    """The defaults of optimization `level`; raises InvalidSetting for an unknown level."""
     if level not in range(len(LEVELS)):
         raise InvalidSetting(
             name="level", value=level, reason="there is no such level", expected="0, 1, 2 or 3"
@@ -37,9 +37,9 @@ def level_defaults(level: int) -> LevelDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelTraits:
-    """What kind of model it is, as far as graph modes depend on it.
+    """The properties of a model that graph modes depend on.
 
-    `varlen_decode`: decode batches hold requests of unequal query length (adaptive verification).
+    `varlen_decode`: decode batches mix requests of different query lengths (adaptive verification).
     """
 
     pooling: bool = False
@@ -49,7 +49,7 @@ class ModelTraits:
 
 @dataclass(frozen=True, slots=True)
 class ModeChange:
-    """One step of a resolution; `before` is None where nothing had been asked for."""
+    """One step of a resolution; `before` is None if no mode was requested."""
 
     before: GraphMode | None
     after: GraphMode
@@ -58,7 +58,7 @@ class ModeChange:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedMode:
-    """The mode to use and the ordered reasons for every change on the way to it."""
+    """The mode to use, and every change that led to it with its reason."""
 
     requested: GraphMode | None
     mode: GraphMode
@@ -75,37 +75,42 @@ def resolve_mode(
     traits: ModelTraits | None = None,
     eager: bool = False,
 ) -> ResolvedMode:
-    """The mode that `requested` becomes for this model; every later room relies on it.
+    """Lower `requested` to a mode that this model supports.
 
-    `requested` None takes the default of `level`. `support` has one entry per attention group, of
-    which the least counts; a model without attention has none and supports everything. `pieces`
-    tells whether the model can be cut: it contains at least one of the splitting ops, whichever
-    these are, and no attention that cannot be captured would stay inside a piece. `query_len` is
-    the longest query of a uniform decode request, 1 + speculative tokens.
+    `requested` None takes the default of `level`. `support` has one entry per attention group;
+    the least capable one counts. A model without attention has no entry and supports everything.
+    `pieces` says whether the model can be split: it contains at least one splitting op, and no
+    attention that cannot be captured stays inside a piece. `query_len` is the longest query of a
+    uniform decode request, 1 + speculative tokens.
 
-    Raises FullModeUnsupported if FULL is asked for and some group can never be captured, and
+    Raises FullModeUnsupported if FULL is requested and some group can never be captured, and
     InvalidSetting for an unknown level or a query length below 1.
     """
     if query_len < 1:
         raise InvalidSetting(
-            name="query_len", value=query_len, reason="a request has tokens", expected="1 or more"
+            name="query_len",
+            value=query_len,
+            reason="a request has at least one token",
+            expected="1 or more",
         )
-    path = _Path(requested, level_defaults(level).mode)
+    resolution = _Resolution(requested, level_defaults(level).mode)
     if eager:
-        path.to(GraphMode.NONE, "without compiling there are graphs only if a mode is asked for")
-        return path.resolved()
+        resolution.to(
+            GraphMode.NONE, "without compiling there are graphs only if graph_mode is set"
+        )
+        return resolution.resolved()
     traits = traits or ModelTraits()
-    _apply_traits(path, traits)
-    _apply_attention(path, support, query_len, traits)
-    if path.mode.needs_pieces and not pieces:
-        both = path.mode is GraphMode.FULL_AND_PIECEWISE
+    _apply_traits(resolution, traits)
+    _apply_attention(resolution, support, query_len, traits)
+    if resolution.mode.needs_pieces and not pieces:
+        both = resolution.mode is GraphMode.FULL_AND_PIECEWISE
         after = GraphMode.FULL_DECODE_ONLY if both else GraphMode.NONE
-        path.to(after, "the model contains none of the splitting ops, so there are no pieces")
-    return path.resolved()
+        resolution.to(after, "the model contains none of the splitting ops, so there are no pieces")
+    return resolution.resolved()
 
 
-class _Path:
-    """The modes a resolution has gone through."""
+class _Resolution:
+    """The mode so far, and the changes that led to it."""
 
     def __init__(self, requested: GraphMode | None, default: GraphMode) -> None:
         self.requested = requested
@@ -125,35 +130,38 @@ class _Path:
         return ResolvedMode(self.requested, self.mode, tuple(self.changes))
 
 
-def _apply_traits(path: _Path, traits: ModelTraits) -> None:
-    if path.mode is GraphMode.NONE:
+def _apply_traits(resolution: _Resolution, traits: ModelTraits) -> None:
+    if resolution.mode is GraphMode.NONE:
         return
-    if traits.pooling and path.mode.decode is RuntimeMode.FULL:
-        path.to(GraphMode.PIECEWISE, "a pooling model has no decode batches")
+    if traits.pooling and resolution.mode.decode is RuntimeMode.FULL:
+        resolution.to(GraphMode.PIECEWISE, "a pooling model has no decode batches")
     if traits.encoder_decoder:
         after = GraphMode.NONE if traits.pooling else GraphMode.FULL_DECODE_ONLY
-        path.to(after, "an encoder-decoder model has graphs for decode alone")
-    if traits.varlen_decode and path.mode is GraphMode.FULL:
-        why = "decode of unequal query lengths has graphs of its own"
-        path.to(GraphMode.FULL_AND_PIECEWISE, why)
+        resolution.to(after, "an encoder-decoder model has graphs for decode only")
+    if traits.varlen_decode and resolution.mode is GraphMode.FULL:
+        why = "decode of different query lengths has separate graphs"
+        resolution.to(GraphMode.FULL_AND_PIECEWISE, why)
 
 
 def _apply_attention(
-    path: _Path, support: Mapping[str, AttentionSupport], query_len: int, traits: ModelTraits
+    resolution: _Resolution,
+    support: Mapping[str, AttentionSupport],
+    query_len: int,
+    traits: ModelTraits,
 ) -> None:
     """Lower FULL routines to what the least capable attention group can run inside a graph."""
     group = min(support, key=lambda name: support[name], default="")
     least = support[group] if support else AttentionSupport.ALWAYS
-    if path.mode.decode is not RuntimeMode.FULL or least is AttentionSupport.ALWAYS:
+    if resolution.mode.decode is not RuntimeMode.FULL or least is AttentionSupport.ALWAYS:
         return
     can = f"attention group {group!r} supports {least.name}"
-    if path.mode is GraphMode.FULL:
+    if resolution.mode is GraphMode.FULL:
         if least is AttentionSupport.NEVER:
             raise FullModeUnsupported(group=group)
-        path.to(GraphMode.FULL_AND_PIECEWISE, f"{can}, so mixed batches cannot be FULL")
+        resolution.to(GraphMode.FULL_AND_PIECEWISE, f"{can}, so mixed batches cannot be FULL")
     if not _decode_can_be_full(least, query_len, traits.varlen_decode):
         lower = GraphMode.NONE if traits.encoder_decoder else GraphMode.PIECEWISE
-        path.to(lower, f"{can}, so decode of query length {query_len} cannot be FULL")
+        resolution.to(lower, f"{can}, so decode of query length {query_len} cannot be FULL")
 
 
 def _decode_can_be_full(least: AttentionSupport, query_len: int, varlen: bool) -> bool:

@@ -1,7 +1,7 @@
-"""The coverage proof: every legal batch has a bucket, or the holes are named and can be closed.
+"""Coverage: proof that every legal batch has a bucket, or a list of holes that can be closed.
 
-The values of the buckets cut the region of legal batches into cells. Within a cell every batch is
-held by the same buckets, so one batch of each cell proves the cell.
+The values of the buckets divide the region of legal batches into cells. All batches of a cell fit
+into the same buckets, so it is enough to check one batch of each cell.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 from typing import NamedTuple
 
-from .limits import Bucket, BucketLimits, Phase
+from .bucket import Bucket, BucketLimits, Phase
 
 
 class Hole(NamedTuple):
-    """A cell without a bucket: its least legal batch, and the most that each component reaches."""
+    """A cell without a bucket: its smallest legal batch, and the maximum of each component."""
 
     first: Bucket
     last: Bucket
 
 
 def find_holes(phase: Phase, limits: BucketLimits, buckets: Iterable[Bucket]) -> tuple[Hole, ...]:
-    """Every hole that `buckets` leave in what `limits` allow; none is the proof of coverage."""
+    """All cells of legal batches without a bucket; an empty result proves coverage."""
     return tuple(Hole(*cell) for cell in _open_cells(phase, limits, set(buckets)))
 
 
 def close_holes(
     phase: Phase, limits: BucketLimits, buckets: Iterable[Bucket]
 ) -> tuple[Bucket, ...]:
-    """`buckets` and those that close every hole, ascending.
+    """`buckets` plus those that close every hole, ascending.
 
-    Those are within the token budget, but for the rounding of a query to the chunk size.
+    The added ones are within the token budget, except that queries are rounded to the chunk size.
     """
     closed = set(buckets)
     for first, last in _open_cells(phase, limits, set(closed)):
@@ -63,7 +63,7 @@ def _open_cells(
 def _reach(
     batches: list[int], queries: list[int], buckets: set[Bucket]
 ) -> dict[tuple[int, int], int]:
-    """For each corner the most context of a bucket that holds at least so many and so long."""
+    """For each (batch, query) the largest context of a bucket at least as large in both."""
     reach: dict[tuple[int, int], int] = {}
     for bucket in buckets:
         corner = min(bucket.batch, batches[-1]), min(bucket.query, queries[-1])
@@ -77,7 +77,7 @@ def _reach(
 
 
 def _most(phase: Phase, limits: BucketLimits) -> Bucket:
-    """The largest value of each component over all legal batches."""
+    """The maximum of each component over all legal batches."""
     if phase is Phase.DECODE:
         return Bucket(limits.max_num_reqs, 1, limits.most_context(phase, limits.max_num_reqs, 1))
     query = min(limits.max_model_len, limits.max_num_tokens)
@@ -93,7 +93,7 @@ def _legal(phase: Phase, limits: BucketLimits, shape: Bucket) -> bool:
 
 
 def _first_legal(phase: Phase, limits: BucketLimits, least: Bucket) -> Bucket:
-    """The least batch from `least` on that can be legal: decode needs blocks for each request."""
+    """The smallest batch from `least` on that can be legal; decode needs a block per request."""
     if phase is Phase.PROMPT or limits.contiguous:
         return least
     batch = max(least.batch, -(-least.context // limits.request_blocks))
@@ -101,7 +101,7 @@ def _first_legal(phase: Phase, limits: BucketLimits, least: Bucket) -> Bucket:
 
 
 def _tops(phase: Phase, limits: BucketLimits, first: Bucket, last: Bucket) -> Iterator[Bucket]:
-    """The fewest shapes that hold every legal batch of one cell."""
+    """The fewest shapes that cover every legal batch of one cell."""
     if phase is Phase.DECODE:
         batch = last.batch if limits.contiguous else min(last.batch, last.context)
         yield Bucket(batch, 1, min(last.context, limits.most_context(phase, batch, 1)))

@@ -8,26 +8,26 @@ from dataclasses import dataclass
 from itertools import product
 
 from ...errors import BucketFileInvalid
-from .limits import Bucket
+from .bucket import Bucket
 
 MOST_VALUES = 10_000
-"""The longest range that one element may stand for."""
+"""The most values of one range."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadLine:
-    """A line that cannot be read; `number` counts from 1."""
+    """An invalid line; `number` counts from 1."""
 
     number: int
     reason: str
 
 
 def read_buckets(lines: Iterable[str], *, source: str = "the bucket file") -> tuple[Bucket, ...]:
-    """The buckets of all lines, ascending and distinct; each line means all its combinations.
+    """The buckets of all lines, ascending and distinct; a line means all its combinations.
 
-    An element is an int, a list of ints, or `range(start, stop[, step])`, half open. A query of 1
-    makes a decode bucket. Blank lines, lines that start with `#`, and what follows a tuple's `#`
-    are skipped. Raises BucketFileInvalid with every bad line, its number and the reason.
+    An element is an int, a list of ints, or `range(start, stop[, step])`, stop excluded. A query
+    of 1 makes a decode bucket. Blank lines and comments (`#` to the end of the line) are skipped.
+    Raises BucketFileInvalid with the number and the fault of every invalid line.
     """
     buckets: set[Bucket] = set()
     bad: list[BadLine] = []
@@ -46,14 +46,14 @@ def read_buckets(lines: Iterable[str], *, source: str = "the bucket file") -> tu
 
 
 class _Unreadable(Exception):
-    """Why one line is bad."""
+    """The fault of one line."""
 
 
 def _elements(text: str) -> list[list[int]]:
     try:
         parsed = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _Unreadable(f"{text!r} is no tuple") from error
+        raise _Unreadable(f"{text!r} is not a tuple") from error
     if not isinstance(parsed, ast.Tuple) or len(parsed.elts) != 3:
         raise _Unreadable(f"{text!r} is not (batch, query, context)")
     batch, query, context = map(_values, parsed.elts)

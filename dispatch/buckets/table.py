@@ -1,41 +1,117 @@
-"""Looking up a bucket: the one that pads least, or a new one where none was planned."""
+"""Planning the buckets of an engine, and looking up the bucket of a batch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import product
 
-from ...errors import BeyondLimits
-from .limits import Bucket, BucketLimits, Phase
+from ...errors import BeyondLimits, InvalidSetting, NoBuckets
+from .bucket import LONG_CONTEXT, Bucket, BucketLimits, Phase
+from .coverage import close_holes
+from .ranges import BucketRanges, BucketStrategy, default_ranges
+
+
+def plan_buckets(
+    phase: Phase,
+    limits: BucketLimits,
+    strategy: BucketStrategy = BucketStrategy.EXPONENTIAL,
+    *,
+    ranges: BucketRanges | None = None,
+    covering: bool = False,
+) -> tuple[Bucket, ...]:
+    """All combinations of the ranges that some legal batch may need, corrected, ascending.
+
+    `covering` adds the buckets that close every hole. Raises NoBuckets with the rejected buckets
+    if none is left.
+    """
+    ranges = ranges or default_ranges(phase, limits, strategy)
+    every = _prompts(limits, ranges) if phase is Phase.PROMPT else _decodes(limits, ranges)
+    buckets = filter_buckets(every, limits)
+    return close_holes(phase, limits, buckets) if covering else buckets
+
+
+def filter_buckets(every: Iterable[Bucket], limits: BucketLimits) -> tuple[Bucket, ...]:
+    """The buckets that `limits` keeps, corrected, ascending; raises NoBuckets if there is none."""
+    every = list(every)
+    kept = {_corrected(bucket, limits) for bucket in every if limits.keeps(bucket)}
+    if not kept:
+        raise NoBuckets(rejected=", ".join(map(str, map(tuple, every))) or "none")
+    return tuple(sorted(kept))
+
+
+def with_drafts(buckets: Iterable[Bucket], limits: BucketLimits, drafts: int) -> tuple[Bucket, ...]:
+    """Decode buckets for `drafts` speculative tokens per request, which run as extra requests."""
+    width = 1 + drafts
+    wide = [
+        bucket._replace(batch=bucket.batch * width, context=context)
+        for bucket in buckets
+        for context in (bucket.context, bucket.context * width)
+        if context > bucket.context or bucket.batch * width <= context
+    ]
+    return tuple(sorted({_corrected(bucket, limits) for bucket in wide}))
+
+
+def _prompts(limits: BucketLimits, ranges: BucketRanges) -> Iterable[Bucket]:
+    chunk = limits.chunk_size or 1
+    if limits.max_num_tokens % chunk:
+        raise InvalidSetting(
+            name="chunk_size",
+            value=chunk,
+            reason=f"max_num_tokens {limits.max_num_tokens} is no multiple of it",
+            expected="a divisor of max_num_tokens",
+        )
+    last = max(ranges.context)
+    for batch, context, query in product(ranges.batch, ranges.context, ranges.query):
+        query = -(-query // chunk) * chunk
+        edge = (limits.max_model_len - query) // limits.block_size
+        if limits.max_model_len >= LONG_CONTEXT and context == last and 0 <= edge < last:
+            yield Bucket(batch, query, edge)
+        else:
+            yield Bucket(batch, query, context)
+
+
+def _decodes(limits: BucketLimits, ranges: BucketRanges) -> Iterable[Bucket]:
+    contexts = [*ranges.context]
+    if limits.contiguous and limits.total_blocks and contexts[-1] < limits.total_blocks:
+        contexts.append(limits.total_blocks)
+    return (Bucket(batch, 1, context) for batch, context in product(ranges.batch, contexts))
+
+
+def _corrected(bucket: Bucket, limits: BucketLimits) -> Bucket:
+    """Limit the context of a decode bucket to the full length of its requests."""
+    if bucket.phase is Phase.PROMPT or limits.contiguous:
+        return bucket
+    return bucket._replace(context=min(bucket.context, bucket.batch * limits.request_blocks))
 
 
 class BucketTable:
-    """The buckets of one phase, cheapest first, with what to do where they have a hole."""
+    """The buckets of one phase, cheapest first, with a fallback for holes."""
 
     def __init__(self, buckets: Iterable[Bucket], limits: BucketLimits) -> None:
         self.limits = limits
         self.buckets = tuple(sorted(set(buckets), key=lambda bucket: (_volume(bucket), bucket)))
 
     def find(self, batch: int, query: int, context: int) -> Bucket | None:
-        """The planned bucket with the least padding in all dimensions taken together.
+        """The planned bucket with the least padding, or None.
 
-        All of them multiply, so the bucket whose padded shape has the least volume pads least.
+        The dimensions multiply, so the bucket with the smallest volume pads least.
         """
         wanted = Bucket(batch, query, context)
         return next((bucket for bucket in self.buckets if bucket.holds(wanted)), None)
 
     def fallback(self, phase: Phase, batch: int, query: int, context: int) -> Bucket:
-        """A bucket for a batch that none was planned for; running it compiles.
+        """A bucket for a batch without a planned one; running it compiles.
 
-        Each component is rounded up on a grid that coarsens with its cube root, within the
-        limits. Raises BeyondLimits for a batch that no limit allows.
+        Each component is rounded up, within the limits, on a grid whose step grows with its cube
+        root. Raises BeyondLimits for a batch that the limits do not allow.
         """
         limits = self.limits
         most, most_query = limits.most_context(phase, batch, 1), limits.max_num_tokens
         if phase is Phase.DECODE:
-            # a context that was warmed, or for what is above all of them what there can be
-            warmed = max((bucket.context for bucket in self.buckets), default=0)
-            most, most_query = (warmed if context <= warmed else most), 1
+            # a planned context if one is large enough, else the largest legal one
+            planned = max((bucket.context for bucket in self.buckets), default=0)
+            most, most_query = (planned if context <= planned else most), 1
         bucket = Bucket(
             min(coarse(batch, 2), limits.max_num_reqs),
             min(coarse(query, max(32, limits.chunk_size or 0)), most_query),

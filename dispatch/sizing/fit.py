@@ -3,7 +3,7 @@
 A one-dimensional k-median with one-sided cost: every batch pays the cost of the next size above
 it. Solved exactly by dynamic programming over (number of graphs, largest size so far). With sizes
 `c` and `P(c)` batches up to `c`, the cost of a last graph `b` after `a` is `(P(b) - P(a)) cost(b)`,
-a line in `cost(b)` for each `a`, so each layer is the lower envelope of lines met in order of
+a line in `cost(b)` for each `a`. Each layer is the lower envelope of lines that come in order of
 slope: O(k n) in all (the convex hull trick).
 """
 
@@ -28,16 +28,16 @@ def fit_sizes(
     base: Iterable[int] = (),
     alignment: int = 1,
 ) -> tuple[int, ...]:
-    """The sizes, ascending, that serve `counts` at the least total cost; never more than asked for.
+    """The sizes, ascending, that serve `counts` at the least total cost.
 
-    `counts[n]` is how often a batch of n tokens occurs. The number of graphs is at most
-    `max_graphs`, or as many as fit into `max_bytes` at `graph_bytes` for each graph (measured in a
-    pool they share). `cost` of a step by its padded tokens, in any unit, measured or by default
-    the rows; where a larger size costs less than a smaller one, it takes its place. The sizes of
-    `base` are kept whatever the traffic, for the tails. Sizes are multiples of `alignment`.
+    `counts[n]` is how often a batch of n tokens occurs. There are at most `max_graphs` sizes, or
+    as many as fit into `max_bytes` at `graph_bytes` for each graph (measured in their shared
+    pool). `cost` is the cost of a step by padded tokens, in any unit; the default is the number
+    of rows. A larger size that costs less replaces a smaller one. The sizes of `base` are always
+    kept, for traffic that was not seen. Sizes are multiples of `alignment`.
 
-    Raises InvalidSetting if the limit on graphs is missing, doubled, or less than `base` and the
-    largest batch need.
+    Raises InvalidSetting if there is not exactly one limit on graphs, or if it is too small for
+    `base` and the largest batch.
     """
     size_of = _cheapest_above(cost, max([len(counts) - 1, *base], default=0), alignment)
     kept = {size_of[size] for size in base}
@@ -68,14 +68,14 @@ def _graph_limit(
         raise InvalidSetting(
             name="max_graphs" if max_bytes is None else "max_bytes",
             value=max_graphs if max_bytes is None else max_bytes,
-            reason=f"it must be the only limit and leave room for {max(1, needed)} graphs",
+            reason=f"it must be the only limit and allow at least {max(1, needed)} graphs",
             expected="max_graphs, or max_bytes together with graph_bytes",
         )
     return limit
 
 
 def _cheapest_above(cost: Callable[[int], float], end: int, alignment: int) -> list[int]:
-    """For each number of tokens to `end` the cheapest size that holds it, the least of equals."""
+    """For each number of tokens up to `end`, the cheapest size that holds it, smallest first."""
     top = -(-end // alignment) * alignment
     size_of = [top] * (top + 1)
     best = top
@@ -91,8 +91,8 @@ def _best_ends(
 ) -> list[int]:
     """Positions 1..n that end the groups of the cheapest partition into `limit` < n groups.
 
-    `total[i]` is the weight of the first i sizes, `costs` do not fall, every position in `forced`
-    ends a group.
+    `total[i]` is the weight of the first i sizes, `costs` are non-decreasing, and every position
+    in `forced` ends a group.
     """
     n = len(costs)
     spent = [0.0] + [math.inf] * n
@@ -109,7 +109,7 @@ def _best_ends(
 def _layer(
     before: Sequence[float], total: Sequence[float], costs: Sequence[float], forced: set[int]
 ) -> tuple[list[float], list[int]]:
-    """One more group: for each end the least cost, and the end of the group before."""
+    """Add one group: for each end the least cost, and the end of the previous group."""
     spent = [math.inf] * len(before)
     origin = [0] * len(before)
     lines: deque[int] = deque()
@@ -138,7 +138,7 @@ def _at(line: int, price: float, before: Sequence[float], total: Sequence[float]
 def _add_line(
     lines: deque[int], line: int, before: Sequence[float], total: Sequence[float]
 ) -> None:
-    """Append `line`, less those that it keeps from ever being the lowest."""
+    """Append `line` and remove the lines that can no longer be the lowest anywhere."""
     while len(lines) > 1:
         first, last = lines[-2], lines[-1]
         run, rise = total[last] - total[first], before[last] - before[first]

@@ -1,8 +1,9 @@
-"""Sizes from observed traffic: what a list wastes, whether a fit may replace it, refitting."""
+"""Sizes from observed traffic: a histogram, the waste of given sizes, validated fits, refits."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,14 +11,30 @@ from itertools import accumulate
 from .fit import fit_sizes
 
 DRIFT = 0.5
-"""How far traffic is expected to move, up or down, between the fit and its use."""
+"""How far traffic may move, up or down, between the fit and its use."""
+
+
+class Histogram:
+    """The numbers of tokens of the last `window` batches, in bounded memory.
+
+    `add` records one batch; it is the bound method of a C type, since every dispatch calls it.
+    """
+
+    def __init__(self, window: int = 1 << 16) -> None:
+        self._last: deque[int] = deque(maxlen=window)
+        self.add = self._last.append
+
+    def counts(self, limit: int) -> list[int]:
+        """How often each number of tokens from 0 to `limit` occurred."""
+        seen = Counter(self._last.copy())
+        return [seen[num_tokens] for num_tokens in range(limit + 1)]
 
 
 def blur(counts: Sequence[float], drift: float = DRIFT) -> list[float]:
     """`counts` with the weight of n tokens spread evenly over n - drift·n to n + drift·n.
 
-    A fit on raw counts puts its sizes where yesterday's batches were and is worse than a fixed
-    ladder once the load moves; the spread keeps sizes in reach of both sides.
+    A fit on raw counts places its sizes exactly where past batches were, and is worse than the
+    default sizes once the load changes. Spreading the counts keeps sizes on both sides.
     """
     steps = [0.0] * (len(counts) + 1)
     for tokens, count in enumerate(counts):
@@ -26,12 +43,12 @@ def blur(counts: Sequence[float], drift: float = DRIFT) -> list[float]:
             high = min(len(counts) - 1, int(tokens + drift * tokens))
             steps[low] += count / (high - low + 1)
             steps[high + 1] -= count / (high - low + 1)
-    rounding = 1e-9 * sum(counts)  # what is left of a sum that should be zero
+    rounding = 1e-9 * sum(counts)  # rounding errors of sums that should be zero
     return [level if level > rounding else 0.0 for level in accumulate(steps[:-1])]
 
 
 def tail_sizes(counts: Sequence[float], largest: int) -> tuple[int, ...]:
-    """A base ladder for what was not seen: powers of two above all of `counts`, and `largest`."""
+    """Sizes for batches that were not seen: powers of two above all of `counts`, and `largest`."""
     seen = max((tokens for tokens, count in enumerate(counts) if count), default=0)
     powers = (1 << bit for bit in range(seen.bit_length(), largest.bit_length()))
     return (*(power for power in powers if power < largest), largest)
@@ -39,7 +56,7 @@ def tail_sizes(counts: Sequence[float], largest: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """What padding costs: rows, real and padded, of the batches that a size holds, and the rest."""
+    """The cost of padding: real and padded rows, and the number of batches above every size."""
 
     real: float
     padded: float
@@ -47,39 +64,39 @@ class Waste:
 
     @property
     def share(self) -> float:
-        """Padding rows over padded rows, 0 without any."""
+        """Padding rows over padded rows, 0 if there are none."""
         return 1 - self.real / self.padded if self.padded else 0.0
 
 
 def padding_waste(counts: Sequence[float], sizes: Iterable[int]) -> Waste:
-    """What serving `counts` (by number of tokens) with `sizes` pads."""
-    ladder = sorted(sizes)
+    """The padding of `counts` (by number of tokens) when served with `sizes`."""
+    ordered = sorted(sizes)
     real = padded = without = 0.0
     for tokens, count in enumerate(counts):
         if tokens == 0 or not count:
             continue
-        if (at := bisect_left(ladder, tokens)) == len(ladder):
+        if (at := bisect_left(ordered, tokens)) == len(ordered):
             without += count
         else:
             real += tokens * count
-            padded += ladder[at] * count
+            padded += ordered[at] * count
     return Waste(real, padded, without)
 
 
 def cost_per_row(
     counts: Sequence[float], sizes: Iterable[int], cost: Callable[[int], float] = float
 ) -> float:
-    """What `sizes` cost for each real row that they serve, in the unit of `cost`."""
-    ladder = sorted(sizes)
-    seen = counts[: max(ladder, default=0) + 1]
+    """The cost of each real row that `sizes` serve, in the unit of `cost`."""
+    ordered = sorted(sizes)
+    seen = counts[: max(ordered, default=0) + 1]
     served = [(n, count) for n, count in enumerate(seen) if n and count]
-    spent = sum(count * cost(ladder[bisect_left(ladder, n)]) for n, count in served)
+    spent = sum(count * cost(ordered[bisect_left(ordered, n)]) for n, count in served)
     return spent / max(1, sum(n * count for n, count in served))
 
 
 @dataclass(frozen=True, slots=True)
 class Validated:
-    """The sizes to use, those fitted, and their and the default's waste on held-out traffic."""
+    """The sizes to use, the fitted ones, and the waste of both on held-out traffic."""
 
     sizes: tuple[int, ...]
     fitted: tuple[int, ...]
@@ -101,10 +118,10 @@ def fit_validated(
     drift: float = DRIFT,
     cost: Callable[[int], float] = float,
 ) -> Validated:
-    """Sizes fitted to `counts`, or `default` unless they do better on `held_out`.
+    """Sizes fitted to `counts` if they do better on `held_out` than `default`, else `default`.
 
-    Better is: no more batches without a graph, and less cost for each real row. `base` is kept
-    for the tails.
+    Better means: no more batches without a graph, and a lower cost for each real row. The sizes
+    of `base` are always kept.
     """
     fitted = fit_sizes(blur(counts, drift), max_graphs=max_graphs, base=base, cost=cost)
     waste, default_waste = padding_waste(held_out, fitted), padding_waste(held_out, default)
@@ -121,7 +138,7 @@ def fit_validated(
 
 @dataclass(frozen=True, slots=True)
 class Refit:
-    """What to change in a list of sizes, and the cost for each real row before and after."""
+    """A change to a list of sizes, and the cost of each real row before and after."""
 
     add: tuple[int, ...]
     drop: tuple[int, ...]
@@ -139,11 +156,11 @@ def refit(
     cost: Callable[[int], float] = float,
     gain: float = 0.02,
 ) -> Refit:
-    """The change from `sizes` to what fits `counts` now; nothing if it gains less than `gain`.
+    """The change from `sizes` to a fit of `counts`; empty if it saves less than `gain`.
 
-    `counts` come from the dispatcher's `Histogram`. `gain` is the share of the cost that must
-    be saved, so that it repays the new captures. `base` and the last of `sizes`, the largest, are
-    always kept; what is above them is not fitted.
+    `counts` come from the dispatcher's `Histogram`. `gain` is the share of the cost that the
+    change must save to be worth the new captures. `base` and the largest of `sizes` are always
+    kept; batches above them are ignored.
     """
     kept = {*base, sizes[-1]}
     seen = counts[: max(kept) + 1]

@@ -1,4 +1,4 @@
-"""The engine of the reference's worked examples."""
+"""The engine limits of the worked examples."""
 
 from __future__ import annotations
 

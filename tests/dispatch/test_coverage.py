@@ -1,4 +1,4 @@
-"""The coverage proof against every legal batch of small engines."""
+"""The coverage proof, checked against every legal batch of small engines."""
 
 from __future__ import annotations
 

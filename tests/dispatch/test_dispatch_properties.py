@@ -1,4 +1,4 @@
-"""The dispatcher against a slow oracle that reads every entry for every batch."""
+"""The dispatcher against a slow oracle that checks every entry for every batch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ mode_sets = st.none() | st.sets(st.sampled_from(RuntimeMode))
 
 
 def exact_batch(plan: DispatchPlan, graph_index: int) -> Batch:
-    """The batch that fills the graph of `graph_index` to the last row."""
+    """A batch that fills the graph of `graph_index` exactly."""
     key = plan.entries[graph_index].descriptor
     return Batch(
         num_tokens=key.num_tokens,
@@ -59,7 +59,7 @@ def exact_batch(plan: DispatchPlan, graph_index: int) -> Batch:
 
 @st.composite
 def batches(draw, plan: DispatchPlan) -> Batch:
-    """Any facts, or those of a batch that almost fills one graph of the plan."""
+    """Arbitrary batches, and batches that almost fill one graph of the plan."""
     if plan.entries and draw(st.booleans()):
         near = exact_batch(plan, draw(st.integers(0, len(plan.entries) - 1)))
         fewer = draw(st.integers(0, near.num_reqs - 1))
@@ -90,7 +90,7 @@ def batches(draw, plan: DispatchPlan) -> Batch:
 
 
 def fits(plan: DispatchPlan, entry, batch: Batch) -> bool:
-    """Whether the graph may serve the batch, said in the plainest way."""
+    """Whether the graph may serve the batch, as simply as possible."""
     key = entry.descriptor
     uniform = batch.query_len if batch.is_decode else None
     bound = (uniform or batch.max_query_len or sys.maxsize) if batch.is_decode else sys.maxsize

@@ -1,4 +1,4 @@
-"""The dispatcher against worked vectors, and each of its reasons."""
+"""The dispatcher: worked examples, and each reason."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_vector_of_mode_none():
 
 
 def test_vectors_of_lora_counts():
-    cases = lora_cases(4, specialise_counts=True)
+    cases = lora_cases(4, specialize_counts=True)
     assert cases == (0, 1, 2, 4, 5)
     assert lora_cases(4) == (0, 5)
     it = dispatcher("PIECEWISE", [1, 8], lora_cases=cases)
@@ -190,7 +190,7 @@ def test_failure_W28_sets_of_the_caller_stay_and_an_empty_one_is_empty():
 
 
 def test_failure_W13_a_batch_without_adapters_uses_the_one_case_there_is():
-    cases = lora_cases(4, specialise=False)
+    cases = lora_cases(4, specialize=False)
     assert cases == (5,)
     it = dispatcher("PIECEWISE", [8], lora_cases=cases)
     assert it.dispatch(Batch(8, 8)).descriptor.lora_case == 5
@@ -295,7 +295,7 @@ def test_the_limit_on_padding_sends_a_batch_to_a_lower_mode():
 
 @pytest.mark.parametrize("limit", [{"factor": 0.9}, {"tokens": -1}])
 def test_a_padding_limit_that_nothing_keeps_is_an_error(limit):
-    with pytest.raises(InvalidSetting, match="padding limit"):
+    with pytest.raises(InvalidSetting, match="padding_limit"):
         PaddingLimit(**limit)
 
 
@@ -507,10 +507,18 @@ def test_two_dispatchers_of_one_plan_do_not_know_of_each_other():
     assert second.dispatch(Batch(8, 8)).mode is NONE
 
 
-def test_rows_kept_for_rare_batches_are_bounded():
+def test_a_repeated_batch_is_answered_without_classifying_it(monkeypatch):
+    it = dispatcher("FULL_AND_PIECEWISE", [1, 2, 4, 8])
+    batches = [Batch(3, 3, is_decode=True, query_len=1), Batch(5, 2)]
+    before = [it.dispatch(batch) for batch in batches]
+    monkeypatch.setattr("piecegraph.dispatch.dispatcher.classify", None)
+    assert [it.dispatch(batch) for batch in batches] == before
+
+
+def test_the_tables_of_rare_batches_are_bounded():
     it = dispatcher("PIECEWISE", [8], lora_cases=(10_000,))
     for active in range(3000):
         assert it.dispatch(Batch(8, 8, num_loras=active)).graph_index == 0
         assert it.dispatch(Batch(9 + active, 8)).descriptor.num_tokens == 9 + active
-    assert len(it._live.rows) <= 256
+    assert len(it._live.by_class) <= 256
     assert len(it._live.above) <= 256

@@ -1,4 +1,4 @@
-"""The recorder in the dispatcher."""
+"""The histogram of dispatched batches."""
 
 from __future__ import annotations
 

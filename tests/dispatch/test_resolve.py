@@ -1,4 +1,4 @@
-"""The mode table, exhaustively, and the rules before it."""
+"""The whole table of resolved modes, and the rules before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ladder against the reference table, and what is added to it."""
+"""Default capture sizes against the reference table, and the additions to it."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def test_a_user_list_is_taken_as_it_is():
     [
         ([0, 1], r"0 at position 0 of the list is not positive"),
         ([1, -8], r"-8 at position 1 of the list is not positive"),
-        ([1, 8, 8], r"8 at position 2 of the list is there twice"),
-        ([1, 8, 4], r"4 at position 2 of the list comes after the greater 8"),
+        ([1, 8, 8], r"8 at position 2 of the list is duplicated"),
+        ([1, 8, 4], r"4 at position 2 of the list follows the larger size 8"),
         ([1, 101], r"101 at position 1 of the list is above the token limit"),
         ([1, 2.0], r"2.0 at position 1 of the list is not a whole number"),
         ([True], r"True at position 0 of the list is not a whole number"),

@@ -1,31 +1,27 @@
 """Finds where a wrong number is made; see docs/bisect.md.
 
-Names are imported on first use: the command line imports this package before torch is wanted.
+Names are imported on first use: the command line imports this package without torch.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ...lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .climb import bisect
-    from .finding import Finding
-    from .script import reproduce
-    from .subject import Step, Subject
+    from .climb import bisect as bisect
+    from .finding import Finding as Finding
+    from .script import reproduce as reproduce
+    from .subject import Step as Step
+    from .subject import Subject as Subject
 
-_HOMES = {
-    "Finding": ".finding",
-    "Step": ".subject",
-    "Subject": ".subject",
-    "bisect": ".climb",
-    "reproduce": ".script",
-}
-
-__all__ = ["Finding", "Step", "Subject", "bisect", "reproduce"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name], __name__), name)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        ".climb": ("bisect",),
+        ".finding": ("Finding",),
+        ".script": ("reproduce",),
+        ".subject": ("Step", "Subject"),
+    },
+)

@@ -1,4 +1,4 @@
-"""What an engine that buckets in several dimensions can be asked for: the legal batches."""
+"""Buckets, and the limits of the engine, which say what batches are legal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 LONG_CONTEXT = 8192
-"""From this model length on, context is planned for what the query leaves of it."""
+"""From this model length on, the largest context leaves room for the query."""
 
 
 class Phase(StrEnum):
@@ -39,13 +39,13 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BucketLimits:
-    """The engine's limits; lengths in tokens, `block_size` in tokens for each KV-cache block.
+    """The engine's limits. Lengths and `block_size` (of a KV-cache block) are in tokens.
 
     `total_blocks` is the size of the KV cache, None if unknown. `contiguous`: attention reads all
-    blocks up to the highest in use. `clamped`: decode has no use for more than three times the
-    cache (shared blocks count for each request). `merged_prefill`: prompts are laid one behind
-    another into one row. `slice_size` and `slice_from`: queries of sliding-window models are cut
-    into slices. `chunk_size`: queries of state-space models come in multiples of it.
+    blocks up to the highest in use. `clamped`: decode never uses more than three times the cache
+    (shared blocks count for each request). `merged_prefill`: prompts are concatenated into one
+    row. `slice_size` and `slice_from`: queries of sliding-window models are cut into slices.
+    `chunk_size`: queries of state-space models are multiples of it.
     """
 
     block_size: int
@@ -62,16 +62,16 @@ class BucketLimits:
     chunk_size: int | None = None
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that hold `tokens`."""
+        """The number of blocks that hold `tokens`."""
         return -(-tokens // self.block_size)
 
     @property
     def request_blocks(self) -> int:
-        """Blocks of the longest request."""
+        """The number of blocks of the longest request."""
         return self.blocks(self.max_model_len)
 
     def most_context(self, phase: Phase, batch: int, query: int) -> int:
-        """The most blocks of context that a batch of so many requests, each so long, can have."""
+        """The most blocks of context for a batch of `batch` requests of length `query`."""
         total = self.total_blocks
         if phase is Phase.PROMPT:
             if not self.merged_prefill:
@@ -84,7 +84,7 @@ class BucketLimits:
         return min(most, 3 * total) if total and self.clamped else most
 
     def keeps(self, bucket: Bucket) -> bool:
-        """Whether a bucket is worth having; beyond this no legal batch needs it."""
+        """Whether some legal batch may need the bucket."""
         if bucket.phase is Phase.DECODE:
             return self.contiguous or bucket.batch <= bucket.context
         if self.merged_prefill:

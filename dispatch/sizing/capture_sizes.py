@@ -1,7 +1,7 @@
-"""Capture sizes: the default ladder, a user's list, alignment.
+"""Capture sizes: the default sizes, checks of a user's list, alignment.
 
-The ladder is vLLM's (1, 2, 4, every 8 to 256, every 16 above), extended where it leaves out the
-largest decode batch that can occur.
+The default sizes are vLLM's (1, 2, 4, every 8 to 256, every 16 above), extended so that the
+largest possible decode batch is always a size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ...errors import CaptureSizeInvalid, InvalidSetting
 
 DENSE_END = 512
-"""Where the default ladder ends unless the platform has a ceiling of its own."""
+"""The last default size, unless the platform has its own ceiling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ def default_capture_sizes(
     interactive: bool = False,
     alignment: int = 1,
 ) -> tuple[int, ...]:
-    """The default ladder, ascending, for a step's `max_num_reqs` and `max_num_tokens`.
+    """The default sizes, ascending, for steps up to `max_num_reqs` and `max_num_tokens`.
 
-    `query_len` is 1 + speculative tokens; `tiers` replaces it where several lengths occur.
-    `largest` is the user's, `ceiling` the platform's hard end of the ladder. Without either, sizes
-    above the dense part double up to the largest decode batch, which is thus always a size.
-    `interactive` makes the part up to 32 dense. With `alignment` every size is a multiple of it.
+    `query_len` is 1 + speculative tokens; `tiers` replaces it if several lengths occur. `largest`
+    is the user's last size, `ceiling` the platform's. Without either, sizes above `DENSE_END`
+    double up to the largest decode batch, which is always a size. `interactive` adds every size
+    up to 32. With `alignment` every size is a multiple of it.
 
     Raises InvalidSetting for a limit below 1.
     """
@@ -86,7 +86,7 @@ def _dense(end: int, interactive: bool) -> Iterable[int]:
 
 
 def _tier_sizes(tier: DecodeTier, dense_end: int) -> Iterable[int]:
-    """Sizes at which a whole number of the tier's requests fits; a length of 1 needs few."""
+    """Sizes that hold a whole number of the tier's requests."""
     widest = min(tier.max_num_reqs, dense_end)
     counts = {widest} if tier.query_len == 1 else {widest, *_dense(widest, interactive=False)}
     return (tier.query_len * count for count in counts)
@@ -101,10 +101,10 @@ def _doubling(start: int, end: int) -> Iterable[int]:
 def user_capture_sizes(
     sizes: Sequence[int], *, max_num_tokens: int, largest: int | None = None
 ) -> tuple[int, ...]:
-    """A user's list, checked and otherwise taken as it is.
+    """A user's list, checked and otherwise unchanged.
 
-    Raises CaptureSizeInvalid naming the value that is not a whole number from 1 to
-    `max_num_tokens`, repeats, or is out of order, and InvalidSetting for an empty list or a
+    Raises CaptureSizeInvalid for the first value that is not a whole number from 1 to
+    `max_num_tokens`, is duplicated, or is out of order, and InvalidSetting for an empty list or a
     `largest` that is not the last size.
     """
     if not sizes:
@@ -136,17 +136,17 @@ def _fault(size: int, before: int, limit: int) -> str | None:
     if size > limit:
         return "is above the token limit"
     if size == before:
-        return "is there twice"
+        return "is duplicated"
     if size < before:
-        return f"comes after the greater {before}"
+        return f"follows the larger size {before}"
     return None
 
 
 def align_sizes(sizes: Iterable[int], multiple: int, *, limit: int) -> tuple[int, ...]:
-    """Each size rounded up to a multiple, without those that pass `limit`, ascending.
+    """Each size rounded up to a multiple, ascending, without those above `limit`.
 
     For sequence parallelism (the number of ranks) or one decode length (1 + speculative tokens).
-    Raises InvalidSetting if `limit` has no room for one multiple.
+    Raises InvalidSetting if `multiple` itself is above `limit`.
     """
     if multiple > limit:
         raise InvalidSetting(

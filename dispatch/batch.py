@@ -1,0 +1,111 @@
+"""What goes into dispatch and what comes out: `Batch`, `BatchDescriptor`, `Decision`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from .modes import RuntimeMode
+
+NO_GRAPH = -1
+"""The graph_index of NONE, which has no recording."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """The facts of one step, stated by the engine. Mutable, so that one object can be reused.
+
+    `num_tokens` and `num_reqs` count real rows. `is_decode` means that every request is past its
+    prefill; it is never derived from shapes, because a prefill chunk can look like a decode.
+    `query_len` is the query length of all requests, or None if they differ; then `max_query_len`
+    may bound it. `num_loras` counts the active adapters, and the base model as one more if it
+    shares the batch with adapters. `axes` has a value for each extra axis of the plan.
+    """
+
+    num_tokens: int
+    num_reqs: int
+    is_decode: bool = False
+    query_len: int | None = None
+    num_loras: int = 0
+    cascade: bool = False
+    max_query_len: int | None = None
+    axes: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDescriptor:
+    """The dispatch key: the padded shape and every other host value that may reach a kernel launch.
+
+    None means that the graph does not depend on the value. A descriptor with `uniform_query_len`
+    serves decode batches of exactly that query length, one with `max_query_len` decode batches up
+    to it. `lora_case` is the largest number of active adapters; `axes` are (name, value) pairs in
+    the plan's order.
+    """
+
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform_query_len: int | None = None
+    max_query_len: int | None = None
+    lora_case: int = 0
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def for_decode(self) -> bool:
+        """Whether only decode batches may use it."""
+        return self.uniform_query_len is not None or self.max_query_len is not None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "num_tokens": self.num_tokens,
+            "num_reqs": self.num_reqs,
+            "uniform_query_len": self.uniform_query_len,
+            "max_query_len": self.max_query_len,
+            "lora_case": self.lora_case,
+            "axes": dict(self.axes),
+        }
+
+
+class Reason(StrEnum):
+    """Why a graph was chosen, or why no graph or no better one was."""
+
+    EXACT = "exact"
+    PADDED = "padded"
+    RELAXED = "relaxed"
+    """A decode batch on a graph that serves other query lengths too."""
+    CHUNKED = "chunked"
+    RANK_DECISION = "rank decision"
+
+    NO_TOKENS = "no tokens"
+    CAPABILITY = "no graph for this kind of batch"
+    AXIS = "no graph for these axis values"
+    LORA_CASE_MISSING = "LoRA case missing"
+    CASCADE = "cascade attention"
+    EXCLUDED = "excluded by caller"
+    ABOVE_LARGEST_SIZE = "above largest size"
+    TOO_MANY_REQS = "too many requests"
+    PADDING_LIMIT = "padding limit"
+    NOT_CAPTURED = "not captured yet"
+    COST = "costs more"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How to run one step.
+
+    `reason` says how the graph fits or, for NONE, why there is no graph. `missed` says why no
+    graph of a better mode was chosen, for the candidate that came closest; it is None if the plan
+    has no better mode. `chunks` are the graph indices to replay one after another over
+    consecutive tokens when the batch is above the largest size. `max_reqs` is the largest number
+    of requests for which the decision holds.
+    """
+
+    mode: RuntimeMode
+    descriptor: BatchDescriptor
+    graph_index: int
+    reason: Reason
+    missed: Reason | None = None
+    chunks: tuple[int, ...] = ()
+    max_reqs: int = sys.maxsize
