@@ -1,8 +1,9 @@
-"""The one way out for decisions: log line, tlparse artifact, counter and timeline span.
+"""Output of what the library does: log lines, tlparse artifacts, listeners, counters and spans.
 
-Each prepared model has one `Events`; rooms are handed it and never format output of their own.
-Names are dotted, room first: `cache.hit`, `compile.piece`, `capture.recorded`. The log has one line
-a phase with its seconds at INFO, warnings above, and every single decision at DEBUG.
+Events are output only: what a report or a metric states is read from the typed records of a
+prepared model, never from here. Names are dotted, package first: `cache.hit`, `compile.piece`,
+`capture.recorded`. The log has one line per startup phase with its seconds at INFO, warnings
+above, and every single decision at DEBUG.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from typing import Any
 from .torch_compat.structured_trace import trace_is_on, write_artifact
 
 log = logging.getLogger("piecegraph")
+
+KEPT = 10_000
+"""Events, and spans, that an `Events` keeps; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,48 +37,77 @@ class Event:
 
 @dataclass(slots=True)
 class Span:
-    """One stretch of work; `start` and `seconds` are in seconds, `depth` counts enclosing spans."""
+    """One stretch of work; `start` and `seconds` are in seconds, `depth` counts enclosing spans.
+
+    `phase` marks a phase of the startup.
+    """
 
     name: str
     start: float
     seconds: float
     depth: int
     facts: dict[str, Any] = field(default_factory=dict)
+    phase: bool = False
 
 
 class Events:
-    """What one prepared model decided and did, in order; safe to use from several threads."""
+    """Events, spans and counters in order; safe to use from several threads.
 
-    def __init__(self, *, detailed: bool = False) -> None:
-        """`detailed` keeps also the facts that cost something to make; see `detail`."""
-        self.detailed = detailed
-        self.began = time.perf_counter()
-        self.events: list[Event] = []
-        self.spans: list[Span] = []
+    The newest `kept` events and spans are held; `dropped` counts the events that were dropped.
+    `phases` are the spans of the startup.
+    """
+
+    def __init__(
+        self, *, detailed: bool = False, kept: int = KEPT, parent: Events | None = None
+    ) -> None:
+        """`detailed` also keeps facts that are costly to make; see `detail`.
+
+        Everything is passed on to `parent`, if there is one, which then logs nothing itself.
+        """
+        self.detailed = detailed or (parent is not None and parent.detailed)
+        self.parent = parent
+        self.began = parent.began if parent is not None else time.perf_counter()
+        self.events: deque[Event] = deque(maxlen=kept)
+        self.spans: deque[Span] = deque(maxlen=kept)
+        self.phases: deque[Span] = deque(maxlen=kept)
         self.counters: Counter[str] = Counter()
+        self.dropped = 0
         self.listeners: list[Callable[[Event], None]] = []
         self._lock = threading.Lock()
-        self._open = threading.local()
+        self._open = parent._open if parent is not None else threading.local()
 
     def emit(self, name: str, *, level: int = logging.DEBUG, **facts: Any) -> None:
-        """Record a decision, log it, and put it into torch's structured trace when one is on."""
-        event = Event(name, time.perf_counter() - self.began, facts)
-        with self._lock:
-            self.events.append(event)
+        """Keep and log an event, and put it into torch's structured trace when one is on."""
         if log.isEnabledFor(level):
             log.log(level, "%s%s", name, _shown(facts))
         trace_artifact(name, facts)
-        for listener in tuple(self.listeners):  # one may take itself off the list
+        self._take(Event(name, time.perf_counter() - self.began, facts))
+
+    def _take(self, event: Event) -> None:
+        with self._lock:
+            self.dropped += len(self.events) == self.events.maxlen
+            self.events.append(event)
+        for listener in tuple(self.listeners):  # a listener may remove itself
             listener(event)
+        if self.parent is not None:
+            self.parent._take(event)
+
+    @property
+    def wants_detail(self) -> bool:
+        """Whether facts that are costly to make are wanted: for a trace, or a DEBUG log."""
+        return self.detailed or trace_is_on() or log.isEnabledFor(logging.DEBUG)
 
     def detail(self, name: str, facts: Callable[[], dict[str, Any]]) -> None:
-        """Like `emit`, for facts that cost something: made only for a trace or a DEBUG log."""
-        if self.detailed or trace_is_on() or log.isEnabledFor(logging.DEBUG):
+        """Like `emit`, for facts that are costly to make: made only where they are wanted."""
+        if self.wants_detail:
             self.emit(name, **facts())
 
     def count(self, name: str, n: int = 1) -> None:
+        """Add `n` to the counter `name`."""
         with self._lock:
             self.counters[name] += n
+        if self.parent is not None:
+            self.parent.count(name, n)
 
     @contextmanager
     def span(self, name: str, *, level: int = logging.DEBUG, **facts: Any) -> Iterator[Span]:
@@ -84,9 +117,9 @@ class Events:
         """
         depth = getattr(self._open, "depth", 0)
         self._open.depth = depth + 1
-        span = Span(name, time.perf_counter() - self.began, 0.0, depth, facts)
-        with self._lock:
-            self.spans.append(span)
+        start = time.perf_counter() - self.began
+        span = Span(name, start, 0.0, depth, facts, phase=level >= logging.INFO)
+        self._begin(span)
         try:
             yield span
         finally:
@@ -95,13 +128,21 @@ class Events:
             if log.isEnabledFor(level):
                 log.log(level, "%s: %.3f s%s", name, span.seconds, _shown(facts))
 
+    def _begin(self, span: Span) -> None:
+        with self._lock:
+            self.spans.append(span)
+            if span.phase:
+                self.phases.append(span)
+        if self.parent is not None:
+            self.parent._begin(span)
+
     def named(self, name: str) -> list[Event]:
-        """The events called `name`, oldest first."""
-        return [event for event in self.events if event.name == name]
+        """The kept events called `name`, oldest first."""
+        return [event for event in tuple(self.events) if event.name == name]
 
 
 def _shown(facts: dict[str, Any]) -> str:
-    """Facts as ` name=value …`, each cut where it would fill the screen."""
+    """Facts as ` name=value …`, each cut to 200 characters."""
     return "".join(f" {name}={str(value)[:200]}" for name, value in facts.items())
 
 

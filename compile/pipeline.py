@@ -22,6 +22,7 @@ from .backends.registry import Compiler, compiler_named
 from .bundle.key_factors import trace_key
 from .ir.compilation import CompileRequest
 from .ir.config import BundleUse
+from .ir.records import BundleOutcome
 from .lower.compiled_model import CompiledModel, bind
 from .lower.eager_model import eager_model
 from .warm import Loaded, load_bundle, ranks_agree
@@ -35,7 +36,7 @@ def compile_model(request: CompileRequest) -> CompiledModel:
     """
     with gc_paused():
         if not request.config.compile:
-            request.events.emit("bundle", hit=False, reason="compile is off")
+            request.record_bundle(BundleOutcome(hit=False, reason="compile is off"))
             return eager_model(request)
         compiler = _compiler(request)
         if compiler.load is None:
@@ -68,7 +69,7 @@ def _without_bundle(request: CompileRequest, compiler: Compiler) -> CompiledMode
         reason = f"compiler {compiler.name!r} keeps no artifacts"
     if request.config.bundle is BundleUse.FORCE:
         raise BundleMissing(model=type(request.model).__qualname__, reason=reason)
-    request.events.emit("bundle", hit=False, reason=reason)
+    request.record_bundle(BundleOutcome(hit=False, reason=reason))
     return _cold_start(request, compiler, None)
 
 

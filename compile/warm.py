@@ -14,6 +14,7 @@ from .backends.inductor import load_library
 from .backends.registry import Compiler
 from .bundle.bundle import PLAN, BadBundle, Bundle, read_bundle
 from .ir.compilation import LIBRARY, CompileRequest, PieceFn, kernels
+from .ir.records import BundleOutcome
 from .lower.compiled_model import CompiledModel, bind
 from .lower.report_plan import report_lookup, report_plan
 
@@ -33,10 +34,11 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
     """The model from the bundle under `key`, or the reason why there is none to use."""
     with request.events.span("cache.lookup", level=logging.INFO):
         entry = request.cache.lookup("bundle", key)
-    report_lookup("bundle", key, entry, request.cache, request.events)
+    report_lookup("bundle", key, entry, request)
     if not isinstance(entry, Entry):
         detail = entry.detail or _nearest(request, key)
-        request.events.emit("bundle", hit=False, reason=entry.reason, detail=detail)
+        outcome = BundleOutcome(hit=False, reason=entry.reason, detail=detail)
+        request.record_bundle(outcome)
         return f"{entry.reason}: {detail}" if detail else entry.reason
     try:
         with request.events.span("bundle.load", level=logging.INFO):
@@ -47,7 +49,8 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
         return _refused(request, str(error))
     except Exception as error:  # code of another system or compiler
         return _refused(request, f"it cannot be loaded: {type(error).__name__}: {error}")
-    request.events.emit("bundle", hit=True, bytes=entry.size, kernels=kernels(bundle.artifacts))
+    counts = kernels(bundle.artifacts)
+    request.record_bundle(BundleOutcome(hit=True, bytes=entry.size, kernels=counts))
     report_plan(bundle.plan, request.events)
     return Loaded(compiled, entry.manifest.blobs[PLAN].sha256)
 
@@ -90,7 +93,7 @@ def _load(
 
 
 def _refused(request: CompileRequest, reason: str) -> str:
-    request.events.emit("bundle", level=logging.WARNING, hit=False, reason=reason)
+    request.record_bundle(BundleOutcome(hit=False, reason=reason), logging.WARNING)
     return reason
 
 

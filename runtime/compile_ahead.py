@@ -9,6 +9,7 @@ from ..compile.ir.compilation import ExampleArguments
 from ..events import Events
 from .config import Config
 from .prepare import compile_request
+from .records import Records
 from .strategy.monitors import meant
 from .switches import settled
 
@@ -29,4 +30,4 @@ def compile_ahead(
     """
     config = settled(config)
     with meant():
-        return build(compile_request(model, config, events or Events(), examples))
+        return build(compile_request(model, config, Records(events), examples))

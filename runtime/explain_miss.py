@@ -13,10 +13,10 @@ from ..cache.explain import why as nearest_entries
 from ..compile.bundle.bundle import BadBundle, read_bundle
 from ..compile.bundle.key_factors import trace_key
 from ..compile.ir.compilation import ExampleArguments
-from ..events import Events
 from .config import Config
 from .open_cache import cache_root
 from .prepare import compile_request
+from .records import Records
 from .switches import settled
 
 
@@ -52,7 +52,7 @@ def why(
     Raises the errors of the configuration and of a cache directory that is not trusted.
     """
     config = settled(config)
-    request = compile_request(model, config, Events(), examples)
+    request = compile_request(model, config, Records(), examples)
     key = trace_key(model, request.config, request.device, examples)
     entry = request.cache.lookup("bundle", key)
     if not isinstance(entry, Entry):

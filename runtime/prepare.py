@@ -16,7 +16,6 @@ from ..dispatch import (
     DispatchPlan,
     GraphMode,
     Histogram,
-    ResolvedMode,
     default_capture_sizes,
     make_plan,
     resolve_mode,
@@ -29,6 +28,7 @@ from .backends.registry import choose_backend
 from .config import Config, without_tokens
 from .open_cache import open_cache
 from .prepared_model import Engine, Policy, PreparedModel, Services
+from .records import Records
 from .report import mode_reasons
 from .strategy.monitors import meant
 from .strategy.ranks import Ranks
@@ -51,15 +51,16 @@ def prepare(
     `examples` are (args, kwargs) to trace with; without them they are built from `config.inputs`.
     `layers` is what splitting ops find by name in the forward context. `backend` replaces the one
     that `config.graph_backend` names. `ranks` are those that must start and capture alike.
+    `events` is given the events of this model.
     `input_buffers` are inputs that the engine keeps in one place, at their largest size: steps are
     given their first rows, nothing is copied, and a graph replays on them.
     Graphs are captured by `PreparedModel.capture`.
 
     Raises a PiecegraphError that says what is wrong with the model or the settings.
     """
-    events = events or Events()
+    records = Records(events)
     config = settled(config)
-    with events.span("prepare", level=logging.INFO), meant():
+    with records.events.span("prepare", level=logging.INFO), meant():
         resolved = resolve_mode(
             config.graph_mode,
             support=config.supports(),
@@ -69,8 +70,16 @@ def prepare(
             eager=not config.compile and config.graph_mode is None,
         )
         plan = _dispatch_plan(resolved.mode, config)
-        events.emit("config", **_settled(config, resolved, plan))
-        request = compile_request(model, config, events, examples, ranks)
+        records.settings = config.model_dump(mode="json")
+        records.events.emit(
+            "config",
+            settings=records.settings,
+            graph_mode=resolved.mode.value,
+            reasons=mode_reasons(resolved),
+            plan=[entry.as_json() for entry in plan.entries],
+            plan_digest=plan.digest,
+        )
+        request = compile_request(model, config, records, examples, ranks)
         compiled = compile_model(request)
     if TOKENS not in [symbol.label for symbol in compiled.plan.symbols]:
         raise without_tokens(config)
@@ -84,7 +93,7 @@ def prepare(
             backend or choose_backend(config.backend_for(device.type)),
             device,
             request.cache,
-            events,
+            records,
         ),
     )
 
@@ -92,7 +101,7 @@ def prepare(
 def compile_request(
     model: torch.nn.Module,
     config: Config,
-    events: Events,
+    records: Records,
     examples: ExampleArguments | None,
     ranks: Ranks | None = None,
 ) -> CompileRequest:
@@ -108,19 +117,8 @@ def compile_request(
             expected="an instance of torch.nn.Module, and for a function one that calls it",
         )
     exchange = ranks.exchange if ranks is not None else None
-    cache = open_cache(config, events)
-    return CompileRequest(model, config, cache, events, _device(model), examples, exchange)
-
-
-def _settled(config: Config, resolved: ResolvedMode, plan: DispatchPlan) -> dict[str, Any]:
-    """The configuration as it will be used, and why the graph mode is what it is."""
-    return {
-        "settings": config.model_dump(mode="json"),
-        "graph_mode": resolved.mode.value,
-        "reasons": mode_reasons(resolved),
-        "plan": [entry.as_json() for entry in plan.entries],
-        "plan_digest": plan.digest,
-    }
+    cache, events, device = open_cache(config, records.events), records.events, _device(model)
+    return CompileRequest(model, config, cache, events, device, examples, exchange, records.compile)
 
 
 def _device(model: torch.nn.Module) -> torch.device:

@@ -15,7 +15,6 @@ from ..compile.ir.config import TOKENS
 from ..compile.lower.compiled_model import CompiledModel
 from ..dispatch import Batch, Decision, Dispatcher, ResolvedMode
 from ..errors import BatchInvalid, CaptureAfterSeal, GuardBroken, ModelClosed
-from ..events import Events
 from ..torch_compat.tensors import is_grad_enabled, set_grad_enabled
 from .backends.protocol import GraphBackend
 from .capture.captured_graphs import CapturedGraphs
@@ -24,6 +23,7 @@ from .capture.recording import Recording
 from .config import BrokenGuard, Config
 from .memory.ledger import MemoryLedger, MemoryPlan, plan_memory
 from .memory.model_memory import opening_ledger, static_inputs
+from .records import CaptureRecord, MemoryUse, Records
 from .report import build_report
 from .step.binding import Bind, binder, packer
 from .step.forward_context import CURRENT, ForwardContext, forward_context
@@ -54,12 +54,12 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What the model runs on: graph backend, device, cache and event log."""
+    """What the model runs on: graph backend, device, cache and records."""
 
     backend: GraphBackend
     device: torch.device
     cache: Cache
-    events: Events
+    records: Records
 
 
 class PreparedModel:
@@ -83,7 +83,8 @@ class PreparedModel:
         self.resolved = policy.resolved
         self.dispatcher = dispatcher
         self.backend = services.backend
-        self.events = services.events
+        self.records = services.records
+        self.events = services.records.events
         self.usage = Usage(dispatcher.plan)
         self._cache = services.cache
         self._bind: Bind = binder(compiled.plan, inspect.signature(forward))
@@ -100,9 +101,9 @@ class PreparedModel:
         self._ranks = engine.ranks
         exchange = engine.ranks.exchange if engine.ranks else alone
         self._capturer = Capturer(
-            config, dispatcher, self.backend, self.events, self._graphs, exchange
+            config, dispatcher, self.backend, self.records, self._graphs, exchange
         )
-        self._monitor = Monitor(config.after_seal, self.events, self._context)
+        self._monitor = Monitor(config.after_seal, self.records, self.backend, self._context)
         self._sealed = False
         self._closed = False
 
@@ -175,10 +176,16 @@ class PreparedModel:
         self.usage.count_eager(num_tokens)
         return results
 
-    def capture(self, metadata_for: MetadataFor | None = None) -> None:
+    def capture(
+        self,
+        metadata_for: MetadataFor | None = None,
+        *,
+        progress: Callable[[CaptureRecord], None] | None = None,
+    ) -> None:
         """Capture what the strategy wants at startup; later calls capture what is still missing.
 
-        Without `metadata_for` the function given last is used, as in every method that captures. A
+        Without `metadata_for` the function given last is used, as in every method that captures.
+        `progress` is called after each capture. A
         capture that fails is reported, and batches of its size run without a graph. Raises
         CaptureAfterSeal, and LayerMissing or MetadataFailed if a dummy batch lacks what ops need.
         """
@@ -188,8 +195,8 @@ class PreparedModel:
         if self._ranks:
             self._ranks.agree("start", start_facts(self.config, self.dispatcher.plan))
         with self.events.span("capture", level=logging.INFO):
-            self._capturer.startup()
-        self.events.emit("memory", **self._memory())
+            self._capturer.startup(progress)
+        self.records.add(self._memory_use())
 
     def warm_up(
         self,
@@ -213,7 +220,7 @@ class PreparedModel:
             tasks,
             skip,
             self.backend.memory,
-            self.events,
+            self.records,
             show,
         )
 
@@ -309,7 +316,7 @@ class PreparedModel:
     def report(self) -> dict[str, Any]:
         """What was prepared, captured and dispatched so far; see `runtime.report`."""
         return build_report(
-            self.events,
+            self.records,
             self.compiled.plan,
             self.resolved,
             self.usage,
@@ -326,11 +333,11 @@ class PreparedModel:
         self.ledger.state_pools(self._capturer.memory.by_mode)
         return self.ledger
 
-    def _memory(self) -> dict[str, int]:
+    def _memory_use(self) -> MemoryUse:
         """Bytes that recordings took when captured; used and free bytes of the device now."""
         taken = sum(recording.bytes for _, recording in self.recordings())
         now = self.backend.memory()
-        return {"recordings": taken, "used": now.used, "free": now.free}
+        return MemoryUse(taken, now.used, now.free)
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:

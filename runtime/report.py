@@ -8,13 +8,13 @@ from ..cache import Cache
 from ..cache.listing import blob_names, entry_names
 from ..compile.ir.plan import Plan
 from ..dispatch import ResolvedMode
-from ..events import Events, Span
 from .memory.ledger import MemoryLedger
+from .records import CaptureRecord, ForecastAccuracy, Record, Records, SkippedWarmup, WarmupStep
 from .step.usage import Usage
 
 
 def build_report(
-    events: Events,
+    records: Records,
     plan: Plan,
     resolved: ResolvedMode,
     usage: Usage,
@@ -22,24 +22,22 @@ def build_report(
     ledger: MemoryLedger,
 ) -> dict[str, Any]:
     """All of it is JSON-able; times are in seconds unless named `ms`, sizes in bytes."""
-    bundle = events.named("bundle")[-1].facts
-    prepare = [span for span in events.spans if span.name == "prepare"][-1]
+    bundle = records.compile.bundle
+    counters = records.counters
     return {
         "startup": {
-            "phases": [
-                {"name": span.name, "seconds": span.seconds} for span in startup_phases(events)
-            ],
-            "prepare_seconds": prepare.seconds,
+            "phases": [{"name": span.name, "seconds": span.seconds} for span in records.phases],
+            "prepare_seconds": records.prepare_seconds,
         },
         "cache": {
-            "hit": bundle["hit"],
-            "reason": bundle.get("reason"),
+            "hit": bundle is not None and bundle.hit,
+            "reason": bundle.reason if bundle is not None else None,
             **_stored(cache),
         },
         "counters": {
-            "dynamo_traces": events.counters["dynamo_traces"],
-            "inductor_compiles": events.counters["inductor_compiles"],
-            **{name: n for name, n in sorted(events.counters.items()) if name.startswith("cache.")},
+            "dynamo_traces": counters["dynamo_traces"],
+            "inductor_compiles": counters["inductor_compiles"],
+            **{name: n for name, n in sorted(counters.items()) if name.startswith("cache.")},
         },
         "pieces": {
             "total": len(plan.piece_uses()),
@@ -53,11 +51,11 @@ def build_report(
             "resolved": resolved.mode.value,
             "reasons": mode_reasons(resolved),
         },
-        "captures": [event.facts for event in events.named("capture")],
+        "captures": _facts(records, CaptureRecord),
         "memory": ledger.rows(),
-        "memory_forecast": [event.facts for event in events.named("memory.accuracy")],
-        "warmup": [event.facts for event in events.named("warmup")],
-        "skipped_warmup": [event.facts for event in events.named("warmup.skipped")],
+        "memory_forecast": _facts(records, ForecastAccuracy),
+        "warmup": _facts(records, WarmupStep),
+        "skipped_warmup": _facts(records, SkippedWarmup),
         "dispatch": usage.rows(),
         "reasons": usage.reasons(),
     }
@@ -68,14 +66,8 @@ def mode_reasons(resolved: ResolvedMode) -> list[str]:
     return [f"{change.after.value}: {change.why}" for change in resolved.reasons]
 
 
-def startup_phases(events: Events) -> list[Span]:
-    """What startup consists of, in order; a name can occur more than once."""
-    return [
-        span
-        for span in events.spans
-        if span.name in ("capture", "toolchain")
-        or (span.depth == 1 and span.name != "capture.session")
-    ]
+def _facts(records: Records, kind: type[Record]) -> list[dict[str, Any]]:
+    return [record.facts() for record in records.of(kind)]
 
 
 def _stored(cache: Cache) -> dict[str, int]:

@@ -103,3 +103,30 @@ trace_artifact("graph", lambda: print("made") or "text")
         assert done.stdout == ("made\n" if traced else "")
     (trace,) = tmp_path.iterdir()
     assert "piecegraph_graph" in trace.read_text()
+
+
+def test_the_log_has_a_bound_and_counts_what_it_dropped():
+    events = Events(kept=3)
+    for n in range(5):
+        events.emit("split", n=n)
+        with events.span("forecast", n=n):
+            pass
+    assert [event.facts["n"] for event in events.named("split")] == [2, 3, 4]
+    assert events.dropped == 2
+    assert len(events.spans) == 3
+
+
+def test_events_of_one_model_are_its_own_and_its_parents(lines):
+    shared = Events()
+    heard = []
+    shared.listeners.append(heard.append)
+    one, other = Events(parent=shared), Events(parent=shared)
+    one.emit("capture", level=logging.INFO, n=1)
+    other.count("steps")
+    with other.span("prepare", level=logging.INFO):
+        pass
+    assert (len(one.events), len(other.events), len(shared.events)) == (1, 0, 1)
+    assert [event.name for event in heard] == ["capture"]
+    assert (one.counters["steps"], shared.counters["steps"]) == (0, 1)
+    assert [span.name for span in shared.phases] == ["prepare"]
+    assert len(lines) == 2

@@ -28,6 +28,7 @@ from ..ir.compilation import CODE, Blobs, CompileRequest, PieceFn, kernels
 from ..ir.config import TOKENS
 from ..ir.locations import first_line
 from ..ir.plan import CompiledRange
+from ..ir.records import PieceBuilt
 from ..lower.report_plan import report_lookup
 from ..lower.split_model import SplitModel, UniquePiece
 from ..passes.graph_pass import GraphPass, inductor_passes, passes_for
@@ -139,7 +140,7 @@ def _stored(
     if compiler.load is None:
         return None
     entry = request.cache.lookup("artifact", job.key)
-    report_lookup("artifact", job.key, entry, request.cache, request.events)
+    report_lookup("artifact", job.key, entry, request)
     if not isinstance(entry, Entry) or CODE not in entry.contents:
         return None
     if not _covers(entry.meta, _ranges(split, job)):
@@ -225,7 +226,9 @@ def _begin(
         made = Made(fn, blobs, proved, generation.seconds + waiting.seconds)
         if split.config.use_inductor_graph_partition:
             about["partitions"] = partitions_of(fn)
-        events.emit("compile.end", seconds=made.seconds, kernels=kernels([blobs])[0], **about)
+        built = PieceBuilt(unique.index, made.seconds, kernels([blobs])[0])
+        request.records.pieces.append(built)
+        events.emit("compile.end", seconds=built.seconds, kernels=built.kernels, **about)
         events.count(f"{compiler.name}_compiles")
         store_artifact(request, split, job, made)
         return made

@@ -7,8 +7,9 @@ and loads in a millisecond.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from ...cache import Cache
 from ...events import Events
 from .config import CompileConfig
+from .records import BundleOutcome, CompileRecords
 
 ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """(args, kwargs) of one call."""
@@ -54,6 +56,12 @@ class CompileRequest:
     device: torch.device
     examples: ExampleArguments | None = None
     exchange: Callable[[str, Mapping[str, Any]], list[dict[str, Any]]] | None = None
+    records: CompileRecords = field(default_factory=CompileRecords)
+
+    def record_bundle(self, outcome: BundleOutcome, level: int = logging.DEBUG) -> None:
+        """Record whether a bundle is used; the last outcome holds."""
+        self.records.bundle = outcome
+        self.events.emit("bundle", level=level, **outcome.facts())
 
 
 def kernels(artifacts: Sequence[Blobs]) -> list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 from ...cache import Cache, Entry, Key, Miss
 from ...cache.explain import why
 from ...events import Events, trace_artifact
+from ..ir.compilation import CompileRequest
 from ..ir.plan import CallStep, Plan, PlanPiece, UserInput, Weight
 from .codegen import step_source, used
 
@@ -68,9 +69,12 @@ def _outer_shapes(plan: Plan) -> dict[str, str]:
     return shapes
 
 
-def report_lookup(kind: str, key: Key, found: Entry | Miss, cache: Cache, events: Events) -> None:
-    """Leave a look-up with the key's factors and, for a miss, how the nearest entry differs."""
-    events.detail("cache.lookup", lambda: _lookup_facts(kind, key, found, cache))
+def report_lookup(kind: str, key: Key, found: Entry | Miss, request: CompileRequest) -> None:
+    """Record a look-up with the key's factors and, for a miss, how the nearest entry differs."""
+    if request.events.wants_detail:
+        facts = _lookup_facts(kind, key, found, request.cache)
+        request.records.lookups.append(facts)
+        request.events.emit("cache.lookup", **facts)
 
 
 def _lookup_facts(kind: str, key: Key, found: Entry | Miss, cache: Cache) -> dict[str, Any]:

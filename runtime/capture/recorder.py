@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import CaptureFailed, CaptureOutOfMemory, NestedCapture
+from ...errors import CaptureFailed, CaptureOutOfMemory, NestedCapture, WorkAfterSeal
 from ...torch_compat.tensors import tree_map_only
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
@@ -63,7 +63,7 @@ def record(
         outputs = recorder.weak(outputs)
     except BaseException as error:
         recorder.abort()
-        if not isinstance(error, Exception):
+        if isinstance(error, WorkAfterSeal) or not isinstance(error, Exception):
             raise
         raise capture_failure(error, name) from error
     finally:

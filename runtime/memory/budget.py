@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from ...dispatch import DispatchPlan, Histogram, RuntimeMode
 from ...events import Events
 from ..backends.protocol import GraphBackend, Memory
+from ..records import PlannedMemory, Records
 from .forecast import Forecast, RecordGraph, forecast_memory
 from .pruning import prune
 
@@ -74,7 +74,7 @@ class GraphMemory:
         plan: DispatchPlan,
         histogram: Histogram | None,
         exchange: Exchange,
-        events: Events,
+        records: Records,
     ) -> Collection[int]:
         """Graphs to drop by the forecast, so that the rest can be captured and keeps `limit`.
 
@@ -95,18 +95,9 @@ class GraphMemory:
             ]
             pruned = prune(plan, possible, self.forecast, self.limit, traffic)
         dropped = self.impossible.union(pruned)
-        events.emit(
-            "memory.forecast",
-            level=logging.INFO,
-            limit=self.limit,
-            bytes=self.forecast_of(
-                plan, [graph_index for graph_index in indices if graph_index not in dropped]
-            ),
-            dropped=[
-                plan.entries[graph_index].as_json()
-                for graph_index in (*sorted(self.impossible), *pruned)
-            ],
-        )
+        kept = [graph_index for graph_index in indices if graph_index not in dropped]
+        lost = [plan.entries[i].as_json() for i in (*sorted(self.impossible), *pruned)]
+        records.add(PlannedMemory(self.limit, self.forecast_of(plan, kept), lost))
         return dropped
 
     def forecast_of(self, plan: DispatchPlan, indices: Collection[int]) -> int:

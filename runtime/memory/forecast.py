@@ -8,6 +8,7 @@ count the shared part once for every graph.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,7 +106,7 @@ def forecast_memory(
     pool, failed = backend.new_pool(), list[int]()
     recordings: list[Recording] = []
     modes = {}
-    with events.span("forecast"):
+    with events.span("forecast", level=logging.INFO):
         with capture_session(backend, pool, events) as session:
             for mode, candidates in by_mode.items():
                 beneath = sum(recording.bytes for recording in recordings)

@@ -15,13 +15,20 @@ from typing import Any, Protocol
 
 from ...dispatch import Batch, Dispatcher, RuntimeMode
 from ...errors import CaptureFailed, DummyStepFailed
-from ...events import Events
 from ..backends.protocol import GraphBackend
 from ..capture.dummy_batch import preserve_rng_state
 from ..capture.recording import Recording
 from ..capture.session import CaptureSession, capture_session
 from ..config import CaptureStrategy, Config
 from ..memory.budget import Exchange, GraphMemory, limit_in_bytes
+from ..records import (
+    CaptureFailure,
+    CaptureRecord,
+    CaptureRefusal,
+    Eviction,
+    ForecastAccuracy,
+    Records,
+)
 from .capture_budget import CaptureBudget, CaptureCosts
 from .eviction import make_room, trim
 from .monitors import meant
@@ -44,7 +51,7 @@ class Capturer:
         config: Config,
         dispatcher: Dispatcher,
         backend: GraphBackend,
-        events: Events,
+        records: Records,
         graphs: Graphs,
         exchange: Exchange,
         clock: Callable[[], float] = perf_counter,
@@ -53,7 +60,8 @@ class Capturer:
         self._dispatcher = dispatcher
         self._entries = dispatcher.plan.entries
         self._backend = backend
-        self._events = events
+        self._records = records
+        self._events = records.events
         self._graphs = graphs
         self._exchange = exchange
         self._clock = clock
@@ -70,8 +78,11 @@ class Capturer:
         self._refused: set[int] = set()
         self._pool: Any = None
 
-    def startup(self) -> None:
-        """Capture what the strategy wants before serving and is not there yet."""
+    def startup(self, progress: Callable[[CaptureRecord], None] | None = None) -> None:
+        """Capture what the strategy wants before serving and is not there yet.
+
+        `progress` is called after each capture.
+        """
         if self.queue.untouched:
             self._forget_failed_probes()
             if self._config.memory_limit is not None:
@@ -82,6 +93,8 @@ class Capturer:
                     state = self.queue.states[graph_index]
                     if not state.captured and not state.dropped and self._within_limit(graph_index):
                         state.kept = self._capture(graph_index, session, serving=False)
+                        if state.kept and progress is not None:
+                            progress(self._records.of(CaptureRecord)[-1])
                     if state.captured:
                         break
         self._settle()
@@ -171,14 +184,9 @@ class Capturer:
         state.captured, state.bytes, state.launches = True, num_bytes, recording.operations
         self.memory.took(entry.mode, num_bytes)
         self._refused.discard(graph_index)
-        self._events.emit(
-            "capture",
-            **self._facts(graph_index),
-            ms=ms,
-            bytes=num_bytes,
-            segments=len(recording.segments),
-            descriptor=entry.descriptor.as_json(),
-        )
+        segments, descriptor = len(recording.segments), entry.descriptor.as_json()
+        where = self._where(graph_index)
+        self._records.add(CaptureRecord(*where, ms, num_bytes, segments, descriptor))
         return True
 
     def _outcome(
@@ -199,13 +207,8 @@ class Capturer:
     def _remember_failure(self, graph_index: int, reason: str) -> None:
         self.queue.failed(graph_index)
         state = self.queue.states[graph_index]
-        self._events.emit(
-            "capture.failed",
-            level=logging.WARNING,
-            **self._facts(graph_index),
-            reason=reason,
-            retry_at_step=None if state.dropped else state.retry_at,
-        )
+        retry_at = None if state.dropped else state.retry_at
+        self._records.add(CaptureFailure(*self._where(graph_index), reason, retry_at))
 
     def _within_limit(self, graph_index: int) -> bool:
         entry = self._entries[graph_index]
@@ -240,16 +243,14 @@ class Capturer:
         answers = self._exchange(f"eviction of graph {graph_index}", {"freed": freed})
         freed = min(answer["freed"] for answer in answers)
         self.memory.took(self._entries[graph_index].mode, -freed)
-        self._events.emit("capture.evicted", **self._facts(graph_index), freed=freed)
+        self._records.add(Eviction(*self._where(graph_index), freed))
         state.captured, state.bytes = False, 0
 
     def _refuse(self, graph_index: int, reason: str) -> None:
         """A graph is refused silently after the first time, until it was captured."""
         if graph_index not in self._refused:
             self._refused.add(graph_index)
-            self._events.emit(
-                "capture.refused", level=logging.INFO, **self._facts(graph_index), reason=reason
-            )
+            self._records.add(CaptureRefusal(*self._where(graph_index), reason))
 
     def _settle(self) -> None:
         """Steps capture as long as something may still be captured."""
@@ -280,12 +281,13 @@ class Capturer:
 
     def _plan_memory(self) -> None:
         """Forecast what graphs take, unless it is known, and drop those that would pass a limit."""
-        plan, exchange, events = self._dispatcher.plan, self._exchange, self._events
+        plan, exchange = self._dispatcher.plan, self._exchange
         limit = limit_in_bytes(self._config.memory_limit, self._backend.memory())
         if self.memory.forecast is None:
             with meant(), preserve_rng_state():
-                self.memory.probe(plan, self._backend, self._graphs.record, exchange, events)
-        self._drop(self.memory.keep(limit, plan, self._dispatcher.histogram, exchange, events))
+                self.memory.probe(plan, self._backend, self._graphs.record, exchange, self._events)
+        dropped = self.memory.keep(limit, plan, self._dispatcher.histogram, exchange, self._records)
+        self._drop(dropped)
 
     def _drop(self, indices: Collection[int]) -> None:
         for graph_index, state in enumerate(self.queue.states):
@@ -299,22 +301,14 @@ class Capturer:
             graph_index for graph_index, state in enumerate(self.queue.states) if state.captured
         ]
         expected = self.memory.forecast_of(self._dispatcher.plan, captured)
-        self._events.emit(
-            "memory.accuracy",
-            level=logging.INFO,
-            forecast=expected,
-            actual=self.memory.used,
-            accuracy=self.memory.used / expected if expected else None,
-        )
+        actual = self.memory.used
+        share = actual / expected if expected else None
+        self._records.add(ForecastAccuracy(expected, actual, share))
 
-    def _facts(self, graph_index: int) -> dict[str, Any]:
+    def _where(self, graph_index: int) -> tuple[str, int, int, int]:
+        """The first fields of a GraphRecord."""
         entry = self._entries[graph_index]
-        return {
-            "mode": entry.mode.name,
-            "num_tokens": entry.descriptor.num_tokens,
-            "slot": graph_index,
-            "step": self.queue.step,
-        }
+        return entry.mode.name, entry.descriptor.num_tokens, graph_index, self.queue.step
 
     @contextmanager
     def _session(self, *, prepare: bool) -> Iterator[CaptureSession]:

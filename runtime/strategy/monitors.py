@@ -3,7 +3,7 @@
 Dynamo, Inductor and its autotuner say what they do through torch's structured trace, which tlparse
 reads too; listening there imports neither and costs nothing while nothing compiles. Triton tells
 its compilation listener. The beginning of a CUDA graph is hooked, whoever captures it; recordings
-on other backends tell the events of the model. What happens in a thread that is not the model's, or
+on the backend of the model are hooked as well. Work in a thread that is not the model's, or
 inside `meant()`, such as the preparation of another model, is no violation.
 """
 
@@ -24,9 +24,10 @@ from typing import Any
 import torch
 
 from ...errors import WorkAfterSeal
-from ...events import Event, Events
 from ...torch_compat.structured_trace import TRACE_LOGGER
+from ..backends.protocol import GraphBackend
 from ..config import AfterSeal
+from ..records import AfterSealWork, Records
 from ..step.forward_context import CURRENT, ForwardContext
 
 _MEANT: ContextVar[bool] = ContextVar("piecegraph_meant", default=False)
@@ -64,9 +65,16 @@ def meant() -> Iterator[None]:
 class Monitor:
     """Watches from `start` to `stop` for one model, whose steps run in `context`."""
 
-    def __init__(self, policy: AfterSeal, events: Events, context: ForwardContext) -> None:
+    def __init__(
+        self,
+        policy: AfterSeal,
+        records: Records,
+        backend: GraphBackend,
+        context: ForwardContext,
+    ) -> None:
         self._policy = policy
-        self._events = events
+        self._records = records
+        self._backend = backend
         self._context = context
         self._thread: int | None = None
         self._handler = _TraceHandler(self._saw)
@@ -77,8 +85,9 @@ class Monitor:
         if self._thread is None:
             self._thread = threading.get_ident()
             logging.getLogger(TRACE_LOGGER).addHandler(self._handler)
-            self._events.listeners.append(self._saw_event)
             self._hooks.append(_Hook(torch.cuda.CUDAGraph, "capture_begin", self._saw_cuda_graph))
+            if self._backend.name != "cuda":  # whose captures begin a CUDA graph
+                self._hooks.append(_Hook(type(self._backend), "begin", self._saw_begin))
             if knobs := _triton_knobs():
                 self._hooks.append(_Hook(knobs.compilation, "listener", self._saw_triton))
 
@@ -86,7 +95,6 @@ class Monitor:
         if self._thread is not None:
             self._thread = None
             logging.getLogger(TRACE_LOGGER).removeHandler(self._handler)
-            self._events.listeners.remove(self._saw_event)
             while self._hooks:
                 self._hooks.pop().stop()
 
@@ -97,26 +105,19 @@ class Monitor:
     def _saw_cuda_graph(self, graph: Any, *args: Any, **kwargs: Any) -> None:
         self._saw(Kind.CAPTURE, "a CUDA graph")
 
-    def _saw_event(self, event: Event) -> None:
-        if event.name == "capture.recorded":
-            self._saw(Kind.CAPTURE, f"recording {event.facts['recording']}")
+    def _saw_begin(self, backend: GraphBackend, *args: Any) -> None:
+        if backend is self._backend:
+            self._saw(Kind.CAPTURE, f"a graph on backend {backend.name}")
 
     def _saw(self, kind: Kind, detail: str) -> None:
         in_step = CURRENT.get() is self._context
         if _MEANT.get() or not (in_step or threading.get_ident() == self._thread):
             return
-        self._events.count("after_seal." + kind.name.lower())
+        self._records.events.count("after_seal." + kind.name.lower())
         if self._policy is AfterSeal.COUNT:
             return
         shape = _shape(self._context) if in_step else "no step"
-        self._events.emit(
-            "after_seal",
-            level=logging.WARNING,
-            kind=kind.value,
-            detail=detail,
-            shape=shape,
-            stack=_callers(),
-        )
+        self._records.add(AfterSealWork(kind.value, detail, shape, _callers()))
         if self._policy is AfterSeal.RAISE:
             raise WorkAfterSeal(kind=kind.value, detail=detail, shape=shape, where=_caller())
 

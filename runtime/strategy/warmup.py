@@ -7,7 +7,6 @@ and dummy batches write where padding writes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -17,10 +16,10 @@ from typing import Any
 
 from ...compile.ir.plan import Symbol
 from ...dispatch import DispatchPlan
-from ...events import Event, Events
 from ..backends.protocol import Memory
 from ..capture.dummy_batch import preserve_rng_state
 from ..check_choice import must_be_one_of
+from ..records import CaptureRecord, Records, SkippedWarmup, WarmupStep
 from .monitors import meant
 from .queue import CaptureQueue
 
@@ -76,11 +75,11 @@ class AuxiliaryTask:
 def warm_up(
     ranges: Sequence[Work],
     captures: Sequence[WarmupItem],
-    capture: Callable[[], None],
+    capture: Callable[..., None],
     tasks: Sequence[AuxiliaryTask],
     skip: Collection[str],
     memory: Callable[[], Memory],
-    events: Events,
+    records: Records,
     show: Callable[[str], None],
 ) -> None:
     """Run `ranges`, then `capture`, which makes the graphs `captures`, then `tasks`.
@@ -92,13 +91,13 @@ def warm_up(
         must_be_one_of(COST, "skip", kind, "there is no such kind of warm-up")
     auxiliary = [work for task in tasks for work in task.works()]
     plan = [*(item for item, _ in ranges), *captures, *(item for item, _ in auxiliary)]
-    progress = _Progress([item for item in plan if item.kind not in skip], memory, events, show)
-    events.emit("warmup.plan", items=[asdict(item) for item in plan])
-    _tell_skipped([item for item in plan if item.kind in skip], events)
+    progress = _Progress([item for item in plan if item.kind not in skip], memory, records, show)
+    records.events.emit("warmup.plan", items=[asdict(item) for item in plan])
+    _record_skipped([item for item in plan if item.kind in skip], records)
     for item, work in ranges:
         progress.run(item, work)
     if WarmupKind.CAPTURE not in skip:
-        progress.follow(capture)
+        capture(progress=progress.captured)
     for item, work in auxiliary:
         progress.run(item, work)
 
@@ -133,16 +132,10 @@ def capture_items(queue: CaptureQueue, plan: DispatchPlan) -> list[WarmupItem]:
     ]
 
 
-def _tell_skipped(skipped: Sequence[WarmupItem], events: Events) -> None:
+def _record_skipped(skipped: Sequence[WarmupItem], records: Records) -> None:
     for kind in dict.fromkeys(item.kind for item in skipped):
         shapes = [item.shape for item in skipped if item.kind is kind]
-        events.emit(
-            "warmup.skipped",
-            level=logging.WARNING,
-            kind=kind.value,
-            shapes=shapes,
-            cost=COST[kind],
-        )
+        records.add(SkippedWarmup(kind.value, shapes, COST[kind]))
 
 
 class _Progress:
@@ -152,12 +145,12 @@ class _Progress:
         self,
         items: Sequence[WarmupItem],
         memory: Callable[[], Memory],
-        events: Events,
+        records: Records,
         show: Callable[[str], None],
     ) -> None:
         self._items = items
         self._memory = memory
-        self._events = events
+        self._records = records
         self._show = show
         self._done = 0
 
@@ -169,24 +162,13 @@ class _Progress:
                 work()
             self._tell(item.kind, item.shape, (perf_counter() - began) * 1000)
 
-    def follow(self, capture: Callable[[], None]) -> None:
-        """Do the captures, which tell of themselves."""
-        self._events.listeners.append(self._saw)
-        try:
-            capture()
-        finally:
-            self._events.listeners.remove(self._saw)
-
-    def _saw(self, event: Event) -> None:
-        if event.name == "capture":
-            shape = f"{event.facts['mode']} {event.facts['num_tokens']}"
-            self._tell(WarmupKind.CAPTURE, shape, event.facts["ms"])
+    def captured(self, capture: CaptureRecord) -> None:
+        """A graph was captured."""
+        self._tell(WarmupKind.CAPTURE, f"{capture.mode} {capture.num_tokens}", capture.ms)
 
     def _tell(self, kind: WarmupKind, shape: str, ms: float) -> None:
         self._done += 1
         n, of, free = self._done, len(self._items), self._memory().measured_free
-        self._events.emit(
-            "warmup", n=n, of=of, kind=kind.value, shape=shape, ms=ms, free_bytes=free
-        )
+        self._records.add(WarmupStep(n, of, kind.value, shape, ms, free))
         left = "" if free is None else f", {free} bytes free"
         self._show(f"{n} of {of}: {kind.value} {shape}, {ms:.1f} ms{left}")

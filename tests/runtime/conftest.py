@@ -25,6 +25,7 @@ from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.prepared_model import Engine, Policy, Services
+from piecegraph.runtime.records import Records
 
 
 @dataclass
@@ -69,7 +70,7 @@ def prepare_on_replay(
         config,
         Policy(resolve_mode(mode, support=config.supports(), pieces=True), dispatcher),
         Engine(layers, input_buffers or {}),
-        Services(loud_backend(**options), torch.device("cpu"), cache, Events()),
+        Services(loud_backend(**options), torch.device("cpu"), cache, Records()),
     )
 
 

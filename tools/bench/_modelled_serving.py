@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from ... import Config, Dispatcher, Events, GraphMode, RuntimeMode
+from ... import Config, Dispatcher, GraphMode, RuntimeMode
 from ...dispatch import default_capture_sizes, make_plan
 from ...runtime.backends.ownership import Ownership
 from ...runtime.backends.replay import ReplayBackend
 from ...runtime.capture.recording import Recording
 from ...runtime.capture.session import CaptureSession
+from ...runtime.records import CaptureRecord, Records
 from ...runtime.strategy.capturer import Capturer
 from ...runtime.strategy.ranks import alone
 from ..engine.block_manager import BlockManager
@@ -70,17 +71,17 @@ class ModelledGraphs:
 
 def serve_modelled(config: Config, requests: list[Request]) -> ServingResult:
     """Start up at time 0, when requests begin to arrive, and serve them all."""
-    clock, events, result = Clock(), Events(), ServingResult()
+    clock, records, result = Clock(), Records(), ServingResult()
     sizes = default_capture_sizes(config.max_num_reqs, config.max_num_tokens)
     plan = make_plan(GraphMode.FULL_AND_PIECEWISE, sizes, max_num_reqs=config.max_num_reqs)
     dispatcher = Dispatcher(plan)
     graphs = ModelledGraphs(dispatcher, clock)
-    capturer = Capturer(config, dispatcher, ReplayBackend(), events, graphs, alone, clock)
+    capturer = Capturer(config, dispatcher, ReplayBackend(), records, graphs, alone, clock)
     capturer.startup()
     result.ready = clock.now
     used = _serve(config, requests, clock, dispatcher, capturer, result)
-    captures = events.named("capture")
-    result.capture = sum(event.facts["ms"] for event in captures) / 1000
+    captures = records.of(CaptureRecord)
+    result.capture = sum(capture.ms for capture in captures) / 1000
     result.captured, result.used = len(captures), len(used)
     result.bytes = capturer.memory.used
     return result

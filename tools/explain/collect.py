@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import Events, PreparedModel
+from ...compile.lower.report_plan import split_graph as plan_steps
+from ...runtime.records import CaptureFailure, CaptureRecord, ForecastAccuracy, MemoryUse
 from ..engine.engine import StepRecord
 from .advice import advise
 
@@ -16,26 +18,26 @@ MODES = ("NONE", "PIECEWISE", "FULL")
 
 def collect(report: Facts, prepared: PreparedModel, steps: Sequence[StepRecord]) -> Facts:
     """JSON-able facts of a run, from its report, its events and its steps."""
-    events = prepared.events
+    records = prepared.records
     facts: Facts = {
         "versions": report["versions"],
         "options": report["options"],
         "startup": report["startup"],
-        "timeline": timeline(events),
+        "timeline": timeline(prepared.events),
         "cache": report["cache"],
         "counters": report["counters"],
-        "lookups": [event.facts for event in events.named("cache.lookup")],
+        "lookups": records.compile.lookups,
         "graph_mode": report["graph_mode"],
-        "settings": settings(events),
+        "settings": records.settings,
         "steps": split_graph(prepared),
         "pieces": pieces(prepared),
         "guards": guards(prepared),
         "policy": prepared.config.guards.value,
         "captures": captures(prepared),
-        "memory": events.named("memory")[-1].facts,
+        "memory": records.of(MemoryUse)[-1].facts(),
         "ledger": report["memory"],
-        "forecast": [event.facts for event in events.named("memory.accuracy")],
-        "failed": [event.facts for event in events.named("capture.failed")],
+        "forecast": [record.facts() for record in records.of(ForecastAccuracy)],
+        "failed": [record.facts() for record in records.of(CaptureFailure)],
         "heat": heat(steps),
         "reasons": report["reasons"],
         "padding": padding(report["dispatch"]),
@@ -60,18 +62,10 @@ def timeline(events: Events) -> list[Facts]:
     ]
 
 
-def settings(events: Events) -> Facts:
-    """The resolved configuration."""
-    found: Facts = events.named("config")[-1].facts["settings"]
-    return found
-
-
 def split_graph(prepared: PreparedModel) -> list[Facts]:
     """The steps of the plan, with what they take and give, between inputs and results."""
-    named = prepared.events.named("split_graph")
-    if not named:
-        return []
-    plan, steps = prepared.compiled.plan, named[-1].facts["steps"]
+    plan = prepared.compiled.plan
+    steps = plan_steps(plan)
     shapes = {name: shape for step in steps for name, shape in step["takes"].items()}
     inputs = {item.name: shapes.get(item.name, "") for item in plan.inputs}
     results = {result.name: "" for result in plan.results}
@@ -84,11 +78,10 @@ def split_graph(prepared: PreparedModel) -> list[Facts]:
 
 def pieces(prepared: PreparedModel) -> list[Facts]:
     """Each unique piece: its uses, how it came to be, how long that took, its source."""
-    plan, events = prepared.compiled.plan, prepared.events
-    compiled = {event.facts["piece"]: event.facts for event in events.named("compile.end")}
+    plan, records = prepared.compiled.plan, prepared.records.compile
+    compiled = {built.piece: built for built in records.pieces}
     ready = "loaded" if prepared.config.compile else "not compiled"
-    bundle = events.named("bundle")[-1].facts
-    kernels = bundle.get("kernels", [])
+    kernels = records.bundle.kernels if records.bundle is not None else None
     uses = plan.piece_uses()
     cut = f" in {plan.partitions()} partitions" if plan.partitions() else ""
     rows = []
@@ -101,8 +94,8 @@ def pieces(prepared: PreparedModel) -> list[Facts]:
                 "nodes": piece.nodes,
                 "used_by": [use for use, unique in enumerate(uses) if unique == index],
                 "made": ("compiled" if made else ready) + cut,
-                "seconds": made and made["seconds"],
-                "kernels": made["kernels"] if made else (kernels[index] if kernels else None),
+                "seconds": made and made.seconds,
+                "kernels": made.kernels if made else (kernels[index] if kernels else None),
                 "source": piece.text,
             }
         )
@@ -118,8 +111,8 @@ def guards(prepared: PreparedModel) -> list[Facts]:
 def captures(prepared: PreparedModel) -> list[Facts]:
     """Each entry of the capture plan, with what its capture took and how often it was used."""
     made = {
-        (event.facts["mode"], event.facts["num_tokens"]): event.facts
-        for event in prepared.events.named("capture")
+        (capture.mode, capture.num_tokens): capture
+        for capture in prepared.records.of(CaptureRecord)
     }
     used = {(row["mode"], row["num_tokens"]): row["count"] for row in prepared.usage.rows()}
     rows = []
@@ -132,9 +125,9 @@ def captures(prepared: PreparedModel) -> list[Facts]:
                 "mode": place[0],
                 "num_tokens": place[1],
                 "captured": capture is not None,
-                "ms": capture and capture["ms"],
-                "bytes": capture["bytes"] if capture else 0,
-                "segments": capture and capture["segments"],
+                "ms": capture and capture.ms,
+                "bytes": capture.bytes if capture else 0,
+                "segments": capture and capture.segments,
                 "steps": used.get(place, 0),
             }
         )

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...runtime.report import startup_phases
+from ...runtime.records import CaptureRecord, Records
 
 if TYPE_CHECKING:
-    from ... import Events, PreparedModel
+    from ... import PreparedModel
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -37,9 +37,9 @@ class Metric:
 def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
     """What `prepared` counted so far."""
     rows = prepared.usage.rows()
-    captures = [event.facts for event in prepared.events.named("capture")]
+    captures = prepared.records.of(CaptureRecord)
     recordings = prepared.recordings()
-    counters = dict(prepared.events.counters)
+    counters = dict(prepared.records.counters)
     yield _counter(
         "piecegraph_steps",
         "Steps by runtime mode and by why it was taken.",
@@ -61,12 +61,12 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
     yield _counter(
         "piecegraph_captures",
         "Graphs captured.",
-        _sums((capture["mode"], 1) for capture in captures),
+        _sums((capture.mode, 1) for capture in captures),
     )
     yield _counter(
         "piecegraph_capture_seconds",
         "Seconds spent capturing.",
-        _sums((capture["mode"], capture["ms"] / 1000) for capture in captures),
+        _sums((capture.mode, capture.ms / 1000) for capture in captures),
     )
     yield _counter(
         "piecegraph_cache_events",
@@ -96,7 +96,7 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
         "piecegraph_startup_seconds",
         "gauge",
         "Seconds of each phase of the startup.",
-        _phases(prepared.events),
+        _phases(prepared.records),
     )
 
 
@@ -146,12 +146,11 @@ def _sums(amounts: Iterator[tuple[str, float]]) -> dict[Labels, float]:
     return dict(sums)
 
 
-def _phases(events: Events) -> dict[Labels, float]:
+def _phases(records: Records) -> dict[Labels, float]:
     """Seconds by phase of the startup, and of `prepare` as a whole."""
-    prepare = [span for span in events.spans if span.name == "prepare"]
-    sums: Counter[str] = Counter()
-    for span in (*prepare, *startup_phases(events)):
-        sums[span.name] += span.seconds  # type: ignore[assignment]
+    sums: dict[str, float] = {"prepare": records.prepare_seconds}
+    for span in records.phases:
+        sums[span.name] = sums.get(span.name, 0.0) + span.seconds
     return {(("phase", name),): seconds for name, seconds in sums.items()}
 
 

@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piecegraph import Batch, CaptureStrategy, Config, Dispatcher, Events, GraphMode
+from piecegraph import Batch, CaptureStrategy, Config, Dispatcher, GraphMode
 from piecegraph.dispatch import AttentionSupport, make_plan
 from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import CaptureSession
+from piecegraph.runtime.records import Records
 from piecegraph.runtime.strategy.capturer import Capturer
 from piecegraph.runtime.strategy.ranks import Ranks, start_facts
 
@@ -117,7 +118,7 @@ def capturer_of(
     strategy = CaptureStrategy.EAGER if eager else CaptureStrategy.LAZY
     config = Config(strategy=strategy, **settings)
     exchange = ranks.exchange
-    return Capturer(config, dispatcher, backend, Events(), Graphs(), exchange), captured
+    return Capturer(config, dispatcher, backend, Records(), Graphs(), exchange), captured
 
 
 def double(x: Tensor) -> Tensor:

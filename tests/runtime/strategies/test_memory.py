@@ -8,13 +8,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from piecegraph import Events
 from piecegraph.dispatch import GraphMode, Histogram, RuntimeMode, make_plan
 from piecegraph.runtime.capture.captured_graphs import CapturedGraphs
 from piecegraph.runtime.memory import budget as graph_memory
 from piecegraph.runtime.memory.budget import GraphMemory
 from piecegraph.runtime.memory.forecast import Forecast, ModeForecast, fit
 from piecegraph.runtime.memory.pruning import prune
+from piecegraph.runtime.records import Records
 from piecegraph.runtime.strategy.eviction import worth
 from piecegraph.runtime.strategy.ranks import alone
 
@@ -269,7 +269,7 @@ def test_worth_is_what_is_saved_per_byte() -> None:
 
 def test_ranks_prune_by_the_traffic_of_them_all() -> None:
     plan = make_plan(GraphMode.FULL, (8, 16, 17, 32), max_num_reqs=64)
-    memory, own, events = GraphMemory(), Histogram(), Events()
+    memory, own, records = GraphMemory(), Histogram(), Records()
     memory.forecast = Forecast({RuntimeMode.FULL: ModeForecast(32, 100, 100.0)})
     own.add(17)
     own.add(32)
@@ -279,7 +279,7 @@ def test_ranks_prune_by_the_traffic_of_them_all() -> None:
         return [mine, {**mine, "traffic": theirs}]
 
     for among, least in ((alone, 16), (exchange, 8)):
-        dropped = memory.keep(300, plan, own, among, events)
+        dropped = memory.keep(300, plan, own, among, records)
         assert [plan.entries[graph_index].descriptor.num_tokens for graph_index in dropped] == [
             least
         ]

@@ -1,0 +1,188 @@
+"""What a prepared model did, as typed data: filled by who does it, read by reports and metrics.
+
+Each record is also emitted as an event, which is output only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, TypeVar, cast
+
+from ..compile.ir.records import CompileRecords
+from ..events import Events, Span
+
+KEPT = 4096
+"""Records kept of each kind; the oldest are dropped first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A fact, with the name and the log level of its event."""
+
+    event: ClassVar[str]
+    level: ClassVar[int] = logging.DEBUG
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-able, as the report and the event state it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRecord(Record):
+    """Something that happened to one graph, after `step` batches (0: at startup)."""
+
+    mode: str
+    num_tokens: int
+    graph_index: int
+    step: int
+
+    def facts(self) -> dict[str, Any]:
+        """The report calls the graph index `slot`."""
+        return {"slot" if k == "graph_index" else k: v for k, v in asdict(self).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRecord(GraphRecord):
+    """A graph was captured."""
+
+    event = "capture"
+    ms: float
+    bytes: int
+    segments: int
+    descriptor: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureFailure(GraphRecord):
+    """A capture failed; it is tried again at `retry_at_step`, or never."""
+
+    event = "capture.failed"
+    level = logging.WARNING
+    reason: str
+    retry_at_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRefusal(GraphRecord):
+    """A graph was not captured for lack of memory or of time."""
+
+    event = "capture.refused"
+    level = logging.INFO
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction(GraphRecord):
+    """A graph was freed."""
+
+    event = "capture.evicted"
+    freed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMemory(Record):
+    """Forecast bytes of the graphs that are kept, and the plan entries that are dropped."""
+
+    event = "memory.forecast"
+    level = logging.INFO
+    limit: int | None
+    bytes: int
+    dropped: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastAccuracy(Record):
+    """What the graphs captured at startup were forecast to take, and what they took, in bytes."""
+
+    event = "memory.accuracy"
+    level = logging.INFO
+    forecast: int
+    actual: int
+    accuracy: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse(Record):
+    """After `capture`: bytes the recordings took, and the device's used and free bytes."""
+
+    event = "memory"
+    recordings: int
+    used: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupStep(Record):
+    """Item `n` `of` warm-up is done."""
+
+    event = "warmup"
+    n: int
+    of: int
+    kind: str
+    shape: str
+    ms: float
+    free_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedWarmup(Record):
+    """A kind of warm-up was left out."""
+
+    event = "warmup.skipped"
+    level = logging.WARNING
+    kind: str
+    shapes: list[str]
+    cost: str
+
+
+@dataclass(frozen=True, slots=True)
+class AfterSealWork(Record):
+    """Something compiled or was captured after `seal()`, outside the strategy."""
+
+    event = "after_seal"
+    level = logging.WARNING
+    kind: str
+    detail: str
+    shape: str
+    stack: list[str]
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Records:
+    """What one prepared model did. `settings` are the resolved ones, `compile` is compilation's."""
+
+    def __init__(self, events: Events | None = None) -> None:
+        """The records are of this model alone; its events are passed on to `events`, if given."""
+        self.events = Events(parent=events)
+        self.compile = CompileRecords()
+        self.settings: dict[str, Any] = {}
+        self._kept: dict[type[Record], deque[Record]] = {}
+
+    def add(self, record: Record) -> None:
+        """Keep a record and emit its event."""
+        self._kept.setdefault(type(record), deque(maxlen=KEPT)).append(record)
+        self.events.emit(record.event, level=record.level, **record.facts())
+
+    def of(self, kind: type[R]) -> list[R]:
+        """The records of one kind, oldest first, such as `records.of(CaptureRecord)`."""
+        return cast(list[R], list(self._kept.get(kind, ())))
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Counters of this model: `dynamo_traces`, `cache.hit`, …"""
+        return self.events.counters
+
+    @property
+    def phases(self) -> list[Span]:
+        """Phases of the startup in order, `prepare` as a whole left out; a name can recur."""
+        return [span for span in self.events.phases if span.name != "prepare"]
+
+    @property
+    def prepare_seconds(self) -> float:
+        """Seconds that `prepare` took; 0 for a model that was not made by `prepare`."""
+        return sum(span.seconds for span in self.events.phases if span.name == "prepare")

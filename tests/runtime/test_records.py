@@ -1,0 +1,78 @@
+"""The records of a prepared model are its own, whatever its events are shared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import Config, Events, PreparedModel, prepare
+from piecegraph.runtime.records import KEPT, CaptureRecord, Records
+from piecegraph.tools.report.metrics import read_metrics
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def prepared_with(events: Events) -> PreparedModel:
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]"},
+        graph_mode="FULL",
+        compiler="eager",
+        capture_sizes=(1, 2),
+        max_num_reqs=2,
+        max_num_tokens=8,
+        cache=False,
+    )
+    return prepare(Doubling(), config, events=events)
+
+
+@pytest.fixture
+def events() -> Events:
+    torch._dynamo.reset()
+    return Events()
+
+
+def value(prepared: PreparedModel, name: str) -> Any:
+    (metric,) = [metric for metric in read_metrics(prepared) if metric.name == name]
+    return sum(metric.samples.values())
+
+
+def test_two_models_with_one_events_report_their_own(events: Events) -> None:
+    first = prepared_with(events)
+    second = prepared_with(events)
+    second.capture()
+    second.release()
+    second.capture()
+    first.capture()
+    reports = [first.report(), second.report()]
+    assert [len(report["captures"]) for report in reports] == [2, 4]
+    phases = [[phase["name"] for phase in report["startup"]["phases"]] for report in reports]
+    assert [names.count("capture") for names in phases] == [1, 2]
+    assert [names.count("trace.dynamo") for names in phases] == [1, 1]
+    assert [report["counters"]["dynamo_traces"] for report in reports] == [1, 1]
+    assert [value(model, "piecegraph_captures") for model in (first, second)] == [2, 4]
+    assert len(events.named("capture")) == 6
+    assert events.counters["dynamo_traces"] == 2
+
+
+def test_a_report_does_not_depend_on_the_event_log(events: Events) -> None:
+    prepared = prepared_with(events)
+    prepared.capture()
+    before = prepared.report()
+    prepared.events.events.clear()
+    prepared.events.spans.clear()
+    assert prepared.report() == before
+
+
+def test_records_have_a_bound() -> None:
+    records = Records()
+    for step in range(KEPT + 3):
+        records.add(CaptureRecord("FULL", 8, 0, step, 1.0, 100, 1, {}))
+    captures = records.of(CaptureRecord)
+    assert len(captures) == KEPT
+    assert captures[-1].step == KEPT + 2
