@@ -64,9 +64,9 @@ class Events:
 
         Everything is passed on to `parent`, if there is one, which then logs nothing itself.
         """
-        self.detailed = detailed or (parent is not None and parent.detailed)
+        self.detailed: bool = detailed or (parent is not None and parent.detailed)
         self.parent = parent
-        self.began = parent.began if parent is not None else time.perf_counter()
+        self.began: float = parent.began if parent is not None else time.perf_counter()
         self.events: deque[Event] = deque(maxlen=kept)
         self.spans: deque[Span] = deque(maxlen=kept)
         self.phases: deque[Span] = deque(maxlen=kept)
@@ -74,7 +74,7 @@ class Events:
         self.dropped = 0
         self.listeners: list[Callable[[Event], None]] = []
         self._lock = threading.Lock()
-        self._open = parent._open if parent is not None else threading.local()
+        self._open: threading.local = parent._open if parent is not None else threading.local()
 
     def emit(self, name: str, *, level: int = logging.DEBUG, **facts: Any) -> None:
         """Keep and log an event, and put it into torch's structured trace when one is on."""
