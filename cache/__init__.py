@@ -1,9 +1,9 @@
-"""Keys, a content-addressed store and bundles: bytes and names, never models."""
+"""The compile cache: keys and a content-addressed store of bytes; knows nothing of models."""
 
 from __future__ import annotations
 
 from .cache import Cache
-from .entries import Entry, Miss
 from .keys.key import Key
+from .layers import CacheLayer, Entry, Miss
 
-__all__ = ["Cache", "Entry", "Key", "Miss"]
+__all__ = ["Cache", "CacheLayer", "Entry", "Key", "Miss"]

@@ -1,8 +1,8 @@
-"""The cache: look up in every layer, publish to those that can be written, never get in the way.
+"""The cache: look up in every layer, publish to the writable ones, never stop the process.
 
-A look-up gives an entry or a miss with its reason; damage is moved to quarantine and is a miss. A
-publish that fails is an event, and the entry is returned all the same: the process goes on serving
-from what it holds. With no root and no layers the cache is off, behind the same interface.
+A lookup gives an entry or a miss with its reason; a damaged file is moved to quarantine and is a
+miss. A publish that fails is an event, and the entry is returned anyway: the process uses what is
+in memory. Without a root and layers the cache is off, with the same interface.
 
 Counters: `cache.hit`, `cache.hit.<layer>`, `cache.miss`, `cache.miss.<reason>`, `cache.bytes_read`,
 `cache.bytes_written`, `cache.published`, `cache.publish_failed`, `cache.quarantined`,
@@ -24,13 +24,11 @@ from pathlib import Path
 
 from ..errors import InvalidEntry, LayerFailed
 from ..events import Events
-from .directory import PrivateDirectory
-from .entries import Entry, Miss, find
+from .directory import DirectoryLayer, Fault, no_fault, private_directory
 from .evict import Limits, evict
-from .files import Fault, no_fault
 from .keys.factors import Json
 from .keys.key import Key
-from .layers import Layer
+from .layers import CacheLayer, Entry, Miss, find
 from .lock import Flight, single_flight
 from .manifest import BadManifest, BlobRef, Manifest, decode, encode
 from .names import LOCK_AREA, checked_name, entry_name, note_name
@@ -39,8 +37,8 @@ from .names import LOCK_AREA, checked_name, entry_name, note_name
 class Cache:
     """Layers in order: the private directory at `root`, then the `shared` ones.
 
-    Thread-safe, and safe beside any number of processes on the same directory. `fault` is for
-    tests, see files.py.
+    Thread-safe, and safe with any number of processes on the same directory. `fault` is for tests,
+    see directory.py.
     """
 
     def __init__(
@@ -48,28 +46,28 @@ class Cache:
         root: Path | None,
         events: Events,
         *,
-        shared: Sequence[Layer] = (),
+        shared: Sequence[CacheLayer] = (),
         limits: Limits | None = None,
         fault: Fault = no_fault,
     ) -> None:
-        """`Cache(None, events)` is no cache. Raises UntrustedDirectory or CacheNotWritable."""
-        self.private = PrivateDirectory(root, fault) if root is not None else None
-        self.layers: tuple[Layer, ...] = (
+        """Without `root`, only `shared`. Raises UntrustedDirectory or CacheNotWritable."""
+        self.private = private_directory(root, fault) if root is not None else None
+        self.layers: tuple[CacheLayer, ...] = (
             (self.private, *shared) if self.private is not None else tuple(shared)
         )
         self._events = events
         self._limits = limits or Limits()
-        self._since_eviction = math.inf  # bytes published: the first publish looks
+        self._since_eviction = math.inf  # bytes published; the first publish checks the limits
 
     @property
     def enabled(self) -> bool:
-        """False for no cache; the compiler's own caches are then to be off as well."""
+        """False if there are no layers; the compiler's own caches are then off as well."""
         return bool(self.layers)
 
     def lookup(self, kind: str, key: Key) -> Entry | Miss:
         """The entry of `kind` ("artifact", "bundle") for `key`, every byte verified, or a Miss.
 
-        Raises InvalidName for a bad kind and LayerFailed for a layer that is told to raise.
+        Raises InvalidName for a bad kind, and LayerFailed for a layer whose failures raise.
         """
         began = time.perf_counter()
         found = self._find(kind, key)
@@ -85,15 +83,15 @@ class Cache:
         for layer in self.layers:
             found = find(layer, kind, key.digest)
             if isinstance(found, Entry):
-                self._keep(layer, found)
+                self._record_hit(layer, found)
                 return found
-            self._examine(layer, found)
+            self._record_miss(layer, found)
             if miss.reason == "absent":
                 miss = found
         return miss
 
-    def _keep(self, layer: Layer, entry: Entry) -> None:
-        """Record the use of a private entry, copy a shared one to the private directory."""
+    def _record_hit(self, layer: CacheLayer, entry: Entry) -> None:
+        """Record the use of a private entry; copy a shared one to the private directory."""
         if self.private is None:
             return
         if layer is self.private:
@@ -101,17 +99,17 @@ class Cache:
         else:
             self._store(self.private, entry)
 
-    def _examine(self, layer: Layer, miss: Miss) -> None:
+    def _record_miss(self, layer: CacheLayer, miss: Miss) -> None:
         if miss.reason == "unreadable" and layer.failures == "raise":
             raise LayerFailed(layer=layer.name, reason=miss.detail)
-        if miss.damaged is not None and layer is self.private:
+        if miss.damaged is not None and self.private is not None and layer is self.private:
             self._quarantine(self.private, miss.damaged, miss.detail)
 
-    def _quarantine(self, private: PrivateDirectory, name: str, reason: str) -> None:
+    def _quarantine(self, private: DirectoryLayer, name: str, reason: str) -> None:
         try:
             moved = private.quarantine(name, reason)
         except OSError as error:
-            reason = f"{reason}; it stays there: {error}"
+            reason = f"{reason}; it cannot be moved: {error}"
         else:
             if not moved:
                 return
@@ -125,11 +123,11 @@ class Cache:
         meta: Mapping[str, Json],
         blobs: Mapping[str, bytes | Path],
     ) -> Entry:
-        """Store an entry in every writable layer and return it, also where storing failed.
+        """Store an entry in every writable layer and return it, even if storing failed.
 
-        `meta` is plain data; `compile_seconds` in it, if given, is what a later hit has saved.
-        Raises InvalidName for a bad name, InvalidEntry if meta is not plain data or something is
-        too large, and OSError if a blob given as a path cannot be read.
+        `meta` is plain data; `compile_seconds` in it, if given, is the time that a hit saves.
+        Raises InvalidName for a bad name, InvalidEntry if meta is not plain data or too large, and
+        OSError if a blob given as a path cannot be read.
         """
         contents = {
             checked_name(name, "blob"): blob if isinstance(blob, bytes) else blob.read_bytes()
@@ -138,7 +136,7 @@ class Cache:
         refs = {name: BlobRef.of(content) for name, content in contents.items()}
         checked_name(kind, "kind of entry")
         try:
-            manifest, _ = decode(encode(Manifest(kind, key, meta, refs)))  # as a reader will see it
+            manifest, _ = decode(encode(Manifest(kind, key, meta, refs)))  # as a reader decodes it
         except (BadManifest, TypeError, ValueError) as error:
             raise InvalidEntry(entry=_label(kind, key), reason=error) from error
         entry = Entry(manifest, contents, "published")
@@ -146,12 +144,12 @@ class Cache:
         return entry
 
     def store(self, entry: Entry) -> None:
-        """Put an entry made elsewhere, such as an imported one, into every writable layer."""
+        """Store an existing entry, such as an imported one, in every writable layer."""
         for layer in self.layers:
             if layer.writable:
                 self._store(layer, entry)
 
-    def _store(self, layer: Layer, entry: Entry) -> None:
+    def _store(self, layer: CacheLayer, entry: Entry) -> None:
         label = _label(entry.manifest.kind, entry.key)
         try:
             layer.store(entry.manifest, entry.contents)
@@ -171,25 +169,25 @@ class Cache:
             self._events.count("cache.bytes_written", entry.size)
             self._events.emit("cache.publish", entry=label, layer=layer.name, bytes=entry.size)
             if layer is self.private:
-                self._make_room(entry.size)
+                self._limit_size(entry.size)
 
-    def _make_room(self, published: int) -> None:
-        """Evict now and then: counting what there is costs more than a publish."""
+    def _limit_size(self, published: int) -> None:
+        """Evict after every 1/16 of the limit: it costs more than a publish."""
         self._since_eviction += published
         if self._since_eviction > self._limits.size / 16:
             self.evict()
 
     def evict(self) -> None:
-        """Bring the private directory within its limits now."""
+        """Apply the limits to the private directory now."""
         self._since_eviction = 0
         if self.private is not None:
             evict(self.private.root, self._limits, self._events)
 
     def path(self, entry: Entry, name: str) -> Path:
-        """A file with the verified bytes of a blob, for loaders that want a path.
+        """A file with the verified bytes of a blob, for loaders that need a path.
 
-        It lies in the private directory or, where the entry could not be stored, in a temporary
-        one that lives as long as this cache. KeyError if there is no such blob.
+        It is in the private directory or, if the entry could not be stored, in a temporary one
+        that is removed with this cache. KeyError if there is no such blob.
         """
         ref, content = entry.manifest.blobs[name], entry.contents[name]
         if self.private is not None and (stored := self.private.file(ref, content)):
@@ -203,21 +201,20 @@ class Cache:
     def single_flight(
         self, kind: str, key: Key, *, wait_limit: float = 900.0, progress_every: float = 5.0
     ) -> Iterator[Flight]:
-        """Let one process make the entry while others wait; who is after others looks up again.
+        """Let one process make the entry while others wait; after AFTER_OTHERS look up again.
 
-        The lock is not held after `wait_limit` seconds, where there are no locks, and without a
-        private directory.
+        UNLOCKED after `wait_limit` seconds, without a private directory, and where locks fail.
         """
         if self.private is None:
-            yield Flight.ALONE
+            yield Flight.UNLOCKED
             return
         label = _label(kind, key)
         name = note_name(LOCK_AREA, checked_name(kind, "kind of entry"), key.digest)
         root = self.private.root
         with single_flight(root / name, label, self._events, wait_limit, progress_every) as flight:
             there = os.path.exists(root / entry_name(kind, key.digest))
-            if there and flight is Flight.AT_ONCE:
-                flight = Flight.AFTER_OTHERS  # they were done just before we came
+            if there and flight is Flight.FIRST:
+                flight = Flight.AFTER_OTHERS  # they have just finished
             yield flight
 
     def _count_hit(self, entry: Entry, seconds: float) -> None:
@@ -250,5 +247,5 @@ class Cache:
 
 
 def _label(kind: str, key: Key) -> str:
-    """How an entry is called in events."""
+    """The name of an entry in events."""
     return f"{kind}/{key.digest[:12]}"

@@ -1,12 +1,13 @@
-"""The private local directory: the layer this process writes to and trusts.
+"""A directory as a cache layer: the private one, which is read and written, or a shared one.
 
-Blobs come first, each written to a private temporary file, forced to the disk and renamed to its
-sha256; the manifest that names them comes last, by one rename. A reader therefore sees a whole
-entry or none, whoever dies when. Nothing is truncated, and nothing is listed in order to read.
+Publishing writes the blobs first, each to a temporary file that is synced and renamed to its
+sha256, and then the manifest that names them, by one rename. A reader sees a whole entry or none,
+whichever process dies when. Files are never truncated, and a lookup never lists a directory.
 
-Made for any number of processes of one machine. On a network file system entries stay whole, since
-all of it rests on rename and on digests, but what one machine publishes may be a miss on another
-for a while, and without locks work may be done twice: better give it as a shared layer.
+The private directory supports any number of processes on one machine. On a network file system
+entries stay whole, since this relies on rename and digests only, but an entry that one machine
+publishes may be a miss on another for a while, and without locks work may be done twice. Use it
+as a shared layer instead.
 """
 
 from __future__ import annotations
@@ -17,62 +18,70 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..errors import CacheNotWritable
-from .entries import is_intact
-from .files import Fault, make_private, no_fault, place, read_file, write_synced
+from .files import check_private, make_private, place, read_file, write_synced
 from .layers import Failures
-from .manifest import BlobRef, Manifest, encode
+from .manifest import BlobRef, Manifest, encode, is_intact
 from .names import QUARANTINE_AREA, SCRATCH_AREA, blob_name, entry_name
-from .trust import check_private
+from .signing import Trust, trust_all
 
 USE_RESOLUTION = 60.0
-"""Seconds between two records of an entry's use: spares a write per look-up."""
+"""Seconds between two records of an entry's use: saves a write per lookup."""
+
+Fault = Callable[[str], None]
+"""Called with the name of each step of a publish; tests pass one that kills the process."""
 
 
-class PrivateDirectory:
-    """A directory of this user alone. `fault` is called at each step of a publish (for tests)."""
+def no_fault(step: str) -> None:
+    """The fault hook in production."""
 
-    name = "private"
-    failures: Failures = "ignore"
-    writable = True
 
-    def __init__(self, root: Path, fault: Fault = no_fault) -> None:
-        """Create what is missing; raises UntrustedDirectory or CacheNotWritable.
+class DirectoryLayer:
+    """Entries under `root`, trusted as `trust` says; read-only unless `writable`.
 
-        Links on the way are followed now and never again: who re-points one later is too late.
-        """
+    A hit in a shared directory is copied to the private one and loaded from there, so that nobody
+    can replace a file between its verification and its use.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        trust: Trust = trust_all,
+        *,
+        name: str | None = None,
+        failures: Failures = "ignore",
+        writable: bool = False,
+        fault: Fault = no_fault,
+    ) -> None:
+        self.root = root
+        self.name = name or f"shared:{root}"
+        self.failures: Failures = failures
+        self.writable = writable
+        self._trust = trust
         self._fault = fault
-        try:
-            self.root = Path(os.path.realpath(root))
-            make_private(self.root / SCRATCH_AREA)
-            check_private(self.root)
-            with self._scratch():
-                pass
-        except OSError as error:
-            raise CacheNotWritable(path=root, reason=error.strerror or error) from error
 
     def read(self, name: str, limit: int) -> bytes:
         return read_file(self.root / name, limit)
 
     def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
-        return None
+        return self._trust(manifest, signature)
 
     def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
-        """Publish an entry; raises OSError, and what readers find then is whole or a miss."""
+        """Publish an entry; raises OSError, after which a reader finds a whole entry or a miss."""
         blobs = {manifest.blobs[name]: content for name, content in contents.items()}
-        with self._scratch() as scratch:
+        with self.scratch() as scratch:
             for ref, content in blobs.items():
                 if self.file(ref, content) is None:
                     self._put_blob(scratch, ref, content)
             temporary = scratch / "manifest"
-            write_synced(temporary, encode(manifest))
+            write_synced(temporary, [encode(manifest)])
             self._fault("manifest written")
             place(temporary, self.root / entry_name(manifest.kind, manifest.key.digest))
             self._fault("manifest placed")
-            # An eviction that did not see the manifest yet may have taken a blob we re-used.
+            # An eviction that did not see the manifest yet may have removed a blob we reused.
             for ref, content in blobs.items():
                 try:
                     os.utime(self.root / blob_name(ref.sha256))
@@ -82,15 +91,15 @@ class PrivateDirectory:
 
     def _put_blob(self, scratch: Path, ref: BlobRef, content: bytes) -> None:
         temporary = scratch / ref.sha256
-        write_synced(temporary, content)
+        write_synced(temporary, [content])
         self._fault("blob written")
         place(temporary, self.root / blob_name(ref.sha256))
         self._fault("blob placed")
 
     def file(self, ref: BlobRef, content: bytes) -> Path | None:
-        """The file of a blob, safe from eviction for the time of grace.
+        """The file of a blob; touching it protects it from eviction for the grace period.
 
-        None unless it is here with the right content: damage is no reason not to write it again.
+        None if it is missing or has other bytes, so that a publish replaces a damaged blob.
         """
         path = self.root / blob_name(ref.sha256)
         try:
@@ -102,16 +111,17 @@ class PrivateDirectory:
         return path
 
     def used(self, manifest: Manifest) -> None:
-        """Record, once a minute, that an entry was of use; eviction goes by it."""
+        """Record, at most once a minute, that an entry was used; eviction depends on it."""
         path = self.root / entry_name(manifest.kind, manifest.key.digest)
         with contextlib.suppress(OSError):
             if abs(time.time() - path.stat().st_mtime) > USE_RESOLUTION:
                 os.utime(path)
 
     def quarantine(self, name: str, reason: str) -> bool:
-        """Move a damaged file out of the way, with the reason beside it; raises OSError.
+        """Move a damaged file away, with the reason beside it; raises OSError.
 
-        False if another process has done so, or has put a good file there, which is put back.
+        False if another process has moved it. If another process has replaced it with a good file,
+        the file is put back.
         """
         quarantine = self.root / QUARANTINE_AREA
         make_private(quarantine)
@@ -127,12 +137,29 @@ class PrivateDirectory:
         return True
 
     @contextlib.contextmanager
-    def _scratch(self) -> Iterator[Path]:
-        """A directory of this writer alone; failing to remove it again is no failure."""
+    def scratch(self) -> Iterator[Path]:
+        """A directory for this writer only; a failure to remove it is ignored."""
         area = self.root / SCRATCH_AREA
-        area.mkdir(mode=0o700, exist_ok=True)  # fails if the root has vanished
+        area.mkdir(mode=0o700, exist_ok=True)  # fails if the root has been removed
         scratch = Path(tempfile.mkdtemp(dir=area))
         try:
             yield scratch
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def private_directory(root: Path, fault: Fault = no_fault) -> DirectoryLayer:
+    """The private directory at `root`, created if missing.
+
+    Symbolic links are resolved once, here. Raises UntrustedDirectory or CacheNotWritable.
+    """
+    try:
+        resolved = Path(os.path.realpath(root))
+        make_private(resolved / SCRATCH_AREA)
+        check_private(resolved)
+        layer = DirectoryLayer(resolved, name="private", writable=True, fault=fault)
+        with layer.scratch():
+            pass
+    except OSError as error:
+        raise CacheNotWritable(path=root, reason=error.strerror or error) from error
+    return layer

@@ -1,9 +1,9 @@
-"""Keep a private directory within its limits: least recently used entries go first.
+"""Keep a private directory within its limits; the least recently used entries are removed first.
 
-Readers need no lock: a file that goes under their hands is a miss, or is read to its end through
-the open descriptor. Writers need none either. A blob is moved aside before it is judged: a writer
-that re-uses it either published its manifest before the second listing, and the blob is put
-back, or finds it gone when it looks again after publishing, and writes it anew.
+No locks are needed. For a reader, a removed file is a miss, or is read to its end through the open
+descriptor. A blob is moved aside before it is checked: a writer that reuses it either published
+its manifest before the second listing, and the blob is put back, or finds the blob missing when
+it checks after publishing, and writes it again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from pathlib import Path
 from ..errors import InvalidName
 from ..events import Events
 from .files import Irregular, make_private, place, write_synced
-from .listing import blob_names, entry_names, read_manifest
-from .manifest import BadManifest, BlobRef
+from .manifest import BadManifest, BlobRef, read_manifest
 from .names import (
     LOCK_AREA,
     PIN_AREA,
     QUARANTINE_AREA,
     SCRATCH_AREA,
     blob_name,
+    blob_names,
     checked_name,
+    entry_names,
     is_digest,
     note_name,
 )
@@ -40,8 +41,8 @@ from .names import (
 class Limits:
     """How much is kept: `size` in bytes, blobs included; `age` in seconds since the last use.
 
-    What was used or written within `grace` seconds stays, whatever the limits say: somebody may be
-    about to read it. Quarantined and left-over temporary files stay for `leftover` seconds.
+    Files used or written less than `grace` seconds ago are always kept: a process may be about to
+    read them. Quarantined and temporary files are kept for `leftover` seconds.
     """
 
     size: float = 10 << 30
@@ -52,11 +53,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """An entry as eviction sees it.
-
-    `idle` is seconds since its last use; negative, which is as good as fresh, if the clock has been
-    set back.
-    """
+    """An entry with its seconds since the last use, negative if the clock was set back."""
 
     name: str
     idle: float
@@ -69,7 +66,7 @@ def pin(root: Path, kind: str, key_digest: str) -> None:
     """Exempt an entry, present or future, from eviction."""
     make_private(root / PIN_AREA)
     with contextlib.suppress(FileExistsError):
-        write_synced(_pin(root, kind, key_digest), b"")
+        write_synced(_pin(root, kind, key_digest), [])
 
 
 def unpin(root: Path, kind: str, key_digest: str) -> None:
@@ -90,17 +87,17 @@ def evict(root: Path, limits: Limits, events: Events) -> None:
     """Remove what exceeds `limits`, then the blobs that no entry needs. Never raises OSError."""
     try:
         entries = sorted(_stored(root), key=lambda entry: entry.idle)
-        kept, gone = _divided(entries, limits)
-        for entry in gone:
+        kept, removed = _divided(entries, limits)
+        for entry in removed:
             (root / entry.name).unlink(missing_ok=True)
         freed = _remove_orphans(root, {ref for entry in kept for ref in entry.blobs}, limits.grace)
         _remove_leftovers(root, limits.leftover)
     except OSError as error:
         events.emit("cache.evict_failed", level=logging.WARNING, reason=str(error))
         return
-    if gone or freed:
-        events.count("cache.evicted", len(gone))
-        events.emit("cache.evict", entries=len(gone), kept=len(kept), bytes=freed)
+    if removed or freed:
+        events.count("cache.evicted", len(removed))
+        events.emit("cache.evict", entries=len(removed), kept=len(kept), bytes=freed)
 
 
 def _stored(root: Path) -> Iterator[_Stored]:
@@ -115,9 +112,9 @@ def _stored(root: Path) -> Iterator[_Stored]:
 
 
 def _blobs(path: Path) -> frozenset[BlobRef]:
-    """What a manifest needs; nothing if it is damaged or gone.
+    """The blobs of a manifest; none if it is damaged or removed.
 
-    Raises OSError if that cannot be told: what is needed must not be taken for an orphan.
+    Raises any other OSError: a blob that is needed must not count as an orphan.
     """
     try:
         return frozenset(read_manifest(path).blobs.values())
@@ -126,33 +123,33 @@ def _blobs(path: Path) -> frozenset[BlobRef]:
 
 
 def _divided(entries: Iterable[_Stored], limits: Limits) -> tuple[list[_Stored], list[_Stored]]:
-    """Of entries, most recently used first, those that stay and those that have to go.
+    """Of entries, most recently used first, those to keep and those to remove.
 
-    A blob that several share counts once.
+    A shared blob counts once.
     """
     kept: list[_Stored] = []
-    gone: list[_Stored] = []
+    removed: list[_Stored] = []
     blobs: set[BlobRef] = set()
     total = 0
     for entry in sorted(entries, key=lambda entry: not entry.pinned):
         size = entry.size + sum(ref.size for ref in entry.blobs - blobs)
-        stays = entry.pinned or entry.idle <= limits.grace
-        if stays or (total + size <= limits.size and entry.idle <= limits.age):
+        keep = entry.pinned or entry.idle <= limits.grace
+        if keep or (total + size <= limits.size and entry.idle <= limits.age):
             total += size
             blobs |= entry.blobs
             kept.append(entry)
         else:
-            gone.append(entry)
-    return kept, gone
+            removed.append(entry)
+    return kept, removed
 
 
 def _remove_orphans(root: Path, needed: set[BlobRef], grace: float) -> int:
     """Remove blobs older than `grace` that no entry needs; returns their bytes."""
-    spared = {blob_name(ref.sha256) for ref in needed}
+    kept = {blob_name(ref.sha256) for ref in needed}
     orphans = [
         name
         for name in blob_names(root)
-        if name not in spared and _seconds_since_change(root / name) > grace
+        if name not in kept and _seconds_since_change(root / name) > grace
     ]
     if not orphans:
         return 0
@@ -169,7 +166,7 @@ def _remove_orphans(root: Path, needed: set[BlobRef], grace: float) -> int:
 
 
 def _remove_leftovers(root: Path, age: float) -> None:
-    """Remove old quarantined files, locks, and what killed writers have left behind."""
+    """Remove old quarantined files, locks, and temporary files of killed writers."""
     for area in (SCRATCH_AREA, QUARANTINE_AREA, LOCK_AREA):
         for path in (root / area).glob("*"):
             with contextlib.suppress(FileNotFoundError):
@@ -178,7 +175,7 @@ def _remove_leftovers(root: Path, age: float) -> None:
 
 
 def _seconds_since_change(path: Path) -> float:
-    """Negative infinity if it is gone."""
+    """Negative infinity if it was removed."""
     try:
         return time.time() - path.lstat().st_mtime
     except FileNotFoundError:

@@ -1,22 +1,74 @@
-"""Layers beyond the private directory: shared ones, whose entries prove where they come from."""
+"""What a lookup in one layer gives: an entry with verified contents, or the reason for a miss."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from .entries import Readable
-from .files import read_file
-from .manifest import Manifest
-from .signing import Trust
+from .files import Irregular
+from .keys.factors import Json
+from .keys.key import Key
+from .manifest import MAX_MANIFEST_BYTES, BadManifest, Manifest, decode
+from .names import blob_name, entry_name
 
 Failures = Literal["ignore", "raise"]
-"""What an operating-system or network error of a layer is: a miss, or a LayerFailed."""
+"""Whether an operating-system or network error of a layer is a miss or LayerFailed."""
 
 
-class Layer(Readable, Protocol):
-    """One place of a cache, asked in order."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A manifest and the bytes of its blobs by name, each checked against its sha256.
+
+    The contents are in memory, so nothing can fail or change between a hit and its use. `layer`
+    names the layer that they come from.
+    """
+
+    manifest: Manifest
+    contents: Mapping[str, bytes] = field(repr=False)
+    layer: str
+
+    @property
+    def key(self) -> Key:
+        return self.manifest.key
+
+    @property
+    def meta(self) -> Mapping[str, Json]:
+        return self.manifest.meta
+
+    @property
+    def digest(self) -> str:
+        """Equal for entries with equal key, meta and contents: what ranks compare."""
+        return self.manifest.digest
+
+    @property
+    def size(self) -> int:
+        """Bytes of all blobs."""
+        return sum(len(content) for content in self.contents.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """Why there is no entry.
+
+    `reason` is one of: "absent"; "unreadable" (an operating-system error); "incomplete" (a blob
+    was evicted or is not visible yet); "damaged"; "untrusted"; "disabled" (there are no layers).
+    `damaged` is the relative name of a damaged file.
+    """
+
+    reason: str
+    detail: str = ""
+    layer: str = ""
+    damaged: str | None = None
+
+
+class CacheLayer(Protocol):
+    """One place of a cache; a cache asks its layers in order. File names are those of names.py."""
+
+    @property
+    def name(self) -> str:
+        """For events and for `Entry.layer`."""
+        ...
 
     @property
     def failures(self) -> Failures: ...
@@ -24,31 +76,62 @@ class Layer(Readable, Protocol):
     @property
     def writable(self) -> bool: ...
 
+    def read(self, name: str, limit: int) -> bytes:
+        """The bytes at a relative name. Raises FileNotFoundError or another OSError.
+
+        Reads at most about `limit` bytes; the caller checks that they are right.
+        """
+        ...
+
+    def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
+        """Why an entry of this layer may not be loaded, or None."""
+        ...
+
     def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
         """Publish an entry; raises OSError. Only called if `writable`."""
         ...
 
 
-class SharedDirectory:
-    """A directory that is only read: a layer of a container image, a network mount.
+def find(layer: CacheLayer, kind: str, key_digest: str) -> Entry | Miss:
+    """The entry of `kind` under `key_digest` with every blob verified, or why there is none."""
+    name = entry_name(kind, key_digest)
+    try:
+        manifest, signature = decode(layer.read(name, MAX_MANIFEST_BYTES))
+    except FileNotFoundError:
+        return Miss("absent", layer=layer.name)
+    except OSError as error:
+        return _unreadable(layer, name, error)
+    except BadManifest as error:
+        return Miss("damaged", f"manifest: {error}", layer.name, name)
+    if (manifest.kind, manifest.key.digest) != (kind, key_digest):
+        return Miss("damaged", "the manifest is of another entry", layer.name, name)
+    if refusal := layer.refuses(manifest, signature):
+        return Miss("untrusted", refusal, layer.name)
+    contents = {}
+    for blob in manifest.blobs:
+        content = read_blob(layer, manifest, blob)
+        if isinstance(content, Miss):
+            return content
+        contents[blob] = content
+    return Entry(manifest, contents, layer.name)
 
-    `trust` says whose entries are believed. What is found is copied to the private directory
-    and loaded from there, so that nobody can swap a file between its verification and its use.
-    """
 
-    writable = False
+def read_blob(layer: CacheLayer, manifest: Manifest, name: str) -> bytes | Miss:
+    """One verified blob of an entry, or why it cannot be had."""
+    ref = manifest.blobs[name]
+    file = blob_name(ref.sha256)
+    try:
+        content = layer.read(file, ref.size)
+    except FileNotFoundError:
+        return Miss("incomplete", f"blob {name} is missing", layer.name)
+    except OSError as error:
+        return _unreadable(layer, file, error)
+    if not ref.matches(content):
+        return Miss("damaged", f"blob {name} has other bytes", layer.name, file)
+    return content
 
-    def __init__(self, root: Path, trust: Trust, failures: Failures = "ignore") -> None:
-        self.name = f"shared:{root}"
-        self.failures: Failures = failures
-        self._root = root
-        self._trust = trust
 
-    def read(self, name: str, limit: int) -> bytes:
-        return read_file(self._root / name, limit)
-
-    def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
-        return self._trust(manifest, signature)
-
-    def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
-        raise PermissionError("a shared directory is only read")
+def _unreadable(layer: CacheLayer, name: str, error: OSError) -> Miss:
+    if isinstance(error, Irregular):
+        return Miss("damaged", str(error), layer.name, name)
+    return Miss("unreadable", str(error), layer.name)

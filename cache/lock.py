@@ -1,8 +1,8 @@
-"""Single flight: of many that miss the same key, one compiles and the others wait.
+"""Single flight: of many processes that miss the same key, one compiles and the others wait.
 
-The lock saves work and nothing else: whoever cannot have it, because its holder takes too long or
-the file system has no locks, goes on without it, and two publishes of one key do no harm. The
-system drops the lock of a process that dies, so that a waiter goes on at once.
+The lock only saves work. A process that cannot get it, because the holder takes too long or the
+file system has no locks, goes on without it, and two publishes of one key do no harm. The system
+releases the lock of a process that dies, so a waiter goes on at once.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import TYPE_CHECKING
 
 from ..events import Events
 
-if TYPE_CHECKING:  # a warm start has no use for it
+if TYPE_CHECKING:  # not needed on a warm start
     from filelock import FileLock
 
 POLL_SECONDS = 0.05
 
 
 class Flight(Enum):
-    """How the lock was had: at once, after somebody who may have done the work, or not at all."""
+    """How the lock was acquired: free, after a process that may have done the work, or not held."""
 
-    AT_ONCE = auto()
+    FIRST = auto()
     AFTER_OTHERS = auto()
-    ALONE = auto()
+    UNLOCKED = auto()
 
 
 @contextmanager
 def single_flight(
     path: Path, label: str, events: Events, wait_limit: float, progress_every: float
 ) -> Iterator[Flight]:
-    """Hold the lock at `path`, unless it gives ALONE.
+    """Hold the lock at `path`; yields UNLOCKED without it.
 
     Waits at most `wait_limit` seconds, with an event `cache.wait` every `progress_every` seconds.
-    Not re-entrant: a second flight for the same key in one thread waits for the limit.
+    Not reentrant: a second flight for the same key in one thread waits for the limit.
     """
     from filelock import FileLock
 
@@ -47,7 +47,7 @@ def single_flight(
     try:
         yield flight
     finally:
-        if flight is not Flight.ALONE:
+        if flight is not Flight.UNLOCKED:
             lock.release()
 
 
@@ -57,7 +57,7 @@ def _acquire(
     from filelock import Timeout
 
     began = time.monotonic()
-    flight, left = Flight.AT_ONCE, 0.0
+    flight, left = Flight.FIRST, 0.0
     while True:
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -65,19 +65,19 @@ def _acquire(
         except Timeout:
             waited = time.monotonic() - began
         except OSError as error:
-            return _alone(events, label, f"no lock can be had: {error}")
+            return _go_on_unlocked(events, label, f"locking failed: {error}")
         else:
             waited = time.monotonic() - began
             events.emit("cache.flight", entry=label, waited_seconds=round(waited, 3))
             return flight
         if waited >= wait_limit:
-            return _alone(events, label, f"another process has held it for {wait_limit} s")
+            return _go_on_unlocked(events, label, f"another process has held it for {wait_limit} s")
         if flight is Flight.AFTER_OTHERS:
             events.emit("cache.wait", level=logging.INFO, entry=label, seconds=round(waited, 1))
         flight, left = Flight.AFTER_OTHERS, min(every, wait_limit - waited)
 
 
-def _alone(events: Events, label: str, reason: str) -> Flight:
+def _go_on_unlocked(events: Events, label: str, reason: str) -> Flight:
     events.count("cache.duplicate_work")
     events.emit("cache.flight", level=logging.WARNING, entry=label, alone=reason)
-    return Flight.ALONE
+    return Flight.UNLOCKED

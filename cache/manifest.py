@@ -4,11 +4,11 @@ On disk a manifest is two or three lines:
 
     {"blobs":{...},"factors":{...},"key":...,"key_kind":...,"kind":...,"meta":{...},"schema":1}
     sha256 <64 hex over line 1>
-    hmac-sha256 <64 hex>                     if it was signed
+    hmac-sha256 <64 hex>                     only if it is signed
 
-The parser believes nothing: it checks the digest, that line 1 is the canonical encoding of what it
-says, every type and name, and that the factors give the key. What it accepts it can only read one
-way, and it never raises anything but BadManifest.
+The parser trusts nothing: it checks the digest, that line 1 is in canonical form, every type and
+name, and that the factors give the key. Accepted bytes have one reading only, and BadManifest is
+the only exception.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import InvalidFactor, InvalidName
+from .files import read_file
 from .keys.factors import Json, canonical
 from .keys.key import Key
-from .names import SCHEMA, is_digest, is_name
+from .names import BLOB_AREA, SCHEMA, is_digest, is_name
 
 MAX_MANIFEST_BYTES = 16 << 20
 MAX_BLOB_BYTES = 4 << 30
@@ -31,7 +33,7 @@ _FIELDS = {"blobs", "factors", "key", "key_kind", "kind", "meta", "schema"}
 
 
 class BadManifest(Exception):
-    """These bytes are not a manifest; the text says why."""
+    """These bytes are not a manifest; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +53,9 @@ class BlobRef:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`kind` is the entry's ("artifact", "bundle"), `key` what it was made from.
+    """`kind` is the kind of entry ("artifact", "bundle"), `key` identifies its inputs.
 
-    `meta` is the publisher's plain data, `blobs` maps names to contents.
+    `meta` is plain data of the publisher, `blobs` maps names to contents.
     """
 
     kind: str
@@ -62,7 +64,7 @@ class Manifest:
     blobs: Mapping[str, BlobRef]
 
     def line(self) -> bytes:
-        """Line 1 of the file, without its end: canonical JSON."""
+        """Line 1 of the file without the newline: canonical JSON."""
         return canonical(
             {
                 "blobs": {n: {"sha256": b.sha256, "size": b.size} for n, b in self.blobs.items()},
@@ -77,7 +79,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """sha256 of line 1: names this entry with its contents, for pinning and for agreement."""
+        """sha256 of line 1: identifies the entry with its contents, for pins and for ranks."""
         return hashlib.sha256(self.line()).hexdigest()
 
 
@@ -101,6 +103,24 @@ def decode(content: bytes) -> tuple[Manifest, str | None]:
     if checksum != b"sha256 " + hashlib.sha256(line).hexdigest().encode():
         _bad("its digest does not match")
     return _manifest(_fields(line)), _signature(lines[2]) if len(lines) == 4 else None
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file, without its signature. Raises OSError or BadManifest."""
+    manifest, _ = decode(read_file(path, MAX_MANIFEST_BYTES))
+    return manifest
+
+
+def is_intact(name: str, file: Path) -> bool:
+    """Whether `file` has the content that belongs under the relative `name`."""
+    area, *kind, _, digest = name.split("/")
+    try:
+        if area == BLOB_AREA:
+            return hashlib.sha256(read_file(file, MAX_BLOB_BYTES)).hexdigest() == digest
+        manifest = read_manifest(file)
+    except (OSError, BadManifest):
+        return False
+    return ([manifest.kind], manifest.key.digest) == (kind, digest)
 
 
 def _signature(line: bytes) -> str:

@@ -1,22 +1,25 @@
-"""Names inside the cache: what may be one, and where each thing lies relative to a layer's root.
+"""Names inside a layer: which are valid, and where each file is, relative to the layer's root.
 
     entries-v1/<kind>/<2 hex>/<key digest>   manifests, replaced by rename
     blobs-v1/<2 hex>/<sha256>                immutable contents
-    tmp/ quarantine/ locks/ pins/            of a private directory only
+    tmp/ quarantine/ locks/ pins/            in the private directory only
 
-Every layer, local or remote, uses the same relative names, so that one can be copied to another.
-The schema is in the names, so that versions of the library can share a directory and neither
+Every layer, local or remote, uses the same relative names, so one can be copied to another. The
+schema version is part of the names: versions of the library can share a directory and neither
 misread nor evict each other's entries.
 """
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 from ..errors import InvalidName
 
 SCHEMA = 1
-"""Of keys and manifests; part of every key as well."""
+"""Version of keys and manifests; part of every key as well."""
 
 ENTRY_AREA = f"entries-v{SCHEMA}"
 BLOB_AREA = f"blobs-v{SCHEMA}"
@@ -38,7 +41,7 @@ def is_digest(digest: object) -> bool:
 
 
 def checked_name(name: str, thing: str) -> str:
-    """`name` itself; raises InvalidName if it could leave its directory or hide in it."""
+    """`name` itself; raises InvalidName if it could leave its directory or be a hidden file."""
     if not is_name(name):
         raise InvalidName(name=name, thing=thing)
     return name
@@ -49,9 +52,35 @@ def entry_name(kind: str, key_digest: str) -> str:
 
 
 def note_name(area: str, kind: str, key_digest: str) -> str:
-    """The lock or pin of an entry, whose kind has been checked or was found in a listing."""
+    """The lock or pin of an entry. `kind` was checked or comes from a listing."""
     return f"{area}/{kind}-{key_digest}"
 
 
 def blob_name(sha256: str) -> str:
     return f"{BLOB_AREA}/{sha256[:2]}/{sha256}"
+
+
+def entry_names(root: Path) -> Iterator[str]:
+    """Relative names of all files in the entry area, sorted within each directory.
+
+    For eviction, verification and reports; a lookup never lists. Raises OSError.
+    """
+    for kind in _listed(root / ENTRY_AREA):
+        for prefix in _listed(root / ENTRY_AREA / kind):
+            for digest in _listed(root / ENTRY_AREA / kind / prefix):
+                yield f"{ENTRY_AREA}/{kind}/{prefix}/{digest}"
+
+
+def blob_names(root: Path) -> Iterator[str]:
+    """Relative names of all files in the blob area. Raises OSError."""
+    for prefix in _listed(root / BLOB_AREA):
+        for digest in _listed(root / BLOB_AREA / prefix):
+            yield f"{BLOB_AREA}/{prefix}/{digest}"
+
+
+def _listed(directory: Path) -> list[str]:
+    """Names in a directory; empty if it is missing or a file. Raises any other OSError."""
+    try:
+        return sorted(os.listdir(directory))
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -1,4 +1,4 @@
-"""A layer behind fsspec: s3, gcs, http or any other of its file systems."""
+"""A cache layer on a file system of fsspec: s3, gcs, http and others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .names import blob_name, entry_name
 from .signing import Trust, sign
 
 
-class Remote:
-    """Entries under `url`, believed as `trust` says and read through to the private directory.
+class RemoteLayer:
+    """Entries under `url`, trusted as `trust` says.
 
-    With `write_back` what is compiled here is put there, signed if there is a `secret`. What the
-    remote lacks is remembered for `memory_seconds`, and after a failure it is left alone for as
-    long. A file system without atomic puts shows damaged entries for a moment: they are misses.
+    With `write_back` entries are published there too, signed if there is a `secret`. Names that the
+    remote lacks are remembered for `memory_seconds`, and after a failure no request is made for as
+    long. On a file system without atomic puts, half-written entries are misses.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Remote:
 
     def read(self, name: str, limit: int) -> bytes:
         if limit == 0:
-            return b""  # some stores refuse an empty range; the digest is checked all the same
+            return b""  # some stores refuse an empty range; the caller checks the digest
         if time.monotonic() < self._lacks.get(name, 0.0):
             raise FileNotFoundError(name)
         content: bytes = self._call("cat_file", f"{self._base}/{name}", start=0, end=limit + 1)
@@ -80,7 +80,7 @@ class Remote:
         self._lacks.pop(name, None)
 
     def _call(self, verb: str, path: str, *args: Any, **options: Any) -> Any:
-        """One request; whatever a file system raises becomes an OSError, and it gets a rest."""
+        """One request; any exception becomes an OSError and suspends requests for a while."""
         now = time.monotonic()
         if now < self._down_until:
             raise ConnectionError(f"{self.name} failed less than {self._memory_seconds:g} s ago")

@@ -1,8 +1,8 @@
-"""Whose shared entries are believed: a signature, a pinned list of digests, or anybody's.
+"""Which entries of a shared layer are trusted: signed ones, pinned ones, or all.
 
-A signature is an HMAC-SHA256 over line 1 of the manifest, which names the kind, the key and the
-sha256 of every blob: who signs it signs all of the entry. A hash stored beside a file shows damage
-only; against an attacker the secret must lie elsewhere.
+A signature is an HMAC-SHA256 over line 1 of the manifest, which holds the kind, the key and the
+sha256 of every blob, so it covers the whole entry. A plain hash stored beside a file detects
+damage but not an attacker; that takes a secret that is stored elsewhere.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ..errors import InvalidSecret
-from .files import read_file
+from .files import OTHERS_ANY, read_file
 from .keys.environment import SIGNING_KEY, SIGNING_KEY_FILE, read
 from .manifest import Manifest
-from .trust import OTHERS_ANY
 
 Trust = Callable[[Manifest, "str | None"], "str | None"]
-"""Given a manifest and its signature: the reason to refuse it, or None."""
+"""From a manifest and its signature: the reason to refuse the entry, or None."""
 
 MIN_SECRET_BYTES = 16
 _DOMAIN = b"piecegraph cache entry\n"
@@ -32,7 +31,7 @@ def sign(manifest: Manifest, secret: bytes) -> str:
 
 
 def signed_with(secret: bytes) -> Trust:
-    """Believe what was signed with `secret`."""
+    """Trust entries signed with `secret`."""
 
     def trust(manifest: Manifest, signature: str | None) -> str | None:
         if signature is None:
@@ -45,7 +44,7 @@ def signed_with(secret: bytes) -> Trust:
 
 
 def pinned(digests: Collection[str]) -> Trust:
-    """Believe exactly the entries whose `Entry.digest` the operator has listed."""
+    """Trust exactly the entries whose `Entry.digest` the operator lists."""
 
     def trust(manifest: Manifest, signature: str | None) -> str | None:
         return None if manifest.digest in digests else f"{manifest.digest} is not pinned"
@@ -53,19 +52,19 @@ def pinned(digests: Collection[str]) -> Trust:
     return trust
 
 
-def anybody(manifest: Manifest, signature: str | None) -> None:
-    """Believe whatever lies there: the explicit opt-in for layers nobody else can write to."""
+def trust_all(manifest: Manifest, signature: str | None) -> None:
+    """Trust every entry: an explicit opt-in, for layers that nobody else can write to."""
 
 
 def secret_from_environment() -> bytes | None:
-    """The secret in PIECEGRAPH_CACHE_SIGNING_KEY or the file named by ..._FILE, if one is set.
+    """The secret in PIECEGRAPH_CACHE_SIGNING_KEY, or in the file that ..._FILE names, if set.
 
-    Raises InvalidSecret if it is short, or if the file can be read by others.
+    Raises InvalidSecret if it is too short or if others can read the file.
     """
     if path := read(SIGNING_KEY_FILE):
-        return _strong(_private_content(Path(path)))
+        return _long_enough(_private_content(Path(path)))
     if text := read(SIGNING_KEY):
-        return _strong(text.encode())
+        return _long_enough(text.encode())
     return None
 
 
@@ -76,11 +75,11 @@ def _private_content(path: Path) -> bytes:
     except OSError as error:
         raise _invalid(f"{path}: {error.strerror}") from error
     if mode & OTHERS_ANY:
-        raise _invalid(f"others can read {path} (chmod 600 it)")
+        raise _invalid(f"others can read {path} (run chmod 600 on it)")
     return content.strip()
 
 
-def _strong(secret: bytes) -> bytes:
+def _long_enough(secret: bytes) -> bytes:
     if len(secret) < MIN_SECRET_BYTES:
         raise _invalid(f"it has {len(secret)} bytes")
     return secret

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..cache import Entry, Key
-from ..cache.explain import why
+from ..cache.inspection import nearest_entries
 from ..errors import ModelMismatch
 from .backends.inductor import load_library
 from .backends.registry import Compiler
@@ -101,7 +101,7 @@ def _nearest(request: CompileRequest, key: Key) -> str:
     """How the nearest bundle in the private directory differs; empty if there is none."""
     if request.cache.private is None:
         return ""
-    for near in why(request.cache.private.root, "bundle", key, at_most=1):
+    for near in nearest_entries(request.cache.private.root, "bundle", key, at_most=1):
         shown = "; ".join(map(str, near.differences[:SHOWN]))
         more = len(near.differences) - SHOWN
         return f"the nearest differs in {shown}" + (f" and {more} more" if more > 0 else "")

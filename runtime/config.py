@@ -12,7 +12,7 @@ from ..cache.keys.annotations import Feeds, exempt
 from ..compile.ir.config import LOCATION, TOKENS, CompileConfig
 from ..dispatch import AttentionSupport, GraphMode, PaddingLimit
 from ..errors import InvalidSetting
-from .cache_settings import CacheLayer
+from .open_cache import LayerConfig
 
 SERVING = Feeds(("capture",), "decided after compilation: the same code serves any of its values")
 
@@ -115,7 +115,7 @@ class Config(CompileConfig):
     graph_backend: Annotated[str | None, SERVING] = None
     """`cuda`, `replay` or an entry point; by default the one for the model's device."""
 
-    cache_layers: Annotated[tuple[CacheLayer, ...], LOCATION] = ()
+    cache_layers: Annotated[tuple[LayerConfig, ...], LOCATION] = ()
     """Shared places that are asked, in order, for what the private directory lacks."""
 
     cache_bytes: Annotated[int, LOCATION, Field(ge=0)] = 10 << 30

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from ..cache import Entry, Key
-from ..cache.explain import Near
-from ..cache.explain import why as nearest_entries
+from ..cache.inspection import NearEntry, nearest_entries
 from ..compile.bundle.bundle import BadBundle, read_bundle
 from ..compile.bundle.key_factors import trace_key
 from ..compile.ir.compilation import ExampleArguments
@@ -30,7 +29,7 @@ class Why:
 
     key: Key
     reason: str | None
-    nearest: tuple[Near, ...]
+    nearest: tuple[NearEntry, ...]
 
     def __str__(self) -> str:
         lines = [f"bundle/{self.key.digest[:12]}: {self.reason or 'hit'}"]
@@ -65,7 +64,7 @@ def why(
     return Why(key, None, ())
 
 
-def _nearest(config: Config, key: Key, at_most: int) -> tuple[Near, ...]:
+def _nearest(config: Config, key: Key, at_most: int) -> tuple[NearEntry, ...]:
     root = cache_root(config)
     places = [Path(layer.at) for layer in config.cache_layers if not layer.is_url]
     found = {

@@ -1,73 +1,143 @@
-"""The cache that a configuration describes: private directory, shared layers, limits."""
+"""The cache settings of a user, and the cache that they describe."""
 
 from __future__ import annotations
 
 import logging
+from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-import platformdirs
+from pydantic import BaseModel, ConfigDict, model_validator
 
-from ..cache import Cache
+from ..cache import Cache, CacheLayer
+from ..cache.directory import DirectoryLayer
 from ..cache.evict import Limits
 from ..cache.keys.environment import CACHE_DIR, SIGNING_KEY, SIGNING_KEY_FILE, read
-from ..cache.layers import Layer, SharedDirectory
-from ..cache.remote import Remote
-from ..cache.signing import Trust, anybody, pinned, secret_from_environment, signed_with
+from ..cache.remote import RemoteLayer
+from ..cache.signing import Trust, pinned, secret_from_environment, signed_with, trust_all
 from ..errors import CacheNotWritable, InvalidSecret
 from ..events import Events
-from .cache_settings import CacheLayer, LayerTrust
-from .config import Config
+
+if TYPE_CHECKING:
+    from ..cache.layers import Failures
 
 
-def open_cache(config: Config, events: Events) -> Cache:
-    """The cache of `config`; where its directory cannot be written to, one without a directory.
+class LayerTrust(StrEnum):
+    """Which entries of a layer are loaded. Loading an entry runs its code."""
+
+    SIGNED = "signed"
+    PINNED = "pinned"
+    ANYBODY = "anybody"
+
+
+class LayerConfig(BaseModel):
+    """A shared layer: looked up after the private directory; hits are copied into that."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at: str
+    """A directory, which is only read, or the URL of an fsspec file system such as `s3://…`."""
+
+    trust: LayerTrust = LayerTrust.SIGNED
+    """`signed` with the key in PIECEGRAPH_CACHE_SIGNING_KEY(_FILE), `pinned` to `digests`, or by
+    `anybody`: for a place that nobody else can write to, such as a container image."""
+
+    digests: tuple[str, ...] = ()
+    """`Entry.digest` of each entry of a pinned layer that may be loaded."""
+
+    write_back: bool = False
+    """Whether entries that are compiled here are also stored there; URLs only."""
+
+    required: bool = False
+    """Whether a failure of the layer is an error; otherwise it is a miss."""
+
+    @property
+    def is_url(self) -> bool:
+        return "://" in self.at
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_place(cls, given: Any) -> Any:
+        return {"at": str(given)} if not isinstance(given, dict | LayerConfig) else given
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> LayerConfig:
+        if (self.trust is LayerTrust.PINNED) != bool(self.digests):
+            raise ValueError("digests and trust='pinned' require each other")
+        if self.write_back and not self.is_url:
+            raise ValueError("a directory is only read; give its URL, file://…, to write to it")
+        return self
+
+
+class CacheSettings(Protocol):
+    """The settings of `Config` that describe the cache."""
+
+    @property
+    def cache(self) -> bool: ...
+
+    @property
+    def cache_dir(self) -> Path | None: ...
+
+    @property
+    def cache_layers(self) -> tuple[LayerConfig, ...]: ...
+
+    @property
+    def cache_bytes(self) -> int: ...
+
+    @property
+    def cache_age_days(self) -> float | None: ...
+
+
+def open_cache(config: CacheSettings, events: Events) -> Cache:
+    """The cache of `config`, without a private directory if that cannot be written.
 
     Raises UntrustedDirectory, InvalidSecret for a signed layer without a key, and LayerFailed for
     a layer that cannot be opened.
     """
-    if not config.cache:
+    root = cache_root(config)
+    if root is None:
         return Cache(None, events)
     shared = [_layer(layer) for layer in config.cache_layers]
     age = {} if config.cache_age_days is None else {"age": config.cache_age_days * 86400.0}
     limits = Limits(size=config.cache_bytes, **age)
     try:
-        return Cache(cache_root(config), events, shared=shared, limits=limits)
+        return Cache(root, events, shared=shared, limits=limits)
     except CacheNotWritable as error:
         events.emit("cache.unusable", level=logging.WARNING, reason=str(error))
         return Cache(None, events, shared=shared)
 
 
-def cache_root(config: Config) -> Path | None:
-    """The private directory: the configuration's, the environment's, or the user's; None if off."""
+def cache_root(config: CacheSettings) -> Path | None:
+    """The private directory: set by the user, by the environment or the default; None if off."""
     if not config.cache:
         return None
-    named = config.cache_dir or read(CACHE_DIR)
-    return Path(named) if named else Path(platformdirs.user_cache_dir("piecegraph"))
+    if named := config.cache_dir or read(CACHE_DIR):
+        return Path(named)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("piecegraph"))
 
 
-def _layer(layer: CacheLayer) -> Layer:
+def _layer(layer: LayerConfig) -> CacheLayer:
     secret = secret_from_environment()
-    trust, failures = _trust(layer, secret), "raise" if layer.required else "ignore"
+    trust = _trust(layer, secret)
+    failures: Failures = "raise" if layer.required else "ignore"
     if not layer.is_url:
-        return SharedDirectory(Path(layer.at), trust, failures)  # type: ignore[arg-type]
-    return Remote(
-        layer.at,
-        trust,
-        write_back=layer.write_back,
-        secret=secret,
-        failures=failures,  # type: ignore[arg-type]
+        return DirectoryLayer(Path(layer.at), trust, failures=failures)
+    return RemoteLayer(
+        layer.at, trust, write_back=layer.write_back, secret=secret, failures=failures
     )
 
 
-def _trust(layer: CacheLayer, secret: bytes | None) -> Trust:
+def _trust(layer: LayerConfig, secret: bytes | None) -> Trust:
     match layer.trust:
         case LayerTrust.ANYBODY:
-            return anybody
+            return trust_all
         case LayerTrust.PINNED:
             return pinned(frozenset(layer.digests))
     if secret is None:
         raise InvalidSecret(
-            reason=f"layer {layer.at} is believed by signature, and there is no key",
+            reason=f"layer {layer.at} trusts signed entries, and there is no key",
             variable=SIGNING_KEY,
             file_variable=SIGNING_KEY_FILE,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..cache import Cache
-from ..cache.listing import blob_names, entry_names
+from ..cache.names import blob_names, entry_names
 from ..compile.ir.plan import Plan
 from ..dispatch import ResolvedMode
 from .memory.ledger import MemoryLedger

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cache import Cache, Entry, Key, Miss
-from ...cache.explain import why
+from ...cache.inspection import nearest_entries
 from ...events import Events, trace_artifact
 from ..ir.compilation import CompileRequest
 from ..ir.plan import CallStep, Plan, PlanPiece, UserInput, Weight
@@ -81,7 +81,7 @@ def _lookup_facts(kind: str, key: Key, found: Entry | Miss, cache: Cache) -> dic
     facts: dict[str, Any] = {"kind": kind, "key": key.digest, "factors": key.factors}
     if isinstance(found, Entry):
         return {**facts, "hit": True, "layer": found.layer, "bytes": found.size}
-    nearest = why(cache.private.root, kind, key, 1) if cache.private is not None else []
+    nearest = nearest_entries(cache.private.root, kind, key, 1) if cache.private is not None else []
     return {
         **facts,
         "hit": False,

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.cache import Cache, Entry, Key
-from piecegraph.cache.export import MAGIC, export_entries, import_entries
+from piecegraph.cache.bundle_file import MAGIC, BundleFile, export_entries, import_entries
+from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.keys.factors import Json, canonical
 from piecegraph.cache.manifest import encode
 from piecegraph.cache.names import BLOB_AREA
-from piecegraph.cache.signing import anybody, pinned, signed_with
+from piecegraph.cache.signing import pinned, signed_with, trust_all
 from piecegraph.errors import BundleRefused
 from piecegraph.events import Events
 
@@ -35,8 +36,13 @@ def entries(cache: Cache, key: Key) -> list[Entry]:
 
 @pytest.fixture
 def file(tmp_path: Path, entries: list[Entry]) -> Path:
-    export_entries(entries, tmp_path / "model.bundle", SECRET)
+    export(entries, tmp_path / "model.bundle", SECRET)
     return tmp_path / "model.bundle"
+
+
+def export(entries: list[Entry], path: Path, secret: bytes | None = None) -> None:
+    source = DirectoryLayer(path.parent / "cache", trust_all)
+    export_entries([entry.manifest for entry in entries], source, path, secret)
 
 
 def test_there_and_back(file: Path, entries: list[Entry], tmp_path: Path) -> None:
@@ -50,16 +56,17 @@ def test_there_and_back(file: Path, entries: list[Entry], tmp_path: Path) -> Non
 
 
 def test_equal_entries_give_equal_bytes(file: Path, entries: list[Entry], tmp_path: Path) -> None:
-    export_entries(reversed(entries), tmp_path / "again", SECRET)
+    export(entries[::-1], tmp_path / "again", SECRET)
     assert (tmp_path / "again").read_bytes() == file.read_bytes()
-    export_entries(import_entries(file, anybody), tmp_path / "copy", SECRET)
+    bundle = BundleFile(file, trust_all)
+    export_entries(bundle.manifests, bundle, tmp_path / "copy", SECRET)
     assert (tmp_path / "copy").read_bytes() == file.read_bytes()
 
 
 def test_others_can_read_it_as_the_umask_says(entries: list[Entry], tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        export_entries(entries, tmp_path / "model.bundle")
+        export(entries, tmp_path / "model.bundle")
     finally:
         os.umask(before)
     assert (tmp_path / "model.bundle").stat().st_mode & 0o777 == 0o644
@@ -67,9 +74,9 @@ def test_others_can_read_it_as_the_umask_says(entries: list[Entry], tmp_path: Pa
 
 def test_a_link_to_a_bundle_stays_one(entries: list[Entry], tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "model.bundle")
-    export_entries(entries, tmp_path / "link")
+    export(entries, tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
-    assert len(import_entries(tmp_path / "model.bundle", anybody)) == 2
+    assert len(list(import_entries(tmp_path / "model.bundle", trust_all))) == 2
 
 
 def test_shared_blobs_are_in_it_once(file: Path) -> None:
@@ -83,12 +90,13 @@ def test_nothing_else_is_left_beside_the_file(file: Path) -> None:
 def test_only_trusted_files_are_taken(file: Path, entries: list[Entry], tmp_path: Path) -> None:
     with pytest.raises(BundleRefused, match="signed with another key"):
         import_entries(file, signed_with(SECRET + b"!"))
-    export_entries(entries, tmp_path / "unsigned")
+    export(entries, tmp_path / "unsigned")
     with pytest.raises(BundleRefused, match="not signed"):
         import_entries(tmp_path / "unsigned", signed_with(SECRET))
+    all_pinned = pinned({entry.digest for entry in entries})
     with pytest.raises(BundleRefused, match="not pinned"):
         import_entries(tmp_path / "unsigned", pinned({entries[0].digest}))
-    assert len(import_entries(tmp_path / "unsigned", pinned({e.digest for e in entries}))) == 2
+    assert len(list(import_entries(tmp_path / "unsigned", all_pinned))) == 2
 
 
 def test_every_damage_is_refused(file: Path) -> None:
@@ -113,13 +121,13 @@ def test_parser_takes_any_bytes(tmp_path_factory: pytest.TempPathFactory, conten
     for prefix in (b"", MAGIC):
         path.write_bytes(prefix + content)
         with pytest.raises(BundleRefused):
-            import_entries(path, anybody)
+            import_entries(path, trust_all)
 
 
 def refused(path: Path, header: Json, rest: bytes = b"") -> str:
     path.write_bytes(MAGIC + canonical(header) + b"\n" + rest)
     with pytest.raises(BundleRefused) as refusal:
-        import_entries(path, anybody)
+        import_entries(path, trust_all)
     return str(refusal.value.facts["reason"])
 
 
@@ -130,8 +138,8 @@ def test_sizes_that_lie_are_refused_before_anything_is_read(tmp_path: Path) -> N
         assert "do not add up" in refused(path, {"blobs": [["0" * 64, size]], "manifests": []})
         assert "do not add up" in refused(path, {"blobs": [], "manifests": [size]})
     for none in (-1, 1.0, True, None, "1"):
-        assert "size that is none" in refused(path, {"blobs": [["0" * 64, none]], "manifests": []})
-        assert "size that is none" in refused(path, {"blobs": [], "manifests": [none]})
+        assert "invalid size" in refused(path, {"blobs": [["0" * 64, none]], "manifests": []})
+        assert "invalid size" in refused(path, {"blobs": [], "manifests": [none]})
 
 
 @pytest.mark.parametrize(
@@ -156,7 +164,7 @@ def test_header_has_one_form(tmp_path: Path) -> None:
     for line in (b'{"blobs": [], "manifests": []}', b'{"manifests":[],"blobs":[]}', b'{"x":NaN}'):
         (tmp_path / "x").write_bytes(MAGIC + line + b"\n")
         with pytest.raises(BundleRefused, match=r"form"):
-            import_entries(tmp_path / "x", anybody)
+            import_entries(tmp_path / "x", trust_all)
 
 
 def test_blob_that_is_not_in_the_file_is_refused(tmp_path: Path, entries: list[Entry]) -> None:
@@ -168,7 +176,7 @@ def test_blob_that_is_not_in_the_file_is_refused(tmp_path: Path, entries: list[E
 
 def test_file_larger_than_the_limit_is_refused(file: Path) -> None:
     with pytest.raises(BundleRefused, match="more than 100"):
-        import_entries(file, anybody, limit=100)
+        import_entries(file, trust_all, limit=100)
 
 
 def test_pickles_and_archives_are_refused(tmp_path: Path) -> None:
@@ -179,26 +187,26 @@ def test_pickles_and_archives_are_refused(tmp_path: Path) -> None:
     for content in (pickle.dumps(Payload()), b"PK\3\4" + bytes(100), b"\x1f\x8b" + bytes(100)):
         (tmp_path / "x").write_bytes(content)
         with pytest.raises(BundleRefused):
-            import_entries(tmp_path / "x", anybody)
+            import_entries(tmp_path / "x", trust_all)
     assert not (tmp_path / "executed").exists()
 
 
 def test_missing_file_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(BundleRefused, match="No such file"):
-        import_entries(tmp_path / "none", anybody)
+        import_entries(tmp_path / "none", trust_all)
 
 
 def test_link_to_a_bundle_may_be_imported(file: Path, tmp_path: Path) -> None:
     """Mounted secrets and configurations are links; the user has named this one."""
     (tmp_path / "link").symlink_to(file)
-    assert len(import_entries(tmp_path / "link", anybody)) == 2
+    assert len(list(import_entries(tmp_path / "link", trust_all))) == 2
 
 
 def test_imported_names_stay_inside_the_cache(tmp_path: Path, file: Path) -> None:
     root = tmp_path / "other"
     cache = Cache(root, Events())
     before = {path for path in tmp_path.rglob("*") if not path.is_relative_to(root)}
-    for entry in import_entries(file, anybody):
+    for entry in import_entries(file, trust_all):
         cache.store(entry)
     assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(root)} == before
     for path in (root / BLOB_AREA).rglob("*"):

@@ -93,7 +93,7 @@ def test_no_cache_has_the_same_interface(events: Events, key: Key) -> None:
     off = Cache(None, events)
     with off.single_flight("artifact", key) as flight:
         entry = off.publish("artifact", key, META, BLOBS)
-    assert flight is Flight.ALONE
+    assert flight is Flight.UNLOCKED
     assert not off.enabled
     assert off.path(entry, "kernel.so").read_bytes() == BLOBS["kernel.so"]
     assert off.lookup("artifact", key) == Miss("disabled")

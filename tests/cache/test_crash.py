@@ -14,7 +14,7 @@ import pytest
 
 from piecegraph.cache import Cache, Entry, Key
 from piecegraph.cache.evict import Limits
-from piecegraph.cache.verify import verify
+from piecegraph.cache.inspection import verify
 from piecegraph.events import Events
 
 from .children import die, fork, status

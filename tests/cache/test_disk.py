@@ -16,9 +16,9 @@ import pytest
 from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache import directory as directory_module
 from piecegraph.cache.evict import Limits
+from piecegraph.cache.inspection import verify
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name
-from piecegraph.cache.verify import verify
 from piecegraph.errors import CacheNotWritable
 from piecegraph.events import Events
 
@@ -77,7 +77,7 @@ def test_disk_goes_read_only(small_disk: Path, events: Events, key: Key) -> None
 
     assert isinstance(cache.lookup("artifact", kept), Entry)
     with cache.single_flight("artifact", key) as flight:
-        assert flight is Flight.ALONE
+        assert flight is Flight.UNLOCKED
     with pytest.raises(CacheNotWritable, match="Read-only"):
         Cache(small_disk / "cache", events)
 
@@ -117,7 +117,7 @@ def test_permission_is_taken_away(root: Path, key: Key) -> None:
         assert "Permission denied" in missed.detail
         assert "Permission denied" in assert_serves(cache, events, key, BLOBS)
         with cache.single_flight("artifact", key) as flight:
-            assert flight is Flight.ALONE
+            assert flight is Flight.UNLOCKED
         with pytest.raises(CacheNotWritable, match="Permission denied"):
             Cache(root, events)
 
@@ -130,7 +130,7 @@ def test_directory_vanishes(cache: Cache, root: Path, events: Events, key: Key) 
     shutil.rmtree(root)
     assert "No such file" in assert_serves(cache, events, key, BLOBS)
     with cache.single_flight("artifact", key) as flight:
-        assert flight is Flight.ALONE
+        assert flight is Flight.UNLOCKED
     cache.evict()
     assert not root.exists(), "it may be an unmounted disk: nothing is written in its place"
 

@@ -12,9 +12,9 @@ import pytest
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache import evict as evict_module
 from piecegraph.cache.evict import Limits, evict, pin, unpin
+from piecegraph.cache.inspection import verify
 from piecegraph.cache.manifest import Manifest
 from piecegraph.cache.names import BLOB_AREA, entry_name
-from piecegraph.cache.verify import verify
 from piecegraph.errors import InvalidName
 from piecegraph.events import Events
 

@@ -12,11 +12,11 @@ import fsspec
 import pytest
 
 from piecegraph.cache import Cache, Entry, Key, Miss
-from piecegraph.cache.layers import SharedDirectory
+from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.manifest import MAX_MANIFEST_BYTES
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name, entry_name
-from piecegraph.cache.remote import Remote
-from piecegraph.cache.signing import anybody, pinned, signed_with
+from piecegraph.cache.remote import RemoteLayer
+from piecegraph.cache.signing import pinned, signed_with, trust_all
 from piecegraph.errors import LayerFailed
 from piecegraph.events import Events
 
@@ -43,7 +43,7 @@ def url() -> Iterator[str]:
 
 def test_shared_directory_is_read_through(root: Path, image: Path, key: Key) -> None:
     events = Events()
-    cache = Cache(root, events, shared=[SharedDirectory(image, anybody)])
+    cache = Cache(root, events, shared=[DirectoryLayer(image, trust_all)])
     found = cache.lookup("artifact", key)
     assert isinstance(found, Entry)
     assert found.contents == BLOBS
@@ -55,7 +55,7 @@ def test_shared_directory_is_read_through(root: Path, image: Path, key: Key) -> 
 
 
 def test_shared_directory_alone_is_a_cache(image: Path, key: Key, events: Events) -> None:
-    cache = Cache(None, events, shared=[SharedDirectory(image, anybody)])
+    cache = Cache(None, events, shared=[DirectoryLayer(image, trust_all)])
     assert cache.enabled
     found = cache.lookup("artifact", key)
     assert isinstance(found, Entry)
@@ -65,7 +65,7 @@ def test_shared_directory_alone_is_a_cache(image: Path, key: Key, events: Events
 def test_shared_directory_is_never_written(root: Path, image: Path, key: Key) -> None:
     (image / blob_name(other_blob(image))).write_bytes(b"damaged")
     before = {path: path.stat().st_mtime_ns for path in image.rglob("*")}
-    cache = Cache(root, Events(), shared=[SharedDirectory(image, anybody)])
+    cache = Cache(root, Events(), shared=[DirectoryLayer(image, trust_all)])
     missed = cache.lookup("artifact", key)
     assert isinstance(missed, Miss)
     assert missed.reason == "damaged"
@@ -82,7 +82,7 @@ def test_damaged_private_entry_is_mended_from_the_next_layer(
 ) -> None:
     shutil.copytree(image, root)
     (root / blob_name(other_blob(root))).write_bytes(b"damaged")
-    cache = Cache(root, Events(), shared=[SharedDirectory(image, anybody)])
+    cache = Cache(root, Events(), shared=[DirectoryLayer(image, trust_all)])
     for layer in (f"shared:{image}", "private"):
         found = cache.lookup("artifact", key)
         assert isinstance(found, Entry)
@@ -93,7 +93,7 @@ def test_first_reason_that_says_something_is_told(root: Path, image: Path, key: 
     shutil.copytree(image, root)
     (root / blob_name(other_blob(root))).write_bytes(b"damaged")
     shutil.rmtree(image / ENTRY_AREA)
-    cache = Cache(root, Events(), shared=[SharedDirectory(image, anybody)])
+    cache = Cache(root, Events(), shared=[DirectoryLayer(image, trust_all)])
     missed = cache.lookup("artifact", key)
     assert isinstance(missed, Miss)
     assert (missed.reason, missed.layer) == ("damaged", "private")
@@ -103,14 +103,14 @@ def test_first_layer_that_has_it_is_asked(root: Path, tmp_path: Path, key: Key) 
     shared = []
     for name in ("first", "second"):
         Cache(tmp_path / name, Events()).publish("artifact", key, {}, {"x": name.encode()})
-        shared.append(SharedDirectory(tmp_path / name, anybody))
+        shared.append(DirectoryLayer(tmp_path / name, trust_all))
     found = Cache(root, Events(), shared=shared).lookup("artifact", key)
     assert isinstance(found, Entry)
     assert found.contents == {"x": b"first"}
 
 
 def test_untrusted_entry_is_a_miss_and_is_not_copied(root: Path, image: Path, key: Key) -> None:
-    cache = Cache(root, Events(), shared=[SharedDirectory(image, signed_with(SECRET))])
+    cache = Cache(root, Events(), shared=[DirectoryLayer(image, signed_with(SECRET))])
     missed = cache.lookup("artifact", key)
     assert missed == Miss("untrusted", "it is not signed", f"shared:{image}")
     assert not (root / BLOB_AREA).exists()
@@ -119,7 +119,7 @@ def test_untrusted_entry_is_a_miss_and_is_not_copied(root: Path, image: Path, ke
 def test_pinned_entry_is_believed(root: Path, image: Path, key: Key) -> None:
     entry = Cache(image, Events()).lookup("artifact", key)
     assert isinstance(entry, Entry)
-    believing = Cache(root, Events(), shared=[SharedDirectory(image, pinned({entry.digest}))])
+    believing = Cache(root, Events(), shared=[DirectoryLayer(image, pinned({entry.digest}))])
     assert isinstance(believing.lookup("artifact", key), Entry)
 
 
@@ -129,7 +129,7 @@ def test_links_in_a_shared_directory_are_not_followed(
     manifest = image / entry_name("artifact", key.digest)
     manifest.rename(tmp_path / "elsewhere")
     manifest.symlink_to(tmp_path / "elsewhere")
-    cache = Cache(root, Events(), shared=[SharedDirectory(image, anybody)])
+    cache = Cache(root, Events(), shared=[DirectoryLayer(image, trust_all)])
     missed = cache.lookup("artifact", key)
     assert isinstance(missed, Miss)
     assert "symbolic link" in missed.detail
@@ -138,10 +138,10 @@ def test_links_in_a_shared_directory_are_not_followed(
 
 def test_remote_is_written_back_signed_and_read_through(url: str, tmp_path: Path, key: Key) -> None:
     trust = signed_with(SECRET)
-    writing = Remote(url, trust, write_back=True, secret=SECRET)
+    writing = RemoteLayer(url, trust, write_back=True, secret=SECRET)
     Cache(tmp_path / "one", Events(), shared=[writing]).publish("artifact", key, META, BLOBS)
 
-    other = Cache(tmp_path / "two", Events(), shared=[Remote(url, trust)])
+    other = Cache(tmp_path / "two", Events(), shared=[RemoteLayer(url, trust)])
     for layer in (f"remote:{url}", "private"):
         found = other.lookup("artifact", key)
         assert isinstance(found, Entry)
@@ -152,21 +152,23 @@ def test_signed_directory_for_an_image_is_made_through_a_remote(
     root: Path, tmp_path: Path, key: Key
 ) -> None:
     layer = tmp_path / "layer"
-    writing = Remote(f"file://{layer}", anybody, write_back=True, secret=SECRET)
+    writing = RemoteLayer(f"file://{layer}", trust_all, write_back=True, secret=SECRET)
     Cache(None, Events(), shared=[writing]).publish("artifact", key, META, BLOBS)
-    shared = [SharedDirectory(layer, signed_with(SECRET))]
+    shared = [DirectoryLayer(layer, signed_with(SECRET))]
     assert isinstance(Cache(root, Events(), shared=shared).lookup("artifact", key), Entry)
 
 
 def test_remote_is_read_only_unless_told(url: str, root: Path, key: Key) -> None:
-    Cache(root, Events(), shared=[Remote(url, anybody)]).publish("artifact", key, META, BLOBS)
+    Cache(root, Events(), shared=[RemoteLayer(url, trust_all)]).publish(
+        "artifact", key, META, BLOBS
+    )
     files, base = fsspec.core.url_to_fs(url)
     assert not files.exists(base)
 
 
 def test_empty_blob_and_equal_blobs_in_a_remote(url: str, key: Key) -> None:
     blobs = {"empty": b"", "a": b"same", "b": b"same"}
-    cache = Cache(None, Events(), shared=[Remote(url, anybody, write_back=True)])
+    cache = Cache(None, Events(), shared=[RemoteLayer(url, trust_all, write_back=True)])
     cache.publish("artifact", key, {}, blobs)
     found = cache.lookup("artifact", key)
     assert isinstance(found, Entry)
@@ -177,7 +179,7 @@ def test_empty_blob_and_equal_blobs_in_a_remote(url: str, key: Key) -> None:
 def test_damaged_remote_is_a_miss_and_a_write_back_mends_it(
     url: str, key: Key, content: bytes
 ) -> None:
-    cache = Cache(None, Events(), shared=[Remote(url, anybody, write_back=True)])
+    cache = Cache(None, Events(), shared=[RemoteLayer(url, trust_all, write_back=True)])
     entry = cache.publish("artifact", key, META, BLOBS)
     files, base = fsspec.core.url_to_fs(url)
     files.pipe_file(f"{base}/{blob_name(entry.manifest.blobs['code.py'].sha256)}", content)
@@ -191,7 +193,7 @@ def test_damaged_remote_is_a_miss_and_a_write_back_mends_it(
 class Counting:
     """Lists the requests that reach a file system, and can be made to fail."""
 
-    def __init__(self, remote: Remote) -> None:
+    def __init__(self, remote: RemoteLayer) -> None:
         self.verbs: list[str] = []
         self.failure: Exception | None = None
         self._files = remote._files
@@ -205,7 +207,7 @@ class Counting:
 
 
 def test_blobs_that_a_remote_has_are_not_sent_again(url: str, key: Key) -> None:
-    remote = Remote(url, anybody, write_back=True)
+    remote = RemoteLayer(url, trust_all, write_back=True)
     counting = Counting(remote)
     cache = Cache(None, Events(), shared=[remote])
     cache.publish("artifact", key, META, BLOBS)
@@ -218,7 +220,7 @@ def test_no_more_than_a_blob_is_asked_for(
     url: str, key: Key, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The remote may hold anything of any size; empty ranges, which some refuse, are not asked."""
-    remote = Remote(url, anybody, write_back=True)
+    remote = RemoteLayer(url, trust_all, write_back=True)
     cache = Cache(None, Events(), shared=[remote])
     cache.publish("artifact", key, {}, {"three": b"abc", "empty": b""})
     asked = []
@@ -234,7 +236,7 @@ def test_no_more_than_a_blob_is_asked_for(
 
 
 def test_what_a_remote_lacks_is_remembered(url: str, key: Key) -> None:
-    remote = Remote(url, anybody, write_back=True)
+    remote = RemoteLayer(url, trust_all, write_back=True)
     counting = Counting(remote)
     cache = Cache(None, Events(), shared=[remote])
     for _ in range(5):
@@ -245,10 +247,10 @@ def test_what_a_remote_lacks_is_remembered(url: str, key: Key) -> None:
 
 
 def test_memory_of_what_a_remote_lacks_ends(url: str, key: Key) -> None:
-    remote = Remote(url, anybody, memory_seconds=0.0)
+    remote = RemoteLayer(url, trust_all, memory_seconds=0.0)
     reader = Cache(None, Events(), shared=[remote])
     assert isinstance(reader.lookup("artifact", key), Miss)
-    writer = Cache(None, Events(), shared=[Remote(url, anybody, write_back=True)])
+    writer = Cache(None, Events(), shared=[RemoteLayer(url, trust_all, write_back=True)])
     writer.publish("artifact", key, META, BLOBS)
     assert isinstance(reader.lookup("artifact", key), Entry)
 
@@ -258,7 +260,7 @@ def test_failing_remote_is_a_miss_and_is_left_alone_for_a_while(
     url: str, root: Path, key: Key, failure: Exception
 ) -> None:
     events = Events()
-    remote = Remote(url, anybody, write_back=True)
+    remote = RemoteLayer(url, trust_all, write_back=True)
     counting = Counting(remote)
     counting.failure = failure
     cache = Cache(root, events, shared=[remote])
@@ -273,7 +275,7 @@ def test_failing_remote_is_a_miss_and_is_left_alone_for_a_while(
 
 
 def test_failing_remote_raises_where_the_operator_wants_it(url: str, root: Path, key: Key) -> None:
-    remote = Remote(url, anybody, write_back=True, failures="raise", memory_seconds=0.0)
+    remote = RemoteLayer(url, trust_all, write_back=True, failures="raise", memory_seconds=0.0)
     counting = Counting(remote)
     counting.failure = ConnectionError("reset")
     cache = Cache(root, Events(), shared=[remote])
@@ -289,11 +291,11 @@ def test_unreadable_shared_directory_raises_where_the_operator_wants_it(
     manifest = image / entry_name("artifact", key.digest)
     shutil.rmtree(manifest.parent)
     manifest.parent.write_text("a file where a directory belongs")
-    shared = [SharedDirectory(image, anybody, failures="raise")]
+    shared = [DirectoryLayer(image, trust_all, failures="raise")]
     with pytest.raises(LayerFailed, match="Not a directory"):
         Cache(root, Events(), shared=shared).lookup("artifact", key)
 
 
 def test_unknown_protocol_is_a_clear_error() -> None:
     with pytest.raises(LayerFailed, match="extra `remote`"):
-        Remote("nosuch://bucket/x", anybody)
+        RemoteLayer("nosuch://bucket/x", trust_all)

@@ -14,9 +14,9 @@ import pytest
 
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache.evict import Limits
+from piecegraph.cache.inspection import verify
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import BLOB_AREA
-from piecegraph.cache.verify import verify
 from piecegraph.events import Events
 
 from .children import die, fork, run_all, status
@@ -79,7 +79,7 @@ def test_sixteen_processes_compile_once(root: Path, tmp_path: Path) -> None:
         cache = Cache(root, Events())
         key = numbered(1)
         with cache.single_flight("artifact", key) as flight:
-            assert flight is not Flight.ALONE
+            assert flight is not Flight.UNLOCKED
             if not isinstance(cache.lookup("artifact", key), Entry):
                 with compiled.open("ab") as file:
                     file.write(b"x")
@@ -112,9 +112,9 @@ def test_different_keys_do_not_wait_for_each_other(root: Path) -> None:
     first, second = Cache(root, Events()), Cache(root, Events())
     with first.single_flight("artifact", numbered(1)):
         with second.single_flight("artifact", numbered(2), wait_limit=0) as flight:
-            assert flight is Flight.AT_ONCE
+            assert flight is Flight.FIRST
         with second.single_flight("bundle", numbered(1), wait_limit=0) as flight:
-            assert flight is Flight.AT_ONCE
+            assert flight is Flight.FIRST
 
 
 def test_waiter_goes_on_alone_after_its_limit_and_tells_of_its_waiting(root: Path) -> None:
@@ -123,7 +123,7 @@ def test_waiter_goes_on_alone_after_its_limit_and_tells_of_its_waiting(root: Pat
     with holder.single_flight("artifact", numbered(1)):
         waiting = waiter.single_flight("artifact", numbered(1), wait_limit=0.35, progress_every=0.1)
         with waiting as flight:
-            assert flight is Flight.ALONE
+            assert flight is Flight.UNLOCKED
     assert len(events.named("cache.wait")) >= 2
     assert "0.35 s" in events.named("cache.flight")[0].facts["alone"]
     assert events.counters["cache.duplicate_work"] == 1
@@ -155,7 +155,7 @@ def test_who_comes_when_the_work_is_done_comes_after_others(root: Path) -> None:
     assert not isinstance(late.lookup("artifact", numbered(1)), Entry)
     with first.single_flight("artifact", numbered(1)) as flight:
         first.publish("artifact", numbered(1), {}, blobs(1, 0))
-    assert flight is Flight.AT_ONCE
+    assert flight is Flight.FIRST
     with late.single_flight("artifact", numbered(1)) as flight:
         assert flight is Flight.AFTER_OTHERS
 
@@ -164,7 +164,7 @@ def test_flight_is_over_when_the_work_fails(cache: Cache) -> None:
     with pytest.raises(ZeroDivisionError), cache.single_flight("artifact", numbered(1)):
         _ = 1 / 0
     with cache.single_flight("artifact", numbered(1), wait_limit=0) as flight:
-        assert flight is Flight.AT_ONCE
+        assert flight is Flight.FIRST
 
 
 def test_readers_and_writers_during_eviction(memory_root: Path) -> None:
@@ -212,7 +212,7 @@ def test_killed_waiters_leave_nothing_behind(root: Path) -> None:
         pid = fork(lambda: kill_while_waiting(root))
         assert status(pid) == -signal.SIGKILL
     with holder.single_flight("artifact", numbered(1), wait_limit=0) as flight:
-        assert flight is Flight.AT_ONCE
+        assert flight is Flight.FIRST
 
 
 def kill_while_waiting(root: Path) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Key
-from piecegraph.cache.explain import why
+from piecegraph.cache.inspection import Status, exit_status, nearest_entries, verify
 from piecegraph.cache.names import ENTRY_AREA, blob_name, entry_name
-from piecegraph.cache.signing import anybody, signed_with
-from piecegraph.cache.verify import Status, exit_status, verify
+from piecegraph.cache.signing import signed_with, trust_all
 from piecegraph.events import Events
 
 from .conftest import BLOBS, META
@@ -56,7 +55,7 @@ def test_corrupt_blob_is_found_also_if_no_entry_needs_it(blob: Path, root: Path)
 
 def test_untrusted(manifest: Path, root: Path) -> None:
     assert exit_status(verify(root, signed_with(b"sixteen bytes or more"))) == 2
-    assert exit_status(verify(root, anybody)) == 0
+    assert exit_status(verify(root, trust_all)) == 0
 
 
 def test_unverifiable(blob: Path, root: Path) -> None:
@@ -79,7 +78,7 @@ def test_directory_that_cannot_be_listed_is_unverifiable(
 
     monkeypatch.setattr(os, "listdir", refuse)
     assert exit_status(verify(root)) == 4
-    assert why(root, "artifact", Key.of("codegen", {})) == []
+    assert nearest_entries(root, "artifact", Key.of("codegen", {})) == []
 
 
 def test_statuses_are_summed(manifest: Path, blob: Path, root: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from piecegraph.cache import Cache
-from piecegraph.cache.directory import PrivateDirectory
+from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.errors import BundleMissing
 from piecegraph.events import Events
 
@@ -186,7 +186,7 @@ def test_full_disk_and_vanished_directory_do_not_keep_a_process_from_serving(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(PrivateDirectory, "store", full)
+        patched.setattr(DirectoryLayer, "store", full)
         made = start(Tiny(), tmp_path / "full")
     assert is_right(made, Tiny())
     assert made.events.named("cache.publish_failed")

@@ -10,8 +10,9 @@ import torch
 
 from piecegraph import Config, Events, prepare, why
 from piecegraph.cache import Cache, Entry, Key
-from piecegraph.cache.export import export_entries, import_entries
-from piecegraph.cache.signing import anybody
+from piecegraph.cache.bundle_file import export_entries, import_entries
+from piecegraph.cache.directory import DirectoryLayer
+from piecegraph.cache.signing import trust_all
 from piecegraph.errors import InvalidSecret, UntrustedDirectory
 from piecegraph.runtime.open_cache import open_cache
 
@@ -108,9 +109,10 @@ def test_why_and_shipping_of_one_bundle(tmp_path: Path) -> None:
 
     entry = Cache(tmp_path / "built", Events()).lookup("bundle", why(Doubling(), config).key)
     assert isinstance(entry, Entry)
-    export_entries([entry], tmp_path / "one.file")
+    source = DirectoryLayer(tmp_path / "built")
+    export_entries([entry.manifest], source, tmp_path / "one.file")
     shipped = Cache(tmp_path / "shipped", Events())
-    for imported in import_entries(tmp_path / "one.file", anybody):
+    for imported in import_entries(tmp_path / "one.file", trust_all):
         shipped.store(imported)
     served = prepare(Doubling(), config.changed(cache_dir=tmp_path / "shipped", bundle="force"))
     assert served.compiled.from_bundle

@@ -13,7 +13,7 @@ import pytest
 
 from piecegraph import Events
 from piecegraph.cache import Cache, Key
-from piecegraph.cache.directory import PrivateDirectory
+from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.names import blob_name, entry_name
 from piecegraph.tools.cli.app import main
 
@@ -123,7 +123,7 @@ def test_an_import_that_stores_nothing_says_so(root, capsys, tmp_path, monkeypat
     path = tmp_path / "bundle.pg"
     assert main(["cache", "export", str(path)]) == 0
     full = OSError(28, "No space left on device")
-    monkeypatch.setattr(PrivateDirectory, "store", Mock(side_effect=full))
+    monkeypatch.setattr(DirectoryLayer, "store", Mock(side_effect=full))
     capsys.readouterr()
     target = ["--cache-dir", str(tmp_path / "other")]
     assert main(["cache", "import", str(path), "--trust", *target]) == 2

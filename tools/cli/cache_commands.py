@@ -17,7 +17,7 @@ from ...errors import CacheNotWritable, InvalidSetting
 from ..report.tables import size as shown_size
 from ..serve.options import RunOptions, writable, writing
 from ..serve.run_arguments import with_run_options
-from .cache_entries import cache_directory, is_pinned, label, manifests, named, whole_entry
+from .cache_entries import cache_directory, is_pinned, label, manifests, named
 
 if TYPE_CHECKING:
     from ... import Config
@@ -79,7 +79,7 @@ def show_command(
 @cache_app.command("verify")
 def verify_command(cache_dir: DirOption = None) -> int:
     """Check every byte. Status: 1 corrupt + 2 untrusted + 4 unverifiable, 0 if clean."""
-    from ...cache.verify import exit_status, verify
+    from ...cache.inspection import exit_status, verify
 
     root = cache_directory(cache_dir)
     findings = verify(root)
@@ -145,7 +145,8 @@ def export_command(
     cache_dir: DirOption = None,
 ) -> int:
     """Write bundles to one file, for a container image; signed if a key is in the environment."""
-    from ...cache.export import export_entries
+    from ...cache.bundle_file import export_entries
+    from ...cache.directory import DirectoryLayer
     from ...cache.signing import secret_from_environment
 
     root, secret = cache_directory(cache_dir), secret_from_environment()
@@ -160,13 +161,12 @@ def export_command(
             reason="it holds no bundle",
             expected="a cache that `piecegraph cache warm` or a run has filled",
         )
-    entries = [whole_entry(root, manifest) for manifest in chosen]
     with writing(path):
-        export_entries(entries, path, secret)
+        export_entries(chosen, DirectoryLayer(root, name=str(root)), path, secret)
     signed = "signed" if secret else "not signed"
-    print(f"{len(entries)} entries, {shown_size(path.stat().st_size)}, {signed}: {path}")
-    for entry in entries:
-        print(f"  {label(entry.manifest)} digest {entry.digest}")
+    print(f"{len(chosen)} entries, {shown_size(path.stat().st_size)}, {signed}: {path}")
+    for manifest in chosen:
+        print(f"  {label(manifest)} digest {manifest.digest}")
     return 0
 
 
@@ -182,8 +182,8 @@ def import_command(
     """Read entries from a file. Believed is what is signed with the key in the environment."""
     from ... import Events
     from ...cache import Cache
-    from ...cache.export import import_entries
-    from ...cache.signing import anybody, pinned, secret_from_environment, signed_with
+    from ...cache.bundle_file import import_entries
+    from ...cache.signing import pinned, secret_from_environment, signed_with, trust_all
 
     if not path.is_file():
         raise InvalidSetting(
@@ -196,7 +196,7 @@ def import_command(
     if pin:
         believed: Any = pinned(pin)
     elif trust:
-        believed = anybody
+        believed = trust_all
     elif secret is not None:
         believed = signed_with(secret)
     else:

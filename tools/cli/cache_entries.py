@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import EntryUnusable, NoSuchEntry
+from ...errors import NoSuchEntry
 
 if TYPE_CHECKING:
-    from ...cache import Entry
     from ...cache.manifest import Manifest
 
 
@@ -25,12 +24,12 @@ def cache_directory(cache_dir: Path | None) -> Path:
 
 def manifests(root: Path) -> list[tuple[Manifest, float]]:
     """Every manifest that can be read, and when it was last used (seconds since the epoch)."""
-    from ...cache import listing
+    from ...cache import inspection
 
-    def tell(name: str, error: Exception) -> None:
+    def report(name: str, error: Exception) -> None:
         print(f"unreadable: {name}: {error}", file=sys.stderr)
 
-    return list(listing.manifests(root, unreadable=tell))
+    return list(inspection.manifests(root, unreadable=report))
 
 
 def named(root: Path, names: Iterable[str]) -> list[Manifest]:
@@ -47,20 +46,6 @@ def named(root: Path, names: Iterable[str]) -> list[Manifest]:
             raise NoSuchEntry(path=root, name=name)
         chosen += found
     return chosen
-
-
-def whole_entry(root: Path, manifest: Manifest) -> Entry:
-    """The entry with its contents; raises EntryUnusable if it is not whole."""
-    from ...cache import Miss
-    from ...cache.entries import find
-    from ...cache.layers import SharedDirectory
-    from ...cache.signing import anybody
-
-    found = find(SharedDirectory(root, anybody), manifest.kind, manifest.key.digest)
-    if isinstance(found, Miss):
-        reason = f"{found.reason}, {found.detail}" if found.detail else found.reason
-        raise EntryUnusable(entry=label(manifest), path=root, reason=reason)
-    return found
 
 
 def is_pinned(root: Path, manifest: Manifest) -> bool:

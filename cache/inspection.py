@@ -1,0 +1,142 @@
+"""Look through a directory of entries: list them, verify them, find those nearest to a key."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntFlag
+from pathlib import Path
+
+from ..errors import UntrustedDirectory
+from .directory import DirectoryLayer
+from .files import check_private
+from .keys.key import Difference, Key, diff
+from .layers import Miss, find
+from .manifest import BadManifest, Manifest, is_intact, read_manifest
+from .names import blob_names, entry_names, is_digest, is_name
+from .signing import Trust, trust_all
+
+
+def ignore_unreadable(name: str, error: Exception) -> None:
+    """Skip a manifest that cannot be read."""
+
+
+def manifests(
+    root: Path,
+    kind: str | None = None,
+    unreadable: Callable[[str, Exception], None] = ignore_unreadable,
+) -> Iterator[tuple[Manifest, float]]:
+    """Every manifest, of one kind if given, and its last use in seconds since the epoch.
+
+    `unreadable` is called with the relative name of each that cannot be read, and the error.
+    Raises OSError if a directory cannot be listed.
+    """
+    for name in entry_names(root):
+        if kind not in (None, name.split("/")[1]):
+            continue
+        try:
+            found = read_manifest(root / name), (root / name).stat().st_mtime
+        except (OSError, BadManifest) as error:
+            unreadable(name, error)
+        else:
+            yield found
+
+
+@dataclass(frozen=True, slots=True)
+class NearEntry:
+    """An existing entry; `differences` are from its key to the requested one, empty if equal.
+
+    `last_use` is in seconds since the epoch.
+    """
+
+    key: Key
+    differences: tuple[Difference, ...]
+    last_use: float
+
+
+def nearest_entries(root: Path, kind: str, key: Key, at_most: int = 3) -> list[NearEntry]:
+    """The entries of `kind` in a directory whose keys differ from `key` in the fewest factors.
+
+    Nearest first, the most recently used first among equals; empty if none has the same kind of
+    key. Damaged and unreadable entries are skipped.
+    """
+    near = []
+    with contextlib.suppress(OSError):
+        for entry, used in manifests(root, kind):
+            if entry.key.kind == key.kind:
+                differences = tuple(diff(entry.key.factors, key.factors))
+                near.append(NearEntry(entry.key, differences, used))
+    return heapq.nsmallest(at_most, near, key=lambda n: (len(n.differences), -n.last_use))
+
+
+class Status(IntFlag):
+    """Exit statuses of `cache verify`, those of `nix store verify`; they are summed."""
+
+    CLEAN = 0
+    CORRUPT = 1
+    UNTRUSTED = 2
+    UNVERIFIABLE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One fault; `name` is relative to the directory."""
+
+    status: Status
+    name: str
+    reason: str
+
+
+def verify(root: Path, trust: Trust | None = None) -> list[Finding]:
+    """The faults of all entries and blobs under `root`; changes nothing.
+
+    Without `trust` the directory must be private, with it every entry must satisfy it.
+    """
+    findings = [] if trust is not None else list(_check_openness(root))
+    layer = DirectoryLayer(root, trust or trust_all)
+    try:
+        for name in entry_names(root):
+            findings += _check_entry(layer, name)
+        for name in blob_names(root):
+            if not is_intact(name, root / name):
+                findings.append(Finding(Status.CORRUPT, name, "not the bytes of its name"))
+    except OSError as error:
+        findings.append(Finding(Status.UNVERIFIABLE, ".", str(error)))
+    return findings
+
+
+def exit_status(findings: Iterable[Finding]) -> int:
+    """The statuses that occur, summed."""
+    status = Status.CLEAN
+    for finding in findings:
+        status |= finding.status
+    return int(status)
+
+
+def _check_openness(root: Path) -> Iterator[Finding]:
+    try:
+        check_private(Path(os.path.realpath(root)))
+    except UntrustedDirectory as error:
+        yield Finding(Status.UNTRUSTED, ".", str(error))
+    except OSError as error:
+        yield Finding(Status.UNVERIFIABLE, ".", str(error))
+
+
+def _check_entry(layer: DirectoryLayer, name: str) -> list[Finding]:
+    _, kind, prefix, digest = name.split("/")
+    if not is_name(kind) or not is_digest(digest) or prefix != digest[:2]:
+        return [Finding(Status.UNVERIFIABLE, name, "no entry has this name")]
+    found = find(layer, kind, digest)
+    return [Finding(_STATUS[found.reason], name, found.detail)] if isinstance(found, Miss) else []
+
+
+_STATUS = {
+    "damaged": Status.CORRUPT,
+    "untrusted": Status.UNTRUSTED,
+    "absent": Status.UNVERIFIABLE,  # removed since it was listed
+    "incomplete": Status.UNVERIFIABLE,
+    "unreadable": Status.UNVERIFIABLE,
+}
