@@ -90,7 +90,7 @@ def prepare(
         Policy(resolved, Dispatcher(plan, histogram=Histogram())),
         Engine(layers or {}, input_buffers or {}, ranks),
         Services(
-            backend or choose_backend(config.backend_for(device.type)),
+            backend or choose_backend(config.backend_for(device.type), device),
             device,
             request.cache,
             records,

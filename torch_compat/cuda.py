@@ -14,15 +14,29 @@ def raw_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     return super(torch.cuda.CUDAGraph, graph).replay
 
 
-def node_count(graph: torch.cuda.CUDAGraph) -> int:
-    """Nodes of a graph captured with `keep_graph=True`, asked of the driver torch has loaded."""
+def nodes_captured() -> int:
+    """Nodes of the graph that the current stream is capturing into; 0 for an invalid capture.
+
+    The graph may be read while it is captured (driver API, cuStreamGetCaptureInfo). Asking now
+    spares `keep_graph=True`, which keeps each graph beside its executable form.
+    """
     driver = ctypes.CDLL("libcuda.so.1")
-    nodes = ctypes.c_size_t()
-    raw = ctypes.c_void_p(graph.raw_cuda_graph())
-    status = driver.cuGraphGetNodes(raw, None, ctypes.byref(nodes))
-    if status != 0:
-        raise RuntimeError(f"cuGraphGetNodes returned CUDA driver error {status}")
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    status, capture = ctypes.c_int(), ctypes.c_uint64()
+    graph, nodes = ctypes.c_void_p(), ctypes.c_size_t()
+    out = (ctypes.byref(status), ctypes.byref(capture), ctypes.byref(graph), None, None)
+    if (error := driver.cuStreamGetCaptureInfo_v2(stream, *out)) != 0:
+        raise RuntimeError(f"cuStreamGetCaptureInfo returned CUDA driver error {error}")
+    if not graph:
+        return 0
+    if (error := driver.cuGraphGetNodes(graph, None, ctypes.byref(nodes))) != 0:
+        raise RuntimeError(f"cuGraphGetNodes returned CUDA driver error {error}")
     return nodes.value
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the workspaces that cuBLAS holds for each stream, so that none is cached in a pool."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def flush_host_cache() -> None:
@@ -31,6 +45,10 @@ def flush_host_cache() -> None:
 
 
 def end_allocation_to_pool(device: int, pool: Any) -> None:
-    """Undo what an invalidated capture leaves behind: `capture_end` raises before it does this."""
+    """Stop sending allocations to `pool`. Raises RuntimeError where none are sent to it."""
     torch._C._cuda_endAllocateToPool(device, pool)
+
+
+def release_pool(device: int, pool: Any) -> None:
+    """Give up one use of `pool`; without uses its free memory returns to the device."""
     torch._C._cuda_releasePool(device, pool)

@@ -1,23 +1,30 @@
-"""The cuda backend: `torch.cuda.CUDAGraph`, captured raw on a side stream.
+"""The cuda backend: `torch.cuda.CUDAGraph`, captured raw on a side stream of the model's device.
 
 `torch.cuda.graph` synchronizes the device and flushes allocators at each entry; here a session
-does that once. Captures use the thread-local error mode, so that other threads may keep using the
-device.
+does that once. Captures use the thread-local error mode, so that other threads may keep using
+the device.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import BackendUnavailable
-from ...torch_compat.cuda import end_allocation_to_pool, flush_host_cache, node_count, raw_replay
+from ...torch_compat.cuda import (
+    clear_cublas_workspaces,
+    end_allocation_to_pool,
+    flush_host_cache,
+    nodes_captured,
+    raw_replay,
+    release_pool,
+)
 from ...torch_compat.tensors import unowned_alias
 from .ownership import Ownership, TensorTracker
 from .protocol import Memory
@@ -27,21 +34,23 @@ _ERROR_MODE = "thread_local"
 
 @dataclass(eq=False, slots=True)
 class CudaPool:
-    """A pool handle. `anchor` is an empty graph, captured first, that keeps the pool alive: without
-    it the allocator fails if all graphs of a pool are freed before the last of their tensors."""
+    """Memory that captures share. `anchor` is an empty graph that is captured first and keeps the
+    pool: without it the allocator fails when all graphs of a pool are gone while a tensor of
+    theirs is still alive. `broken` holds captures that left a pool unusable: their allocator
+    filters refer to them.
+    """
 
     handle: Any  # an opaque pair of integers
     anchor: torch.cuda.CUDAGraph | None = None
+    broken: list[torch.cuda.CUDAGraph] = field(default_factory=list)
 
 
 class CudaGraph:
-    """A captured graph; one without nodes only owns memory and is never instantiated."""
+    """A captured graph. One without nodes only owns memory and is never replayed."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int) -> None:
         self._graph = graph
-        self._nodes = node_count(graph)
-        if self._nodes:
-            graph.instantiate()
+        self._nodes = nodes
 
     @property
     def operations(self) -> int:
@@ -58,12 +67,16 @@ class CudaGraph:
 class CudaCapture:
     """A stream capture in progress on the current stream."""
 
-    def __init__(self, pool: Any, device: int, ownership: Ownership) -> None:
+    def __init__(self, pool: CudaPool, device: int, ownership: Ownership) -> None:
         self._pool = pool
         self._device = device
         self._tracker = TensorTracker("CUDA", ownership)
-        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
-        self._graph.capture_begin(pool=pool, capture_error_mode=_ERROR_MODE)
+        self._graph = torch.cuda.CUDAGraph()
+        try:
+            self._graph.capture_begin(pool=pool.handle, capture_error_mode=_ERROR_MODE)
+        except BaseException:
+            self._recover()
+            raise
         self._tracker.start()
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -72,62 +85,91 @@ class CudaCapture:
     def end(self) -> CudaGraph:
         self._tracker.stop()
         try:
-            _end_quietly(self._graph)
+            nodes = nodes_captured()
+            self._graph.capture_end()
+            if self._tracker.computed and not nodes:
+                raise RuntimeError(
+                    f"{self._tracker.computed} ran during the capture, and the graph has no node: "
+                    "the work went to another device or stream"
+                )
         except BaseException:
             self._recover()
             raise
-        return CudaGraph(self._graph)
+        return CudaGraph(self._graph, nodes)
 
     def abort(self) -> None:
         self._tracker.stop()
-        try:
-            _end_quietly(self._graph)
-        except RuntimeError:  # the error that broke the capture is what the caller gets
-            self._recover()
-        self._graph.reset()
+        with suppress(RuntimeError):  # the error that broke the capture is what the caller gets
+            self._graph.capture_end()
+        self._recover()
 
     def _recover(self) -> None:
-        """After an invalid capture, stop the allocator from allocating to the pool."""
+        """Make the pool usable for later captures after one that failed.
+
+        `capture_end` of an invalid capture raises. What it leaves behind depends on the version:
+        up to torch 2.12 the allocators still send allocations to the pool, and the one of pinned
+        memory cannot be told to stop; later versions tell both, but keep the pool's count.
+        """
+        with suppress(RuntimeError):
+            end_allocation_to_pool(self._device, self._pool.handle)
+        with suppress(RuntimeError):
+            self._graph.reset()
         try:
-            end_allocation_to_pool(self._device, self._pool)
-        except RuntimeError:  # it had stopped already
-            return
+            _capture_nothing(self._pool.handle).reset()
+        except RuntimeError:  # still recording to it: this pool takes no capture any more
+            with suppress(RuntimeError):
+                release_pool(self._device, self._pool.handle)
+            self._pool.broken.append(self._graph)
+            self._pool.handle = torch.cuda.graph_pool_handle()
+            self._pool.anchor = _capture_nothing(self._pool.handle)
 
 
 class CudaBackend:
-    """Graphs on the current CUDA device. Raises `BackendUnavailable` without one."""
+    """Graphs on one CUDA device: `device`, or the current one.
+
+    Raises `BackendUnavailable` where there is none, and on ROCm.
+    """
 
     name = "cuda"
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        if torch.version.hip is not None:
+            reason = "torch is a ROCm build, on which this backend has never run"
+            raise BackendUnavailable(name=self.name, reason=reason)
         if not torch.cuda.is_available():
             raise BackendUnavailable(name=self.name, reason="torch sees no CUDA device")
-        self._device = torch.cuda.current_device()
+        index = device.index if device is not None else None
+        self._device = torch.cuda.current_device() if index is None else index
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        # torch warns of each graph without nodes: two splitting ops in a row make one
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
 
     def new_pool(self) -> CudaPool:
         return CudaPool(torch.cuda.graph_pool_handle())
 
     def prepare(self) -> None:
         self.synchronize()
-        torch.cuda.empty_cache()
-        flush_host_cache()
+        with torch.cuda.device(self._device):
+            clear_cublas_workspaces()
+            torch.cuda.empty_cache()
+            flush_host_cache()
 
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
         """The side stream. It waits for the current stream, which at the end waits for it."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            current.wait_stream(self._stream)
+        with torch.cuda.device(self._device):
+            current = torch.cuda.current_stream(self._device)
+            self._stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield
+            finally:
+                current.wait_stream(self._stream)
 
     def begin(self, pool: CudaPool, ownership: Ownership) -> CudaCapture:
         if pool.anchor is None:
             pool.anchor = _capture_nothing(pool.handle)
-        return CudaCapture(pool.handle, self._device, ownership)
+        return CudaCapture(pool, self._device, ownership)
 
     def release_held(self, pool: CudaPool) -> None:
         pass  # dropping the tensors is enough for the allocator
@@ -146,14 +188,7 @@ class CudaBackend:
 
 
 def _capture_nothing(pool: Any) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode=_ERROR_MODE)
-    _end_quietly(graph)
+    graph.capture_end()
     return graph
-
-
-def _end_quietly(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture without torch's warning about an empty graph, which the user did not make."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-        graph.capture_end()

@@ -82,6 +82,8 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: str, ownership: Ownership) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ownership = ownership
+        self.computed: str | None = None
+        """The first operator that must have launched work on the device."""
         self._device = device
 
     def start(self) -> None:
@@ -99,7 +101,9 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         used = tensors_in((args, kwargs))
         self.ownership.find(used)
         result = self.run(func, args, kwargs)
-        self.fresh(result, used)
+        fresh = self.fresh(result, used)
+        if self.computed is None and _computes(func, fresh):
+            self.computed = str(func)
         return result
 
     def run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -125,3 +129,14 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in fresh:
             self.ownership.make(tensor)
         return fresh
+
+
+def _computes(func: OpOverload, fresh: list[Tensor]) -> bool:
+    """Whether `func` filled the tensors that it made on a device; an allocation does not."""
+    allocates = func.overloadpacket.__name__ in _ALLOCATIONS
+    return not allocates and any(tensor.numel() and tensor.device.type != "cpu" for tensor in fresh)
+
+
+_ALLOCATIONS = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
+import torch
+
 from ...errors import UnknownBackend
 from .protocol import GraphBackend
 
 GROUP = "piecegraph.backends"
 
 
-def choose_backend(name: str) -> GraphBackend:
-    """A new backend. An entry point in `GROUP` names a callable without arguments that returns one.
+def choose_backend(name: str, device: torch.device) -> GraphBackend:
+    """A new backend for a model on `device`.
+
+    An entry point in `GROUP` names a callable that takes the device and makes one.
 
     Raises `UnknownBackend`, or `BackendUnavailable` if the device it needs is missing.
     """
@@ -23,9 +27,9 @@ def choose_backend(name: str) -> GraphBackend:
     if name == "cuda":
         from .cuda import CudaBackend
 
-        return CudaBackend()
+        return CudaBackend(device)
     registered = {point.name: point for point in entry_points(group=GROUP)}
     if name not in registered:
         raise UnknownBackend(name=name, known=["replay", "cuda", *sorted(registered)], group=GROUP)
-    make: Callable[[], GraphBackend] = registered[name].load()
-    return make()
+    make: Callable[[torch.device], GraphBackend] = registered[name].load()
+    return make(device)

@@ -113,7 +113,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
         if request.param == "replay":
             yield make_rig(loud_backend(), "cpu")
         else:
-            yield make_rig(choose_backend("cuda"), "cuda")
+            yield make_rig(choose_backend("cuda", torch.device("cuda")), "cuda")
 
 
 @pytest.fixture

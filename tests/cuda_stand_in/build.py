@@ -1,0 +1,44 @@
+"""Build the stand-in for the CUDA runtime: `python build.py` in an environment with a CUDA torch.
+
+The headers come with the triton wheel that torch requires. The libraries are put into the folder
+`built` beside this file: libcudart.so.13 (the runtime, and the driver's functions) and libcuda.so.1
+(an empty library whose functions are those of the first).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+HERE = Path(__file__).parent
+BUILT = HERE / "built"
+
+
+def headers() -> Path:
+    """The folder of CUDA headers that the triton wheel ships."""
+    packages = Path(sysconfig.get_paths()["purelib"])
+    found = packages / "triton" / "backends" / "nvidia" / "include"
+    if not (found / "cuda_runtime_api.h").exists():
+        sys.exit(f"no CUDA headers in {found}: install a CUDA build of torch")
+    return found
+
+
+def build() -> None:
+    BUILT.mkdir(exist_ok=True)
+    (BUILT / "exports").write_text("libcudart.so.13 { global: *; };\n")
+    runtime, driver = BUILT / "libcudart.so.13", BUILT / "libcuda.so.1"
+    shared = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-Wall", f"-isystem{headers()}"]
+    sources = [str(path) for path in sorted((HERE / "src").glob("*.cpp"))]
+    names = [f"-Wl,-soname,{runtime.name}", f"-Wl,--version-script={BUILT / 'exports'}"]
+    subprocess.check_call([*shared, *sources, "-o", str(runtime), *names, "-ldl", "-pthread"])
+    link = [f"-L{BUILT}", "-Wl,--no-as-needed", "-l:libcudart.so.13"]
+    empty = ["-x", "c++", "/dev/null", "-x", "none"]
+    subprocess.check_call([*shared, *empty, "-o", str(driver), f"-Wl,-soname,{driver.name}", *link])
+    (BUILT / "libcuda.so").unlink(missing_ok=True)
+    (BUILT / "libcuda.so").symlink_to(driver.name)
+
+
+if __name__ == "__main__":
+    build()

@@ -1,0 +1,33 @@
+"""Tests of the cuda backend on torch's real CUDA code over the stand-in: `make cuda-test`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .control import StandIn
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    """Faults, limits and seeds; a test that needs them skips on a real device, and says so."""
+    import torch
+
+    if not hasattr(ctypes.CDLL("libcudart.so.13"), "stand_in_inject"):
+        pytest.skip("needs the stand-in for the CUDA runtime: make cuda-test")
+    made = StandIn()
+    limit = torch.cuda.mem_get_info()[1]
+    yield made
+    made.clear_faults()
+    made.limit_memory(limit)

@@ -1,0 +1,60 @@
+"""A small model with a splitting op, on a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import piecegraph as pg
+
+HIDDEN = 512
+_OPS = torch.library.Library("standin", "DEF")
+_OPS.define("attention(Tensor query, Tensor(a!) output, str layer_name) -> ()")
+torch.library.register_fake("standin::attention", lambda query, output, layer_name: None, lib=_OPS)
+
+
+def _attention(query: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
+    output.copy_(query * 2.0)
+
+
+_OPS.impl("attention", _attention, "CompositeExplicitAutograd")
+
+
+class Model(torch.nn.Module):
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before = torch.nn.Linear(hidden, 4 * hidden)
+        self.after = torch.nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = torch.nn.functional.gelu(self.before(x))
+        output = torch.empty_like(query)
+        torch.ops.standin.attention(query, output, "layer 0")
+        return self.after(torch.relu(output) + 1.0)
+
+
+def prepared(device: str = "cuda", hidden: int = HIDDEN, **settings: Any) -> pg.PreparedModel:
+    settings = {
+        "splitting_ops": ("standin::attention",),
+        "inputs": {"x": f"float32[num_tokens, {hidden}]"},
+        "max_num_tokens": 4096,
+        "max_num_reqs": 8,
+        "compiler": "eager",
+        "cache_dir": None,
+        **settings,
+    }
+    model = Model(hidden).to(device)
+    return pg.prepare(model, pg.Config(**settings), layers={"layer 0": None})
+
+
+def eager(x: torch.Tensor) -> torch.Tensor:
+    """What the model gives without the library."""
+    return Model(x.shape[-1]).to(x.device)(x).detach()
+
+
+def batch(num_tokens: int) -> pg.Batch:
+    return pg.Batch(
+        num_tokens=num_tokens, num_reqs=1, is_decode=num_tokens == 1, query_len=num_tokens
+    )

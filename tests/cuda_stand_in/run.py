@@ -1,0 +1,40 @@
+"""Run Python with the stand-in in place of the CUDA runtime: `python run.py ARGUMENT…`.
+
+`python run.py -m pytest …` runs tests; `python run.py main …` is the `piecegraph` command with
+values for the kernels (add TRITON_INTERPRET=1 for those of Inductor).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+BUILT = Path(__file__).parent / "built"
+COMMAND = """
+import os, sys
+from tests.cuda_stand_in import values
+kept = values.install()
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.cuda_stand_in import triton_values
+    triton_values.install()
+from piecegraph.__main__ import main
+status = main()
+sys.exit(status or (1 if values.errors else 0))
+"""
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["main"]:
+        arguments = ["-c", COMMAND, *arguments[1:]]
+    preload = f"{BUILT / 'libcudart.so.13'}:{BUILT / 'libcuda.so.1'}"
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    libraries = {"LD_PRELOAD": preload, "LD_LIBRARY_PATH": str(BUILT), "LIBRARY_PATH": str(BUILT)}
+    environment = os.environ | libraries | {"PYTHONPATH": path}
+    os.execve(sys.executable, [sys.executable, *arguments], environment)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Captures that go wrong, and captures of other devices, on torch's real allocator and graphs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import piecegraph as pg
+from piecegraph import Events
+from piecegraph.errors import CaptureFailed, CaptureOutOfMemory
+from piecegraph.runtime.backends.cuda import CudaBackend
+from piecegraph.runtime.capture.recorder import record
+from piecegraph.runtime.capture.recording import Recording
+from piecegraph.runtime.capture.session import capture_session
+
+from .control import LAUNCH_FAILURE, OUT_OF_MEMORY, StandIn
+from .models import batch, eager, prepared
+
+
+class Captures:
+    """Captures of functions of one tensor into one pool."""
+
+    def __init__(self) -> None:
+        self.backend = CudaBackend(torch.device("cuda:0"))
+        self.pool = self.backend.new_pool()
+        self.x = torch.ones(8, device="cuda:0")
+
+    def of(self, fn: Callable[[Tensor], Any], breaks: bool = True) -> Recording:
+        session = capture_session(self.backend, self.pool, Events(), prepare=False)
+        with torch.no_grad(), session as open_session:
+            return record(fn, (self.x,), open_session, name="test", breaks=breaks)
+
+    def check(self, recording: Recording) -> None:
+        """Replays of a recording of `good` compute."""
+        for value in (3.0, 5.0):
+            self.x.fill_(value)
+            for call in recording.calls:
+                call()
+            torch.cuda.synchronize()
+            assert recording.outputs.cpu().tolist() == [2 * value + 1] * 8
+
+
+@pytest.fixture
+def captures() -> Iterator[Captures]:
+    yield Captures()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def good(x: Tensor) -> Tensor:
+    return x * 2 + 1
+
+
+def synchronizes(x: Tensor) -> Tensor:
+    y = x * 2
+    torch.cuda.synchronize()
+    return y
+
+
+def reads_on_the_host(x: Tensor) -> Tensor:
+    return x * (x * 2).sum().item()
+
+
+def raises(x: Tensor) -> Tensor:
+    _ = x * 2
+    raise ValueError("an error of the model")
+
+
+def stream_error(x: Tensor) -> Tensor:
+    torch.cuda.current_stream().synchronize()
+    return x
+
+
+BAD = [synchronizes, reads_on_the_host, raises, stream_error]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_failed_capture_costs_one_graph_and_not_the_next(
+    captures: Captures, bad: Callable[[Tensor], Tensor]
+) -> None:
+    before = captures.of(good)
+    with pytest.raises(CaptureFailed):
+        captures.of(bad)
+    for recording in (before, captures.of(good), captures.of(good)):
+        captures.check(recording)
+    assert torch.ones(4).pin_memory().is_pinned()
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_failed_capture_gives_its_memory_back(
+    captures: Captures, stand_in: StandIn, bad: Callable[[Tensor], Tensor]
+) -> None:
+    def large(x: Tensor) -> Tensor:
+        y = torch.zeros(32 << 20, dtype=torch.uint8, device=x.device)
+        return bad(x) if y.numel() else x
+
+    captures.check(captures.of(good))
+    torch.cuda.empty_cache()
+    used = stand_in.used()
+    with pytest.raises(CaptureFailed):
+        captures.of(large)
+    recording = captures.of(good)
+    captures.check(recording)
+    recording.release()
+    captures.pool = None
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert stand_in.used() <= used
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_a_capture_that_cannot_begin_costs_one_graph(
+    captures: Captures, stand_in: StandIn, skip: int
+) -> None:
+    captures.of(good)
+    stand_in.inject("cudaStreamBeginCapture", LAUNCH_FAILURE, skip)
+    breaking = pg.break_graph(lambda y: y.add_(0))
+
+    def two_graphs(x: Tensor) -> Tensor:
+        y = x * 2
+        breaking(y)
+        return y + 1
+
+    with pytest.raises(CaptureFailed):
+        captures.of(two_graphs)
+    captures.check(captures.of(good))
+
+
+def test_out_of_memory_in_a_capture_costs_one_graph(captures: Captures, stand_in: StandIn) -> None:
+    def large(x: Tensor) -> Tensor:
+        return torch.zeros(64 << 20, dtype=torch.uint8, device=x.device)[:8] + x
+
+    stand_in.inject("cudaMalloc", OUT_OF_MEMORY)
+    stand_in.limit_memory(stand_in.used() + (32 << 20))
+    with pytest.raises(CaptureOutOfMemory):
+        captures.of(large)
+    captures.check(captures.of(good))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_capture_waits_for_the_current_stream_and_it_for_the_capture(
+    captures: Captures, stand_in: StandIn, seed: int
+) -> None:
+    stand_in.seed(seed)
+    captures.x.fill_(5.0)  # queued on the main stream; nobody has waited for it
+    recording = captures.of(lambda x: x * 2)
+    assert recording.outputs.cpu().tolist() == [10.0] * 8
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices: NOT tested here")
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_a_model_on_another_device_than_the_current_one(mode: str) -> None:
+    assert torch.cuda.current_device() == 0
+    model = prepared("cuda:1", 64, graph_mode=mode, capture_sizes=(4, 8), max_num_tokens=16)
+    model.capture(lambda descriptor, runtime_mode: None)
+    kinds = [tuple(s.kind.value for s in r.segments) for _, r in model.recordings()]
+    expected = [("graph", "eager", "graph")] * 2 + ([("graph",)] * 2 if mode == "FULL" else [])
+    assert sorted(kinds) == sorted(expected)
+    for num_tokens in (3, 8, 5):
+        x = torch.randn(num_tokens, 64, device="cuda:1")
+        step = batch(num_tokens)
+        out = model(x, batch=step, metadata=None)
+        assert out.device == torch.device("cuda:1")
+        torch.testing.assert_close(out, eager(x), rtol=1e-5, atol=1e-5)
+    assert torch.cuda.current_device() == 0
+    model.close()
+
+
+def test_work_that_no_graph_saw_fails_the_capture(captures: Captures) -> None:
+    other = torch.cuda.Stream()
+
+    def elsewhere(x: Tensor) -> Tensor:
+        with torch.cuda.stream(other):
+            return x * 2
+
+    with pytest.raises(CaptureFailed):
+        captures.of(elsewhere)
+    captures.check(captures.of(good))

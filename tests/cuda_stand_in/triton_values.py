@@ -1,0 +1,94 @@
+"""Inductor's Triton kernels run in Triton's interpreter, as host functions on the stream.
+
+`TRITON_INTERPRET=1` must be set before triton is imported. libdevice's functions, which are bodies
+in another file on a device, are numpy functions here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .values import cpu_argument, launch_argument, on_stream
+
+LIBDEVICE: dict[str, Callable[..., Any]] = {
+    "abs": np.abs,
+    "ceil": np.ceil,
+    "cos": np.cos,
+    "div_rn": np.divide,
+    "erf": np.vectorize(math.erf, otypes=[np.float64]),
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "expm1": np.expm1,
+    "fabs": np.abs,
+    "floor": np.floor,
+    "fmod": np.fmod,
+    "isinf": lambda x: np.isinf(x).astype(np.int32),
+    "isnan": lambda x: np.isnan(x).astype(np.int32),
+    "log": np.log,
+    "log1p": np.log1p,
+    "log2": np.log2,
+    "nearbyint": np.rint,
+    "pow": np.power,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sin": np.sin,
+    "sqrt": np.sqrt,
+    "tanh": np.tanh,
+    "trunc": np.trunc,
+}
+PREDICATES = ("isinf", "isnan")
+
+
+def install() -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("set TRITON_INTERPRET=1: Triton's kernels cannot run on the stand-in")
+    _interpret_libdevice()
+    _run_kernels_on_the_stream()
+
+
+def _run_kernels_on_the_stream() -> None:
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    def run(self: Any, *args: Any, stream: Any, benchmark_run: bool = False, **kwargs: Any) -> None:
+        args, grid = self._interpret_args_grid(args, self.configs[0])
+        launched = [launch_argument(each) for each in args]
+        function, constants = self.fn, dict(self.configs[0].kwargs)
+        on_stream(
+            f"triton {function.__name__}",
+            lambda: function[grid](*map(cpu_argument, launched), **kwargs, **constants),
+        )
+
+    CachingAutotuner.run = run  # type: ignore[method-assign]
+
+
+def _interpret_libdevice() -> None:
+    from torch._inductor.runtime import triton_helpers
+    from triton.language.extra import libdevice
+    from triton.runtime import interpreter
+
+    tl = interpreter.tl
+
+    def computed(name: str, handles: list[Any]) -> Any:
+        result = np.asarray(LIBDEVICE[name](*[handle.data for handle in handles]))
+        if name in PREDICATES:
+            return interpreter.TensorHandle(result.astype(np.int32), tl.int32)
+        dtype = handles[0].dtype
+        return interpreter.TensorHandle(result.astype(handles[0].data.dtype), dtype)
+
+    def function(name: str) -> Callable[..., Any]:
+        def call(*values: Any, _semantic: Any = None, **_: Any) -> Any:
+            kind = values[0].type
+            if name in PREDICATES:
+                kind = tl.block_type(tl.int32, kind.shape) if kind.is_block() else tl.int32
+            return tl.tensor(computed(name, [value.handle for value in values]), kind)
+
+        return call
+
+    for name in LIBDEVICE:
+        for module in (libdevice, triton_helpers.libdevice):
+            if hasattr(module, name):
+                setattr(module, name, function(name))
