@@ -1,20 +1,29 @@
-# Everything runs from here: `make run` and `make test` work on a fresh clone.
+# `make run` and `make test` work on a fresh clone.
 
 PYTHON ?= python3
+# What CI installs; from PyTorch's CPU index or a local directory of wheels it is the CPU build.
+TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cache compile dispatch runtime tools torch_compat
 
-.PHONY: run test test-fast lint gpu gpu-wheels clean
+.PHONY: run test unit test-fast coverage lint gpu gpu-wheels clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
 
-test: lint
-	$(BIN)/pytest -m "not gpu"
+test: lint unit
+
+unit: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not gpu"
 
 test-fast: $(VENV)/.dev
 	$(BIN)/pytest -m "not compile and not slow and not gpu"
+
+# In one process, since coverage does not follow the worker processes of the tests.
+coverage: $(VENV)/.dev
+	$(BIN)/coverage run -m pytest -q -m "not gpu"
+	$(BIN)/coverage report --skip-covered --sort=cover
 
 # mypy sees the package through a link, since the repository root is the package.
 lint: $(VENV)/.dev
@@ -24,11 +33,11 @@ lint: $(VENV)/.dev
 	mkdir -p .typing && ln -sfn .. .typing/piecegraph
 	MYPYPATH=.typing $(BIN)/mypy --strict $(PACKAGES:%=-p piecegraph.%)
 
-# Elsewhere, where there is a network: what a machine with a GPU, torch and the usual tools lacks.
+# On a machine with a network: packages that a machine with a GPU and torch often lacks.
 gpu-wheels:
 	$(PYTHON) -m pip download --only-binary :all: --python-version 3.12 --platform manylinux2014_x86_64 -d .wheels pydantic platformdirs
 
-# On a machine with a GPU: its own python and torch, and no network.
+# On a machine with a GPU: uses its own python and torch, and no network.
 gpu:
 	$(PYTHON) -m pip install --no-index --find-links .wheels pydantic platformdirs
 	$(PYTHON) -m pip install --no-deps --no-build-isolation -e .
@@ -38,9 +47,10 @@ gpu:
 clean:
 	rm -rf $(VENV) .typing .wheels build *.egg-info
 
-# A change of the dependencies makes the environment anew.
+# A change of the dependencies recreates the environment.
 $(VENV)/.run: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 

@@ -1,4 +1,4 @@
-"""For all rooms: properties without a deadline, a young heap, GPU tests on a GPU alone."""
+"""Shared by all tests: no Hypothesis deadlines, a small heap, GPU tests only where there is one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hypothesis import settings
 
 import piecegraph
 
-# judged by what they find, not by how long one example takes on a busy machine
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
+# examples have no deadline: their duration depends on how busy the machine is
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 
 ROOT = Path(piecegraph.__file__).parent
@@ -22,13 +22,13 @@ ROOT = Path(piecegraph.__file__).parent
 def package_sources() -> dict[str, Path]:
     """Every Python file of the package itself, by its name relative to the package."""
     names = {path.relative_to(ROOT): path for path in ROOT.rglob("*.py")}
-    apart = {"tests", ".venv", ".typing", "build"}
+    apart = {"tests", "examples", "benchmarks", ".venv", ".typing", "build"}
     return {name.as_posix(): path for name, path in names.items() if not apart & {*name.parts}}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def young_heap() -> None:
-    """What earlier tests left on the heap does not slow the collections of later ones.
+def frozen_heap() -> None:
+    """Objects of earlier tests do not slow down garbage collection in later ones.
 
     A capture session collects garbage; with all of torch's compilers loaded that takes a second.
     """
@@ -38,7 +38,7 @@ def young_heap() -> None:
 
 @pytest.fixture(autouse=True)
 def gpu_or_skip(request: pytest.FixtureRequest) -> None:
-    """A test marked `gpu` is skipped, and says so, where there is no device."""
+    """Skip tests marked `gpu` where there is no device."""
     if request.node.get_closest_marker("gpu") is not None:
         import torch
 

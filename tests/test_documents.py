@@ -1,0 +1,51 @@
+"""Links in documents lead somewhere; benchmark results carry the facts of their machine."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]
+RESULTS = sorted((ROOT / "benchmarks").glob("*.json"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def anchors(page):
+    """The anchors that hosts derive from headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_benchmark_result_has_machine_facts(path):
+    result = json.loads(path.read_text())
+    assert {"benchmark", "commit", "date", "machine", "versions", "result", "note"} == {*result}
+    assert {"cpu", "cores", "threads", "memory_gib", "load", "gpu", "system"} == {
+        *result["machine"]
+    }
+    assert {"python", "torch", "triton", "piecegraph"} == {*result["versions"]}
+    assert result["result"]["rows"]
+
+
+def test_every_page_is_linked_from_another():
+    linked = {
+        (page.parent / link.partition("#")[0]).resolve()
+        for page in PAGES
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+        if "://" not in link
+    }
+    assert [page for page in (ROOT / "docs").glob("*.md") if page.resolve() not in linked] == []
