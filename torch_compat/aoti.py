@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .inductor_fixes import reads_before_mutations
+from .inductor_fixes import repaired_lowering
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def aoti_compile(
     shapes = tuple({index: dim(spec) for index, spec in each.items()} for each in dynamic)
     program = export(graph, tuple(inputs), dynamic_shapes=shapes)
     env = inputs[0].fake_mode.shape_env  # type: ignore[attr-defined]
-    with warnings.catch_warnings(), reads_before_mutations():
+    with warnings.catch_warnings(), repaired_lowering():
         warnings.simplefilter("ignore")  # torch warns of its own deprecated pytree classes
         path = aot_compile(
             program.module(check_guards=False),

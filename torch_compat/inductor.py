@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .inductor_fixes import reads_before_mutations
+from .inductor_fixes import repaired_lowering
 from .patch import cache_variables_kept, replaced
 from .tensors import fresh_fake_mode
 from .toolchain import compiler_version, keep_probe, probes
@@ -50,7 +50,7 @@ def inductor_compile(
     """
     from torch._inductor import standalone_compile
 
-    with reads_before_mutations(), _kernels_in_background() as modules, _traced_sizes(graph):
+    with repaired_lowering(), _kernels_in_background() as modules, _traced_sizes(graph):
         artifact = standalone_compile(
             graph,
             inputs,
@@ -124,7 +124,7 @@ def inductor_compile_to(
     """Compile `graph` and lay its generated code out in `folder`, as files that may be edited."""
     from torch._inductor import standalone_compile
 
-    with reads_before_mutations(), _traced_sizes(graph):
+    with repaired_lowering(), _traced_sizes(graph):
         artifact = standalone_compile(
             graph,
             inputs,

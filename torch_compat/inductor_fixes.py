@@ -1,4 +1,10 @@
-"""Repairs of Inductor for the time of our compiles."""
+"""Repairs of wrong results in Inductor, active only during our compiles.
+
+Each repair states what upstream does, the versions known to do it, and when the repair can go. Its
+test compiles an example with stock torch as well and expects a wrong result there: once that test
+fails, upstream is right and the repair can be deleted. The source of every repair is part of the
+codegen key.
+"""
 
 from __future__ import annotations
 
@@ -15,42 +21,61 @@ from .tensors import tree_leaves
 
 
 @contextmanager
+def repaired_lowering() -> Iterator[None]:
+    """Lower graphs with all repairs that change how operators are lowered."""
+    with compiler_lock, reads_before_mutations(), unshared_cat_parts():
+        yield
+
+
+@contextmanager
 def reads_before_mutations() -> Iterator[None]:
-    """Have Inductor compute what reads a tensor before the custom op that then mutates it.
+    """Compute values that read a tensor before the custom op that then mutates it.
 
-    Inductor (2.11 to 2.13) gives such an op its place in the order of execution, and only then
-    says what it mutates, which is what computes the pending reads of the old value: pointwise
-    values that are used again later came after the op, and were computed from the new value.
-
-    It also has `cat` take the memory of its operands for parts of the result. Where the result is
-    mutated they are copied, for what reads an operand afterwards read the new value.
+    Upstream: `FallbackKernel.create` registers such an op in the order of execution before it marks
+    the tensor as mutated. Marking computes the pending pointwise reads of the old value, so a read
+    that is used again later runs after the op and sees the new value.
+    Affected: torch 2.11 to 2.14. Remove when `create` marks mutated tensors before it registers the
+    operation.
     """
-    from torch._inductor import ir, lowering
+    from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     kernels: Any = ir.FallbackKernel
     original = vars(kernels)["create"]
-    concatenations: Any = ir.ConcatKernel
-    concatenate = vars(concatenations)["create"]
-
-    def create_cat(cls: Any, inputs: Any, dim: int) -> Any:
-        if is_mutated(V.graph.current_node):
-            inputs = [lowering.clone(each) for each in inputs]
-        return concatenate.__func__(cls, inputs, dim)
 
     def create(cls: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(kernel, "_schema", None) is not None:
-            for each in tree_leaves(list(mutated_arguments(kernel, args, kwargs))):
+            for each in tree_leaves(mutated_arguments(kernel, args, kwargs)):
                 if isinstance(each, ir.TensorBox):
                     each.realize()
                     V.graph.mark_buffer_mutated(each.get_name())
         return original.__func__(cls, kernel, *args, **kwargs)
 
-    with (
-        compiler_lock,
-        replaced(kernels, "create", classmethod(create)),
-        replaced(concatenations, "create", classmethod(create_cat)),
-    ):
+    with replaced(kernels, "create", classmethod(create)):
+        yield
+
+
+@contextmanager
+def unshared_cat_parts() -> Iterator[None]:
+    """Copy the operands of a `cat` whose result is mutated.
+
+    Upstream: `ConcatKernel.create` computes operands directly into the memory of the result. When
+    the result is mutated, a later read of an operand sees the new value.
+    Affected: torch 2.11 to 2.14. Remove when `create` copies operands that are read after a
+    mutation of the result.
+    """
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    concatenations: Any = ir.ConcatKernel
+    original = vars(concatenations)["create"]
+
+    def create(cls: Any, inputs: Any, dim: int) -> Any:
+        if is_mutated(V.graph.current_node):
+            inputs = [lowering.clone(each) for each in inputs]
+        return original.__func__(cls, inputs, dim)
+
+    with replaced(concatenations, "create", classmethod(create)):
         yield
 
 
@@ -74,12 +99,13 @@ def is_mutated(node: torch.fx.Node) -> bool:
 
 
 def share_memory_of_parts(partitions: list[list[Any]], signatures: list[Any]) -> None:
-    """Have all partitions that write parts of one tensor write into the same memory.
+    """Make all partitions that write parts of one tensor write into the same memory.
 
-    The result of `cat` is allocated where the first of its parts is written, but its place in the
-    order of execution is after the last. Inductor (2.11 to 2.13) takes it for an output of the
-    partition of that place alone, and then allocates it anew in each partition that has a part:
-    what the others wrote was lost. It becomes an output of the first of them, an input of the rest.
+    Upstream: the result of `cat` is allocated where its first part is written but placed after the
+    last in the order of execution. The partitioner makes it an output of the partition of that
+    place only, and every partition with a part allocates it again: the other parts are lost.
+    Affected: torch 2.11 to 2.14. Remove when partition signatures contain tensors that are written
+    in parts. Here the tensor becomes an output of the first partition and an input of the others.
     """
     from torch._inductor import ir
     from torch._inductor.scheduler import get_layout_symints
@@ -104,3 +130,7 @@ def share_memory_of_parts(partitions: list[list[Any]], signatures: list[Any]) ->
             signatures[at].input_deallocation[name] = at == last and not kept
             if at != last:
                 signatures[at].output_nodes.append(buffer)
+
+
+REPAIRS = (reads_before_mutations, unshared_cat_parts, is_mutated, share_memory_of_parts)
+"""Functions whose source is part of the codegen key: they change code, not torch's version."""

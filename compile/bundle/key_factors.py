@@ -27,7 +27,7 @@ from ...cache import Key
 from ...cache.keys.annotations import config_factors
 from ...cache.keys.code_fingerprint import code_digest, fingerprint
 from ...cache.keys.environment import environment_factors
-from ...torch_compat.inductor_fixes import is_mutated, reads_before_mutations, share_memory_of_parts
+from ...torch_compat.inductor_fixes import REPAIRS
 from ...torch_compat.settings import changed_settings, global_state
 from ...torch_compat.toolchain import cpp_compiler
 from ..ir.compilation import ExampleArguments
@@ -37,9 +37,6 @@ from ..passes.graph_pass import GraphPass, pass_factors, passes_for
 from ..pieces.split import splitting_predicate
 from ..trace.examples import Leaf, example_inputs
 from ..trace.module_state import described, module_attributes
-
-REPAIRS = (reads_before_mutations, is_mutated, share_memory_of_parts)
-"""Our patches to Inductor. They change generated code without changing torch's version."""
 
 
 def trace_key(

@@ -1,0 +1,100 @@
+"""One full-graph capture, its inputs and errors; registered backends."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.torch_compat import dynamo
+
+SCALE = 3
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": x * self.weight * SCALE}
+
+
+def captured(model: torch.nn.Module, x: torch.Tensor) -> Any:
+    with dynamo.dynamo_tracing("backed_size_oblivious"):
+        return dynamo.capture_full_graph(model, (x,), {})
+
+
+@pytest.mark.parametrize("shapes", ["backed", "backed_size_oblivious", "unbacked"])
+def test_full_graph_is_dynamic_where_it_was_marked(shapes: str) -> None:
+    x = torch.zeros(5, 2)
+    dynamo.mark_dynamic(x, 0, "num_tokens", (1, 64), shapes)
+    model = Scaled()
+    with dynamo.dynamo_tracing(shapes):
+        found = dynamo.capture_full_graph(model, (x,), {})
+    assert found is not None
+    placeholders = found.graph.graph.find_nodes(op="placeholder")
+    sources = {dynamo.input_source(node): node for node in placeholders}
+    (name,) = [source for source in sources if source.endswith("['x']")]
+    rows, columns = sources[name].meta["example_value"].shape
+    assert isinstance(rows, torch.SymInt)
+    assert columns == 2
+    result = found.call(lambda *inputs: (torch.full((5, 2), 7.0),))(model, x)
+    assert torch.equal(result["y"], torch.full((5, 2), 7.0))
+    assert any("SCALE" in expression for expression, _ in found.guarded)
+    assert Scaled.forward.__code__ in found.traced_code
+
+
+def test_model_without_tensor_operations_has_no_graph() -> None:
+    class Nothing(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> int:
+            return 1
+
+    assert captured(Nothing(), torch.zeros(2)) is None
+
+
+def test_settings_of_a_trace_are_put_back() -> None:
+    import torch._dynamo.config as dynamo_config
+    from torch.fx.experimental import _config as shapes_config
+
+    def state() -> list[Any]:
+        return [dynamo_config.automatic_dynamic_shapes, shapes_config.backed_size_oblivious]
+
+    before = state()
+    with dynamo.dynamo_tracing("backed_size_oblivious"):
+        assert state() == [False, True]
+    with dynamo.reasoning_about_sizes("backed"):
+        assert shapes_config.backed_size_oblivious is False
+    assert state() == before
+
+
+def test_line_of_an_error_is_the_users() -> None:
+    class Breaks(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()  # here
+            return x + 1
+
+    with pytest.raises(Exception, match=r".") as caught:
+        captured(Breaks(), torch.zeros(2))
+    where = dynamo.user_location(caught.value)
+    assert where is not None
+    file, _, line = where.rpartition(":")
+    assert os.path.samefile(file, __file__)
+    assert "# here" in Path(__file__).read_text().splitlines()[int(line) - 1]
+    assert dynamo.user_location(ValueError()) is None
+
+
+def test_files_of_torch() -> None:
+    assert dynamo.is_torch_file(torch.nn.modules.linear.__file__)
+    assert not dynamo.is_torch_file(__file__)
+    assert not dynamo.is_torch_file(torch.__file__.replace("torch", "torchvision"))
+
+
+def test_registered_backends_are_found_by_name() -> None:
+    assert {"eager", "inductor"} <= set(dynamo.registered_backends())
+    graph = torch.fx.symbolic_trace(torch.nn.ReLU())
+    x = torch.randn(3)
+    assert torch.equal(dynamo.registered_backend("eager")(graph, [x])(x), x.relu())

@@ -1,0 +1,127 @@
+"""Standalone artifacts: compile, store, load; options and passes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.torch_compat import inductor, patch, tensors
+
+NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def directories() -> list[str | None]:
+    return [os.environ.get(name) for name in NAMES]
+
+
+@pytest.mark.parametrize("before", [None, "/before"])
+def test_w29_cache_directories_are_put_back_also_after_an_error(
+    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+        if before is not None:
+            monkeypatch.setenv(name, before)
+
+    def fail_inside() -> None:
+        from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
+
+        with inductor.inductor_cache_directory(str(tmp_path)):
+            assert cache_dir() == str(tmp_path)
+            assert triton_cache_dir(0).startswith(str(tmp_path))
+            os.environ["TRITON_CACHE_DIR"] = "/set by torch"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert directories() == [before, before]
+
+
+def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path: Path) -> None:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    seen: list[bool] = []
+
+    def use(number: int) -> None:
+        path = str(tmp_path / str(number))
+        for _ in range(20):
+            with inductor.inductor_cache_directory(path):
+                seen.append(cache_dir() == path)
+            with patch.cache_variables_kept():
+                seen.append(os.environ.get(NAMES[0]) == before)
+
+    before = os.environ.get(NAMES[0])
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 160
+    assert all(seen)
+    assert os.environ.get(NAMES[0]) == before
+
+
+def doubled() -> tuple[torch.fx.GraphModule, list[Any]]:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.add, (x, x)),))
+    return torch.fx.GraphModule({}, graph), [tensors.fresh_fake_mode().from_tensor(torch.zeros(4))]
+
+
+@pytest.mark.compile
+def test_artifact_survives_storing_and_loading(tmp_path: Path) -> None:
+    x = torch.randn(4)
+    with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options():
+        artifact, libraries = inductor.inductor_compile(*doubled(), {})
+        assert all(path.exists() for path in libraries())
+        data = inductor.inductor_serialize(artifact)
+        assert data is not None
+        loaded = inductor.inductor_deserialize(data)
+        for each in (artifact, loaded):
+            (result,) = inductor.inductor_callable(each)([x])
+            assert torch.equal(result, 2 * x)
+
+
+@pytest.mark.compile
+def test_artifact_cannot_be_stored_with_caches_off() -> None:
+    artifact, libraries = inductor.inductor_compile(*doubled(), {"force_disable_caches": True})
+    list(libraries())
+    assert inductor.inductor_serialize(artifact) is None
+
+
+@pytest.mark.compile
+def test_code_in_a_folder_is_loaded_from_there(tmp_path: Path) -> None:
+    folder = str(tmp_path / "code")
+    with inductor.inductor_cache_directory(str(tmp_path / "scratch")), inductor.inductor_options():
+        inductor.inductor_compile_to(*doubled(), {}, folder)
+    x = torch.randn(4)
+    (result,) = inductor.inductor_load_from(folder)([x])
+    assert torch.equal(result, 2 * x)
+
+
+def test_pass_has_the_form_that_inductor_takes() -> None:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    seen: list[Any] = []
+    made = inductor.post_grad_pass(seen.append, ["key"])
+    assert isinstance(made, CustomGraphPass)
+    graph = torch.fx.Graph()
+    made(graph)
+    assert seen == [graph]
+    assert made.uuid() == ["key"]
+
+
+def test_options_hold_only_inside() -> None:
+    import torch._inductor.config as inductor_config
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    before = (inductor_config.cpp.vec_isa_ok, VecISA.check_build)
+    with inductor.inductor_options():
+        assert inductor_config.cpp.vec_isa_ok is True
+        assert VecISA.check_build is not before[1]
+    assert (inductor_config.cpp.vec_isa_ok, VecISA.check_build) == before

@@ -1,0 +1,120 @@
+"""Operators: names, overloads, schemas, writes, implementations."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.torch_compat import ops
+
+aten = torch.ops.aten
+
+
+def test_composite_operators_are_known() -> None:
+    assert ops.is_composite(torch.ops.aten.reshape.default)
+    assert not ops.is_composite(torch.ops.aten.add.Tensor)
+
+
+def test_fake_implementations_are_found_however_they_were_registered() -> None:
+    library: Any = torch.library.Library("piecegraph_compat", "DEF")  # type: ignore[no-untyped-call]
+    library.define("f(Tensor x) -> Tensor")
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    assert ops.fake_function("piecegraph_compat::f") is None
+    torch.library.register_fake("piecegraph_compat::f", fake, lib=library)
+    assert ops.fake_function("piecegraph_compat::f") is fake
+    made = torch.library.custom_op("piecegraph_compat::g", fake, mutates_args=())
+    made.register_fake(fake)
+    assert ops.fake_function("piecegraph_compat::g") is fake
+    library._destroy()
+
+
+def test_only_a_triton_kernel_tells_what_it_writes_to() -> None:
+    node = torch.fx.Graph().call_function(torch.cond, (True, torch.sin, torch.cos, ()))
+    assert ops.triton_writes(node, {}) is None
+
+
+@pytest.mark.compile
+def test_ops_that_inductor_takes_to_pieces_are_known() -> None:
+    aten = torch.ops.aten
+    known = [ops.is_decomposed(op) for op in (aten.silu.default, aten.linear.default)]
+    assert known == [True, True]
+    assert not ops.is_decomposed(aten.sin.default)
+
+
+@pytest.fixture
+def library() -> Any:
+    """Ops of one test: `write` has one overload, `two` has two."""
+    made: Any = torch.library.Library("piecegraph_ops", "DEF")  # type: ignore[no-untyped-call]
+    made.define("write(Tensor x, Tensor(a!) out, *, Tensor(b!)? more=None) -> ()")
+    made.define("two(Tensor x) -> Tensor")
+    made.define("two.scaled(Tensor x, float by) -> Tensor")
+    yield made
+    made._destroy()
+
+
+def test_names_of_an_operator_and_of_its_overloads(library: Any) -> None:
+    packet = torch.ops.piecegraph_ops.two
+    assert ops.is_op(packet)
+    assert ops.is_op(packet.scaled)
+    assert not ops.is_op(torch.add)
+    assert ops.op_name(packet) == ops.op_name(packet.scaled) == "piecegraph_ops::two"
+    assert ops.overload_name(packet) == "piecegraph_ops::two.default"
+    assert ops.overload_name(packet.scaled) == "piecegraph_ops::two.scaled"
+    assert {ops.overload_name(each) for each in ops.overloads(packet.scaled)} == {
+        "piecegraph_ops::two.default",
+        "piecegraph_ops::two.scaled",
+    }
+
+
+def test_overload_that_a_call_runs(library: Any) -> None:
+    packet = torch.ops.piecegraph_ops.two
+    assert ops.overload_of(packet) is packet.default
+    assert ops.overload_of(packet.scaled) is packet.scaled
+    assert ops.overload_of(torch.ops.piecegraph_ops.write) is torch.ops.piecegraph_ops.write.default
+
+
+def test_schemas_are_of_all_overloads(library: Any) -> None:
+    found = ops.schemas(torch.ops.piecegraph_ops.two)
+    assert len(found) == 2
+    assert any("float by" in schema for schema in found)
+
+
+def test_writes_are_read_from_the_schema(library: Any) -> None:
+    write = torch.ops.piecegraph_ops.write.default
+    assert ops.is_mutable(write)
+    assert not ops.is_mutable(torch.ops.piecegraph_ops.two.default)
+    assert ops.mutated_arguments(write, ("x", "out"), {}) == ["out"]
+    assert ops.mutated_arguments(write, ("x",), {"out": 1, "more": 2}) == [1, 2]
+    assert list(ops.given_arguments(write, ("x", "out"), {})) == [("x", False), ("out", True)]
+
+
+def test_function_of_a_custom_op_is_found() -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    assert ops.custom_op_function("piecegraph_compat::double") is None
+    torch.library.custom_op("piecegraph_compat::double", double, mutates_args=())
+    assert ops.custom_op_function("piecegraph_compat::double") is double
+
+
+def test_files_that_register_a_kernel_are_known(library: Any) -> None:
+    library.impl("two", torch.clone, "CPU")
+    (file,) = ops.registering_files("piecegraph_ops::two")
+    assert os.path.samefile(file, __file__)
+    assert ops.registering_files("aten::add.Tensor") == set()
+
+
+def test_only_a_launch_is_a_triton_call() -> None:
+    node = torch.fx.Graph().call_function(aten.add.Tensor, (1, 2))
+    assert ops.triton_call(node) is None
+
+
+def test_kernel_of_a_device_runs_past_the_mode() -> None:
+    x = torch.ones(2)
+    assert torch.equal(ops.run_kernel(aten.add.Tensor, "CPU", (x, x), {}), x + x)

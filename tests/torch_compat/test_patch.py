@@ -1,0 +1,63 @@
+"""Process-wide state of torch: the lock, cache variables, replacements."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from piecegraph.torch_compat import patch
+
+NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def test_nobody_compiles_beside_us() -> None:
+    """torch.compile in another thread holds Dynamo's lock, and its compilers keep global state."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    inside = threading.Event()
+
+    def enter() -> None:
+        with patch.cache_variables_kept():
+            inside.set()
+
+    thread = threading.Thread(target=enter)
+    with compile_lock:
+        thread.start()
+        assert not inside.wait(0.2)
+    assert inside.wait(10)
+    thread.join()
+
+
+def test_the_lock_is_dynamos_own() -> None:
+    from torch._dynamo.convert_frame import compile_lock
+
+    assert patch.dynamo_lock() is compile_lock
+
+
+def test_replaced_attributes_come_back_as_they_were() -> None:
+    class Owner:
+        @classmethod
+        def name(cls) -> str:
+            return "original"
+
+    before = vars(Owner)["name"]
+
+    def fail_inside() -> None:
+        with patch.replaced(Owner, "name", lambda: "other"):
+            assert Owner.name() == "other"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert vars(Owner)["name"] is before
+
+
+def test_cache_variables_set_inside_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    with patch.cache_variables_kept():
+        for name in NAMES:
+            os.environ[name] = "/set by torch"
+    assert not any(name in os.environ for name in NAMES)

@@ -1,0 +1,109 @@
+"""Private names of torch are used in torch_compat only, and each of its functions is tested."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PRIVATE_ATTRIBUTES = frozenset(
+    {
+        *("_schema", "_overloadname", "_qualified_op_name", "_version", "_cdata", "_expr"),
+        *("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks", "_dynamo_source"),
+        *("maybe_user_loc", "real_stack", "alias_info", "deferred_runtime_asserts"),
+        *("var_to_range", "var_to_range_sloc", "replacements", "replacements_slocs"),
+    }
+)
+"""Attributes of torch's objects that are private or differ between versions."""
+
+
+def chain(node: ast.expr) -> list[str]:
+    """`torch.a.b` as names; empty if it does not start with a name."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_private_path(names: list[str]) -> bool:
+    """Whether names from `torch` on lead into something private; names of ops are public."""
+    return names[:1] == ["torch"] and names[1:2] != ["ops"] and any(map(is_private, names))
+
+
+def private_uses(source: str) -> Iterator[tuple[int, str]]:
+    """Lines that use a private name of torch, and the name."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if is_private_path(alias.name.split(".")):
+                    yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            for alias in node.names:
+                if is_private_path([*node.module.split("."), alias.name]):
+                    yield node.lineno, f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Attribute):
+            names = chain(node)
+            if is_private_path(names) or node.attr in PRIVATE_ATTRIBUTES:
+                yield node.lineno, ".".join(names or [node.attr])
+            elif names[-2:] == ["node", "expr"] or names[-2:] == ["node", "shape_env"]:
+                yield node.lineno, ".".join(names)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo",
+        "import torch._inductor.config as config",
+        "from torch._ops import OpOverload",
+        "from torch.utils import _pytree",
+        "from torch.utils._pytree import tree_leaves",
+        "torch._check(x)",
+        "torch.utils._pytree.tree_leaves(x)",
+        "op._schema",
+        "size.node.expr",
+    ],
+)
+def test_private_names_are_found(code: str) -> None:
+    assert list(private_uses(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["torch.__version__", "torch.ops.aten._softmax", "self._expression", "from .torch import _x"],
+)
+def test_public_names_are_not(code: str) -> None:
+    assert not list(private_uses(code))
+
+
+def test_private_names_of_torch_are_used_in_torch_compat_only(
+    package_sources: dict[str, Path],
+) -> None:
+    found = [
+        f"{name}:{line} {used}"
+        for name, path in sorted(package_sources.items())
+        if not name.startswith("torch_compat/")
+        for line, used in private_uses(path.read_text())
+    ]
+    assert not found
+
+
+def test_each_public_function_of_torch_compat_has_a_test(package_sources: dict[str, Path]) -> None:
+    missing = []
+    for name, path in package_sources.items():
+        if not name.startswith("torch_compat/") or path.stem == "__init__":
+            continue
+        public = [
+            node.name
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        ]
+        test = Path(__file__).with_name(f"test_{path.stem}.py").read_text()
+        missing += [f"{path.stem}.{function}" for function in public if function not in test]
+    assert not missing

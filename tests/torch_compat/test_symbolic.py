@@ -1,0 +1,143 @@
+"""Symbolic sizes, and what a shape environment holds about them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch.fx import Graph, GraphModule, Proxy
+
+from piecegraph.torch_compat import symbolic
+from piecegraph.torch_compat.tensors import fresh_fake_mode
+
+
+def test_conditions_that_hold_for_all_sizes_are_told_without_a_guard() -> None:
+    env = fresh_fake_mode().shape_env
+    rows = env.create_unbacked_symint()
+    torch._check(rows >= 0)
+    assert symbolic.surely(rows * 2 <= rows * 3)
+    assert not symbolic.surely(rows <= 4)
+    assert symbolic.surely(True)
+    assert not env.guards
+
+
+def sizes(number: int = 2) -> tuple[Any, list[Any]]:
+    """A shape environment with `number` backed sizes, 5 and up."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    env = ShapeEnv()
+    made = []
+    for value in range(5, 5 + number):
+        source = ConstantSource(f"size{value}")
+        symbol = env.create_symbol(value, source, dynamic_dim=DimDynamic.DYNAMIC)
+        made.append(env.create_symintnode(symbol, hint=value, source=source))
+    return env, made
+
+
+def test_expression_follows_equalities_and_the_first_symbol_does_not() -> None:
+    _, (one, other) = sizes()
+    before = symbolic.original_symbol(other)
+    assert symbolic.expression_of(other) == before
+    assert symbolic.expression_of(2 * one + 1) == 2 * symbolic.expression_of(one) + 1
+    assert symbolic.expression_of(one < other).free_symbols == {
+        symbolic.expression_of(one),
+        before,
+    }
+
+
+def test_sizes_that_are_stated_equal_become_one_symbol() -> None:
+    env, (one, other) = sizes()
+    other = env.create_symintnode(symbolic.original_symbol(other), hint=5)
+    symbolic.state_equal(one, other)
+    assert symbolic.expression_of(one) == symbolic.expression_of(other)
+    assert symbolic.original_symbol(one) != symbolic.original_symbol(other)
+
+
+def test_the_traced_number_of_a_size() -> None:
+    _, (one, other) = sizes()
+    assert symbolic.traced_size(one) == 5
+    assert symbolic.traced_size(one + other) == 11
+    assert symbolic.traced_size(3) == 3
+
+
+def test_arithmetic_is_written_into_a_graph() -> None:
+    s = sympy.Symbol("s", integer=True, positive=True)
+    graph = Graph()
+    result = symbolic.fx_nodes_of(3 * s + 1, {s: Proxy(graph.placeholder("a"))})
+    graph.output(result.node)
+    assert GraphModule({}, graph)(4) == 13
+
+
+def test_expression_is_written_as_python() -> None:
+    s = sympy.Symbol("num_tokens", integer=True, positive=True)
+    assert eval(symbolic.python_text(2 * s + 1), {"num_tokens": 3}) == 7
+
+
+def test_intervals_prove_what_holds_everywhere() -> None:
+    s = sympy.Symbol("s", integer=True)
+    assert symbolic.holds_by_intervals(s < 10, {s: (1, 9)})
+    assert not symbolic.holds_by_intervals(s < 10, {s: (1, 10)})
+
+
+def test_guards_are_listed_from_a_position() -> None:
+    env, (one, _) = sizes()
+    assert one != 7
+    first = symbolic.shape_guards(env)
+    assert len(first) == 1
+    assert one != 8
+    assert symbolic.shape_guards(env)[:1] == first
+    assert symbolic.shape_guards(env, 1) == symbolic.shape_guards(env)[1:]
+
+
+def test_bounds_of_an_unbacked_size() -> None:
+    env = fresh_fake_mode().shape_env
+    size = env.create_unbacked_symint()
+    torch._check(size >= 2)
+    torch._check(size <= 9)
+    symbol = symbolic.expression_of(size)
+    found = [expression for expression, _ in symbolic.narrowed_range(env, symbol)]
+    assert found == [symbol >= 2, symbol <= 9]
+    assert list(symbolic.narrowed_range(env, sympy.Symbol("other"))) == []
+
+
+def test_conditions_torch_would_check_at_run_time() -> None:
+    env = fresh_fake_mode().shape_env
+    size = env.create_unbacked_symint()
+    torch._check(size >= 0)
+    torch._check(size % 3 == 0)
+    conditions = symbolic.deferred_asserts(env)
+    assert conditions
+    assert all(each.free_symbols == {symbolic.expression_of(size)} for each in conditions)
+
+
+def test_symbols_that_became_numbers_have_their_line() -> None:
+    class Loop(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(x.shape[0]):  # here
+                x = x + 1
+            return x
+
+    from piecegraph.torch_compat import dynamo
+
+    x = torch.zeros(5, 2)
+    dynamo.mark_dynamic(x, 0, "num_tokens", (1, 64), "backed_size_oblivious")
+    with dynamo.dynamo_tracing("backed_size_oblivious"):
+        captured = dynamo.capture_full_graph(Loop(), (x,), {})
+    assert captured is not None
+    ((value, where),) = symbolic.replaced_symbols(captured.fake_mode.shape_env).values()
+    assert int(value) == 5
+    assert where is not None
+    line = int(where.partition(":")[2].split()[0])
+    assert "# here" in Path(__file__).read_text().splitlines()[line - 1]
+
+
+@pytest.mark.parametrize("text", [None, "x = y  # model.py:8 in forward"])
+def test_line_is_read_from_torchs_text(text: str | None) -> None:
+    class Sloc:
+        maybe_user_loc = text
+
+    assert symbolic.user_line(Sloc()) == (text and "model.py:8 in forward")

@@ -1,0 +1,107 @@
+"""Tensors below the public surface: modes, storage identity, fakes, paths into trees."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from piecegraph.torch_compat import tensors
+
+
+def test_without_modes_hides_calls_from_a_mode() -> None:
+    seen: list[Any] = []
+
+    class Spy(tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            seen.append(func)
+            return func(*args, **kwargs)
+
+    with Spy():
+        with tensors.without_modes():
+            torch.ones(2)
+        assert not seen
+        torch.ones(2)
+    assert seen
+
+
+def test_storages_are_told_apart_also_when_freed() -> None:
+    tensor = torch.rand(3)
+    assert tensors.storage_id(tensor[1:]) == tensors.storage_id(tensor)
+    taken = tensors.storage_id(tensor)
+    weak = tensors.weak_storage(tensor)
+    del tensor
+    others = [torch.rand(3) for _ in range(1000)]
+    assert weak.expired()
+    assert taken not in {tensors.storage_id(other) for other in others}
+
+
+def test_an_unowned_alias_of_nothing_is_nothing() -> None:
+    assert tensors.unowned_alias(torch.rand(0, 3)).shape == (0, 3)
+
+
+def test_faking_is_noticed() -> None:
+    assert not tensors.is_faking()
+    with tensors.fresh_fake_mode():
+        assert tensors.is_faking()
+    assert not tensors.is_faking()
+
+
+def test_gradients_are_turned_off_and_on() -> None:
+    tensors.set_grad_enabled(False)
+    assert not tensors.is_grad_enabled()
+    tensors.set_grad_enabled(True)
+    assert tensors.is_grad_enabled()
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_writes_that_making_a_fake_tensor_counts_are_known(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        whole = torch.zeros(8, 4)
+        whole.add_(1)
+        counted = [
+            tensors.writes_of_faking(tensor, tensors.fresh_fake_mode())
+            for tensor in (whole, whole[2:])
+        ]
+    assert counted == [0, 1]
+
+
+def test_unowned_alias_has_the_memory_and_does_not_keep_it() -> None:
+    tensor = torch.arange(6.0).view(2, 3).t()
+    weak = tensors.weak_storage(tensor)
+    alias = tensors.unowned_alias(tensor)
+    assert torch.equal(alias, tensor)
+    assert alias.stride() == tensor.stride()
+    tensor[0, 1] = 7
+    assert alias[0, 1] == 7
+    del tensor
+    assert weak.expired()
+
+
+def test_a_fake_tensor_is_told_from_a_real_one() -> None:
+    real = torch.rand(2)
+    assert not tensors.is_fake(real)
+    assert tensors.is_fake(tensors.fresh_fake_mode().from_tensor(real))
+
+
+def test_in_place_writes_are_counted() -> None:
+    tensor = torch.zeros(2)
+    before = tensors.writes_counted(tensor)
+    tensor.view(-1).add_(1)
+    assert tensors.writes_counted(tensor) == before + 1
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_leaves_have_keys_positions_and_names_as_paths() -> None:
+    value = {"a": [1, None], "b": Pair(2, (3,))}
+    assert tensors.leaves_with_paths(value) == [
+        (("a", 0), 1),
+        (("a", 1), None),
+        (("b", "left"), 2),
+        (("b", "right", 0), 3),
+    ]
