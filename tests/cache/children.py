@@ -1,4 +1,4 @@
-"""Child processes for tests: forked, so that a thousand of them cost seconds."""
+"""Child processes for tests: forked, since a thousand of them then take seconds."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def status(pid: int) -> int:
-    """The exit status of a child; negative, the signal's number, if one killed it."""
+    """The exit status of a child; minus the signal's number if it was killed."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def run_all(works: Sequence[Callable[[], None]]) -> list[int]:
-    """The statuses of children that ran at the same time."""
+    """The statuses of children that run at the same time."""
     return [status(pid) for pid in [fork(work) for work in works]]
 
 
 def die() -> None:
-    """End this process as `kill -9` does: nothing is flushed, no clean-up runs."""
+    """End this process as `kill -9` does: no flush, no cleanup."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A cache over a fresh private directory, and an entry to put into it."""
+"""A cache on an empty private directory, and the data of an entry."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def memory_root() -> Iterator[Path]:
-    """As `root`, on a file system in memory where there is one: forcing to a disk takes long."""
+    """As `root`, on a file system in memory if there is one: fsync on a disk is slow."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
         yield Path(directory) / "cache"

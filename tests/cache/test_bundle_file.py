@@ -1,4 +1,4 @@
-"""One file in, one file out: deterministic, and nothing hostile gets beyond the parser."""
+"""Export and import of one file: deterministic, and hostile files are refused by the parser."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def export(entries: list[Entry], path: Path, secret: bytes | None = None) -> Non
     export_entries([entry.manifest for entry in entries], source, path, secret)
 
 
-def test_there_and_back(file: Path, entries: list[Entry], tmp_path: Path) -> None:
+def test_export_and_import(file: Path, entries: list[Entry], tmp_path: Path) -> None:
     cache = Cache(tmp_path / "other", Events())
     for entry in import_entries(file, signed_with(SECRET)):
         cache.store(entry)
@@ -87,7 +87,7 @@ def test_nothing_else_is_left_beside_the_file(file: Path) -> None:
     assert sorted(path.name for path in file.parent.iterdir()) == ["cache", file.name]
 
 
-def test_only_trusted_files_are_taken(file: Path, entries: list[Entry], tmp_path: Path) -> None:
+def test_only_trusted_files_are_imported(file: Path, entries: list[Entry], tmp_path: Path) -> None:
     with pytest.raises(BundleRefused, match="signed with another key"):
         import_entries(file, signed_with(SECRET + b"!"))
     export(entries, tmp_path / "unsigned")
@@ -116,7 +116,7 @@ def test_every_damage_is_refused(file: Path) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_parser_takes_any_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_parser_handles_any_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any"
     for prefix in (b"", MAGIC):
         path.write_bytes(prefix + content)
@@ -132,7 +132,7 @@ def refused(path: Path, header: Json, rest: bytes = b"") -> str:
 
 
 def test_sizes_that_lie_are_refused_before_anything_is_read(tmp_path: Path) -> None:
-    """No compression and exact lengths: there is nothing for a bomb to blow up."""
+    """Lengths are exact and nothing is compressed, so a small file cannot expand."""
     path = tmp_path / "bomb"
     for size in (1 << 62, 1 << 31, 1):
         assert "do not add up" in refused(path, {"blobs": [["0" * 64, size]], "manifests": []})
@@ -160,7 +160,7 @@ def test_malformed_headers_are_refused(tmp_path: Path, header: Json) -> None:
     refused(tmp_path / "x", header)
 
 
-def test_header_has_one_form(tmp_path: Path) -> None:
+def test_header_must_be_canonical(tmp_path: Path) -> None:
     for line in (b'{"blobs": [], "manifests": []}', b'{"manifests":[],"blobs":[]}', b'{"x":NaN}'):
         (tmp_path / "x").write_bytes(MAGIC + line + b"\n")
         with pytest.raises(BundleRefused, match=r"form"):
@@ -197,7 +197,7 @@ def test_missing_file_is_refused_with_the_reason(tmp_path: Path) -> None:
 
 
 def test_link_to_a_bundle_may_be_imported(file: Path, tmp_path: Path) -> None:
-    """Mounted secrets and configurations are links; the user has named this one."""
+    """Mounted files of a container are often links, and the user has named this one."""
     (tmp_path / "link").symlink_to(file)
     assert len(list(import_entries(tmp_path / "link", trust_all))) == 2
 

@@ -1,4 +1,4 @@
-"""The everyday contract: what is published is found, by anyone, and a miss says why."""
+"""What is published is found by every cache on the directory; a miss has a reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_published_entry_is_found_by_another_cache_on_the_directory(
     assert cache.path(found, "kernel.so").read_bytes() == BLOBS["kernel.so"]
 
 
-def test_kinds_and_keys_do_not_meet(cache: Cache, key: Key) -> None:
+def test_entries_of_other_kinds_and_keys_are_separate(cache: Cache, key: Key) -> None:
     cache.publish("artifact", key, {}, BLOBS)
     assert isinstance(cache.lookup("bundle", key), Miss)
     assert isinstance(cache.lookup("artifact", Key.of("trace", key.factors)), Miss)
@@ -71,7 +71,7 @@ def test_name_that_could_leave_the_directory_is_refused(cache: Cache, key: Key, 
 
 
 @pytest.mark.parametrize("meta", [{"x": float("nan")}, {"x": object()}, {"x": "y" * (17 << 20)}])
-def test_meta_that_no_reader_would_take_is_refused(
+def test_meta_that_no_reader_accepts_is_refused(
     cache: Cache, key: Key, meta: dict[str, Json]
 ) -> None:
     with pytest.raises(InvalidEntry, match="meta as numbers"):
@@ -89,7 +89,7 @@ def test_nothing_temporary_is_left(cache: Cache, root: Path, key: Key) -> None:
     assert list((root / "tmp").iterdir()) == []
 
 
-def test_no_cache_has_the_same_interface(events: Events, key: Key) -> None:
+def test_disabled_cache_has_the_same_interface(events: Events, key: Key) -> None:
     off = Cache(None, events)
     with off.single_flight("artifact", key) as flight:
         entry = off.publish("artifact", key, META, BLOBS)
@@ -99,7 +99,7 @@ def test_no_cache_has_the_same_interface(events: Events, key: Key) -> None:
     assert off.lookup("artifact", key) == Miss("disabled")
 
 
-def test_files_of_an_unstored_entry_go_with_the_cache(events: Events, key: Key) -> None:
+def test_files_of_an_unstored_entry_are_removed_with_the_cache(events: Events, key: Key) -> None:
     off = Cache(None, events)
     path = off.path(off.publish("artifact", key, {}, BLOBS), "code.py")
     assert path.name == "code.py"
@@ -107,7 +107,9 @@ def test_files_of_an_unstored_entry_go_with_the_cache(events: Events, key: Key) 
     assert not path.parent.exists()
 
 
-def test_counters_and_events_tell_the_story(cache: Cache, events: Events, key: Key) -> None:
+def test_counters_and_events_of_a_lookup_and_a_publish(
+    cache: Cache, events: Events, key: Key
+) -> None:
     cache.lookup("artifact", key)
     cache.publish("artifact", key, META, BLOBS)
     cache.lookup("artifact", key)

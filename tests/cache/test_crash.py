@@ -1,4 +1,4 @@
-"""A writer may die at any moment: entries are whole or absent, and stay once published."""
+"""A writer can be killed at any moment: entries are whole or absent, and stay once published."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = ["blob written", "blob placed", "manifest written", "manifest placed", "
 
 
 def dying_at(step: str, nth: int) -> Callable[[str], None]:
-    """A fault hook that kills the process the `nth` time a publish comes to `step`."""
+    """A fault hook that kills the process the `nth` time a publish reaches `step`."""
     left = [nth]
 
     def fault(reached: str) -> None:
@@ -67,33 +67,33 @@ def test_failure_W8_writer_killed_at_a_step(
 
 @pytest.mark.slow
 def test_failure_W8_one_thousand_random_kills(memory_root: Path, events: Events) -> None:
-    """Each child publishes one key after the other and says which are out; then it is killed.
+    """Each child publishes keys in turn and reports each finished one; then it is killed.
 
-    The parent lets it get some publishes done and kills it at a random moment of the next, so
-    that the kills are spread over all steps however busy the machine is.
+    The parent waits for a few publishes and kills the child at a random moment of the next, so
+    that the kills are spread over all steps on a busy machine too.
     """
     chance = random.Random(0)
     reader = Cache(memory_root, events)
     one_publish = seconds_to_publish(reader)
     out: set[int] = set()
     for round_ in range(1000):
-        told, tell = os.pipe()
+        reports, report = os.pipe()
 
-        def write(round_: int = round_, tell: int = tell) -> None:
+        def write(round_: int = round_, report: int = report) -> None:
             cache = Cache(memory_root, Events(), limits=Limits(size=math.inf))
-            os.write(tell, READY)
+            os.write(report, READY)
             for number in range(round_ * 7, round_ * 7 + 100):
                 cache.publish("artifact", numbered(number % 20), {}, contents(number))
-                os.write(tell, bytes([number % 20]))
+                os.write(report, bytes([number % 20]))
 
         pid = fork(write)
-        os.close(tell)
-        heard = b"".join(os.read(told, 1) for _ in range(1 + chance.randrange(3)))
+        os.close(report)
+        heard = b"".join(os.read(reports, 1) for _ in range(1 + chance.randrange(3)))
         time.sleep(chance.uniform(0, 1.5 * one_publish))
         os.kill(pid, signal.SIGKILL)
         status(pid)
-        heard += os.read(told, 4096)
-        os.close(told)
+        heard += os.read(reports, 4096)
+        os.close(reports)
         out.update(set(heard) - set(READY))
         number = chance.randrange(20)
         assert_whole(reader, number, number in out)
@@ -114,7 +114,7 @@ def seconds_to_publish(cache: Cache) -> float:
 
 
 def contents(number: int) -> dict[str, bytes]:
-    """Two blobs that name each other, and one that is shared by many."""
+    """Two blobs that name each other, and one that many entries share."""
     return {
         "first": b"%d/1" % number,
         "second": b"%d/2" % number,

@@ -1,4 +1,4 @@
-"""Failure W7: whatever happens to the bytes on the disk, a look-up gives the entry or a miss."""
+"""Failure W7: with any damage to the files, a lookup gives the entry or a miss."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def files_of(root: Path) -> list[Path]:
     return sorted(path for area in areas for path in area.rglob("*") if path.is_file())
 
 
-def assert_miss_then_mended(cache: Cache, key: Key, expected: dict[str, bytes]) -> None:
+def assert_miss_then_repaired(cache: Cache, key: Key, expected: dict[str, bytes]) -> None:
     missed = cache.lookup("artifact", key)
     assert isinstance(missed, Miss)
     assert missed.reason in ("damaged", "incomplete", "absent"), missed
     cache.publish("artifact", key, META, expected)
-    mended = cache.lookup("artifact", key)
-    assert isinstance(mended, Entry)
-    assert (mended.contents, mended.meta) == (expected, META)
+    repaired = cache.lookup("artifact", key)
+    assert isinstance(repaired, Entry)
+    assert (repaired.contents, repaired.meta) == (expected, META)
 
 
 def test_failure_W7_two_thousand_damaged_files(memory_root: Path, key: Key) -> None:
-    """Flips, truncations, growth, swaps and removals, each over every file in turn."""
+    """Flips, truncations, growth, swaps and removals, applied to random files."""
     chance = random.Random(1)
     cache = Cache(memory_root, Events())
     cache.publish("artifact", key, META, BLOBS)
@@ -49,7 +49,7 @@ def test_failure_W7_two_thousand_damaged_files(memory_root: Path, key: Key) -> N
         after = damaged(before, others[0].read_bytes(), case % 5, chance)
         file.unlink() if after is None else file.write_bytes(after)
         if after != before:
-            assert_miss_then_mended(cache, key, BLOBS)
+            assert_miss_then_repaired(cache, key, BLOBS)
             if case % 100 == 0:
                 empty(memory_root / "quarantine")
 
@@ -101,8 +101,8 @@ def test_failure_W7_damage_is_quarantined_with_its_reason(
     assert cache.lookup("artifact", key) == gone
 
 
-def test_entry_that_is_good_again_is_not_quarantined(cache: Cache, root: Path, key: Key) -> None:
-    """Another process may have mended what this one found damaged a moment ago."""
+def test_repaired_entry_is_not_quarantined(cache: Cache, root: Path, key: Key) -> None:
+    """Another process may have repaired what this one found damaged."""
     cache.publish("artifact", key, META, BLOBS)
     assert cache.private is not None
     for file in files_of(root):
@@ -111,7 +111,7 @@ def test_entry_that_is_good_again_is_not_quarantined(cache: Cache, root: Path, k
     assert list((root / "quarantine").iterdir()) == []
 
 
-def test_damage_that_another_process_has_put_away_is_no_news(
+def test_damage_that_another_process_has_quarantined_is_not_reported(
     cache: Cache, root: Path, key: Key
 ) -> None:
     assert cache.private is not None
@@ -119,7 +119,7 @@ def test_damage_that_another_process_has_put_away_is_no_news(
     assert list((root / "quarantine").iterdir()) == []
 
 
-def test_failure_W5_manifest_of_another_key_is_not_believed(
+def test_failure_W5_manifest_of_another_key_is_not_trusted(
     cache: Cache, root: Path, key: Key
 ) -> None:
     other = Key.of("codegen", {"piece": "another"})
@@ -127,7 +127,7 @@ def test_failure_W5_manifest_of_another_key_is_not_believed(
     cache.publish("artifact", other, META, {"code.py": b"wrong"})
     theirs = (root / entry_name("artifact", other.digest)).read_bytes()
     (root / entry_name("artifact", key.digest)).write_bytes(theirs)
-    assert_miss_then_mended(cache, key, BLOBS)
+    assert_miss_then_repaired(cache, key, BLOBS)
 
 
 def test_failure_W6_two_instances_of_a_class_have_two_entries(cache: Cache) -> None:
@@ -141,10 +141,10 @@ def test_failure_W6_two_instances_of_a_class_have_two_entries(cache: Cache) -> N
 
 
 @pytest.mark.parametrize("make", ["link", "link out", "directory", "pipe", "dangling"])
-def test_what_is_no_regular_file_is_a_miss(
+def test_irregular_file_is_a_miss(
     cache: Cache, root: Path, tmp_path: Path, key: Key, make: str
 ) -> None:
-    """Nothing is followed out of the directory, and a pipe is not waited for."""
+    """No link is followed out of the directory, and a pipe does not block."""
     cache.publish("artifact", key, META, BLOBS)
     for file in files_of(root):
         secret = tmp_path / "outside"
@@ -160,15 +160,15 @@ def test_what_is_no_regular_file_is_a_miss(
             file.mkdir()
         else:
             os.mkfifo(file)
-        assert_miss_then_mended(cache, key, BLOBS)
+        assert_miss_then_repaired(cache, key, BLOBS)
 
 
 def test_huge_file_is_a_miss_and_is_not_read(cache: Cache, root: Path, key: Key) -> None:
-    """A sparse file of a tebibyte costs nothing to make and no memory could hold it."""
+    """A sparse file of one tebibyte is cheap to make and would not fit into memory."""
     cache.publish("artifact", key, META, BLOBS)
     for file in files_of(root):
         os.truncate(file, 1 << 40)
-        assert_miss_then_mended(cache, key, BLOBS)
+        assert_miss_then_repaired(cache, key, BLOBS)
 
 
 @pytest.mark.parametrize("make", ["short", "link", "other bytes"])
@@ -201,12 +201,12 @@ def test_hostile_pickle_in_a_blob_is_never_loaded(
     cache.publish("artifact", key, META, BLOBS)
     for file in files_of(root):
         file.write_bytes(pickle.dumps(Payload()))
-        assert_miss_then_mended(cache, key, BLOBS)
+        assert_miss_then_repaired(cache, key, BLOBS)
     assert not (tmp_path / "executed").exists()
 
 
 @given(st.binary(max_size=400))
-def test_parser_takes_any_bytes(content: bytes) -> None:
+def test_parser_handles_any_bytes(content: bytes) -> None:
     with pytest.raises(BadManifest):
         decode(content)
 
@@ -223,7 +223,7 @@ json_values = st.recursive(
 
 
 def sealed(fields: object) -> bytes:
-    """A manifest file whose digest is right, whatever it says."""
+    """A manifest file of `fields` with a correct digest."""
     line = canonical(fields)  # type: ignore[arg-type]
     return b"%s\nsha256 %s\n" % (line, hashlib.sha256(line).hexdigest().encode())
 
@@ -244,14 +244,14 @@ def test_sealed_good_fields_are_a_manifest() -> None:
 
 
 @given(json_values)
-def test_parser_takes_any_json_with_a_right_digest(fields: object) -> None:
+def test_parser_handles_any_json_with_a_right_digest(fields: object) -> None:
     with pytest.raises(BadManifest):
         decode(sealed(fields))
 
 
 @given(st.sampled_from(sorted(GOOD)), json_values)
-def test_parser_takes_any_value_of_any_field(field: str, value: object) -> None:
-    """A forged field is refused, unless it is one of the few other manifests that are allowed."""
+def test_parser_handles_any_value_of_any_field(field: str, value: object) -> None:
+    """A forged field is refused unless the result is another valid manifest."""
     content = sealed(GOOD | {field: value})
     try:
         manifest, _ = decode(content)

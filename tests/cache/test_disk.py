@@ -1,4 +1,4 @@
-"""Disks fill up, go away and lie: the process is told once and goes on serving."""
+"""Disks fill up, disappear and return errors: one event is emitted and the process goes on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = os.geteuid() == 0
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB, where the system lets us mount one."""
+    """A file system of 256 KiB, if the system allows mounting one."""
     mount = tmp_path / "disk"
     mount.mkdir(mode=0o700)
     command = ["mount", "-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", str(mount)]
@@ -45,7 +45,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def assert_serves(cache: Cache, events: Events, key: Key, blobs: dict[str, bytes]) -> str:
-    """Publishing fails, the entry is usable all the same; gives the reason that was told."""
+    """Publishing fails and the entry is usable; returns the reason in the event."""
     entry = cache.publish("artifact", key, META, blobs)
     for name, content in blobs.items():
         assert entry.contents[name] == content
@@ -91,7 +91,7 @@ def test_file_size_limit_cuts_a_blob_short(root: Path, key: Key) -> None:
         events = Events()
         cache = Cache(root, events)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-        with pytest.raises(OSError, match="too large"):  # even the temporary file of `path`
+        with pytest.raises(OSError, match="too large"):  # also the temporary file of `path`
             assert_serves(cache, events, key, LARGE)
         assert "too large" in events.named("cache.publish_failed")[0].facts["reason"]
 
@@ -132,7 +132,7 @@ def test_directory_vanishes(cache: Cache, root: Path, events: Events, key: Key) 
     with cache.single_flight("artifact", key) as flight:
         assert flight is Flight.UNLOCKED
     cache.evict()
-    assert not root.exists(), "it may be an unmounted disk: nothing is written in its place"
+    assert not root.exists(), "it may be an unmounted disk, so nothing is written in its place"
 
 
 def test_directory_is_replaced_by_a_file(
@@ -154,7 +154,7 @@ def test_parts_of_the_directory_vanish(cache: Cache, root: Path, key: Key) -> No
 
 
 def test_clock_set_back(root: Path, events: Events, key: Key) -> None:
-    """Entries from the future are found, are taken for fresh and do not stay fresh for ever."""
+    """Entries from the future are found, count as recent, and do not stay recent forever."""
     cache = Cache(root, events, limits=Limits(size=0, grace=60.0))
     cache.publish("artifact", key, META, BLOBS)
     future = time.time() + 86400

@@ -1,4 +1,4 @@
-"""Limits are kept by taking what was used longest ago, and from under nobody's hands."""
+"""Limits hold: the least recently used entries are removed, and none that is in use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KB = 1024
 
 @pytest.fixture
 def filled(root: Path, events: Events) -> Cache:
-    """Ten entries of 10 KiB and a blob of 10 KiB that all share; number n was used n hours ago."""
+    """Ten entries of 10 KiB and a shared blob of 10 KiB; entry n was used n hours ago."""
     cache = Cache(root, events)
     for number in range(10):
         blobs = {"own": bytes([number]) * 10 * KB, "shared": b"x" * 10 * KB}
@@ -49,7 +49,9 @@ def size(root: Path) -> int:
     return sum(path.stat().st_size for path in (root / BLOB_AREA).rglob("*") if path.is_file())
 
 
-def test_least_recently_used_go_first(filled: Cache, root: Path, events: Events) -> None:
+def test_least_recently_used_entries_are_removed_first(
+    filled: Cache, root: Path, events: Events
+) -> None:
     evict(root, Limits(size=45 * KB), events)
     assert left(root) == [0, 1, 2]
     assert size(root) == 40 * KB, "the shared blob stays and counts once"
@@ -58,7 +60,7 @@ def test_least_recently_used_go_first(filled: Cache, root: Path, events: Events)
     assert events.named("cache.evict")[-1].facts == {"entries": 7, "kept": 3, "bytes": 70 * KB}
 
 
-def test_a_look_up_is_a_use(filled: Cache, root: Path, events: Events) -> None:
+def test_a_lookup_counts_as_a_use(filled: Cache, root: Path, events: Events) -> None:
     assert isinstance(filled.lookup("artifact", numbered(9)), Entry)
     evict(root, Limits(size=35 * KB), events)
     assert left(root) == [0, 9]
@@ -90,29 +92,29 @@ def test_pin_stays_inside(filled: Cache, root: Path, name: tuple[str, str]) -> N
         pin(root, *name)
 
 
-def test_what_was_used_just_now_stays_whatever_the_limit(
+def test_recently_used_entries_stay_whatever_the_limit(
     filled: Cache, root: Path, events: Events
 ) -> None:
     evict(root, Limits(size=0, grace=2.5 * 3600), events)
     assert left(root) == [0, 1, 2]
 
 
-def test_blob_just_written_for_an_entry_to_come_stays(root: Path, events: Events) -> None:
-    """A writer has placed its blobs and not yet its manifest when an eviction passes."""
+def test_blob_of_an_unfinished_publish_stays(root: Path, events: Events) -> None:
+    """An eviction runs after a writer has placed its blobs and before it places the manifest."""
 
-    def pass_by(step: str) -> None:
+    def evict_all(step: str) -> None:
         if step == "manifest written":
             before = size(root)
             evict(root, Limits(size=0), events)
             assert size(root) == before > 0
 
-    cache = Cache(root, events, fault=pass_by)
+    cache = Cache(root, events, fault=evict_all)
     cache.publish("artifact", numbered(0), {}, {"x": b"new"})
     assert isinstance(cache.lookup("artifact", numbered(0)), Entry)
 
 
-def test_file_that_was_just_handed_out_stays(filled: Cache, root: Path, events: Events) -> None:
-    """Its loader may be about to open it, though the entry has been replaced meanwhile."""
+def test_file_that_was_just_returned_stays(filled: Cache, root: Path, events: Events) -> None:
+    """A loader may be about to open it, although the entry has been replaced."""
     entry = filled.lookup("artifact", numbered(5))
     assert isinstance(entry, Entry)
     path = filled.path(entry, "own")
@@ -149,7 +151,7 @@ def test_publishing_keeps_the_directory_within_its_limit(root: Path, events: Eve
     assert events.counters["cache.evicted"] > 30
 
 
-def test_leftovers_of_dead_writers_go_after_their_time(root: Path, events: Events) -> None:
+def test_leftovers_of_dead_writers_are_removed_by_age(root: Path, events: Events) -> None:
     Cache(root, events)
     for area in ("tmp", "quarantine", "locks"):
         for name in ("old", "new"):
@@ -173,7 +175,7 @@ def test_damaged_manifest_is_evicted_like_any_other(
 def test_manifest_that_cannot_be_read_now_keeps_its_blobs(
     filled: Cache, root: Path, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A moment's failure of the disk must not turn what is needed into orphans."""
+    """A temporary read error must not make needed blobs orphans."""
     before = size(root)
 
     def fail(path: Path) -> Manifest:

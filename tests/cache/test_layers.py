@@ -1,4 +1,4 @@
-"""Shared and remote layers: believed only for a reason, copied before use, never in the way."""
+"""Shared and remote layers: trusted only for a reason, copied before use, failures are misses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .conftest import BLOBS, META, SECRET
 
 @pytest.fixture
 def image(tmp_path: Path, key: Key) -> Path:
-    """A directory as a container image has it, with one entry."""
+    """A directory with one entry, as in a container image."""
     directory = tmp_path / "image"
     Cache(directory, Events()).publish("artifact", key, META, BLOBS)
     return directory
@@ -33,7 +33,7 @@ def image(tmp_path: Path, key: Key) -> Path:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """An empty remote of its own."""
+    """An empty remote for one test."""
     name = f"memory://{uuid.uuid4().hex}"
     yield name
     files, base = fsspec.core.url_to_fs(name)
@@ -77,7 +77,7 @@ def other_blob(image: Path) -> str:
     return next(path.name for path in (image / BLOB_AREA).rglob("*") if path.is_file())
 
 
-def test_damaged_private_entry_is_mended_from_the_next_layer(
+def test_damaged_private_entry_is_repaired_from_the_next_layer(
     root: Path, image: Path, key: Key
 ) -> None:
     shutil.copytree(image, root)
@@ -89,7 +89,7 @@ def test_damaged_private_entry_is_mended_from_the_next_layer(
         assert found.layer == layer
 
 
-def test_first_reason_that_says_something_is_told(root: Path, image: Path, key: Key) -> None:
+def test_first_reason_other_than_absent_is_returned(root: Path, image: Path, key: Key) -> None:
     shutil.copytree(image, root)
     (root / blob_name(other_blob(root))).write_bytes(b"damaged")
     shutil.rmtree(image / ENTRY_AREA)
@@ -99,7 +99,7 @@ def test_first_reason_that_says_something_is_told(root: Path, image: Path, key: 
     assert (missed.reason, missed.layer) == ("damaged", "private")
 
 
-def test_first_layer_that_has_it_is_asked(root: Path, tmp_path: Path, key: Key) -> None:
+def test_first_layer_with_the_entry_is_used(root: Path, tmp_path: Path, key: Key) -> None:
     shared = []
     for name in ("first", "second"):
         Cache(tmp_path / name, Events()).publish("artifact", key, {}, {"x": name.encode()})
@@ -116,11 +116,11 @@ def test_untrusted_entry_is_a_miss_and_is_not_copied(root: Path, image: Path, ke
     assert not (root / BLOB_AREA).exists()
 
 
-def test_pinned_entry_is_believed(root: Path, image: Path, key: Key) -> None:
+def test_pinned_entry_is_trusted(root: Path, image: Path, key: Key) -> None:
     entry = Cache(image, Events()).lookup("artifact", key)
     assert isinstance(entry, Entry)
-    believing = Cache(root, Events(), shared=[DirectoryLayer(image, pinned({entry.digest}))])
-    assert isinstance(believing.lookup("artifact", key), Entry)
+    trusting = Cache(root, Events(), shared=[DirectoryLayer(image, pinned({entry.digest}))])
+    assert isinstance(trusting.lookup("artifact", key), Entry)
 
 
 def test_links_in_a_shared_directory_are_not_followed(
@@ -158,7 +158,7 @@ def test_signed_directory_for_an_image_is_made_through_a_remote(
     assert isinstance(Cache(root, Events(), shared=shared).lookup("artifact", key), Entry)
 
 
-def test_remote_is_read_only_unless_told(url: str, root: Path, key: Key) -> None:
+def test_remote_is_read_only_by_default(url: str, root: Path, key: Key) -> None:
     Cache(root, Events(), shared=[RemoteLayer(url, trust_all)]).publish(
         "artifact", key, META, BLOBS
     )
@@ -176,7 +176,7 @@ def test_empty_blob_and_equal_blobs_in_a_remote(url: str, key: Key) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"other", b"x" * 5000])
-def test_damaged_remote_is_a_miss_and_a_write_back_mends_it(
+def test_damaged_remote_is_a_miss_and_a_write_back_repairs_it(
     url: str, key: Key, content: bytes
 ) -> None:
     cache = Cache(None, Events(), shared=[RemoteLayer(url, trust_all, write_back=True)])
@@ -191,7 +191,7 @@ def test_damaged_remote_is_a_miss_and_a_write_back_mends_it(
 
 
 class Counting:
-    """Lists the requests that reach a file system, and can be made to fail."""
+    """Records the requests to a file system, and can make them fail."""
 
     def __init__(self, remote: RemoteLayer) -> None:
         self.verbs: list[str] = []
@@ -216,23 +216,23 @@ def test_blobs_that_a_remote_has_are_not_sent_again(url: str, key: Key) -> None:
     assert counting.verbs.count("pipe_file") == len(BLOBS) + 2
 
 
-def test_no_more_than_a_blob_is_asked_for(
+def test_no_more_than_a_blob_is_requested(
     url: str, key: Key, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The remote may hold anything of any size; empty ranges, which some refuse, are not asked."""
+    """A remote file may have any size; some stores refuse empty ranges, which are skipped."""
     remote = RemoteLayer(url, trust_all, write_back=True)
     cache = Cache(None, Events(), shared=[remote])
     cache.publish("artifact", key, {}, {"three": b"abc", "empty": b""})
-    asked = []
+    requested = []
     cat_file = remote._files.cat_file
 
     def watch(path: str, start: int, end: int) -> Any:
-        asked.append((start, end))
+        requested.append((start, end))
         return cat_file(path, start=start, end=end)
 
     monkeypatch.setattr(remote._files, "cat_file", watch)
     assert isinstance(cache.lookup("artifact", key), Entry)
-    assert asked == [(0, MAX_MANIFEST_BYTES + 1), (0, 4)]
+    assert requested == [(0, MAX_MANIFEST_BYTES + 1), (0, 4)]
 
 
 def test_what_a_remote_lacks_is_remembered(url: str, key: Key) -> None:
@@ -256,7 +256,7 @@ def test_memory_of_what_a_remote_lacks_ends(url: str, key: Key) -> None:
 
 
 @pytest.mark.parametrize("failure", [TimeoutError("late"), ConnectionError("reset"), KeyError("x")])
-def test_failing_remote_is_a_miss_and_is_left_alone_for_a_while(
+def test_failing_remote_is_a_miss_and_is_not_requested_again_for_a_while(
     url: str, root: Path, key: Key, failure: Exception
 ) -> None:
     events = Events()
@@ -274,7 +274,7 @@ def test_failing_remote_is_a_miss_and_is_left_alone_for_a_while(
     assert events.counters["cache.publish_failed"] == 1
 
 
-def test_failing_remote_raises_where_the_operator_wants_it(url: str, root: Path, key: Key) -> None:
+def test_failing_remote_raises_if_required(url: str, root: Path, key: Key) -> None:
     remote = RemoteLayer(url, trust_all, write_back=True, failures="raise", memory_seconds=0.0)
     counting = Counting(remote)
     counting.failure = ConnectionError("reset")
@@ -285,9 +285,7 @@ def test_failing_remote_raises_where_the_operator_wants_it(url: str, root: Path,
         cache.publish("artifact", key, META, BLOBS)
 
 
-def test_unreadable_shared_directory_raises_where_the_operator_wants_it(
-    root: Path, image: Path, key: Key
-) -> None:
+def test_unreadable_shared_directory_raises_if_required(root: Path, image: Path, key: Key) -> None:
     manifest = image / entry_name("artifact", key.digest)
     shutil.rmtree(manifest.parent)
     manifest.parent.write_text("a file where a directory belongs")

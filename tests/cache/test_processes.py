@@ -1,4 +1,4 @@
-"""Any number of processes on one directory, with readers, writers and evictions at once."""
+"""Many processes on one directory: readers, writers and evictions at the same time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROCESSES = 16
 
 
 def blobs(number: int, writer: int) -> dict[str, bytes]:
-    """Blobs of one writer, to be told from those of another, and one they share."""
+    """A blob that names its writer, and one that all writers share."""
     return {"code": b"%d by %d" % (number, writer), "shared": b"%d" % number * 3000}
 
 
@@ -35,7 +35,7 @@ def is_of_one_writer(entry: Entry, number: int) -> bool:
 
 
 def test_sixteen_processes_publish_one_key_c2_triton_11319(memory_root: Path) -> None:
-    """Nobody's code is ever found with somebody else's companion file."""
+    """A blob of one writer is never found with a blob of another."""
     keys = [numbered(0)] * PROCESSES
 
     def publish_and_read(writer: int) -> Callable[[], None]:
@@ -117,7 +117,7 @@ def test_different_keys_do_not_wait_for_each_other(root: Path) -> None:
             assert flight is Flight.FIRST
 
 
-def test_waiter_goes_on_alone_after_its_limit_and_tells_of_its_waiting(root: Path) -> None:
+def test_waiter_goes_on_unlocked_after_its_limit_and_reports_its_waiting(root: Path) -> None:
     events = Events()
     holder, waiter = Cache(root, Events()), Cache(root, events)
     with holder.single_flight("artifact", numbered(1)):
@@ -130,15 +130,15 @@ def test_waiter_goes_on_alone_after_its_limit_and_tells_of_its_waiting(root: Pat
 
 
 def test_lock_of_a_dead_holder_is_free_at_once(root: Path, events: Events) -> None:
-    told, tell = os.pipe()
+    reports, report = os.pipe()
 
     def hold() -> None:
         with Cache(root, Events()).single_flight("artifact", numbered(1)):
-            os.write(tell, b"x")
+            os.write(report, b"x")
             time.sleep(60)
 
     pid = fork(hold)
-    os.read(told, 1)
+    os.read(reports, 1)
     began = time.monotonic()
     threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
     with Cache(root, events).single_flight("artifact", numbered(1)) as flight:
@@ -146,11 +146,11 @@ def test_lock_of_a_dead_holder_is_free_at_once(root: Path, events: Events) -> No
     assert flight is Flight.AFTER_OTHERS
     assert 0.1 < waited < 5
     assert status(pid) == -signal.SIGKILL
-    os.close(told)
-    os.close(tell)
+    os.close(reports)
+    os.close(report)
 
 
-def test_who_comes_when_the_work_is_done_comes_after_others(root: Path) -> None:
+def test_flight_that_finds_the_entry_comes_after_others(root: Path) -> None:
     first, late = Cache(root, Events()), Cache(root, Events())
     assert not isinstance(late.lookup("artifact", numbered(1)), Entry)
     with first.single_flight("artifact", numbered(1)) as flight:
@@ -160,7 +160,7 @@ def test_who_comes_when_the_work_is_done_comes_after_others(root: Path) -> None:
         assert flight is Flight.AFTER_OTHERS
 
 
-def test_flight_is_over_when_the_work_fails(cache: Cache) -> None:
+def test_lock_is_released_when_the_work_fails(cache: Cache) -> None:
     with pytest.raises(ZeroDivisionError), cache.single_flight("artifact", numbered(1)):
         _ = 1 / 0
     with cache.single_flight("artifact", numbered(1), wait_limit=0) as flight:
@@ -168,7 +168,7 @@ def test_flight_is_over_when_the_work_fails(cache: Cache) -> None:
 
 
 def test_readers_and_writers_during_eviction(memory_root: Path) -> None:
-    """With no grace at all, so that blobs vanish under every hand: whole entries or misses."""
+    """With a grace period of zero, blobs are removed while in use: whole entries or misses."""
 
     def use(writer: int) -> Callable[[], None]:
         def work() -> None:
@@ -192,7 +192,7 @@ def test_readers_and_writers_during_eviction(memory_root: Path) -> None:
 
 
 def test_blob_re_used_while_it_is_evicted_survives(root: Path, events: Events) -> None:
-    """An eviction that has not seen the new manifest takes the blob; the writer puts it back."""
+    """An eviction that has not seen the new manifest removes the blob; the writer restores it."""
     Cache(root, events).publish("artifact", numbered(1), {}, {"x": b"shared"})
 
     def evict_all(step: str) -> None:
@@ -206,7 +206,7 @@ def test_blob_re_used_while_it_is_evicted_survives(root: Path, events: Events) -
     assert isinstance(writer.lookup("artifact", numbered(2)), Entry)
 
 
-def test_killed_waiters_leave_nothing_behind(root: Path) -> None:
+def test_killed_waiters_hold_no_lock(root: Path) -> None:
     holder = Cache(root, Events())
     with holder.single_flight("artifact", numbered(1)):
         pid = fork(lambda: kill_while_waiting(root))

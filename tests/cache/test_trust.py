@@ -1,4 +1,4 @@
-"""A directory that others can write to is refused, with the command that mends it."""
+"""A directory that others can write to is refused, with the command that fixes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .conftest import BLOBS, META, SECRET
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o750, 0o770, 0o777, 0o701, 0o1777])
-def test_open_directory_is_refused_and_its_command_mends_it(root: Path, mode: int) -> None:
+def test_open_directory_is_refused_and_its_command_fixes_it(root: Path, mode: int) -> None:
     root.mkdir()
     root.chmod(mode)
     with pytest.raises(UntrustedDirectory) as refusal:
@@ -43,7 +43,7 @@ def test_ancestor_that_others_can_write_to_is_refused(tmp_path: Path, mode: int)
     Cache(above / "deep" / "cache", Events())
 
 
-def test_sticky_ancestor_is_no_danger(tmp_path: Path) -> None:
+def test_sticky_ancestor_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "sticky").mkdir()
     (tmp_path / "sticky").chmod(0o1777)
     Cache(tmp_path / "sticky" / "cache", Events())
@@ -120,8 +120,8 @@ def test_pins_name_contents_and_not_keys(cache: Cache, entry: Entry, key: Key) -
     assert trust(entry.manifest, None) is None
     other = cache.publish("artifact", key, META, BLOBS | {"code.py": b"evil"})
     assert trust(other.manifest, None) == f"{other.digest} is not pinned"
-    for believes in (pinned({other.digest}), trust_all):
-        assert believes(other.manifest, None) is None
+    for trust in (pinned({other.digest}), trust_all):
+        assert trust(other.manifest, None) is None
 
 
 def test_secret_from_file_or_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`verify` tells corrupt, untrusted and unverifiable apart, and changes nothing."""
+"""`verify` distinguishes corrupt, untrusted and unverifiable, and changes nothing."""
 
 from __future__ import annotations
 

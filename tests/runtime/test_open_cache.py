@@ -1,4 +1,4 @@
-"""The cache a configuration describes: layers and whom to trust, limits, and doing without."""
+"""The cache that the settings describe: layers and trust, limits, and no directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def found(**settings: Any) -> Any:
     return open_cache(Config(**settings), Events()).lookup("bundle", KEY)
 
 
-def test_shared_directory_is_believed_as_it_says(tmp_path: Path) -> None:
+def test_shared_directory_is_trusted_as_configured(tmp_path: Path) -> None:
     entry = filled(tmp_path / "image")
     at = str(tmp_path / "image")
 
@@ -60,7 +60,7 @@ def test_url_is_written_back_signed_and_read_by_another_machine(
     assert found(cache_dir=tmp_path / "two", cache_layers=(url,)).layer == f"remote:{url}"
 
 
-def test_directory_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_created_is_an_event(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     events = Events()
     cache = open_cache(Config(cache_dir=tmp_path / "file" / "cache"), events)
@@ -68,7 +68,7 @@ def test_directory_that_cannot_be_written_is_done_without(tmp_path: Path) -> Non
     assert "Choose another directory" in events.named("cache.unusable")[0].facts["reason"]
 
 
-def test_directory_open_to_others_is_refused_with_the_command_that_mends_it(
+def test_directory_open_to_others_is_refused_with_the_command_that_fixes_it(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "open").mkdir()
