@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         AttentionSupport,
         Batch,
         BatchDescriptor,
+        CaptureStrategy,
         Decision,
         Dispatcher,
         GraphMode,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .events import Events
     from .runtime.capture.breaks import break_graph
     from .runtime.compile_ahead import compile_ahead
-    from .runtime.config import CaptureStrategy, Config
+    from .runtime.config import Config
     from .runtime.explain_miss import Why, why
     from .runtime.open_cache import cache_root
     from .runtime.prepare import prepare
@@ -40,7 +41,7 @@ _HOMES = {
     "AuxiliaryTask": ".runtime.strategy.warmup",
     "Batch": ".dispatch",
     "BatchDescriptor": ".dispatch",
-    "CaptureStrategy": ".runtime.config",
+    "CaptureStrategy": ".dispatch",
     "Config": ".runtime.config",
     "Decision": ".dispatch",
     "Dispatcher": ".dispatch",

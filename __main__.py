@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import sys
 
+CLI_EXTRA = ("typer", "click", "rich", "jinja2", "numpy")
+"""What only the command line imports; the library is installed without it."""
+
 
 def main() -> int:
-    from .tools.cli.app import main as run_command
+    """Run the command line. Returns its exit status, 2 without the extra `cli`."""
+    try:
+        from .tools.cli.app import main as run_command
 
-    return run_command()
+        return run_command()
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in CLI_EXTRA:
+            raise
+        print(
+            f"error: {missing} is not installed."
+            " Install the command line with `pip install 'piecegraph[cli]'`.",
+            file=sys.stderr,
+        )
+        return 2
 
 
 if __name__ == "__main__":

@@ -445,7 +445,7 @@ class TooLarge(ConfigError):
 
 class OutputNotWritten(ConfigError):
     what = "{path} cannot be written: {reason}"
-    todo = "Choose another file, or free space where it lies."
+    todo = "Choose another file, or free space on its disk."
 
 
 class ToolMissing(ConfigError):
@@ -453,9 +453,14 @@ class ToolMissing(ConfigError):
     todo = "Install it with `pip install -e '.[{extra}]'` in the checkout of piecegraph."
 
 
+class BenchmarksMissing(ConfigError):
+    what = "this installation of piecegraph has no benchmarks"
+    todo = "Run `piecegraph bench` in a checkout of the repository; wheels leave them out."
+
+
 class ToolFailed(RunError):
     what = "{name} failed: {reason}"
-    todo = "What it says about that is above."
+    todo = "Its own message is above."
 
 
 class NoSuchEntry(ConfigError):

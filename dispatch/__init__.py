@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .dispatcher import Candidate as Candidate
     from .dispatcher import Dispatcher as Dispatcher
     from .modes import AttentionSupport as AttentionSupport
+    from .modes import CaptureStrategy as CaptureStrategy
     from .modes import GraphMode as GraphMode
     from .modes import RuntimeMode as RuntimeMode
     from .plan import Axis as Axis
@@ -73,7 +74,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".buckets.ranges": ("BucketRanges", "BucketStrategy", "default_ranges"),
         ".buckets.table": ("BucketTable", "filter_buckets", "plan_buckets", "with_drafts"),
         ".dispatcher": ("Candidate", "Dispatcher"),
-        ".modes": ("AttentionSupport", "GraphMode", "RuntimeMode"),
+        ".modes": ("AttentionSupport", "CaptureStrategy", "GraphMode", "RuntimeMode"),
         ".plan": (
             "Axis", "DispatchPlan", "PaddingLimit", "PlanEntry", "lora_cases", "make_plan",
         ),

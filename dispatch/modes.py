@@ -13,6 +13,14 @@ class RuntimeMode(IntEnum):
     FULL = 2
 
 
+class CaptureStrategy(StrEnum):
+    """When graphs are captured: all at startup, a few per step, or on use."""
+
+    EAGER = "eager"
+    DELAYED = "delayed"
+    LAZY = "lazy"
+
+
 class GraphMode(StrEnum):
     """The configured mode: one runtime mode for decode batches, one for all others (`mixed`)."""
 

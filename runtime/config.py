@@ -10,19 +10,11 @@ from pydantic import Field, model_validator
 
 from ..cache.keys.annotations import Feeds, exempt
 from ..compile.ir.config import LOCATION, TOKENS, CompileConfig
-from ..dispatch import AttentionSupport, GraphMode, PaddingLimit
+from ..dispatch import AttentionSupport, CaptureStrategy, GraphMode, PaddingLimit
 from ..errors import InvalidSetting
 from .open_cache import LayerConfig
 
 SERVING = Feeds(("capture",), "decided after compilation: the same code serves any of its values")
-
-
-class CaptureStrategy(StrEnum):
-    """When graphs are captured: all at startup, a few per step, or on use."""
-
-    EAGER = "eager"
-    DELAYED = "delayed"
-    LAZY = "lazy"
 
 
 class Padding(StrEnum):

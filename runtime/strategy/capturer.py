@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
 
-from ...dispatch import Batch, Dispatcher, RuntimeMode
+from ...dispatch import Batch, CaptureStrategy, Dispatcher, RuntimeMode
 from ...errors import CaptureFailed, DummyStepFailed
 from ..backends.protocol import GraphBackend
 from ..capture.dummy_batch import preserve_rng_state
 from ..capture.recording import Recording
 from ..capture.session import CaptureSession, capture_session
-from ..config import CaptureStrategy, Config
+from ..config import Config
 from ..memory.budget import Exchange, GraphMemory, limit_in_bytes
 from ..records import (
     CaptureFailure,

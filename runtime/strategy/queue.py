@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ...dispatch import NO_GRAPH, DispatchPlan
-from ..config import CaptureStrategy
+from ...dispatch import NO_GRAPH, CaptureStrategy, DispatchPlan
 
 RETRY_STEPS = 64
 """Steps before a capture that failed once is tried again; each further failure doubles them."""

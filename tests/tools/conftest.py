@@ -21,11 +21,9 @@ from piecegraph import (
     forward_context,
 )
 from piecegraph.tools.engine.block_manager import BlockManager
-from piecegraph.tools.engine.clock import Clock
 from piecegraph.tools.engine.decoder_config import DecoderConfig
-from piecegraph.tools.engine.defragmenter import Defragmenter
-from piecegraph.tools.engine.engine import Engine
-from piecegraph.tools.engine.kv_cache import allocate_layer_caches
+from piecegraph.tools.engine.engine import Clock, Engine
+from piecegraph.tools.engine.kv_cache import Defragmenter, allocate_layer_caches
 from piecegraph.tools.engine.metadata import MetadataBuffers
 from piecegraph.tools.engine.model import Decoder
 from piecegraph.tools.engine.sampler import Sampler
@@ -191,7 +189,7 @@ def make_requests():
 @pytest.fixture
 def library(monkeypatch):
     """Replace `prepare`; returns the stand-ins it made, with the config they were given."""
-    from piecegraph.tools.serve import run
+    from piecegraph.tools.serve import service
 
     made = []
 
@@ -202,5 +200,5 @@ def library(monkeypatch):
         made.append(prepared)
         return prepared
 
-    monkeypatch.setattr(run, "prepare", prepare)
+    monkeypatch.setattr(service, "prepare", prepare)
     return made

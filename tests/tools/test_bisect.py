@@ -15,9 +15,9 @@ from piecegraph.compile.backends.registry import Compiler, compiler_named
 from piecegraph.compile.lower import plan_builder as planning
 from piecegraph.compile.lower import split_model
 from piecegraph.errors import InvalidSetting
-from piecegraph.tools.bisect import Step, Subject, bisect
-from piecegraph.tools.bisect.compare import first_wrong
-from piecegraph.tools.bisect.ladder import rungs
+from piecegraph.tools.bisect import BisectCase, Step, bisect
+from piecegraph.tools.bisect.finding import first_wrong
+from piecegraph.tools.bisect.stages import stages
 
 sys.path.append(str(Path(__file__).parent))
 import faulty_models as models
@@ -28,7 +28,7 @@ DUMP = 31
 
 
 @pytest.fixture
-def subject(small_config):
+def case(small_config):
     """Makes steps of given sizes; in each the rows go to the slots from the end backwards."""
 
     def make(model=None, sizes=(8, 3, 5), *, moves=False, dump=DUMP, **settings):
@@ -45,14 +45,14 @@ def subject(small_config):
         config = small_config(**{"splitting_ops": ("faulty::attention",), **limits, **settings})
         layers = {"layer": models.Layer(torch.zeros(32, 4), moves)}
         padding = models.Padding(buffer, DUMP)
-        return Subject(model or models.Tiny(), config, steps, layers, padding)
+        return BisectCase(model or models.Tiny(), config, steps, layers, padding)
 
     return make
 
 
 @pytest.fixture
 def found():
-    """`found(subject)` bisects and gives the finding and its line."""
+    """`found(case)` bisects and gives the finding and its line."""
 
     def find(it, **options):
         finding = bisect(it, **options)
@@ -84,9 +84,9 @@ def wrong_pass(registered):
     return registered(models.wrong_activations)
 
 
-def test_a_model_that_is_right_gives_no_finding(subject):
+def test_a_model_that_is_right_gives_no_finding(case):
     said = []
-    assert bisect(subject(), say=said.append) is None
+    assert bisect(case(), say=said.append) is None
     assert said == [
         "traced graph: right",
         "split: right",
@@ -97,7 +97,7 @@ def test_a_model_that_is_right_gives_no_finding(subject):
 
 
 @pytest.mark.parametrize(
-    ("settings", "climbed"),
+    ("settings", "names"),
     [
         ({"compile": False}, []),
         ({"compile": False, "graph_mode": "FULL"}, ["PIECEWISE", "FULL"]),
@@ -107,19 +107,19 @@ def test_a_model_that_is_right_gives_no_finding(subject):
         ({"level": 1}, ["traced graph", "split", "dedupe", "PIECEWISE"]),
     ],
 )
-def test_a_rung_is_there_only_if_something_is_new_on_it(small_config, settings, climbed):
+def test_a_rung_is_there_only_if_something_is_new_on_it(small_config, settings, names):
     config = small_config(**{"splitting_ops": ("faulty::attention",), **settings})
-    assert [rung.name for rung in rungs(config)] == climbed
+    assert [stage.name for stage in stages(config)] == names
 
 
-def test_nothing_to_climb_is_not_called_right(subject):
+def test_nothing_to_climb_is_not_called_right(case):
     with pytest.raises(InvalidSetting, match="graphs are off as well"):
-        bisect(subject(compile=False, graph_mode="NONE"))
+        bisect(case(compile=False, graph_mode="NONE"))
 
 
-def test_a_model_that_is_not_compiled_is_right_in_graphs(subject):
+def test_a_model_that_is_not_compiled_is_right_in_graphs(case):
     said = []
-    assert bisect(subject(compile=False, graph_mode="FULL"), say=said.append) is None
+    assert bisect(case(compile=False, graph_mode="FULL"), say=said.append) is None
     assert said == ["PIECEWISE: right", "FULL: right"]
 
 
@@ -131,8 +131,8 @@ def test_another_number_of_tensors_is_wrong():
     assert first_wrong([one, one], [one * 2]).tensor == 0
 
 
-def test_a_wrong_pass_is_found_down_to_the_operator_and_its_line(subject, found, wrong_pass):
-    finding, line = found(subject(compiler=wrong_pass))
+def test_a_wrong_pass_is_found_down_to_the_operator_and_its_line(case, found, wrong_pass):
+    finding, line = found(case(compiler=wrong_pass))
     assert (finding.stage, finding.piece, finding.size) == ("compiler", 1, 8)
     assert finding.operator.startswith("relu (faulty_models.py:")
     assert finding.wrong.expected == -1 < finding.wrong.got
@@ -140,14 +140,14 @@ def test_a_wrong_pass_is_found_down_to_the_operator_and_its_line(subject, found,
     assert "\n" not in line
 
 
-def test_a_piece_that_is_right_by_itself_blames_no_operator(subject, found, registered):
+def test_a_piece_that_is_right_by_itself_blames_no_operator(case, found, registered):
     """What a bare allocation holds is no result: it can neither be wrong nor be at fault."""
-    finding, line = found(subject(compiler=registered(models.WrongOnce(times=2))))
+    finding, line = found(case(compiler=registered(models.WrongOnce(times=2))))
     assert (finding.stage, finding.piece, finding.operator) == ("compiler", 0, None)
     assert "compiled by itself it is right" in line
 
 
-def test_a_swapped_artifact_is_found_in_the_warm_cache(subject, found, monkeypatch, tmp_path):
+def test_a_swapped_artifact_is_found_in_the_warm_cache(case, found, monkeypatch, tmp_path):
     """The bundle is whole and verified, but the artifacts of two pieces have changed places."""
 
     kept = {}
@@ -165,12 +165,12 @@ def test_a_swapped_artifact_is_found_in_the_warm_cache(subject, found, monkeypat
     choose = lambda name: fake if name == "inductor" else compiler_named(name)  # noqa: E731
     monkeypatch.setattr(compile_model, "compiler_named", choose)
     cached = {"compiler": "inductor", "cache": True, "cache_dir": tmp_path / "cache"}
-    finding, line = found(subject(models.Twice(), **cached))
+    finding, line = found(case(models.Twice(), **cached))
     assert (finding.stage, finding.piece) == ("warm cache", 1)
     assert "remove its artifact" in line
 
 
-def test_inductors_own_cut_is_a_rung_after_that_of_pieces(subject, found, monkeypatch):
+def test_inductors_own_cut_is_a_rung_after_that_of_pieces(case, found, monkeypatch):
     """A compiler that is right on pieces, and does not cut what it is to cut."""
     eager = compiler_named("eager")
     choose = lambda name: eager if name == "inductor" else compiler_named(name)  # noqa: E731
@@ -178,20 +178,20 @@ def test_inductors_own_cut_is_a_rung_after_that_of_pieces(subject, found, monkey
     monkeypatch.setattr(compile_model, "compile_uncached", eager.compile)
     said = []
     settings = {"compiler": "inductor", "use_inductor_graph_partition": True}
-    finding, line = found(subject(models.Twice(), **settings), say=said.append)
+    finding, line = found(case(models.Twice(), **settings), say=said.append)
     assert said[-2:] == ["compiler: right", "partitions: wrong"]
     assert finding.stage == "partitions"
     assert "NotPartitioned" in line
 
 
-def test_equal_pieces_that_are_not_equal_are_found(subject, found, monkeypatch):
+def test_equal_pieces_that_are_not_equal_are_found(case, found, monkeypatch):
     """A content hash that cannot tell cos from sin."""
     monkeypatch.setattr(split_model, "fingerprint", lambda graph, *_: str(len(graph.nodes)))
-    finding, _ = found(subject(models.Twice()))
+    finding, _ = found(case(models.Twice()))
     assert (finding.stage, finding.piece) == ("dedupe", 1)
 
 
-def test_a_wrong_stitching_order_is_found(subject, found, monkeypatch):
+def test_a_wrong_stitching_order_is_found(case, found, monkeypatch):
     """Outputs of a piece are handed on in the wrong order."""
     right = planning.PlanBuilder.piece
 
@@ -201,23 +201,23 @@ def test_a_wrong_stitching_order_is_found(subject, found, monkeypatch):
         self._steps[-1] = step.model_copy(update={"args": step.args[:1] + step.args[:0:-1]})
 
     monkeypatch.setattr(planning.PlanBuilder, "piece", crossed)
-    finding, _ = found(subject(models.Tiny()))
+    finding, _ = found(case(models.Tiny()))
     assert finding.stage in ("traced graph", "split")
 
 
-def test_a_moved_cache_is_found_in_the_full_graph(subject, found):
-    finding, line = found(subject(moves=True, sizes=(4, 12)))
+def test_a_moved_cache_is_found_in_the_full_graph(case, found):
+    finding, line = found(case(moves=True, sizes=(4, 12)))
     assert finding.stage == "FULL"
     assert finding.operator == "faulty::attention"
     assert "moved after the capture: layers['layer'].cache" in line
 
 
-def test_a_moved_weight_is_named(subject, found):
+def test_a_moved_weight_is_named(case, found):
     """The weight is given other memory between two steps, as a reload of weights does."""
-    it = subject(sizes=(4, 4))
+    it = case(sizes=(4, 4))
 
     def reload(decision):
-        if decision.slot >= 0:
+        if decision.graph_index >= 0:
             it.model.before.weight.data = it.model.before.weight.data.clone()
         return torch.arange(4)
 
@@ -228,8 +228,8 @@ def test_a_moved_weight_is_named(subject, found):
     assert "MovedTensor" in line
 
 
-def test_a_stale_padding_row_is_found(subject, found):
-    finding, line = found(subject(dump=None, sizes=(4, 3)))
+def test_a_stale_padding_row_is_found(case, found):
+    finding, line = found(case(dump=None, sizes=(4, 3)))
     assert finding.stage == "PIECEWISE"
     assert finding.operator == "faulty::attention"
     assert (finding.size, finding.padded, finding.step) == (3, 4, 1)
@@ -237,45 +237,45 @@ def test_a_stale_padding_row_is_found(subject, found):
     assert "something of an earlier step is left" in line
 
 
-def test_a_dropped_guard_is_named_with_its_line_and_sizes(subject, found):
-    finding, line = found(subject(models.Branching(), guards="drop"))
+def test_a_dropped_guard_is_named_with_its_line_and_sizes(case, found):
+    finding, line = found(case(models.Branching(), guards="drop"))
     assert (finding.stage, finding.size) == ("traced graph", 8)
     assert finding.operator.startswith("faulty_models.py:")
     assert "num_tokens" in line
     assert "'num_tokens': 8" in line
 
 
-def test_a_guard_that_cannot_be_proved_is_an_error_of_the_first_rung(subject, found):
-    finding, line = found(subject(models.Branching()))
+def test_a_guard_that_cannot_be_proved_is_an_error_of_the_first_rung(case, found):
+    finding, line = found(case(models.Branching()))
     assert finding.stage == "traced graph"
     assert "GuardUnproved" in line
 
 
-def test_a_model_that_is_not_deterministic_is_said_to_be(subject, found):
-    finding, _ = found(subject(models.Unsteady()))
+def test_a_model_that_is_not_deterministic_is_said_to_be(case, found):
+    finding, _ = found(case(models.Unsteady()))
     assert finding.stage == "eager"
 
 
-def test_the_state_is_as_before(subject, wrong_pass):
-    it = subject(compiler=wrong_pass)
+def test_the_state_is_as_before(case, wrong_pass):
+    it = case(compiler=wrong_pass)
     cache = it.layers["layer"].cache
     bisect(it)
     assert it.layers["layer"].cache is cache
     assert not cache.any()
 
 
-def test_the_script_fails_as_long_as_the_number_is_wrong(subject, found, tmp_path):
+def test_the_script_fails_as_long_as_the_number_is_wrong(case, found, tmp_path):
     script = tmp_path / "wrong.py"
-    _, line = found(subject(models.Branching(), guards="drop"), script=script)
+    _, line = found(case(models.Branching(), guards="drop"), script=script)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert done.stdout.strip() == line
+    assert done.stdout.strip() == line, done.stderr
     assert line in script.read_text()
 
 
-def test_what_cannot_be_pickled_is_said(subject, wrong_pass, tmp_path):
+def test_what_cannot_be_pickled_is_said(case, wrong_pass, tmp_path):
     said = []
-    it = subject(compiler=wrong_pass)
+    it = case(compiler=wrong_pass)
     it.model.hidden = lambda: None
     finding = bisect(it, script=tmp_path / "wrong.py", say=said.append)
     assert finding is not None
@@ -290,16 +290,16 @@ def test_the_command_climbs_the_ladder_with_the_reference_decoder(capsys):
     assert main(["bisect", *small, *options]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "traced graph: right"
-    assert out[-2:] == ["FULL: right", "every rung is right"]
+    assert out[-2:] == ["FULL: right", "every stage is right"]
 
 
 def test_the_command_names_a_fault_in_a_line_of_the_decoder(capsys, monkeypatch, wrong_pass):
     from piecegraph.tools.cli.app import main
-    from piecegraph.tools.serve import run
+    from piecegraph.tools.serve import service
 
-    right = run.library_config
+    right = service.library_config
     faulty = lambda options: right(options).changed(compiler=wrong_pass)  # noqa: E731
-    monkeypatch.setattr("piecegraph.tools.bisect.decoder_subject.library_config", faulty)
+    monkeypatch.setattr("piecegraph.tools.bisect.decoder_case.library_config", faulty)
     small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "2", "--no-cache"]
     assert main(["bisect", *small, "--steps", "2"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]

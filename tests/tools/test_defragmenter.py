@@ -10,8 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.tools.engine.block_manager import BlockManager
-from piecegraph.tools.engine.defragmenter import SWAP_SIZES, Defragmenter, swap_pairs
-from piecegraph.tools.engine.kv_cache import allocate_layer_caches
+from piecegraph.tools.engine.kv_cache import (
+    SWAP_SIZES,
+    Defragmenter,
+    allocate_layer_caches,
+    swap_pairs,
+)
 
 
 def make(num_blocks: int, threshold: int) -> tuple[BlockManager, Any, Defragmenter]:

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.tools.cli.app import main
-from piecegraph.tools.cli.explain_command import _explained, _written
+from piecegraph.tools.cli.run_commands import explained
+from piecegraph.tools.cli.run_commands import written as as_form
 from piecegraph.tools.explain.advice import advise
 from piecegraph.tools.explain.picture import HEAD, TAIL, _lanes, _Value, picture
-from piecegraph.tools.serve.run_arguments import read_run_options
+from piecegraph.tools.serve.options import read_run_options
 
 SECTIONS = {
     *("warnings", "startup", "graph", "pieces", "guards", "cache"),
@@ -28,9 +29,9 @@ SECTIONS = {
 def written(tmp_path_factory):
     """The page, the JSON, the Markdown and the timeline of one small run."""
     folder = tmp_path_factory.mktemp("explain")
-    facts, trace = _explained(options())
+    facts, trace = explained(options())
     for name, form in (("page.html", "html"), ("json", "json"), ("md", "md")):
-        (folder / name).write_text(_written(facts, form))
+        (folder / name).write_text(as_form(facts, form))
     (folder / "timeline.json").write_text(json.dumps(trace))
     return folder
 
@@ -129,7 +130,7 @@ def test_the_command_writes_page_and_timeline(tmp_path, capsys):
 
 @pytest.mark.compile
 def test_pieces_that_are_not_compiled_are_not_called_loaded_and_no_bundle_is_advised():
-    facts, _ = _explained(options(off=["compile"]))
+    facts, _ = explained(options(off=["compile"]))
     assert {piece["made"] for piece in facts["pieces"]} == {"not compiled"}
     assert not [advice for advice in facts["advice"] if "cold" in advice["what"]]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from piecegraph.tools.serve.latency import summarise, token_latencies
+from piecegraph.tools.serve.report import summarize, token_latencies
 
 
 def test_percentiles_interpolate():
-    assert summarise([1.0, 2.0, 3.0, 4.0]) == {
+    assert summarize([1.0, 2.0, 3.0, 4.0]) == {
         "median": 2.5,
         "p90": pytest.approx(3.7),
         "p99": pytest.approx(3.97),
@@ -16,7 +16,7 @@ def test_percentiles_interpolate():
 
 
 def test_nothing_measured_is_none():
-    assert summarise([]) == {"median": None, "p90": None, "p99": None}
+    assert summarize([]) == {"median": None, "p90": None, "p99": None}
 
 
 def test_first_tokens_count_from_the_arrival_and_others_from_the_one_before():

@@ -8,12 +8,13 @@ import sys
 
 import pytest
 
-from piecegraph import GraphMode
+from piecegraph import CaptureStrategy, GraphMode
 from piecegraph.tools.cli.app import main
-from piecegraph.tools.serve.options import MODES, STRATEGIES
-from piecegraph.tools.serve.trace_reader import EXCERPT, read_trace
+from piecegraph.tools.serve.requests import EXCERPT, read_trace
 
 pytestmark = pytest.mark.compile
+
+MODES, STRATEGIES = tuple(GraphMode.__members__), tuple(CaptureStrategy.__members__)
 
 SMALL = ["--requests", "12", "--model", "layers=3,hidden=32,heads=2,kv_heads=1,vocab=64"]
 

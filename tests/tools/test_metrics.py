@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from piecegraph import Batch, prepare
-from piecegraph.tools.report.metrics import MetricsCollector, metrics_text, read_metrics
+from piecegraph.tools.integrations.prometheus import MetricsCollector, metrics_text, read_metrics
 
 pytestmark = pytest.mark.compile
 

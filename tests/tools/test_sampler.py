@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.tools.engine.sampler import Sampler
-from piecegraph.tools.engine.sampler_warmup import CONFIGURATIONS, sampler_warmup
-from piecegraph.tools.engine.sampling_params import GREEDY, SamplingParams
+from piecegraph.tools.engine.sampler import CONFIGURATIONS, Sampler, sampler_warmup
+from piecegraph.tools.engine.scheduler import GREEDY, SamplingParams
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from piecegraph.errors import InvalidSetting, ToolMissing
 from piecegraph.tools.cli.sizes_commands import sizes_app
 from piecegraph.tools.serve.fitted_sizes import decode_steps, draw, fit_trace, read_sizes
 from piecegraph.tools.serve.options import parse_sizes
-from piecegraph.tools.serve.trace_reader import EXCERPT, TraceRow, read_trace
+from piecegraph.tools.serve.requests import EXCERPT, TraceRow, read_trace
 
 
 def test_one_request_decodes_alone():

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from piecegraph.tools.report.tables import benchmark_tables, size, table
+from piecegraph.tools.report.sections import as_terminal, benchmark_section, rich_table, size
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,17 @@ def test_sizes_have_binary_units(num_bytes, text):
 
 def test_cells_are_not_read_as_markup():
     stream = io.StringIO()
-    Console(file=stream).print(table("t", ("a",), [("[bold]x[/bold]",)]))
+    Console(file=stream).print(rich_table("t", ("a",), [("[bold]x[/bold]",)]))
     assert "[bold]x[/bold]" in stream.getvalue()
 
 
 def test_a_benchmark_without_rows_still_shows_its_ratios():
-    (ratios,) = benchmark_tables("b", {"rows": [], "ratios": {"a_over_b": 2.0}})
+    (ratios,) = tables("b", {"rows": [], "ratios": {"a_over_b": 2.0}})
     assert ratios.title == "Ratios"
+
+
+def tables(name, result):
+    return as_terminal(benchmark_section(name, result))
 
 
 def shown(*tables, width=80):
@@ -43,7 +47,7 @@ def shown(*tables, width=80):
 
 def test_a_terminal_s_width_cuts_no_word_of_a_header():
     heads = ["way", "layers", "import torch", "ready", "trace", "compile", "libraries", "look up"]
-    text = shown(table("t", heads, [[name * 3 for name in heads]]))
+    text = shown(rich_table("t", heads, [[name * 3 for name in heads]]))
     for word in " ".join(heads).split():
         assert word in text
 
@@ -53,7 +57,7 @@ def test_a_benchmark_shows_what_it_measured_to_three_digits():
         {"way": "a", "ready": 12.3456, "store": None},
         {"way": "b", "ready": 0.5, "store": None},
     ]
-    first, _ = benchmark_tables("b", {"rows": rows, "ratios": {}, "note": "modelled"})
+    first, _ = tables("b", {"rows": rows, "ratios": {}, "note": "modelled"})
     text = shown(first)
     assert "12.3 " in text
     assert "store" not in text
@@ -62,11 +66,11 @@ def test_a_benchmark_shows_what_it_measured_to_three_digits():
 
 def test_more_columns_than_fit_stand_below_each_other():
     row = {f"measure {n}": n for n in range(12)}
-    text = shown(next(benchmark_tables("b", {"rows": [{"way": "a", **row}], "ratios": {}})))
+    text = shown(next(tables("b", {"rows": [{"way": "a", **row}], "ratios": {}})))
     assert all(name in text for name in row)
 
 
 def test_a_benchmark_may_show_fewer_columns_than_it_measures():
     rows = [{"way": "a", "ready": 1.0, "split": 0.1}]
     result = {"rows": rows, "ratios": {}, "columns": ["way", "ready"]}
-    assert "split" not in shown(next(benchmark_tables("b", result)))
+    assert "split" not in shown(next(tables("b", result)))

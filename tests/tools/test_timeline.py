@@ -6,7 +6,7 @@ import json
 
 from piecegraph import Events
 from piecegraph.tools.engine.engine import StepRecord
-from piecegraph.tools.report.timeline import MAX_STEPS, chrome_trace
+from piecegraph.tools.explain.timeline import MAX_STEPS, chrome_trace
 
 
 def step(seconds):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from piecegraph.tools.engine import clock
+from piecegraph.tools.engine import engine as clock
 from piecegraph.tools.serve import verify
 from piecegraph.tools.serve.verify import Verifier
 

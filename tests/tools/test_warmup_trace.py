@@ -10,16 +10,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from piecegraph.tools.bench._real_serving import on_a_device
+from piecegraph.tools.bench._serving import gpu_options
 from piecegraph.tools.engine.decoder_config import parse_decoder_config
-from piecegraph.tools.serve import run
-from piecegraph.tools.serve.workload import read_requests
+from piecegraph.tools.serve import service
+from piecegraph.tools.serve.requests import read_requests
 
 
 @pytest.mark.compile
 def test_kv_contents_tables_and_random_state_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     before: dict[str, Any] = {}
-    make_tasks = run._warmup_tasks
+    make_tasks = service._warmup_tasks
 
     def fill_first(prepared: Any, model: Any, engine: Any) -> Any:
         for cache in engine.defragmenter._caches:
@@ -31,9 +31,9 @@ def test_kv_contents_tables_and_random_state_are_as_before(monkeypatch: pytest.M
         before["torch"] = torch.get_rng_state()
         return make_tasks(prepared, model, engine)
 
-    monkeypatch.setattr(run, "_warmup_tasks", fill_first)
+    monkeypatch.setattr(service, "_warmup_tasks", fill_first)
     options = replace(
-        on_a_device("eager", 4),
+        gpu_options("eager", 4),
         device="cpu",
         dtype="float32",
         model=parse_decoder_config("layers=2,hidden=32,heads=2,kv_heads=1"),
@@ -42,8 +42,8 @@ def test_kv_contents_tables_and_random_state_are_as_before(monkeypatch: pytest.M
         max_num_reqs=4,
     )
     requests = read_requests(options)
-    with run.bring_up(options, requests, [], Console(file=io.StringIO())) as service:
-        engine = service.engine
+    with service.start_service(options, requests, [], Console(file=io.StringIO())) as started:
+        engine = started.engine
         caches = engine.defragmenter._caches
         for now, then in zip(caches, before["caches"], strict=True):
             assert torch.equal(now[1:], then[1:])  # all but the dump block, where padding writes
@@ -52,6 +52,6 @@ def test_kv_contents_tables_and_random_state_are_as_before(monkeypatch: pytest.M
         assert torch.equal(engine.sampler.generator.get_state(), before["sampler"])
         assert torch.equal(torch.get_rng_state(), before["torch"])
         assert engine.served.steps == []
-        done = [event.facts["shape"] for event in service.prepared.events.named("warmup")]
-        assert service.prepared.ledger.bytes("KV cache") == sum(c.nbytes for c in caches)
+        done = [event.facts["shape"] for event in started.prepared.events.named("warmup")]
+        assert started.prepared.ledger.bytes("KV cache") == sum(c.nbytes for c in caches)
     assert {"sampler 4", "defragmenter 512", "FULL 4", "PIECEWISE 1", "num_tokens 32"} <= set(done)

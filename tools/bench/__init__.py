@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from ...errors import InvalidSetting
-from ..report.plotting import figure_class
+from ..report.output import figure_class
 
 
 class Benchmark(Protocol):

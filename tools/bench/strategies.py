@@ -16,10 +16,9 @@ import torch
 
 from ... import CaptureStrategy, Config
 from ..engine.scheduler import Request
-from ..report.plotting import figure_class
-from ..serve.trace_reader import EXCERPT, read_trace
-from ._modelled_serving import serve_modelled
-from ._serving_result import ServingResult
+from ..report.output import figure_class
+from ..serve.requests import EXCERPT, read_trace
+from ._serving import ServingResult, serve_modelled, serve_on_gpu
 
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2048, 256
 MODELLED = "without a GPU the times of steps and captures are modelled, not measured"
@@ -29,9 +28,7 @@ def run(quick: bool) -> dict[str, Any]:
     """A row for each strategy in milliseconds; ratios of time to ready and of all capture time."""
     requests = 60 if quick else 400
     if torch.cuda.is_available():
-        from ._real_serving import serve_really
-
-        served = {strategy: serve_really(strategy, requests) for strategy in CaptureStrategy}
+        served = {strategy: serve_on_gpu(strategy, requests) for strategy in CaptureStrategy}
     else:
         served = {strategy: _modelled(strategy, requests) for strategy in CaptureStrategy}
     eager, delayed = served[CaptureStrategy.EAGER], served[CaptureStrategy.DELAYED]

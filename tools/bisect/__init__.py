@@ -1,27 +1,7 @@
-"""Finds where a wrong number is made; see docs/bisect.md.
+"""Finds which part of the library makes a wrong number; see docs/bisect.md."""
 
-Names are imported on first use: the command line imports this package without torch.
-"""
+from .case import BisectCase, Step
+from .finding import Finding
+from .search import bisect, reproduce
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from ...lazy import lazy_names
-
-if TYPE_CHECKING:
-    from .climb import bisect as bisect
-    from .finding import Finding as Finding
-    from .script import reproduce as reproduce
-    from .subject import Step as Step
-    from .subject import Subject as Subject
-
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        ".climb": ("bisect",),
-        ".finding": ("Finding",),
-        ".script": ("reproduce",),
-        ".subject": ("Step", "Subject"),
-    },
-)
+__all__ = ["BisectCase", "Finding", "Step", "bisect", "reproduce"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import Decision, ForwardContext, PreparedModel, forward_context
 from ...torch_compat.ops import OpOverload, given_arguments, op_name, overload_name
 from ...torch_compat.tensors import TorchDispatchMode, tree_leaves
-from .subject import Subject
+from .case import BisectCase
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,27 +68,27 @@ def copies(value: Any) -> list[Tensor]:
     return [leaf.detach().clone() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def run_eagerly(subject: Subject) -> list[Ran]:
+def run_eagerly(case: BisectCase) -> list[Ran]:
     """The truth: the model itself on just the real rows."""
     runs = []
-    for step in subject.steps:
+    for step in case.steps:
         decision = step.without_graph()
         metadata = step.metadata_for(decision)
-        context = forward_context(ForwardContext(subject.layers, metadata))
-        calls = _Calls(subject.config.splitting_ops)
+        context = forward_context(ForwardContext(case.layers, metadata))
+        calls = _Calls(case.config.splitting_ops)
         with context, torch.no_grad(), calls:
-            results = subject.model(*step.args, **step.kwargs)
+            results = case.model(*step.args, **step.kwargs)
         runs.append(Ran(decision, copies(results), calls.calls))
     return runs
 
 
-def run_prepared(subject: Subject, prepared: PreparedModel) -> list[Ran]:
+def run_prepared(case: BisectCase, prepared: PreparedModel) -> list[Ran]:
     """The steps through `prepared`, up to the first that raises."""
     runs: list[Ran] = []
-    for step in subject.steps:
+    for step in case.steps:
         ran = Ran(prepared.dispatch(step.batch))
         runs.append(ran)
-        calls = _Calls(subject.config.splitting_ops)
+        calls = _Calls(case.config.splitting_ops)
         try:
             metadata = step.metadata_for(ran.decision)
             with calls:

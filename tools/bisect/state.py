@@ -1,4 +1,4 @@
-"""The state that steps change: tensors of layers and buffers, put back before each rung."""
+"""The state that steps change: tensors of layers and buffers, put back before each stage."""
 
 from __future__ import annotations
 

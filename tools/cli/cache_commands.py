@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...errors import CacheNotWritable, InvalidSetting
-from ..report.tables import size as shown_size
-from ..serve.options import RunOptions, writable, writing
-from ..serve.run_arguments import with_run_options
+from ..report.output import outputs
+from ..report.sections import rich_table
+from ..report.sections import size as shown_size
+from ..serve.options import RunOptions
+from .arguments import with_run_options
 from .cache_entries import cache_directory, is_pinned, label, manifests, named
 
 if TYPE_CHECKING:
@@ -41,8 +43,6 @@ def list_command(cache_dir: DirOption = None) -> int:
     """List the entries, the one used last first."""
     from rich.console import Console
 
-    from ..report.tables import table
-
     root = cache_directory(cache_dir)
     if not root.is_dir():
         print(f"error: there is no directory {root}", file=sys.stderr)
@@ -58,7 +58,7 @@ def list_command(cache_dir: DirOption = None) -> int:
         for manifest, used in sorted(manifests(root), key=lambda found: -found[1])
     ]
     columns = ("entry", "size", "blobs", "used", "facts")
-    Console().print(table(f"Entries: {len(rows)}", columns, rows))
+    Console().print(rich_table(f"Entries: {len(rows)}", columns, rows))
     return 0
 
 
@@ -94,7 +94,7 @@ def verify_command(cache_dir: DirOption = None) -> int:
 def why_command(options: RunOptions) -> int:
     """Say whether `piecegraph run` with these options would hit, and if not, why; status 1."""
     from ... import why
-    from ..serve.run import build_model, find_device, library_config
+    from ..serve.service import build_model, find_device, library_config
 
     answer = why(build_model(options, find_device(options.device)), library_config(options))
     print(answer)
@@ -150,7 +150,8 @@ def export_command(
     from ...cache.signing import secret_from_environment
 
     root, secret = cache_directory(cache_dir), secret_from_environment()
-    writable("PATH", path)
+    (to_file,) = outputs({"PATH": path})
+    assert to_file is not None
     chosen = named(root, names or ()) or [
         manifest for manifest, _ in manifests(root) if manifest.kind == "bundle"
     ]
@@ -161,7 +162,7 @@ def export_command(
             reason="it holds no bundle",
             expected="a cache that `piecegraph cache warm` or a run has filled",
         )
-    with writing(path):
+    with to_file.writing():
         export_entries(chosen, DirectoryLayer(root, name=str(root)), path, secret)
     signed = "signed" if secret else "not signed"
     print(f"{len(chosen)} entries, {shown_size(path.stat().st_size)}, {signed}: {path}")
@@ -227,7 +228,7 @@ def warm_command(
 ) -> int:
     """Build the bundle of a model without serving, for every rank."""
     from ... import Events, compile_ahead, prepare
-    from ..serve.run import build_model, find_device, library_config
+    from ..serve.service import build_model, find_device, library_config
 
     config = library_config(options)
     _refuse_unkept(config)

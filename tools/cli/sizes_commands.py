@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..serve.options import STDOUT, different_files, writable, write, writing
+from ..report.output import outputs
 
 sizes_app = typer.Typer(
     help="Capture sizes fitted to traffic.", no_args_is_help=True, rich_markup_mode=None
@@ -37,19 +37,18 @@ def fit(
 ) -> None:
     """Fit capture sizes to TRACE and show the padding they waste on its second half."""
     from ..serve.fitted_sizes import draw, fit_trace, render
-    from ..serve.trace_reader import read_trace
+    from ..serve.requests import read_trace
 
-    writable("--json", json_path, or_stdout=True)
-    writable("--plot", plot)
-    writable("--output", output)
-    different_files({"--json": json_path, "--plot": plot, "--output": output})
+    to_json, to_plot, to_output = outputs(
+        {"--json": json_path, "--plot": plot, "--output": output}, stdout=("--json",)
+    )
     result = fit_trace(read_trace(trace), max_graphs=max_graphs, rate=rate)
-    if json_path != STDOUT:
+    if to_json is None or not to_json.is_stdout:
         typer.echo(render(result))
-    if json_path:
-        write(json_path, json.dumps(result, indent=2) + "\n")
-    if output:
-        write(output, json.dumps({"capture_sizes": result["sizes"]}) + "\n")
-    if plot:
-        with writing(plot):
-            draw(result, plot)
+    if to_json:
+        to_json.write(json.dumps(result, indent=2) + "\n")
+    if to_output:
+        to_output.write(json.dumps({"capture_sizes": result["sizes"]}) + "\n")
+    if to_plot:
+        with to_plot.writing() as path:
+            draw(result, path)

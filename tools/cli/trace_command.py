@@ -14,7 +14,7 @@ import typer
 
 from ...cache.keys.environment import child_environment
 from ...errors import InvalidSetting, ToolFailed, ToolMissing
-from ..serve.options import writable_directory
+from ..serve.options import writable_folder
 
 
 def trace_command(
@@ -23,7 +23,7 @@ def trace_command(
 ) -> int:
     """Run a command with tracing on and render the trace with tlparse; its exit status."""
     tlparse = find_tlparse()
-    writable_directory("--output", output)
+    writable_folder("--output", output)
     if any(output.iterdir()) and not (output / "index.html").exists():
         raise InvalidSetting(
             name="--output",

@@ -7,16 +7,17 @@ and runs with the real rows; padding, graphs and static buffers are the library'
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ... import Batch, PreparedModel
-from .clock import Clock
-from .defragmenter import Defragmenter
+from .kv_cache import Defragmenter
 from .metadata import MetadataBuffers
 from .sampler import Sampler
 from .scheduler import Request, Schedule, Scheduler
@@ -40,6 +41,33 @@ class Served:
 
     steps: list[StepRecord] = field(default_factory=list)
     token_times: dict[int, list[float]] = field(default_factory=dict)
+
+
+class Clock:
+    """Seconds since it was last started; it can jump over idle time and stand still for a while."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Count from 0 again."""
+        self._zero = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._zero
+
+    def skip_to(self, moment: float) -> None:
+        """Jump ahead to `moment`; a moment that has passed changes nothing."""
+        self._zero -= max(0.0, moment - self.now())
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Let no time pass meanwhile."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._zero += time.perf_counter() - before
 
 
 class Engine:
@@ -88,7 +116,7 @@ class Engine:
         """Run one step; returns the requests it completed."""
         began = self.clock.now()
         schedule = self.scheduler.schedule()
-        decision = self.prepared.dispatch(facts_of(schedule))
+        decision = self.prepared.dispatch(to_batch(schedule))
         metadata = self.buffers.fill(schedule, self.scheduler.blocks, decision.descriptor)
         hidden = self.run(decision, *self._inputs(schedule), metadata=metadata)
         sampled = self._sample(schedule, hidden)
@@ -131,7 +159,7 @@ class Engine:
         return self.sampler.sample(self.logits(hidden[rows]), params) if rows else []
 
 
-def facts_of(schedule: Schedule) -> Batch:
+def to_batch(schedule: Schedule) -> Batch:
     """What the library has to know of a step."""
     return Batch(
         num_tokens=schedule.num_tokens,

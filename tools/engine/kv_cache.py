@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from ... import AuxiliaryTask
+from .block_manager import DUMP_BLOCK, BlockManager
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +44,58 @@ def allocate_layer_caches(
         )
         for name in layer_names
     }
+
+
+THRESHOLD = 32
+"""Unused blocks below the highest used one that are put up with."""
+
+SWAP_SIZES = (8, 16, 32, 64, 128, 256, 512)
+"""Numbers of pairs that are exchanged at once: lists of pairs are padded to one of them."""
+
+
+class Defragmenter:
+    """Moves blocks between steps; tables of requests and the list of free blocks follow."""
+
+    def __init__(
+        self, blocks: BlockManager, layers: Mapping[str, LayerCache], *, threshold: int = THRESHOLD
+    ) -> None:
+        self._blocks = blocks
+        self._caches = [cache for layer in layers.values() for cache in (layer.keys, layer.values)]
+        self._threshold = threshold
+
+    def run(self) -> int:
+        """Defragment if it is worth it; returns the number of pairs that changed places."""
+        used = self._blocks.used
+        if max(used, default=0) - self._threshold <= len(used):
+            return 0
+        pairs = swap_pairs(used, self._blocks.free_blocks)
+        self.swap(pairs)
+        self._blocks.exchange(pairs)
+        return len(pairs)
+
+    def swap(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Exchange the contents of the blocks of each pair; padding exchanges the dump block."""
+        self._swap(pairs, next(size for size in SWAP_SIZES if size >= len(pairs)))
+
+    def _swap(self, pairs: Sequence[tuple[int, int]], size: int) -> None:
+        padded = [*pairs, *[(DUMP_BLOCK, DUMP_BLOCK)] * (size - len(pairs))]
+        table = torch.tensor(padded, device=self._caches[0].device)
+        for cache in self._caches:
+            cache[table.flip(1).flatten()] = cache[table.flatten()]
+
+    def warmup(self) -> AuxiliaryTask:
+        """The task: an exchange of every size, done and undone. Nothing without two blocks."""
+
+        def run(size: int) -> None:
+            for _ in ("done", "undone"):
+                self._swap([(2, 1)], size)
+
+        sizes = SWAP_SIZES if self._blocks.num_blocks > 2 else ()
+        return AuxiliaryTask("defragmenter", sizes, "blocks change places between steps", run)
+
+
+def swap_pairs(used: Sequence[int], free: Sequence[int]) -> list[tuple[int, int]]:
+    """(used, free) block ids: the highest used with the lowest free, as long as that is a gain."""
+    candidates = zip(sorted(used, reverse=True), sorted(free), strict=False)
+    gains = [(high, low) for high, low in candidates if low < high]
+    return gains[: SWAP_SIZES[-1]]

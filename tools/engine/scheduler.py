@@ -14,7 +14,18 @@ from dataclasses import dataclass, field
 
 from ...errors import InvalidSetting, RequestTooLong
 from .block_manager import BlockManager
-from .sampling_params import GREEDY, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Temperature 0 is greedy; `top_k` 0 and `top_p` 1 exclude nothing."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+GREEDY = SamplingParams()
 
 
 @dataclass(slots=True, eq=False)

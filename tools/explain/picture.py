@@ -19,7 +19,7 @@ LEFT, FIRST_LANE, LANE, LABELS = 20, 170, 14, 260
 HEAD, TAIL = 14, 9
 """Steps shown at the beginning and at the end of a chain too long to be shown whole."""
 
-COLOURS = 8
+COLORS = 8
 SHAPES = 5
 """Shapes written beside one step at most."""
 
@@ -102,7 +102,7 @@ def _box(row: int, step: Facts) -> str:
         name = step["op"].removesuffix(".default")
         return f'<rect {place} rx="17" class="op"/>' + _centred(row, name, "label")
     index = step["piece"]
-    shape = f'<rect {place} rx="4" class="piece c{index % COLOURS}"/>'
+    shape = f'<rect {place} rx="4" class="piece c{index % COLORS}"/>'
     return f'<a href="#piece-{index}">{shape}{_centred(row, f"piece {index}", "label")}</a>'
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from ...dispatch import default_capture_sizes, fit_validated, padding_waste, tail_sizes
 from ...errors import InvalidSetting
-from ..report.plotting import figure_class
-from .trace_reader import TraceRow
+from ..report.output import figure_class
+from .requests import TraceRow
 
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2048, 256
 STEP_SECONDS, TOKEN_SECONDS = 8e-3, 3e-5

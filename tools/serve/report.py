@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ..engine.decoder_config import DecoderConfig
 from ..engine.engine import Served
 from ..engine.scheduler import Request
-from .latency import summarise, token_latencies
+from ..report.output import Output
+from ..report.sections import Section, Table, columns, size
 from .options import RunOptions
 from .verify import Verification
 
@@ -44,7 +50,7 @@ def build_report(
         "serving": _serving(requests, served),
         "latency": {
             **token_latencies(arrivals, served.token_times),
-            "step": summarise([step.seconds for step in served.steps]),
+            "step": summarize([step.seconds for step in served.steps]),
         },
         "verification": _verification(verification),
     }
@@ -75,10 +81,16 @@ def _verification(verification: Verification) -> Report:
 
 
 def _options(options: RunOptions) -> Report:
-    return {
-        name: str(fact) if isinstance(fact, Path) else fact
-        for name, fact in asdict(options).items()
-    }
+    """Options as JSON: enums by name, paths as text."""
+    plain: Report = {}
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if isinstance(value, Enum):
+            value = value.name
+        elif isinstance(value, Path | Output):
+            value = str(value)
+        plain[each.name] = asdict(value) if isinstance(value, DecoderConfig) else value
+    return plain
 
 
 def _version(distribution: str) -> str | None:
@@ -86,3 +98,154 @@ def _version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:  # run from a source tree that is not installed
         return None
+
+
+PERCENTILES = {"median": 50, "p90": 90, "p99": 99}
+
+Summary = dict[str, float | None]
+
+
+def summarize(seconds: Sequence[float]) -> Summary:
+    """Percentiles by linear interpolation; None where there was nothing to measure."""
+    if not seconds:
+        return dict.fromkeys(PERCENTILES)
+    values = np.percentile(seconds, list(PERCENTILES.values()))
+    return dict(zip(PERCENTILES, map(float, values), strict=True))
+
+
+def token_latencies(
+    arrivals: Mapping[int, float], token_times: Mapping[int, Sequence[float]]
+) -> dict[str, Summary]:
+    """Time from a request's arrival to its first token, and from each token to the next."""
+    first = [times[0] - arrivals[request] for request, times in token_times.items()]
+    return {
+        "time_to_first_token": summarize(first),
+        "inter_token": summarize(between_tokens(token_times)),
+    }
+
+
+def between_tokens(token_times: Mapping[int, Sequence[float]]) -> list[float]:
+    """Seconds from each token of a request to its next."""
+    return [later - earlier for times in token_times.values() for earlier, later in pairwise(times)]
+
+
+def run_sections(report: Report) -> list[Section]:
+    """The report in sections, for people."""
+    verification = report["verification"]
+    style = "green" if verification["ok"] else "bold red"
+    return [
+        _startup_section(report["startup"]),
+        Section("", [Table(list(_facts(report).items()))]),
+        Section(
+            "Captures",
+            [
+                Table(
+                    [
+                        (c["mode"], c["num_tokens"], f"{c['ms']:.2f}", size(c["bytes"]))
+                        for c in report["captures"]
+                    ],
+                    columns("mode", "tokens", "ms", "memory"),
+                )
+            ],
+        ),
+        _dispatch_section(report["dispatch"]),
+        Section(
+            "Latency, ms",
+            [
+                Table(
+                    [
+                        (name.replace("_", " "), *map(_ms, summary.values()))
+                        for name, summary in report["latency"].items()
+                    ],
+                    columns("", *PERCENTILES),
+                )
+            ],
+        ),
+        Section("Serving", notes=[_served(report["serving"])]),
+        Section(
+            "Verification",
+            notes=[_verdict(verification)],
+            style=style if verification["steps"] else "yellow",
+        ),
+    ]
+
+
+def _startup_section(startup: Report) -> Section:
+    """One line for each phase; phases of the same name share a line.
+
+    The total of `prepare` follows its phases; the captures come after it.
+    """
+    times: dict[str, list[float]] = {}
+    for phase in startup["phases"]:
+        times.setdefault(phase["name"], []).append(phase["seconds"])
+    captures = times.pop("capture", None)
+    times["prepare in all"] = [startup["prepare_seconds"]]
+    if captures is not None:
+        times["capture"] = captures
+    rows = [(name, len(spent), f"{sum(spent):.3f}") for name, spent in times.items()]
+    return Section("Startup", [Table(rows, columns("phase", "times", "seconds"))])
+
+
+def _facts(report: Report) -> dict[str, str]:
+    cache, pieces, mode = report["cache"], report["pieces"], report["graph_mode"]
+    counters = report["counters"]
+    found = "hit" if cache["hit"] else "miss"
+    why = f": {cache['reason']}" if cache.get("reason") else ""
+    ranges = ", ".join(f"{low} to {high}" for low, high in pieces["ranges"]) or "none"
+    facts = {
+        "cache": f"{found}{why} ({cache['entries']} entries, {size(cache['bytes'])})",
+        "compiled": f"{counters['dynamo_traces']} Dynamo traces,"
+        f" {counters['inductor_compiles']} Inductor compiles",
+        "pieces": f"{pieces['total']}, {pieces['unique']} of them unique,"
+        f" in {pieces['segments']} segments; tokens {ranges}",
+        "graph mode": f"{mode['resolved']} ({mode['requested'] or 'no mode'} was asked for)",
+    }
+    return facts | ({"why": "; ".join(mode["reasons"])} if mode["reasons"] else {})
+
+
+def _dispatch_section(dispatch: Sequence[Report]) -> Section:
+    """Steps by mode and padded size; steps without a graph share a line for all their sizes."""
+    graphs = [entry for entry in dispatch if entry["mode"] != "NONE"]
+    without = [entry for entry in dispatch if entry["mode"] == "NONE"]
+    rows = [_dispatch_row(entry["mode"], str(entry["num_tokens"]), [entry]) for entry in graphs]
+    if without:
+        tokens = [entry["num_tokens"] for entry in without]
+        rows.append(_dispatch_row("NONE", f"{min(tokens)} to {max(tokens)}", without))
+    rows.append(_dispatch_row("all", "", dispatch))
+    return Section("Dispatch", [Table(rows, columns("mode", "tokens", "steps", "padding rows"))])
+
+
+def _dispatch_row(mode: str, tokens: str, entries: Sequence[Report]) -> tuple[str, ...]:
+    steps = sum(entry["count"] for entry in entries)
+    rows = sum(entry["count"] * entry["num_tokens"] for entry in entries)
+    padding = sum(entry["padded_tokens"] for entry in entries)
+    return mode, tokens, str(steps), f"{padding / rows:.1%}" if rows else "-"
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.2f}"
+
+
+def _served(serving: Report) -> str:
+    return (
+        f"served {serving['requests']} requests ({serving['prompt_tokens']} prompt tokens,"
+        f" {serving['generated_tokens']} generated) in {serving['steps']} steps"
+        f" and {serving['seconds']:.2f} s: {serving['generated_tokens_per_second']:.0f} tokens/s,"
+        f" {serving['requests_per_second']:.1f} requests/s,"
+        f" {serving['preemptions']} preemptions"
+    )
+
+
+def _verdict(verification: Report) -> str:
+    if not verification["ok"]:
+        mismatch = verification["mismatch"]
+        return (
+            f"verification FAILED at step {mismatch['step']} ({mismatch['mode']},"
+            f" descriptor {mismatch['descriptor']}): {mismatch['what']}"
+        )
+    if not verification["steps"]:
+        return "not verified"
+    return (
+        f"verified {verification['steps']} steps against the eager model:"
+        f" largest difference {verification['max_abs_diff']:.2g}"
+    )

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
-from ... import BatchDescriptor, PreparedModel, RuntimeMode
+from ... import BatchDescriptor, ForwardContext, PreparedModel, RuntimeMode, forward_context
 from ..engine.block_manager import DUMP_BLOCK
-from ..engine.clock import Clock
+from ..engine.engine import Clock
 from ..engine.kv_cache import LayerCache
 from ..engine.metadata import AttentionMetadata
-from .eager import run_eagerly
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+"""Absolute and relative, for outputs behind a norm: compiled code adds up in another order."""
 
 SAMPLE_EVERY = 16
 
@@ -152,3 +154,15 @@ def _rows_differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Per slot, whether any element differs bit for bit (a NaN that stays is no change)."""
     differs = (one != other) & ~(one.isnan() & other.isnan())
     return differs.flatten(0, 1).flatten(1).any(dim=1)
+
+
+def run_eagerly(
+    model: torch.nn.Module,
+    layers: Mapping[str, LayerCache],
+    metadata: AttentionMetadata,
+    *inputs: torch.Tensor,
+) -> torch.Tensor:
+    """The model's output for just the real rows; writes into `layers`."""
+    with forward_context(ForwardContext(layers, metadata.unpadded())), torch.no_grad():
+        output: torch.Tensor = model(*inputs)
+    return output

@@ -1,4 +1,4 @@
-"""The reference decoder as a subject: the first steps of a real serving run, recorded eagerly."""
+"""The reference decoder as a case: the first steps of a real serving run, recorded eagerly."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rich.console import Console
 
 from ... import BatchDescriptor, Decision
 from ..engine.block_manager import BlockManager
-from ..engine.engine import facts_of
+from ..engine.engine import to_batch
 from ..engine.metadata import AttentionMetadata, MetadataBuffers
 from ..engine.scheduler import Request, Schedule
 from ..serve.options import RunOptions
-from ..serve.run import Service, bring_up, library_config
-from .subject import Step, Subject
+from ..serve.service import Service, library_config, start_service
+from .case import BisectCase, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ScheduledMetadata:
         return self.buffers.fill(self.schedule, self.blocks, decision.descriptor)
 
 
-class _Recorder:
+class _StepRecorder:
     """Takes the place of the engine's buffers and of its `run`; `steps` is what passed by."""
 
     def __init__(self, service: Service) -> None:
@@ -46,7 +46,7 @@ class _Recorder:
         self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor
     ) -> AttentionMetadata:
         kept = ScheduledMetadata(copy.deepcopy(schedule), copy.deepcopy(blocks), self._buffers)
-        self.steps.append(Step((), facts_of(schedule), kept))
+        self.steps.append(Step((), to_batch(schedule), kept))
         return self._buffers.fill(schedule, blocks, descriptor)
 
     def run(self, decision: Decision, *inputs: torch.Tensor, metadata: Any) -> Any:
@@ -54,20 +54,20 @@ class _Recorder:
         return self._run(decision, *inputs, metadata=metadata)
 
 
-def decoder_subject(
+def decoder_case(
     options: RunOptions, requests: Sequence[Request], num_steps: int, console: Console
-) -> Subject:
+) -> BisectCase:
     """The first `num_steps` steps of serving `requests`, with an empty KV cache."""
     eager = replace(options, off=("all",), verify="none")
-    with bring_up(eager, requests, [], console) as service:
-        recorder = _Recorder(service)
+    with start_service(eager, requests, [], console) as service:
+        recorder = _StepRecorder(service)
         for _ in service.engine.serve(requests):
             if len(recorder.steps) == num_steps:
                 break
     for layer in service.layers.values():
         layer.keys.zero_()
         layer.values.zero_()
-    return Subject(
+    return BisectCase(
         model=service.model,
         config=library_config(options),
         steps=recorder.steps,

@@ -1,6 +1,6 @@
 """The ladder: settings that add one part of the library after the other.
 
-| rung         | what is new on it                                       |
+| stage         | what is new on it                                       |
 |--------------|---------------------------------------------------------|
 | traced graph | Dynamo's graph, run node by node                        |
 | split        | cut at splitting ops, each piece on its own, stitched   |
@@ -21,7 +21,7 @@ from typing import Any
 
 from ... import CaptureStrategy, Config, GraphMode, PreparedModel, prepare
 from ...dispatch import level_defaults
-from .subject import Subject
+from .case import BisectCase
 
 EAGER, TRACED, SPLIT, DEDUPE = "eager", "traced graph", "split", "dedupe"
 COMPILER, WARM, PARTITIONS = "compiler", "warm cache", "partitions"
@@ -29,23 +29,23 @@ PIECEWISE, FULL = "PIECEWISE", "FULL"
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """One rung: its name and the settings in which it differs from those asked for."""
+class Stage:
+    """One stage: its name and the settings in which it differs from those asked for."""
 
     name: str
     settings: dict[str, Any]
 
 
-def rungs(config: Config) -> Iterator[Rung]:
-    """The rungs that `config` has, from the ground."""
+def stages(config: Config) -> Iterator[Stage]:
+    """The stages that `config` has, from the ground."""
     if config.compile:
-        yield from _compiled_rungs(config)
+        yield from _compiled_stages(config)
     mode = _asked(config)
     if mode is not GraphMode.NONE:
         if config.splitting_ops:
-            yield Rung(PIECEWISE, {"graph_mode": GraphMode.PIECEWISE})
+            yield Stage(PIECEWISE, {"graph_mode": GraphMode.PIECEWISE})
         if not config.splitting_ops or mode is not GraphMode.PIECEWISE:
-            yield Rung(FULL, {})
+            yield Stage(FULL, {})
 
 
 def _asked(config: Config) -> GraphMode:
@@ -55,41 +55,41 @@ def _asked(config: Config) -> GraphMode:
     return level_defaults(config.level).mode if config.compile else GraphMode.NONE
 
 
-def _compiled_rungs(config: Config) -> Iterator[Rung]:
+def _compiled_stages(config: Config) -> Iterator[Stage]:
     """Those without graphs."""
     split = {"graph_mode": GraphMode.NONE, "use_inductor_graph_partition": False}
     plain = {**split, "cache": False}
     eager = {**plain, "compiler": "eager"}
-    yield Rung(TRACED, {**eager, "splitting_ops": ()})
+    yield Stage(TRACED, {**eager, "splitting_ops": ()})
     if config.splitting_ops:
-        yield Rung(SPLIT, {**eager, "dedupe": False})
+        yield Stage(SPLIT, {**eager, "dedupe": False})
         if config.dedupe:
-            yield Rung(DEDUPE, eager)
+            yield Stage(DEDUPE, eager)
     if config.compiler != "eager":
-        yield Rung(COMPILER, plain)
+        yield Stage(COMPILER, plain)
     if config.cache and config.compiler == "inductor":
-        yield Rung(WARM, split)
+        yield Stage(WARM, split)
     if config.use_inductor_graph_partition:
-        yield Rung(PARTITIONS, {"graph_mode": GraphMode.NONE})
+        yield Stage(PARTITIONS, {"graph_mode": GraphMode.NONE})
 
 
 @contextmanager
-def prepared_for(subject: Subject, rung: Rung) -> Iterator[PreparedModel]:
-    """The subject prepared and captured as `rung` says; closed at the end.
+def prepared_for(case: BisectCase, stage: Stage) -> Iterator[PreparedModel]:
+    """The case prepared and captured as `stage` says; closed at the end.
 
-    On the rung of the warm cache it is prepared twice, so that the second comes from a bundle.
+    On the stage of the warm cache it is prepared twice, so that the second comes from a bundle.
     """
-    config = subject.config.changed(**{"strategy": CaptureStrategy.EAGER, **rung.settings})
-    if rung.name == WARM:
-        _prepare(subject, config).close()
-    prepared = _prepare(subject, config)
+    config = case.config.changed(**{"strategy": CaptureStrategy.EAGER, **stage.settings})
+    if stage.name == WARM:
+        _prepare(case, config).close()
+    prepared = _prepare(case, config)
     try:
-        prepared.capture(subject.capture_metadata)
+        prepared.capture(case.capture_metadata)
         yield prepared
     finally:
         prepared.close()
 
 
-def _prepare(subject: Subject, config: Config) -> PreparedModel:
-    examples = None if config.inputs else (subject.steps[0].args, dict(subject.steps[0].kwargs))
-    return prepare(subject.model, config, examples=examples, layers=subject.layers)
+def _prepare(case: BisectCase, config: Config) -> PreparedModel:
+    examples = None if config.inputs else (case.steps[0].args, dict(case.steps[0].kwargs))
+    return prepare(case.model, config, examples=examples, layers=case.layers)

@@ -6,10 +6,13 @@ takes the place of the wall's. So strategies can be compared where no device is.
 
 from __future__ import annotations
 
+import io
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ... import Config, Dispatcher, GraphMode, RuntimeMode
+from rich.console import Console
+
+from ... import CaptureStrategy, Config, Dispatcher, GraphMode, RuntimeMode
 from ...dispatch import default_capture_sizes, make_plan
 from ...runtime.backends.ownership import Ownership
 from ...runtime.backends.replay import ReplayBackend
@@ -19,9 +22,12 @@ from ...runtime.records import CaptureRecord, Records
 from ...runtime.strategy.capturer import Capturer
 from ...runtime.strategy.ranks import alone
 from ..engine.block_manager import BlockManager
-from ..engine.engine import facts_of
+from ..engine.engine import to_batch
 from ..engine.scheduler import Request, Scheduler
-from ._serving_result import ServingResult
+from ..serve.options import RunOptions, read_run_options
+from ..serve.report import between_tokens
+from ..serve.requests import read_requests
+from ..serve.service import serve, start_service
 
 CAPTURE_S = 0.06
 """One capture, the run before it included; logs of an 8B model say 0.05 to 0.07."""
@@ -33,6 +39,20 @@ TOKEN_S = 0.00003
 GRAPH_BYTES = 2 << 20
 TOKEN_BYTES = 64 << 10
 """Bytes of a graph, and of activations for each token of a mode's largest size."""
+
+
+@dataclass
+class ServingResult:
+    """Times in seconds: until the engine is ready, from arrivals to first tokens, between tokens,
+    and of all captures. `captured` and `used` count graphs."""
+
+    ready: float = 0.0
+    first_token: list[float] = field(default_factory=list)
+    inter_token: list[float] = field(default_factory=list)
+    capture: float = 0.0
+    captured: int = 0
+    used: int = 0
+    bytes: int = 0
 
 
 @dataclass
@@ -108,7 +128,7 @@ def _serve(
         while arriving and arriving[0].arrival <= clock.now:
             scheduler.add(arriving.popleft())
         schedule = scheduler.schedule()
-        batch = facts_of(schedule)
+        batch = to_batch(schedule)
         if capturer.active:
             capturer.before_step(batch)
         decision = dispatcher.dispatch(batch)
@@ -123,3 +143,42 @@ def _serve(
             last[request.id] = clock.now
         scheduler.finish(schedule, [0] * len(sampling))
     return used - {-1}
+
+
+def gpu_options(strategy: str, count: int) -> RunOptions:
+    """The first `count` requests of the trace, all there at once, without compiling."""
+    return read_run_options(
+        model="small",
+        dtype="bfloat16",
+        device="cuda",
+        requests=count,
+        length_scale=0.2,
+        strategy=strategy,
+        max_num_tokens=2048,
+        max_num_reqs=256,
+        backend="eager",
+        no_cache=True,
+        verify="none",
+    )
+
+
+def serve_on_gpu(strategy: CaptureStrategy, count: int) -> ServingResult:
+    """Bring the reference engine up, serve, and tell what came of it."""
+    options = gpu_options(strategy.value, count)
+    requests, console = read_requests(options), Console(file=io.StringIO())
+    with start_service(options, requests, [], console) as service:
+        events = service.prepared.events
+        ready = sum(span.seconds for span in events.spans if span.name == "capture")
+        serve(service, requests, console)
+        times = service.engine.served.token_times
+        captures = events.named("capture")
+        used = [row for row in service.prepared.report()["dispatch"] if row["mode"] != "NONE"]
+        return ServingResult(
+            ready=ready,
+            first_token=[ready + moments[0] for moments in times.values()],
+            inter_token=between_tokens(times),
+            capture=sum(event.facts["ms"] for event in captures) / 1000,
+            captured=len(captures),
+            used=len(used),
+            bytes=sum(event.facts["bytes"] for event in captures),
+        )

@@ -30,8 +30,8 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """A model with `steps`, which are run in order, from the same state on every rung.
+class BisectCase:
+    """A model with `steps`, which are run in order, from the same state on every stage.
 
     `layers` is what splitting ops find in the forward context, `capture_metadata` what
     `PreparedModel.capture` takes. A step is wrong where an element differs from the eager model's

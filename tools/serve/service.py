@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +17,8 @@ from rich.console import Console
 from ... import (
     AttentionSupport,
     AuxiliaryTask,
-    CaptureStrategy,
     Config,
     Events,
-    GraphMode,
     PreparedModel,
     RuntimeMode,
     prepare,
@@ -27,21 +27,17 @@ from ... import (
 from ...errors import InvalidSetting, TooLarge
 from ..engine.attention import SPLITTING_OP
 from ..engine.block_manager import BlockManager
-from ..engine.clock import Clock
-from ..engine.defragmenter import Defragmenter
-from ..engine.engine import Engine
-from ..engine.kv_cache import LayerCache, allocate_layer_caches
+from ..engine.engine import Clock, Engine
+from ..engine.kv_cache import Defragmenter, LayerCache, allocate_layer_caches
 from ..engine.metadata import MetadataBuffers
 from ..engine.model import INPUTS, Decoder
-from ..engine.sampler import Sampler
-from ..engine.sampler_warmup import sampler_warmup
+from ..engine.sampler import Sampler, sampler_warmup
 from ..engine.scheduler import Request, Scheduler
-from .memory import require_memory
+from ..report.sections import size
 from .options import RunOptions
 from .progress import counting, working
 from .report import Report, build_report
-from .tolerance import TOLERANCE
-from .verify import SAMPLE_EVERY, Verification, Verifier
+from .verify import SAMPLE_EVERY, TOLERANCE, Verification, Verifier
 
 Phases = list[tuple[str, float]]
 
@@ -59,7 +55,7 @@ class Service:
 
 
 @contextmanager
-def bring_up(
+def start_service(
     options: RunOptions,
     requests: Sequence[Request],
     phases: Phases,
@@ -133,7 +129,7 @@ def find_device(name: str) -> torch.device:
 def library_config(options: RunOptions) -> Config:
     """The library's configuration for the reference decoder and its attention op."""
     left_to_the_library: dict[str, Any] = {
-        "graph_mode": options.mode and GraphMode[options.mode],
+        "graph_mode": options.mode,
         "level": options.level,
         "capture_sizes": options.capture_sizes,
         "cache_dir": options.cache_dir,
@@ -145,7 +141,7 @@ def library_config(options: RunOptions) -> Config:
         inputs=INPUTS,
         max_num_tokens=options.max_num_tokens,
         max_num_reqs=options.max_num_reqs,
-        strategy=CaptureStrategy[options.strategy],
+        strategy=options.strategy,
         compiler=options.backend,
         cache=options.cache,
         attention_support=AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE,
@@ -263,3 +259,42 @@ def _phase(phases: Phases, name: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     phases.append((name, time.perf_counter() - began))
+
+
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def require_memory(num_bytes: int) -> None:
+    """Raise TooLarge if the host cannot give so many bytes."""
+    available = available_bytes()
+    if num_bytes > available:
+        needed = f"about {size(num_bytes)} are needed, {size(available)} are available"
+        raise TooLarge(reason=needed)
+
+
+def available_bytes() -> int:
+    """What the machine has left, or the control group of this process if that is less."""
+    return min([_of_machine(), *_of_group()])
+
+
+def _of_machine() -> int:
+    """What the kernel says can be had without swapping; elsewhere all there is."""
+    if MEMINFO.exists():
+        for line in MEMINFO.read_text().splitlines():
+            name, _, amount = line.partition(":")
+            if name == "MemAvailable":
+                return int(amount.split()[0]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _of_group() -> Iterator[int]:
+    """Limit less use of a container's control group, if it has a limit (version 2, then 1)."""
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            yield int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text())
+        except (OSError, ValueError):
+            continue

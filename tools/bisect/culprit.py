@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from ... import Config, ForwardContext, PreparedModel, compile_graph, debug_pieces, forward_context
 from ...torch_compat.tensors import TorchDispatchMode, tree_leaves, tree_map_only
-from .compare import first_wrong
-from .subject import Subject
+from .case import BisectCase
+from .finding import first_wrong
+from .observe import Ran
+
+if TYPE_CHECKING:
+    from ...compile.ir.plan import Plan
 
 _ALLOCATIONS = (
     torch.empty,
@@ -34,21 +38,72 @@ _EMPTY = (
 _FRAME = re.compile(r'File "(?:[^"]*/)?([^"/]+)", line (\d+)')
 
 
-def guilty_operator(subject: Subject, prepared: PreparedModel, step: int, use: int) -> str | None:
+@dataclass(frozen=True, slots=True)
+class WrongCall:
+    """The first splitting call with a wrong tensor; `itself` if what it was given is right."""
+
+    index: int
+    itself: bool
+
+
+def find_call(right: Ran, ran: Ran, tolerance: float | None) -> WrongCall | None:
+    """None if all calls agree, or if they cannot be seen."""
+    for index, (want, have) in enumerate(zip(right.calls, ran.calls, strict=False)):
+        if first_wrong(want.before, have.before, tolerance):
+            return WrongCall(index, itself=False)
+        if first_wrong(want.after, have.after, tolerance):
+            return WrongCall(index, itself=True)
+    return None
+
+
+def find_piece(plan: Plan, call: WrongCall | None) -> int | None:
+    """The use of a piece that ran last before a wrong call; without one, the last of all."""
+    uses = calls = 0
+    for step in plan.steps:
+        if step.kind == "piece":
+            uses += 1
+        else:
+            if call is not None and calls == call.index:
+                break
+            calls += 1
+    return uses - 1 if uses else None
+
+
+def find_guard(plan: Plan, size: int) -> tuple[str | None, str]:
+    """Where the guard stands that does not hold, and what it says; (None, "") if all are proved."""
+    unproved = [guard for guard in plan.guards if not guard.proved]
+    broken = [guard for guard in unproved if size in _sizes(guard.failing)]
+    if not unproved:
+        return None, ""
+    guard = (broken or unproved)[0]
+    failing = ", ".join(str(one) for one in guard.failing) or guard.method
+    return _file(guard.where), f"guard {guard.expression} was not proved: it fails for {failing}"
+
+
+def _file(where: str | None) -> str | None:
+    """`file.py:8` without the directories, which may have been cut in the middle."""
+    return where and where.rpartition("/")[2]
+
+
+def _sizes(failing: tuple[dict[str, int], ...]) -> set[Any]:
+    return {size for sizes in failing for size in sizes.values()}
+
+
+def find_operator(case: BisectCase, prepared: PreparedModel, step: int, use: int) -> str | None:
     """The operator, with the user's line, that makes the piece of `use` wrong in `step`.
 
     None if the piece is right when it is compiled and run by itself on the same inputs, from
     whatever its memory held before.
     """
-    examples = None if subject.config.inputs else _arguments(subject, 0)
-    device = next(iter(subject.model.parameters()), torch.empty(0)).device
-    graphs = debug_pieces(subject.model, subject.config, device, examples)
+    examples = None if case.config.inputs else _arguments(case, 0)
+    device = next(iter(case.model.parameters()), torch.empty(0)).device
+    graphs = debug_pieces(case.model, case.config, device, examples)
     piece = graphs[prepared.compiled.plan.piece_uses()[use]]
-    values = _inputs_of(subject, prepared, [graph.graph for graph in graphs], step, use)
+    values = _inputs_of(case, prepared, [graph.graph for graph in graphs], step, use)
     nodes = [node for node in piece.graph.graph.nodes if node.op.startswith("call_")]
 
     def is_wrong(count: int) -> bool:
-        return _wrong(_beginning(piece.graph, nodes[:count]), piece.inputs, values, subject)
+        return _wrong(_beginning(piece.graph, nodes[:count]), piece.inputs, values, case)
 
     if not nodes or not is_wrong(len(nodes)):
         return None
@@ -60,7 +115,7 @@ def guilty_operator(subject: Subject, prepared: PreparedModel, step: int, use: i
 
 
 def _inputs_of(
-    subject: Subject, prepared: PreparedModel, graphs: Sequence[GraphModule], step: int, use: int
+    case: BisectCase, prepared: PreparedModel, graphs: Sequence[GraphModule], step: int, use: int
 ) -> list[Any]:
     """What the piece of `use` takes in `step` when all pieces run node by node."""
     taken: list[Any] = []
@@ -77,13 +132,13 @@ def _inputs_of(
     of_artifact = {a: piece for s in compiled.plan.ranges for piece, a in enumerate(s.artifacts)}
     pieces = tuple(_plainly(graphs[of_artifact[a]]) for a in range(len(compiled.pieces)))
     run = replace(compiled, pieces=pieces).link(piece_hook=hook)
-    for each, earlier in enumerate(subject.steps[: step + 1]):
-        args, kwargs = _arguments(subject, each)
-        bound = inspect.signature(subject.model.forward).bind(*args, **kwargs)
+    for each, earlier in enumerate(case.steps[: step + 1]):
+        args, kwargs = _arguments(case, each)
+        bound = inspect.signature(case.model.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         tensors = [_at(bound.arguments, i.path) for i in prepared.compiled.plan.inputs]
         metadata = earlier.metadata_for(earlier.without_graph())
-        with forward_context(ForwardContext(subject.layers, metadata)), torch.no_grad():
+        with forward_context(ForwardContext(case.layers, metadata)), torch.no_grad():
             run(*tensors)
     return taken
 
@@ -92,8 +147,8 @@ def _plainly(graph: GraphModule) -> Any:
     return lambda args: graph(*args)
 
 
-def _arguments(subject: Subject, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return subject.steps[step].args, dict(subject.steps[step].kwargs)
+def _arguments(case: BisectCase, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return case.steps[step].args, dict(case.steps[step].kwargs)
 
 
 def _at(arguments: Any, path: Sequence[str | int]) -> Any:
@@ -120,18 +175,18 @@ def _beginning(graph: GraphModule, nodes: Sequence[Node]) -> GraphModule:
     return GraphModule(graph, beginning)
 
 
-def _wrong(graph: GraphModule, fakes: list[Any], values: list[Any], subject: Subject) -> bool:
+def _wrong(graph: GraphModule, fakes: list[Any], values: list[Any], case: BisectCase) -> bool:
     """Whether `graph` compiled differs from itself run node by node; a failure to compile does."""
     with torch.no_grad():
         expected, other = (_run_on_memory_of(fill, graph, values) for fill in (0, 1))
         if not expected:
             return False
         try:
-            got = tree_leaves(_compiled(graph, fakes, subject.config)(_copied(values)))
+            got = tree_leaves(_compiled(graph, fakes, case.config)(_copied(values)))
         except Exception:
             return True
     seen = [_where_equal(*each) for each in zip(expected, other, got, strict=True)]
-    return first_wrong(expected, seen, subject.tolerance) is not None
+    return first_wrong(expected, seen, case.tolerance) is not None
 
 
 class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import csv
 import math
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ...errors import TraceMalformed, TraceUnreadable
+from ...errors import RequestTooLong, TraceMalformed, TraceUnreadable
+from ..engine.scheduler import Request
+
+if TYPE_CHECKING:
+    from .options import RunOptions
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 EXCERPT = Path(__file__).parent / "data" / "azure_conv_excerpt.csv"
@@ -91,3 +97,31 @@ def _length(name: str, cell: str, malformed: Callable[..., TraceMalformed]) -> i
 
 def _scaled(length: int, scale: float) -> int:
     return max(1, math.ceil(length * scale))
+
+
+def read_requests(options: RunOptions) -> list[Request]:
+    """One request a row of the trace, numbered from 0 in the order of arrival.
+
+    Raises what `read_trace` raises, and RequestTooLong for a request that goes beyond the model's
+    positions.
+    """
+    rows = read_trace(options.trace, limit=options.requests, length_scale=options.length_scale)
+    for i, row in enumerate(rows):
+        if row.num_prompt + row.num_generate > options.model.max_positions:
+            raise RequestTooLong(
+                request=i,
+                num_tokens=row.num_prompt + row.num_generate,
+                limit=options.model.max_positions,
+                limited_by="the model",
+            )
+    draw = random.Random(options.seed)
+    vocab = range(options.model.vocab)
+    return [
+        Request(
+            id=i,
+            tokens=draw.choices(vocab, k=row.num_prompt),
+            num_generate=row.num_generate,
+            arrival=row.arrival * options.time_scale,
+        )
+        for i, row in enumerate(rows)
+    ]

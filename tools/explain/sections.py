@@ -1,0 +1,232 @@
+"""The sections of an explanation, from its facts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ..report.sections import Section, Table, columns, size
+from .picture import picture
+
+Facts = dict[str, Any]
+
+NO_LIMIT = 2**60
+"""Bytes free on a device without a limit are reported as at least this many."""
+
+
+def sections(facts: Facts) -> list[Section]:
+    """One section for each subject, in the order of a startup and a run."""
+    return [
+        Section(
+            "Warnings",
+            [
+                Table(
+                    [(each["what"], each["todo"]) for each in facts["advice"]],
+                    columns("what", "what to do", what_to_do="text"),
+                )
+            ],
+            id="warnings",
+        ),
+        _startup(facts),
+        Section(
+            "Split graph",
+            notes=[
+                "Boxes of one color are uses of one unique piece; dashed ones are splitting ops."
+                " Lines carry values; those to the right skip steps."
+            ],
+            id="graph",
+            picture=picture(facts["steps"]),
+        ),
+        _pieces(facts),
+        Section(
+            "Guards",
+            [
+                Table(
+                    [
+                        (
+                            guard["expression"],
+                            guard["where"],
+                            guard["origin"],
+                            "yes" if guard["proved"] else "no",
+                            guard["method"],
+                        )
+                        for guard in facts["guards"]
+                    ],
+                    columns(
+                        *("guard", "where", "from", "proved", "by"),
+                        **dict.fromkeys(("where", "from", "proved", "by"), "text"),
+                        guard="code",
+                    ),
+                    empty="Tracing left no guard on a size.",
+                )
+            ],
+            [f"Policy: {facts['policy']}."],
+            id="guards",
+        ),
+        _cache(facts),
+        Section(
+            "Graph mode",
+            [
+                Table(
+                    [(reason,) for reason in facts["graph_mode"]["reasons"]],
+                    columns("why"),
+                    empty="It is the mode that was asked for.",
+                )
+            ],
+            [
+                f"Asked for: {facts['graph_mode']['requested'] or 'nothing'}."
+                f" In use: {facts['graph_mode']['resolved']}."
+            ],
+            id="mode",
+        ),
+        _captures(facts),
+        _dispatch(facts),
+        Section(
+            "Padding",
+            [
+                Table(
+                    [
+                        (
+                            row["mode"],
+                            row["num_tokens"],
+                            row["steps"],
+                            row["rows"],
+                            row["wasted"],
+                            f"{row['share']:.1%}",
+                        )
+                        for row in facts["padding"]
+                    ],
+                    columns("mode", "tokens", "steps", "rows", "wasted", "share"),
+                    empty="No step was padded: none ran in a graph.",
+                )
+            ],
+            id="padding",
+        ),
+        Section(
+            "Settings",
+            id="settings",
+            details=[("Resolved configuration", json.dumps(facts["settings"], indent=2))],
+            is_open=False,
+        ),
+    ]
+
+
+def _startup(facts: Facts) -> Section:
+    spans = facts["timeline"]
+    end = max((span["start"] + span["seconds"] for span in spans), default=0.0) or 1.0
+    rows = [
+        (
+            "\N{NO-BREAK SPACE}" * 4 * span["depth"] + f"{span['name']} {span['facts']}".rstrip(),
+            f"{span['start']:.3f}",
+            f"{span['seconds']:.3f}",
+            (span["start"] / end, span["seconds"] / end),
+        )
+        for span in spans
+    ]
+    heads = columns("phase", "start", "seconds", "when", when="bar")
+    return Section("Startup", [Table(rows, heads, "Seconds since preparing began")], id="startup")
+
+
+def _pieces(facts: Facts) -> Section:
+    pieces = facts["pieces"]
+    rows = [
+        (
+            piece["piece"],
+            piece["digest"][:12],
+            piece["nodes"],
+            len(piece["used_by"]),
+            piece["made"],
+            piece["seconds"] and f"{piece['seconds']:.2f}",
+            piece["kernels"],
+        )
+        for piece in pieces
+    ]
+    heads = columns(
+        *("piece", "digest", "nodes", "uses", "made", "seconds", "kernel libraries"),
+        digest="code",
+        made="text",
+    )
+    return Section(
+        "Pieces",
+        [Table(rows, heads, ids=[f"piece-{piece['piece']}" for piece in pieces])],
+        id="pieces",
+        details=[
+            (f"Source of piece {piece['piece']}", piece["source"])
+            for piece in pieces
+            if piece["source"]
+        ],
+    )
+
+
+def _cache(facts: Facts) -> Section:
+    cache = facts["cache"]
+    found = "Hit" if cache["hit"] else f"Miss: {cache['reason']}"
+    return Section(
+        "Cache",
+        notes=[f"{found}. {cache['entries']} entries, {size(cache['bytes'])} stored."],
+        id="cache",
+        details=list(_lookups(facts)),
+    )
+
+
+def _lookups(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Each look-up: what came of it, and the factors of its key."""
+    for row in facts["lookups"]:
+        found = f"hit in layer {row['layer']}" if row["hit"] else f"miss, {row['reason']}"
+        differs = [] if row["hit"] else row["differs"] or []
+        lines = ["differs from the nearest entry in:", *differs, ""] if differs else []
+        factors = json.dumps(row["factors"], indent=2, default=str)
+        yield f"{row['kind']}/{row['key'][:12]}: {found}", "\n".join([*lines, factors])
+
+
+def _captures(facts: Facts) -> Section:
+    memory, rows = facts["memory"], facts["captures"]
+    free = size(memory["free"]) if memory["free"] < NO_LIMIT else "no limit"
+    notes = [
+        f"Recordings hold {size(memory['recordings'])}; the device uses {size(memory['used'])}"
+        f" and has {free} free."
+    ]
+    notes += [
+        f"Forecast before the captures: {size(row['forecast'])}; actual: {size(row['actual'])}."
+        for row in facts["forecast"]
+    ]
+    largest = max((row["bytes"] for row in rows), default=0) or 1
+    plan = [
+        (
+            row["slot"],
+            row["mode"],
+            row["num_tokens"],
+            f"{row['ms']:.1f}" if row["captured"] else "not captured",
+            row["segments"],
+            size(row["bytes"]),
+            (0.0, row["bytes"] / largest),
+            row["steps"],
+        )
+        for row in rows
+    ]
+    heads = columns(
+        *("entry", "mode", "tokens", "ms", "segments", "memory", "share", "steps"),
+        mode="text",
+        share="bar",
+    )
+    owners = [(row["owner"], size(row["bytes"])) for row in facts["ledger"]]
+    held = Table(owners, columns("owner", "memory"), "Who holds the device's memory")
+    return Section("Capture plan", [Table(plan, heads), held], notes, id="captures")
+
+
+def _dispatch(facts: Facts) -> Section:
+    heat = facts["heat"]
+    hottest = max((n for row in heat["rows"] for n in row["counts"]), default=0) or 1
+    rows = [
+        (row["mode"], *((count or "", count / hottest) for count in row["counts"]))
+        for row in heat["rows"]
+    ]
+    heads = columns("mode", *heat["columns"], **dict.fromkeys(heat["columns"], "heat"))
+    by_size = Table(rows, heads, "Steps by runtime mode and number of real tokens")
+    why = [(row["mode"], row["reason"], row["count"]) for row in facts["reasons"]]
+    return Section(
+        "Dispatch",
+        [by_size, Table(why, columns("mode", "reason", "steps", reason="text"), "Why")],
+        id="dispatch",
+    )

@@ -1,0 +1,117 @@
+"""Files that a command writes: checked before the work begins, written at its end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...errors import InvalidSetting, OutputNotWritten, ToolMissing
+
+
+class Output:
+    """A file to write, or standard output for the path `-`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_stdout = path == Path("-")
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def write(self, text: str) -> None:
+        """Write all of `text`. Raises OutputNotWritten."""
+        with self.writing() as path:
+            if self.is_stdout:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            else:
+                path.write_text(text)
+
+    @contextmanager
+    def writing(self) -> Iterator[Path]:
+        """The path, for code that writes to it; its OSError becomes OutputNotWritten."""
+        try:
+            yield self.path
+        except OSError as error:
+            raise OutputNotWritten(path=self.path, reason=error.strerror or error) from error
+
+
+def outputs(
+    paths: Mapping[str, Path | None], *, stdout: Collection[str] = ()
+) -> list[Output | None]:
+    """One output for each option that has a path, in order.
+
+    Raises InvalidSetting if a file cannot be written, if two options name the same file, or for
+    `-` with an option that is not in `stdout`. Devices may be shared.
+    """
+    seen: dict[Path, str] = {}
+    made: list[Output | None] = []
+    for option, path in paths.items():
+        made.append(path and Output(path))
+        if path is None:
+            continue
+        to_stdout = path == Path("-")
+        if not (to_stdout and option in stdout) and (
+            to_stdout or path.is_dir() or not _can_be_written(path)
+        ):
+            allowed = ", or - for standard output" if option in stdout else ""
+            raise InvalidSetting(
+                name=option,
+                value=str(path),
+                reason="no file can be written there",
+                expected=f"a file in a folder that exists{allowed}",
+            )
+        if path.exists() and not path.is_file():
+            continue
+        place = path if to_stdout else Path(os.path.realpath(path))
+        if place in seen:
+            raise InvalidSetting(
+                name=option,
+                value=str(path),
+                reason=f"what {seen[place]} asks for goes there already",
+                expected="a file of its own for each",
+            )
+        seen[place] = option
+    return made
+
+
+def folder_fault(folder: Path) -> str:
+    """Why no file can be written into `folder`, which is made if missing; empty if one can."""
+    if folder.exists() and not folder.is_dir():
+        return "it is not a folder"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_unnamed_file(folder)
+    except OSError as error:
+        return (error.strerror or str(error)).casefold()
+    return ""
+
+
+def _can_be_written(path: Path) -> bool:
+    if path.exists():
+        return os.access(path, os.W_OK)
+    try:
+        _write_unnamed_file(path.parent)
+    except OSError:
+        return False
+    return True
+
+
+def _write_unnamed_file(folder: Path) -> None:
+    """Permission bits do not tell whether a file can be created, so create one."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def figure_class() -> Any:
+    """matplotlib's Figure. Raises ToolMissing without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ToolMissing(name="matplotlib", extra="tools") from None
+    return Figure

@@ -1,0 +1,157 @@
+"""Sections of a report: built once, shown on a terminal, as Markdown or on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table as RichTable
+
+WIDE = 8
+"""A table with more columns than this does not fit into the width of a terminal."""
+
+Kind = Literal["text", "code", "number", "bar", "heat"]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column; a `bar` is (start, width) and a `heat` (text, strength), as shares of 1.
+
+    Only a page draws bars; a terminal and Markdown show the text of a heat.
+    """
+
+    name: str
+    kind: Kind = "number"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows below columns; without columns, facts by name. `ids` are anchors of rows on a page."""
+
+    rows: Sequence[Sequence[Any]]
+    columns: Sequence[Column] = ()
+    caption: str = ""
+    ids: Sequence[str] = ()
+    empty: str = "None."
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One subject. `details` are long texts by summary and `picture` is SVG, for a page only."""
+
+    title: str
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+    id: str = ""
+    style: str = ""
+    details: Sequence[tuple[str, str]] = field(default=())
+    picture: str = ""
+    is_open: bool = True
+
+
+def columns(*names: str, **kinds: Kind) -> tuple[Column, ...]:
+    """Columns of numbers but for the first, of text; `kinds` says what is otherwise, by name."""
+    return tuple(
+        Column(name, kinds.get(name.replace(" ", "_"), "number" if index else "text"))
+        for index, name in enumerate(names)
+    )
+
+
+def as_terminal(section: Section) -> Iterator[RenderableType]:
+    """The section's tables and notes for a console of rich."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    for table in section.tables:
+        if table.columns:
+            shown = [i for i, column in enumerate(table.columns) if column.kind != "bar"]
+            names = [table.columns[i].name for i in shown]
+            rows = [[_plain(row[i]) for i in shown] for row in table.rows]
+            yield rich_table(table.caption or section.title, names, rows)
+        else:
+            grid = RichTable.grid(padding=(0, 2))
+            grid.add_column(style="bold", no_wrap=True)
+            grid.add_column(overflow="fold")
+            for name, fact in table.rows:
+                grid.add_row(name, Text(fact))
+            yield grid
+    for note in section.notes:
+        yield Text(note, style=section.style)
+
+
+def as_markdown(section: Section) -> str:
+    """The section as Markdown; pictures and details are left out."""
+    parts = [f"## {section.title}", *section.notes]
+    for table in section.tables:
+        shown = [i for i, column in enumerate(table.columns) if column.kind != "bar"]
+        lines = [
+            _markdown_row(table.columns[i].name for i in shown),
+            _markdown_row("---" for _ in shown),
+            *(_markdown_row(_plain(row[i]) for i in shown) for row in table.rows),
+        ]
+        body = "\n".join(lines) if table.rows else "none"
+        parts.append(f"{table.caption}:\n\n{body}" if table.caption else body)
+    return "\n\n".join(parts)
+
+
+def _markdown_row(cells: Iterable[Any]) -> str:
+    return f"| {' | '.join(str(cell).replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _plain(cell: Any) -> Any:
+    """A cell as text: of a heat its text, a dash for nothing."""
+    cell = cell[0] if isinstance(cell, tuple) else cell
+    return "-" if cell is None else cell
+
+
+def rich_table(title: str, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> RichTable:
+    """A table whose first column is text and whose others are numbers."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    result = RichTable(title=title, title_justify="left", title_style="bold")
+    for i, name in enumerate(names):
+        longest = max(map(len, name.split()), default=0)
+        result.add_column(
+            name, justify="right" if i else "left", overflow="fold", min_width=longest
+        )
+    for row in rows:
+        result.add_row(*(Text(str(cell)) for cell in row))
+    return result
+
+
+def benchmark_section(name: str, result: dict[str, Any]) -> Section:
+    """What a benchmark measured, if anything, and the ratios that sum it up.
+
+    Of `rows` those `columns` are shown, by default all, that hold something. A table of many
+    columns is shown transposed.
+    """
+    tables, rows = [], result["rows"]
+    if rows:
+        wanted = result.get("columns", rows[0])
+        filled = [column for column in wanted if any(row[column] is not None for row in rows)]
+        cells = [[_short(row[column]) for column in filled] for row in rows]
+        heads = [column.replace("_", " ") for column in filled]
+        if len(heads) > WIDE:
+            heads, *cells = map(list, zip(heads, *cells, strict=True))
+        title = f"{name}: {result['note']}" if "note" in result else name
+        tables.append(Table(cells, columns(*heads), title))
+    ratios = [(ratio, _short(value)) for ratio, value in result["ratios"].items()]
+    tables.append(Table(ratios, columns("medians of paired runs", "ratio"), "Ratios"))
+    return Section(name, tables)
+
+
+def _short(cell: Any) -> Any:
+    """A number to three significant digits."""
+    return f"{float(f'{cell:.3g}'):g}" if isinstance(cell, float) else _plain(cell)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes with a binary unit."""
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.1f} {units[0]}" if units[0] != "B" else f"{num_bytes} B"
