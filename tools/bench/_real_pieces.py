@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ... import Batch, Config, GraphMode, PreparedModel, compile_ahead, prepare
-from .step import LIBRARY, interleaved, row
+from ._timing import LIBRARY, interleaved, row
 
 HIDDEN, LAYERS = 64, 32
 

@@ -9,21 +9,19 @@ The long form adds real pieces on the CPU, see `_real_pieces`.
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ... import Batch, Config, GraphMode, PreparedModel, RuntimeMode, prepare
-from ._idle_graphs import IdleBackend
-from ._wrapper_per_piece import wrapped_step
+from ._idle_backend import IdleBackend
+from ._piece_wrapper import wrapped_step
+from ._real_pieces import real_rows
+from ._timing import LIBRARY, interleaved, row
 
 NUM_TOKENS, LAYERS, HIDDEN = 4, 32, 8
 
-LIBRARY: Any = torch.library.Library("piecegraph_bench", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("idle(Tensor x, Tensor(a!) output, str layer_name) -> ()")
 
 
@@ -60,8 +58,6 @@ def run(quick: bool) -> dict[str, Any]:
     rounds, steps = (31, 100) if quick else (51, 500)
     rows = _piecewise(rounds, steps) + _none(rounds, steps) + _full(rounds, steps)
     if not quick:
-        from ._real_pieces import real_rows
-
         rows += real_rows(rounds=15, steps=20)
     measured = {row["step"]: row for row in rows}
     return {
@@ -149,39 +145,3 @@ def _bare_loop(prepared: PreparedModel) -> Callable[[], Any]:
             call()
 
     return loop
-
-
-def row(step: str, other: str, times: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
-    """One line of the table: a step beside another, both in microseconds, and their ratio."""
-    return {
-        "step": step,
-        "us": median(times),
-        "beside": other,
-        "other_us": median(others),
-        "over": median(one / two for one, two in zip(times, others, strict=True)),
-    }
-
-
-def interleaved(
-    fns: Sequence[Callable[[], Any]], rounds: int, times: int
-) -> list[tuple[float, ...]]:
-    """Microseconds of this thread's processor a call, for each function and round; all take their
-    turn in a round, so that load and clock are the same for what is compared."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.no_grad():
-            for fn in fns:
-                fn()
-            measured = [[_time(fn, times) for fn in fns] for _ in range(rounds)]
-    finally:
-        if collecting:
-            gc.enable()
-    return list(zip(*measured, strict=True))
-
-
-def _time(fn: Callable[[], Any], times: int) -> float:
-    began = time.thread_time_ns()
-    for _ in range(times):
-        fn()
-    return (time.thread_time_ns() - began) / times / 1000

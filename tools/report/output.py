@@ -52,7 +52,7 @@ def outputs(
     seen: dict[Path, str] = {}
     made: list[Output | None] = []
     for option, path in paths.items():
-        made.append(path and Output(path))
+        made.append(None if path is None else Output(path))
         if path is None:
             continue
         to_stdout = path == Path("-")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 WIDE = 8
 """A table with more columns than this does not fit into the width of a terminal."""
 
-Kind = Literal["text", "code", "number", "bar", "heat"]
-
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column; a `bar` is (start, width) and a `heat` (text, strength), as shares of 1.
+    """A column of text, code, number, bar or heat.
+
+    A bar is (start, width) and a heat (text, strength), as shares of 1.
 
     Only a page draws bars; a terminal and Markdown show the text of a heat.
     """
 
     name: str
-    kind: Kind = "number"
+    kind: str = "number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Section:
     is_open: bool = True
 
 
-def columns(*names: str, **kinds: Kind) -> tuple[Column, ...]:
+def columns(*names: str, **kinds: str) -> tuple[Column, ...]:
     """Columns of numbers but for the first, of text; `kinds` says what is otherwise, by name."""
     return tuple(
         Column(name, kinds.get(name.replace(" ", "_"), "number" if index else "text"))
