@@ -189,7 +189,7 @@ def make_requests():
 @pytest.fixture
 def library(monkeypatch):
     """Replace `prepare`; returns the stand-ins it made, with the config they were given."""
-    from piecegraph.tools.serve import service
+    from piecegraph.tools.serve import run
 
     made = []
 
@@ -200,5 +200,5 @@ def library(monkeypatch):
         made.append(prepared)
         return prepared
 
-    monkeypatch.setattr(service, "prepare", prepare)
+    monkeypatch.setattr(run, "prepare", prepare)
     return made

@@ -295,9 +295,9 @@ def test_the_command_climbs_the_ladder_with_the_reference_decoder(capsys):
 
 def test_the_command_names_a_fault_in_a_line_of_the_decoder(capsys, monkeypatch, wrong_pass):
     from piecegraph.tools.cli.app import main
-    from piecegraph.tools.serve import service
+    from piecegraph.tools.serve import run
 
-    right = service.library_config
+    right = run.library_config
     faulty = lambda options: right(options).changed(compiler=wrong_pass)  # noqa: E731
     monkeypatch.setattr("piecegraph.tools.bisect.decoder_case.library_config", faulty)
     small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "2", "--no-cache"]

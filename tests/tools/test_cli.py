@@ -91,25 +91,25 @@ def test_two_outputs_in_one_file_are_refused(arguments, capsys, monkeypatch, tmp
 
 
 def test_startup_is_no_requests_waiting_time(library, capsys, monkeypatch):
-    from piecegraph.tools.serve import service
+    from piecegraph.tools.serve import run
 
-    prepare = service.prepare
+    prepare = run.prepare
 
     def slow(*args, **kwargs):
         prepared = prepare(*args, **kwargs)
         prepared.seal = lambda: time.sleep(1.0)
         return prepared
 
-    monkeypatch.setattr(service, "prepare", slow)
+    monkeypatch.setattr(run, "prepare", slow)
     assert main([*QUICK, "--verify", "none", "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["latency"]["time_to_first_token"]["median"] < 0.9
 
 
 def test_a_mismatch_is_exit_status_1_and_is_named(library, capsys, monkeypatch):
-    from piecegraph.tools.serve import service
+    from piecegraph.tools.serve import run
 
-    prepare = service.prepare
+    prepare = run.prepare
 
     def wrong(*args, **kwargs):
         prepared = prepare(*args, **kwargs)
@@ -117,7 +117,7 @@ def test_a_mismatch_is_exit_status_1_and_is_named(library, capsys, monkeypatch):
         prepared.run = lambda *args, **kwargs: right(*args, **kwargs) + 1
         return prepared
 
-    monkeypatch.setattr(service, "prepare", wrong)
+    monkeypatch.setattr(run, "prepare", wrong)
     assert main([*QUICK, "--json", "-"]) == 1
     captured = capsys.readouterr()
     mismatch = json.loads(captured.out)["verification"]["mismatch"]
@@ -208,12 +208,12 @@ def test_a_malformed_trace_names_its_line(library, capsys, tmp_path):
 
 
 def test_an_error_of_the_librarys_configuration_is_exit_status_2(monkeypatch, capsys):
-    from piecegraph.tools.serve import service
+    from piecegraph.tools.serve import run
 
     def refuse(*args, **kwargs):
         raise InvalidSetting(name="x", value=1, reason="no", expected="y")
 
-    monkeypatch.setattr(service, "prepare", refuse)
+    monkeypatch.setattr(run, "prepare", refuse)
     assert main(QUICK) == 2
     assert "setting x = 1 is not valid" in capsys.readouterr().err
 
@@ -270,10 +270,8 @@ def test_what_cannot_go_to_stdout_is_refused(arguments, capsys, monkeypatch, tmp
 def test_a_model_beyond_the_memory_there_is_is_refused_before_it_is_built(
     command, capsys, monkeypatch
 ):
-    monkeypatch.setattr("piecegraph.tools.serve.service.available_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(
-        "piecegraph.tools.serve.service.Decoder", lambda *_, **__: pytest.fail("built")
-    )
+    monkeypatch.setattr("piecegraph.tools.serve.run.available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("piecegraph.tools.serve.run.Decoder", lambda *_, **__: pytest.fail("built"))
     assert main(command) == 2
     assert "are needed, 1.0 MiB are available" in capsys.readouterr().err
 
@@ -283,7 +281,7 @@ def test_a_model_that_is_too_large_is_a_bad_value(command, capsys, monkeypatch):
     def refuse(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("piecegraph.tools.serve.service.Decoder", refuse)
+    monkeypatch.setattr("piecegraph.tools.serve.run.Decoder", refuse)
     assert main(command) == 2
     assert "do not fit into memory: DefaultCPUAllocator" in capsys.readouterr().err
 
@@ -295,12 +293,12 @@ def test_no_command_is_a_call_for_help(capsys):
 
 
 def test_sizes_that_cannot_be_allocated_are_a_bad_value(library, capsys, monkeypatch):
-    from piecegraph.tools.serve import service
+    from piecegraph.tools.serve import run
 
     def refuse(*args, **kwargs):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nbacktrace")
 
-    monkeypatch.setattr(service, "allocate_layer_caches", refuse)
+    monkeypatch.setattr(run, "allocate_layer_caches", refuse)
     assert main(QUICK) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "do not fit into memory: DefaultCPUAllocator: can't allocate memory" in error

@@ -12,14 +12,14 @@ from rich.console import Console
 
 from piecegraph.tools.bench._serving import gpu_options
 from piecegraph.tools.engine.decoder_config import parse_decoder_config
-from piecegraph.tools.serve import service
+from piecegraph.tools.serve import run
 from piecegraph.tools.serve.requests import read_requests
 
 
 @pytest.mark.compile
 def test_kv_contents_tables_and_random_state_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     before: dict[str, Any] = {}
-    make_tasks = service._warmup_tasks
+    make_tasks = run._warmup_tasks
 
     def fill_first(prepared: Any, model: Any, engine: Any) -> Any:
         for cache in engine.defragmenter._caches:
@@ -31,7 +31,7 @@ def test_kv_contents_tables_and_random_state_are_as_before(monkeypatch: pytest.M
         before["torch"] = torch.get_rng_state()
         return make_tasks(prepared, model, engine)
 
-    monkeypatch.setattr(service, "_warmup_tasks", fill_first)
+    monkeypatch.setattr(run, "_warmup_tasks", fill_first)
     options = replace(
         gpu_options("eager", 4),
         device="cpu",
@@ -42,7 +42,7 @@ def test_kv_contents_tables_and_random_state_are_as_before(monkeypatch: pytest.M
         max_num_reqs=4,
     )
     requests = read_requests(options)
-    with service.start_service(options, requests, [], Console(file=io.StringIO())) as started:
+    with run.start_service(options, requests, [], Console(file=io.StringIO())) as started:
         engine = started.engine
         caches = engine.defragmenter._caches
         for now, then in zip(caches, before["caches"], strict=True):

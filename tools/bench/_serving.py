@@ -27,7 +27,7 @@ from ..engine.scheduler import Request, Scheduler
 from ..serve.options import RunOptions, read_run_options
 from ..serve.report import between_tokens
 from ..serve.requests import read_requests
-from ..serve.service import serve, start_service
+from ..serve.run import serve, start_service
 
 CAPTURE_S = 0.06
 """One capture, the run before it included; logs of an 8B model say 0.05 to 0.07."""

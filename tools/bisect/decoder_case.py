@@ -16,7 +16,7 @@ from ..engine.engine import to_batch
 from ..engine.metadata import AttentionMetadata, MetadataBuffers
 from ..engine.scheduler import Request, Schedule
 from ..serve.options import RunOptions
-from ..serve.service import Service, library_config, start_service
+from ..serve.run import Service, library_config, start_service
 from .case import BisectCase, Step
 
 

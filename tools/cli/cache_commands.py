@@ -94,7 +94,7 @@ def verify_command(cache_dir: DirOption = None) -> int:
 def why_command(options: RunOptions) -> int:
     """Say whether `piecegraph run` with these options would hit, and if not, why; status 1."""
     from ... import why
-    from ..serve.service import build_model, find_device, library_config
+    from ..serve.run import build_model, find_device, library_config
 
     answer = why(build_model(options, find_device(options.device)), library_config(options))
     print(answer)
@@ -228,7 +228,7 @@ def warm_command(
 ) -> int:
     """Build the bundle of a model without serving, for every rank."""
     from ... import Events, compile_ahead, prepare
-    from ..serve.service import build_model, find_device, library_config
+    from ..serve.run import build_model, find_device, library_config
 
     config = library_config(options)
     _refuse_unkept(config)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ... import Events
     from ..report.output import Output
     from ..serve.report import Report
-    from ..serve.service import Service
+    from ..serve.run import Service
 
 WRONG_RESULT = 1
 FORMATS = ("html", "json", "md")
@@ -124,7 +124,7 @@ def served(options: RunOptions, events: Events | None = None) -> Iterator[tuple[
 
     requests, console = read_requests(options), stderr()
     began = time.perf_counter()
-    from ..serve.service import serve, service_report, start_service
+    from ..serve.run import serve, service_report, start_service
 
     phases = [("import torch", time.perf_counter() - began)]
     with start_service(options, requests, phases, console, events) as service:
