@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from piecegraph import Config, Events, PreparedModel, prepare
 from piecegraph.runtime.records import KEPT, CaptureRecord, Records
-from piecegraph.tools.report.metrics import read_metrics
+from piecegraph.tools.integrations.prometheus import read_metrics
 
 
 class Doubling(nn.Module):
