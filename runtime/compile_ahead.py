@@ -10,8 +10,8 @@ from ..events import Events
 from .config import Config
 from .prepare import compile_request
 from .records import Records
-from .strategy.monitors import meant
-from .switches import settled
+from .strategy.monitors import allow_compilation
+from .switches import resolve_config
 
 
 def compile_ahead(
@@ -23,11 +23,11 @@ def compile_ahead(
 ) -> bool:
     """Build AOTInductor libraries for `model` and put them into its bundle in the cache.
 
-    To be called where time does not matter: after serving has begun, or while an image is built.
-    The next `prepare` with the same model and settings then imports neither Dynamo nor Inductor.
-    Returns False, and reports why, if a piece cannot have a library; the bundle is then as it was.
-    Raises what `prepare` raises.
+    Call it where time does not matter: after serving has started, or while an image is built. The
+    next `prepare` with the same model and settings then imports neither Dynamo nor Inductor.
+    If a piece cannot have a library it returns False, emits the reason as an event and leaves the
+    bundle unchanged. Raises what `prepare` raises.
     """
-    config = settled(config)
-    with meant():
+    config = resolve_config(config)
+    with allow_compilation():
         return build(compile_request(model, config, Records(events), examples))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
@@ -28,7 +28,7 @@ class Padding(StrEnum):
 
 
 class AfterSeal(StrEnum):
-    """What becomes of compiling and capturing after `seal()` outside the strategy."""
+    """What happens when something compiles or is captured after `seal()`, outside the strategy."""
 
     COUNT = "count"
     LOG = "log"
@@ -36,14 +36,21 @@ class AfterSeal(StrEnum):
 
 
 class BrokenGuard(StrEnum):
-    """What a step does for sizes at which a guard that is only checked does not hold."""
+    """What a step does at sizes for which a guard that is only checked does not hold."""
 
     ERROR = "error"
     EAGER = "eager"
 
 
+def check_choice(known: Collection[str], setting: str, name: str, reason: str) -> None:
+    """Raise InvalidSetting, with the valid names, if `name` is not one of `known`."""
+    if name not in known:
+        expected = "one of " + ", ".join(known)
+        raise InvalidSetting(name=setting, value=name, reason=reason, expected=expected)
+
+
 def without_tokens(config: CompileConfig) -> InvalidSetting:
-    """What to raise where no input of the model tells the number of tokens."""
+    """The error for a model of which no input has a token dimension."""
     return InvalidSetting(
         name="inputs",
         value=config.inputs,
@@ -53,79 +60,94 @@ def without_tokens(config: CompileConfig) -> InvalidSetting:
 
 
 class Config(CompileConfig):
-    """What a user states about a model that is to be served. Unknown names are refused."""
+    """All settings of `prepare`. Unknown names are refused."""
 
     graph_mode: Annotated[GraphMode | None, SERVING] = None
-    """The mode asked for; what it becomes, and why, is in the report."""
+    """Requested graph mode: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE. None
+    (default) is the mode of `level`. The report states the mode in use and why it differs."""
 
     attention_support: Annotated[Mapping[str, AttentionSupport] | AttentionSupport, SERVING] = (
         AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
     )
-    """Which batches attention can serve inside a FULL graph; by attention group, or for all."""
+    """Which batches attention can serve inside a FULL graph: one value for all attention, or a
+    value per attention group. The least capable group decides. Default: decode steps with one
+    token per request."""
 
     max_num_reqs: Annotated[int, SERVING, Field(ge=1)] = 256
-    """Most requests in a step."""
+    """Most requests in a step. Default 256. `dispatch` refuses larger batches."""
 
     query_len: Annotated[int, SERVING, Field(ge=1)] = 1
-    """Query length of a uniform decode request: 1 + speculative tokens."""
+    """Tokens per request in a uniform decode step: 1 + speculative tokens. Default 1."""
 
     capture_sizes: Annotated[tuple[int, ...] | None, SERVING] = None
-    """Padded sizes in tokens to capture; by default the ladder of `default_capture_sizes`."""
+    """Padded sizes to capture, in tokens. None (default) takes the sizes of
+    `default_capture_sizes`."""
 
     broken_guard: Annotated[BrokenGuard, exempt("decided in the step, by the sizes it has")] = (
         BrokenGuard.ERROR
     )
-    """With `guards="check"`: raise GuardBroken, or run the model itself for such sizes."""
+    """With `guards="check"`, what a step does at sizes that break a guard: raise GuardBroken
+    ("error", the default), or run the uncompiled model ("eager")."""
 
     strategy: Annotated[CaptureStrategy, SERVING] = CaptureStrategy.EAGER
+    """When graphs are captured: all at startup ("eager", the default), the largest of each mode at
+    startup and the rest between steps ("delayed"), or the rest on first use ("lazy")."""
 
     captures_per_step: Annotated[int, SERVING, Field(ge=1)] = 1
-    """Most captures between two steps, for DELAYED and LAZY."""
+    """Most captures between two steps, for "delayed" and "lazy". Default 1."""
 
     min_hits: Annotated[int, SERVING, Field(ge=1)] = 1
-    """Occurrences of a size before LAZY captures it."""
+    """How many batches must want a graph before "lazy" captures it. Default 1."""
 
     capture_ms_per_step: Annotated[float | None, SERVING, Field(ge=0)] = None
-    """Most milliseconds of capturing between two steps, by the measured cost of captures."""
+    """Milliseconds of capturing between two steps, for "delayed" and "lazy", by the measured cost
+    of earlier captures. None (default) does not limit the time."""
 
     memory_limit: Annotated[int | float | None, SERVING, Field(ge=0)] = None
-    """Most memory for graphs: an integer is bytes, a float a fraction of what is free then."""
+    """Most memory for graphs: an int is bytes, a float is a fraction of the device memory that is
+    free when planning. Graphs are pruned before capture to keep it. None (default) is no limit."""
 
     lazy_bytes: Annotated[int | None, SERVING, Field(ge=0)] = None
-    """Bytes of recordings captured on use; beyond them LAZY evicts what is worth least."""
+    """Bytes for graphs that "lazy" captures after startup; above it the graphs that save least per
+    byte are evicted. None (default) is no limit."""
 
     after_seal: Annotated[AfterSeal, SERVING] = AfterSeal.LOG
-    """Count, log or raise what compiles or captures after `seal()`; see `runtime.monitors`."""
+    """What happens when something compiles or is captured after `seal()`, outside the strategy: it
+    is counted ("count"), counted and logged ("log", the default), or an error ("raise")."""
 
     padding_limit: Annotated[PaddingLimit | None, SERVING] = None
-    """The most padding a graph may bring; above it a batch goes to a lower mode."""
+    """Most padding that a graph may add to a batch; above it the batch uses a lower mode. None
+    (default) is no limit."""
 
     padding: Annotated[dict[str, Padding | int | float], SERVING] = Field(default_factory=dict)
-    """What a graph's padding holds, by input: `zero` (the default), `repeat` (the last real row),
-    `keep` (whatever is there), or a number, such as the cache slot that padding may write to."""
+    """What the padding of each input holds: "zero" (the default), "repeat" (the last real row),
+    "keep" (whatever is there), or a number, such as the cache slot that padding may write to."""
 
     graph_backend: Annotated[str | None, SERVING] = None
-    """`cuda`, `replay` or an entry point; by default the one for the model's device."""
+    """Graph backend: "cuda", "replay" or the name of an entry point. None (default) is the one for
+    the model's device: "replay" on a CPU."""
 
     cache_layers: Annotated[tuple[LayerConfig, ...], LOCATION] = ()
-    """Shared places that are asked, in order, for what the private directory lacks."""
+    """Shared places searched in this order for entries that the private directory lacks. Default:
+    none."""
 
     cache_bytes: Annotated[int, LOCATION, Field(ge=0)] = 10 << 30
-    """Most bytes kept in the private directory; what was used least recently goes first."""
+    """Most bytes in the private cache directory; the least recently used entries are evicted.
+    Default 10 GiB."""
 
     cache_age_days: Annotated[float | None, LOCATION, Field(ge=0)] = None
-    """Days after its last use that an entry is kept; None for ever."""
+    """Days that an entry is kept after its last use. None (default) keeps entries until
+    `cache_bytes` evicts them."""
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Self:
-        """A step has a number of tokens, and some input must tell it."""
         specs = self.input_specs().values()
         if self.inputs and not any(TOKENS in spec.shape for spec in specs):
             raise without_tokens(self)
         return self
 
     def padding_of(self, name: str) -> tuple[Padding, int | float]:
-        """The padding policy of an input, with the number that SENTINEL writes."""
+        """The padding policy of an input, and the number that SENTINEL writes."""
         policy = self.padding.get(name, Padding.ZERO)
         return (policy, 0) if isinstance(policy, Padding) else (Padding.SENTINEL, policy)
 
@@ -141,7 +163,7 @@ class Config(CompileConfig):
         return "replay" if device_type == "cpu" else device_type
 
     def changed(self, **settings: Any) -> Config:
-        """A copy with other settings, checked anew."""
+        """A validated copy with other settings."""
         return Config(
             **{**{name: getattr(self, name) for name in self.model_fields_set}, **settings}
         )

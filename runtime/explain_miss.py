@@ -1,4 +1,4 @@
-"""`why`: would a start hit the cache, and if not, what sets it apart from the nearest bundles."""
+"""Explains whether a start would hit the cache, and if not, how the nearest bundles differ."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .config import Config
 from .open_cache import cache_root
 from .prepare import compile_request
 from .records import Records
-from .switches import settled
+from .switches import resolve_config
 
 
 @dataclass(frozen=True, slots=True)
 class Why:
     """What a start would find under `key`.
 
-    `reason` is None for a bundle that would be used; else why it is not. `nearest` are the bundles
-    in the private directory and in layers that are directories, with the factors that differ.
+    `reason` is None if the bundle would be used, otherwise why not. `nearest` are the bundles in
+    the private directory and in layers that are directories, with the key factors that differ.
     """
 
     key: Key
@@ -50,7 +50,7 @@ def why(
 
     Raises the errors of the configuration and of a cache directory that is not trusted.
     """
-    config = settled(config)
+    config = resolve_config(config)
     request = compile_request(model, config, Records(), examples)
     key = trace_key(model, request.config, request.device, examples)
     entry = request.cache.lookup("bundle", key)

@@ -30,9 +30,9 @@ from .open_cache import open_cache
 from .prepared_model import Engine, Policy, PreparedModel, Services
 from .records import Records
 from .report import mode_reasons
-from .strategy.monitors import meant
+from .strategy.monitors import allow_compilation
 from .strategy.ranks import Ranks
-from .switches import settled
+from .switches import resolve_config
 
 
 def prepare(
@@ -59,8 +59,8 @@ def prepare(
     Raises a PiecegraphError that says what is wrong with the model or the settings.
     """
     records = Records(events)
-    config = settled(config)
-    with records.events.span("prepare", level=logging.INFO), meant():
+    config = resolve_config(config)
+    with records.events.span("prepare", level=logging.INFO), allow_compilation():
         resolved = resolve_mode(
             config.graph_mode,
             support=config.supports(),
@@ -105,7 +105,7 @@ def compile_request(
     examples: ExampleArguments | None,
     ranks: Ranks | None = None,
 ) -> CompileRequest:
-    """What to compile, and with what: `config` as `settled`, the model's device, the cache.
+    """What to compile, and with what: `config` as `resolve_config`, the model's device, the cache.
 
     Raises InvalidSetting for what is no model.
     """

@@ -21,17 +21,23 @@ from .capture.captured_graphs import CapturedGraphs
 from .capture.dummy_batch import MetadataFor
 from .capture.recording import Recording
 from .config import BrokenGuard, Config
-from .memory.ledger import MemoryLedger, MemoryPlan, plan_memory
-from .memory.model_memory import opening_ledger, static_inputs
+from .memory.ledger import MemoryLedger, MemoryPlan, opening_ledger, plan_memory
 from .records import CaptureRecord, MemoryUse, Records
 from .report import build_report
 from .step.binding import Bind, binder, packer
 from .step.forward_context import CURRENT, ForwardContext, forward_context
+from .step.static_inputs import allocate_inputs
 from .step.usage import Usage
 from .strategy.capturer import Capturer
 from .strategy.monitors import Monitor
-from .strategy.ranks import Ranks, alone, start_facts
-from .strategy.warmup import AuxiliaryTask, capture_items, range_works, warm_up
+from .strategy.ranks import Ranks, single_rank, start_facts
+from .strategy.warmup import (
+    AuxiliaryTask,
+    WarmupPlan,
+    WarmupProgress,
+    capture_items,
+    range_tasks,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +97,7 @@ class PreparedModel:
         self._pack = packer(compiled.plan)
         self._eager = forward if config.broken_guard is BrokenGuard.EAGER else None
         self._context = ForwardContext(engine.layers)
-        inputs = static_inputs(compiled, config, services.device, engine.input_buffers)
+        inputs = allocate_inputs(compiled, config, services.device, engine.input_buffers)
         self._graphs = CapturedGraphs(
             compiled, config, dispatcher, self.backend, inputs, self._context
         )
@@ -99,7 +105,7 @@ class PreparedModel:
         self._token_symbol = [symbol.label for symbol in compiled.plan.symbols].index(TOKENS)
         self.ledger = opening_ledger(compiled, inputs)
         self._ranks = engine.ranks
-        exchange = engine.ranks.exchange if engine.ranks else alone
+        exchange = engine.ranks.exchange if engine.ranks else single_rank
         self._capturer = Capturer(
             config, dispatcher, self.backend, self.records, self._graphs, exchange
         )
@@ -213,19 +219,16 @@ class PreparedModel:
         InvalidSetting for an unknown kind, and what `capture` raises.
         """
         self._make_ready(metadata_for)
-        warm_up(
-            range_works(self.compiled.plan.symbols, self._graphs.run_dummy),
+        plan = WarmupPlan(
+            range_tasks(self.compiled.plan.symbols, self._graphs.run_dummy),
             capture_items(self._capturer.queue, self.dispatcher.plan),
-            self.capture,
             tasks,
             skip,
-            self.backend.memory,
-            self.records,
-            show,
         )
+        plan.run(self.capture, WarmupProgress(self.records, self.backend.memory, show))
 
     def memory_plan(
-        self, utilisation: float = 0.9, metadata_for: MetadataFor | None = None
+        self, utilization: float = 0.9, metadata_for: MetadataFor | None = None
     ) -> MemoryPlan:
         """Bytes left for the KV cache if the engine uses this share of the device.
 
@@ -235,7 +238,7 @@ class PreparedModel:
         """
         self._make_ready(metadata_for)
         graphs = self._capturer.expected_bytes()
-        return plan_memory(self.backend.memory(), self._stated_ledger(), graphs, utilisation)
+        return plan_memory(self.backend.memory(), self._stated_ledger(), graphs, utilization)
 
     def _make_ready(self, metadata_for: MetadataFor | None) -> None:
         """Before a capture or a warm-up: follow weights that were replaced since.

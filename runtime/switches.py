@@ -1,7 +1,7 @@
-"""Switches: each part of the library turned off alone, to find the one at fault.
+"""Switches: each turns off one part of the library, to find the part that causes a fault.
 
-A switch is nothing but settings that `Config` has anyway. `PIECEGRAPH_OFF=graphs,cache` turns parts
-off in any engine, without a change of its code.
+A switch is a set of ordinary settings. `PIECEGRAPH_OFF=graphs,cache` turns parts off in any engine
+without a change of its code.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 
 from ..cache.keys.environment import DUMP_DIR, OFF, read
 from ..dispatch import level_defaults
-from .check_choice import must_be_one_of
-from .config import Config
+from .config import Config, check_choice
 
 SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "all": {"compile": False, "graph_mode": "NONE", "cache": False},
@@ -31,16 +30,16 @@ def switched_off(config: Config, names: Iterable[str]) -> Config:
     """`config` with the parts called `names` off; raises InvalidSetting for an unknown one."""
     settings: dict[str, Any] = {}
     for name in names:
-        must_be_one_of(SWITCHES, "off", name, "there is no such switch")
+        check_choice(SWITCHES, "off", name, "there is no such switch")
         settings.update(SWITCHES[name])
     return config.changed(**settings) if settings else config
 
 
-def settled(config: Config) -> Config:
-    """`config` as it is used, after the environment and the level have had their say.
+def resolve_config(config: Config) -> Config:
+    """`config` with what the environment and the level decide.
 
-    Off is what PIECEGRAPH_OFF names; dumps go to PIECEGRAPH_DUMP_DIR; at a level that does not
-    compile, pieces run eagerly unless a compiler is asked for.
+    PIECEGRAPH_OFF turns parts off, and PIECEGRAPH_DUMP_DIR sets the dump directory. At a level
+    that does not compile, pieces run eagerly unless a compiler is set.
     """
     config = switched_off(config, filter(None, map(str.strip, (read(OFF) or "").split(","))))
     settings: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""How many bytes graphs will take, known from two or three probe captures per mode.
+"""Forecasts the bytes of all graphs from two or three probe captures per mode.
 
 Graphs share a pool: the largest size opens it, and each further one adds what it cannot reuse.
-Both are measured, in the order of the real captures but in a pool that is thrown away, and a
-line a + b · size is laid through what is added. Per-graph cost times the number of graphs would
-count the shared part once for every graph.
+Both are measured, in the order of the real captures but in a temporary pool, and a line
+a + b · size is fitted to what is added. Cost per graph times the number of graphs would count the
+shared part once for every graph.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RecordGraph = Callable[[int, CaptureSession], Recording]
 @dataclass(frozen=True, slots=True)
 class ModeForecast:
     """Bytes of one mode: `opening` for the `largest` size, `base` + `per_token` · size for each
-    further one. The opening was measured on top of what other modes had taken, `beneath`, which it
-    could use again."""
+    further one. The opening was measured after other modes had taken `beneath` bytes, which it
+    could reuse."""
 
     largest: int
     opening: int
@@ -37,29 +37,29 @@ class ModeForecast:
     beneath: int = 0
 
     def growth(self, num_tokens: int) -> int:
-        """Bytes that a size adds when a larger one is there."""
+        """Bytes that a size adds when a larger one is captured."""
         return max(0, math.ceil(self.base + self.per_token * num_tokens))
 
     def opens_with(self, num_tokens: int) -> int:
-        """Bytes of a size that is the first: all but the fixed part shrinks with the size."""
+        """Bytes of a size that is captured first: all but the fixed part shrinks with the size."""
         shrinking = max(0.0, self.opening - self.base) * num_tokens / self.largest
         return max(self.growth(num_tokens), math.ceil(self.base + shrinking))
 
     def alone(self, num_tokens: int) -> int:
-        """The most bytes that a size needs where it finds nothing to use again."""
+        """The most bytes that a size needs if it can reuse nothing."""
         return math.ceil((self.opening + self.beneath) * num_tokens / self.largest)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is expected of each mode that has sizes."""
+    """The forecast of each mode that has sizes."""
 
     modes: Mapping[RuntimeMode, ModeForecast]
 
     def growth(self, mode: RuntimeMode, num_tokens: int, *, first: bool, used: int) -> int:
         """Bytes of one more graph in a pool of `used` bytes; `first` if the mode has none yet.
 
-        Where less was captured before it than in the probe, it finds less to use again.
+        If less is captured before it than in the probe, it can reuse less.
         """
         of_mode = self.modes[mode]
         probed = of_mode.opens_with(num_tokens) if first else of_mode.growth(num_tokens)
@@ -79,7 +79,7 @@ class Forecast:
 
     @classmethod
     def worst(cls, forecasts: Sequence[dict[str, Any]]) -> Forecast:
-        """The greatest of each number, over the `as_json` of all ranks."""
+        """The largest of each number, over the `as_json` of all ranks."""
         return cls(
             {
                 RuntimeMode[name]: ModeForecast(
@@ -97,8 +97,8 @@ def forecast_memory(
 ) -> tuple[Forecast, list[int]]:  # fmt: skip
     """Probe the largest, a middle and the smallest of `indices` of each mode.
 
-    Returns the forecast and the indices whose probe failed, which are not worth trying again. While
-    it lasts, probing takes what these captures take; all of it is free again on return.
+    Returns the forecast and the graphs whose probe failed, which need not be tried again. Probing
+    takes the memory of these captures; all of it is freed on return.
     """
     by_mode: dict[RuntimeMode, list[int]] = {}
     for graph_index in indices:

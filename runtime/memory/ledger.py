@@ -1,7 +1,7 @@
-"""A ledger of device memory in which each byte has one owner, and the plan that follows from it.
+"""A ledger of device memory in which each byte has one owner, and the memory plan made from it.
 
-Tensors share storages, and a view, an alias or a tied weight would be counted twice: what is
-entered are address ranges, and a range that someone owns already is not entered again.
+The ledger holds address ranges, so views, aliases and tied weights are counted once: a range that
+has an owner is not entered again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ...compile.lower.compiled_model import CompiledModel
 from ...dispatch import RuntimeMode
 from ..backends.protocol import Memory
+from ..step.static_inputs import StaticInputs
 
 
 class Owner(StrEnum):
@@ -28,16 +30,16 @@ class Owner(StrEnum):
 
 
 class MemoryLedger:
-    """Bytes by owner. Ranges are owned for good; the bytes of pools are stated and restated."""
+    """Bytes by owner. A range keeps its first owner; the bytes of pools are set again and again."""
 
     def __init__(self) -> None:
         self._owned: dict[str, list[tuple[int, int]]] = {}
         self._bytes: dict[str, int] = {}
 
     def own(self, owner: str, tensors: Iterable[Tensor]) -> int:
-        """Enter the whole storages of `tensors` for an `Owner`, which may be given by its value.
+        """Enter the whole storages of `tensors` for an `Owner` or its value.
 
-        Returns how many bytes were nobody's before.
+        Returns how many of the bytes had no owner before.
         """
         owner = Owner(owner)
         before = self._bytes.get(owner.value, 0)
@@ -48,7 +50,7 @@ class MemoryLedger:
         return self._bytes.get(owner.value, 0) - before
 
     def own_range(self, owner: Owner, device: str, start: int, stop: int) -> None:
-        """Enter the addresses from `start` to `stop` of a device, as far as they are free."""
+        """Enter those addresses from `start` to `stop` of a device that have no owner yet."""
         owned = self._owned.setdefault(device, [])
         first = bisect.bisect_left(owned, start, key=lambda taken: taken[1])
         place, fresh = start, 0
@@ -77,7 +79,7 @@ class MemoryLedger:
         return self._bytes.get(owner, 0)
 
     def rows(self) -> list[dict[str, Any]]:
-        """`{owner, bytes}` in the order in which owners were entered."""
+        """`{owner, bytes}` in the order of the first entry."""
         return [{"owner": owner, "bytes": count} for owner, count in self._bytes.items()]
 
     @property
@@ -85,31 +87,41 @@ class MemoryLedger:
         return sum(self._bytes.values())
 
 
+def opening_ledger(compiled: CompiledModel, inputs: StaticInputs) -> MemoryLedger:
+    """Weights and static buffers; the engine enters its KV cache and workspaces."""
+    model = compiled.model
+    # code that is not traced can read every weight of the model
+    every = [*model.parameters(), *model.buffers()]
+    ledger = MemoryLedger()
+    ledger.own(Owner.WEIGHTS, compiled.weights.values() if compiled.traced else every)
+    ledger.own(Owner.STATIC_BUFFERS, inputs.at(inputs.limits).views)
+    return ledger
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What an engine may still take, in bytes, when it uses a share `utilisation` of the device.
+    """Bytes an engine may use if it uses the fraction `utilization` of the device.
 
-    `kv_cache` is what is left for the KV cache beside everything else and all graphs. The KV cache
-    of the same size without graphs needs only `utilisation_without_graphs`; to have graphs and
-    the KV cache that fits without them takes `utilisation_with_graphs_added`, which may be above 1.
+    `kv_cache` is what is left beside everything else and all graphs. Without graphs the same KV
+    cache needs only `utilization_without_graphs`. Graphs together with the KV cache that fits
+    without them need `utilization_with_graphs_added`, which can be above 1.
     """
 
     total: int
-    utilisation: float
+    utilization: float
     other: int
     graphs: int
     kv_cache: int
-    utilisation_without_graphs: float
-    utilisation_with_graphs_added: float
+    utilization_without_graphs: float
+    utilization_with_graphs_added: float
 
 
 def plan_memory(
-    memory: Memory, ledger: MemoryLedger, graphs: int, utilisation: float
+    memory: Memory, ledger: MemoryLedger, graphs: int, utilization: float
 ) -> MemoryPlan:
-    """The plan for a device, graphs of `graphs` bytes in all, captured or still to come.
+    """The plan for a device and `graphs` bytes of graphs, captured or still to be captured.
 
-    Bytes in use that no one in the ledger owns, such as those of other processes, are not left
-    for the KV cache either.
+    Bytes in use without an owner in the ledger, such as those of other processes, count as used.
     """
     total = memory.used + memory.free
     unowned = max(0, memory.used - ledger.total)
@@ -117,10 +129,10 @@ def plan_memory(
     other = unowned + sum(ledger.bytes(owner.value) for owner in owners)
     return MemoryPlan(
         total=total,
-        utilisation=utilisation,
+        utilization=utilization,
         other=other,
         graphs=graphs,
-        kv_cache=max(0, int(utilisation * total) - other - graphs),
-        utilisation_without_graphs=utilisation - graphs / total,
-        utilisation_with_graphs_added=utilisation + graphs / total,
+        kv_cache=max(0, int(utilization * total) - other - graphs),
+        utilization_without_graphs=utilization - graphs / total,
+        utilization_with_graphs_added=utilization + graphs / total,
     )

@@ -16,9 +16,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ...compile.lower.compiled_model import CompiledModel
 from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
-from ..check_choice import must_be_one_of
-from ..config import Padding
+from ..config import Config, Padding, check_choice
 
 Load = Callable[[tuple[Tensor, ...]], None]
 
@@ -94,7 +94,7 @@ class StaticInputs:
     def _check_owned(self) -> None:
         known = {spec.name: spec for spec in self.specs}
         for name, buffer in self.owned.items():
-            must_be_one_of(known, "input_buffers", name, "the compiled model takes no such input")
+            check_choice(known, "input_buffers", name, "the compiled model takes no such input")
             spec = known[name]
             got = (buffer.dtype, tuple(buffer.shape), buffer.device)
             wanted = (spec.dtype, spec.shape(self.limits), self.device)
@@ -206,3 +206,33 @@ def _fills(
             yield partial(part.copy_, last.expand_as(part))
         elif spec.padding is not Padding.KEEP:
             yield partial(part.fill_, spec.sentinel if spec.padding is Padding.SENTINEL else 0)
+
+
+def allocate_inputs(
+    compiled: CompiledModel, config: Config, device: torch.device, owned: Mapping[str, Tensor]
+) -> StaticInputs:
+    """Buffers for all inputs of a model at their largest sizes, except those the engine owns.
+
+    Raises InvalidSetting for a padding policy that names no parameter of the model's forward.
+    """
+    plan = compiled.plan
+    for name in config.padding:
+        parameter, reason = name.partition(".")[0], "the model's forward has no such parameter"
+        check_choice(plan.parameters, "padding", parameter, reason)
+    labels = {symbol.name: symbol.label for symbol in plan.symbols}
+    specs = []
+    for item in plan.inputs:
+        name = ".".join(map(str, item.path))
+        padding, sentinel = config.padding_of(name)
+        specs.append(
+            StaticInputSpec(
+                name=name,
+                dims=tuple(labels[d] if isinstance(d, str) else d for d in item.shape),
+                dtype=getattr(torch, item.dtype),
+                padding=padding,
+                sentinel=sentinel,
+                written=item.written,
+            )
+        )
+    limits = {symbol.label: symbol.high for symbol in plan.symbols}
+    return StaticInputs(specs, limits, device, owned=owned)

@@ -1,8 +1,8 @@
-"""Carries out a capture strategy: at startup, between two steps, in idle time.
+"""Runs a capture strategy: at startup, between two steps, and in idle time.
 
-What to capture is the queue's choice; here it meets budgets, memory and other ranks. Whatever
-enters a choice is the same on all ranks: the wanted graph, the number of the step, and outcomes of
-captures, which ranks exchange before anyone uses a graph.
+The queue chooses what to capture; the capturer applies budgets and memory limits and keeps ranks
+alike. Every choice depends only on facts that all ranks share: the wanted graph, the step number,
+and outcomes of captures, which ranks exchange before any of them uses a graph.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
 
-from ...dispatch import Batch, CaptureStrategy, Dispatcher, RuntimeMode
+from ...dispatch import Batch, CaptureStrategy, Dispatcher
 from ...errors import CaptureFailed, DummyStepFailed
 from ..backends.protocol import GraphBackend
 from ..capture.dummy_batch import preserve_rng_state
@@ -29,14 +29,13 @@ from ..records import (
     ForecastAccuracy,
     Records,
 )
-from .capture_budget import CaptureBudget, CaptureCosts
-from .eviction import make_room, trim
-from .monitors import meant
+from .limits import CaptureBudget, CaptureCosts, LazyBytes
+from .monitors import allow_compilation
 from .queue import CaptureQueue
 
 
 class Graphs(Protocol):
-    """What captures are made with: `CapturedGraphs`, or a stand-in where graphs are modelled."""
+    """Makes and holds graphs: `CapturedGraphs`, or a substitute where graphs are modeled."""
 
     def record(self, graph_index: int, session: CaptureSession) -> Recording: ...
     def install(self, graph_index: int, recording: Recording) -> None: ...
@@ -68,21 +67,19 @@ class Capturer:
         self.begin()
 
     def begin(self) -> None:
-        """Know nothing of recordings yet, or any more: all were released."""
+        """Start over: no graph is captured."""
         strategy, plan = self._config.strategy, self._dispatcher.plan
         self.active = False
         self.memory = GraphMemory()
         self.queue = CaptureQueue(strategy, plan, self._config.min_hits)
         self._costs = CaptureCosts()
-        self._lazy_cost: dict[RuntimeMode, int] = {}
+        lazy_limit = self._config.lazy_bytes if strategy is CaptureStrategy.LAZY else None
+        self._lazy = LazyBytes(lazy_limit, self.queue.states, self._entries, self._evict)
         self._refused: set[int] = set()
         self._pool: Any = None
 
     def startup(self, progress: Callable[[CaptureRecord], None] | None = None) -> None:
-        """Capture what the strategy wants before serving and is not there yet.
-
-        `progress` is called after each capture.
-        """
+        """Capture what the strategy wants before serving; `progress` is called per capture."""
         if self.queue.untouched:
             self._forget_failed_probes()
             if self._config.memory_limit is not None:
@@ -97,13 +94,13 @@ class Capturer:
                             progress(self._records.of(CaptureRecord)[-1])
                     if state.captured:
                         break
-        self._settle()
-        self._tell_accuracy()
+        self._refresh_active()
+        self._record_accuracy()
 
     def before_step(self, batch: Batch) -> bool:
-        """Capture what the strategy wants now that `batch` comes, within the budget of a step.
+        """Capture what the strategy wants before `batch` runs, within the budget of one step.
 
-        Returns whether later steps may capture too.
+        Returns whether later steps may capture as well.
         """
         wanted = self._dispatcher.wanted(batch).graph_index
         self.queue.see(wanted)
@@ -117,7 +114,7 @@ class Capturer:
         return self._spend(budget, self.queue.in_idle_time()) if self.active else 0
 
     def recapture(self, indices: Collection[int]) -> None:
-        """Free recordings that became stale, all of them before the first is captured again."""
+        """Free stale graphs, all of them before the first is captured again."""
         if not indices:
             return
         for graph_index in indices:
@@ -125,10 +122,10 @@ class Capturer:
         with self._session(prepare=True) as session:
             for graph_index in indices:
                 self._capture(graph_index, session)
-        self._settle()
+        self._refresh_active()
 
     def _spend(self, budget: CaptureBudget, indices: Iterator[int]) -> int:
-        """Capture of `indices`, in order, those that fit the budget and the memory."""
+        """Capture those of `indices`, in order, that fit the budget and the memory."""
         chosen = self._choose(budget, indices)
         graph_index = next(chosen, None)
         if graph_index is None:
@@ -136,10 +133,12 @@ class Capturer:
         made = 0
         with self._session(prepare=False) as session:
             while graph_index is not None:
-                made += self._capture(graph_index, session) and self._keep_lazy_bytes(graph_index)
-                budget.spend(self._estimate(graph_index))  # as it was just measured, on all ranks
+                if self._capture(graph_index, session):
+                    self._lazy.took(graph_index)
+                    made += self.queue.states[graph_index].captured
+                budget.spend(self._estimate(graph_index))  # as just measured, on all ranks
                 graph_index = next(chosen, None)
-        self._settle()
+        self._refresh_active()
         return made
 
     def _choose(self, budget: CaptureBudget, indices: Iterator[int]) -> Iterator[int]:
@@ -151,7 +150,7 @@ class Capturer:
                 self._refuse(
                     graph_index, f"it takes about {estimate:.1f} ms, more than the budget has"
                 )
-            elif self._within_limit(graph_index) and self._within_lazy_bytes(graph_index):
+            elif self._within_limit(graph_index) and self._within_lazy_limit(graph_index):
                 yield graph_index
 
     def _estimate(self, graph_index: int) -> float:
@@ -159,17 +158,17 @@ class Capturer:
         return self._costs.estimate(entry.mode, entry.descriptor.num_tokens)
 
     def _capture(self, graph_index: int, session: CaptureSession, *, serving: bool = True) -> bool:
-        """One capture, on all ranks or on none; whether the graph is there now.
+        """Capture one graph on all ranks or on none; returns whether it was captured.
 
-        Raises DummyStepFailed unless there are steps to be `serving`, which go on without a graph.
+        Raises DummyStepFailed at startup; in `serving`, steps continue without the graph.
         """
         entry, state = self._entries[graph_index], self.queue.states[graph_index]
         began = self._clock()
         recording, reason = None, ""
-        tolerated = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
+        handled = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
         try:
             recording = self._graphs.record(graph_index, session)
-        except tolerated as error:
+        except handled as error:
             reason = str(error)
         ms = (self._clock() - began) * 1000
         num_bytes = recording.bytes if recording else 0
@@ -192,7 +191,7 @@ class Capturer:
     def _outcome(
         self, graph_index: int, ms: float, num_bytes: int, reason: str
     ) -> tuple[float, int, str]:
-        """The outcome that all ranks go by: the slowest, the largest, and anyone's failure."""
+        """The outcome on all ranks: the longest time, the most bytes, and the failure of any."""
         outcomes = self._exchange(
             f"capture of graph {graph_index} at step {self.queue.step}",
             {"ms": ms, "bytes": num_bytes, "reason": reason},
@@ -217,24 +216,12 @@ class Capturer:
         self._refuse(graph_index, f"it would pass the memory limit of {self.memory.limit} bytes")
         return False
 
-    def _within_lazy_bytes(self, graph_index: int) -> bool:
-        """Whether lazy recordings leave room, after evicting those of less worth."""
-        limit, states = self._config.lazy_bytes, self.queue.states
-        if limit is None or self._config.strategy is not CaptureStrategy.LAZY:
+    def _within_lazy_limit(self, graph_index: int) -> bool:
+        if self._lazy.make_room(graph_index):
             return True
-        expected = self._lazy_cost.get(self._entries[graph_index].mode, 0)
-        if make_room(states, self._entries, graph_index, expected, limit, self._evict):
-            return True
+        limit = self._lazy.limit
         self._refuse(graph_index, f"lazy recordings may take {limit} bytes, and none is worth less")
         return False
-
-    def _keep_lazy_bytes(self, graph_index: int) -> bool:
-        """Learn what a lazy recording takes; returns whether `graph_index` may keep its own."""
-        state, limit = self.queue.states[graph_index], self._config.lazy_bytes
-        if limit is not None and self._config.strategy is CaptureStrategy.LAZY:
-            self._lazy_cost[self._entries[graph_index].mode] = state.bytes
-            trim(self.queue.states, limit, self._evict)
-        return state.captured
 
     def _evict(self, graph_index: int) -> None:
         state, before = self.queue.states[graph_index], self._backend.memory().used
@@ -247,13 +234,13 @@ class Capturer:
         state.captured, state.bytes = False, 0
 
     def _refuse(self, graph_index: int, reason: str) -> None:
-        """A graph is refused silently after the first time, until it was captured."""
+        """Record a refusal once per graph, and again after it was captured."""
         if graph_index not in self._refused:
             self._refused.add(graph_index)
             self._records.add(CaptureRefusal(*self._where(graph_index), reason))
 
-    def _settle(self) -> None:
-        """Steps capture as long as something may still be captured."""
+    def _refresh_active(self) -> None:
+        """Steps capture as long as something can still be captured."""
         was = self.active
         lazily = self._config.strategy is not CaptureStrategy.EAGER
         self.active = lazily and not self.queue.complete
@@ -261,7 +248,7 @@ class Capturer:
             self._events.emit("capture.complete", level=logging.INFO, step=self.queue.step)
 
     def expected_bytes(self) -> int:
-        """Bytes of all graphs: those that are there, and those that are still to come."""
+        """Bytes of all graphs, captured or still to be captured."""
         if self._entries and self.queue.untouched:
             self._forget_failed_probes()
             if self.memory.forecast is None:
@@ -274,27 +261,30 @@ class Capturer:
         return max(self.memory.used, self.memory.forecast_of(self._dispatcher.plan, indices))
 
     def _forget_failed_probes(self) -> None:
-        """Probe anew if some failed: they may have lacked what a capture is given."""
+        """Probe again if a probe failed: its dummy batch may have lacked metadata."""
         if self.memory.impossible:
             self.memory = GraphMemory()
             self._drop(())
 
     def _plan_memory(self) -> None:
-        """Forecast what graphs take, unless it is known, and drop those that would pass a limit."""
-        plan, exchange = self._dispatcher.plan, self._exchange
+        """Forecast what graphs take, unless that is known, and drop those above the limit."""
+        plan, traffic = self._dispatcher.plan, self._dispatcher.histogram
+        exchange, records = self._exchange, self._records
         limit = limit_in_bytes(self._config.memory_limit, self._backend.memory())
         if self.memory.forecast is None:
-            with meant(), preserve_rng_state():
-                self.memory.probe(plan, self._backend, self._graphs.record, exchange, self._events)
-        dropped = self.memory.keep(limit, plan, self._dispatcher.histogram, exchange, self._records)
+            with allow_compilation(), preserve_rng_state():
+                self.memory.probe(
+                    plan, self._backend, self._graphs.record, exchange, records.events
+                )
+        dropped = self.memory.plan_limit(limit, plan, traffic, exchange, records)
         self._drop(dropped)
 
     def _drop(self, indices: Collection[int]) -> None:
         for graph_index, state in enumerate(self.queue.states):
             state.dropped = graph_index in indices
 
-    def _tell_accuracy(self) -> None:
-        """What the startup set was expected to take, and what it took."""
+    def _record_accuracy(self) -> None:
+        """Record what the startup set was expected to take, and what it took."""
         if self.memory.forecast is None:
             return
         captured = [
@@ -315,7 +305,7 @@ class Capturer:
         if self._pool is None:
             self._pool = self._backend.new_pool()
         with (
-            meant(),
+            allow_compilation(),
             preserve_rng_state(),
             capture_session(self._backend, self._pool, self._events, prepare=prepare) as session,
         ):

@@ -1,10 +1,10 @@
-"""Watches for work that must not happen after `seal()`: compiling, autotuning, capturing.
+"""Detects work that must not happen after `seal()`: compiling, autotuning, capturing.
 
-Dynamo, Inductor and its autotuner say what they do through torch's structured trace, which tlparse
-reads too; listening there imports neither and costs nothing while nothing compiles. Triton tells
-its compilation listener. The beginning of a CUDA graph is hooked, whoever captures it; recordings
-on the backend of the model are hooked as well. Work in a thread that is not the model's, or
-inside `meant()`, such as the preparation of another model, is no violation.
+Dynamo, Inductor and its autotuner report to torch's structured trace, which tlparse reads as well;
+listening there imports neither and costs nothing while nothing compiles. Triton calls its
+compilation listener. The beginning of every CUDA graph, and of every capture on the model's
+backend, is hooked. Work in a thread that is not the model's, or inside `allow_compilation()`, such
+as the preparation of another model, is no violation.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ..config import AfterSeal
 from ..records import AfterSealWork, Records
 from ..step.forward_context import CURRENT, ForwardContext
 
-_MEANT: ContextVar[bool] = ContextVar("piecegraph_meant", default=False)
+_ALLOWED: ContextVar[bool] = ContextVar("piecegraph_compilation_allowed", default=False)
 
 
 class Kind(StrEnum):
-    """What happened although it must not."""
+    """Work that must not happen after `seal()`."""
 
     TRACE = "Dynamo trace"
     RECOMPILE = "Dynamo recompile"
@@ -53,17 +53,17 @@ _SPANS = {
 
 
 @contextmanager
-def meant() -> Iterator[None]:
-    """Compiling and capturing inside the block is as it should be."""
-    token = _MEANT.set(True)
+def allow_compilation() -> Iterator[None]:
+    """Compiling and capturing inside the block is no violation of `seal()`."""
+    token = _ALLOWED.set(True)
     try:
         yield
     finally:
-        _MEANT.reset(token)
+        _ALLOWED.reset(token)
 
 
 class Monitor:
-    """Watches from `start` to `stop` for one model, whose steps run in `context`."""
+    """Watches from `start` to `stop` for one model whose steps run in `context`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Monitor:
         self._hooks: list[_Hook] = []
 
     def start(self) -> None:
-        """Watch the steps of the model, and all that the calling thread does. Twice is once."""
+        """Watch the steps of the model, and all work of the calling thread. Idempotent."""
         if self._thread is None:
             self._thread = threading.get_ident()
             logging.getLogger(TRACE_LOGGER).addHandler(self._handler)
@@ -111,7 +111,7 @@ class Monitor:
 
     def _saw(self, kind: Kind, detail: str) -> None:
         in_step = CURRENT.get() is self._context
-        if _MEANT.get() or not (in_step or threading.get_ident() == self._thread):
+        if _ALLOWED.get() or not (in_step or threading.get_ident() == self._thread):
             return
         self._records.events.count("after_seal." + kind.name.lower())
         if self._policy is AfterSeal.COUNT:
@@ -123,16 +123,16 @@ class Monitor:
 
 
 class _TraceHandler(logging.Handler):
-    """Finds in torch's structured trace what begins to trace, compile or tune."""
+    """Finds the beginning of tracing, compiling and autotuning in torch's structured trace."""
 
-    root_dir = None  # says, as torch's own handlers do, that nothing is written
+    root_dir = None  # as in torch's own handlers: nothing is written
 
     def __init__(self, saw: Callable[[Kind, str], None]) -> None:
         super().__init__()
         self._saw = saw
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Without the lock of a handler, and with errors on their way to who compiles."""
+        """Take no handler lock, and let an error of `saw` reach the code that compiles."""
         metadata: dict[str, Any] = getattr(record, "metadata", {})
         if "dynamo_start" in metadata:
             again = metadata.get("frame_compile_id", 0) > 0
@@ -149,10 +149,10 @@ class _TraceHandler(logging.Handler):
 
 
 class _Hook:
-    """Stands at `owner.name` in place of what is there: calls `saw`, then that, if it is anything.
+    """Replaces `owner.name` by a function that calls `saw` and then the original, if any.
 
-    Hooks of several models lie one over another and are stopped in any order: one that others
-    still lie over only passes on from then, and goes with them.
+    Hooks of several models wrap one another and are stopped in any order. A stopped hook that
+    others still wrap only calls the original, and is removed together with them.
     """
 
     def __init__(self, owner: Any, name: str, saw: Callable[..., None]) -> None:
@@ -161,7 +161,7 @@ class _Hook:
         self._before = before = getattr(owner, name)
         self._stopped = False
 
-        def hook(*args: Any, **kwargs: Any) -> Any:  # a function, so that it may be a method
+        def hook(*args: Any, **kwargs: Any) -> Any:  # a function, so that it can be a method
             if not self._stopped:
                 saw(*args, **kwargs)
             return before(*args, **kwargs) if before is not None else None
@@ -179,12 +179,12 @@ class _Hook:
 
 
 def _triton_knobs() -> Any:
-    """Triton's settings if it is loaded: a kernel of the engine's own loads it when defined."""
+    """Triton's settings if it is loaded; the engine's own kernels load it."""
     return getattr(sys.modules.get("triton"), "knobs", None)
 
 
 def _traced(stack: list[dict[str, Any]]) -> str:
-    """The function that Dynamo traces, from the stack in its trace."""
+    """The function that Dynamo traces, from the stack in its record."""
     if not stack:
         return "a function"
     frame = stack[-1]
@@ -197,7 +197,7 @@ def _shape(context: ForwardContext) -> str:
 
 
 def _frames() -> list[traceback.FrameSummary]:
-    """The caller's frames, those of torch, of logging and of this package left out."""
+    """The caller's frames without those of torch, logging and this package."""
     package = Path(__file__).parents[2]
     ours = tuple(f"{package}/{part}" for part in ("runtime/", "compile/", "events.py"))
     others = ("/torch/", "/logging/", "/triton/")

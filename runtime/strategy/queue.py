@@ -1,4 +1,4 @@
-"""Capture strategies as policy: which indices at startup, which between two steps.
+"""Capture strategies as policy: which graphs at startup, which between two steps.
 
 | strategy | at startup                | between steps                                            |
 |----------|---------------------------|----------------------------------------------------------|
@@ -6,9 +6,8 @@
 | DELAYED  | the largest of each mode  | the wanted graph if missing, then the next largest        |
 | LAZY     | the largest of each mode  | the wanted graph once it has been wanted `min_hits` times |
 
-The padded size decides, never the raw one: the graph index is counted. Everything here follows
-from the plan, the wanted indices and the outcomes of captures, so ranks that see the same choose
-the same.
+Uses are counted per graph, that is per padded size. Everything here depends only on the plan, the
+wanted graphs and the outcomes of captures, so ranks that see the same choose the same.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from collections.abc import Iterable, Iterator
 from ...dispatch import NO_GRAPH, CaptureStrategy, DispatchPlan
 
 RETRY_STEPS = 64
-"""Steps before a capture that failed once is tried again; each further failure doubles them."""
+"""Steps until a failed capture is tried again; each further failure doubles them."""
 
 GIVE_UP_AFTER = 5
-"""Failures after which a graph index is left alone."""
+"""Failures after which a graph is never tried again."""
 
 FADE_STEPS = 4096
-"""Every so many steps all hits are halved, so that old traffic fades."""
+"""All hits are halved each time this many steps have passed, so that old traffic fades."""
 
 
 class GraphState:
-    """What is known of one graph.
+    """The state of one graph.
 
-    `kept` indices were captured at startup and are not evicted, `dropped` ones are never captured.
-    `bytes` and `launches` are those of its recording, `hits` how often it was wanted of late.
+    A `kept` graph was captured at startup and is not evicted; a `dropped` one is never captured.
+    `bytes` and `launches` are those of its recording, `hits` counts how often it was wanted.
     """
 
     __slots__ = (
@@ -44,12 +43,12 @@ class GraphState:
 
     @property
     def on_use(self) -> bool:
-        """Whether it was captured after startup, and may be evicted."""
+        """Whether it was captured after startup and can be evicted."""
         return self.captured and not self.kept
 
 
 class CaptureQueue:
-    """What a strategy captures next. `step` counts the batches seen so far."""
+    """What a strategy captures next. `step` counts batches."""
 
     def __init__(self, strategy: CaptureStrategy, plan: DispatchPlan, min_hits: int) -> None:
         self.states = [GraphState() for _ in plan.entries]
@@ -63,9 +62,9 @@ class CaptureQueue:
         )
 
     def startup(self) -> list[list[int]]:
-        """Groups of graph indices in plan order; one of each is wanted, the first that can be.
+        """Groups of graph indices in plan order; of each, the first that can be is captured.
 
-        Under EAGER a group is one graph, otherwise the indices of one mode, largest first.
+        Under EAGER a group is one graph, otherwise the graphs of one mode, largest first.
         """
         indices = range(len(self.states))
         if self._strategy is CaptureStrategy.EAGER:
@@ -74,7 +73,7 @@ class CaptureQueue:
         return [[s for s in indices if self._plan.entries[s].mode is mode] for mode in modes]
 
     def see(self, wanted: int) -> None:
-        """A batch wants graph `wanted`, or NO_GRAPH."""
+        """Count a batch that wants graph `wanted`, or NO_GRAPH."""
         self.step += 1
         if wanted != NO_GRAPH:
             self.states[wanted].hits += 1
@@ -83,13 +82,13 @@ class CaptureQueue:
                 state.hits //= 2
 
     def between_steps(self, wanted: int) -> Iterator[int]:
-        """Graphs to capture before a step that wants graph `wanted`, the most urgent first."""
+        """Graphs to capture before a step that wants graph `wanted`, most urgent first."""
         return (
             graph_index for graph_index in self._order(wanted) if self._may_capture(graph_index)
         )
 
     def in_idle_time(self) -> Iterator[int]:
-        """Graphs to capture while no request waits."""
+        """Graphs to capture while the engine is idle."""
         if self._strategy is CaptureStrategy.LAZY:
             wanted: Iterable[int] = sorted(
                 self._by_size, key=lambda graph_index: -self.states[graph_index].hits
@@ -104,7 +103,7 @@ class CaptureQueue:
         return (graph_index for graph_index in wanted if self._may_capture(graph_index))
 
     def failed(self, graph_index: int) -> None:
-        """Remember a failed capture: it is tried again later, or never."""
+        """Note a failed capture: it is tried again later, or after too many failures never."""
         state = self.states[graph_index]
         state.retry_at = self.step + (RETRY_STEPS << state.failures)
         state.failures += 1
@@ -117,7 +116,7 @@ class CaptureQueue:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is left that could ever be captured."""
+        """Whether nothing is left to capture."""
         return all(state.captured or state.dropped for state in self.states)
 
     def _order(self, wanted: int) -> Iterator[int]:

@@ -1,8 +1,8 @@
-"""What several ranks must do alike: compared with a time-out, and whoever differs is named.
+"""Compares what all ranks must do alike, with a time-out, and names the rank that differs.
 
 Ranks that capture or dispatch differently run different collectives inside their steps and hang
-without a message. Nothing here is on the way of a step: ranks talk once at the start, and once
-for each capture between steps, when they would stall anyway.
+without a message. No step pays for this: ranks exchange facts once at the start and once for each
+capture.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..config import Config
 Facts = Mapping[str, Any]
 
 
-def alone(topic: str, facts: Facts) -> list[dict[str, Any]]:
-    """`Ranks.exchange` for a process without others."""
+def single_rank(topic: str, facts: Facts) -> list[dict[str, Any]]:
+    """`Ranks.exchange` for a single process."""
     return [dict(facts)]
 
 
 def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:
-    """What ranks compare before they capture: all that decides a dispatch or a capture."""
+    """What ranks compare before they capture: everything that decides a dispatch or a capture."""
     return {
         "plan digest": plan.digest,
         "attention capabilities": {name: s.name for name, s in config.supports().items()},
@@ -43,9 +43,9 @@ def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:
 
 
 class Ranks:
-    """This process among those of `group`, a gloo group of `torch.distributed`.
+    """The ranks of `group`, a gloo group of `torch.distributed`, seen from this process.
 
-    After a rank was lost or disagreed the group is of no more use: every later call raises.
+    After a rank was lost or disagreed the group is unusable: every later call raises.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0) -> None:
@@ -58,9 +58,10 @@ class Ranks:
         self._broken = False
 
     def exchange(self, topic: str, facts: Facts) -> list[dict[str, Any]]:
-        """The `facts` (JSON) of every rank, by rank. Raises RankLost, naming who did not answer.
+        """The `facts` (JSON) of every rank, by rank.
 
-        Ranks that are at different topics or exchanges are told so by RanksDisagree.
+        Raises RankLost with the rank that did not answer, and RanksDisagree if ranks are at
+        different topics or exchanges.
         """
         if self._broken:
             self._lost(self.rank, topic, "an earlier exchange failed")
@@ -74,13 +75,13 @@ class Ranks:
         return [answer["facts"] for answer in answers]
 
     def agree(self, topic: str, facts: Facts) -> None:
-        """Make sure that all ranks state the same. Raises RanksDisagree, naming who differs."""
+        """Raise RanksDisagree, with the ranks that differ, unless all state the same facts."""
         self._must_be_equal(topic, self.exchange(topic, facts))
 
     def _swap(
         self, mine: torch.Tensor, length: Callable[[int], int], dtype: torch.dtype, topic: str
     ) -> list[torch.Tensor]:
-        """Send `mine` to every peer and receive theirs: pairs, so that a silent one has a name."""
+        """Send `mine` to every peer and receive theirs, in pairs: so a silent peer can be named."""
         peers = [peer for peer in range(self.size) if peer != self.rank]
         theirs = {peer: torch.empty(length(peer), dtype=dtype) for peer in peers}
         waiting = []
@@ -99,7 +100,7 @@ class Ranks:
         return [mine if rank == self.rank else theirs[rank] for rank in range(self.size)]
 
     def _must_be_equal(self, topic: str, stated: list[dict[str, Any]]) -> None:
-        """Who differs from what most ranks state (rank 0 breaks a tie) is named, with the fact."""
+        """Name the ranks that differ from what most state (rank 0 breaks a tie), and the fact."""
         for name in stated[0]:
             texts = [json.dumps(each.get(name), sort_keys=True) for each in stated]
             usual = Counter(texts).most_common(1)[0][0]

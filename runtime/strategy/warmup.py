@@ -1,8 +1,8 @@
-"""Warm-up as data: what runs before serving, in which order, and why; then running it.
+"""Warm-up before serving: what runs, in which order, why, and how far it is.
 
-Whatever is slow the first time runs here once: each compiled range at both its ends, the captures
-of the strategy, and tasks of the engine's own. Warm-up leaves no trace: random state is put back,
-and dummy batches write where padding writes.
+Whatever is slow the first time runs here once: each compiled range at both ends, the captures of
+the strategy, and tasks of the engine. Random state is restored, and dummy batches write only where
+padding writes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ...compile.ir.plan import Symbol
 from ...dispatch import DispatchPlan
 from ..backends.protocol import Memory
 from ..capture.dummy_batch import preserve_rng_state
-from ..check_choice import must_be_one_of
+from ..config import check_choice
 from ..records import CaptureRecord, Records, SkippedWarmup, WarmupStep
-from .monitors import meant
+from .monitors import allow_compilation
 from .queue import CaptureQueue
 
 
@@ -40,21 +40,21 @@ COST = {
 
 @dataclass(frozen=True, slots=True)
 class WarmupItem:
-    """One thing that warm-up does."""
+    """One item of warm-up."""
 
     kind: WarmupKind
     shape: str
     why: str
 
 
-Work = tuple[WarmupItem, Callable[[], None]]
+RunnableItem = tuple[WarmupItem, Callable[[], None]]
 
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryTask:
     """Work of the engine beside the model: `run` is called with each of `shapes` in order.
 
-    It must leave the engine's state as it was.
+    It must leave the engine's state unchanged.
     """
 
     name: str
@@ -62,7 +62,7 @@ class AuxiliaryTask:
     why: str
     run: Callable[[Any], None]
 
-    def works(self) -> list[Work]:
+    def items(self) -> list[RunnableItem]:
         return [
             (
                 WarmupItem(WarmupKind.AUXILIARY, f"{self.name} {shape}", self.why),
@@ -72,38 +72,76 @@ class AuxiliaryTask:
         ]
 
 
-def warm_up(
-    ranges: Sequence[Work],
-    captures: Sequence[WarmupItem],
-    capture: Callable[..., None],
-    tasks: Sequence[AuxiliaryTask],
-    skip: Collection[str],
-    memory: Callable[[], Memory],
-    records: Records,
-    show: Callable[[str], None],
-) -> None:
-    """Run `ranges`, then `capture`, which makes the graphs `captures`, then `tasks`.
+class WarmupProgress:
+    """Records each finished item of `of` in all, and passes a line of text to `show`."""
 
-    `skip` names kinds to leave out; raises InvalidSetting for an unknown one. The plan, each item
-    that is done and what was skipped become events; `show` is given a line for each.
+    def __init__(
+        self, records: Records, memory: Callable[[], Memory], show: Callable[[str], None]
+    ) -> None:
+        self.records = records
+        self.of = 0
+        self._memory = memory
+        self._show = show
+        self._done = 0
+
+    def captured(self, capture: CaptureRecord) -> None:
+        """A graph was captured."""
+        self.done(WarmupKind.CAPTURE, f"{capture.mode} {capture.num_tokens}", capture.ms)
+
+    def done(self, kind: WarmupKind, shape: str, ms: float) -> None:
+        """One item is finished and took `ms`."""
+        self._done += 1
+        n, of, free = self._done, self.of, self._memory().measured_free
+        self.records.add(WarmupStep(n, of, kind.value, shape, ms, free))
+        left = "" if free is None else f", {free} bytes free"
+        self._show(f"{n} of {of}: {kind.value} {shape}, {ms:.1f} ms{left}")
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupPlan:
+    """`ranges`, then the captures, then the engine's `tasks`; the kinds in `skip` are left out.
+
+    Raises InvalidSetting for an unknown kind.
     """
-    for kind in skip:
-        must_be_one_of(COST, "skip", kind, "there is no such kind of warm-up")
-    auxiliary = [work for task in tasks for work in task.works()]
-    plan = [*(item for item, _ in ranges), *captures, *(item for item, _ in auxiliary)]
-    progress = _Progress([item for item in plan if item.kind not in skip], memory, records, show)
-    records.events.emit("warmup.plan", items=[asdict(item) for item in plan])
-    _record_skipped([item for item in plan if item.kind in skip], records)
-    for item, work in ranges:
-        progress.run(item, work)
-    if WarmupKind.CAPTURE not in skip:
-        capture(progress=progress.captured)
-    for item, work in auxiliary:
-        progress.run(item, work)
+
+    ranges: Sequence[RunnableItem]
+    captures: Sequence[WarmupItem]
+    tasks: Sequence[AuxiliaryTask]
+    skip: Collection[str]
+
+    def __post_init__(self) -> None:
+        for kind in self.skip:
+            check_choice(COST, "skip", kind, "there is no such kind of warm-up")
+
+    def run(self, capture: Callable[..., None], progress: WarmupProgress) -> None:
+        """Run all items in order; `capture(progress=…)` captures the startup set."""
+        auxiliary = [item for task in self.tasks for item in task.items()]
+        items = [*(i for i, _ in self.ranges), *self.captures, *(i for i, _ in auxiliary)]
+        records = progress.records
+        records.events.emit("warmup.plan", items=[asdict(item) for item in items])
+        skipped = [item for item in items if item.kind in self.skip]
+        for kind in dict.fromkeys(item.kind for item in skipped):
+            shapes = [item.shape for item in skipped if item.kind is kind]
+            records.add(SkippedWarmup(kind.value, shapes, COST[kind]))
+        progress.of = len(items) - len(skipped)
+        self._run(self.ranges, progress)
+        if WarmupKind.CAPTURE not in self.skip:
+            capture(progress=progress.captured)
+        self._run(auxiliary, progress)
+
+    def _run(self, items: Sequence[RunnableItem], progress: WarmupProgress) -> None:
+        for item, run in items:
+            if item.kind not in self.skip:
+                began = perf_counter()
+                with allow_compilation(), preserve_rng_state():
+                    run()
+                progress.done(item.kind, item.shape, (perf_counter() - began) * 1000)
 
 
-def range_works(symbols: Iterable[Symbol], run: Callable[[Mapping[str, int]], None]) -> list[Work]:
-    """Both ends of what the pieces are compiled for, the large one first: workspaces grow once."""
+def range_tasks(
+    symbols: Iterable[Symbol], run: Callable[[Mapping[str, int]], None]
+) -> list[RunnableItem]:
+    """Both ends of the compiled ranges, the large one first: workspaces then grow once."""
     symbols = list(symbols)
     ends = (
         ("largest", {symbol.label: symbol.high for symbol in symbols}),
@@ -123,52 +161,10 @@ def range_works(symbols: Iterable[Symbol], run: Callable[[Mapping[str, int]], No
 
 
 def capture_items(queue: CaptureQueue, plan: DispatchPlan) -> list[WarmupItem]:
-    """The graphs that the strategy wants at startup, in their order."""
+    """The graphs that the strategy captures at startup, in order."""
     entries = [plan.entries[group[0]] for group in queue.startup()]
     why = "steps up to this size replay it"
     return [
         WarmupItem(WarmupKind.CAPTURE, f"{entry.mode.name} {entry.descriptor.num_tokens}", why)
         for entry in entries
     ]
-
-
-def _record_skipped(skipped: Sequence[WarmupItem], records: Records) -> None:
-    for kind in dict.fromkeys(item.kind for item in skipped):
-        shapes = [item.shape for item in skipped if item.kind is kind]
-        records.add(SkippedWarmup(kind.value, shapes, COST[kind]))
-
-
-class _Progress:
-    """How many items are done, and what each took."""
-
-    def __init__(
-        self,
-        items: Sequence[WarmupItem],
-        memory: Callable[[], Memory],
-        records: Records,
-        show: Callable[[str], None],
-    ) -> None:
-        self._items = items
-        self._memory = memory
-        self._records = records
-        self._show = show
-        self._done = 0
-
-    def run(self, item: WarmupItem, work: Callable[[], None]) -> None:
-        """Do one item, unless it is skipped."""
-        if item in self._items:
-            began = perf_counter()
-            with meant(), preserve_rng_state():
-                work()
-            self._tell(item.kind, item.shape, (perf_counter() - began) * 1000)
-
-    def captured(self, capture: CaptureRecord) -> None:
-        """A graph was captured."""
-        self._tell(WarmupKind.CAPTURE, f"{capture.mode} {capture.num_tokens}", capture.ms)
-
-    def _tell(self, kind: WarmupKind, shape: str, ms: float) -> None:
-        self._done += 1
-        n, of, free = self._done, len(self._items), self._memory().measured_free
-        self._records.add(WarmupStep(n, of, kind.value, shape, ms, free))
-        left = "" if free is None else f", {free} bytes free"
-        self._show(f"{n} of {of}: {kind.value} {shape}, {ms:.1f} ms{left}")

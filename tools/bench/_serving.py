@@ -20,7 +20,7 @@ from ...runtime.capture.recording import Recording
 from ...runtime.capture.session import CaptureSession
 from ...runtime.records import CaptureRecord, Records
 from ...runtime.strategy.capturer import Capturer
-from ...runtime.strategy.ranks import alone
+from ...runtime.strategy.ranks import single_rank
 from ..engine.block_manager import BlockManager
 from ..engine.engine import to_batch
 from ..engine.scheduler import Request, Scheduler
@@ -96,7 +96,7 @@ def serve_modelled(config: Config, requests: list[Request]) -> ServingResult:
     plan = make_plan(GraphMode.FULL_AND_PIECEWISE, sizes, max_num_reqs=config.max_num_reqs)
     dispatcher = Dispatcher(plan)
     graphs = ModelledGraphs(dispatcher, clock)
-    capturer = Capturer(config, dispatcher, ReplayBackend(), records, graphs, alone, clock)
+    capturer = Capturer(config, dispatcher, ReplayBackend(), records, graphs, single_rank, clock)
     capturer.startup()
     result.ready = clock.now
     used = _serve(config, requests, clock, dispatcher, capturer, result)

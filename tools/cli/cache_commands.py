@@ -251,9 +251,9 @@ def warm_command(
 
 def _refuse_unkept(config: Config) -> None:
     """Raise InvalidSetting for a start of which nothing would be kept."""
-    from ...runtime.switches import settled
+    from ...runtime.switches import resolve_config
 
-    config = settled(config)
+    config = resolve_config(config)
     faults = {
         "the cache is off": not config.cache,
         "compiling is off": not config.compile,

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from piecegraph.dispatch import GraphMode, Histogram, RuntimeMode, make_plan
 from piecegraph.runtime.capture.captured_graphs import CapturedGraphs
 from piecegraph.runtime.memory import budget as graph_memory
-from piecegraph.runtime.memory.budget import GraphMemory
+from piecegraph.runtime.memory.budget import GraphMemory, prune
 from piecegraph.runtime.memory.forecast import Forecast, ModeForecast, fit
-from piecegraph.runtime.memory.pruning import prune
 from piecegraph.runtime.records import Records
-from piecegraph.runtime.strategy.eviction import worth
-from piecegraph.runtime.strategy.ranks import alone
+from piecegraph.runtime.strategy.limits import worth
+from piecegraph.runtime.strategy.ranks import single_rank
 
 GRAPH = 1000
 OPTIONS = {"graph_bytes": GRAPH}
@@ -278,8 +277,8 @@ def test_ranks_prune_by_the_traffic_of_them_all() -> None:
         theirs = [100 if n == 16 else 0 for n in range(33)]
         return [mine, {**mine, "traffic": theirs}]
 
-    for among, least in ((alone, 16), (exchange, 8)):
-        dropped = memory.keep(300, plan, own, among, records)
+    for among, least in ((single_rank, 16), (exchange, 8)):
+        dropped = memory.plan_limit(300, plan, own, among, records)
         assert [plan.entries[graph_index].descriptor.num_tokens for graph_index in dropped] == [
             least
         ]

@@ -1,4 +1,4 @@
-"""Each byte has one owner, and the plan's utilisations give the same KV cache."""
+"""Each byte has one owner, and the plan's utilizations give the same KV cache."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def test_views_aliases_and_tied_weights_are_counted_once() -> None:
     }
 
 
-def test_w17_graphs_are_taken_off_once_and_utilisations_agree() -> None:
+def test_w17_graphs_are_taken_off_once_and_utilizations_agree() -> None:
     ledger = MemoryLedger()
     ledger.state(Owner.WEIGHTS, 300)
     ledger.state(Owner.KV_CACHE, 55)
     memory = Memory(used=405, free=595)  # 50 bytes are nobody's
-    plan = plan_memory(memory, ledger, graphs=100, utilisation=0.9)
+    plan = plan_memory(memory, ledger, graphs=100, utilization=0.9)
     assert plan.kv_cache == 900 - 350 - 100
-    same = plan_memory(memory, ledger, 0, plan.utilisation_without_graphs)
+    same = plan_memory(memory, ledger, 0, plan.utilization_without_graphs)
     assert same.kv_cache == pytest.approx(plan.kv_cache, abs=1)
     without = plan_memory(memory, ledger, 0, 0.9)
-    added = plan_memory(memory, ledger, 100, plan.utilisation_with_graphs_added)
+    added = plan_memory(memory, ledger, 100, plan.utilization_with_graphs_added)
     assert added.kv_cache == pytest.approx(without.kv_cache, abs=1)
 
 

@@ -18,7 +18,7 @@ from piecegraph.errors import WorkAfterSeal
 from piecegraph.runtime import compile_ahead as ahead
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
-from piecegraph.runtime.strategy.monitors import TRACE_LOGGER, meant
+from piecegraph.runtime.strategy.monitors import TRACE_LOGGER, allow_compilation
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +173,7 @@ def test_captures_of_the_strategy_are_planned(make: Any) -> None:
 
 def test_preparing_another_model_is_meant(sealed: Any) -> None:
     served = sealed("raise")
-    with meant():
+    with allow_compilation():
         torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
     assert kinds(served) == []
 
@@ -253,7 +253,7 @@ def test_failure_6_a_stray_cuda_graph_is_told(sealed: Any, monkeypatch: pytest.M
         graph.capture_begin()
     assert graph.begun == []
     raising.prepared.release()
-    with meant():
+    with allow_compilation():
         graph.capture_begin()
     graph.capture_begin((0, 1), capture_error_mode="relaxed")
     assert graph.begun == [(None, "global"), ((0, 1), "relaxed")]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from piecegraph import Batch, CaptureStrategy, GraphMode, RuntimeMode
 from piecegraph.dispatch import make_plan
 from piecegraph.errors import CaptureAfterSeal
-from piecegraph.runtime.strategy.capture_budget import CaptureCosts
+from piecegraph.runtime.strategy.limits import CaptureCosts
 from piecegraph.runtime.strategy.queue import FADE_STEPS, GIVE_UP_AFTER, RETRY_STEPS, CaptureQueue
 
 EVERYTHING = ["PIECEWISE 8", "PIECEWISE 4", "PIECEWISE 2", "PIECEWISE 1"]

@@ -1,0 +1,126 @@
+"""What captures may take: time and number between two steps, and bytes of lazy recordings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from ...dispatch import PlanEntry, RuntimeMode
+from .queue import GraphState
+
+
+class CaptureCosts:
+    """Milliseconds that captures took, by mode and size; estimates later captures."""
+
+    def __init__(self) -> None:
+        self._measured: dict[RuntimeMode, dict[int, float]] = {}
+
+    def measured(self, mode: RuntimeMode, num_tokens: int, ms: float) -> None:
+        self._measured.setdefault(mode, {})[num_tokens] = ms
+
+    def estimate(self, mode: RuntimeMode, num_tokens: int) -> float:
+        """The cost of the nearest measured size of the mode, the larger of two; 0 without any.
+
+        Capturing is host work, one launch after another: sizes differ little, modes much.
+        """
+        known = self._measured.get(mode, {})
+        nearest = min(known, key=lambda n: (abs(n - num_tokens), -n), default=None)
+        return 0.0 if nearest is None else known[nearest]
+
+
+class CaptureBudget:
+    """What is left for captures in one gap. `ms` limits the stall by estimates made before."""
+
+    def __init__(self, captures: int, ms: float | None) -> None:
+        self._captures = captures
+        self._ms = math.inf if ms is None else ms
+
+    @property
+    def spent(self) -> bool:
+        """Whether no capture is left; otherwise one that is short enough may follow."""
+        return self._captures <= 0
+
+    def admits(self, estimate: float) -> bool:
+        """Whether a capture of `estimate` milliseconds fits into the time."""
+        return estimate <= self._ms
+
+    def spend(self, ms: float) -> None:
+        """Subtract one capture that took `ms`."""
+        self._captures -= 1
+        self._ms -= ms
+
+
+def worth(hits: int, launches: int, num_bytes: int) -> float:
+    """Launches saved per byte: recent uses, times the launches that one replay saves the host.
+
+    A recording that takes no memory is always worth keeping.
+    """
+    return math.inf if num_bytes <= 0 else hits * launches / num_bytes
+
+
+class LazyBytes:
+    """The limit on recordings captured after startup; those worth least are evicted first.
+
+    Evicting from a shared pool is safe, since no recording reads what another one leaves in the
+    pool. The pool shrinks by less than the recording added, so what is freed is measured.
+    `limit` None is no limit. `evict` frees the recording of a graph index.
+    """
+
+    def __init__(
+        self,
+        limit: int | None,
+        states: Sequence[GraphState],
+        entries: Sequence[PlanEntry],
+        evict: Callable[[int], None],
+    ) -> None:
+        self.limit = limit
+        self._states = states
+        self._entries = entries
+        self._evict = evict
+        self._expected: dict[RuntimeMode, int] = {}
+
+    def make_room(self, graph_index: int) -> bool:
+        """Evict what is worth less than graph `graph_index` until it fits; whether it fits."""
+        if self.limit is None:
+            return True
+        mode = self._entries[graph_index].mode
+        expected = self._expected.get(mode, 0)
+        if expected > self.limit:
+            return False
+        # launches do not depend on the size: those of any recording of the mode
+        launches = max(
+            (
+                state.launches
+                for state, entry in zip(self._states, self._entries, strict=True)
+                if entry.mode is mode
+            ),
+            default=1,
+        )
+        value = worth(self._states[graph_index].hits, launches, expected)
+        while self._used() + expected > self.limit:
+            least = self._least_worth()
+            if least is None or self._worth(least) >= value:
+                return False
+            self._evict(least)
+        return True
+
+    def took(self, graph_index: int) -> None:
+        """Learn from a capture, and evict what is worth least while the limit is exceeded."""
+        if self.limit is None:
+            return
+        self._expected[self._entries[graph_index].mode] = self._states[graph_index].bytes
+        while self._used() > self.limit:
+            least = self._least_worth()
+            assert least is not None
+            self._evict(least)
+
+    def _used(self) -> int:
+        return sum(state.bytes for state in self._states if state.on_use)
+
+    def _worth(self, graph_index: int) -> float:
+        state = self._states[graph_index]
+        return worth(state.hits, state.launches, state.bytes)
+
+    def _least_worth(self) -> int | None:
+        lazy = [i for i, state in enumerate(self._states) if state.on_use]
+        return min(lazy, key=lambda i: (self._worth(i), i), default=None)
