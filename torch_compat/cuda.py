@@ -49,6 +49,6 @@ def end_allocation_to_pool(device: int, pool: Any) -> None:
     torch._C._cuda_endAllocateToPool(device, pool)
 
 
-def release_pool(device: int, pool: Any) -> None:
-    """Give up one use of `pool`; without uses its free memory returns to the device."""
-    torch._C._cuda_releasePool(device, pool)
+def keep_forever(graph: torch.cuda.CUDAGraph) -> None:
+    """Never free `graph`: torch's allocators hold a pointer to it and cannot be told to drop it."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))

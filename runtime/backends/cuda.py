@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +21,9 @@ from ...torch_compat.cuda import (
     clear_cublas_workspaces,
     end_allocation_to_pool,
     flush_host_cache,
+    keep_forever,
     nodes_captured,
     raw_replay,
-    release_pool,
 )
 from ...torch_compat.tensors import unowned_alias
 from .ownership import Ownership, TensorTracker
@@ -36,13 +36,11 @@ _ERROR_MODE = "thread_local"
 class CudaPool:
     """Memory that captures share. `anchor` is an empty graph that is captured first and keeps the
     pool: without it the allocator fails when all graphs of a pool are gone while a tensor of
-    theirs is still alive. `broken` holds captures that left a pool unusable: their allocator
-    filters refer to them.
+    theirs is still alive.
     """
 
     handle: Any  # an opaque pair of integers
     anchor: torch.cuda.CUDAGraph | None = None
-    broken: list[torch.cuda.CUDAGraph] = field(default_factory=list)
 
 
 class CudaGraph:
@@ -117,9 +115,7 @@ class CudaCapture:
         try:
             _capture_nothing(self._pool.handle).reset()
         except RuntimeError:  # still recording to it: this pool takes no capture any more
-            with suppress(RuntimeError):
-                release_pool(self._device, self._pool.handle)
-            self._pool.broken.append(self._graph)
+            keep_forever(self._graph)  # the allocators' filters refer to it
             self._pool.handle = torch.cuda.graph_pool_handle()
             self._pool.anchor = _capture_nothing(self._pool.handle)
 
