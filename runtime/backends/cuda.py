@@ -145,10 +145,20 @@ class CudaBackend:
 
     def prepare(self) -> None:
         self.synchronize()
+        self.trim()
+        flush_host_cache()
+
+    def trim(self) -> None:
         with torch.cuda.device(self._device):
             clear_cublas_workspaces()
             torch.cuda.empty_cache()
-            flush_host_cache()
+
+    def release_pool(self, pool: CudaPool) -> None:
+        self.synchronize()
+        if pool.anchor is not None:
+            pool.anchor.reset()
+            pool.anchor = None
+        self.trim()
 
     @contextmanager
     def capture_stream(self) -> Iterator[None]:

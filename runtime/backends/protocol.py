@@ -68,6 +68,12 @@ class GraphBackend(Protocol):
     def prepare(self) -> None:
         """Synchronize the device and flush its caches: once per capture session."""
 
+    def trim(self) -> None:
+        """Give cached memory that no tensor and no graph uses back to the device."""
+
+    def release_pool(self, pool: Any) -> None:
+        """Give the memory of `pool` back to the device. Its graphs were released before."""
+
     def capture_stream(self) -> AbstractContextManager[Any]:
         """The stream that captures run on, current inside the block."""
 

@@ -188,6 +188,12 @@ class ReplayBackend:
     def prepare(self) -> None:
         self.counters["preparations"] += 1
 
+    def trim(self) -> None:
+        pass
+
+    def release_pool(self, pool: ModelledPool) -> None:
+        pass  # a tape's memory is gone with the tape
+
     def capture_stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
 

@@ -74,5 +74,7 @@ def capture_session(
                 yield session
         finally:
             session.close()
+            if prepare:  # what dummy batches left cached for the capture stream helps nobody else
+                backend.trim()
             if was_enabled:
                 gc.enable()

@@ -119,7 +119,7 @@ def forecast_memory(
                     modes[mode] = replace(fit(sizes), beneath=beneath)
         for recording in recordings:
             recording.release()
-        backend.prepare()
+        backend.release_pool(pool)
     return Forecast(modes), failed
 
 

@@ -64,6 +64,7 @@ class Capturer:
         self._graphs = graphs
         self._exchange = exchange
         self._clock = clock
+        self._pool: Any = None
         self.begin()
 
     def begin(self) -> None:
@@ -76,7 +77,9 @@ class Capturer:
         lazy_limit = self._config.lazy_bytes if strategy is CaptureStrategy.LAZY else None
         self._lazy = LazyBytes(lazy_limit, self.queue.states, self._entries, self._evict)
         self._refused: set[int] = set()
-        self._pool: Any = None
+        if self._pool is not None:
+            self._backend.release_pool(self._pool)
+            self._pool = None
 
     def startup(self, progress: Callable[[CaptureRecord], None] | None = None) -> None:
         """Capture what the strategy wants before serving; `progress` is called per capture."""

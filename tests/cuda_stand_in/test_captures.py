@@ -21,7 +21,6 @@ from piecegraph.runtime.capture.session import capture_session
 from .control import LAUNCH_FAILURE, OUT_OF_MEMORY, StandIn
 from .models import batch, eager, prepared
 
-
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 

@@ -43,6 +43,12 @@ class IdleBackend:
     def prepare(self) -> None:
         pass
 
+    def trim(self) -> None:
+        pass
+
+    def release_pool(self, pool: Any) -> None:
+        pass
+
     def capture_stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
