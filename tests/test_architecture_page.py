@@ -1,0 +1,106 @@
+"""The walks of docs/architecture.md name the files that a start and a step really go through."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import piecegraph as pg
+
+ROOT = Path(pg.__file__).parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def walk(title: str) -> list[tuple[str, str]]:
+    """Files and functions of a numbered walk, in order."""
+    section = PAGE.split(f"### {title}", 1)[1].split("\n#", 1)[0]
+    return re.findall(r"^\d+\. `([\w/.]+)`: `([\w.]+)`", section, re.MULTILINE)
+
+
+def calls(run: Callable[[], object]) -> list[tuple[str, str]]:
+    """Files and functions of the package in the order of their first call."""
+    seen: dict[tuple[str, str], None] = {}
+    prefix = f"{ROOT}/"
+
+    def profile(frame, event, arg):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(prefix):
+            seen.setdefault((code.co_filename.removeprefix(prefix), code.co_qualname))
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return list(seen)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.up(x)
+        output = torch.empty_like(query)
+        torch.ops.architecture_page.attention(query, output)
+        return self.down(output)
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory):
+    """Calls of a cold start with its captures, and those of a step after it."""
+    library = torch.library.Library("architecture_page", "DEF")
+    library.define("attention(Tensor query, Tensor(a!) output) -> ()")
+    torch.library.register_fake("architecture_page::attention", lambda *args: None, lib=library)
+
+    def attention(query, output):
+        output.copy_(query)
+
+    library.impl("attention", attention, "CompositeExplicitAutograd")
+    config = pg.Config(
+        splitting_ops=("architecture_page::attention",),
+        inputs={"x": "float32[num_tokens, 8]"},
+        max_num_tokens=8,
+        max_num_reqs=8,
+        capture_sizes=(4,),
+        cache_dir=tmp_path_factory.mktemp("cache"),
+    )
+    made = []
+
+    def start():
+        made.append(pg.prepare(Model(), config))
+        made[0].capture()
+
+    start_calls = calls(start)
+    (prepared,) = made
+    x, batch = torch.randn(3, 8), pg.Batch(3, 3, is_decode=True, query_len=1)
+
+    def step():
+        prepared.run(prepared.dispatch(batch), x)
+
+    step()
+    yield start_calls, calls(step)
+    library._destroy()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    ("title", "index", "most"),
+    [("Walk 1: a cold start to the first replay", 0, 12), ("Walk 2: a step", 1, 4)],
+)
+def test_a_walk_is_what_happens(walked, title, index, most):
+    called, named = walked[index], walk(title)
+    assert 3 <= len(named) <= most
+    positions = [called.index(step) for step in named]
+    assert positions == sorted(positions)
+
+
+def test_every_file_that_the_page_names_exists():
+    folders = "runtime|compile|dispatch|cache|tools|torch_compat|tests|docs"
+    named = set(re.findall(rf"`((?:{folders})/[\w/.]*)`", PAGE))
+    assert len(named) > 30
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
