@@ -1,6 +1,6 @@
-"""A rig per backend: the same tests run on the CPU emulation and, where there is one, a GPU.
+"""A rig per backend: the same tests run on the replay backend and, if there is one, on a GPU.
 
-And what makes prepared models without `prepare`, so that one trace serves many tests.
+Also makes prepared models without `prepare`, so that one trace serves many tests.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Rig:
         return torch.rand(shape, device=self.device)
 
 
-def loud_backend(**options: Any) -> ReplayBackend:
-    """A replay backend on which everything is poisoned that may be."""
+def strict_backend(**options: Any) -> ReplayBackend:
+    """A replay backend with all checks on."""
     loud = {"poison_before_replay": True, "fail_on_moved_inputs": True}
     return ReplayBackend(ReplayOptions(**{**loud, **options}))
 
@@ -62,7 +62,7 @@ def prepare_on_replay(
     options: Mapping[str, Any],
     input_buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> PreparedModel:
-    """What `prepare` makes of a model that is compiled already, on a loud backend."""
+    """What `prepare` returns for a compiled model, on a strict backend."""
     dispatcher = Dispatcher(make_plan(mode, sizes, max_num_reqs=config.max_num_reqs))
     cache = Cache(None, Events())
     return PreparedModel(
@@ -70,7 +70,7 @@ def prepare_on_replay(
         config,
         Policy(resolve_mode(mode, support=config.supports(), pieces=True), dispatcher),
         Engine(layers, input_buffers or {}),
-        Services(loud_backend(**options), torch.device("cpu"), cache, Records()),
+        Services(strict_backend(**options), torch.device("cpu"), cache, Records()),
     )
 
 
@@ -108,10 +108,10 @@ def make_rig(backend: GraphBackend, device: str) -> Rig:
 
 @pytest.fixture(params=["replay", pytest.param("cuda", marks=pytest.mark.gpu)])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """On the replay backend everything is poisoned that may be."""
+    """The replay backend has all checks on."""
     with torch.no_grad():
         if request.param == "replay":
-            yield make_rig(loud_backend(), "cpu")
+            yield make_rig(strict_backend(), "cpu")
         else:
             yield make_rig(choose_backend("cuda", torch.device("cuda")), "cuda")
 

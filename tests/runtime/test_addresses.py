@@ -1,4 +1,4 @@
-"""Address checks: what moved or was freed is named, in production, before it is read."""
+"""Address checks: a tensor that moved or was freed is named before it is read."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def replace_buffer(model: nn.Module) -> Tensor:
         pytest.param(replace_buffer, "1.running_mean", id="failure_18_a_new_state_buffer"),
     ],
 )
-def test_what_is_elsewhere_is_named(
+def test_what_was_moved_is_named(
     model: nn.Module, addresses: Addresses, change: Any, name: str
 ) -> None:
     snapshot = addresses.snapshot()
@@ -81,7 +81,7 @@ def test_failure_20_a_freed_workspace_is_named() -> None:
         snapshot.check()
 
 
-def test_failure_21_memory_that_is_away_is_named_and_fine_when_back() -> None:
+def test_failure_21_released_memory_is_named_and_fine_when_it_is_back() -> None:
     addresses = Addresses(ReplayBackend().address)
     cache = torch.rand(4)
     addresses.watch("kv_cache", cache)
@@ -116,7 +116,7 @@ def test_w15_the_first_step_compares_everything(model: nn.Module, addresses: Add
         snapshot.check_step()
 
 
-def test_after_one_was_found_elsewhere_no_snapshot_passes_by_sampling(
+def test_after_one_was_found_moved_no_snapshot_passes_by_sampling(
     model: nn.Module, addresses: Addresses
 ) -> None:
     first, second = addresses.snapshot(), addresses.snapshot()

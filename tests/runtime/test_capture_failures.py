@@ -1,4 +1,4 @@
-"""After any failure: nothing half open, nothing kept, the reason told, and life goes on."""
+"""After a failure no capture is open, nothing is kept, and the next capture works."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def in_piece(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("raising", [in_graph, in_eager_call, in_piece])
-def test_w23_an_error_while_capturing_leaves_nothing_half_open(rig: Any, raising: Any) -> None:
+def test_w23_an_error_while_capturing_leaves_nothing_open(rig: Any, raising: Any) -> None:
     state = rig.rand(3).zero_()
 
     def broken(x: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def test_w23_an_error_while_capturing_leaves_nothing_half_open(rig: Any, raising
     assert_serving(rig)
 
 
-def test_what_the_failed_graph_wrote_is_put_back(make_replay_rig: Any) -> None:
+def test_what_the_failed_graph_wrote_is_restored(make_replay_rig: Any) -> None:
     state = torch.zeros(3)
 
     def broken(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A session prepares once, pauses garbage collection, and puts everything back."""
+"""A session prepares once, pauses garbage collection, and restores everything."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_garbage_is_not_collected_inside(rig: Any) -> None:
     assert gc.isenabled()
 
 
-def test_garbage_collection_stays_off_for_who_had_it_off(make_replay_rig: Any) -> None:
+def test_garbage_collection_that_was_off_stays_off(make_replay_rig: Any) -> None:
     rig = make_replay_rig()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The forward context: there in a step, not outside, not in another thread, restored on errors."""
+"""The forward context exists in a step only, per thread, and is restored on errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who keeps which tensor alive: rows A and L of the catalogue of failures."""
+"""Which tensors a recording keeps alive."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .conftest import found_by, tensors_alive
 
 @pytest.fixture(autouse=True)
 def recordings_own_no_bridge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device, where a tensor that a graph made is kept weakly."""
+    """As on a device, where tensors that a graph made are held weakly."""
     monkeypatch.setattr(ReplayBackend, "weak", lambda self, tensor: unowned_alias(tensor))
 
 
 def churn(rig: Any) -> list[Tensor]:
-    """Take over whatever memory of these sizes was freed too early."""
+    """Allocate over memory of these sizes that was freed too early."""
     return [torch.full((8, 8), float("nan"), device=rig.device) for _ in range(64)]
 
 

@@ -1,4 +1,4 @@
-"""What a recording is made of, and that replaying it is running the function."""
+"""What a recording consists of, and that replaying it equals running the function."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_an_operation_in_place_on_a_bridge_runs_once_a_step(rig: Any) -> None:
         (torch.nn.Softmax(0), "Softmax"),
     ],
 )
-def test_eager_calls_are_named_for_people(make_replay_rig: Any, fn: Any, name: str) -> None:
+def test_eager_calls_have_readable_names(make_replay_rig: Any, fn: Any, name: str) -> None:
     call = break_graph(fn)
     args = (0,) if isinstance(fn, torch._ops.OpOverload) else ()
     recording = make_replay_rig().record(lambda x: call(x * 2, *args), torch.rand(3))
@@ -407,7 +407,7 @@ def test_two_threads_record_and_replay_independently(rig: Any) -> None:
     assert not wrong
 
 
-def test_facts_of_a_recording_are_told(rig: Any) -> None:
+def test_facts_of_a_recording_are_reported(rig: Any) -> None:
     recording = rig.record(layers, rig.rand(3, 4))
     (event,) = rig.events.named("capture.recorded")
     assert event.facts["segments"] == 5

@@ -1,4 +1,4 @@
-"""The emulation's own promises: captures do not execute, Python does not run again, poison."""
+"""What the replay backend emulates: captures do not execute, Python runs once, poison."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_poisoned_indices_are_out_of_every_range() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.int32])
-def test_poison_is_not_what_memory_is_born_with(dtype: torch.dtype) -> None:
+def test_poison_differs_from_new_memory(dtype: torch.dtype) -> None:
     tensor = torch.zeros(3, dtype=dtype)
     poison(tensor)
     assert tensor.bool().all()

@@ -36,7 +36,7 @@ MAX_TOKENS, HIDDEN, LAYERS = 16, 4, 3
 
 @dataclass
 class Stage:
-    """What the op finds in the forward context beside metadata; `fault` is raised in the op."""
+    """What the op finds in the forward context as its layer; `fault` is raised in the op."""
 
     starts: Tensor = field(default_factory=lambda: torch.arange(MAX_TOKENS))
     fault: BaseException | None = None
@@ -53,7 +53,7 @@ def attend(x: Tensor, out: Tensor, layer_name: str) -> None:
 
 
 class Scale(nn.Module):
-    """Row by row and element by element, so that no padding changes how a row is rounded."""
+    """Elementwise, so that padding does not change how a row is rounded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def compiled(temporary_op: Callable[..., str]) -> tuple[Config, CompiledModel]:
 
 @dataclass
 class Served:
-    """A prepared model, the plain model it was made of, and what serves them."""
+    """A prepared model, the plain model it was made from, and its stage and backend."""
 
     prepared: PreparedModel
     model: nn.Module
@@ -107,8 +107,8 @@ class Served:
     backend: ReplayBackend
 
     def step(self, *lengths: int, is_decode: bool | None = None) -> str:
-        """One step of requests with so many new tokens; the result must be the plain model's bit
-        for bit. Returns mode and padded size."""
+        """One step of requests of these lengths; the result must equal the plain model's bit for
+        bit. Returns mode and padded size."""
         x = torch.randn(sum(lengths), HIDDEN)
         decision = self.prepared.dispatch(self.batch(*lengths))
         self.stage.starts.copy_(starts_of(lengths))

@@ -1,4 +1,4 @@
-"""Breakable capture: graphs of a forward that is not traced, under the same keys and dispatcher."""
+"""Breakable capture: graphs of a forward that is not traced, with the same dispatcher."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from piecegraph import (
 from piecegraph.errors import ResultFormUnknown
 from piecegraph.runtime.capture.recording import SegmentKind
 
-from ..conftest import loud_backend
+from ..conftest import strict_backend
 
 GRAPH, EAGER = SegmentKind.GRAPH, SegmentKind.EAGER
 
@@ -78,7 +78,7 @@ def prepared_for(model: nn.Module, mode: GraphMode | None, **settings: Any) -> P
         cache=False,
         **settings,
     )
-    prepared = prepare(model, config, backend=loud_backend())
+    prepared = prepare(model, config, backend=strict_backend())
     prepared.capture(lambda descriptor, mode: {"scale": torch.tensor(1.0)})
     return prepared
 
@@ -119,7 +119,7 @@ def test_replay_does_not_run_the_forward(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Capturable(nn.Module):
-    """Attention that a graph may hold: it reads nothing but tensors that keep their place."""
+    """Attention that a graph may contain: it reads only tensors that keep their address."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Capturable(nn.Module):
         return out.flatten() + 1
 
 
-def test_splitting_ops_break_without_a_decorator_and_full_holds_them(
+def test_splitting_ops_break_without_a_decorator_and_full_contains_them(
     temporary_op: Callable[..., str],
 ) -> None:
     def kernel(x: Tensor, out: Tensor) -> None:
@@ -194,14 +194,14 @@ def test_what_is_reported_is_of_the_last_of_two_models_that_share_their_events()
     assert prepared.report()["startup"]["prepare_seconds"] == last.seconds
 
 
-def test_what_the_level_settles_is_told() -> None:
+def test_what_the_level_decides_is_reported() -> None:
     config = Config(compile=False, inputs={"x": "float32[num_tokens, 4]"}, cache=False, level=0)
     prepared = prepare(Untraceable(), config)
     (event,) = prepared.events.named("config")
     assert event.facts["settings"]["compiler"] == prepared.config.compiler == "eager"
 
 
-def test_prepare_counts_the_traffic_that_pruning_goes_by() -> None:
+def test_prepare_counts_the_traffic_that_pruning_uses() -> None:
     prepared = prepared_for(Untraceable(), GraphMode.PIECEWISE)
     prepared.dispatch(Batch(3, 1))
     assert prepared.dispatcher.histogram is not None

@@ -1,4 +1,4 @@
-"""After any failure: the context is restored, nothing is half open, and steps go on."""
+"""After any failure: the context is restored, no capture is open, and steps go on."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_key_error_of_the_ops_own_is_a_failed_capture(serve: Callable[..., Any
     assert served.prepared.events.named("capture.failed")
 
 
-def test_metadata_that_cannot_be_made_between_steps_is_told(serve: Callable[..., Any]) -> None:
+def test_metadata_that_cannot_be_made_between_steps_is_reported(serve: Callable[..., Any]) -> None:
     served = serve(strategy="delayed")
     served.prepared.capture(lambda descriptor, mode: None)
     served.prepared._graphs.metadata_for = no_metadata
@@ -163,7 +163,7 @@ def test_an_interrupt_during_warm_up_exits_cleanly(serve: Callable[..., Any]) ->
     assert served.backend.memory().used == 0
 
 
-def test_gradients_and_inference_mode_of_the_caller_are_left_alone(
+def test_gradients_and_inference_mode_of_the_caller_are_unchanged(
     serve: Callable[..., Any],
 ) -> None:
     served = serve()
@@ -189,7 +189,7 @@ def test_closing_twice_is_fine_and_steps_are_refused(serve: Callable[..., Any]) 
         served.prepared.run(decision, torch.ones(2, 4))
 
 
-def test_two_models_in_two_threads_know_nothing_of_each_other(serve: Callable[..., Any]) -> None:
+def test_two_models_in_two_threads_are_independent(serve: Callable[..., Any]) -> None:
     both = [serve(strategy=strategy) for strategy in ("eager", "lazy")]
     errors: list[BaseException] = []
     start = threading.Barrier(2)
@@ -282,7 +282,7 @@ def test_a_closed_model_refuses(serve: Callable[..., Any], call: str) -> None:
     assert logging.getLogger(TRACE_LOGGER).handlers == handlers
 
 
-def test_a_step_of_the_model_itself_is_told_and_counted_like_any(
+def test_a_step_of_the_model_itself_has_a_context_and_is_counted(
     compiled: tuple[Config, CompiledModel],
 ) -> None:
     config, made = compiled

@@ -1,4 +1,4 @@
-"""Every graph mode under every strategy gives what the plain model gives, bit for bit.
+"""Every graph mode under every strategy gives the results of the plain model, bit for bit.
 
 Outputs are poisoned before each replay and the padding of the input is NaN.
 """

@@ -1,4 +1,4 @@
-"""Code that Inductor cut: what runs between its partitions, under capture and replay."""
+"""Code that Inductor partitioned, under capture and replay."""
 
 from __future__ import annotations
 

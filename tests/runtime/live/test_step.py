@@ -18,7 +18,7 @@ from piecegraph.errors import (
     SizeOutOfRange,
 )
 
-from ..conftest import found_by, loud_backend
+from ..conftest import found_by, strict_backend
 
 DECODE = Batch(3, 3, is_decode=True, query_len=1)
 
@@ -73,7 +73,7 @@ def arguments(num_tokens: int, num_reqs: int) -> tuple[tuple[Tensor, ...], dict[
 @pytest.fixture(scope="module")
 def both() -> tuple[PreparedModel, nn.Module]:
     model = Everything()
-    prepared = prepare(model, CONFIG, examples=arguments(5, 3), backend=loud_backend())
+    prepared = prepare(model, CONFIG, examples=arguments(5, 3), backend=strict_backend())
     prepared.capture()
     return prepared, model
 

@@ -47,7 +47,7 @@ def test_an_update_in_place_needs_nothing(serve: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("change", [replace_weight, move_weight])
 @pytest.mark.parametrize("lengths", [(1, 1), (3,), (12,)])
-def test_failure_19_no_step_reads_weights_that_are_no_more(
+def test_failure_19_no_step_reads_weights_that_were_replaced(
     serve: Callable[..., Any], change: Callable[[nn.Module], str], lengths: tuple[int, ...]
 ) -> None:
     served = captured(serve, options={"fail_on_moved_inputs": False})  # as on a device
@@ -55,19 +55,19 @@ def test_failure_19_no_step_reads_weights_that_are_no_more(
     name = change(served.model)
     x = torch.ones(sum(lengths), 4)
 
-    def step_until_found() -> None:  # at the latest when every weight had its turn
+    def step_until_found() -> None:  # at the latest when every weight was checked in turn
         for _ in kept:
             served.prepared(x, batch=served.batch(*lengths))
 
     with pytest.raises(MovedTensor, match=name):
         step_until_found()
-    for other in ((1, 1), (3,), (12,)):  # and from then on at once, whatever the batch
+    for other in ((1, 1), (3,), (12,)):  # and from then on in the first step of any batch
         with pytest.raises(MovedTensor, match=name):
             served.prepared(torch.ones(sum(other), 4), batch=served.batch(*other))
 
 
 @pytest.mark.parametrize("change", [replace_weight, move_weight])
-def test_refresh_captures_anew_what_reads_replaced_weights(
+def test_refresh_captures_again_what_reads_replaced_weights(
     serve: Callable[..., Any], change: Callable[[nn.Module], str]
 ) -> None:
     served = captured(serve)
@@ -83,7 +83,7 @@ def test_refresh_captures_anew_what_reads_replaced_weights(
     assert served.prepared.refresh() == ()
 
 
-def test_refresh_captures_anew_only_what_is_stale(serve: Callable[..., Any]) -> None:
+def test_refresh_captures_again_only_what_is_stale(serve: Callable[..., Any]) -> None:
     served = serve()
     first, second = torch.zeros(4), torch.zeros(4)
     served.prepared.watch("kv_cache", first)
@@ -102,7 +102,7 @@ def test_refresh_captures_anew_only_what_is_stale(serve: Callable[..., Any]) -> 
     assert first.numel() == 4
 
 
-def test_failure_20_a_freed_workspace_stops_graphs_until_it_is_given_anew(
+def test_failure_20_a_freed_workspace_stops_graphs_until_it_is_watched_again(
     serve: Callable[..., Any],
 ) -> None:
     served = serve()
@@ -135,7 +135,7 @@ def test_weights_loaded_before_the_capture_are_found(serve: Callable[..., Any]) 
         served.step(*lengths)
 
 
-def test_release_frees_everything_and_capture_brings_it_back(serve: Callable[..., Any]) -> None:
+def test_release_frees_everything_and_capture_restores_it(serve: Callable[..., Any]) -> None:
     served = captured(serve)
     before, used = served.captured(), served.backend.memory().used
     served.prepared.release()
@@ -167,7 +167,7 @@ def test_200_captures_and_closes_leak_nothing(serve: Callable[..., Any]) -> None
         assert served.backend.memory().used == 0
 
     cycle()
-    gc.freeze()  # what is there already is nothing to look through before each capture
+    gc.freeze()  # existing objects need not be collected before each capture
     try:
         gc.collect()
         before = tensors_alive()

@@ -1,4 +1,4 @@
-"""Models that write to their inputs: the caller's tensors end the same in every runtime mode."""
+"""Models that write to their inputs: the caller's tensors are equal in every runtime mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from piecegraph import Batch, Config, PreparedModel, break_graph, prepare
 from piecegraph.runtime.capture.captured_graphs import CapturedGraph
 
-from ..conftest import loud_backend
+from ..conftest import strict_backend
 
 pytestmark = pytest.mark.compile
 
@@ -41,7 +41,7 @@ def copied(x: Tensor) -> Tensor:
 
 
 class Breaking(nn.Module):
-    """The same without a trace."""
+    """The same, not traced."""
 
     def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         x[:, 1:].add_(copied(z)[:, 1:])
@@ -76,7 +76,7 @@ def prepared_for(
         cache=False,
         **{"compiler": "eager", **settings},
     )
-    prepared = prepare(model, config, backend=loud_backend(), input_buffers=buffers)
+    prepared = prepare(model, config, backend=strict_backend(), input_buffers=buffers)
     prepared.capture()
     return prepared
 
@@ -115,7 +115,7 @@ def test_what_is_written_to_inputs_reaches_the_caller(
     assert modes == [mode] * 5 + ["NONE"]
 
 
-def test_so_does_what_generated_code_writes() -> None:
+def test_what_generated_code_writes_reaches_the_caller_too() -> None:
     model = Writing()
     prepared = prepared_for(model, graph_mode="PIECEWISE", compiler="inductor")
     assert [same_as_model(prepared, model, size) for size in (8, 3)] == ["PIECEWISE"] * 2
@@ -124,9 +124,7 @@ def test_so_does_what_generated_code_writes() -> None:
 def test_a_model_that_only_reads_its_inputs_pays_nothing() -> None:
     prepared = prepared_for(Reading(), graph_mode="FULL")
     assert not written(prepared)
-    assert {type(graph_index) for graph_index in prepared._captured if graph_index is not None} == {
-        CapturedGraph
-    }
+    assert {type(graph) for graph in prepared._captured if graph is not None} == {CapturedGraph}
 
 
 @pytest.mark.parametrize("inference", [False, True])

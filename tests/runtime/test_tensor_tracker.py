@@ -1,4 +1,4 @@
-"""What a watch sees of a capture, tested on the CPU for the device that has no tape."""
+"""What the tensor tracker sees of a capture; on CUDA it works without a tape."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_failure_12_what_the_body_of_a_custom_op_reads_is_found(
     assert found == {q.data_ptr(), out.data_ptr(), metadata.data_ptr()}
 
 
-def test_a_piece_is_not_looked_into_but_its_ends_are_known(watch: TensorTracker) -> None:
+def test_arguments_and_results_of_a_piece_are_seen_not_its_inside(watch: TensorTracker) -> None:
     hidden, x = torch.rand(3), torch.rand(3)
     result, same = watched(watch, lambda x: watch.opaque(lambda x: (x * hidden, x), (x,)), x)
     assert watch.ownership.is_made(result)
