@@ -15,7 +15,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import (
     GetAttrKey,
     MappingKey,
@@ -34,6 +38,7 @@ __all__ = [
     "FakeTensorMode",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "is_traceable_wrapper_subclass",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

@@ -49,6 +49,8 @@ class Weight(Frozen):
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    written: bool = False
+    """Whether the model writes to it."""
 
 
 class Symbol(Frozen):

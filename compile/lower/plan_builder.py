@@ -33,7 +33,7 @@ from ..pieces.piece import BaseSymbols, Piece, is_size, size_positions
 from ..pieces.split import Section, takes_element
 from ..trace.dynamo import Trace
 from ..trace.examples import Leaf
-from ..trace.mutations import written_arguments
+from ..trace.mutations import written_placeholders
 from ..trace.symbols import argument_sizes, symbol_labels
 
 
@@ -60,7 +60,7 @@ class PlanBuilder:
         self._counter = 0
         self._steps: list[PieceStep | CallStep] = []
         self._shapes: dict[str, str] = {}
-        self._written = written_arguments(trace)
+        self._written = written_placeholders(trace)
         for node, source in trace.sources.items():
             if source is not None:
                 self._names[node] = self._bind(node, source)
@@ -157,6 +157,7 @@ class PlanBuilder:
                     dtype=dtype,
                     shape=tuple(value.shape),
                     stride=tuple(value.stride()),
+                    written=node in self._written,
                 )
             )
             return name

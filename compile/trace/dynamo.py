@@ -43,6 +43,8 @@ class Trace:
     shape_env: Any
     sources: dict[Node, Leaf | str | None]
     """An argument, the qualified name of a weight, or None for a size."""
+    tensors: dict[Node, torch.Tensor]
+    """The tensor that each placeholder stood for in the trace."""
     structure: Any
     """The result, with `Ref('o<n>')` for the n-th output and `Ref('L.<label>')` for arguments."""
     examples: Examples
@@ -86,10 +88,12 @@ def trace(request: CompileRequest) -> Trace:
     graph = captured.graph
     inline_regions(graph)
     scope = _scope(model, examples)
+    sources, tensors = _sources(graph, model, examples, scope)
     return Trace(
         graph=graph,
         shape_env=captured.fake_mode.shape_env,
-        sources=_sources(graph, model, examples, scope),
+        sources=sources,
+        tensors=tensors,
         structure=_structure(captured, model, examples),
         examples=examples,
         modules=_traced_modules(captured),
@@ -109,7 +113,7 @@ def _reason(error: BaseException) -> str:
 
 def _sources(
     graph: GraphModule, model: torch.nn.Module, examples: Examples, scope: dict[str, Any]
-) -> dict[Node, Leaf | str | None]:
+) -> tuple[dict[Node, Leaf | str | None], dict[Node, torch.Tensor]]:
     """Evaluate each placeholder's source expression and recognise the object it yields."""
     weights = {
         id(tensor): name
@@ -118,6 +122,7 @@ def _sources(
     }
     arguments = {id(leaf.value): leaf for leaf in examples.leaves()}
     sources: dict[Node, Leaf | str | None] = {}
+    tensors: dict[Node, torch.Tensor] = {}
     for node in graph.graph.find_nodes(op="placeholder"):
         if isinstance(node.meta["example_value"], torch.SymInt):
             sources[node] = None
@@ -130,8 +135,8 @@ def _sources(
         source = weights.get(id(value)) or arguments.get(id(value))
         if source is None:
             raise InputNotTraceable(source=expression)
-        sources[node] = source
-    return sources
+        sources[node], tensors[node] = source, value
+    return sources, tensors
 
 
 def _scope(model: torch.nn.Module, examples: Examples) -> dict[str, Any]:

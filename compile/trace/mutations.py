@@ -1,7 +1,7 @@
-"""Which arguments a model writes to, directly or through a view, as its trace shows.
+"""Which arguments and weights a model writes to, directly or through a view, by its trace.
 
-Where a step runs on copies of its inputs, what was written must get back to the caller. Torch
-counts the writes to each fake tensor of a trace; what a custom op writes to, its schema tells.
+A graph that ran on copies of its inputs must copy back what was written; a dummy batch must restore
+what it wrote. Torch counts the writes to each fake tensor; a custom op's schema names its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.fx import Node
 from ...torch_compat.ops import HigherOrderOperator, overload_of, triton_writes
 from ...torch_compat.tensors import (
     fresh_fake_mode,
+    is_traceable_wrapper_subclass,
     storage_id,
     tree_map_only,
     writes_counted,
@@ -23,19 +24,19 @@ from ...torch_compat.tensors import (
 )
 from ..ir.ops import op_names, tensors_in, written_by
 from .dynamo import Trace
-from .examples import Leaf
 
 
-def written_arguments(trace: Trace) -> set[Node]:
-    """The placeholders of arguments whose memory some node writes to."""
+def written_placeholders(trace: Trace) -> set[Node]:
+    """The placeholders of arguments and weights whose memory some node writes to."""
     fakes = fresh_fake_mode()
-    arguments: dict[Node, int] = {}
+    storages: dict[Node, int] = {}
     untouched: dict[int, int] = {}
-    for node, source in trace.sources.items():
-        if isinstance(source, Leaf):
-            arguments[node] = storage = storage_id(node.meta["example_value"])
-            before = writes_of_faking(source.value, fakes)
-            untouched[storage] = min(before, untouched.get(storage, before))
+    for node, tensor in trace.tensors.items():
+        if not _dense(fake := node.meta["example_value"]):
+            continue
+        storages[node] = storage = storage_id(fake)
+        before = writes_counted(fake) and writes_of_faking(tensor, fakes)
+        untouched[storage] = min(before, untouched.get(storage, before))
     written: set[int] = set()
     for node in trace.graph.graph.nodes:
         written |= {
@@ -49,7 +50,7 @@ def written_arguments(trace: Trace) -> set[Node]:
         )
         if any(storage_id(tensor) in untouched for tensor in _dense((args, kwargs))):
             written |= {storage_id(tensor) for tensor in _written(node, args, kwargs)}
-    return {node for node, storage in arguments.items() if storage in written}
+    return {node for node, storage in storages.items() if storage in written}
 
 
 def _written(node: Node, args: Any, kwargs: Any) -> Iterable[Tensor]:
@@ -64,4 +65,8 @@ def _written(node: Node, args: Any, kwargs: Any) -> Iterable[Tensor]:
 
 def _dense(value: Any) -> list[Tensor]:
     """The tensors in `value` that have a storage to share."""
-    return [tensor for tensor in tensors_in(value) if tensor.layout is torch.strided]
+    return [
+        tensor
+        for tensor in tensors_in(value)
+        if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    ]

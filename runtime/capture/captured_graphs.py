@@ -7,10 +7,9 @@ addresses it relies on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...compile.ir.config import TOKENS
@@ -24,7 +23,7 @@ from ..step.address_checks import Addresses, Snapshot
 from ..step.forward_context import ForwardContext
 from ..step.static_inputs import BoundInputs, Load, StaticInputs, real_part
 from .breaks import recordable
-from .dummy_batch import MetadataFor, dummy_step
+from .dummy_batch import DummyBatch, MetadataFor, model_state
 from .recorder import capture_failure, record
 from .recording import Recording, SegmentKind
 from .session import CaptureSession
@@ -139,22 +138,21 @@ class CapturedGraphs:
 
     def run_dummy(self, sizes: Mapping[str, int]) -> None:
         """Run the compiled code without a graph on a dummy batch."""
-        with self._dummy_step(BatchDescriptor(sizes[TOKENS]), RuntimeMode.NONE):
-            self.stitched(*self._inputs.at(sizes).views)
+        with self._dummy_batch(BatchDescriptor(sizes[TOKENS]), RuntimeMode.NONE, sizes) as views:
+            self.stitched(*views)
 
     def record(self, graph_index: int, session: CaptureSession) -> Recording:
         """Capture a dummy batch that fills the graph's descriptor.
 
         Raises CaptureFailed, and DummyStepFailed if the caller did not provide what ops need.
         """
-        entry = self._dispatcher.plan.entries[graph_index]
+        entry, sizes = self._dispatcher.plan.entries[graph_index], self._sizes_of(graph_index)
         name = f"{entry.mode.name} {entry.descriptor.num_tokens}"
         breaks = entry.mode is RuntimeMode.PIECEWISE
-        if broken := self.compiled.plan.broken(self._sizes_of(graph_index)):
+        if broken := self.compiled.plan.broken(sizes):
             raise CaptureFailed(name=name, reason=f"it needs {broken.expression}")
-        views = self._inputs_of(graph_index).views
         try:
-            with self._dummy_step(entry.descriptor, entry.mode):
+            with self._dummy_batch(entry.descriptor, entry.mode, sizes) as views:
                 recording = record(
                     self._recordable, views, session,
                     name=name, breaks=breaks, warm_up=self.stitched,
@@ -190,11 +188,11 @@ class CapturedGraphs:
             if graph is not None:
                 yield index, graph
 
-    @contextmanager
-    def _dummy_step(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> Iterator[None]:
-        step = dummy_step(self._context, self.metadata_for, descriptor, mode)
-        with step, torch.no_grad(), self._inputs.preserved():
-            yield
+    def _dummy_batch(
+        self, descriptor: BatchDescriptor, mode: RuntimeMode, sizes: Mapping[str, int]
+    ) -> AbstractContextManager[tuple[Tensor, ...]]:
+        batch = DummyBatch(descriptor, mode, self._inputs.at(sizes), model_state(self.compiled))
+        return batch.in_context(self._context, self.metadata_for)
 
     def _inputs_of(self, graph_index: int) -> BoundInputs:
         return self._inputs.at(self._sizes_of(graph_index))

@@ -1,21 +1,32 @@
-"""Dummy batches: what ops find in the forward context during a capture or a warm-up run."""
+"""Dummy batches: what captures, probes and warm-up runs execute instead of a real step.
+
+A dummy batch has zero real rows. It does execute, so it must leave no trace: every input holds its
+padding value, and random generators, buffers of the engine and the model's own buffers that the
+code writes to are restored afterwards. Memory that a splitting op reaches by itself, such as a KV
+cache in the forward context, is protected by what the padding values point to, e.g. a reserved
+cache slot.
+"""
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compile.ir.locations import first_line
+from ...compile.lower.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, RuntimeMode
 from ...errors import LayerMissing, MetadataFailed
 from ...torch_compat.dynamo import is_torch_file
 from ..step.forward_context import ForwardContext, forward_context
+from ..step.static_inputs import BoundInputs
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
@@ -44,46 +55,86 @@ class _Layers(Mapping[str, Any]):
         return len(self._layers)
 
 
-@contextmanager
-def dummy_step(
-    context: ForwardContext,
-    metadata_for: MetadataFor | None,
-    descriptor: BatchDescriptor,
-    mode: RuntimeMode,
-) -> Iterator[None]:
-    """Make `context` that of a dummy batch inside the block.
+@dataclass(frozen=True)
+class DummyBatch:
+    """A batch of zero real rows that fills `descriptor`, on static `inputs`.
 
-    Raises MetadataFailed if `metadata_for` raises, LayerMissing for a layer that does not exist.
+    `state` are the model's own tensors that the code writes to.
     """
-    context.decision = None
-    context.metadata = _metadata(metadata_for, descriptor, mode) if metadata_for else None
-    context.num_tokens = descriptor.num_tokens
-    layers = context.layers
-    context.layers = noting = _Layers(layers)
+
+    descriptor: BatchDescriptor
+    mode: RuntimeMode
+    inputs: BoundInputs
+    state: Sequence[Tensor]
+
+    @contextmanager
+    def in_context(
+        self, context: ForwardContext, metadata_for: MetadataFor | None
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """Yields the static inputs to run on; `context` is the batch's inside the block.
+
+        Raises MetadataFailed if `metadata_for` raises, LayerMissing for a layer that does not
+        exist.
+        """
+        context.decision = None
+        context.num_tokens = self.descriptor.num_tokens
+        context.metadata = self._metadata(metadata_for) if metadata_for else None
+        layers = context.layers
+        context.layers = noting = _Layers(layers)
+        preserved = [*self.inputs.owned, *self.state]
+        try:
+            with torch.no_grad(), preserve_rng_state(), preserve_contents(preserved):
+                self.inputs.fill_padding()
+                with forward_context(context):
+                    yield self.inputs.views
+        except KeyError as error:
+            if noting.missing is None or error.args != (noting.missing,):
+                raise
+            known = ", ".join(map(str, layers)) or "none"
+            where = _user_line(error)
+            raise LayerMissing(where=where, layer=noting.missing, known=known) from error
+        finally:
+            context.layers = layers
+
+    def _metadata(self, metadata_for: MetadataFor) -> Any:
+        try:
+            return metadata_for(self.descriptor, self.mode)
+        except torch.OutOfMemoryError:
+            raise  # not the caller's mistake: a smaller batch may fit
+        except Exception as error:
+            raise MetadataFailed(
+                where=_user_line(error),
+                mode=self.mode.name,
+                num_tokens=self.descriptor.num_tokens,
+                reason=f"{type(error).__name__}: {first_line(error)}",
+            ) from error
+
+
+def model_state(compiled: CompiledModel) -> list[Tensor]:
+    """The weights and buffers that compiled code writes to; code that is not traced may write to
+    any buffer."""
+    if not compiled.traced:
+        return list(compiled.model.buffers())
+    return [compiled.weights[weight.target] for weight in compiled.plan.weights if weight.written]
+
+
+@contextmanager
+def preserve_contents(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restore the contents of `tensors` at the end. Copies go to the host if the device is full."""
+    before = [_copied(tensor) for tensor in tensors]
     try:
-        with forward_context(context):
-            yield
-    except KeyError as error:
-        if noting.missing is None or error.args != (noting.missing,):
-            raise
-        known = ", ".join(map(str, layers)) or "none"
-        raise LayerMissing(where=_user_line(error), layer=noting.missing, known=known) from error
+        yield
     finally:
-        context.layers = layers
+        with torch.inference_mode():  # in which tensors of either kind may be written
+            for tensor, content in zip(tensors, before, strict=True):
+                tensor.copy_(content)
 
 
-def _metadata(metadata_for: MetadataFor, descriptor: BatchDescriptor, mode: RuntimeMode) -> Any:
+def _copied(tensor: Tensor) -> Tensor:
     try:
-        return metadata_for(descriptor, mode)
+        return tensor.detach().clone()
     except torch.OutOfMemoryError:
-        raise  # not the caller's mistake: a smaller batch may fit
-    except Exception as error:
-        raise MetadataFailed(
-            where=_user_line(error),
-            mode=mode.name,
-            num_tokens=descriptor.num_tokens,
-            reason=f"{type(error).__name__}: {first_line(error)}",
-        ) from error
+        return tensor.detach().cpu()
 
 
 def _user_line(error: BaseException) -> str | None:

@@ -8,7 +8,6 @@ strides of an eager call and all sizes share one address.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -80,17 +79,6 @@ class StaticInputs:
         views = tuple(self._view(spec, spec.shape(sizes)) for spec in self.specs)
         return BoundInputs(self, views, tuple(sizes[symbol] for symbol in self.limits))
 
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Restore at the end the engine's buffers that the model writes to."""
-        written = [spec.name for spec in self.specs if spec.written and spec.name in self.owned]
-        before = {name: self.owned[name].clone() for name in written}
-        try:
-            yield
-        finally:
-            for name, content in before.items():
-                self.owned[name].copy_(content)
-
     def _check_owned(self) -> None:
         known = {spec.name: spec for spec in self.specs}
         for name, buffer in self.owned.items():
@@ -110,10 +98,11 @@ class StaticInputs:
 class BoundInputs:
     """The static inputs of one padded size; `views` are what a recording captures.
 
-    `written` are the positions of copied inputs that a replay writes to.
+    `written` are the positions of copied inputs that a replay writes to. `owned` are the views of
+    the engine's buffers that a dummy batch may change.
     """
 
-    __slots__ = ("_inputs", "_padded", "views", "written")
+    __slots__ = ("_inputs", "_padded", "owned", "views", "written")
 
     def __init__(
         self, inputs: StaticInputs, views: tuple[Tensor, ...], padded: tuple[int, ...]
@@ -126,6 +115,21 @@ class BoundInputs:
             for position, spec in enumerate(inputs.specs)
             if spec.written and spec.name not in inputs.owned
         )
+        self.owned = [
+            view
+            for spec, view in zip(inputs.specs, views, strict=True)
+            if spec.name in inputs.owned and (spec.dynamic or spec.written)
+        ]
+
+    def fill_padding(self) -> None:
+        """Write the padding value of each input into all of it: a batch of zero real rows.
+
+        KEEP and REPEAT have no value of their own, so zeros are written. An engine's buffer without
+        a dynamic dimension has no padding and stays as it is.
+        """
+        for spec, view in zip(self._inputs.specs, self.views, strict=True):
+            if spec.dynamic or spec.name not in self._inputs.owned:
+                view.fill_(spec.sentinel if spec.padding is Padding.SENTINEL else 0)
 
     def copy_back(self, tensors: tuple[Tensor, ...]) -> None:
         """Copy what a replay wrote to the caller's tensors, without the padding."""

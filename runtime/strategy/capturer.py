@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from ...dispatch import Batch, CaptureStrategy, Dispatcher
 from ...errors import CaptureFailed, DummyStepFailed
 from ..backends.protocol import GraphBackend
-from ..capture.dummy_batch import preserve_rng_state
 from ..capture.recording import Recording
 from ..capture.session import CaptureSession, capture_session
 from ..config import Config
@@ -275,7 +274,7 @@ class Capturer:
         exchange, records = self._exchange, self._records
         limit = limit_in_bytes(self._config.memory_limit, self._backend.memory())
         if self.memory.forecast is None:
-            with allow_compilation(), preserve_rng_state():
+            with allow_compilation():
                 self.memory.probe(
                     plan, self._backend, self._graphs.record, exchange, records.events
                 )
@@ -309,7 +308,6 @@ class Capturer:
             self._pool = self._backend.new_pool()
         with (
             allow_compilation(),
-            preserve_rng_state(),
             capture_session(self._backend, self._pool, self._events, prepare=prepare) as session,
         ):
             yield session

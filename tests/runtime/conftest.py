@@ -90,7 +90,7 @@ def temporary_op() -> Iterator[Callable[..., str]]:
 
     def define(name: str, schema: str, kernel: Callable[..., None]) -> str:
         namespace, op = name.split("::")
-        library: Any = torch.library.Library(namespace, "DEF")
+        library: Any = torch.library.Library(namespace, "FRAGMENT")
         libraries.append(library)
         library.define(op + schema)
         library.impl(op, kernel, "CPU")

@@ -1,0 +1,150 @@
+"""A dummy batch leaves no trace: weights, buffers, engine buffers, KV cache, random state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import Batch, Config, PreparedModel, get_forward_context, prepare
+
+from ..conftest import strict_backend
+
+pytestmark = pytest.mark.compile
+
+SLOTS, MAX_TOKENS = 64, 16
+RESERVED = SLOTS - 1
+
+
+def keep(x: Tensor, slots: Tensor) -> None:
+    get_forward_context().layers["kv"].index_copy_(0, slots, x)
+
+
+def store(x: Tensor, slots: Tensor, cache: Tensor) -> None:
+    cache.index_copy_(0, slots, x)
+
+
+class Model(nn.Module):
+    """Writes three KV caches by `slots`: its own, an argument, and one in the forward context that
+    the library does not know. Counts its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4), requires_grad=False)
+        self.register_buffer("cache", torch.rand(SLOTS, 4))
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, slots: Tensor, outer: Tensor) -> Tensor:
+        y = x * self.weight
+        self.cache.index_copy_(0, slots, y)
+        torch.ops.dummy_tests.store(y, slots, outer)
+        torch.ops.dummy_tests.keep(y, slots)
+        self.rows.add_(x.shape[0])
+        return y + self.cache[slots] + outer[slots]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ops(temporary_op: Callable[..., str]) -> None:
+    schema = "(Tensor x, Tensor slots, Tensor(a!) cache) -> ()"
+    temporary_op("dummy_tests::store", schema, store)
+    temporary_op("dummy_tests::keep", "(Tensor x, Tensor slots) -> ()", keep)
+
+
+def prepared_for(
+    model: nn.Module, kv: Tensor, buffers: dict[str, Tensor] | None = None, **settings: Any
+) -> PreparedModel:
+    traced = settings.get("compile", True)
+    config = Config(
+        splitting_ops=("dummy_tests::store", "dummy_tests::keep"),
+        inputs={
+            "x": "float32[num_tokens, 4]",
+            "slots": "int64[num_tokens]",
+            "outer": f"float32[{SLOTS}, 4]",
+        },
+        padding={"slots": RESERVED},
+        max_num_tokens=MAX_TOKENS,
+        max_num_reqs=MAX_TOKENS,
+        capture_sizes=(2, 4, 8),
+        graph_mode="FULL_AND_PIECEWISE",
+        attention_support=3,
+        cache=False,
+        **({"compiler": "eager"} if traced else {}),
+        **settings,
+    )
+    return prepare(
+        model, config, layers={"kv": kv}, backend=strict_backend(), input_buffers=buffers
+    )
+
+
+def contents(*values: Any) -> list[bytes]:
+    tensors = [t for value in values for t in (value if isinstance(value, list) else [value])]
+    return [
+        bytes(tensor.detach().clone().reshape(-1).view(torch.uint8).numpy()) for tensor in tensors
+    ]
+
+
+def warm_ranges(prepared: PreparedModel) -> None:
+    prepared.warm_up(skip=("capture",))
+
+
+ACTIONS = {
+    "capture": PreparedModel.capture,
+    "warm_up": PreparedModel.warm_up,
+    "ranges": warm_ranges,
+    "memory_plan": PreparedModel.memory_plan,
+    "idle": lambda prepared: prepared.capture_idle(1e9),
+    "recapture": lambda prepared: (prepared.capture(), prepared.release(), prepared.capture()),
+}
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("action", ACTIONS)
+def test_failure_7_no_dummy_batch_leaves_a_trace(action: str, traced: bool) -> None:
+    model, kv = Model(), torch.rand(SLOTS, 4)
+    buffers = {
+        "x": torch.rand(MAX_TOKENS, 4),
+        "slots": torch.arange(MAX_TOKENS),
+        "outer": torch.rand(SLOTS, 4),
+    }
+    strategy = "delayed" if action == "idle" else "eager"
+    prepared = prepared_for(model, kv, buffers, strategy=strategy, compile=traced)
+    prepared.run(prepared.dispatch(Batch(5, 5)), **step(buffers, 5))
+    if action == "idle":
+        prepared.capture()
+    state = [*model.parameters(), *model.buffers(), *buffers.values()]
+    state.append(kv[:RESERVED])
+    before = contents(state, torch.get_rng_state())
+    ACTIONS[action](prepared)
+    assert contents(state, torch.get_rng_state()) == before
+    assert prepared.recordings() or action in ("ranges", "memory_plan")
+
+
+def step(buffers: dict[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
+    return {
+        name: buffer if name == "outer" else buffer[:num_tokens] for name, buffer in buffers.items()
+    }
+
+
+@pytest.mark.parametrize("strategy", ["delayed", "lazy"])
+def test_failure_7_captures_between_steps_write_no_live_row(strategy: str) -> None:
+    """Inputs are copied: the static buffers hold the rows of the step before the capture."""
+    model, kv = Model(), torch.full((SLOTS, 4), 777.0)
+    prepared = prepared_for(model, kv, strategy=strategy)
+    prepared.capture()
+    model.cache.fill_(777.0)
+    outer = torch.full((SLOTS, 4), 777.0)
+    rows = 0
+    for first in (0, 8, 16, 24, 32):
+        for count in (8, 3, 2):
+            x, slots = torch.rand(count, 4), torch.arange(first, first + count)
+            batch = Batch(count, count, is_decode=True, query_len=1)
+            prepared(x, slots, outer, batch=batch)
+            rows += count
+            model.cache[slots] = outer[slots] = kv[slots] = 777.0
+            for cache in (model.cache, outer, kv):
+                assert cache[:RESERVED].eq(777.0).all()
+    assert prepared.recordings()
+    assert model.rows >= rows
