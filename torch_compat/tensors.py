@@ -38,7 +38,6 @@ __all__ = [
     "FakeTensorMode",
     "StorageWeakRef",
     "TorchDispatchMode",
-    "is_traceable_wrapper_subclass",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -128,3 +127,16 @@ def unowned_alias(tensor: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return empty.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def is_wrapper_subclass(tensor: Tensor) -> bool:
+    """Whether `tensor` wraps other tensors and has no memory of its own."""
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold the memory of `tensor`: itself, or those it wraps."""
+    if not is_wrapper_subclass(tensor):
+        return [tensor]
+    names: Any = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]

@@ -16,7 +16,7 @@ from torch.fx import Node
 from ...torch_compat.ops import HigherOrderOperator, overload_of, triton_writes
 from ...torch_compat.tensors import (
     fresh_fake_mode,
-    is_traceable_wrapper_subclass,
+    is_wrapper_subclass,
     storage_id,
     tree_map_only,
     writes_counted,
@@ -68,5 +68,5 @@ def _dense(value: Any) -> list[Tensor]:
     return [
         tensor
         for tensor in tensors_in(value)
-        if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+        if tensor.layout is torch.strided and not is_wrapper_subclass(tensor)
     ]

@@ -105,3 +105,15 @@ def test_leaves_have_keys_positions_and_names_as_paths() -> None:
         (("b", "left"), 2),
         (("b", "right", 0), 3),
     ]
+
+
+def test_the_memory_of_a_wrapper_subclass_is_that_of_its_inner_tensors() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    one, two, three = torch.rand(2), torch.rand(2), torch.rand(2)
+    wrapper = TwoTensor(TwoTensor(one, two), TwoTensor(three, three))
+    assert tensors.is_wrapper_subclass(wrapper)
+    assert not tensors.is_wrapper_subclass(one)
+    places = [tensor.data_ptr() for tensor in tensors.inner_tensors(wrapper)]
+    assert places == [t.data_ptr() for t in (one, two, three, three)]
+    assert tensors.inner_tensors(one) == [one]
