@@ -40,7 +40,7 @@ def compile_ahead(request: CompileRequest) -> bool:
     split = split_model(trace_with_guards(request), request.events)
     compiled = compile_pieces(request, split, compiler_named(request.config.compiler))
     artifacts: list[Blobs] = []
-    for job, made in zip(compiled.jobs, compiled.made, strict=True):
+    for job, made in zip(compiled.jobs, compiled.results, strict=True):
         if LIBRARY not in made.blobs:
             library = _library(request, split, job)
             if library is None:

@@ -97,7 +97,7 @@ def _cold_start(request: CompileRequest, compiler: Compiler, key: Key | None) ->
         dump_plan(plan, directory)
         (directory / "graph.py").write_text(graph_source(split.trace.graph))
 
-    artifacts = [made.blobs for made in compiled.made]
+    artifacts = [made.blobs for made in compiled.results]
     if key is not None and all(artifacts):
         with events.span("cache.store", level=logging.INFO):
             bundle = Bundle(plan, provenance(split.trace, split.config), artifacts)
@@ -105,7 +105,7 @@ def _cold_start(request: CompileRequest, compiler: Compiler, key: Key | None) ->
     elif key is not None:
         reason = "the compiler's own caches are off, so it gives no artifacts"
         events.emit("bundle.not_kept", level=logging.WARNING, reason=reason)
-    return bind(plan, [made.fn for made in compiled.made], request.model, from_bundle=False)
+    return bind(plan, [made.fn for made in compiled.results], request.model, from_bundle=False)
 
 
 def _compiler(request: CompileRequest) -> Compiler:

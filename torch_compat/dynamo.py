@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .patch import cache_variables_kept, compiler_lock, dynamo_lock
+from .patch import compiler_lock, dynamo_lock, preserve_cache_variables
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -48,7 +48,7 @@ def reasoning_about_sizes(dynamic_shapes: str) -> Iterator[None]:
 def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
     """Settings for one trace, put back afterwards."""
     with ExitStack() as stack:
-        stack.enter_context(cache_variables_kept())
+        stack.enter_context(preserve_cache_variables())
         import torch._dynamo.config as dynamo_config
         from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
@@ -114,7 +114,7 @@ def mark_dynamic(
     Only an unbacked dimension is told its limits (from torch 2.12 on): a backed one that is found
     narrower would be an error of torch's instead of a guard of ours.
     """
-    with cache_variables_kept():
+    with preserve_cache_variables():
         import torch._dynamo
 
     if dynamic_shapes == "unbacked":
@@ -133,7 +133,7 @@ def input_source(node: torch.fx.Node) -> str:
 
 def registered_backends() -> list[str]:
     """Names of the backends that are registered with `torch.compile`."""
-    with cache_variables_kept():
+    with preserve_cache_variables():
         from torch._dynamo.backends.registry import list_backends
 
     return list_backends(exclude_tags=())

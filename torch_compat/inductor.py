@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .inductor_fixes import repaired_lowering
-from .patch import cache_variables_kept, replaced
+from .patch import preserve_cache_variables, replaced
 from .tensors import fresh_fake_mode
 from .toolchain import compiler_version, keep_probe, probes
 
@@ -28,7 +28,7 @@ def inductor_cache_directory(path: str) -> Iterator[None]:
     unless TRITON_CACHE_DIR says otherwise. Both variables are put back, whatever happens inside,
     and in-memory tables that name files under `path` are cleared.
     """
-    with cache_variables_kept():
+    with preserve_cache_variables():
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = path
         os.environ.pop("TRITON_CACHE_DIR", None)
         from torch._inductor.utils import clear_caches  # which makes the directory
@@ -136,7 +136,7 @@ def inductor_compile_to(
 
 def inductor_load_from(folder: str) -> Callable[[list[Any]], Any]:
     """The function whose code lies in `folder`, of one list of arguments."""
-    with cache_variables_kept():
+    with preserve_cache_variables():
         from torch._inductor.standalone_compile import CompiledArtifact
         from torch._inductor.utils import clear_caches
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .inductor_fixes import share_memory_of_parts
-from .patch import cache_variables_kept, replaced
+from .patch import preserve_cache_variables, replaced
 
 
 @dataclass
@@ -37,7 +37,7 @@ def inductor_partitions(wrap: Callable[[Any], Any]) -> Iterator[Partitions]:
     device's. Partitions that write parts of one tensor are made to share its memory. All that is
     replaced is process-wide, and put back, whatever happens inside.
     """
-    with cache_variables_kept():
+    with preserve_cache_variables():
         import torch._inductor.config as inductor_config
         from torch._inductor import compile_fx
         from torch._inductor.scheduler import Scheduler

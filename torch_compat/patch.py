@@ -15,7 +15,7 @@ compiler_lock = threading.RLock()
 
 
 @contextmanager
-def cache_variables_kept() -> Iterator[None]:
+def preserve_cache_variables() -> Iterator[None]:
     """Put back the variables that name torch's cache directories, which torch itself sets.
 
     It does so when Dynamo is imported and whenever a file is named. Only one thread is inside, so

@@ -33,7 +33,7 @@ def state_equal(one: int | torch.SymInt, other: int | torch.SymInt) -> None:
     torch._check(one == other)  # type: ignore[no-untyped-call]
 
 
-def surely(condition: Any) -> bool:
+def statically_true(condition: Any) -> bool:
     """Whether a condition on sizes is known to hold for all of them; adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 

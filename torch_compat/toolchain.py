@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .patch import cache_variables_kept, compiler_lock
+from .patch import compiler_lock, preserve_cache_variables
 
 
 def cpp_compiler() -> str | None:
     """The C++ compiler that Inductor runs in this process; None where there is none."""
-    with cache_variables_kept():
+    with preserve_cache_variables():
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
 
@@ -47,7 +47,7 @@ def compiler_version() -> bytes:
 
 
 @contextmanager
-def compiler_dispensable(folder: str, version: bytes) -> Iterator[None]:
+def without_compiler(folder: str, version: bytes) -> Iterator[None]:
     """Let code whose libraries are all there be loaded where no C++ compiler is installed.
 
     Before Inductor looks for a library it asks the compiler for its `version`, and has it prepare
@@ -78,7 +78,7 @@ def compiler_dispensable(folder: str, version: bytes) -> Iterator[None]:
 
 def cpp_headers_ready() -> bool:
     """Whether Inductor's precompiled C++ headers were built on this machine, for any options."""
-    with cache_variables_kept():
+    with preserve_cache_variables():
         from torch._inductor import codecache
 
     directory = getattr(codecache, "_HEADER_DIR", None)
@@ -100,7 +100,7 @@ def keep_probe(name: str, answer: bytes) -> None:
 
 
 def _probes() -> Path:
-    with cache_variables_kept():
+    with preserve_cache_variables():
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return Path(default_cache_dir(), "isa_probes")

@@ -1,7 +1,7 @@
 """AOTInductor libraries: a unique piece as one shared object, loaded without Dynamo or Inductor.
 
-A library takes tensors only. A size among a piece's inputs is passed as the length of an empty
-tensor. A library is kept only if it agrees with the piece it was made from.
+A library takes tensors only: a size is passed as the length of an empty tensor. A library is stored
+only if its results agree with those of the piece.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def build_library(
 
 
 def _sizes_as_tensors(graph: GraphModule) -> GraphModule:
-    """A copy in which each size among the inputs is the length of an empty tensor."""
+    """A copy that takes each size input as the length of an empty tensor."""
     copy = Graph()
     values: dict[Node, Node] = {}
     for node in graph.graph.find_nodes(op="placeholder"):
@@ -63,7 +63,7 @@ def _sizes_as_tensors(graph: GraphModule) -> GraphModule:
 def _example_tensors(
     graph: GraphModule, limits: Ranges
 ) -> tuple[list[torch.Tensor], list[dict[int, tuple[str, int, int] | None]]]:
-    """Fake tensors of the traced sizes, and which of their dimensions vary over what range."""
+    """Fake tensors with the traced sizes, and the range of each dynamic dimension."""
     tensors, dynamic = [], []
     with fresh_fake_mode():
         for shape, stride, dtype, device in map(_form, graph.graph.find_nodes(op="placeholder")):

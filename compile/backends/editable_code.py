@@ -1,8 +1,8 @@
-"""Inductor code that a person can read and change: one directory a piece below the dump directory.
+"""Generated code that can be read and edited: one directory per piece in the dump directory.
 
-What runs is always loaded from there. A directory that exists is used as it is, so an edit of its
-Python or C++ source takes effect at the next start, which then says that the code was tampered
-with; removing the directory compiles the piece anew.
+The code that runs is always loaded from there. An existing directory is used as it is: an edit of
+its Python or C++ source takes effect at the next start, which logs that the code was changed.
+Delete the directory to compile the piece again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from .inductor import scratch
 from .registry import Compiler
 
 DIGESTS = "digests.json"
-"""File beside the code with the sha256 of each of its files as it was generated."""
+"""File next to the code with the sha256 of each generated file."""
 
 
 def editable_inductor(dump_dir: Path, events: Events) -> Compiler:
-    """Inductor, by way of directories `inductor_<hash>` in `dump_dir`; it keeps no artifacts."""
+    """Inductor with code in directories `inductor_<hash>` of `dump_dir`; stores no artifacts."""
 
     def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
         stated = {name: _stated(option) for name, option in sorted(options.items())}
@@ -45,7 +45,7 @@ def editable_inductor(dump_dir: Path, events: Events) -> Compiler:
                     inductor_compile_to(graph, inputs, dict(options), str(folder))
                 (folder / "graph.py").write_text(graph_source(graph))
                 (folder / DIGESTS).write_text(json.dumps(_digests(folder)))
-            _tell_if_tampered(folder, events)
+            _report_edits(folder, events)
             loaded = inductor_load_from(str(folder))
         return lambda: (loaded, {})
 
@@ -53,12 +53,12 @@ def editable_inductor(dump_dir: Path, events: Events) -> Compiler:
 
 
 def _stated(option: Any) -> Any:
-    """An option as it is from one process to the next; a pass by what stands for its source."""
+    """An option as text that is equal in every process; a pass is stated by its key."""
     return option.uuid() if hasattr(option, "uuid") else option
 
 
-def _tell_if_tampered(folder: Path, events: Events) -> None:
-    """Only what was generated counts: torch writes more files there when it loads them."""
+def _report_edits(folder: Path, events: Events) -> None:
+    """Report edits of generated files; torch adds other files when it loads the code."""
     stated = json.loads((folder / DIGESTS).read_text()) if (folder / DIGESTS).exists() else {}
     if not stated or not stated.items() <= _digests(folder).items():
         events.count("compile.tampered")

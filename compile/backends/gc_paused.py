@@ -1,4 +1,4 @@
-"""Python's search for cyclic garbage, put off while a model is brought up."""
+"""Pause garbage collection while a model is prepared."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Keep Python from looking for cyclic garbage: a tenth of a start goes into it.
+    """Turn off cyclic garbage collection, which takes a tenth of a start.
 
-    What was made meanwhile then counts as old: to look through all of it at once takes 0.2 s.
+    Freezing and unfreezing at the end moves new objects to the oldest generation, which saves a
+    collection of 0.2 s.
     """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # what somebody froze stays so
+        if gc.get_freeze_count() == 0:  # do not unfreeze objects that the program froze
             gc.freeze()
             gc.unfreeze()
         if enabled:

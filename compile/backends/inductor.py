@@ -1,8 +1,8 @@
-"""Inductor artifacts: a unique piece compiled, kept with its kernels, loaded without a compiler.
+"""Compile a unique piece with Inductor, store it with its kernels, load it without a compiler.
 
-On a CPU Inductor's serialised artifact holds C++ source, and loading it runs the C++ compiler
-unless the shared libraries are found in Inductor's cache directory. An artifact of ours therefore
-carries those libraries, and loading lays them out in a private directory first.
+On a CPU Inductor's serialized artifact holds C++ source, and loading it runs the C++ compiler
+unless Inductor's cache directory has the shared libraries. So our artifacts contain the libraries,
+and loading writes them to a private directory first.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ...torch_compat.inductor import (
 )
 from ...torch_compat.tensors import fresh_fake_mode
 from ...torch_compat.toolchain import (
-    compiler_dispensable,
     compiler_version,
     cpp_headers_ready,
     keep_probe,
     probes,
+    without_compiler,
 )
 from ..ir.compilation import CODE, COMPILER, KERNEL, PROBE, Blobs, Finish, PieceFn
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Inductor's files in a directory of their own, for the pieces of one model.
+    """Use a scratch directory for Inductor's files while the pieces of one model are compiled.
 
-    A kernel that several pieces have is compiled once.
+    A kernel that several pieces share is compiled once.
     """
     with scratch() as folder:
         with inductor_cache_directory(folder), inductor_options():
@@ -50,7 +50,7 @@ def compiling() -> Iterator[None]:
 
 
 def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
-    """Generate code for `graph` and its symbolic `inputs`, while `compiling`."""
+    """Generate code for `graph` and its symbolic `inputs`; call it inside `compiling()`."""
     artifact, libraries = inductor_compile(graph, inputs, dict(options))
 
     def finish() -> tuple[PieceFn, Blobs]:
@@ -68,7 +68,7 @@ def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, A
 
 
 def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
-    """As `compile_piece` with every cache of torch's off, local and remote; nothing is kept."""
+    """Like `compile_piece`, with all of torch's caches off; nothing can be stored."""
     uncached = {**options, "force_disable_caches": True}
     artifact, libraries = inductor_compile(graph, inputs, uncached)
 
@@ -80,7 +80,7 @@ def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str
 
 
 def first_use(device: torch.device, events: Events) -> None:
-    """Build the precompiled C++ headers in a phase of their own if this machine lacks them."""
+    """Build the precompiled C++ headers if this machine lacks them, as a phase of its own."""
     if device.type != "cpu" or cpp_headers_ready():
         return
     graph = Graph()
@@ -92,12 +92,12 @@ def first_use(device: torch.device, events: Events) -> None:
 
 
 def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
-    """The callables of artifacts whose bytes have been verified; no compiler is run."""
+    """The callables of verified artifacts; runs no compiler."""
     version = next((blobs[COMPILER] for blobs in artifacts if COMPILER in blobs), b"")
     with scratch() as folder, inductor_cache_directory(folder):
         for blobs in artifacts:
-            _lay_out(blobs, Path(folder))
-        with inductor_options(), compiler_dispensable(folder, version):
+            _write_kernels(blobs, Path(folder))
+        with inductor_options(), without_compiler(folder, version):
             return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
 
 
@@ -120,16 +120,16 @@ def load_library(path: Path, sizes: tuple[int, ...], device: torch.device) -> Pi
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
-    """For compiles or a load; threads of Inductor's may still write to it at the end."""
+    """A temporary directory; removing it tolerates Inductor threads that still write to it."""
     return tempfile.TemporaryDirectory(prefix="piecegraph-", ignore_cleanup_errors=True)
 
 
 def _blob_name(library: Path) -> str:
-    """Inductor keeps a library at <two letters>/<name>; a blob's name holds both."""
+    """The name of a library's blob. Inductor stores a library at <two letters>/<name>."""
     return f"{KERNEL}{library.parent.name}.{library.name}"
 
 
-def _lay_out(blobs: Blobs, folder: Path) -> None:
+def _write_kernels(blobs: Blobs, folder: Path) -> None:
     for name, content in blobs.items():
         if name.startswith(KERNEL):
             parent, _, file = name.removeprefix(KERNEL).partition(".")

@@ -1,9 +1,9 @@
-"""Compile unique pieces, each for every interval that needs code of its own.
+"""Compile unique pieces, each for every range that needs its own code.
 
-Code is generated for one after the other: torch's standalone compile is not thread-safe, and
-spawned workers were slower on two cores. But while the kernels of one are still being compiled, the
-next is generated. Results come in the order of the pieces, and the first error ends it; what was
-begun before is kept.
+Code is generated for one piece after the other: torch's standalone compile is not thread-safe, and
+worker processes were slower on two cores. The kernels of one piece are compiled while code for the
+next is generated. Results come in the order of the pieces. The first error stops the compilation;
+pieces that were finished before it are stored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .registry import Compiler
 
 @dataclass(frozen=True)
 class Job:
-    """One unique piece for one interval. `size` is the token count to compile for, or None."""
+    """One unique piece to compile for one range. `size` is set for a static compile size."""
 
     unique: UniquePiece
     interval: CompileRange
@@ -49,22 +49,22 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Made:
-    """What came of a job. It may be stored if all guards are `proved` for the served ranges."""
+class CompiledJob:
+    """A finished job. It may be stored if all its guards are `proved` for the served ranges."""
 
     fn: PieceFn
     blobs: Blobs
     proved: bool
     seconds: float
-    """What compiling took, now or when it was stored."""
+    """Compile time, of this process or of the one that stored it."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """Jobs, what came of each, and which of them serve each interval."""
+    """Jobs, the result of each, and which results serve each range."""
 
     jobs: list[Job]
-    made: list[Made]
+    results: list[CompiledJob]
     ranges: list[CompiledRange]
 
 
@@ -88,7 +88,7 @@ def compile_pieces(request: CompileRequest, split: SplitModel, compiler: Compile
 def _schedule(
     split: SplitModel, machine: Mapping[str, Any]
 ) -> tuple[list[Job], list[tuple[CompileRange, tuple[int, ...]]]]:
-    """The distinct jobs, and for each interval the numbers of those that serve it."""
+    """The distinct jobs, and for each range the numbers of the jobs that serve it."""
     jobs: dict[Any, tuple[int, Job]] = {}
     used = []
     for interval in compile_ranges(split.config):
@@ -101,15 +101,15 @@ def _schedule(
 
 
 def _served(
-    interval: CompileRange, numbers: tuple[int, ...], made: Sequence[Made]
+    interval: CompileRange, numbers: tuple[int, ...], made: Sequence[CompiledJob]
 ) -> CompiledRange:
     cuts = sum(partitions_of(made[number].fn) for number in numbers)
     return CompiledRange(low=interval.low, high=interval.high, artifacts=numbers, partitions=cuts)
 
 
-def _overlapped(begins: Iterable[Callable[[], Callable[[], Made]]]) -> Iterator[Made]:
-    """Begin each, and finish it once the next has begun."""
-    waiting: Callable[[], Made] | None = None
+def _overlapped(begins: Iterable[Callable[[], Callable[[], CompiledJob]]]) -> Iterator[CompiledJob]:
+    """Start each, and finish it after the next has started."""
+    waiting: Callable[[], CompiledJob] | None = None
     for begin in begins:
         try:
             begun = begin()
@@ -125,7 +125,7 @@ def _overlapped(begins: Iterable[Callable[[], Callable[[], Made]]]) -> Iterator[
 
 
 def _jobs(split: SplitModel, interval: CompileRange, machine: Mapping[str, Any]) -> Iterator[Job]:
-    """A job for each unique piece; those without a dynamic size are the same in every interval."""
+    """A job for each unique piece; without dynamic sizes a piece has one job for all ranges."""
     for unique in split.unique:
         symbols = [str(split.guards.label(symbol)) for symbol in unique.piece.symbols()]
         passes = passes_for(split.config, interval.high if symbols else None)
@@ -136,7 +136,7 @@ def _jobs(split: SplitModel, interval: CompileRange, machine: Mapping[str, Any])
 
 def _stored(
     request: CompileRequest, split: SplitModel, job: Job, compiler: Compiler
-) -> Made | None:
+) -> CompiledJob | None:
     if compiler.load is None:
         return None
     entry = request.cache.lookup("artifact", job.key)
@@ -148,11 +148,11 @@ def _stored(
     (fn,) = compiler.load([entry.contents])
     seconds = entry.meta.get("compile_seconds")
     known = float(seconds) if isinstance(seconds, (int, float)) else 0.0
-    return Made(fn, entry.contents, proved=True, seconds=known)
+    return CompiledJob(fn, entry.contents, proved=True, seconds=known)
 
 
-def store_artifact(request: CompileRequest, split: SplitModel, job: Job, made: Made) -> None:
-    """Publish what was made of a job, with the ranges over which its guards are proved."""
+def store_artifact(request: CompileRequest, split: SplitModel, job: Job, made: CompiledJob) -> None:
+    """Store the artifact of a job with the ranges over which its guards are proved."""
     if made.blobs and made.proved:
         meta: dict[str, Json] = {"compile_seconds": made.seconds, "ranges": _ranges(split, job)}
         request.cache.publish("artifact", job.key, meta, made.blobs)
@@ -165,7 +165,7 @@ def _ranges(split: SplitModel, job: Job) -> list[Json]:
 
 
 def _covers(meta: Mapping[str, Any], limits: list[Any]) -> bool:
-    """Whether an artifact's proved ranges contain the ones to be served."""
+    """Whether the ranges proved for an artifact contain the served ranges."""
     proved = meta.get("ranges")
     return (
         isinstance(proved, list)
@@ -178,7 +178,7 @@ def _covers(meta: Mapping[str, Any], limits: list[Any]) -> bool:
 
 
 def compiler_options(request: CompileRequest, split: SplitModel, job: Job) -> dict[str, Any]:
-    """Inductor's options for a job: autotuned if it is for one size, the user's, the passes."""
+    """Inductor's options for a job: autotuning for one size, the user's options, passes."""
     tuned = {} if job.size is None else {"max_autotune": request.device.type == "cuda"}
     passes = inductor_passes(job.passes, request.events, job.unique.index)
     cuts = (
@@ -189,8 +189,8 @@ def compiler_options(request: CompileRequest, split: SplitModel, job: Job) -> di
 
 def _begin(
     request: CompileRequest, split: SplitModel, job: Job, compiler: Compiler
-) -> Callable[[], Made]:
-    """Run the compiler on a copy of the piece, and settle the guards that it adds.
+) -> Callable[[], CompiledJob]:
+    """Run the compiler on a copy of the piece, and prove the guards that it adds.
 
     Raises PieceFailed and the errors of guards.
     """
@@ -213,17 +213,17 @@ def _begin(
     def run(sizes: Mapping[sympy.Symbol, int]) -> str | None:
         return numeric_difference(wait()[0], unique.piece.module(split.trace.graph), sizes)
 
-    # splitting ops inside may need a step around them, or write to memory that is in use
+    # splitting ops inside may need a running step, or write to memory in use
     runnable = None if split.partition_ops else run
     proved = split.guards.prove_new(f"piece {unique.index}", run=runnable)
 
-    def finish() -> Made:
+    def finish() -> CompiledJob:
         with (
             events.span("compile.kernels", piece=unique.index) as waiting,
             _naming(compiler, unique),
         ):
             fn, blobs = wait()
-        made = Made(fn, blobs, proved, generation.seconds + waiting.seconds)
+        made = CompiledJob(fn, blobs, proved, generation.seconds + waiting.seconds)
         if split.config.use_inductor_graph_partition:
             about["partitions"] = partitions_of(fn)
         built = PieceBuilt(unique.index, made.seconds, kernels([blobs])[0])
@@ -238,7 +238,7 @@ def _begin(
 
 @contextmanager
 def _naming(compiler: Compiler, unique: UniquePiece) -> Iterator[None]:
-    """Name the piece in what the compiler raises."""
+    """Convert errors of the compiler to PieceFailed, which names the piece."""
     try:
         yield
     except PiecegraphError:
@@ -253,7 +253,7 @@ def _naming(compiler: Compiler, unique: UniquePiece) -> Iterator[None]:
 
 
 def _inputs(job: Job, graph: torch.fx.GraphModule) -> list[Any]:
-    """Symbolic fake inputs for a range; for one size real tensors, which make it static."""
+    """Symbolic fake inputs for a range; real tensors for one size, which makes it static."""
     if job.size is None:
         return job.unique.piece.example_values()
     return concrete_inputs(graph, dict.fromkeys(job.unique.piece.symbols(), job.size))

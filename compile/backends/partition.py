@@ -1,9 +1,9 @@
-"""A whole graph whose code Inductor cuts: each partition is one operation of a recording.
+"""Let Inductor partition the code of the whole graph at the splitting ops.
 
-Inductor cuts after it has fused and planned memory, so nothing is computed twice around a splitting
-op and buffers are reused across it. Its code calls the partitions and, between them, the splitting
-ops. Which callable a partition is was settled when the code was loaded, and a recording begins long
-after: a partition therefore looks at each call whether somebody wants it in another form.
+Inductor partitions after fusion and memory planning, so nothing is computed twice around a
+splitting op and buffers are reused across it. The generated code calls the partitions and, between
+them, the splitting ops. It is bound to its partitions when it is loaded, long before a capture
+starts, so each call of a partition checks a context variable for a hook.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HOOK: ContextVar[PartitionHook | None] = ContextVar("piecegraph_partitions", de
 
 @dataclass(frozen=True, slots=True)
 class PartitionedPiece:
-    """A piece in as many `partitions`."""
+    """A piece whose code has that many `partitions`."""
 
     fn: PieceFn
     partitions: int
@@ -41,13 +41,13 @@ class PartitionedPiece:
 
 
 def partitions_of(piece: PieceFn) -> int:
-    """In how many partitions the code of a piece is; 0 if Inductor was not to cut it."""
+    """Number of partitions of a piece's code; 0 if Inductor did not partition it."""
     return piece.partitions if isinstance(piece, PartitionedPiece) else 0
 
 
 @contextmanager
 def partitions_through(hook: PartitionHook) -> Iterator[None]:
-    """Inside the block, in this thread, `hook(partition)` is called where a partition would be."""
+    """In this block and thread, call `hook(partition)` in place of each partition."""
     token = _HOOK.set(hook)
     try:
         yield
@@ -56,14 +56,14 @@ def partitions_through(hook: PartitionHook) -> Iterator[None]:
 
 
 def partition_options(ops: Sequence[str]) -> dict[str, Any]:
-    """Inductor's options for cutting its code at `ops`; its C++ wrapper knows no partitions."""
+    """Inductor's options for partitioning at `ops`; its C++ wrapper cannot partition."""
     return {"graph_partition": True, "cpp_wrapper": False, PARTITION_OPS: list(ops)}
 
 
 def partitioning(compiler: Compiler) -> Compiler:
-    """`compiler`, which must be a form of Inductor, with code that is in partitions.
+    """`compiler`, a form of Inductor, made to partition its code.
 
-    Its `compile` raises NotPartitioned where Inductor cuts at other places than it was told.
+    Its `compile` raises NotPartitioned if Inductor partitions at other places than the given ops.
     """
 
     def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
@@ -78,7 +78,7 @@ def partitioning(compiler: Compiler) -> Compiler:
         return finish_partitioned
 
     def load(artifacts: Sequence[Blobs]) -> list[PieceFn]:
-        """One after the other, to know the partitions of each."""
+        """Load one after the other, to count the partitions of each."""
         assert compiler.load is not None
         loaded: list[PieceFn] = []
         for blobs in artifacts:
@@ -91,21 +91,21 @@ def partitioning(compiler: Compiler) -> Compiler:
 
 
 def _hooked(partition: PieceFn) -> PieceFn:
-    def unspent(args: list[Any]) -> Any:
-        """The partition empties the list that it is given; a replay gives the same one again."""
+    def with_copy(args: list[Any]) -> Any:
+        """A copy of the list: a partition empties its argument, a replay passes it again."""
         return partition(list(args))
 
     def call(args: list[Any]) -> Any:
         hook = _HOOK.get()
-        return partition(args) if hook is None else hook(unspent)(args)
+        return partition(args) if hook is None else hook(with_copy)(args)
 
     return call
 
 
 def _check(made: Partitions, ops: Sequence[str]) -> None:
-    """What runs outside of partitions is not captured, so it must be splitting ops alone.
+    """Raise NotPartitioned unless only splitting ops are outside the partitions.
 
-    An op that is not there because nobody needs what it does is no reason to refuse.
+    Code outside partitions is not captured. A dead splitting op, which Inductor removes, is fine.
     """
     if not made.count:
         raise NotPartitioned(reason="it made no partitions")

@@ -1,7 +1,7 @@
-"""Compilers by name: what turns a unique piece into a callable, and what can be kept of it.
+"""Compilers by name: how a unique piece becomes a callable, and whether it can be stored.
 
-`inductor` yields artifacts. `eager` and torch's registered backends yield callables of this process
-only, so a model compiled by them is traced anew at each start.
+`inductor` produces artifacts. `eager` and torch's registered backends produce callables that cannot
+leave the process, so a model compiled by them is traced at each start.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ CompilePiece = Callable[[GraphModule, list[Any], Mapping[str, Any]], Finish]
 
 @dataclass(frozen=True)
 class Compiler:
-    """`compile(graph, inputs, options)` begins; what it returns ends, with a callable and blobs.
+    """`compile(graph, inputs, options)` starts; the function it returns finishes.
 
-    There are no blobs if nothing is kept. Between the two the next piece may begin. `load` rebuilds
-    the callables of several artifacts at once; None for a compiler that keeps none.
+    Finishing gives a callable and blobs, which are empty if nothing can be stored. The next piece
+    may be started before one is finished. `load` rebuilds the callables of several artifacts at
+    once; None for a compiler without artifacts.
     """
 
     name: str
     compile: CompilePiece
     load: Callable[[Sequence[Blobs]], list[PieceFn]] | None = None
     first_use: Callable[[torch.device, Events], None] | None = None
-    """Pays what the compiler costs once a machine, so that no piece is charged with it."""
+    """Does work that is needed once per machine, so that it is not timed as part of a piece."""
     session: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Lasts while the pieces of one model are compiled."""
+    """A context that is open while the pieces of one model are compiled."""
 
 
 INDUCTOR = Compiler(
@@ -55,8 +56,8 @@ INDUCTOR = Compiler(
 def compiler_named(name: str) -> Compiler:
     """The compiler called `name`: one of ours, an entry point, or a registered torch backend.
 
-    An entry point of group `piecegraph.compilers` is an object like `Compiler`.
-    Raises UnknownCompiler.
+    An entry point of the group `piecegraph.compilers` refers to a `Compiler`. Raises
+    UnknownCompiler.
     """
     if name == "inductor":
         return INDUCTOR

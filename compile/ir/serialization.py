@@ -50,7 +50,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def referring(value: Any, ref: Callable[[Any], Ref | None]) -> Any:
+def with_refs(value: Any, ref: Callable[[Any], Ref | None]) -> Any:
     """`value` with what `ref` gives for its parts, and records for objects of other classes.
 
     Raises NotPortable for a list, tuple or dict of a class that could not be rebuilt.
@@ -60,17 +60,17 @@ def referring(value: Any, ref: Callable[[Any], Ref | None]) -> Any:
     kind = type(value)
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        return Record(kind, {name: referring(getattr(value, name), ref) for name in names})
+        return Record(kind, {name: with_refs(getattr(value, name), ref) for name in names})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         named = zip(value._fields, value, strict=True)
-        return Record(kind, {name: referring(item, ref) for name, item in named})
+        return Record(kind, {name: with_refs(item, ref) for name, item in named})
     if kind.__module__ == RETURN_TYPES:
-        return Record(kind, {index: referring(item, ref) for index, item in enumerate(value)})
+        return Record(kind, {index: with_refs(item, ref) for index, item in enumerate(value)})
     if kind in (list, tuple, torch.Size):
-        items = [referring(item, ref) for item in value]
+        items = [with_refs(item, ref) for item in value]
         return items if kind is list else tuple(items)
     if kind in (dict, OrderedDict):
-        fields = {key: referring(item, ref) for key, item in value.items()}
+        fields = {key: with_refs(item, ref) for key, item in value.items()}
         return fields if kind is dict else Record(kind, fields)
     if isinstance(value, (list, tuple, dict)):
         raise NotPortable(value=value, kind=kind.__qualname__)

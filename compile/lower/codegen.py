@@ -1,8 +1,8 @@
-"""From a plan to one straight-line Python function over pieces, weights and splitting ops.
+"""Generate the step function of a plan: straight-line Python over pieces and splitting ops.
 
-The function takes the user's tensors in the plan's order and returns the results, flat. Pieces,
-splitting ops and weights are closure cells, sizes are read once, and every value is deleted right
-after its last use, which is what lets a memory pool reuse its block during capture.
+The function takes the user's tensors in the plan's order and returns the flat results. Pieces,
+splitting ops and weights are closure variables and sizes are read once. Every value is deleted
+after its last use, so that a memory pool can reuse its block during a capture.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def build_step(
     piece_hook: Hook | None = None,
     call_hook: Hook | None = None,
 ) -> StepFn:
-    """Bind a plan. `weights` maps qualified names to tensors.
+    """The step function of `plan`. `weights` maps qualified names to tensors.
 
     `piece_hook(use, fn)` and `call_hook(use, fn)` may replace the callable of each piece step and
-    of each splitting call; that is how a capture puts graph segments around the same code.
+    of each splitting call. A capture uses them to put graph segments around the same code.
     """
     calls = plan.calls()
     bound: dict[str, Any] = {weight.name: weights[weight.target] for weight in plan.weights}
@@ -48,7 +48,7 @@ def build_step(
 
 
 def step_source(plan: Plan) -> tuple[str, dict[str, Any]]:
-    """Source of `link(...)`, which returns the step function, and the constants it names."""
+    """Source of `link(...)`, which returns the step function, and the constants it refers to."""
     constants: dict[str, Any] = {}
     body = [f"{s.name} = {s.source}.size({s.dim})" for s in plan.symbols]
     last = _last_uses(plan)
@@ -95,7 +95,7 @@ def _last_uses(plan: Plan) -> dict[int, list[str]]:
 
 
 def used(step: PieceStep | CallStep) -> Sequence[str]:
-    """Names of the values that a step is given, in order."""
+    """Names of the values that a step takes, in order."""
     if isinstance(step, PieceStep):
         return step.args
     return refs([decode(argument) for argument in [*step.args, *step.kwargs.values()]])
@@ -110,5 +110,5 @@ def _call(name: str, step: CallStep, constants: dict[str, Any]) -> str:
         return call
     if not step.unpack:
         return f"{step.outs[0]} = {call}"
-    let_go = "" if all(step.outs) else "; del _"
-    return f"{', '.join(out or '_' for out in step.outs)}, = {call}{let_go}"
+    drop = "" if all(step.outs) else "; del _"
+    return f"{', '.join(out or '_' for out in step.outs)}, = {call}{drop}"

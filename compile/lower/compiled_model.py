@@ -18,17 +18,17 @@ from .codegen import Hook, StepFn, build_step
 
 @dataclass(frozen=True)
 class CompiledModel:
-    """What `compile_model` returns; `from_bundle` if nothing was traced or compiled for it."""
+    """The result of `compile_model`; `from_bundle` if it was loaded and not compiled."""
 
     plan: Plan
     pieces: tuple[PieceFn, ...]
-    """One callable for each artifact that the plan's ranges name."""
+    """One callable for each artifact that the plan's ranges refer to."""
     weights: Mapping[str, torch.Tensor]
     model: torch.nn.Module
-    """Where the weights are from."""
+    """The module that owns the weights."""
     from_bundle: bool
     traced: bool = True
-    """Whether the pieces are from a trace; otherwise the one piece is the model's own forward."""
+    """False if the only piece is the model's own forward."""
 
     def link(self, piece_hook: Hook | None = None, call_hook: Hook | None = None) -> StepFn:
         """The function from the plan's input tensors to its results; see `build_step`.
@@ -47,7 +47,7 @@ class CompiledModel:
         return step
 
     def rebound(self) -> CompiledModel:
-        """Bound to the weights that the model has now; raises ModelMismatch."""
+        """The same plan and pieces with the model's current weights; raises ModelMismatch."""
         return replace(self, weights=weights_of(self.model, self.plan))
 
     def _linked(
@@ -64,13 +64,13 @@ def bind(
     *,
     from_bundle: bool,
 ) -> CompiledModel:
-    """Bind a plan to the weights of `model`; raises ModelMismatch where one does not fit."""
+    """Bind a plan to the weights of `model`; raises ModelMismatch if one does not fit."""
     weights = weights_of(model, plan)
     return CompiledModel(plan, tuple(pieces), weights, model, from_bundle)
 
 
 def weights_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
-    """The weights that a plan names; raises ModelMismatch where one does not fit."""
+    """The weights that a plan refers to; raises ModelMismatch if one does not fit."""
     tensors = {
         **dict(model.named_buffers(remove_duplicate=False)),
         **dict(model.named_parameters(remove_duplicate=False)),

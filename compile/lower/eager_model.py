@@ -1,8 +1,8 @@
-"""A model that is not traced: one piece, which calls its forward as it is.
+"""A model that is not traced: its only piece calls its forward.
 
-For models that cannot be traced, and for telling whether compilation is at fault. Graphs of it
-break at splitting functions while it runs (see `runtime.recordable`). What form its result has is
-learned from two runs on fake tensors of different sizes.
+For models that cannot be traced, and to find out whether compilation causes a problem. Its graphs
+break at splitting functions while it runs. The form of its result is found by two runs on fake
+tensors of different sizes.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ..ir.compilation import CompileRequest
 from ..ir.config import CompileConfig
 from ..ir.ops import Writes
 from ..ir.plan import CompiledRange, PieceStep, Plan, PlanPiece, Result, Symbol, UserInput
-from ..ir.serialization import Ref, dtype_name, encode, referring
+from ..ir.serialization import Ref, dtype_name, encode, with_refs
 from ..trace.examples import Examples, Leaf, example_inputs
 from .compiled_model import CompiledModel
 
-_UNLIKE = (41, 43, 47, 53, 59, 61)
-"""Sizes unlike those that example inputs are made with."""
+_OTHER_SIZES = (41, 43, 47, 53, 59, 61)
+"""Sizes that no example input has."""
 
 
 def eager_model(request: CompileRequest) -> CompiledModel:
-    """The model behind the interface of a compiled one.
+    """The model, called eagerly, with the interface of a compiled one.
 
     Raises ResultFormUnknown and the errors of `example_inputs`.
     """
@@ -66,7 +66,7 @@ def eager_model(request: CompileRequest) -> CompiledModel:
 def _result_form(
     model: torch.nn.Module, examples: Examples, symbols: list[Symbol]
 ) -> tuple[Any, tuple[Result, ...], list[bool]]:
-    """The structure of the result, encoded, its tensors, and which of the inputs are written to.
+    """The encoded structure of the result, its tensors, and which inputs are written to.
 
     Raises ResultFormUnknown.
     """
@@ -75,7 +75,7 @@ def _result_form(
     (first, written), (second, _) = (
         _fake_result(model, examples, each) for each in (sizes, others)
     )
-    (form, found), (other_form, again) = _apart(first), _apart(second)
+    (form, found), (other_form, again) = _without_tensors(first), _without_tensors(second)
     structure = encode(form)
     if structure != encode(other_form) or [t.dim() for t in found] != [t.dim() for t in again]:
         raise ResultFormUnknown(
@@ -93,8 +93,8 @@ def _result_form(
     return structure, results, written
 
 
-def _apart(result: Any) -> tuple[Any, list[Tensor]]:
-    """A result with a reference for each tensor, and its tensors in order."""
+def _without_tensors(result: Any) -> tuple[Any, list[Tensor]]:
+    """A result with references in place of its tensors, and the tensors in order."""
     tensors: list[Tensor] = []
 
     def ref(value: Any) -> Ref | None:
@@ -103,11 +103,11 @@ def _apart(result: Any) -> tuple[Any, list[Tensor]]:
         tensors.append(value)
         return Ref(f"o{len(tensors) - 1}")
 
-    return referring(result, ref), tensors
+    return with_refs(result, ref), tensors
 
 
 def _size(one: int, other: int, axes: list[tuple[str, int, int]]) -> int | str:
-    """The size that is `one` and `other` in the two runs, as an expression over the symbols."""
+    """A size that is `one` and `other` in the two runs, as an expression over the symbols."""
     if one == other:
         return one
     for name, at_one, at_other in axes:
@@ -122,9 +122,9 @@ def _example_sizes(examples: Examples, symbols: list[Symbol]) -> dict[str, int]:
 
 
 def _other_sizes(sizes: dict[str, int], symbols: list[Symbol]) -> dict[str, int]:
-    """For each symbol a size unlike the one in `sizes`, if its range has another."""
+    """For each symbol a size that differs from `sizes`, if its range has another."""
     others = {}
-    for symbol, size in zip(symbols, _UNLIKE, strict=False):
+    for symbol, size in zip(symbols, _OTHER_SIZES, strict=False):
         other = max(symbol.low, min(size, symbol.high))
         if other == sizes[symbol.label] and other > symbol.low:
             other -= 1
@@ -135,7 +135,7 @@ def _other_sizes(sizes: dict[str, int], symbols: list[Symbol]) -> dict[str, int]
 def _fake_result(
     model: torch.nn.Module, examples: Examples, sizes: dict[str, int]
 ) -> tuple[Any, list[bool]]:
-    """What the model returns for fake inputs of the given sizes, and which it writes to."""
+    """The result for fake inputs of the given sizes, and which inputs are written to."""
     leaves = iter(examples.leaves())
 
     def resized(value: Any) -> Any:
@@ -159,7 +159,7 @@ def _fake_result(
 
 
 def _forward(model: torch.nn.Module, examples: Examples) -> Callable[[list[Tensor]], Any]:
-    """The model's forward as a function of its tensors, in order, to its result's, in order."""
+    """The model's forward as a function from its input tensors to its result tensors."""
     leaves, form = tree_flatten(examples.arguments)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -169,13 +169,13 @@ def _forward(model: torch.nn.Module, examples: Examples) -> Callable[[list[Tenso
             filled[place] = tensor
         arguments = tree_unflatten(filled, form)
         args, kwargs = replace(examples, arguments=arguments).call_arguments()
-        return tuple(_apart(model(*args, **kwargs))[1])
+        return tuple(_without_tensors(model(*args, **kwargs))[1])
 
     return forward
 
 
 def _symbols(tensors: list[Leaf], examples: Examples, config: CompileConfig) -> dict[str, Symbol]:
-    """The dynamic sizes by label, each read where it occurs first."""
+    """The dynamic sizes by label; each is read from the first dimension that has it."""
     found: dict[str, Symbol] = {}
     for index, leaf in enumerate(tensors):
         for dim in range(leaf.value.dim()):

@@ -1,4 +1,4 @@
-"""Write the plan: name every value of a traced and split graph, and list the steps."""
+"""Build the plan: name every value of a traced and split graph, and list the steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ..trace.symbols import argument_sizes, symbol_labels
 
 
 def base_symbols(trace: Trace) -> BaseSymbols:
-    """A SymInt for each symbol that is the size of some argument's dimension."""
+    """A SymInt for each symbol that is the size of a dimension of an argument."""
     found: BaseSymbols = {}
     for _, _, size in argument_sizes(trace):
         expression = trace.symbol_of(size)
@@ -48,7 +48,7 @@ def base_symbols(trace: Trace) -> BaseSymbols:
 
 
 class PlanBuilder:
-    """Names values while it writes steps; `plan()` puts everything together."""
+    """Names values while steps are added; `plan()` returns the result."""
 
     def __init__(self, trace: Trace, config: CompileConfig) -> None:
         self._trace = trace
@@ -121,7 +121,7 @@ class PlanBuilder:
         )
 
     def _named_symbols(self) -> dict[sympy.Symbol, Symbol]:
-        """The base symbols in the order of the arguments, the token count first."""
+        """The base symbols: the token count first, the others in the order of the arguments."""
         labels = symbol_labels(self._trace)
         arguments = [n for n, source in self._trace.sources.items() if isinstance(source, Leaf)]
         found: dict[sympy.Symbol, tuple[int, int]] = {}
@@ -182,7 +182,7 @@ class PlanBuilder:
         return self._names[node]
 
     def _form(self, value: Any) -> str:
-        """Dtype and shape, dynamic sizes by their labels."""
+        """Dtype and shape as text, with labels for dynamic sizes."""
         if not isinstance(value, torch.Tensor):
             return type(value).__name__
         labels = {s: sympy.Symbol(symbol.label) for s, symbol in self._symbols.items()}

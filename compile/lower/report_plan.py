@@ -1,4 +1,4 @@
-"""What a compiled model is made of, told alike after a trace and after a warm start."""
+"""Report the parts of a compiled model, in the same form after a trace and a warm start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .codegen import step_source, used
 
 
 def report_plan(plan: Plan, events: Events) -> None:
-    """Leave the split graph, each unique piece and its uses, the guards, the stitched source."""
+    """Emit the split graph, each unique piece and its uses, the guards, the step source."""
     events.detail("split_graph", lambda: {"steps": split_graph(plan)})
     uses = plan.piece_uses()
     for index, piece in enumerate(plan.pieces):
@@ -43,7 +43,7 @@ def dump_plan(plan: Plan, directory: Path) -> None:
 
 
 def split_graph(plan: Plan) -> list[dict[str, Any]]:
-    """The steps in order: piece or op, what they take and give, with dtypes and shapes."""
+    """The steps in order: piece or op, and the values they take and give, with their forms."""
     steps: list[dict[str, Any]] = []
     for step in plan.steps:
         if isinstance(step, CallStep):
@@ -59,7 +59,7 @@ def split_graph(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _outer_shapes(plan: Plan) -> dict[str, str]:
-    """Dtype and shape of inputs and weights, dynamic sizes by their labels; labels of symbols."""
+    """Dtype and shape of inputs and weights, with labels for dynamic sizes; labels of symbols."""
     labels = {symbol.name: symbol.label for symbol in plan.symbols}
     outer: list[UserInput | Weight] = [*plan.inputs, *plan.weights]
     shapes = dict(labels)

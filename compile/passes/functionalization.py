@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ...torch_compat.ops import OpOverload, is_mutable
-from ...torch_compat.symbolic import surely
+from ...torch_compat.symbolic import statically_true
 from ...torch_compat.tensors import storage_id, tree_leaves
 
 _FUNCTIONALISED = torch.ops.higher_order.auto_functionalized_v2
@@ -46,7 +46,7 @@ def _to_move(graph: Graph, op: Node, base: Node) -> list[Node]:
     while late and late <= movable:
         late |= _needed(late, movable)
         kept = [node for node in late if any(user not in late for user in node.users)]
-        if surely(sum(map(_bytes, kept)) <= _bytes(base)):
+        if statically_true(sum(map(_bytes, kept)) <= _bytes(base)):
             return [node for node in after if node in late]
         more = {user for node in kept for user in node.users if user in movable} - late
         if not more:

@@ -1,10 +1,10 @@
-"""Content hash of a piece: equal exactly when generated code may be shared.
+"""Content hash of a piece. Pieces with equal hashes share generated code.
 
-The canonical text has one line a node, with nodes numbered by position instead of named. It holds
-what code generation reads: operators (custom ops with schema and implementation source), arguments,
-constants by value, and for every value dtype, device, shape, strides, layout and storage offset,
-with symbols named by first appearance, as well as which inputs share memory. Names, locations and
-user-code line numbers are not in it.
+The hashed text has one line per node; nodes are numbered by position. It contains what code
+generation reads: operators (custom ops with schema and source of the implementation), arguments,
+constants by value, and for every value its dtype, device, shape, strides, layout and storage offset,
+with symbols named by first appearance, and which values share memory. It contains no names, file
+locations or line numbers.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ..ir.serialization import encode
 def fingerprint(graph: Graph, root: torch.nn.Module, cut_at: Sequence[str] = ()) -> str:
     """sha256, in hex, of the canonical text of `graph`; `root` holds its constants.
 
-    `cut_at` names the ops at which Inductor is to cut the generated code.
+    `cut_at` names the ops at which Inductor partitions the generated code.
     """
     return hashlib.sha256(canonical_text(graph, root, cut_at).encode()).hexdigest()
 
 
 def canonical_text(graph: Graph, root: torch.nn.Module, cut_at: Sequence[str] = ()) -> str:
-    """The text that is hashed; two pieces differ where their texts do."""
+    """The text that is hashed; comparing two texts shows how pieces differ."""
     writer = _Writer(root)
     lines = [writer.line(node) for node in graph.nodes] + writer.schemas(cut_at)
     return "\n".join([*lines, *(f"cut at {name}" for name in cut_at)])
@@ -71,9 +71,9 @@ class _Writer:
         return f"%{self._numbers[node]} " + " | ".join(parts)
 
     def schemas(self, cut_at: Sequence[str]) -> list[str]:
-        """Schema and source of each custom op, since a piece inlines or calls them.
+        """Schema and source of each custom op, which generated code may inline.
 
-        Of an op that the code is cut at, which is called and never inlined, the form is enough.
+        An op at which the code is partitioned is only called: its interface is enough.
         """
         called = {name.partition(".")[0] for name in cut_at}
         return [
@@ -159,7 +159,7 @@ class _Writer:
         return self._renamed(expression_of(size)) if isinstance(size, torch.SymInt) else str(size)
 
     def _renamed(self, expression: Any) -> str:
-        import sympy  # a warm start, which asks for sources of ops only, goes without
+        import sympy  # a warm start reads only the sources of ops and needs no sympy
 
         if not isinstance(expression, sympy.Basic):
             return str(expression)
@@ -172,8 +172,8 @@ class _Writer:
 def op_source(op: Any) -> str:
     """Schemas of a custom op, and hashes of the Python code that implements it.
 
-    An op made by `torch.library.custom_op` is known by its function. Of one registered through
-    `Library` torch keeps no function, only the files that did it: their content counts.
+    For an op made by `torch.library.custom_op` torch keeps the function. For one registered with
+    `Library` it keeps only the registering files: their content is hashed.
     """
     if function := custom_op_function(op_name(op)):
         return "; ".join([op_form(op), source_fingerprint(function)])
@@ -183,6 +183,6 @@ def op_source(op: Any) -> str:
 
 
 def op_form(op: Any) -> str:
-    """Schemas of a custom op and a hash of its fake implementation: what a caller of it sees."""
+    """The interface of a custom op: its schemas and a hash of its fake implementation."""
     fake = fake_function(op_name(op))
     return "; ".join([*schemas(op), *([source_fingerprint(fake)] if fake else [])])

@@ -1,8 +1,8 @@
-"""Pieces: compute sections lifted out of the traced graph as graphs of their own.
+"""Pieces: compute sections of the traced graph, copied into graphs of their own.
 
-A piece takes tensors and base symbols and nothing else. A size that an earlier section computed is
-computed again from the symbols inside the piece that uses it, so that equal layers stay equal and
-no size crosses from piece to piece. Every piece returns a tuple.
+A piece takes only tensors and base symbols. It computes every other size from the symbols, even if
+an earlier section computed it: equal layers stay equal and no size is passed between pieces. Every
+piece returns a tuple.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ BaseSymbols = dict[sympy.Symbol, torch.SymInt]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One compute section: its own graph, and the outer values it takes and gives, in order."""
+    """One compute section: its graph, and the values of the trace it takes and gives, in order."""
 
     graph: Graph
     inputs: tuple[Node | sympy.Symbol, ...]
     outputs: tuple[Node, ...]
 
     def module(self, root: torch.nn.Module) -> GraphModule:
-        """A fresh copy to compile; compilers change the graph they are given."""
+        """A new copy to compile; compilers change the graph they get."""
         graph = Graph()
         graph.output(graph.graph_copy(self.graph, {}))
         return GraphModule(root, graph, class_name="Piece")
 
     def symbols(self) -> list[sympy.Symbol]:
-        """The symbols in the sizes of its inputs, by first appearance."""
+        """The symbols in the sizes of its inputs, in order of first appearance."""
         found: dict[sympy.Symbol, None] = {}
         for value in self.example_values():
             sizes = [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]
@@ -53,7 +53,7 @@ class Piece:
 
 
 def size_positions(graph: Graph) -> tuple[int, ...]:
-    """Positions of sizes among the inputs of a piece's graph; the others are tensors."""
+    """Positions of the size inputs of a piece's graph; the others are tensors."""
     inputs = enumerate(graph.find_nodes(op="placeholder"))
     return tuple(i for i, n in inputs if isinstance(n.meta["example_value"], torch.SymInt))
 
@@ -72,9 +72,9 @@ def lift(section: Section, symbols: BaseSymbols) -> Piece:
 
 
 def is_size(node: Node, symbols: Collection[sympy.Symbol]) -> bool:
-    """Whether a node's value can be computed from base `symbols`: an int or a torch.Size.
+    """Whether a node's value is an int or torch.Size that is computed from base `symbols`.
 
-    A size that depends on data, such as the length of `nonzero()`, is a value like a tensor.
+    A size that depends on data, such as the length of `nonzero()`, is passed like a tensor.
     """
     value = node.meta.get("example_value")
     sizes = value if isinstance(value, torch.Size) else [value]
@@ -87,7 +87,7 @@ def is_size(node: Node, symbols: Collection[sympy.Symbol]) -> bool:
 
 
 class _Builder:
-    """Copies nodes into a new graph, turning foreign values into inputs or recomputed sizes."""
+    """Copies nodes into a new graph; values from outside become inputs or recomputed sizes."""
 
     def __init__(self, symbols: BaseSymbols) -> None:
         self.graph = Graph()
@@ -99,13 +99,13 @@ class _Builder:
     def copy(self, node: Node) -> None:
         for used in node.all_input_nodes:
             if used not in self.values:
-                self.values[used] = self._foreign(used)
+                self.values[used] = self._outer_value(used)
         new = self.graph.node_copy(node, lambda n: n)
         new.args = map_arg(node.args, self.values.__getitem__)
         new.kwargs = map_arg(node.kwargs, self.values.__getitem__)
         self.values[node] = new
 
-    def _foreign(self, node: Node) -> Any:
+    def _outer_value(self, node: Node) -> Any:
         value: Any = node.meta.get("example_value")
         if node.op == "get_attr":
             return self.graph.node_copy(node)
@@ -144,7 +144,7 @@ def _ordered(symbols: set[sympy.Symbol]) -> Iterator[sympy.Symbol]:
 
 
 def _with_inputs_first(graph: Graph) -> Graph:
-    """FX wants placeholders before all other nodes; they were made where first needed."""
+    """FX requires placeholders before other nodes; they were added where first needed."""
     first = next(iter(graph.nodes))
     for node in graph.find_nodes(op="placeholder"):
         if node is first:

@@ -1,10 +1,9 @@
-"""Cut a traced graph at splitting ops into sections that run one after the other.
+"""Split a traced graph at splitting ops into sections that run one after the other.
 
-Order is kept: a section is a run of consecutive nodes, so cutting can neither create a cycle nor
-reorder a mutation. Consecutive splitting ops share a section. Two kinds of node are exceptions,
-both free of effects: an element taken from an op's results belongs to that op, and a bare
-allocation moves up to the earliest compute section that has its inputs, so that no section exists
-for it alone.
+A section is a run of consecutive nodes, so splitting cannot create a cycle or reorder a mutation.
+Consecutive splitting ops share a section. Two kinds of nodes without side effects are exceptions:
+an element taken from an op's results stays with the op, and an allocation moves to the earliest
+compute section that has its inputs, so that it needs no section of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Section:
 
 
 def is_splitting(graph: Graph, config: CompileConfig) -> Predicate:
-    """Whether to cut at a node: by its op's name, by a pattern, or by the user's predicate.
+    """Whether to split at a node: by its op's name, by a pattern, or by the user's predicate.
 
     Raises UnknownSplittingOp for a name or pattern that matches no op of `graph`.
     """
@@ -56,9 +55,9 @@ def is_splitting(graph: Graph, config: CompileConfig) -> Predicate:
 
 
 def partition_ops(graph: Graph, splits: Predicate) -> tuple[str, ...]:
-    """The ops of the nodes to cut at, by the names that Inductor has for overloads.
+    """The ops of the nodes to split at, by Inductor's names for overloads.
 
-    Raises InvalidSetting where one op is to be cut at in some places only: Inductor cuts by op.
+    Raises InvalidSetting if only some calls of an op are selected: Inductor partitions at all.
     """
     picked: dict[str, list[bool]] = {}
     for node in graph.nodes:
@@ -70,23 +69,23 @@ def partition_ops(graph: Graph, splits: Predicate) -> tuple[str, ...]:
                 name="splitting_predicate",
                 value="a function",
                 reason=f"it picks {sum(choices)} of {len(choices)} calls of {name}, and Inductor "
-                "cuts at every call of an op",
+                "partitions at every call of an op",
                 expected="all calls of an op or none, or use_inductor_graph_partition=False",
             )
     return tuple(sorted(name for name, choices in picked.items() if choices[0]))
 
 
 def splitting_predicate(config: CompileConfig) -> Predicate | None:
-    """The user's predicate; raises InvalidSetting for a name that leads nowhere."""
+    """The user's predicate; raises InvalidSetting for a name that refers to nothing."""
     given = config.splitting_predicate
     found: Predicate | None = named_object(given, SPLITTERS) if isinstance(given, str) else given
     return found
 
 
 def split(graph: Graph, splits: Predicate, is_size: Predicate) -> list[Section]:
-    """Sections of `graph` in order of execution; empty ones are left out.
+    """The non-empty sections of `graph` in order of execution.
 
-    Sizes are in no section: whoever needs one computes it from the symbols.
+    Sizes are in no section: each piece and call computes the sizes it needs from the symbols.
     """
     sections = [Section(splitting=False)]
     home: dict[Node, int] = {}
@@ -116,7 +115,7 @@ def _section_for(
 
 
 def takes_element(node: Node) -> bool:
-    """Whether a node takes one of several results of an op; `tensor[0]` is no such thing."""
+    """Whether a node takes one of several results of an op, unlike `tensor[0]`."""
     if node.target is not operator.getitem:
         return False
     source = node.args[0]

@@ -29,7 +29,7 @@ from ...torch_compat.dynamo import (
 from ...torch_compat.symbolic import expression_of
 from ..ir.compilation import CompileRequest
 from ..ir.locations import first_line
-from ..ir.serialization import Ref, referring
+from ..ir.serialization import Ref, with_refs
 from .examples import Examples, Leaf, example_inputs, mark
 from .external_state import reads
 from .inline_regions import inline_regions
@@ -163,7 +163,7 @@ def _structure(captured: Captured, model: torch.nn.Module, examples: Examples) -
     for leaf in examples.leaves():
         if isinstance(leaf.value, torch.Tensor):
             known.setdefault(id(leaf.value), Ref(f"L.{leaf.label}"))
-    return referring(result, lambda value: known.get(id(value)))
+    return with_refs(result, lambda value: known.get(id(value)))
 
 
 def _traced_modules(captured: Captured) -> list[str]:

@@ -52,7 +52,7 @@ def test_w29_threads_of_ours_never_see_each_others_directory(tmp_path: Path) -> 
         for _ in range(20):
             with inductor.inductor_cache_directory(path):
                 seen.append(cache_dir() == path)
-            with patch.cache_variables_kept():
+            with patch.preserve_cache_variables():
                 seen.append(os.environ.get(NAMES[0]) == before)
 
     before = os.environ.get(NAMES[0])

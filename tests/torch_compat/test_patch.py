@@ -19,7 +19,7 @@ def test_nobody_compiles_beside_us() -> None:
     inside = threading.Event()
 
     def enter() -> None:
-        with patch.cache_variables_kept():
+        with patch.preserve_cache_variables():
             inside.set()
 
     thread = threading.Thread(target=enter)
@@ -57,7 +57,7 @@ def test_replaced_attributes_come_back_as_they_were() -> None:
 def test_cache_variables_set_inside_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    with patch.cache_variables_kept():
+    with patch.preserve_cache_variables():
         for name in NAMES:
             os.environ[name] = "/set by torch"
     assert not any(name in os.environ for name in NAMES)

@@ -18,9 +18,9 @@ def test_conditions_that_hold_for_all_sizes_are_told_without_a_guard() -> None:
     env = fresh_fake_mode().shape_env
     rows = env.create_unbacked_symint()
     torch._check(rows >= 0)
-    assert symbolic.surely(rows * 2 <= rows * 3)
-    assert not symbolic.surely(rows <= 4)
-    assert symbolic.surely(True)
+    assert symbolic.statically_true(rows * 2 <= rows * 3)
+    assert not symbolic.statically_true(rows <= 4)
+    assert symbolic.statically_true(True)
     assert not env.guards
 
 

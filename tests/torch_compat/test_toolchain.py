@@ -59,7 +59,7 @@ def test_stand_in_answers_and_refuses_to_compile(
 
     monkeypatch.setattr(inductor_config.cpp, "cxx", (None, "no-such-compiler"))
     before = os.environ["PATH"]
-    with toolchain.compiler_dispensable(str(tmp_path), b"some version"):
+    with toolchain.without_compiler(str(tmp_path), b"some version"):
         said = subprocess.run(
             ["no-such-compiler", "-v"], capture_output=True, text=True, check=True
         )
