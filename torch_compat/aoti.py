@@ -1,4 +1,4 @@
-"""AOTInductor: compile a library, load a library."""
+"""AOTInductor: compile and load a library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .inductor_fixes import repaired_lowering
 
 @dataclass(frozen=True)
 class AheadCompiled:
-    """An AOTInductor library on disk, and the conditions on sizes it was compiled under."""
+    """An AOTInductor library on disk, and the conditions on sizes under which it is valid."""
 
     path: str
     guards: tuple[Any, ...]
@@ -30,8 +30,8 @@ def aoti_compile(
 ) -> AheadCompiled:
     """Export `graph` and compile it to one shared library.
 
-    `inputs` are example tensors of a fake mode of their own. `dynamic` says for each which
-    dimensions vary: (symbol, least, most), or None where a size follows from others.
+    `inputs` are example tensors of one fake mode. `dynamic` has for each the dimensions that vary:
+    (symbol, lowest, highest), or None if the size is computed from others.
     """
     from torch._inductor import aot_compile
     from torch.export import Dim, export
@@ -48,7 +48,7 @@ def aoti_compile(
     program = export(graph, tuple(inputs), dynamic_shapes=shapes)
     env = inputs[0].fake_mode.shape_env  # type: ignore[attr-defined]
     with warnings.catch_warnings(), repaired_lowering():
-        warnings.simplefilter("ignore")  # torch warns of its own deprecated pytree classes
+        warnings.simplefilter("ignore")  # torch warns about its own deprecated pytree classes
         path = aot_compile(
             program.module(check_guards=False),
             tuple(inputs),

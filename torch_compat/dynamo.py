@@ -1,4 +1,4 @@
-"""Dynamo: one full-graph capture, dynamic dimensions, and where the user's code is."""
+"""Dynamo: one full-graph capture, dynamic dimensions, the user's line of an error, backends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 @dataclass(frozen=True)
 class Captured:
-    """What Dynamo's full-graph capture yields, free of its version-dependent types."""
+    """Result of Dynamo's full-graph capture, without its version-dependent types."""
 
     graph: torch.fx.GraphModule
     fake_mode: Any
@@ -34,7 +34,7 @@ class Captured:
 
 @contextmanager
 def reasoning_about_sizes(dynamic_shapes: str) -> Iterator[None]:
-    """How torch decides conditions on sizes, for tracing and for compiling alike."""
+    """Set how torch decides conditions on sizes, while tracing and compiling."""
     from torch.fx.experimental import _config
 
     shapes_config: Any = _config
@@ -46,7 +46,7 @@ def reasoning_about_sizes(dynamic_shapes: str) -> Iterator[None]:
 
 @contextmanager
 def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
-    """Settings for one trace, put back afterwards."""
+    """Settings for one trace; restored at the end."""
     with ExitStack() as stack:
         stack.enter_context(preserve_cache_variables())
         import torch._dynamo.config as dynamo_config
@@ -90,7 +90,7 @@ def _guarded(guards: Any) -> tuple[tuple[str, str], ...]:
 
 
 def is_torch_file(file: str) -> bool:
-    """Whether a source file is torch's own; those of torchvision and the like are not."""
+    """Whether a source file belongs to torch itself, unlike torchvision and others."""
     return file.startswith(_TORCH)
 
 
@@ -109,10 +109,10 @@ def user_location(error: BaseException) -> str | None:
 def mark_dynamic(
     tensor: torch.Tensor, dim: int, symbol: str, limits: tuple[int, int], dynamic_shapes: str
 ) -> None:
-    """Declare a dimension dynamic; for unbacked shapes, equal symbols share one.
+    """Mark a dimension as dynamic; unbacked dimensions with one symbol share it.
 
-    Only an unbacked dimension is told its limits (from torch 2.12 on): a backed one that is found
-    narrower would be an error of torch's instead of a guard of ours.
+    Limits are passed for unbacked dimensions only (from torch 2.12 on). For a backed dimension with
+    a narrower range torch would raise an error; we need a guard.
     """
     with preserve_cache_variables():
         import torch._dynamo

@@ -1,4 +1,4 @@
-"""Inductor: compile, keep, load and unpack a graph as a standalone artifact."""
+"""Inductor: compile a graph to a standalone artifact or to a folder of code; store and load it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from .toolchain import compiler_version, keep_probe, probes
 
 @contextmanager
 def inductor_cache_directory(path: str) -> Iterator[None]:
-    """Point the file caches of Inductor and Triton at `path` for one compile or load.
+    """Use `path` as cache directory of Inductor and Triton for one compile or load.
 
-    Both are told by environment variables alone: `torch._inductor.runtime.cache_dir_utils`, through
-    which every file is named, reads TORCHINDUCTOR_CACHE_DIR on each call and consults no setting
-    (2.11 to 2.13), and hands it to the processes that it starts. Triton's directory lies below it
-    unless TRITON_CACHE_DIR says otherwise. Both variables are put back, whatever happens inside,
-    and in-memory tables that name files under `path` are cleared.
+    Only environment variables can set it: `torch._inductor.runtime.cache_dir_utils` reads
+    TORCHINDUCTOR_CACHE_DIR on each call, has no setting for it (2.11 to 2.14), and passes it to
+    child processes. Triton uses a subdirectory unless TRITON_CACHE_DIR is set. Both variables are
+    restored at the end, and in-memory tables that refer to files in `path` are cleared.
     """
     with preserve_cache_variables():
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = path
@@ -43,10 +42,10 @@ def inductor_cache_directory(path: str) -> Iterator[None]:
 def inductor_compile(
     graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]
 ) -> tuple[Any, Callable[[], list[Path]]]:
-    """Inductor's standalone artifact of `graph`, symbolic where its fake inputs are.
+    """Inductor's standalone artifact of `graph`, symbolic in the symbolic sizes of `inputs`.
 
-    Its C++ kernels are still being compiled. The function that comes with it waits for them and
-    returns their libraries; until then the artifact must not be called.
+    Its C++ kernels are still being compiled. The returned function waits for them and returns their
+    libraries; the artifact must not be called before.
     """
     from torch._inductor import standalone_compile
 
@@ -63,10 +62,10 @@ def inductor_compile(
 
 @contextmanager
 def _traced_sizes(graph: torch.fx.GraphModule) -> Iterator[None]:
-    """Let Inductor reason about sizes where the trace did, whatever a piece returns.
+    """Make Inductor use the shape environment of the trace.
 
-    Told to find that by itself it looks at results alone, and knows nothing of any size in a piece
-    that only writes to its inputs.
+    By default it looks for one in the results of the graph, and finds none if a piece only writes
+    to its inputs.
     """
     from torch._guards import TracingContext, tracing
     from torch._subclasses import FakeTensor
@@ -79,10 +78,10 @@ def _traced_sizes(graph: torch.fx.GraphModule) -> Iterator[None]:
 
 @contextmanager
 def _kernels_in_background() -> Iterator[list[dict[str, Any]]]:
-    """Do not wait for C++ kernels when generated code is loaded; yields its namespaces.
+    """Load generated code without waiting for its C++ kernels; yields the code's namespaces.
 
     Generated code ends with `async_compile.wait(globals())`, which replaces each kernel that is
-    being compiled by its function. Nothing calls one before the code is called.
+    being compiled by its function. Kernels are not called before the code is.
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import LambdaFuture
@@ -105,7 +104,7 @@ def _kernels_in_background() -> Iterator[list[dict[str, Any]]]:
 
 
 def _kernels_of(namespace: dict[str, Any]) -> Iterator[Path]:
-    """Wait for the C++ kernels of generated code; their libraries."""
+    """Wait for the C++ kernels of generated code; yields their libraries."""
     from torch._inductor.codecache import LambdaFuture
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -121,7 +120,7 @@ def _kernels_of(namespace: dict[str, Any]) -> Iterator[Path]:
 def inductor_compile_to(
     graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any], folder: str
 ) -> None:
-    """Compile `graph` and lay its generated code out in `folder`, as files that may be edited."""
+    """Compile `graph` and write its generated code to `folder`, as files that can be edited."""
     from torch._inductor import standalone_compile
 
     with repaired_lowering(), _traced_sizes(graph):
@@ -135,7 +134,7 @@ def inductor_compile_to(
 
 
 def inductor_load_from(folder: str) -> Callable[[list[Any]], Any]:
-    """The function whose code lies in `folder`, of one list of arguments."""
+    """Load the code in `folder` as a function of one list of arguments."""
     with preserve_cache_variables():
         from torch._inductor.standalone_compile import CompiledArtifact
         from torch._inductor.utils import clear_caches
@@ -146,7 +145,7 @@ def inductor_load_from(folder: str) -> Callable[[list[Any]], Any]:
 
 
 def inductor_serialize(artifact: Any) -> bytes | None:
-    """None where Inductor kept nothing: with its caches off, or after a pass without a key."""
+    """The artifact as bytes; None if Inductor's caches are off or a pass had no key."""
     if getattr(artifact.inner_fn.compiled_fn, "serialize", None) is None:
         return None
     return bytes(artifact.serialize())
@@ -159,13 +158,13 @@ def inductor_deserialize(data: bytes) -> Any:
 
 
 def inductor_callable(artifact: Any) -> Callable[[list[Any]], Any]:
-    """The artifact as a function of one list of arguments, past its outermost wrapper."""
+    """The artifact as a function of one list of arguments, without its outermost wrapper."""
     compiled_fn = artifact.inner_fn.compiled_fn
     return lambda args: compiled_fn(*args)
 
 
 def post_grad_pass(run: Callable[[torch.fx.Graph], None], uuid: Any) -> Any:
-    """`run` in the form in which Inductor takes a pass; `uuid` is its part of Inductor's keys."""
+    """`run` as a pass object for Inductor; `uuid` becomes part of Inductor's cache keys."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class Pass(CustomGraphPass):
@@ -180,10 +179,10 @@ def post_grad_pass(run: Callable[[torch.fx.Graph], None], uuid: Any) -> Any:
 
 @contextmanager
 def inductor_options() -> Iterator[None]:
-    """Options of every compile and load of ours.
+    """Options of all our compiles and loads.
 
-    `cpp.vec_isa_ok` trusts the CPU's own flags instead of building six libraries (8 s) that probe
-    the compiler. For AMX it builds some all the same (1 s): what came of them is kept.
+    `cpp.vec_isa_ok` trusts the CPU's flags and saves six probe builds (8 s). The probes for AMX
+    (1 s) are built anyway: their results are stored.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.cpu_vec_isa import VecISA

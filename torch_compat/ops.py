@@ -1,4 +1,4 @@
-"""Operators: schemas, overloads, kernels, fake implementations, Triton launches."""
+"""Operators: names, overloads, schemas, writes, fake implementations, Triton launches."""
 
 from __future__ import annotations
 
@@ -61,10 +61,7 @@ def is_mutable(op: OpOverload) -> bool:
 
 
 def given_arguments(op: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, bool]]:
-    """Each argument of a call of `op`, and whether the schema says that `op` writes to it.
-
-    This is the only place that reads writes from a schema.
-    """
+    """Each argument of a call of `op`, and whether `op` writes to it according to its schema."""
     for position, argument in enumerate(op._schema.arguments):
         if position < len(args) or argument.name in kwargs:
             value = args[position] if position < len(args) else kwargs[argument.name]
@@ -88,7 +85,7 @@ def custom_op_function(name: str) -> Callable[..., Any] | None:
 def triton_call(node: torch.fx.Node) -> tuple[Any, dict[str, Any]] | None:
     """The kernel and the arguments of a node that launches a Triton kernel; else None.
 
-    The node itself holds numbers of a table of this process, in the order of first use.
+    The node itself refers to both by their index in a table of this process.
     """
     if not str(node.target).startswith("triton_kernel_wrapper"):
         return None
@@ -101,7 +98,7 @@ def triton_call(node: torch.fx.Node) -> tuple[Any, dict[str, Any]] | None:
 
 
 def triton_writes(node: torch.fx.Node, kwargs: dict[str, Any]) -> list[Any] | None:
-    """What the Triton kernel that a node launches writes to, of its example `kwargs`."""
+    """The values of `kwargs` that a Triton launch writes to; None for other nodes."""
     if not str(node.target).startswith("triton_kernel_wrapper"):
         return None
     from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors
@@ -113,7 +110,7 @@ def triton_writes(node: torch.fx.Node, kwargs: dict[str, Any]) -> list[Any] | No
 
 
 def fake_function(name: str) -> Callable[..., Any] | None:
-    """The Python function that gives the shapes of op `ns::op`'s results, if one is registered."""
+    """The fake implementation of `ns::op`, if one is registered."""
     from torch._library.custom_ops import OPDEFS
     from torch._library.simple_registry import singleton
 
@@ -124,7 +121,7 @@ def fake_function(name: str) -> Callable[..., Any] | None:
 
 
 def _registered(fake: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """What the user registered, out of torch's wrapper, whose closure changes at the first call."""
+    """The user's function inside torch's wrapper, whose closure changes at the first call."""
     if fake is None or "_check_pystubs_once" not in fake.__qualname__:
         return fake
     inside: Callable[..., Any] = inspect.getclosurevars(fake).nonlocals["func"]
@@ -132,7 +129,7 @@ def _registered(fake: Callable[..., Any] | None) -> Callable[..., Any] | None:
 
 
 def registering_files(name: str) -> set[str]:
-    """Python files, torch's apart, that registered kernels of the overload `ns::op.overload`."""
+    """Python files outside torch that registered kernels of the overload `ns::op.overload`."""
     known: str = torch._C._dispatch_dump(name)
     files = set(re.findall(r"registered at (.+\.py):\d+", known))
     return {file for file in files if not is_torch_file(file) and os.path.isfile(file)}
@@ -152,9 +149,9 @@ def is_composite(op: OpOverload) -> bool:
 
 
 def run_kernel(op: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
-    """Run the kernel of `op` for `device` (CPU, CUDA) past every mode.
+    """Run the kernel of `op` for `device` (CPU, CUDA) without dispatching the call to modes.
 
-    A mode that is on sees the operators called in the body of that kernel.
+    Operators that the kernel calls are dispatched to the active modes.
     """
     key = getattr(torch._C.DispatchKey, device)
     return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)

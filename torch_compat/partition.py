@@ -1,4 +1,4 @@
-"""Inductor's graph partition: its partitions, each replaced by one of ours."""
+"""Inductor's graph partition: observe it, and replace its partitions."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from .patch import preserve_cache_variables, replaced
 
 @dataclass
 class Partitions:
-    """What Inductor cut while `inductor_partitions` lasted."""
+    """What Inductor partitioned inside `inductor_partitions`."""
 
     count: int = 0
-    """Partitions of the code that was made or loaded last."""
+    """Number of partitions of the last code that was generated or loaded."""
     cut_at: set[str] = field(default_factory=set)
-    """Ops of `custom_should_partition_ops` that it cut at."""
+    """Ops of `custom_should_partition_ops` at which it partitioned."""
     left_out: dict[str, str] = field(default_factory=dict)
-    """Other operations that it put into no partition, and why."""
+    """Other operations outside all partitions, and the reason."""
     alive: set[str] = field(default_factory=set)
-    """Ops of the graph once what nobody needs was removed from it, before it is optimised."""
+    """Ops of the graph after dead code elimination, before optimization."""
 
 
 @contextmanager
 def inductor_partitions(wrap: Callable[[Any], Any]) -> Iterator[Partitions]:
-    """Let Inductor replace every partition of what it compiles or loads by `wrap(partition)`.
+    """Make Inductor replace every partition of what it compiles or loads by `wrap(partition)`.
 
-    The scheduler cuts at the ops of the option `custom_should_partition_ops`, and around whatever
-    it believes that no graph can hold. One of these rules is right for CUDA graphs alone: that
-    operations of a CPU cannot be captured. In a model that is on a CPU as a whole they count as a
-    device's. Partitions that write parts of one tensor are made to share its memory. All that is
-    replaced is process-wide, and put back, whatever happens inside.
+    The scheduler partitions at the ops of the option `custom_should_partition_ops`, and around
+    operations that no CUDA graph can hold. Operations on a CPU are among those; in a model that is
+    entirely on a CPU they are treated like device operations. Partitions that write parts of one
+    tensor share its memory. The replaced functions are process-wide and restored at the end.
     """
     with preserve_cache_variables():
         import torch._inductor.config as inductor_config
@@ -84,7 +83,7 @@ def inductor_partitions(wrap: Callable[[Any], Any]) -> Iterator[Partitions]:
 
 
 def _ops_of(graph: torch.fx.GraphModule) -> set[str]:
-    """Names of the ops that a graph calls, also through what makes functions of them."""
+    """Names of the ops that a graph calls, directly or through a higher-order op."""
     called: list[Any] = []
     for node in graph.graph.nodes:
         called += [node.target, *node.args[:1]]
@@ -93,7 +92,7 @@ def _ops_of(graph: torch.fx.GraphModule) -> set[str]:
 
 @contextmanager
 def _cpu_as_device() -> Iterator[None]:
-    """Let the scheduler take a node of a graph that is on the CPU alone for one of a GPU."""
+    """Make the scheduler treat nodes of a CPU-only graph like nodes on a GPU."""
     from torch._inductor.scheduler import BaseSchedulerNode
     from torch._inductor.virtualized import V
 

@@ -16,11 +16,11 @@ compiler_lock = threading.RLock()
 
 @contextmanager
 def preserve_cache_variables() -> Iterator[None]:
-    """Put back the variables that name torch's cache directories, which torch itself sets.
+    """Restore the environment variables of torch's cache directories, which torch itself sets.
 
-    It does so when Dynamo is imported and whenever a file is named. Only one thread is inside, so
-    that what one of ours sets for a compile is never what another finds and keeps; nor does anybody
-    else compile meanwhile.
+    Torch sets them when Dynamo is imported and when a file is named. Only one thread is inside at a
+    time, so no thread sees the value that another one set for a compile, and no other code of the
+    process compiles at the same time.
     """
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     with compiler_lock, dynamo_lock():
@@ -35,7 +35,7 @@ def preserve_cache_variables() -> Iterator[None]:
 
 
 def dynamo_lock() -> AbstractContextManager[Any]:
-    """What Dynamo holds while it compiles for `torch.compile`; nothing before it is imported."""
+    """The lock that `torch.compile` holds while it compiles; a no-op before Dynamo is imported."""
     module = sys.modules.get("torch._dynamo.convert_frame")
     lock: AbstractContextManager[Any] = getattr(module, "compile_lock", nullcontext())
     return lock

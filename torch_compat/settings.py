@@ -1,4 +1,4 @@
-"""Settings and switches of torch that decide what generated code looks like."""
+"""Settings and switches of torch that change generated code."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _SHAPE_NO_CODE = re.compile(
 def changed_settings() -> dict[str, Any]:
     """Settings of torch's compilers that this process has changed, by full name.
 
-    Nothing is imported: a module of settings that is not loaded yet has its defaults, and what
-    the environment says is a factor of its own. Left out is what shapes no code.
+    Nothing is imported: a settings module that is not loaded has its defaults, and environment
+    variables are their own key factor. Settings that cannot affect generated code are excluded.
     """
     from torch.utils._config_module import _UNSET_SENTINEL as unset
 
@@ -37,7 +37,7 @@ def changed_settings() -> dict[str, Any]:
 
 
 def global_state() -> dict[str, Any]:
-    """Switches of this process that decide what a trace holds or which kernels are generated."""
+    """Process-wide switches that change traces or generated kernels."""
     return {
         "default_dtype": str(torch.get_default_dtype()),
         "autocast": {

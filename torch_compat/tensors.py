@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-# torch's own context managers around these cost a microsecond, which a step does not have
+# torch's context managers around these cost a microsecond, too much for a step
 is_grad_enabled = torch.is_grad_enabled
 
 
@@ -88,8 +88,10 @@ def fresh_fake_mode() -> Any:
 
 
 def writes_of_faking(tensor: Tensor, fake_mode: Any) -> int:
-    """How many writes Dynamo's fake of `tensor` counts before anything is done to it."""
-    with torch.inference_mode(False):  # in which nothing counts writes; Dynamo leaves it
+    """The write count of a new fake of `tensor`."""
+    with torch.inference_mode(
+        False
+    ):  # writes are not counted in inference mode; Dynamo leaves it too
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         place = (tensor.storage_offset(), tensor.size(), tensor.stride())
         alias.set_(tensor.untyped_storage(), *place)
@@ -103,23 +105,23 @@ def is_faking() -> bool:
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Run plainly: no dispatch mode sees what is called inside."""
+    """Run without dispatch modes."""
     return _disable_current_modes()
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Identity of the storage behind `tensor`; unique while a reference, even a weak one, lives."""
+    """Identity of the storage of `tensor`; unique while a strong or weak reference exists."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
 
 def weak_storage(tensor: Tensor) -> StorageWeakRef:
-    """A weak reference to the storage behind `tensor`: while it lives, the identity stays taken."""
+    """A weak reference to the storage of `tensor`; its identity is not reused while it exists."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def unowned_alias(tensor: Tensor) -> Tensor:
-    """The same memory under a new tensor that does not keep it alive."""
+    """A tensor on the same memory that does not keep the memory alive."""
     storage = tensor.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), tensor.device, storage.nbytes()

@@ -12,7 +12,7 @@ from .patch import compiler_lock, preserve_cache_variables
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor runs in this process; None where there is none."""
+    """The C++ compiler that Inductor uses in this process; None if there is none."""
     with preserve_cache_variables():
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
@@ -40,7 +40,7 @@ exit 1
 
 
 def compiler_version() -> bytes:
-    """What the C++ compiler says of itself; Inductor names its probes of the CPU after it."""
+    """Version text of the C++ compiler; part of the names of Inductor's CPU probes."""
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 
     return get_compiler_version_info(get_cpp_compiler()).removesuffix("_").encode()
@@ -48,13 +48,12 @@ def compiler_version() -> bytes:
 
 @contextmanager
 def without_compiler(folder: str, version: bytes) -> Iterator[None]:
-    """Let code whose libraries are all there be loaded where no C++ compiler is installed.
+    """Allow loading code with all its libraries where no C++ compiler is installed.
 
-    Before Inductor looks for a library it asks the compiler for its `version`, and has it prepare
-    headers, which `openssl` hashes. Where there is no compiler, a program in `folder` answers as
-    the one did that made the libraries, with empty headers, for as long as this lasts; it refuses
-    to compile. Torch names prepared headers by content and compiler, so
-    an empty one is never taken for one that a compiler made.
+    Before Inductor looks for a library it asks the compiler for its `version` and for precompiled
+    headers, which `openssl` hashes. If there is no compiler, a script in `folder` answers like the
+    compiler that built the libraries, with empty headers, and refuses to compile. Torch names
+    headers by content and compiler, so an empty header is never used for a real compile.
     """
     import torch._inductor.config as inductor_config
 
@@ -77,7 +76,7 @@ def without_compiler(folder: str, version: bytes) -> Iterator[None]:
 
 
 def cpp_headers_ready() -> bool:
-    """Whether Inductor's precompiled C++ headers were built on this machine, for any options."""
+    """Whether this machine has Inductor's precompiled C++ headers, for any options."""
     with preserve_cache_variables():
         from torch._inductor import codecache
 
@@ -86,12 +85,12 @@ def cpp_headers_ready() -> bool:
 
 
 def probes() -> dict[str, bytes]:
-    """What C++ compilers can, here and where artifacts came from; b"" for what one cannot."""
+    """Results of compiler probes, of this machine and of loaded artifacts; b"" if it failed."""
     return {file.name: file.read_bytes() for file in _probes().glob("?" * 64)}
 
 
 def keep_probe(name: str, answer: bytes) -> None:
-    """Add to `probes`; where nothing can be written, the compiler is asked again each time."""
+    """Add a result to `probes`; without write access the probe is repeated each time."""
     with suppress(OSError):
         _probes().mkdir(parents=True, exist_ok=True)
         whole = _probes() / f"{name}.{os.getpid()}"

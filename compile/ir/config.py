@@ -1,4 +1,4 @@
-"""What a user states about tracing and compiling a model."""
+"""Settings for tracing and compiling a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DynamicShapes(StrEnum):
 
 
 class GuardPolicy(StrEnum):
-    """What becomes of a shape guard: proved at prepare time, checked each step, or dropped."""
+    """How shape guards are treated: proved at prepare time, checked at each step, or dropped."""
 
     PROVE = "prove"
     CHECK = "check"
@@ -44,7 +44,7 @@ class GuardPolicy(StrEnum):
 
 
 class BundleUse(StrEnum):
-    """What becomes of a start without a bundle: the model is compiled, or that is an error."""
+    """Whether a start without a usable bundle compiles the model or is an error."""
 
     USE = "use"
     FORCE = "force"
@@ -74,38 +74,38 @@ class InputSpec(BaseModel):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-LOCATION = exempt("a place, not content: moving the cache must not change a key")
+LOCATION = exempt("a location, not content: moving the cache must not change a key")
 SOURCE = exempt(
-    "the source of what it names is a factor of its own; see compile/bundle/key_factors.py"
+    "the source of the named object is a factor of its own; see compile/bundle/key_factors.py"
 )
-LEVEL = exempt("it sets defaults only: the compiler and the passes it chooses are factors")
-SPANNED = Feeds(("trace",), "an artifact is the same whatever spans there are beside its own")
-TRACED = Feeds(("trace",), "it shapes the graph; a piece's content hash sees what came of it")
+LEVEL = exempt("it only sets defaults: the compiler and the passes it selects are factors")
+RANGES = Feeds(("trace",), "an artifact does not depend on the other compile ranges")
+TRACED = Feeds(("trace",), "it changes the graph, which the content hash of a piece covers")
 
 
 class CompileConfig(BaseModel):
-    """Settings of the compile room; every field feeds every key unless it says otherwise."""
+    """Settings of the compile layer. A field is part of every key unless it is annotated."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     splitting_ops: Annotated[tuple[str, ...], TRACED] = ()
-    """Custom ops at which the graph is cut: `ns::op` or `ns::op.overload`."""
+    """Custom ops at which the graph is split: `ns::op` or `ns::op.overload`."""
 
     splitting_patterns: Annotated[tuple[str, ...], TRACED] = ()
-    """Custom ops at which the graph is cut, as patterns such as `vllm::*attention*`."""
+    """Custom ops at which the graph is split, as patterns such as `vllm::*attention*`."""
 
     splitting_predicate: Annotated[Any, SOURCE] = None
-    """A function of a graph node that says whether to cut there; or its name, as
+    """A function of a graph node that returns whether to split there; or its name, as
     `module:function` or an entry point of the group `piecegraph.splitters`."""
 
     use_inductor_graph_partition: bool = False
-    """True leaves the graph whole and lets Inductor cut its code at the splitting ops."""
+    """True compiles the graph as a whole; Inductor partitions its code at the splitting ops."""
 
     inputs: Annotated[dict[str, str], TRACED] = Field(default_factory=dict)
-    """Tensor inputs by parameter name, as `int64[num_tokens]`; example inputs are built from it."""
+    """Tensor inputs by parameter name, such as `int64[num_tokens]`; used to build examples."""
 
     max_num_tokens: Annotated[int, TRACED, Field(ge=1)] = 2048
-    """Largest number of tokens of a step; guards are proved over [1, max_num_tokens]."""
+    """Largest number of tokens in a step. Guards are proved over [1, max_num_tokens]."""
 
     symbol_limits: Annotated[dict[str, tuple[int, int]], TRACED] = Field(default_factory=dict)
     """Ranges (inclusive) of symbols other than `num_tokens`."""
@@ -114,43 +114,43 @@ class CompileConfig(BaseModel):
     guards: Annotated[GuardPolicy, TRACED] = GuardPolicy.PROVE
 
     level: Annotated[int, LEVEL, Field(ge=0, le=3)] = 2
-    """O0 to O3: defaults for what is not set; see `dispatch.LEVELS` and `passes.graph_pass`."""
+    """O0 to O3: defaults for settings that are not given; see docs/config.md."""
 
     compiler: str = "inductor"
     """`inductor`, `eager`, a registered torch backend, or an entry point `piecegraph.compilers`."""
 
-    compile_ranges: Annotated[tuple[int, ...], SPANNED] = ()
+    compile_ranges: Annotated[tuple[int, ...], RANGES] = ()
     """Token counts at which a range ends; each range is compiled with a symbolic size."""
 
-    compile_sizes: Annotated[tuple[int, ...], SPANNED] = ()
-    """Token counts that get static code of their own, autotuned on a GPU."""
+    compile_sizes: Annotated[tuple[int, ...], RANGES] = ()
+    """Token counts that are compiled static, and autotuned on a GPU."""
 
     inductor_options: dict[str, Any] = Field(default_factory=dict)
 
     pass_switches: Annotated[dict[str, bool], SOURCE] = Field(default_factory=dict)
-    """Passes to turn on or off by name; what is not named is as it ships."""
+    """Passes to enable or disable by name; the others keep their default."""
 
     user_passes: Annotated[tuple[Any, ...], SOURCE] = ()
-    """Passes to run after the shipped ones: a `GraphPass`, a function of a graph, or the name of
+    """Passes to run after the built-in ones: a `GraphPass`, a function of a graph, or the name of
     one, as `module:function` or an entry point of the group `piecegraph.passes`."""
 
     compile: Annotated[bool, TRACED] = True
-    """False calls the model's own forward: nothing is traced. There are graphs only if a mode is
-    asked for; PIECEWISE ones break at `break_graph` functions and at splitting ops."""
+    """False calls the model's own forward without a trace. Graphs are captured only if a mode is
+    configured; PIECEWISE graphs break at `break_graph` functions and at splitting ops."""
 
     dedupe: Annotated[bool, TRACED] = True
-    """False compiles equal pieces each on its own."""
+    """False compiles every piece, even if it equals another."""
 
     dump_dir: Annotated[Path | None, LOCATION] = None
-    """Where graphs and generated code are written for people; edits of that code are used."""
+    """Directory for graphs and generated code, to read and edit; edited code is used."""
 
-    bundle: Annotated[BundleUse, exempt("what is done without a bundle, not what is in it")] = (
+    bundle: Annotated[BundleUse, exempt("behavior without a bundle, not its content")] = (
         BundleUse.USE
     )
-    """`force` never compiles: a start without a bundle that fits raises BundleMissing."""
+    """`force` never compiles: a start without a usable bundle raises BundleMissing."""
 
     cache: Annotated[bool, LOCATION] = True
-    """False turns off every layer of caching: ours, and torch's in our compiles."""
+    """False turns off all caches: ours, and torch's during our compiles."""
 
     cache_dir: Annotated[Path | None, LOCATION] = None
 
@@ -184,7 +184,7 @@ class CompileConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_symbols(self) -> Self:
-        """Only a symbol that is a size of some input has a range."""
+        """Only symbols that are a size of an input can have a range."""
         known = {dim for spec in self.input_specs().values() for dim in spec.shape}
         unknown = [symbol for symbol in self.symbol_limits if symbol not in known]
         if unknown:
@@ -198,7 +198,7 @@ class CompileConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_partition(self) -> Self:
-        """Only Inductor can cut code, and only the code of its Python wrapper."""
+        """Only Inductor with its Python wrapper can partition code."""
         cpp = self.inductor_options.get("cpp_wrapper")
         if self.use_inductor_graph_partition and (self.compiler != "inductor" or cpp):
             found = "inductor_options['cpp_wrapper']" if cpp else f"compiler={self.compiler!r}"
@@ -211,16 +211,16 @@ class CompileConfig(BaseModel):
         return self
 
     def cuts(self) -> bool:
-        """Whether there is anything to cut the graph at."""
+        """Whether the settings name anything to split at."""
         named = self.splitting_ops or self.splitting_patterns
         return bool(named) or self.splitting_predicate is not None
 
     def input_specs(self) -> dict[str, InputSpec]:
-        """`inputs`, read."""
+        """`inputs`, parsed."""
         return {name: InputSpec.parse(text) for name, text in self.inputs.items()}
 
     def limits(self, symbol: str) -> tuple[int, int]:
-        """Inclusive range of a symbol: its own, or that of the token count."""
+        """Inclusive range of a symbol: its own, or that of `num_tokens`."""
         return self.symbol_limits.get(symbol, (1, self.max_num_tokens))
 
 

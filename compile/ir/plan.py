@@ -21,7 +21,7 @@ class Frozen(BaseModel):
 
 
 class UserInput(Frozen):
-    """A tensor that the caller passes: where it is found and what it must be."""
+    """A tensor that the caller passes: its place among the arguments, and its form."""
 
     name: str
     path: tuple[str | int, ...]
@@ -31,11 +31,11 @@ class UserInput(Frozen):
     shape: tuple[int | str, ...]
     """Sizes; a string is an expression over the plan's symbols."""
     written: bool = False
-    """Whether the model writes to it."""
+    """Whether the model writes to it in place."""
 
 
 class Constant(Frozen):
-    """A number or string argument that the trace took as fixed; other values are refused."""
+    """A number or string argument that the trace fixed; other values are errors."""
 
     path: tuple[str | int, ...]
     value: Any
@@ -66,7 +66,7 @@ class Symbol(Frozen):
 
 
 class PieceStep(Frozen):
-    """Call of a unique piece with named values; it returns one value per name in `outs`."""
+    """Call of a unique piece with named values; returns one value for each name in `outs`."""
 
     kind: Literal["piece"] = "piece"
     piece: int
@@ -75,28 +75,28 @@ class PieceStep(Frozen):
 
 
 class CallStep(Frozen):
-    """Call of a splitting op; `args` and `kwargs` are in the form of `literal.encode`."""
+    """Call of a splitting op; `args` and `kwargs` are encoded by `serialization.encode`."""
 
     kind: Literal["call"] = "call"
     op: str
     args: list[Any]
     kwargs: dict[str, Any]
     outs: tuple[str | None, ...]
-    """Names of the elements of the result that are used; one name for a single tensor."""
+    """Names of the used elements of the result, None for others; one name for a single tensor."""
     unpack: bool
     """Whether the result is a tuple whose elements `outs` names."""
 
 
 class PlanPiece(Frozen):
-    """A piece that is compiled once however often it is used."""
+    """A unique piece: compiled once, used by any number of steps."""
 
     digest: str
     """Content hash; see `fingerprint`."""
     nodes: int
     sizes: tuple[int, ...]
-    """Positions of sizes among its arguments; the others are tensors."""
+    """Positions of its size arguments; the others are tensors."""
     text: str = ""
-    """Its graph as annotated source, for people."""
+    """Its graph as annotated source, to read."""
 
 
 class CompiledRange(Frozen):
@@ -106,18 +106,18 @@ class CompiledRange(Frozen):
     high: int
     artifacts: tuple[int, ...]
     partitions: int = 0
-    """Into how many partitions Inductor cut the code, if Inductor partitions it."""
+    """Number of partitions of the code, if Inductor partitions it."""
 
 
 class Check(Frozen):
-    """A guard that was not proved: `expression` must hold at every step."""
+    """A guard that is checked at every step, because it was not proved."""
 
     expression: str
     where: str | None
 
 
 class GuardRecord(Frozen):
-    """A guard as it was found and proved when the model was traced, for people."""
+    """A guard and its proof, to read."""
 
     expression: str
     where: str | None
@@ -125,7 +125,7 @@ class GuardRecord(Frozen):
     proved: bool | None
     method: str
     failing: tuple[dict[str, int], ...] = ()
-    """The first sizes for which it does not hold."""
+    """The first sizes at which it does not hold."""
 
 
 class Result(Frozen):
@@ -147,19 +147,19 @@ class Plan(Frozen):
     steps: tuple[PieceStep | CallStep, ...]
     results: tuple[Result, ...]
     structure: Any
-    """What the caller gets, in the form of `literal.encode`: `o<n>` is the n-th result, `L.<label>`
-    an argument that is passed through."""
+    """The returned object, encoded by `serialization.encode`: `o<n>` is the n-th result,
+    `L.<label>` an argument that is returned unchanged."""
     checks: tuple[Check, ...] = ()
     parameters: tuple[str, ...]
     """Parameter names of the model's forward, in order."""
     partition_ops: tuple[str, ...] = ()
-    """Ops inside the one piece at which Inductor cut its code; they are the breaks."""
+    """Ops at which Inductor partitioned the code of the only piece."""
     shapes: dict[str, str] = {}
-    """Dtype and shape of each intermediate value, as text for people."""
+    """Dtype and shape of each intermediate value, as text."""
     guards: tuple[GuardRecord, ...] = ()
 
     def broken(self, sizes: Mapping[str, int]) -> Check | None:
-        """The first check that fails at `sizes`, by label; a captured size must break none."""
+        """The first check that fails at `sizes`, given by label."""
         names = {"math": math, **sizes}
         return next((check for check in self.checks if not eval(check.expression, names)), None)
 
@@ -173,7 +173,7 @@ class Plan(Frozen):
     def segments(self) -> int:
         """Segments of a PIECEWISE recording: pieces, and runs of splitting calls between them.
 
-        Of code that Inductor cut these are its partitions and the calls between two of them.
+        If Inductor partitioned the code: its partitions and the calls between them.
         """
         if self.partition_ops:
             return 2 * self.partitions() - 1
@@ -186,7 +186,7 @@ class Plan(Frozen):
         return max((interval.partitions for interval in self.ranges), default=0)
 
     def sizes_of_artifacts(self) -> dict[int, tuple[int, ...]]:
-        """For each artifact the positions of sizes among its arguments."""
+        """For each artifact the positions of its size arguments."""
         return {
             artifact: piece.sizes
             for interval in self.ranges
@@ -194,6 +194,6 @@ class Plan(Frozen):
         }
 
     def token_source(self) -> tuple[int, int]:
-        """Position among the inputs, and dimension, where the token count is read."""
+        """The input (by position) and dimension from which the token count is read."""
         symbol = next(symbol for symbol in self.symbols if symbol.label == TOKENS)
         return int(symbol.source[1:]), symbol.dim

@@ -1,8 +1,8 @@
-"""Python values as JSON and back: what a plan may hold besides references to tensors.
+"""Python values as JSON and back: everything a plan contains besides references to tensors.
 
-Every value that an FX graph hands to an op survives the round trip: non-finite floats, complex
-numbers, slices, tuples, devices, dtypes, layouts, memory formats and enum members; and of a model's
-result its dataclasses and named tuples, as records. What is read back can be written as Python.
+Every value that an FX graph passes to an op survives the round trip: non-finite floats, complex
+numbers, slices, tuples, devices, dtypes, layouts, memory formats and enum members. Dataclasses and
+named tuples of a model's result become records. A decoded value can be written as Python source.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ RETURN_TYPES = "torch.return_types"
 
 
 class Ref(str):
-    """Name of a value in the stitched function, such as `t3`."""
+    """Name of a value in the step function, such as `t3`."""
 
     __slots__ = ()
 
 
 class Expr(str):
-    """Python expression over the symbols of the stitched function, such as `2*s0`."""
+    """Python expression over the symbols of the step function, such as `2*s0`."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An object to be made from its fields: of a dataclass, a named tuple, an OrderedDict or, by
-    position, what an operator of torch returns."""
+    """An object to construct from its fields: a dataclass, a named tuple, an OrderedDict, or (by
+    position) a result type of a torch operator."""
 
     kind: type
     fields: dict[Any, Any]
@@ -51,7 +51,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def with_refs(value: Any, ref: Callable[[Any], Ref | None]) -> Any:
-    """`value` with what `ref` gives for its parts, and records for objects of other classes.
+    """`value` with `ref(part)` in place of parts, and records for objects of other classes.
 
     Raises NotPortable for a list, tuple or dict of a class that could not be rebuilt.
     """
@@ -78,7 +78,7 @@ def with_refs(value: Any, ref: Callable[[Any], Ref | None]) -> Any:
 
 
 def encode(value: Any) -> Any:
-    """JSON form of `value`; raises NotPortable for what cannot be rebuilt elsewhere."""
+    """JSON form of `value`; raises NotPortable if another process could not rebuild it."""
     match value:
         case Ref():
             return {"ref": str(value)}
@@ -152,7 +152,7 @@ def decode(data: Any) -> Any:
 
 
 def _enum_member(module: str, qualname: str, name: str) -> enum.Enum:
-    """Look up an enum member; nothing but enum classes is ever indexed."""
+    """Look up an enum member; only enum classes are indexed."""
     kind = _class(module, qualname)
     if not issubclass(kind, enum.Enum):
         raise NotPortable(value=f"{module}.{qualname}", kind="enum")
@@ -160,7 +160,7 @@ def _enum_member(module: str, qualname: str, name: str) -> enum.Enum:
 
 
 def _record_class(module: str, qualname: str) -> type:
-    """Look up the class of a record; a class that does more than hold fields is refused."""
+    """Look up the class of a record; only classes that hold fields are accepted."""
     kind = _class(module, qualname)
     is_named_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
     known = kind is OrderedDict or module == RETURN_TYPES
@@ -170,7 +170,7 @@ def _record_class(module: str, qualname: str) -> type:
 
 
 def _class(module: str, qualname: str) -> type:
-    """The class of that name; raises NotPortable for one that cannot be found by its name."""
+    """The class of that name; raises NotPortable if the name does not refer to a class."""
     target: Any = importlib.import_module(module)
     for part in qualname.split("."):
         target = getattr(target, part, None)
@@ -196,7 +196,7 @@ def refs(value: Any) -> list[Ref]:
 
 
 def source(value: Any, constants: dict[str, Any], ref: Callable[[Ref], str] = str) -> str:
-    """A decoded value as Python; what has no literal form is put among `constants`, by name."""
+    """A decoded value as Python source; parts without a literal form are added to `constants`."""
 
     def part(value: Any) -> str:
         match value:

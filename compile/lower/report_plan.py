@@ -70,7 +70,7 @@ def _outer_shapes(plan: Plan) -> dict[str, str]:
 
 
 def report_lookup(kind: str, key: Key, found: Entry | Miss, request: CompileRequest) -> None:
-    """Record a look-up with the key's factors and, for a miss, how the nearest entry differs."""
+    """Emit a cache lookup: the key's factors and, for a miss, how the nearest entry differs."""
     if request.events.wants_detail:
         facts = _lookup_facts(kind, key, found, request.cache)
         request.records.lookups.append(facts)

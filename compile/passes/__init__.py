@@ -1,1 +1,1 @@
-"""Rewrites of the graph that Inductor is about to lower; one pass a file."""
+"""Rewrites of the graph that Inductor lowers; one pass per file."""

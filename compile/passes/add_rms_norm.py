@@ -25,7 +25,7 @@ _PATTERN = Op(
 
 
 def apply(graph: Graph) -> int:
-    """Rewrite each occurrence; returns how many there were."""
+    """Rewrite each occurrence; returns their number."""
     rewrites = 0
     for node in list(graph.find_nodes(op="call_function", target=aten.mul.Tensor)):
         found = match(_PATTERN, node)
@@ -36,7 +36,7 @@ def apply(graph: Graph) -> int:
 
 
 def _fits(found: Found) -> bool:
-    """Whether it is what the operator computes: a plain sum, one dtype, a weight of one dim."""
+    """Whether the operator computes the same: a plain sum, one dtype, a 1-d weight."""
     total, weight = found["total"], found["weight"]
     if not (isinstance(total, Node) and isinstance(weight, Node)):
         return False

@@ -1,9 +1,9 @@
-"""Move what reads the old value of a tensor ahead of the custom op that mutates it.
+"""Move readers of a tensor's old value before the custom op that mutates it.
 
-In the graph such an op returns new tensors. Inductor has it write into the old ones again where
-nothing after it reads those, else it copies them first. In the program all readers of an old value
-come before the op, but Inductor moves them to where their results are used, which may be after it.
-Everything moved here is functional, so that the order does not change what the graph computes.
+In the functional graph such an op returns new tensors. Inductor lets it write into the old ones if
+nothing after it reads them, and copies them otherwise. In the program all readers of the old value
+come before the op, but Inductor moves them to the uses of their results, which may be after it.
+Only functional nodes are moved, so the graph computes the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FUNCTIONALISED = torch.ops.higher_order.auto_functionalized_v2
 
 
 def apply(graph: Graph) -> int:
-    """Spare copies of mutated tensors; returns how many tensors no longer have late readers."""
+    """Avoid copies of mutated tensors; returns how many tensors no longer have late readers."""
     rewrites = 0
     for op in graph.find_nodes(op="call_function", target=_FUNCTIONALISED):
         for base in op.kwargs["_all_bases"]:
@@ -34,9 +34,10 @@ def apply(graph: Graph) -> int:
 
 
 def _to_move(graph: Graph, op: Node, base: Node) -> list[Node]:
-    """Nodes after `op`, in order, without which nothing reads the old `base` there; [] if none do.
+    """The nodes after `op`, in order, that must move so that nothing there reads the old `base`.
 
-    Also [] if one of them cannot be moved, or if what they yield is larger than a copy of `base`.
+    Empty if there are none, if one cannot be moved, or if their results are larger than a copy of
+    `base`.
     """
     old = _aliases(graph, base)
     nodes = list(graph.nodes)
@@ -56,7 +57,7 @@ def _to_move(graph: Graph, op: Node, base: Node) -> list[Node]:
 
 
 def _aliases(graph: Graph, base: Node) -> set[Node]:
-    """`base` and all values in its memory."""
+    """`base` and all values that share its memory."""
     memory = _memory(base)
     return {node for node in graph.nodes if node is base or _memory(node) == memory is not None}
 
@@ -69,14 +70,14 @@ def _memory(node: Node) -> int | None:
 
 
 def _reads(node: Node, old: set[Node]) -> bool:
-    """Whether the values of `old` matter to `node`: all but writing a new value back into them."""
+    """Whether `node` reads a value of `old`; copying a new value into one is not a read."""
     if node.target is torch.ops.aten.copy_.default and node.args[0] in old:
         return node.args[1] in old
     return node in old or any(given in old for given in node.all_input_nodes)
 
 
 def _movable(op: Node, after: list[Node]) -> set[Node]:
-    """Functional nodes before the first that writes or is unknown, and independent of `op`."""
+    """Functional nodes, independent of `op`, before the first node that may write."""
     stay, movable = {op}, set()
     for node in after:
         if _may_write(node):
@@ -96,7 +97,7 @@ def _may_write(node: Node) -> bool:
 
 
 def _is_functional(node: Node) -> bool:
-    """Whether only the arguments decide the result, and nothing but the result is changed."""
+    """Whether the result depends only on the arguments and there are no side effects."""
     if not isinstance(node.target, OpOverload):
         return _is_builtin(node)
     ordered = torch.Tag.nondeterministic_seeded in node.target.tags
@@ -109,7 +110,7 @@ def _is_builtin(node: Node) -> bool:
 
 
 def _needed(late: set[Node], movable: set[Node]) -> set[Node]:
-    """What of `movable` the nodes are computed from."""
+    """The nodes of `movable` from which the nodes `late` are computed."""
     needed: set[Node] = set()
     pending = list(late)
     while pending:
@@ -120,6 +121,6 @@ def _needed(late: set[Node], movable: set[Node]) -> set[Node]:
 
 
 def _bytes(node: Node) -> Any:
-    """Size of the value, an expression where sizes are symbolic."""
+    """Size of the value in bytes; an expression if sizes are symbolic."""
     tensors = [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,7 +1,7 @@
-"""Passes over Inductor's post-grad graph: which run, in what order, and what they did.
+"""Passes over Inductor's post-grad graph: which are enabled, their order, and their results.
 
-A pass gets a functional graph of aten operators, changes it in place and returns how often. The
-source of every pass that is on is part of the codegen key, so a changed pass misses the cache.
+A pass gets a functional graph of aten operators, changes it in place and returns the number of
+rewrites. The source of every enabled pass is part of the codegen key.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ class GraphPass:
     name: str
     apply: Callable[[Graph], int | None]
     max_num_tokens: int | None = None
-    """It pays only for ranges that end here or below; None for any size."""
+    """Enabled only for ranges that end here or below; None for all ranges."""
     from_level: int | None = 1
-    """The optimisation level from which on it is on unless the configuration says otherwise; None
-    for a pass that is on only where it is asked for."""
+    """Enabled by default from this optimization level on; None for a pass that must be enabled by
+    name."""
 
     def on(self, config: CompileConfig) -> bool:
-        """Whether `config` turns it on, by its name or by its level."""
+        """Whether `config` enables it, by name or by level."""
         by_level = self.from_level is not None and config.level >= self.from_level
         return config.pass_switches.get(self.name, by_level)
 
 
 SHIPPED = (
     GraphPass("no_op", no_op.apply),
-    # Off: their ops stand for an engine's own kernels; Inductor's fusion is faster than the
-    # operators they are made of here.
+    # Disabled by default: their ops are meant for an engine's own kernels. Our implementations are
+    # slower than Inductor's fusion.
     GraphPass("add_rms_norm", add_rms_norm.apply, from_level=None),
     GraphPass("silu_and_mul", silu_and_mul.apply, from_level=None),
     GraphPass("functionalization", functionalization.apply),
 )
-"""The order is that of application: what does nothing goes first, so that patterns are found; what
-moves readers goes last, so that only those move that are left."""
+"""In order of application. No-ops are removed first, because they hide patterns. Readers are moved
+last, when the other passes have removed some of them."""
 
 
 def passes_for(config: CompileConfig, num_tokens: int | None = None) -> tuple[GraphPass, ...]:
-    """The passes that are on, in order, for a range that ends at `num_tokens` (None for all).
+    """The enabled passes, in order, for a range that ends at `num_tokens` (None for all).
 
     Raises InvalidSetting for a switch that names no pass or a pass that cannot be called.
     """
@@ -70,7 +70,7 @@ def passes_for(config: CompileConfig, num_tokens: int | None = None) -> tuple[Gr
 
 
 def thresholds(config: CompileConfig) -> tuple[int, ...]:
-    """Sizes at which the set of passes changes: a range should end at each of them."""
+    """Sizes at which the set of enabled passes changes; a range should end at each."""
     limits = {each.max_num_tokens for each in passes_for(config)} - {None}
     return tuple(sorted(limit for limit in limits if limit is not None))
 
@@ -81,9 +81,9 @@ def pass_factors(passes: Sequence[GraphPass]) -> list[list[str]]:
 
 
 def inductor_passes(passes: Sequence[GraphPass], events: Events, piece: int) -> dict[str, Any]:
-    """Options by which Inductor runs `passes` on the piece."""
+    """Inductor's options that run `passes` on the piece."""
     if not passes:
-        return {}  # Inductor keeps nothing that a pass with an empty key has seen
+        return {}  # Inductor stores no artifact after a pass with an empty key
 
     def run(graph: Graph) -> None:
         for position, each in enumerate(passes):

@@ -1,4 +1,4 @@
-"""Structural matching of graph values: small patterns, tried from the value that ends them."""
+"""Structural matching of graph values: small patterns, matched from their last value backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """A call of `target` whose leading arguments match `args`; with `swap`, also exchanged."""
+    """A call of `target` whose arguments match `args`; with `swap`, in either order."""
 
     target: Any
     args: tuple[Any, ...]
@@ -21,16 +21,16 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """What one of the alternatives matches; the first that does is taken."""
+    """A value that matches one of the alternatives; the first match counts."""
 
     alternatives: tuple[Any, ...]
 
 
 def match(pattern: Any, value: Any) -> Found | None:
-    """Values by the names in `pattern`, or None.
+    """The values that the names in `pattern` stand for, or None without a match.
 
-    A string names a value, the same value wherever it stands; `Op` and `Either` are as they say;
-    anything else is a constant. A call with keyword arguments matches no `Op`.
+    A string names a value; the same name must match the same value. `Op` and `Either` match as
+    documented; anything else is a constant. A call with keyword arguments matches no `Op`.
     """
     return _match(pattern, value, {})
 

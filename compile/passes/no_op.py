@@ -1,7 +1,7 @@
-"""Remove operators that return what they are given.
+"""Remove operators that return their input unchanged.
 
-Views to the same shape, slices of everything and conversions to the same dtype change no value, but
-they stand between the operators that patterns look for.
+Views to the same shape, full slices and conversions to the same dtype change nothing, but they hide
+the operators that patterns look for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SAME_DTYPE = (torch.ops.prims.convert_element_type.default,)
 
 
 def apply(graph: Graph) -> int:
-    """Replace each operator without effect by its input; returns how many there were."""
+    """Replace each no-op by its input; returns their number."""
     useless = [node for node in graph.nodes if _does_nothing(node)]
     for node in useless:
         node.replace_all_uses_with(node.args[0])
@@ -36,12 +36,12 @@ def _does_nothing(node: Node) -> bool:
 
 
 def _takes_all(args: tuple[Any, ...]) -> bool:
-    """Whether the arguments (tensor, dim, start, stop, step) of a slice leave nothing out."""
+    """Whether the slice arguments (tensor, dim, start, stop, step) select everything."""
     start, stop, step = (*args[2:], None, None, None)[:3]
     return not start and stop in (None, sys.maxsize) and step in (None, 1)
 
 
 def _shape(node: object) -> list[str]:
-    """Sizes as text: two symbolic sizes are the same if their expressions are."""
+    """Sizes as text: symbolic sizes are equal if their expressions are."""
     assert isinstance(node, Node)
     return [str(size) for size in node.meta["val"].shape]

@@ -1,6 +1,6 @@
-"""Fused operators that passes rewrite to, with implementations that are right on every device.
+"""Fused operators that passes introduce, with implementations for every device.
 
-An engine with a faster kernel registers it with `torch.library.impl`, for its own device.
+An engine registers a faster kernel for its device with `torch.library.impl`.
 """
 
 from __future__ import annotations

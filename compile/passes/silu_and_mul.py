@@ -13,7 +13,7 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def _silu(x: object) -> Either:
-    """As Inductor decomposes it, and as it is written by hand."""
+    """In Inductor's decomposition, or written by hand."""
     quotient = Op(aten.div.Tensor, (x, Op(aten.add.Tensor, (_exp_of_minus(x), 1))))
     product = Op(aten.mul.Tensor, (x, Op(aten.sigmoid.default, (x,))), swap=True)
     return Either((quotient, product))
@@ -28,7 +28,7 @@ _PATTERN = Op(aten.mul.Tensor, (Either((_WIDENED, _silu("gate"))), "up"), swap=T
 
 
 def apply(graph: Graph) -> int:
-    """Rewrite each occurrence; returns how many there were."""
+    """Rewrite each occurrence; returns their number."""
     rewrites = 0
     for node in list(graph.find_nodes(op="call_function", target=aten.mul.Tensor)):
         found = match(_PATTERN, node)
@@ -45,7 +45,7 @@ def apply(graph: Graph) -> int:
 
 
 def _fits(found: Found) -> bool:
-    """Whether it is what the operator computes: two tensors alike, of one dtype throughout."""
+    """Whether the operator computes the same: equal shapes, and one dtype throughout."""
     gate, up = found["gate"], found["up"]
     if not (isinstance(gate, Node) and isinstance(up, Node)):
         return False

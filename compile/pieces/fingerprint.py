@@ -2,9 +2,9 @@
 
 The hashed text has one line per node; nodes are numbered by position. It contains what code
 generation reads: operators (custom ops with schema and source of the implementation), arguments,
-constants by value, and for every value its dtype, device, shape, strides, layout and storage offset,
-with symbols named by first appearance, and which values share memory. It contains no names, file
-locations or line numbers.
+constants by value, and for every value its dtype, device, shape, strides, layout and storage
+offset, with symbols named by first appearance, and which values share memory. It contains no names,
+file locations or line numbers.
 """
 
 from __future__ import annotations
