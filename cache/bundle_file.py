@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -26,6 +25,7 @@ from ..errors import BundleRefused, EntryUnusable
 from .files import Irregular, open_regular, place, write_synced
 from .keys.factors import Json, canonical
 from .layers import CacheLayer, Entry, Failures, Miss, find, read_blob
+from .lock import owned_directory, remove_unowned
 from .manifest import MAX_MANIFEST_BYTES, BadManifest, BlobRef, Manifest, decode, encode
 from .names import blob_name, entry_name, is_digest
 from .signing import Trust, sign
@@ -33,6 +33,7 @@ from .signing import Trust, sign
 MAGIC = b"piecegraph-bundle 1\n"
 MAX_BUNDLE_BYTES = 8 << 30
 MAX_HEADER_BYTES = 1 << 20
+EXPORT = ".piecegraph-export-"
 _CHUNK_BYTES = 1 << 20
 
 
@@ -60,12 +61,22 @@ def export_entries(
     }
     refs: list[Json] = [list(ref) for ref in sorted(blobs)]
     header = canonical({"blobs": refs, "manifests": [len(manifest) for manifest in encoded]})
+    _check_limit("header", len(MAGIC) + len(header) + 1, MAX_HEADER_BYTES)
+    total = len(header) + sum(map(len, encoded)) + sum(size for _, size in blobs)
+    _check_limit("file", len(MAGIC) + total + 1, MAX_BUNDLE_BYTES)
     contents = (_content(source, *blobs[ref]) for ref in sorted(blobs))
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".export-") as scratch:
-        temporary = Path(scratch) / path.name
+    remove_unowned(path.parent, EXPORT)
+    with owned_directory(path.parent, EXPORT) as scratch:
+        temporary = scratch / path.name
         parts = itertools.chain([MAGIC, header, b"\n", *encoded], contents)
         write_synced(temporary, parts, mode=0o666)
         place(temporary, path)
+
+
+def _check_limit(part: str, size: int, limit: int) -> None:
+    if size > limit:
+        reason = f"its {part} would have {size} bytes, more than {limit}; export fewer entries"
+        raise Irregular(errno.EFBIG, reason)
 
 
 def _content(source: CacheLayer, manifest: Manifest, name: str) -> bytes:

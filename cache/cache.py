@@ -15,7 +15,6 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import tempfile
 import time
 import weakref
@@ -25,11 +24,18 @@ from pathlib import Path
 from ..errors import InvalidEntry, LayerFailed
 from ..events import Events
 from .directory import DirectoryLayer, Fault, no_fault, private_directory
-from .evict import Limits, evict
+from .evict import Limits, evict, remove_leftovers
 from .keys.factors import Json
 from .keys.key import Key
-from .layers import CacheLayer, Entry, Miss, find
-from .lock import Flight, single_flight
+from .layers import CacheLayer, Entry, Miss, find, lacks
+from .lock import (
+    TEMPORARY,
+    Flight,
+    create_owned,
+    remove_owned,
+    remove_unowned,
+    single_flight,
+)
 from .manifest import BadManifest, BlobRef, Manifest, decode, encode
 from .names import LOCK_AREA, checked_name, entry_name, note_name
 
@@ -43,21 +49,30 @@ class Cache:
 
     def __init__(
         self,
-        root: Path | None,
+        root: Path | DirectoryLayer | None,
         events: Events,
         *,
         shared: Sequence[CacheLayer] = (),
         limits: Limits | None = None,
+        off_reason: str = "",
         fault: Fault = no_fault,
     ) -> None:
-        """Without `root`, only `shared`. Raises UntrustedDirectory or CacheNotWritable."""
-        self.private = private_directory(root, fault) if root is not None else None
+        """Without `root`, only `shared`; a layer is a directory that was opened before.
+
+        Removes temporary files of dead processes. `off_reason` is the detail of a miss if there are
+        no layers. Raises UntrustedDirectory or CacheNotWritable.
+        """
+        self.private = private_directory(root, fault) if isinstance(root, Path) else root
         self.layers: tuple[CacheLayer, ...] = (
             (self.private, *shared) if self.private is not None else tuple(shared)
         )
         self._events = events
+        self._off_reason = off_reason
         self._limits = limits or Limits()
         self._since_eviction = math.inf  # bytes published; the first publish checks the limits
+        self._written_back: set[str] = set()
+        remove_unowned(Path(tempfile.gettempdir()), TEMPORARY)
+        self._remove_leftovers()
 
     @property
     def enabled(self) -> bool:
@@ -79,7 +94,7 @@ class Cache:
         return found
 
     def _find(self, kind: str, key: Key) -> Entry | Miss:
-        miss = Miss("absent" if self.layers else "disabled")
+        miss = Miss("absent") if self.layers else Miss("disabled", self._off_reason)
         for layer in self.layers:
             found = find(layer, kind, key.digest)
             if isinstance(found, Entry):
@@ -92,17 +107,25 @@ class Cache:
 
     def _record_hit(self, layer: CacheLayer, entry: Entry) -> None:
         """Record the use of a private entry; copy a shared one to the private directory."""
-        if self.private is None:
-            return
         if layer is self.private:
             self.private.used(entry.manifest)
-        else:
+            self._write_back(entry)
+        elif self.private is not None and self.private.writable:
             self._store(self.private, entry)
+
+    def _write_back(self, entry: Entry) -> None:
+        """Store a private hit in the writable layers that lack it, checked once per entry."""
+        if entry.digest in self._written_back:
+            return
+        self._written_back.add(entry.digest)
+        for layer in self.layers:
+            if layer is not self.private and layer.writable and lacks(layer, entry.manifest):
+                self._store(layer, entry)
 
     def _record_miss(self, layer: CacheLayer, miss: Miss) -> None:
         if miss.reason == "unreadable" and layer.failures == "raise":
             raise LayerFailed(layer=layer.name, reason=miss.detail)
-        if miss.damaged is not None and self.private is not None and layer is self.private:
+        if miss.damaged is not None and layer is self.private and self.private.writable:
             self._quarantine(self.private, miss.damaged, miss.detail)
 
     def _quarantine(self, private: DirectoryLayer, name: str, reason: str) -> None:
@@ -114,6 +137,7 @@ class Cache:
             if not moved:
                 return
             self._events.count("cache.quarantined")
+            self._remove_leftovers()
         self._events.emit("cache.quarantine", level=logging.WARNING, file=name, reason=reason)
 
     def publish(
@@ -145,6 +169,7 @@ class Cache:
 
     def store(self, entry: Entry) -> None:
         """Store an existing entry, such as an imported one, in every writable layer."""
+        self._written_back.add(entry.digest)
         for layer in self.layers:
             if layer.writable:
                 self._store(layer, entry)
@@ -180,8 +205,13 @@ class Cache:
     def evict(self) -> None:
         """Apply the limits to the private directory now."""
         self._since_eviction = 0
-        if self.private is not None:
+        if self.private is not None and self.private.writable:
             evict(self.private.root, self._limits, self._events)
+
+    def _remove_leftovers(self) -> None:
+        if self.private is not None and self.private.writable:
+            with contextlib.suppress(OSError):
+                remove_leftovers(self.private.root, self._limits)
 
     def path(self, entry: Entry, name: str) -> Path:
         """A file with the verified bytes of a blob, for loaders that need a path.
@@ -192,8 +222,8 @@ class Cache:
         ref, content = entry.manifest.blobs[name], entry.contents[name]
         if self.private is not None and (stored := self.private.file(ref, content)):
             return stored
-        directory = Path(tempfile.mkdtemp(prefix="piecegraph-"))
-        weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+        directory, lock = create_owned(Path(tempfile.gettempdir()), TEMPORARY)
+        weakref.finalize(self, remove_owned, directory, lock)
         (directory / name).write_bytes(content)
         return directory / name
 

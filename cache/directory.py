@@ -15,15 +15,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..errors import CacheNotWritable
 from .files import check_private, make_private, place, read_file, write_synced
 from .layers import Failures
+from .lock import owned_directory
 from .manifest import BlobRef, Manifest, encode, is_intact
 from .names import QUARANTINE_AREA, SCRATCH_AREA, blob_name, entry_name
 from .signing import Trust, trust_all
@@ -72,7 +72,7 @@ class DirectoryLayer:
     def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
         """Publish an entry; raises OSError, after which a reader finds a whole entry or a miss."""
         blobs = {manifest.blobs[name]: content for name, content in contents.items()}
-        with self.scratch() as scratch:
+        with self._scratch() as scratch:
             for ref, content in blobs.items():
                 if self.file(ref, content) is None:
                     self._put_blob(scratch, ref, content)
@@ -136,16 +136,10 @@ class DirectoryLayer:
         (kept / "reason.json").write_text(json.dumps({"name": name, "reason": reason}))
         return True
 
-    @contextlib.contextmanager
-    def scratch(self) -> Iterator[Path]:
-        """A directory for this writer only; a failure to remove it is ignored."""
+    def _scratch(self) -> contextlib.AbstractContextManager[Path]:
         area = self.root / SCRATCH_AREA
         area.mkdir(mode=0o700, exist_ok=True)  # fails if the root has been removed
-        scratch = Path(tempfile.mkdtemp(dir=area))
-        try:
-            yield scratch
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        return owned_directory(area)
 
 
 def private_directory(root: Path, fault: Fault = no_fault) -> DirectoryLayer:
@@ -157,9 +151,21 @@ def private_directory(root: Path, fault: Fault = no_fault) -> DirectoryLayer:
         resolved = Path(os.path.realpath(root))
         make_private(resolved / SCRATCH_AREA)
         check_private(resolved)
-        layer = DirectoryLayer(resolved, name="private", writable=True, fault=fault)
-        with layer.scratch():
+        with owned_directory(resolved / SCRATCH_AREA):
             pass
     except OSError as error:
         raise CacheNotWritable(path=root, reason=error.strerror or error) from error
-    return layer
+    return DirectoryLayer(resolved, name="private", writable=True, fault=fault)
+
+
+def read_only_directory(root: Path) -> DirectoryLayer | None:
+    """The private directory at `root` for reading only; None if there is none.
+
+    Raises UntrustedDirectory: a directory that cannot be written must be private as well.
+    """
+    resolved = Path(os.path.realpath(root))
+    try:
+        check_private(resolved)
+    except OSError:
+        return None
+    return DirectoryLayer(resolved, name="private")

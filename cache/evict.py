@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 from ..errors import InvalidName
 from ..events import Events
 from .files import Irregular, make_private, place, write_synced
+from .lock import owned_directory, remove_unowned
 from .manifest import BadManifest, BlobRef, read_manifest
 from .names import (
     LOCK_AREA,
@@ -42,7 +42,8 @@ class Limits:
     """How much is kept: `size` in bytes, blobs included; `age` in seconds since the last use.
 
     Files used or written less than `grace` seconds ago are always kept: a process may be about to
-    read them. Quarantined and temporary files are kept for `leftover` seconds.
+    read them. Quarantined files, and temporary ones without an owner's lock, are kept for at most
+    `leftover` seconds.
     """
 
     size: float = 10 << 30
@@ -53,7 +54,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """An entry with its seconds since the last use, negative if the clock was set back."""
+    """An entry with its seconds since the last use."""
 
     name: str
     idle: float
@@ -91,7 +92,7 @@ def evict(root: Path, limits: Limits, events: Events) -> None:
         for entry in removed:
             (root / entry.name).unlink(missing_ok=True)
         freed = _remove_orphans(root, {ref for entry in kept for ref in entry.blobs}, limits.grace)
-        _remove_leftovers(root, limits.leftover)
+        remove_leftovers(root, limits)
     except OSError as error:
         events.emit("cache.evict_failed", level=logging.WARNING, reason=str(error))
         return
@@ -101,14 +102,12 @@ def evict(root: Path, limits: Limits, events: Events) -> None:
 
 
 def _stored(root: Path) -> Iterator[_Stored]:
-    now = time.time()
     for name in entry_names(root):
         _, kind, _, digest = name.split("/")
         with contextlib.suppress(FileNotFoundError):
-            status = (root / name).lstat()
-            idle = now - status.st_mtime
+            size, idle = (root / name).lstat().st_size, _idle(root / name)
             pinned = (root / note_name(PIN_AREA, kind, digest)).exists()
-            yield _Stored(name, idle, status.st_size, _blobs(root / name), pinned)
+            yield _Stored(name, idle, size, _blobs(root / name), pinned)
 
 
 def _blobs(path: Path) -> frozenset[BlobRef]:
@@ -133,8 +132,8 @@ def _divided(entries: Iterable[_Stored], limits: Limits) -> tuple[list[_Stored],
     total = 0
     for entry in sorted(entries, key=lambda entry: not entry.pinned):
         size = entry.size + sum(ref.size for ref in entry.blobs - blobs)
-        keep = entry.pinned or entry.idle <= limits.grace
-        if keep or (total + size <= limits.size and entry.idle <= limits.age):
+        keep = entry.pinned or entry.idle < limits.grace
+        if keep or (total + size <= limits.size and entry.idle < limits.age):
             total += size
             blobs |= entry.blobs
             kept.append(entry)
@@ -147,36 +146,45 @@ def _remove_orphans(root: Path, needed: set[BlobRef], grace: float) -> int:
     """Remove blobs older than `grace` that no entry needs; returns their bytes."""
     kept = {blob_name(ref.sha256) for ref in needed}
     orphans = [
-        name
-        for name in blob_names(root)
-        if name not in kept and _seconds_since_change(root / name) > grace
+        name for name in blob_names(root) if name not in kept and _idle(root / name) >= grace
     ]
     if not orphans:
         return 0
-    trash = Path(tempfile.mkdtemp(dir=root / SCRATCH_AREA))
-    for name in orphans:
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(root / name, trash / Path(name).name)
-    for ref in {ref for name in entry_names(root) for ref in _blobs(root / name)}:
-        with contextlib.suppress(FileNotFoundError):
-            place(trash / ref.sha256, root / blob_name(ref.sha256))
-    freed = sum(path.lstat().st_size for path in trash.iterdir())
-    shutil.rmtree(trash, ignore_errors=True)
-    return freed
-
-
-def _remove_leftovers(root: Path, age: float) -> None:
-    """Remove old quarantined files, locks, and temporary files of killed writers."""
-    for area in (SCRATCH_AREA, QUARANTINE_AREA, LOCK_AREA):
-        for path in (root / area).glob("*"):
+    with owned_directory(root / SCRATCH_AREA) as trash:
+        for name in orphans:
             with contextlib.suppress(FileNotFoundError):
-                if _seconds_since_change(path) > age:
+                os.replace(root / name, trash / Path(name).name)
+        for ref in {ref for name in entry_names(root) for ref in _blobs(root / name)}:
+            with contextlib.suppress(FileNotFoundError):
+                place(trash / ref.sha256, root / blob_name(ref.sha256))
+        return sum(path.lstat().st_size for path in trash.iterdir())
+
+
+def remove_leftovers(root: Path, limits: Limits) -> None:
+    """Remove temporary files of dead processes, and what quarantine and locks have too much of.
+
+    Quarantined files may take 1/16 of the size limit; the newest are kept. Raises OSError.
+    """
+    remove_unowned(root / SCRATCH_AREA)
+    quarantined = 0
+    for area in (SCRATCH_AREA, QUARANTINE_AREA, LOCK_AREA):
+        for path in sorted((root / area).glob("*"), key=_idle):
+            with contextlib.suppress(FileNotFoundError):
+                if area == QUARANTINE_AREA:
+                    quarantined += sum(file.lstat().st_size for file in path.glob("*"))
+                if _idle(path) > limits.leftover or quarantined > limits.size / 16:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _seconds_since_change(path: Path) -> float:
-    """Negative infinity if it was removed."""
+def _idle(path: Path) -> float:
+    """Seconds since a file was used; negative infinity if it was removed.
+
+    A file from the future counts as used now, and gets the time of now, so that it ages.
+    """
     try:
-        return time.time() - path.lstat().st_mtime
+        idle = time.time() - path.lstat().st_mtime
+        if idle < 0:
+            os.utime(path, follow_symlinks=False)
     except FileNotFoundError:
         return -math.inf
+    return max(idle, 0.0)

@@ -116,6 +116,19 @@ def find(layer: CacheLayer, kind: str, key_digest: str) -> Entry | Miss:
     return Entry(manifest, contents, layer.name)
 
 
+def lacks(layer: CacheLayer, manifest: Manifest) -> bool:
+    """Whether a layer has no usable manifest of an entry; False if it cannot be read."""
+    try:
+        held, signature = decode(
+            layer.read(entry_name(manifest.kind, manifest.key.digest), MAX_MANIFEST_BYTES)
+        )
+    except (FileNotFoundError, BadManifest):
+        return True
+    except OSError:
+        return False
+    return held.key != manifest.key or layer.refuses(held, signature) is not None
+
+
 def read_blob(layer: CacheLayer, manifest: Manifest, name: str) -> bytes | Miss:
     """One verified blob of an entry, or why it cannot be had."""
     ref = manifest.blobs[name]

@@ -1,16 +1,24 @@
-"""Single flight: of many processes that miss the same key, one compiles and the others wait.
+"""Locks that the system releases when a process dies: single flight, and owned directories.
 
-The lock only saves work. A process that cannot get it, because the holder takes too long or the
-file system has no locks, goes on without it, and two publishes of one key do no harm. The system
-releases the lock of a process that dies, so a waiter goes on at once.
+Single flight: of many processes that miss the same key, one compiles and the others wait. The lock
+only saves work. A process that cannot get it, because the holder takes too long or locking fails,
+goes on without it, and two publishes of one key do no harm.
+
+An owned directory holds temporary files and is locked by its process, so that the next process can
+tell the files of a killed process from those in use. Without locks, as on some network file
+systems, only the age of a directory decides.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +39,7 @@ class Flight(Enum):
     UNLOCKED = auto()
 
 
-@contextmanager
+@contextlib.contextmanager
 def single_flight(
     path: Path, label: str, events: Events, wait_limit: float, progress_every: float
 ) -> Iterator[Flight]:
@@ -40,9 +48,13 @@ def single_flight(
     Waits at most `wait_limit` seconds, with an event `cache.wait` every `progress_every` seconds.
     Not reentrant: a second flight for the same key in one thread waits for the limit.
     """
-    from filelock import FileLock
+    try:
+        from filelock import FileLock
 
-    lock = FileLock(path, mode=0o600)
+        lock = FileLock(path, mode=0o600)
+    except OSError as error:  # no file descriptor is left for the import
+        yield _go_on_unlocked(events, label, f"locking failed: {error}")
+        return
     flight = _acquire(lock, path, label, events, wait_limit, progress_every)
     try:
         yield flight
@@ -81,3 +93,72 @@ def _go_on_unlocked(events: Events, label: str, reason: str) -> Flight:
     events.count("cache.duplicate_work")
     events.emit("cache.flight", level=logging.WARNING, entry=label, alone=reason)
     return Flight.UNLOCKED
+
+
+OWNED = "owned-"
+"""Prefix of owned directories in the cache."""
+
+TEMPORARY = "piecegraph-owned-"
+"""Prefix of owned directories elsewhere, such as the system's directory for temporary files."""
+
+
+@contextlib.contextmanager
+def owned_directory(parent: Path, prefix: str = OWNED) -> Iterator[Path]:
+    """A new directory that is locked until it is removed. A failure to remove it is ignored."""
+    path, descriptor = create_owned(parent, prefix)
+    try:
+        yield path
+    finally:
+        remove_owned(path, descriptor)
+
+
+def temporary_directory() -> contextlib.AbstractContextManager[Path]:
+    """An owned directory in the system's directory for temporary files."""
+    return owned_directory(Path(tempfile.gettempdir()), TEMPORARY)
+
+
+def create_owned(parent: Path, prefix: str) -> tuple[Path, int]:
+    """A new directory and the descriptor that holds its lock, for `remove_owned`."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # another process has removed it as unowned
+        except OSError:
+            path.rmdir()
+            raise
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue  # another process is removing it
+        except OSError:
+            return path, descriptor  # no locks here
+        if path.exists():
+            return path, descriptor
+        os.close(descriptor)
+
+
+def remove_owned(path: Path, descriptor: int) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(descriptor)
+
+
+def remove_unowned(parent: Path, prefix: str = OWNED) -> None:
+    """Remove this user's owned directories whose process has died. Errors are ignored."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(parent):
+            if name.startswith(prefix):
+                with contextlib.suppress(OSError):
+                    _remove_if_unowned(parent / name)
+
+
+def _remove_if_unowned(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_uid == os.geteuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it is in use
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(descriptor)

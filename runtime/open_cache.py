@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from ..cache import Cache, CacheLayer
-from ..cache.directory import DirectoryLayer
+from ..cache.directory import DirectoryLayer, read_only_directory
 from ..cache.evict import Limits
 from ..cache.keys.environment import CACHE_DIR, SIGNING_KEY, SIGNING_KEY_FILE, read
 from ..cache.remote import RemoteLayer
@@ -89,7 +89,7 @@ class CacheSettings(Protocol):
 
 
 def open_cache(config: CacheSettings, events: Events) -> Cache:
-    """The cache of `config`, without a private directory if that cannot be written.
+    """The cache of `config`. A private directory that cannot be written is only read.
 
     Raises UntrustedDirectory, InvalidSecret for a signed layer without a key, and LayerFailed for
     a layer that cannot be opened.
@@ -103,8 +103,10 @@ def open_cache(config: CacheSettings, events: Events) -> Cache:
     try:
         return Cache(root, events, shared=shared, limits=limits)
     except CacheNotWritable as error:
-        events.emit("cache.unusable", level=logging.WARNING, reason=str(error))
-        return Cache(None, events, shared=shared)
+        private = read_only_directory(root)
+        name = "cache.unusable" if private is None else "cache.read_only"
+        events.emit(name, level=logging.WARNING, reason=str(error))
+        return Cache(private, events, shared=shared, limits=limits, off_reason=str(error))
 
 
 def cache_root(config: CacheSettings) -> Path | None:

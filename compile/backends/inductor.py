@@ -8,7 +8,6 @@ and loading writes them to a private directory first.
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
+from ...cache.lock import temporary_directory
 from ...events import Events
 from ...torch_compat.aoti import aoti_load
 from ...torch_compat.inductor import (
@@ -119,9 +119,11 @@ def load_library(path: Path, sizes: tuple[int, ...], device: torch.device) -> Pi
     return run_with_sizes
 
 
-def scratch() -> tempfile.TemporaryDirectory[str]:
+@contextmanager
+def scratch() -> Iterator[str]:
     """A temporary directory; removing it tolerates Inductor threads that still write to it."""
-    return tempfile.TemporaryDirectory(prefix="piecegraph-", ignore_cleanup_errors=True)
+    with temporary_directory() as folder:
+        yield str(folder)
 
 
 def _blob_name(library: Path) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,12 @@ from piecegraph import Config, Events, prepare, why
 from piecegraph.cache import Cache, Entry, Key
 from piecegraph.cache.bundle_file import export_entries, import_entries
 from piecegraph.cache.directory import DirectoryLayer
+from piecegraph.cache.lock import Flight
 from piecegraph.cache.signing import trust_all
 from piecegraph.errors import InvalidSecret, UntrustedDirectory
 from piecegraph.runtime.open_cache import open_cache
+
+from ..cache.children import fork, status
 
 KEY = Key.of("trace", {"model": "m"})
 
@@ -66,6 +72,52 @@ def test_directory_that_cannot_be_created_is_an_event(tmp_path: Path) -> None:
     cache = open_cache(Config(cache_dir=tmp_path / "file" / "cache"), events)
     assert cache.private is None
     assert "Choose another directory" in events.named("cache.unusable")[0].facts["reason"]
+
+
+def test_reason_for_a_missing_cache_is_that_of_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    missed = found(cache_dir=tmp_path / "file" / "cache")
+    assert missed.reason == "disabled"
+    assert "cannot be written: Not a directory" in missed.detail
+
+
+def test_directory_on_a_read_only_file_system_is_read(tmp_path: Path) -> None:
+    """As in a container with a read-only root file system."""
+    filled(tmp_path / "own")
+    ended = status(fork(partial(remount_and_look_up, tmp_path / "own")))
+    if ended == SKIPPED:
+        pytest.skip("this process may not mount")
+    assert ended == 0
+
+
+SKIPPED = 77
+
+
+def remount_and_look_up(root: Path) -> None:
+    """In a mount namespace of this process; exits with SKIPPED where that is not allowed."""
+    events = Events()
+    libc = ctypes.CDLL(None, use_errno=True)
+    bind, remount, private = 4096, 4096 | 32 | 1, 1 << 18
+    at = str(root).encode()
+    if (
+        libc.unshare(0x20000)
+        or libc.mount(None, b"/", None, private | 16384, None)
+        or libc.mount(at, at, None, bind, None)
+        or libc.mount(None, at, None, remount, None)
+    ):
+        os._exit(SKIPPED)
+    cache = open_cache(Config(cache_dir=root), events)
+    hit = cache.lookup("bundle", KEY)
+    assert isinstance(hit, Entry), hit
+    assert hit.layer == "private"
+    assert cache.path(hit, "plan.json").read_bytes() == b"{}"
+    assert "Read-only file system" in events.named("cache.read_only")[0].facts["reason"]
+    other = Key.of("trace", {"model": "other"})
+    cache.publish("bundle", other, {}, {"plan.json": b"{}"})
+    assert not events.counters["cache.publish_failed"]
+    cache.evict()
+    with cache.single_flight("bundle", other) as flight:
+        assert flight is Flight.UNLOCKED
 
 
 def test_directory_open_to_others_is_refused_with_the_command_that_fixes_it(

@@ -1,0 +1,168 @@
+"""Temporary files of killed processes are removed by the next process, those in use are not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from piecegraph.cache import Cache, Entry
+from piecegraph.cache import lock as lock_module
+from piecegraph.cache.bundle_file import export_entries
+from piecegraph.cache.directory import DirectoryLayer
+from piecegraph.cache.evict import Limits, evict
+from piecegraph.cache.lock import owned_directory, remove_unowned, temporary_directory
+from piecegraph.cache.names import ENTRY_AREA
+from piecegraph.events import Events
+
+from .children import die, fork, status
+from .conftest import BLOBS, numbered
+
+
+def die_at(wanted: str) -> Callable[[str], None]:
+    def fault(step: str) -> None:
+        if step == wanted:
+            die()
+
+    return fault
+
+
+def kill_in(work: Callable[[], None]) -> None:
+    assert status(fork(work)) == -signal.SIGKILL
+
+
+def publish(root: Path, number: int = 0, step: str = "") -> None:
+    cache = Cache(root, Events(), fault=die_at(step))
+    cache.publish("artifact", numbered(number), {}, BLOBS)
+
+
+def test_next_start_removes_the_files_of_a_killed_publish(root: Path) -> None:
+    kill_in(lambda: publish(root, step="blob written"))
+    assert list((root / "tmp").iterdir())
+    Cache(root, Events())
+    assert list((root / "tmp").iterdir()) == []
+
+
+def test_files_of_a_running_publish_stay(root: Path) -> None:
+    def start_another(step: str) -> None:
+        if step in ("blob written", "manifest written"):
+            before = set((root / "tmp").rglob("*"))
+            assert status(fork(lambda: evict_all(root))) == 0
+            assert set((root / "tmp").rglob("*")) == before
+
+    cache = Cache(root, Events(), fault=start_another)
+    cache.publish("artifact", numbered(0), {}, BLOBS)
+    assert isinstance(cache.lookup("artifact", numbered(0)), Entry)
+
+
+def evict_all(root: Path) -> None:
+    Cache(root, Events())
+    evict(root, Limits(size=0, leftover=3600), Events())
+
+
+def test_next_export_removes_the_files_of_a_killed_one(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(root)
+    source = DirectoryLayer(root)
+    manifest = Cache(root, Events()).publish("artifact", numbered(1), {}, BLOBS).manifest
+    directory = tmp_path / "exports"
+    directory.mkdir()
+
+    def export() -> None:
+        export_entries([manifest], source, directory / "one.bundle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", lambda *paths: die())
+        kill_in(export)
+    assert [path.name[:18] for path in directory.iterdir()] == [".piecegraph-export"]
+    export()
+    assert [path.name for path in directory.iterdir()] == ["one.bundle"]
+
+
+def test_next_start_removes_the_temporary_directory_of_a_killed_compile(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def compile_and_die() -> None:
+        with temporary_directory() as directory:
+            (directory / "kernel.cpp").touch()
+            die()
+
+    kill_in(compile_and_die)
+    with temporary_directory() as used:
+        assert len(list(tmp_path.glob("piecegraph-*"))) == 2
+        Cache(root, Events())
+        assert list(tmp_path.glob("piecegraph-*")) == [used]
+    assert not used.exists()
+
+
+def test_directory_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, made = tempfile.mkdtemp, []
+
+    def make_and_remove(**options: object) -> str:
+        made.append(make(**options))  # type: ignore[call-overload]
+        if len(made) == 1:
+            remove_unowned(tmp_path)
+        return str(made[-1])
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_remove)
+    with owned_directory(tmp_path) as directory:
+        assert directory.is_dir()
+    assert len(made) == 2
+
+
+def test_without_locks_only_the_age_decides(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(lock_module.fcntl, "flock", refuse)
+    cache = Cache(root, Events())
+    with owned_directory(root / "tmp") as directory:
+        cache.evict()
+        assert directory.is_dir()
+        os.utime(directory, (0, 0))
+        cache.evict()
+        assert not directory.exists()
+
+
+def test_links_and_directories_of_others_are_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "owned-link").symlink_to(tmp_path / "target")
+    (tmp_path / "owned-file").touch()
+    (tmp_path / "other").mkdir()
+    names = {path.name for path in tmp_path.iterdir()}
+    remove_unowned(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_quarantine_is_limited_by_size_and_keeps_the_newest(root: Path) -> None:
+    cache = Cache(root, Events(), limits=Limits(size=16 * 2500))
+    for number in range(6):
+        entry = cache.publish("artifact", numbered(number), {}, {"x": bytes([number]) * 1000})
+        file = root / "blobs-v1" / entry.manifest.blobs["x"].sha256[:2]
+        (file / entry.manifest.blobs["x"].sha256).write_bytes(b"?" * 1000)
+        cache.lookup("artifact", numbered(number))
+        for age, kept in enumerate(sorted((root / "quarantine").iterdir(), key=os.path.getmtime)):
+            os.utime(kept, (time.time() - 100 + age,) * 2)
+    assert 1 <= len(list((root / "quarantine").iterdir())) <= 2
+
+
+def test_entries_from_the_future_can_be_evicted(root: Path, events: Events) -> None:
+    cache = Cache(root, events)
+    for number in range(10):
+        cache.publish("artifact", numbered(number), {}, {"x": bytes([number])})
+    future = time.time() + 30 * 86400
+    for path in root.rglob("*"):
+        os.utime(path, (future, future))
+    evict(root, Limits(size=0, grace=0), events)
+    assert not [path for path in (root / ENTRY_AREA).rglob("*") if path.is_file()]
+    assert not [path for path in (root / "blobs-v1").rglob("*") if path.is_file()]
