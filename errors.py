@@ -1,24 +1,29 @@
-"""The error catalogue: every error piecegraph raises for a user's reason, in one tree.
+"""The error catalog: every error that piecegraph raises, in one tree.
 
 PiecegraphError
-├── ConfigError          a setting is wrong
-├── CompileError         the model cannot be traced, split or compiled as asked
-├── CacheError           the cache cannot be used as asked
-├── DispatchError        sizes, modes or batches that contradict each other
-└── RunError             a step, a capture or a replay cannot go on
+├── ConfigError          a setting or an option is invalid
+├── CompileError         the model cannot be traced, split or compiled
+├── CacheError           the cache cannot be used
+├── DispatchError        sizes, modes or batches contradict each other
+└── RunError             a step, a capture or a replay failed
 
-A class states *what* happened and what *to do* as templates; the place that raises it fills in the
-facts, and `where` is the file:line of the user's code when there is one. Free text is never raised.
+Only the base and the five branches end in `Error`; they are what callers catch. A leaf names the
+fact and has no suffix: `NoModeLeft`, `InputMismatch`.
+
+A leaf has two templates: `what` happened, and what to do about it (`todo`). The code that raises it
+fills in the facts, in names the user knows (`num_tokens`, never a generated symbol). `where` is the
+file:line of the user's code, if there is one. Errors pickle, so that they cross process borders.
 """
 
 from __future__ import annotations
 
+import pickle
 import string
 from typing import Any, ClassVar
 
 
 class PiecegraphError(Exception):
-    """Base of the tree. `facts` holds the values the templates were filled with."""
+    """Base of the tree. `facts` are the values that the templates were filled with."""
 
     what: ClassVar[str] = ""
     todo: ClassVar[str] = ""
@@ -34,7 +39,8 @@ class PiecegraphError(Exception):
         return f"{self.what.format(**self.facts)}{place}.{advice}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.where, self.facts)
+        facts = {name: v if _pickles(v) else repr(v) for name, v in self.facts.items()}
+        return _rebuild, (type(self), str(self), self.where, facts)
 
     @classmethod
     def fields(cls) -> frozenset[str]:
@@ -44,140 +50,159 @@ class PiecegraphError(Exception):
 
 
 def _rebuild(
-    cls: type[PiecegraphError], where: str | None, facts: dict[str, Any]
+    cls: type[PiecegraphError], message: str, where: str | None, facts: dict[str, Any]
 ) -> PiecegraphError:
-    return cls(where=where, **facts)
+    error = cls.__new__(cls, message)
+    error.where, error.facts = where, facts
+    return error
+
+
+def _pickles(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever a user's object raises
+        return False
+    return True
 
 
 class ConfigError(PiecegraphError):
-    """A setting is wrong."""
+    """A setting or an option is invalid."""
 
 
 class CompileError(PiecegraphError):
-    """The model cannot be traced, split or compiled as asked."""
+    """The model cannot be traced, split or compiled."""
 
 
 class CacheError(PiecegraphError):
-    """The cache cannot be used as asked."""
+    """The cache cannot be used."""
 
 
 class DispatchError(PiecegraphError):
-    """Sizes, modes or batches that contradict each other."""
+    """Sizes, modes or batches contradict each other."""
 
 
 class RunError(PiecegraphError):
-    """A step, a capture or a replay cannot go on."""
+    """A step, a capture or a replay failed."""
 
 
 class InvalidSetting(ConfigError):
-    what = "setting {name} = {value!r} is not valid: {reason}"
+    what = "invalid setting {name} = {value!r}: {reason}"
     todo = "Choose {expected}."
+
+
+class UnknownSetting(ConfigError):
+    what = "{owner} has no setting {name!r}"
+    todo = "{suggestion}."
 
 
 # dispatch
 
 
 class FullModeUnsupported(DispatchError):
-    what = "graph mode FULL was asked for, but attention group {group!r} can never be captured"
+    what = "graph mode FULL was requested, but attention group {group!r} can never be captured"
     todo = "Choose PIECEWISE, which runs attention between the graphs, or NONE."
 
 
 class CaptureSizeInvalid(DispatchError):
-    what = "capture size {value!r} at position {position} of the list {fault}"
-    todo = "Give distinct whole numbers from 1 to {limit}, ascending."
+    what = "capture size {value!r} at position {position} of capture_sizes {fault}"
+    todo = "Use distinct whole numbers from 1 to {limit} (max_num_tokens), ascending."
 
 
 class PlanInvalid(DispatchError):
-    what = "the dispatch plan cannot be: {fault}"
-    todo = "Build plans with make_plan, from sizes, query lengths and cases that differ."
+    what = "invalid dispatch plan: {fault}"
+    todo = "Build the plan with make_plan, from distinct sizes, query lengths and LoRA cases."
 
 
 class BatchInvalid(DispatchError):
-    what = "{batch} contradicts itself or the plan: {fault}"
-    todo = "Correct the facts that the engine states about its step."
+    what = "invalid Batch: {fault} (got {batch})"
+    todo = "Correct the facts that the engine passes for this step."
 
 
 class NoModeLeft(DispatchError):
-    what = "no runtime mode is left for {batch}: of the modes allowed {allowed}, {reason}"
-    todo = "Allow NONE, which serves every batch, or allow a mode with a graph that fits."
+    what = "no allowed runtime mode can serve {batch}: allowed are {allowed}, but {reason}"
+    todo = "Allow NONE, which serves every batch, or a mode that has a graph for this batch."
 
 
 class DecisionNotPossible(DispatchError):
-    what = "the rank decision, graph_index {graph_index}, cannot be followed for {batch}: {reason}"
-    todo = "Compare the ranks' plan digests and captured indices; all ranks must have the same."
+    what = "cannot follow the decision for graph_index {graph_index} with {batch}: {reason}"
+    todo = "Make sure that all ranks have the same plan digest and the same captured graphs."
 
 
 class NoBuckets(DispatchError):
-    what = "the limits leave no bucket; rejected were (batch, query, context) {rejected}"
-    todo = "Widen the ranges, or raise the limit on tokens or on the model's length."
+    what = "the limits exclude every bucket; rejected (batch, query, context): {rejected}"
+    todo = "Widen the ranges, or raise max_num_tokens or max_model_len."
 
 
 class BucketFileInvalid(DispatchError):
-    what = "{source} has lines that are not buckets: {listed}"
+    what = "{source} has invalid lines: {listed}"
     todo = "Write (batch, query, context), each an int, a list of ints or range(start, stop)."
 
 
 class BeyondLimits(DispatchError):
-    what = "no bucket can hold {shape} (batch, query, context): the limits allow {allowed}"
-    todo = "Keep the engine's batches within the limits that its buckets were planned for."
+    what = "no bucket can hold (batch, query, context) = {shape}: the limits allow {allowed}"
+    todo = "Keep batches within the BucketLimits that the buckets were planned for."
 
 
 # cache
 
 
 class InvalidFactor(CacheError):
-    what = "factor {name} cannot be part of a key: {reason}"
+    what = "key factor {name} cannot be part of a cache key: {reason}"
     todo = "{remedy}."
 
 
 class InvalidName(CacheError):
-    what = "{name!r} cannot name a {thing} in the cache"
-    todo = "Use letters, digits, '.', '_' and '-', at most 128, the first no sign."
+    what = "{name!r} is not a valid name for a {thing} in the cache"
+    todo = "Use at most 128 letters, digits, '.', '_' and '-'; start with a letter or digit."
 
 
 class InvalidEntry(CacheError):
     what = "entry {entry} cannot be stored: {reason}"
-    todo = "Give meta as numbers, strings, lists and dicts, and large contents as blobs."
+    todo = "Pass meta as numbers, strings, lists and dicts, and large contents as blobs."
 
 
 class UndeclaredVariable(CacheError):
-    what = "environment variable {name} is read but not declared"
-    todo = "Declare it in cache/keys/environment.py, as a factor or with the reason why it is none."
+    what = "environment variable {name} is read but not declared as a key factor"
+    todo = (
+        "Declare it in cache/keys/environment.py, as a factor or with the reason why it is not one."
+    )
 
 
 class UntrustedDirectory(CacheError):
-    what = "cache directory {path} is not safe to load code from: {problem}"
+    what = "loading code from cache directory {path} is not safe: {problem}"
     todo = "Run `{command}`, or choose another directory."
 
 
 class CacheNotWritable(CacheError):
-    what = "cache directory {path} cannot be written: {reason}"
-    todo = "Choose another directory, give this one as a read-only layer, or turn the cache off."
+    what = "cannot write to cache directory {path}: {reason}"
+    todo = "Choose another directory, pass this one as a read-only layer, or turn the cache off."
 
 
 class LayerFailed(CacheError):
     what = "cache layer {layer} failed: {reason}"
-    todo = "Mend the layer, or let its failures be ignored."
+    todo = "Repair the layer, or set it to ignore failures."
 
 
 class InvalidSecret(CacheError):
-    what = "the key that signs cache entries cannot be used: {reason}"
-    todo = "Give at least 16 bytes in {variable}, or a file only you can read in {file_variable}."
+    what = "invalid secret for signing cache entries: {reason}"
+    todo = (
+        "Set {variable} to at least 16 bytes, or {file_variable} to a file that only you can read."
+    )
 
 
 class EntryUnusable(CacheError):
-    what = "entry {entry} of the cache at {path} cannot be used: {reason}"
-    todo = "See what `piecegraph cache verify` says, and build the entry anew."
+    what = "cache entry {entry} in {path} cannot be used: {reason}"
+    todo = "Run `piecegraph cache verify` for details, and build the entry again."
 
 
 class BundleRefused(CacheError):
-    what = "bundle file {path} is refused: {reason}"
-    todo = "Export it again from a cache that verifies."
+    what = "bundle file {path} was rejected: {reason}"
+    todo = "Export it again from a cache that passes `piecegraph cache verify`."
 
 
 class BundleMissing(CacheError):
-    what = "no bundle of {model} can be used, and bundle='force' forbids to compile: {reason}"
-    todo = "Ship the bundle that was built from this model and these settings; see docs/cache.md."
+    what = "no usable bundle for {model}, and bundle='force' forbids compiling: {reason}"
+    todo = "Deploy a bundle built from this model with these settings; see docs/cache.md."
 
 
 # compile
@@ -185,44 +210,44 @@ class BundleMissing(CacheError):
 
 class TraceFailed(CompileError):
     what = "the model cannot be traced as one graph: {reason}"
-    todo = "Rewrite that line, or move it into a custom op listed in splitting_ops."
+    todo = "Rewrite that line, or move it into a custom op and list the op in splitting_ops."
 
 
-class Specialised(CompileError):
-    what = "the trace is only valid for {symbol} = {value}: the model fixes that size"
-    todo = "Remove the use of {symbol} as a Python number, or declare that dimension static."
+class Specialized(CompileError):
+    what = "the trace is valid only for {symbol} = {value}: the model specializes on that size"
+    todo = "Do not use {symbol} as a Python number, or declare that dimension static."
 
 
 class GuardUnproved(CompileError):
-    what = "the trace holds only where {expression}, which fails for {symbol} = {sizes}"
+    what = "the trace is valid only if {expression}, which is false for {symbol} = {sizes}"
     todo = (
         "Make the model independent of that condition, narrow the served range [{low}, {high}], "
-        "or choose guards='check'."
+        "or set guards='check'."
     )
 
 
 class ShapesDiffer(CompileError):
-    what = "at {sizes} the model has {actual} where the trace says {expected}"
-    todo = "Look for squeeze() or a branch on a size of one, which leave no guard."
+    what = "at {sizes} the model returns {actual}, but the trace has {expected}"
+    todo = "Look for squeeze() or a branch on a size of 1: they leave no guard."
 
 
 class UnknownSplittingOp(CompileError):
     what = "splitting op {name!r} does not occur in the traced graph"
-    todo = "Custom ops in the graph: {known}."
+    todo = "The graph contains these custom ops: {known}."
 
 
 class InputNotTraceable(CompileError):
-    what = "the graph takes {source}, which is neither a weight, a buffer nor an argument"
+    what = "the graph reads {source}, which is not a weight, a buffer or an argument"
     todo = "Pass it as an argument or register it as a buffer."
 
 
 class ExampleInputsMissing(CompileError):
-    what = "no example can be built for argument {name!r}"
-    todo = "Describe it in Config.inputs, e.g. {name}='int64[num_tokens]', or pass example inputs."
+    what = "cannot build an example for argument {name!r}"
+    todo = "Describe it in Config.inputs, for example {name}='int64[num_tokens]', or pass examples."
 
 
 class UnknownInput(CompileError):
-    what = "Config.inputs names {name!r}, which the model's forward does not take"
+    what = "Config.inputs names {name!r}, which is not a parameter of the model's forward"
     todo = "Its parameters are: {known}."
 
 
@@ -232,64 +257,65 @@ class ExampleMismatch(CompileError):
 
 
 class UndeclaredDynamicShape(CompileError):
-    what = "it cannot be inferred which dimensions are dynamic in {shapes}"
-    todo = "Declare them in Config.inputs, e.g. input_ids='int64[num_tokens]'."
+    what = "cannot infer which dimensions of {shapes} are dynamic"
+    todo = "Declare them in Config.inputs, for example input_ids='int64[num_tokens]'."
 
 
 class UnboundSymbol(CompileError):
-    what = "the size {expression} is not determined by the sizes of the inputs"
-    todo = "Move the op whose result's size depends on data into a splitting op."
+    what = "the size {expression} does not follow from the sizes of the inputs"
+    todo = "Move the op with the data-dependent size into a splitting op."
 
 
 class NothingToCompile(CompileError):
     what = "tracing {model} found no tensor operation"
-    todo = "Prepare the module whose forward does the work."
+    todo = "Prepare the module whose forward computes the result."
 
 
 class NotPortable(CompileError):
-    what = "a plan cannot hold {value!r} of type {kind}"
+    what = "a plan cannot store {value!r} of type {kind}"
     todo = "Pass it as a tensor, number, string, slice, dtype, device or enum member."
 
 
 class IllegalOrder(CompileError):
-    what = "the plan cannot run: step {step} uses {value} {fault}"
-    todo = "Report this with the traced graph; meanwhile cut at fewer splitting ops."
+    what = "invalid plan: step {step} uses {value} {fault}"
+    todo = "Report this with the traced graph. Until it is fixed, use fewer splitting ops."
 
 
 class PieceFailed(CompileError):
     what = "compiler {compiler!r} failed on piece {piece} ({digest}): {reason}"
-    todo = "Run with compiler='eager' to see whether the piece itself is at fault."
+    todo = "Run with compiler='eager' to find out whether the piece itself is the problem."
 
 
 class NotPartitioned(CompileError):
-    what = "Inductor cannot cut the graph at its splitting ops alone: {reason}"
-    todo = "Set use_inductor_graph_partition=False: the graph is then split before it is compiled."
+    what = "Inductor cannot partition the graph at its splitting ops only: {reason}"
+    todo = "Set use_inductor_graph_partition=False to split the graph before it is compiled."
 
 
 class LibraryNotGeneral(CompileError):
-    what = "the ahead-of-time library holds only where {expression}"
-    todo = "The piece is served by Inductor's standalone artifact instead."
+    what = "the ahead-of-time library is valid only if {expression}"
+    todo = "Inductor's standalone artifact is used for this piece instead."
 
 
 class LibraryDisagrees(CompileError):
-    what = "the ahead-of-time library differs from its piece at {sizes}: {fault}"
-    todo = "The piece is served by Inductor's standalone artifact instead."
+    what = "the ahead-of-time library and its piece disagree at {sizes}: {fault}"
+    todo = "Inductor's standalone artifact is used for this piece instead."
 
 
 class UnknownCompiler(CompileError):
-    what = "there is no compiler {name!r}"
-    todo = "Known: {known}."
+    what = "unknown compiler {name!r}"
+    todo = "Known compilers: {known}."
 
 
 class ModelMismatch(CompileError):
-    what = "the model does not fit the plan: {reason}"
-    todo = "Use the model that the plan was made for, or prepare it anew."
+    what = "the model does not match the plan: {reason}"
+    todo = "Use the model that the plan was made for, or prepare this one again."
 
 
 class ResultFormUnknown(CompileError):
-    what = "the form of the model's result cannot be found by a run on fake tensors: {reason}"
+    what = "a run on fake tensors cannot determine the form of the model's result: {reason}"
     todo = (
-        "Decorate functions that need a step with break_graph, with fake= if they return tensors."
+        "Decorate functions that need a running step with break_graph, and pass fake= "
+        "if they return tensors."
     )
 
 
@@ -297,72 +323,72 @@ class ResultFormUnknown(CompileError):
 
 
 class OutsideStep(RunError):
-    what = "the forward context was asked for, but no step is running in this thread"
-    todo = "Call the model through its prepared form, or inside `forward_context(...)`."
+    what = "there is no forward context: no step is running in this thread"
+    todo = "Call the model through its PreparedModel, or inside `forward_context(...)`."
 
 
 class UnknownBackend(RunError):
-    what = "there is no graph backend called {name!r}"
-    todo = "Known are {known}; others register in the entry-point group {group!r}."
+    what = "unknown graph backend {name!r}"
+    todo = "Known backends: {known}. Others register in the entry-point group {group!r}."
 
 
 class BackendUnavailable(RunError):
-    what = "the graph backend {name!r} cannot work here: {reason}"
+    what = "graph backend {name!r} is not available: {reason}"
     todo = "Use the backend 'replay' to test without a device."
 
 
 class NoCaptureSession(RunError):
     what = "a capture was started outside a capture session"
-    todo = "Open `capture_session(...)` around it."
+    todo = "Open `capture_session(...)` around the capture."
 
 
 class NestedCapture(RunError):
-    what = "{name} was to be captured while another capture is being recorded in this thread"
-    todo = "Record one after the other."
+    what = "cannot capture {name} while another capture is running in this thread"
+    todo = "Capture one after the other."
 
 
 class CaptureFailed(RunError):
     what = "capturing {name} failed: {reason}"
-    todo = "Nothing of it is kept; the batch can run in a lower mode."
+    todo = "The partial capture was discarded; the batch can run in a lower mode."
 
 
 class CaptureOutOfMemory(CaptureFailed):
     what = "capturing {name} ran out of memory: {reason}"
-    todo = "Nothing of it is kept; drop the largest capture sizes or leave more memory free."
+    todo = "The partial capture was discarded. Remove the largest capture sizes or free memory."
 
 
 class DummyStepFailed(RunError):
-    """A dummy step was not given what it needs: a mistake of its caller, not a failed capture."""
+    """A dummy step lacks something that the caller must pass. This is not a failed capture."""
 
 
 class LayerMissing(DummyStepFailed):
-    what = "the forward context was asked for layer {layer!r}, but it has {known}"
-    todo = "Pass all layers to prepare, by the names that the splitting ops use: layers={{...}}."
+    what = "the forward context has no layer {layer!r}; it has {known}"
+    todo = "Pass all layers to prepare(layers={{...}}), by the names that the splitting ops use."
 
 
 class MetadataFailed(DummyStepFailed):
     what = "metadata_for raised for {mode} {num_tokens}: {reason}"
-    todo = "Let it make metadata for every descriptor that it is called with."
+    todo = "metadata_for must return metadata for every descriptor it is called with."
 
 
 class HostReadInCapture(RunError):
-    what = "{op} needs a tensor's value on the host inside a captured region"
+    what = "{op} reads a tensor's value on the host inside a captured region"
     todo = "Compute it on the device, or put the code into a splitting op."
 
 
 class EagerResultChanged(RunError):
-    what = "splitting op {op} returned {got} at replay, but {expected} when it was captured"
-    todo = "A splitting op's results must have the same form for one padded size."
+    what = "splitting op {op} returned {got} at replay, but {expected} at capture"
+    todo = "The results of a splitting op must have the same form at each padded size."
 
 
 class RecordingReleased(RunError):
-    what = "recording {name} was released and cannot be replayed"
+    what = "recording {name} was released"
     todo = "Capture it again."
 
 
 class MovedTensor(RunError):
-    what = "{name} is not where it was when graphs were captured: {recorded} then, {now} now"
-    todo = "Write into the captured memory in place, or refresh the recordings that read it."
+    what = "{name} moved after graphs were captured: {recorded} at capture, {now} now"
+    todo = "Update it in place, or call refresh() to capture again the graphs that read it."
 
 
 class InputMismatch(RunError):
@@ -381,18 +407,18 @@ class SizeOutOfRange(RunError):
 
 
 class BatchExceeded(RunError):
-    what = "the inputs have {name} = {size}, but the batch that was dispatched has at most {most}"
-    todo = "State in the Batch what the inputs of the step have."
+    what = "the inputs have {name} = {size}, but the dispatched batch has at most {most}"
+    todo = "Dispatch a Batch with the counts of these inputs."
 
 
 class GuardBroken(RunError):
-    what = "the compiled model is wrong for this size: it needs {expression}"
+    what = "the compiled model is not valid for this size: it requires {expression}"
     todo = "Pad the batch to a size that satisfies it, or run the model eagerly."
 
 
 class CaptureAfterSeal(RunError):
-    what = "{name} was to be captured after seal()"
-    todo = "Capture before sealing, or choose the strategy DELAYED or LAZY."
+    what = "cannot capture {name} after seal()"
+    todo = "Capture before seal(), or choose the strategy DELAYED or LAZY."
 
 
 class ModelClosed(RunError):
@@ -402,22 +428,22 @@ class ModelClosed(RunError):
 
 class WorkAfterSeal(RunError):
     what = "{kind} after seal(): {detail}, in a step of {shape}"
-    todo = "Cover that shape in warm-up, or set after_seal to 'log' or 'count'."
+    todo = "Cover that shape in warm_up(), or set after_seal to 'log' or 'count'."
 
 
 class RankLost(RunError):
-    what = "rank {rank} did not answer within {seconds} s at {topic!r}: {reason}"
-    todo = "Look at that rank's own error, and restart all ranks."
+    what = "rank {rank} did not respond within {seconds} s at {topic!r}: {reason}"
+    todo = "Check the error of that rank, and restart all ranks."
 
 
 class RanksDisagree(RunError):
-    what = "rank {ranks} differs at {topic!r} in {fact}: {stated}, where most state {usual}"
+    what = "rank {ranks} disagrees at {topic!r} on {fact}: {stated}, but most ranks have {usual}"
     todo = "Start all ranks with the same model, settings and capabilities."
 
 
 class UnknownWarmupStrategy(ConfigError):
-    what = "there is no bucket warm-up strategy {name!r}"
-    todo = "Known: {known}."
+    what = "unknown bucket warm-up strategy {name!r}"
+    todo = "Known strategies: {known}."
 
 
 # tools
@@ -425,17 +451,17 @@ class UnknownWarmupStrategy(ConfigError):
 
 class TraceUnreadable(ConfigError):
     what = "the request trace {path} cannot be used: {reason}"
-    todo = "Give a CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens."
+    todo = "Use a CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens."
 
 
 class TraceMalformed(ConfigError):
-    what = "line {line} of the request trace {path} is not a request: {reason}"
-    todo = "Correct the line or ask for fewer requests."
+    what = "invalid line {line} in the request trace {path}: {reason}"
+    todo = "Correct the line, or read fewer requests."
 
 
 class RequestTooLong(ConfigError):
-    what = "request {request} has {num_tokens} tokens in all, but {limited_by} holds {limit}"
-    todo = "Lower the length scale or raise that limit."
+    what = "request {request} has {num_tokens} tokens in total, but {limited_by} holds {limit}"
+    todo = "Lower the length scale, or raise that limit."
 
 
 class TooLarge(ConfigError):
@@ -444,30 +470,30 @@ class TooLarge(ConfigError):
 
 
 class OutputNotWritten(ConfigError):
-    what = "{path} cannot be written: {reason}"
-    todo = "Choose another file, or free space on its disk."
+    what = "cannot write {path}: {reason}"
+    todo = "Choose another file, or free disk space."
 
 
 class ToolMissing(ConfigError):
     what = "{name} is not installed"
-    todo = "Install it with `pip install -e '.[{extra}]'` in the checkout of piecegraph."
+    todo = "Install it with `pip install 'piecegraph[{extra}]'`, or '.[{extra}]' in a checkout."
 
 
 class BenchmarksMissing(ConfigError):
-    what = "this installation of piecegraph has no benchmarks"
-    todo = "Run `piecegraph bench` in a checkout of the repository; wheels leave them out."
+    what = "the benchmarks are not installed"
+    todo = "Run `piecegraph bench` in a checkout of the repository; wheels do not contain them."
 
 
 class ToolFailed(RunError):
     what = "{name} failed: {reason}"
-    todo = "Its own message is above."
+    todo = "See its output above."
 
 
 class NoSuchEntry(ConfigError):
     what = "the cache at {path} has no entry {name!r}"
-    todo = "List what it has with `piecegraph cache list`; the first digits of a key are enough."
+    todo = "List the entries with `piecegraph cache list`; the first digits of a key are enough."
 
 
 class MissingMetadata(RunError):
-    what = "layer {layer_name} was run without attention metadata"
-    todo = "Pass metadata= with every step, or give capture() a function that builds it."
+    what = "layer {layer_name} ran without attention metadata"
+    todo = "Pass metadata= with every step, and pass capture() a function that builds it."

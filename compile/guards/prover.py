@@ -18,7 +18,7 @@ from typing import Any
 import sympy
 from torch.fx import GraphModule
 
-from ...errors import CompileError, GuardUnproved, ShapesDiffer, Specialised
+from ...errors import CompileError, GuardUnproved, ShapesDiffer, Specialized
 from ...events import Events
 from ...torch_compat.symbolic import (
     deferred_asserts,
@@ -190,10 +190,10 @@ class GuardProver:
         self._apply_policy(Guard(other, found.where), error, str(error))
 
     def check_symbols(self) -> None:
-        """Raise Specialised if tracing turned a declared symbol into a number."""
+        """Raise Specialized if tracing turned a declared symbol into a number."""
         for symbol, (value, where) in replaced_symbols(self._env).items():
             if value.is_Integer and symbol in self._labels:
-                raise Specialised(where=where, symbol=self._labels[symbol], value=int(value))
+                raise Specialized(where=where, symbol=self._labels[symbol], value=int(value))
 
     def _labeled(self, expression: sympy.Basic) -> sympy.Basic:
         return expression.xreplace(

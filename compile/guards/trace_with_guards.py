@@ -31,7 +31,7 @@ class GuardedTrace:
 
 
 def trace_with_guards(request: CompileRequest) -> GuardedTrace:
-    """Raises GuardUnproved and Specialised under the policy `prove`, and the errors of `trace`."""
+    """Raises GuardUnproved and Specialized under the policy `prove`, and the errors of `trace`."""
     try:
         return _traced(request)
     except GuardUnproved as unproved:

@@ -45,7 +45,7 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         body.append(f"if {value} {differs} k{index}: fixed(K{index}, {value})")
     tensors = "".join(f"{item.name}, " for item in plan.inputs)
     for index, item in enumerate(plan.inputs):
-        names[f"u{index}"] = item
+        names[f"u{index}"] = (".".join(map(str, item.path)), _form(item, plan))
         names[f"d{index}"] = _torch_dtype(item)
         body.append(
             f"if not isinstance({item.name}, Tensor) or {item.name}.dtype is not d{index}"
@@ -133,16 +133,19 @@ def _device_test(item: UserInput) -> str:
     return f"str({item.name}.device) != {item.device!r}"
 
 
-def _mismatch(item: UserInput, tensor: Any) -> None:
-    label = ".".join(map(str, item.path))
-    if not hasattr(tensor, "dtype"):
-        raise InputMismatch(name=label, got=type(tensor).__name__, expected=_form(item))
-    got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-    raise InputMismatch(name=label, got=got, expected=_form(item))
+def _mismatch(item: tuple[str, str], tensor: Any) -> None:
+    name, expected = item
+    got = type(tensor).__name__
+    if hasattr(tensor, "dtype"):
+        got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+    raise InputMismatch(name=name, got=got, expected=expected)
 
 
-def _form(item: UserInput) -> str:
-    return f"torch.{item.dtype} ({', '.join(map(str, item.shape))}) on {item.device}"
+def _form(item: UserInput, plan: Plan) -> str:
+    """What the input must be, with the user's names for dynamic sizes."""
+    labels = {symbol.name: symbol.label for symbol in plan.symbols}
+    shape = _substituted(", ".join(map(str, item.shape)), labels)
+    return f"torch.{item.dtype} ({shape}) on {item.device}"
 
 
 def _fixed(constant: Constant, value: Any) -> None:
@@ -160,5 +163,8 @@ def _broken(check: Check, sizes: tuple[int, ...]) -> None:
 
 def _renamed(expression: str, plan: Plan) -> str:
     """A check's expression with labels replaced by the names in the generated function."""
-    names = {symbol.label: symbol.name for symbol in plan.symbols}
+    return _substituted(expression, {symbol.label: symbol.name for symbol in plan.symbols})
+
+
+def _substituted(expression: str, names: dict[str, str]) -> str:
     return re.sub(r"\b[A-Za-z_]\w*\b", lambda m: names.get(m[0], m[0]), expression)

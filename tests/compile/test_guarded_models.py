@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from piecegraph.compile.ir.config import DynamicShapes, GuardPolicy
-from piecegraph.errors import GuardBroken, GuardUnproved, ShapesDiffer, Specialised, TraceFailed
+from piecegraph.errors import GuardBroken, GuardUnproved, ShapesDiffer, Specialized, TraceFailed
 
 from .models import Body, X, marked_line
 from .size_models import MARK, SOUND, UNSOUND, heads, multiple_of_128, squeezed
@@ -23,7 +23,7 @@ def name(body):
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("body", UNSOUND, ids=name)
 def test_failure_36_unsound_model_is_refused_with_its_line(compiled, body, shapes):
-    with pytest.raises((GuardUnproved, Specialised, ShapesDiffer, TraceFailed)) as caught:
+    with pytest.raises((GuardUnproved, Specialized, ShapesDiffer, TraceFailed)) as caught:
         compiled(Body(body), inputs=X, dynamic_shapes=shapes)
     file, _, line = caught.value.where.partition(" in ")[0].rpartition(":")
     assert file.endswith("size_models.py")

@@ -9,7 +9,7 @@ from torch import nn
 from piecegraph.errors import (
     InputNotTraceable,
     NothingToCompile,
-    Specialised,
+    Specialized,
     TraceFailed,
     UnboundSymbol,
     UnknownCompiler,
@@ -89,7 +89,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("body", "said"), FAULTS, ids=lambda each: getattr(each, "__name__", ""))
 def test_error_names_the_line_and_gives_the_reason(compiled, body, said):
-    with pytest.raises((TraceFailed, Specialised), match=said) as caught:
+    with pytest.raises((TraceFailed, Specialized), match=said) as caught:
         compiled(Model(body), inputs=X)
     file, _, line = caught.value.where.partition(" in ")[0].rpartition(":")
     assert file.endswith("test_trace_errors.py")

@@ -117,13 +117,13 @@ def test_a_user_list_is_taken_as_it_is():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ([0, 1], r"0 at position 0 of the list is not positive"),
-        ([1, -8], r"-8 at position 1 of the list is not positive"),
-        ([1, 8, 8], r"8 at position 2 of the list is duplicated"),
-        ([1, 8, 4], r"4 at position 2 of the list follows the larger size 8"),
-        ([1, 101], r"101 at position 1 of the list is above the token limit"),
-        ([1, 2.0], r"2.0 at position 1 of the list is not a whole number"),
-        ([True], r"True at position 0 of the list is not a whole number"),
+        ([0, 1], r"0 at position 0 of capture_sizes is not positive"),
+        ([1, -8], r"-8 at position 1 of capture_sizes is not positive"),
+        ([1, 8, 8], r"8 at position 2 of capture_sizes is duplicated"),
+        ([1, 8, 4], r"4 at position 2 of capture_sizes follows the larger size 8"),
+        ([1, 101], r"101 at position 1 of capture_sizes is above the token limit"),
+        ([1, 2.0], r"2.0 at position 1 of capture_sizes is not a whole number"),
+        ([True], r"True at position 0 of capture_sizes is not a whole number"),
     ],
 )
 def test_a_bad_size_is_named(sizes, message):

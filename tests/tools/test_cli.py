@@ -70,7 +70,7 @@ def test_an_output_that_fills_its_disk_is_an_error_after_the_report(
     )
     assert main([*QUICK, option, "/dev/full"]) == 2
     captured = capsys.readouterr()
-    assert "error: /dev/full cannot be written: No space left on device" in captured.err
+    assert "error: cannot write /dev/full: No space left on device" in captured.err
     assert "Dispatch" in captured.out
 
 
@@ -215,7 +215,7 @@ def test_an_error_of_the_librarys_configuration_is_exit_status_2(monkeypatch, ca
 
     monkeypatch.setattr(run, "prepare", refuse)
     assert main(QUICK) == 2
-    assert "setting x = 1 is not valid" in capsys.readouterr().err
+    assert "invalid setting x = 1" in capsys.readouterr().err
 
 
 def test_an_unknown_benchmark_lists_those_there_are(capsys):

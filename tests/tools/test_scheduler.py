@@ -130,7 +130,7 @@ def test_running_requests_stay_within_the_limit():
 
 
 def test_a_request_the_cache_cannot_hold_is_refused():
-    with pytest.raises(RequestTooLong, match="13 tokens in all, but the KV cache holds 12"):
+    with pytest.raises(RequestTooLong, match="13 tokens in total, but the KV cache holds 12"):
         make((10, 3), num_blocks=4, block_size=4)
 
 

@@ -49,13 +49,13 @@ def test_equal_ranks_agree(play: Any, size: int) -> None:
 def test_a_rank_with_another_plan_is_named_by_all(play: Any) -> None:
     for outcome in play("disagree_on_sizes", 4, odd=2).values():
         assert outcome["error"] == "RanksDisagree"
-        assert outcome["message"].startswith("rank 2 differs at 'start' in plan digest")
+        assert outcome["message"].startswith("rank 2 disagrees at 'start' on plan digest")
 
 
 def test_a_rank_with_another_attention_is_named_by_all(play: Any) -> None:
     outcomes = play("disagree_on_attention", 2, odd=1)
     for outcome in outcomes.values():
-        assert "rank 1 differs at 'start' in attention capabilities" in outcome["message"]
+        assert "rank 1 disagrees at 'start' on attention capabilities" in outcome["message"]
         assert '"NEVER"' in outcome["message"]
 
 
@@ -64,7 +64,7 @@ def test_failure_35_a_silent_rank_is_named_in_time(play: Any) -> None:
     assert outcomes.pop(1)["result"] == ["slept"]
     for outcome in outcomes.values():
         assert outcome["error"] == "RankLost"
-        assert outcome["message"].startswith("rank 1 did not answer within 3.0 s at 'start'")
+        assert outcome["message"].startswith("rank 1 did not respond within 3.0 s at 'start'")
         assert outcome["seconds"] < 8
 
 
@@ -72,7 +72,7 @@ def test_failure_35_a_killed_rank_is_named_and_a_restart_works(play: Any) -> Non
     outcomes = play("die", 4, odd=3)
     for outcome in outcomes.values():
         assert outcome["error"] == "RankLost"
-        assert "rank 3 did not answer" in outcome["message"]
+        assert "rank 3 did not respond" in outcome["message"]
         assert outcome["seconds"] < 8
     assert all(outcome["result"] == ["agreed"] for outcome in play("agree", 4).values())
 
