@@ -90,9 +90,9 @@ class InvalidSetting(ConfigError):
     todo = "Choose {expected}."
 
 
-class UnknownSetting(ConfigError):
+class UnknownSetting(InvalidSetting):
     what = "{owner} has no setting {name!r}"
-    todo = "{suggestion}."
+    todo = "{suggestion}"
 
 
 # dispatch

@@ -1,4 +1,4 @@
-"""All settings of a prepared model: those of compilation, and those of dispatch and capture."""
+"""All settings of a prepared model: `CompileConfig` plus dispatch, capture and the cache."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ..cache.keys.annotations import Feeds, exempt
 from ..compile.ir.config import LOCATION, TOKENS, CompileConfig
-from ..dispatch import AttentionSupport, CaptureStrategy, GraphMode, PaddingLimit
+from ..dispatch import (
+    AttentionSupport,
+    CaptureStrategy,
+    GraphMode,
+    PaddingLimit,
+    user_capture_sizes,
+)
 from ..errors import InvalidSetting
 from .open_cache import LayerConfig
 
@@ -28,7 +34,7 @@ class Padding(StrEnum):
 
 
 class AfterSeal(StrEnum):
-    """What happens when something compiles or is captured after `seal()`, outside the strategy."""
+    """What happens when something compiles or captures after `seal()`, outside the strategy."""
 
     COUNT = "count"
     LOG = "log"
@@ -36,7 +42,7 @@ class AfterSeal(StrEnum):
 
 
 class BrokenGuard(StrEnum):
-    """What a step does at sizes for which a guard that is only checked does not hold."""
+    """What a step does for sizes that break a guard."""
 
     ERROR = "error"
     EAGER = "eager"
@@ -50,7 +56,7 @@ def check_choice(known: Collection[str], setting: str, name: str, reason: str) -
 
 
 def without_tokens(config: CompileConfig) -> InvalidSetting:
-    """The error for a model of which no input has a token dimension."""
+    """The error for a model without an input that has the token dimension."""
     return InvalidSetting(
         name="inputs",
         value=config.inputs,
@@ -60,90 +66,117 @@ def without_tokens(config: CompileConfig) -> InvalidSetting:
 
 
 class Config(CompileConfig):
-    """All settings of `prepare`. Unknown names are refused."""
+    """All settings of a model to serve, for `prepare` and `compile_ahead`.
 
-    graph_mode: Annotated[GraphMode | None, SERVING] = None
-    """Requested graph mode: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE. None
-    (default) is the mode of `level`. The report states the mode in use and why it differs."""
+    Choices may be given by name: `Config(guards="check", graph_mode="PIECEWISE")`. Unknown names
+    and invalid values raise InvalidSetting here. Instances are immutable; `changed` makes a copy.
+    """
+
+    max_num_reqs: Annotated[int, SERVING, Field(ge=1)] = 256
+    """The most requests of a step."""
+
+    query_len: Annotated[int, SERVING, Field(ge=1)] = 1
+    """Tokens of each request in a uniform decode step: 1 + speculative tokens."""
 
     attention_support: Annotated[Mapping[str, AttentionSupport] | AttentionSupport, SERVING] = (
         AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
     )
-    """Which batches attention can serve inside a FULL graph: one value for all attention, or a
-    value per attention group. The least capable group decides. Default: decode steps with one
-    token per request."""
-
-    max_num_reqs: Annotated[int, SERVING, Field(ge=1)] = 256
-    """Most requests in a step. Default 256. `dispatch` refuses larger batches."""
-
-    query_len: Annotated[int, SERVING, Field(ge=1)] = 1
-    """Tokens per request in a uniform decode step: 1 + speculative tokens. Default 1."""
-
-    capture_sizes: Annotated[tuple[int, ...] | None, SERVING] = None
-    """Padded sizes to capture, in tokens. None (default) takes the sizes of
-    `default_capture_sizes`."""
+    """The batches whose attention can run inside a FULL graph, for all attention or as
+    `{group: support}`: `"NEVER"`, `"UNIFORM_SINGLE_TOKEN_DECODE"`, `"UNIFORM_BATCH"` or
+    `"ALWAYS"`."""
 
     broken_guard: Annotated[BrokenGuard, exempt("decided in the step, by the sizes it has")] = (
         BrokenGuard.ERROR
     )
-    """With `guards="check"`, what a step does at sizes that break a guard: raise GuardBroken
-    ("error", the default), or run the uncompiled model ("eager")."""
+    """With `guards="check"`, what a step does for sizes that break a guard: raise GuardBroken
+    (`"error"`), or run the model itself (`"eager"`)."""
+
+    graph_mode: Annotated[GraphMode | None, SERVING] = None
+    """`"NONE"`, `"PIECEWISE"`, `"FULL"`, `"FULL_DECODE_ONLY"` or `"FULL_AND_PIECEWISE"`; `None`
+    uses the default of `level`. The report says which mode is used, and why."""
+
+    capture_sizes: Annotated[tuple[int, ...] | None, SERVING] = None
+    """Padded sizes in tokens that get graphs, ascending; `None` uses `default_capture_sizes`."""
 
     strategy: Annotated[CaptureStrategy, SERVING] = CaptureStrategy.EAGER
-    """When graphs are captured: all at startup ("eager", the default), the largest of each mode at
-    startup and the rest between steps ("delayed"), or the rest on first use ("lazy")."""
+    """When graphs are captured: all at startup (`"eager"`), the largest of each mode at startup and
+    the rest between steps (`"delayed"`), or the rest on first use (`"lazy"`)."""
 
     captures_per_step: Annotated[int, SERVING, Field(ge=1)] = 1
-    """Most captures between two steps, for "delayed" and "lazy". Default 1."""
-
-    min_hits: Annotated[int, SERVING, Field(ge=1)] = 1
-    """How many batches must want a graph before "lazy" captures it. Default 1."""
+    """The most captures between two steps, for `"delayed"` and `"lazy"`."""
 
     capture_ms_per_step: Annotated[float | None, SERVING, Field(ge=0)] = None
-    """Milliseconds of capturing between two steps, for "delayed" and "lazy", by the measured cost
-    of earlier captures. None (default) does not limit the time."""
+    """The most milliseconds of capturing between two steps, by the measured cost of earlier
+    captures; `None` does not limit the time."""
+
+    min_hits: Annotated[int, SERVING, Field(ge=1)] = 1
+    """How many batches must need a graph before `"lazy"` captures it."""
 
     memory_limit: Annotated[int | float | None, SERVING, Field(ge=0)] = None
-    """Most memory for graphs: an int is bytes, a float is a fraction of the device memory that is
-    free when planning. Graphs are pruned before capture to keep it. None (default) is no limit."""
+    """The most memory for graphs: an integer is bytes, a float is a fraction of the device memory
+    that is free at planning. Graphs that would exceed it are not captured."""
 
     lazy_bytes: Annotated[int | None, SERVING, Field(ge=0)] = None
-    """Bytes for graphs that "lazy" captures after startup; above it the graphs that save least per
-    byte are evicted. None (default) is no limit."""
-
-    after_seal: Annotated[AfterSeal, SERVING] = AfterSeal.LOG
-    """What happens when something compiles or is captured after `seal()`, outside the strategy: it
-    is counted ("count"), counted and logged ("log", the default), or an error ("raise")."""
-
-    padding_limit: Annotated[PaddingLimit | None, SERVING] = None
-    """Most padding that a graph may add to a batch; above it the batch uses a lower mode. None
-    (default) is no limit."""
+    """Bytes of graphs that `"lazy"` captures after startup; above them it evicts the graphs that
+    save least per byte."""
 
     padding: Annotated[dict[str, Padding | int | float], SERVING] = Field(default_factory=dict)
-    """What the padding of each input holds: "zero" (the default), "repeat" (the last real row),
-    "keep" (whatever is there), or a number, such as the cache slot that padding may write to."""
+    """What padding contains, by input: `"zero"` (the default), `"repeat"` (the last real row),
+    `"keep"` (the previous contents), or a number, such as the cache slot reserved for padding."""
+
+    padding_limit: Annotated[PaddingLimit | None, SERVING] = None
+    """The most padding a graph may add, a `PaddingLimit`. Batches that need more use a lower
+    mode."""
 
     graph_backend: Annotated[str | None, SERVING] = None
-    """Graph backend: "cuda", "replay" or the name of an entry point. None (default) is the one for
-    the model's device: "replay" on a CPU."""
+    """`"cuda"`, `"replay"` or an entry point of the group `piecegraph.backends`; `None` uses
+    the one for the model's device."""
+
+    after_seal: Annotated[AfterSeal, SERVING] = AfterSeal.LOG
+    """What happens when something compiles or captures after `seal()`, outside the strategy: it is
+    counted (`"count"`), logged too (`"log"`), or an error (`"raise"`)."""
 
     cache_layers: Annotated[tuple[LayerConfig, ...], LOCATION] = ()
-    """Shared places searched in this order for entries that the private directory lacks. Default:
-    none."""
+    """Shared `LayerConfig`s, looked up in order after the private directory; see docs/cache.md."""
 
     cache_bytes: Annotated[int, LOCATION, Field(ge=0)] = 10 << 30
-    """Most bytes in the private cache directory; the least recently used entries are evicted.
-    Default 10 GiB."""
+    """The most bytes in the private directory; the least recently used entries are removed
+    first."""
 
     cache_age_days: Annotated[float | None, LOCATION, Field(ge=0)] = None
-    """Days that an entry is kept after its last use. None (default) keeps entries until
-    `cache_bytes` evicts them."""
+    """Days that an entry is kept after its last use; `None` keeps entries until `cache_bytes`
+    evicts them."""
+
+    @field_validator("attention_support", mode="before")
+    @classmethod
+    def _named_support(cls, given: Any) -> Any:
+        """Convert names to `AttentionSupport`."""
+        if isinstance(given, Mapping):
+            return {group: cls._named_support(support) for group, support in given.items()}
+        if not isinstance(given, str):
+            return given
+        if given not in (names := AttentionSupport.__members__):
+            raise InvalidSetting(
+                name="attention_support",
+                value=given,
+                reason="unknown choice",
+                expected=f"one of {', '.join(names)}",
+            )
+        return names[given]
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Self:
+        """Some input must have the token dimension."""
         specs = self.input_specs().values()
         if self.inputs and not any(TOKENS in spec.shape for spec in specs):
             raise without_tokens(self)
+        return self
+
+    @model_validator(mode="after")
+    def _check_capture_sizes(self) -> Self:
+        """Capture sizes are ascending, distinct and within the served range."""
+        if self.capture_sizes is not None:
+            user_capture_sizes(self.capture_sizes, max_num_tokens=self.max_num_tokens)
         return self
 
     def padding_of(self, name: str) -> tuple[Padding, int | float]:
@@ -163,7 +196,7 @@ class Config(CompileConfig):
         return "replay" if device_type == "cpu" else device_type
 
     def changed(self, **settings: Any) -> Config:
-        """A validated copy with other settings."""
+        """A copy with other settings, checked again."""
         return Config(
             **{**{name: getattr(self, name) for name in self.model_fields_set}, **settings}
         )

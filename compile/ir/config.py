@@ -1,4 +1,4 @@
-"""Settings for tracing and compiling a model."""
+"""Settings of tracing and compiling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
     field_serializer,
     field_validator,
     model_validator,
@@ -22,13 +21,14 @@ from pydantic import (
 
 from ...cache.keys.annotations import Feeds, exempt
 from ...errors import InvalidSetting
+from .settings import Settings
 
 TOKENS = "num_tokens"
 """The symbol of the token dimension."""
 
 
 class DynamicShapes(StrEnum):
-    """How Dynamo sees a dynamic dimension; see torch's `mark_dynamic` and `mark_unbacked`."""
+    """How Dynamo treats a dynamic dimension; see torch's `mark_dynamic` and `mark_unbacked`."""
 
     BACKED = "backed"
     BACKED_SIZE_OBLIVIOUS = "backed_size_oblivious"
@@ -36,7 +36,7 @@ class DynamicShapes(StrEnum):
 
 
 class GuardPolicy(StrEnum):
-    """How shape guards are treated: proved at prepare time, checked at each step, or dropped."""
+    """What happens to a shape guard: proved at prepare, checked at each step, or dropped."""
 
     PROVE = "prove"
     CHECK = "check"
@@ -44,7 +44,7 @@ class GuardPolicy(StrEnum):
 
 
 class BundleUse(StrEnum):
-    """Whether a start without a usable bundle compiles the model or is an error."""
+    """What happens at a start without a usable bundle: the model is compiled, or it is an error."""
 
     USE = "use"
     FORCE = "force"
@@ -78,87 +78,92 @@ LOCATION = exempt("a location, not content: moving the cache must not change a k
 SOURCE = exempt(
     "the source of the named object is a factor of its own; see compile/bundle/key_factors.py"
 )
-LEVEL = exempt("it only sets defaults: the compiler and the passes it selects are factors")
-RANGES = Feeds(("trace",), "an artifact does not depend on the other compile ranges")
-TRACED = Feeds(("trace",), "it changes the graph, which the content hash of a piece covers")
+LEVEL = exempt("it only sets defaults; the compiler and the passes that it selects are key factors")
+RANGES = Feeds(("trace",), "an artifact does not depend on the other ranges")
+TRACED = Feeds(("trace",), "it changes the graph, and the content hash of a piece covers the graph")
 
 
-class CompileConfig(BaseModel):
-    """Settings of the compile layer. A field is part of every key unless it is annotated."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-
-    splitting_ops: Annotated[tuple[str, ...], TRACED] = ()
-    """Custom ops at which the graph is split: `ns::op` or `ns::op.overload`."""
-
-    splitting_patterns: Annotated[tuple[str, ...], TRACED] = ()
-    """Custom ops at which the graph is split, as patterns such as `vllm::*attention*`."""
-
-    splitting_predicate: Annotated[Any, SOURCE] = None
-    """A function of a graph node that returns whether to split there; or its name, as
-    `module:function` or an entry point of the group `piecegraph.splitters`."""
-
-    use_inductor_graph_partition: bool = False
-    """True compiles the graph as a whole; Inductor partitions its code at the splitting ops."""
+class CompileConfig(Settings):
+    """What to trace and how to compile it. Each field is in every key unless it says otherwise."""
 
     inputs: Annotated[dict[str, str], TRACED] = Field(default_factory=dict)
-    """Tensor inputs by parameter name, such as `int64[num_tokens]`; used to build examples."""
+    """Tensor inputs by parameter name, as `"int64[num_tokens]"`. Examples are built from it."""
 
     max_num_tokens: Annotated[int, TRACED, Field(ge=1)] = 2048
-    """Largest number of tokens in a step. Guards are proved over [1, max_num_tokens]."""
+    """The most tokens of a step. Guards are proved for 1 to this number."""
 
     symbol_limits: Annotated[dict[str, tuple[int, int]], TRACED] = Field(default_factory=dict)
-    """Ranges (inclusive) of symbols other than `num_tokens`."""
+    """`{name: (low, high)}`, inclusive, for dynamic sizes other than `num_tokens`."""
 
-    dynamic_shapes: DynamicShapes = DynamicShapes.BACKED_SIZE_OBLIVIOUS
-    guards: Annotated[GuardPolicy, TRACED] = GuardPolicy.PROVE
+    splitting_ops: Annotated[tuple[str, ...], TRACED] = ()
+    """Custom ops at which the graph is split: `"ns::op"` or `"ns::op.overload"`."""
+
+    splitting_patterns: Annotated[tuple[str, ...], TRACED] = ()
+    """Custom ops at which the graph is split, as patterns such as `"vllm::*attention*"`."""
+
+    splitting_predicate: Annotated[Any, SOURCE] = None
+    """A function of a graph node that returns whether to split there, or its name, as
+    `"module:function"` or an entry point of the group `piecegraph.splitters`."""
 
     level: Annotated[int, LEVEL, Field(ge=0, le=3)] = 2
-    """O0 to O3: defaults for settings that are not given; see docs/config.md."""
-
-    compiler: str = "inductor"
-    """`inductor`, `eager`, a registered torch backend, or an entry point `piecegraph.compilers`."""
-
-    compile_ranges: Annotated[tuple[int, ...], RANGES] = ()
-    """Token counts at which a range ends; each range is compiled with a symbolic size."""
-
-    compile_sizes: Annotated[tuple[int, ...], RANGES] = ()
-    """Token counts that are compiled static, and autotuned on a GPU."""
-
-    inductor_options: dict[str, Any] = Field(default_factory=dict)
-
-    pass_switches: Annotated[dict[str, bool], SOURCE] = Field(default_factory=dict)
-    """Passes to enable or disable by name; the others keep their default."""
-
-    user_passes: Annotated[tuple[Any, ...], SOURCE] = ()
-    """Passes to run after the built-in ones: a `GraphPass`, a function of a graph, or the name of
-    one, as `module:function` or an entry point of the group `piecegraph.passes`."""
+    """Optimization level 0 to 3: the defaults of settings that are not set. 0 neither compiles nor
+    captures graphs, 1 has PIECEWISE graphs, 2 and 3 have FULL_AND_PIECEWISE."""
 
     compile: Annotated[bool, TRACED] = True
-    """False calls the model's own forward without a trace. Graphs are captured only if a mode is
-    configured; PIECEWISE graphs break at `break_graph` functions and at splitting ops."""
+    """`False` runs the model's own forward without tracing it. Then there are graphs only if
+    `graph_mode` is set; PIECEWISE ones break at `break_graph` functions and at splitting ops."""
+
+    compiler: str = "inductor"
+    """`"inductor"`, `"eager"` (node by node), a registered torch backend, or an entry point of the
+    group `piecegraph.compilers`."""
+
+    dynamic_shapes: DynamicShapes = DynamicShapes.BACKED_SIZE_OBLIVIOUS
+    """How Dynamo treats a dynamic size: `"backed"`, `"backed_size_oblivious"` or `"unbacked"`."""
+
+    guards: Annotated[GuardPolicy, TRACED] = GuardPolicy.PROVE
+    """What happens to a condition on sizes that the trace relies on: it is proved at prepare
+    (`"prove"`), checked at each step (`"check"`), or dropped (`"drop"`, which allows wrong
+    results)."""
+
+    compile_ranges: Annotated[tuple[int, ...], RANGES] = ()
+    """Token counts at which a range ends. Each range is compiled separately, for any size in it."""
+
+    compile_sizes: Annotated[tuple[int, ...], RANGES] = ()
+    """Token counts that get their own static code, autotuned on a GPU."""
 
     dedupe: Annotated[bool, TRACED] = True
-    """False compiles every piece, even if it equals another."""
+    """`False` compiles equal pieces separately."""
+
+    use_inductor_graph_partition: bool = False
+    """`True` compiles the whole graph and lets Inductor split its code at the splitting ops; see
+    docs/partitions.md."""
+
+    inductor_options: dict[str, Any] = Field(default_factory=dict)
+    """Inductor options by name, as in `torch._inductor.config`."""
+
+    pass_switches: Annotated[dict[str, bool], SOURCE] = Field(default_factory=dict)
+    """`{name: on}` for the graph passes of the library. Others keep their default."""
+
+    user_passes: Annotated[tuple[Any, ...], SOURCE] = ()
+    """Passes to run after those of the library: a `GraphPass`, a function of a graph, or the name
+    of one, as `"module:function"` or an entry point of the group `piecegraph.passes`."""
 
     dump_dir: Annotated[Path | None, LOCATION] = None
-    """Directory for graphs and generated code, to read and edit; edited code is used."""
+    """A directory for readable graphs and generated code. Edits of that code take effect; see
+    docs/switches.md."""
 
     bundle: Annotated[BundleUse, exempt("behavior without a bundle, not its content")] = (
         BundleUse.USE
     )
-    """`force` never compiles: a start without a usable bundle raises BundleMissing."""
+    """What happens at a start without a usable bundle: the model is compiled (`"use"`), or
+    BundleMissing is raised (`"force"`)."""
 
     cache: Annotated[bool, LOCATION] = True
-    """False turns off all caches: ours, and torch's during our compiles."""
+    """`False` turns off every cache layer: ours, and torch's for our compiles."""
 
     cache_dir: Annotated[Path | None, LOCATION] = None
-
-    def __init__(self, **settings: Any) -> None:
-        try:
-            super().__init__(**settings)
-        except ValidationError as error:
-            raise _first_problem(error) from None
+    """The private cache directory; `None` uses `PIECEGRAPH_CACHE_DIR`, else the user's cache
+    directory."""
 
     @field_validator("inputs")
     @classmethod
@@ -197,6 +202,20 @@ class CompileConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_compile_sizes(self) -> Self:
+        """Ranges and sizes are within the served range."""
+        for name in ("compile_ranges", "compile_sizes"):
+            for value in getattr(self, name):
+                if not 1 <= value <= self.max_num_tokens:
+                    raise InvalidSetting(
+                        name=name,
+                        value=value,
+                        reason="it is outside the served range",
+                        expected=f"1 to {self.max_num_tokens} (max_num_tokens)",
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _check_partition(self) -> Self:
         """Only Inductor with its Python wrapper can partition code."""
         cpp = self.inductor_options.get("cpp_wrapper")
@@ -222,18 +241,6 @@ class CompileConfig(BaseModel):
     def limits(self, symbol: str) -> tuple[int, int]:
         """Inclusive range of a symbol: its own, or that of `num_tokens`."""
         return self.symbol_limits.get(symbol, (1, self.max_num_tokens))
-
-
-def _first_problem(error: ValidationError) -> InvalidSetting:
-    problem = error.errors()[0]
-    name = ".".join(str(part) for part in problem["loc"]) or "config"
-    reason = problem["msg"].removeprefix("Value error, ")
-    return InvalidSetting(
-        name=name,
-        value=problem.get("input"),
-        reason=reason,
-        expected="a value as documented in docs/config.md",
-    )
 
 
 def named_object(name: str, group: str) -> Any:

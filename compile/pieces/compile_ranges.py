@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...errors import InvalidSetting
 from ..ir.config import TOKENS, CompileConfig
 from ..passes.graph_pass import thresholds
 
@@ -24,13 +23,8 @@ class CompileRange:
 
 
 def compile_ranges(config: CompileConfig) -> list[CompileRange]:
-    """All ranges, ascending, covering the served range without gaps.
-
-    Raises InvalidSetting for an endpoint or size outside the served range.
-    """
+    """All ranges, ascending, covering the served range without gaps."""
     least, most = config.limits(TOKENS)
-    _inside("compile_ranges", config.compile_ranges, least, most)
-    _inside("compile_sizes", config.compile_sizes, least, most)
     within = [end for end in thresholds(config) if least <= end < most]
     ends = sorted({*config.compile_ranges, *within, most})
     found: list[CompileRange] = []
@@ -45,14 +39,3 @@ def compile_ranges(config: CompileConfig) -> list[CompileRange]:
             found.append(CompileRange(low, end))
         low = end + 1
     return found
-
-
-def _inside(name: str, values: tuple[int, ...], least: int, most: int) -> None:
-    for value in values:
-        if not least <= value <= most:
-            raise InvalidSetting(
-                name=name,
-                value=value,
-                reason="it is outside the served range",
-                expected=f"{least} to {most}",
-            )
