@@ -91,8 +91,8 @@ class InvalidSetting(ConfigError):
 
 
 class UnknownSetting(InvalidSetting):
-    what = "{owner} has no setting {name!r}"
-    todo = "{suggestion}"
+    what = "{owner} has no setting {name!r}{guess}"
+    todo = "See help(piecegraph.{config}) for all settings."
 
 
 # dispatch

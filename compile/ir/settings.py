@@ -82,8 +82,8 @@ def _unknown(
     *outer, name = path
     owner, known = _located(settings, tuple(outer))[0] if outer else cls.__name__, cls.model_fields
     near = [] if outer else get_close_matches(str(name), list(known), 1)
-    suggestion = f"Did you mean {near[0]!r}?" if near else f"See help({cls.__name__})."
-    return UnknownSetting(owner=owner, name=name, suggestion=suggestion)
+    guess = f" (did you mean {near[0]!r}?)" if near else ""
+    return UnknownSetting(owner=owner, name=name, guess=guess, config=cls.__name__)
 
 
 def _reason(problem: Mapping[str, Any]) -> str:

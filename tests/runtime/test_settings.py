@@ -1,0 +1,73 @@
+"""Settings that are wrong fail when `Config` is made, in words of the user."""
+
+from __future__ import annotations
+
+import pickle
+import pydoc
+from typing import Any
+
+import pytest
+
+from piecegraph import AttentionSupport, Config
+from piecegraph.errors import CaptureSizeInvalid, ConfigError, PiecegraphError, UnknownSetting
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"foo": 1}, "Config has no setting 'foo'. See"),
+    ({"max_num_token": 3}, "has no setting 'max_num_token' (did you mean 'max_num_tokens'?)"),
+    ({"cache_layers": ({"at": "x", "trst": 1},)}, "cache_layers[0] has no setting 'trst'"),
+    ({"strategy": "eagre"}, "strategy = 'eagre': unknown choice (did you mean 'eager'?). Choose"),
+    ({"attention_support": "ALLWAYS"}, "attention_support = 'ALLWAYS': unknown choice. Choose one"),
+    ({"attention_support": {"a": "X"}}, "attention_support = 'X': unknown choice"),
+    ({"max_num_tokens": "x"}, "max_num_tokens = 'x': its type is str. Choose an integer."),
+    ({"max_num_tokens": 0}, "it is out of range. Choose a number greater than or equal to 1."),
+    ({"memory_limit": "a"}, "memory_limit = 'a': its type is str. Choose an integer or a number."),
+    ({"padding": {"ids": "zer"}}, "padding['ids'] = 'zer': unknown choice (did you mean 'zero'?)"),
+    ({"capture_sizes": (8, "a")}, "capture_sizes[1] = 'a': its type is str. Choose an integer."),
+    ({"capture_sizes": (8, 4, -1)}, "capture size 4 at position 1"),
+    ({"capture_sizes": (4096,)}, "capture size 4096 at position 0 of capture_sizes is above"),
+    ({"compile_sizes": (4096,)}, "compile_sizes = 4096: it is outside the served range"),
+    ({"compile_ranges": (0,)}, "compile_ranges = 0: it is outside the served range"),
+    ({"padding_limit": 3}, "padding_limit = 3: its type is int"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), WRONG, ids=str)
+def test_a_wrong_setting_fails_in_config(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PiecegraphError) as caught:
+        Config(**settings)
+    assert isinstance(caught.value, ConfigError | CaptureSizeInvalid)
+    assert message in str(caught.value)
+    for internal in ("pydantic", "Input should", "Extra inputs", "[type="):
+        assert internal not in str(caught.value)
+
+
+def test_a_changed_copy_is_checked_too() -> None:
+    with pytest.raises(UnknownSetting, match="did you mean 'min_hits'"):
+        Config().changed(min_hit=2)
+
+
+def test_attention_support_is_accepted_by_name() -> None:
+    given = {"mla": "ALWAYS", "linear": AttentionSupport.NEVER}
+    assert Config(attention_support=given).attention_support == {
+        "mla": AttentionSupport.ALWAYS,
+        "linear": AttentionSupport.NEVER,
+    }
+
+
+def test_an_error_pickles_even_if_a_fact_does_not() -> None:
+    with pytest.raises(UnknownSetting) as caught:
+        Config(foo=1)
+    local: Any = lambda: None  # noqa: E731
+    caught.value.facts["local"] = local
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), str(again)) == (UnknownSetting, str(caught.value))
+    assert again.facts["local"] == repr(local)
+
+
+def test_help_shows_each_setting_with_its_default_and_meaning() -> None:
+    text = pydoc.plain(pydoc.render_doc(Config))
+    assert len(text) < 12_000
+    assert " |  min_hits = 1\n |      How often a size must occur" in text
+    for name, field in Config.model_fields.items():
+        assert field.description, f"{name} has no docstring"
+        assert f" |  {name}" in text
