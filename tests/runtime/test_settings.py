@@ -67,7 +67,7 @@ def test_an_error_pickles_even_if_a_fact_does_not() -> None:
 def test_help_shows_each_setting_with_its_default_and_meaning() -> None:
     text = pydoc.plain(pydoc.render_doc(Config))
     assert len(text) < 12_000
-    assert " |  min_hits = 1\n |      How often a size must occur" in text
+    assert " |  min_hits = 1\n |      How many batches must need a graph" in text
     for name, field in Config.model_fields.items():
         assert field.description, f"{name} has no docstring"
         assert f" |  {name}" in text
