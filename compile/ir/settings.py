@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...errors import InvalidSetting, UnknownSetting
 
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass
+else:
+    ModelMetaclass = type(BaseModel)
+
 EXPECTED = "Input should be "
 """The start of pydantic's messages that say what a value must be."""
 
 
-class _SettingsType(type(BaseModel)):  # type: ignore[misc]
+class _SettingsType(ModelMetaclass):
     """Keeps pydantic's own attributes out of `dir()` and `help()`."""
 
-    def __dir__(cls) -> Iterable[str]:
-        own = (base for base in cls.__mro__ if not base.__module__.startswith("pydantic"))
-        names = {name for base in own for name in vars(base)} | {*cls.model_fields}
+    def __dir__(cls) -> list[str]:
+        own = [vars(base) for base in cls.__mro__ if not base.__module__.startswith("pydantic")]
+        names = {name for base in own for name in (*base, *base.get("__annotations__", ()))}
         return sorted(name for name in names if not name.startswith(("_", "model_")))
 
 
