@@ -484,6 +484,11 @@ class BenchmarksMissing(ConfigError):
     todo = "Run `piecegraph bench` in a checkout of the repository; wheels do not contain them."
 
 
+class ImportRefused(ConfigError):
+    what = "{path} cannot be imported: {reason}"
+    todo = "Give {expected}."
+
+
 class ToolFailed(RunError):
     what = "{name} failed: {reason}"
     todo = "See its output above."

@@ -9,6 +9,8 @@ from piecegraph.tools.serve.report import summarize, token_latencies
 
 def test_percentiles_interpolate():
     assert summarize([1.0, 2.0, 3.0, 4.0]) == {
+        "count": 4,
+        "mean": 2.5,
         "median": 2.5,
         "p90": pytest.approx(3.7),
         "p99": pytest.approx(3.97),
@@ -16,7 +18,11 @@ def test_percentiles_interpolate():
 
 
 def test_nothing_measured_is_none():
-    assert summarize([]) == {"median": None, "p90": None, "p99": None}
+    assert summarize([]) == {
+        "count": 0,
+        "mean": None,
+        **dict.fromkeys(("median", "p90", "p99")),
+    }
 
 
 def test_first_tokens_count_from_the_arrival_and_others_from_the_one_before():

@@ -67,7 +67,7 @@ def test_too_few_graphs_keep_the_default():
 
 @pytest.mark.parametrize("bad", [{"max_graphs": 1}, {"rate": 0.0}, {"rate": -1.0}])
 def test_settings_that_are_too_small_are_named(bad):
-    with pytest.raises(InvalidSetting, match=next(iter(bad))):
+    with pytest.raises(InvalidSetting, match="--" + next(iter(bad)).replace("_", "-")):
         fit_trace([TraceRow(0.0, 1, 1)] * 2, **bad)
 
 

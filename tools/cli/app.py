@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stderr, suppress
+from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 
@@ -32,7 +37,7 @@ from .run_commands import (
 from .sizes_commands import sizes_app
 from .trace_command import trace_command
 
-BAD_VALUE, FAILED, INTERRUPTED = 2, 3, 130
+BAD_VALUE, FAILED, INTERRUPTED, CLOSED_PIPE = 2, 3, 130, 141
 LEVELS = ("debug", "info", "warning", "error")
 
 app = typer.Typer(
@@ -44,23 +49,101 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0, 1 for a wrong result, 2 for a bad value, 3 for other failures."""
+    """Run a command and return its status.
+
+    0: fine; 1: a wrong number, or what a command of `cache` documents; 2: a bad value or an output
+    that cannot be written; 3: another failure; 130: interrupted; 141: the reader of standard
+    output is gone. A standard error that cannot be written is ignored.
+    """
+    given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    with redirect_stderr(cast(TextIO, _BestEffort(sys.stderr))):
+        try:
+            status = _run(given)
+            sys.stdout.flush()
+            return status
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
+                raise
+            _discard_stdout()
+            if error.errno == errno.EPIPE:
+                return CLOSED_PIPE
+            return _fail(f"standard output cannot be written: {error.strerror}", BAD_VALUE)
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         log_to_stderr()
-        status = app(
-            (sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False
-        )
+        status = app(arguments, standalone_mode=False)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except SystemExit as error:
+        # what click makes of a closed pipe
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
     except PiecegraphError as error:
         bad_value = isinstance(error, ConfigError | CacheError | DispatchError)
         return _fail(str(error), BAD_VALUE if bad_value else FAILED)
+    except ValueError as error:
+        value = os.environ.get("TORCH_LOGS")
+        if value is None or "/torch/_logging/" not in traceback.extract_tb(error.__traceback__)[
+            -1
+        ].filename.replace(os.sep, "/"):
+            raise
+        first = str(error).strip().splitlines()[0]
+        refused = InvalidSetting(
+            name="TORCH_LOGS", value=value, reason=first, expected="names that torch knows"
+        )
+        return _fail(str(refused), BAD_VALUE)
     except Exception as error:
         # usage errors of click, which typer vendors from 0.26 on
         if not hasattr(error, "format_message"):
             raise
         return _fail(error.format_message(), BAD_VALUE)
     return status if isinstance(status, int) else 0
+
+
+class _BestEffort:
+    """A stream whose errors are ignored: a full disk behind the log must not lose the report."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
+def _discard_stdout() -> None:
+    """Send to nowhere what is still buffered, so that the exit of Python does not fail on it."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"piecegraph {version('piecegraph')}")
+        raise typer.Exit
+
+
+@app.callback(context_settings={"help_option_names": ["-h", "--help"]})
+def options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Graph capture and dispatch for LLM inference."""
 
 
 def log_to_stderr() -> None:
@@ -99,7 +182,9 @@ def bench(
         if error.name != "piecegraph.tools.bench":
             raise
         raise BenchmarksMissing from error
-    to_json, to_plot = outputs({"--json": json_path, "--plot": plot}, stdout=("--json",))
+    to_json, to_plot = outputs(
+        {"--json": json_path, "--plot": plot}, stdout=("--json",), plots=("--plot",)
+    )
     benchmark = find(name)
     draw = plotter(benchmark, to_plot.path) if to_plot else None
     result = benchmark.run(quick)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...errors import CacheNotWritable, InvalidSetting
+from ...cache.keys.environment import OFF, read
+from ...errors import CacheNotWritable, ImportRefused, InvalidSetting
 from ..report.output import outputs
 from ..report.sections import rich_table
 from ..report.sections import size as shown_size
@@ -187,10 +188,9 @@ def import_command(
     from ...cache.signing import pinned, secret_from_environment, signed_with, trust_all
 
     if not path.is_file():
-        raise InvalidSetting(
-            name="PATH",
-            value=str(path),
-            reason="there is no such file",
+        raise ImportRefused(
+            path=path,
+            reason="it is not a file" if path.exists() else "there is no such file",
             expected="a file that `piecegraph cache export` wrote",
         )
     secret = secret_from_environment()
@@ -201,11 +201,10 @@ def import_command(
     elif secret is not None:
         believed = signed_with(secret)
     else:
-        raise InvalidSetting(
-            name="--pin",
-            value="nothing",
+        raise ImportRefused(
+            path=path,
             reason="there is no key in the environment to check a signature with",
-            expected="digests to pin, a key in PIECEGRAPH_CACHE_SIGNING_KEY_FILE, or --trust",
+            expected="--pin DIGEST, --trust, or a key in PIECEGRAPH_CACHE_SIGNING_KEY_FILE",
         )
     entries = import_entries(path, believed)
     root, events = cache_directory(cache_dir), Events()
@@ -231,7 +230,7 @@ def warm_command(
     from ..serve.run import build_model, find_device, library_config
 
     config = library_config(options)
-    _refuse_unkept(config)
+    _refuse_unkept(options, config)
     root = cache_directory(options.cache_dir)
     for rank in range(ranks):
         name = f"cuda:{rank}" if options.device == "cuda" else options.device
@@ -249,24 +248,35 @@ def warm_command(
     return 0
 
 
-def _refuse_unkept(config: Config) -> None:
-    """Raise InvalidSetting for a start of which nothing would be kept."""
+def _refuse_unkept(options: RunOptions, config: Config) -> None:
+    """Raise InvalidSetting, naming the option, for a start that would store nothing."""
     from ...runtime.switches import resolve_config
 
     config = resolve_config(config)
-    faults = {
-        "the cache is off": not config.cache,
-        "compiling is off": not config.compile,
-        "the compiler 'eager' keeps nothing": config.compiler == "eager",
-        "with a dump directory nothing is kept": config.dump_dir is not None,
-    }
-    for reason in (fault for fault, found in faults.items() if found):
-        raise InvalidSetting(
-            name="cache warm",
-            value="these options",
-            reason=reason,
-            expected="options with which there is something to store",
-        )
+    off = ("--off", ", ".join(options.off)) if options.off else (OFF, read(OFF))
+    backend = ("--backend", "eager") if options.backend == "eager" else off
+    faults = (
+        (not config.cache, off if options.cache else ("--no-cache", True), "the cache is off"),
+        (not config.compile, off, "compiling is off"),
+        (
+            config.compiler == "eager",
+            ("--level", options.level) if options.level == 0 else backend,
+            "the compiler 'eager' keeps nothing",
+        ),
+        (
+            config.dump_dir is not None,
+            ("--dump-dir", str(config.dump_dir)),
+            "with a dump directory nothing is kept",
+        ),
+    )
+    for found, (name, value), reason in faults:
+        if found:
+            raise InvalidSetting(
+                name=name,
+                value=value,
+                reason=reason,
+                expected="options with which there is something to store",
+            )
 
 
 def _refuse_failed(root: Path, failures: Sequence[Event]) -> None:

@@ -10,6 +10,8 @@ import typer
 
 from ..report.output import outputs
 
+MAX_NUM_TOKENS, MAX_NUM_REQS = 2048, 256
+
 sizes_app = typer.Typer(
     help="Capture sizes fitted to traffic.", no_args_is_help=True, rich_markup_mode=None
 )
@@ -25,11 +27,17 @@ def fit(
     trace: Annotated[Path, typer.Argument(help="Request trace, as `run` takes it.")],
     max_graphs: Annotated[int, typer.Option(min=1, help="Most sizes to fit.")] = 24,
     rate: Annotated[float, typer.Option(help="Factor on the arrival rate.")] = 1.0,
+    max_num_tokens: Annotated[
+        int, typer.Option(min=1, help="Token budget of a step.")
+    ] = MAX_NUM_TOKENS,
+    max_num_reqs: Annotated[
+        int, typer.Option(min=1, help="Requests running at a time.")
+    ] = MAX_NUM_REQS,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write the figures as JSON; - for stdout.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Write waste against graphs as PNG (extra `tools`).")
+        Path | None, typer.Option(help="Draw waste against graphs into this image (extra `tools`).")
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Write a sizes file for `run --capture-sizes`.")
@@ -40,9 +48,17 @@ def fit(
     from ..serve.requests import read_trace
 
     to_json, to_plot, to_output = outputs(
-        {"--json": json_path, "--plot": plot, "--output": output}, stdout=("--json",)
+        {"--json": json_path, "--plot": plot, "--output": output},
+        stdout=("--json",),
+        plots=("--plot",),
     )
-    result = fit_trace(read_trace(trace), max_graphs=max_graphs, rate=rate)
+    result = fit_trace(
+        read_trace(trace),
+        max_graphs=max_graphs,
+        rate=rate,
+        max_num_tokens=max_num_tokens,
+        max_num_reqs=max_num_reqs,
+    )
     if to_json is None or not to_json.is_stdout:
         typer.echo(render(result))
     if to_json:

@@ -23,7 +23,7 @@ def trace_command(
 ) -> int:
     """Run a command with tracing on and render the trace with tlparse; its exit status."""
     tlparse = find_tlparse()
-    writable_folder("--output", output)
+    writable_folder("--output", str(output))
     if any(output.iterdir()) and not (output / "index.html").exists():
         raise InvalidSetting(
             name="--output",

@@ -12,6 +12,8 @@ from typing import Any
 
 from ...errors import InvalidSetting, OutputNotWritten, ToolMissing
 
+PLOTS = (".pdf", ".png", ".svg")
+
 
 class Output:
     """A file to write, or standard output for the path `-`."""
@@ -42,12 +44,16 @@ class Output:
 
 
 def outputs(
-    paths: Mapping[str, Path | None], *, stdout: Collection[str] = ()
+    paths: Mapping[str, Path | None],
+    *,
+    stdout: Collection[str] = (),
+    plots: Collection[str] = (),
 ) -> list[Output | None]:
     """One output for each option that has a path, in order.
 
-    Raises InvalidSetting if a file cannot be written, if two options name the same file, or for
-    `-` with an option that is not in `stdout`. Devices may be shared.
+    Raises InvalidSetting if a file cannot be written, if two options name the same file, for `-`
+    with an option that is not in `stdout`, and for an option in `plots` whose file has another
+    suffix than PLOTS. Devices may be shared.
     """
     seen: dict[Path, str] = {}
     made: list[Output | None] = []
@@ -75,6 +81,13 @@ def outputs(
                 value=str(path),
                 reason=f"what {seen[place]} asks for goes there already",
                 expected="a file of its own for each",
+            )
+        if option in plots and path.suffix not in PLOTS:
+            raise InvalidSetting(
+                name=option,
+                value=str(path),
+                reason="its suffix names no format of a plot",
+                expected=f"a file that ends in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}",
             )
         seen[place] = option
     return made

@@ -8,6 +8,7 @@ what is counted; batches with prompts in them depend on the budget more than on 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +24,18 @@ STEP_SECONDS, TOKEN_SECONDS = 8e-3, 3e-5
 CURVE = (4, 8, 12, 16, 20, 24, 32, 48)
 
 
-def decode_steps(requests: Sequence[TraceRow], rate: float = 1.0) -> list[int]:
-    """How often each number of requests, 0 to MAX_NUM_REQS, makes up a step of decode alone.
+def decode_steps(
+    requests: Sequence[TraceRow],
+    rate: float = 1.0,
+    *,
+    max_num_tokens: int = MAX_NUM_TOKENS,
+    max_num_reqs: int = MAX_NUM_REQS,
+) -> list[int]:
+    """How often each number of requests, 0 to `max_num_reqs`, makes up a step of decode alone.
 
     `rate` scales the arrivals.
     """
-    counts = [0] * (MAX_NUM_REQS + 1)
+    counts = [0] * (max_num_reqs + 1)
     first = requests[0].arrival
     arriving = deque((each.arrival - first) / rate for each in requests)
     coming, prompts = deque(requests), deque[list[int]]()
@@ -41,10 +48,10 @@ def decode_steps(requests: Sequence[TraceRow], rate: float = 1.0) -> list[int]:
             arriving.popleft()
             request = coming.popleft()
             prompts.append([request.num_prompt, request.num_generate])
-        left, started, prefilling = MAX_NUM_TOKENS - decoding, 0, 0
-        if not prompts or decoding == MAX_NUM_REQS:
+        left, started, prefilling = max_num_tokens - decoding, 0, 0
+        if not prompts or decoding == max_num_reqs:
             counts[decoding] += 1
-        while prompts and left and decoding + prefilling < MAX_NUM_REQS:
+        while prompts and left and decoding + prefilling < max_num_reqs:
             chunk = min(left, prompts[0][0])
             prompts[0][0] -= chunk
             left -= chunk
@@ -55,13 +62,18 @@ def decode_steps(requests: Sequence[TraceRow], rate: float = 1.0) -> list[int]:
                     ends[step + output - 1] += 1
                     started += 1
         decoding += started - ends.pop(step, 0)
-        now += STEP_SECONDS + TOKEN_SECONDS * (MAX_NUM_TOKENS - left)
+        now += STEP_SECONDS + TOKEN_SECONDS * (max_num_tokens - left)
         step += 1
     return counts
 
 
 def fit_trace(
-    requests: Sequence[TraceRow], *, max_graphs: int = 24, rate: float = 1.0
+    requests: Sequence[TraceRow],
+    *,
+    max_graphs: int = 24,
+    rate: float = 1.0,
+    max_num_tokens: int = MAX_NUM_TOKENS,
+    max_num_reqs: int = MAX_NUM_REQS,
 ) -> dict[str, Any]:
     """Fit on the first half of the requests, judge on the second; JSON-able.
 
@@ -71,13 +83,22 @@ def fit_trace(
     rate that is not positive, or fewer graphs than the tails need.
     """
     _require("requests", len(requests), len(requests) > 1, "2 or more")
-    _require("rate", rate, rate > 0, "a positive number")
+    _require("--rate", rate, 0 < rate < math.inf, "a finite number above 0")
+    limits = {"max_num_tokens": max_num_tokens, "max_num_reqs": max_num_reqs}
+    _require(
+        "--max-num-reqs",
+        max_num_reqs,
+        max_num_reqs <= max_num_tokens,
+        f"at most --max-num-tokens, {max_num_tokens}",
+    )
     half = len(requests) // 2
-    counts, held_out = (decode_steps(part, rate) for part in (requests[:half], requests[half:]))
-    default = default_capture_sizes(MAX_NUM_REQS, MAX_NUM_TOKENS)
+    counts, held_out = (
+        decode_steps(part, rate, **limits) for part in (requests[:half], requests[half:])
+    )
+    default = default_capture_sizes(max_num_reqs, max_num_tokens)
     powers = [1 << bit for bit in range(default[-1].bit_length())]
-    tail = tail_sizes(counts, MAX_NUM_REQS)
-    _require("max_graphs", max_graphs, max_graphs > len(tail), f"{len(tail) + 1} or more")
+    tail = tail_sizes(counts, max_num_reqs)
+    _require("--max-graphs", max_graphs, max_graphs > len(tail), f"{len(tail) + 1} or more")
     fits = {
         graphs: fit_validated(counts, held_out, default=default, max_graphs=graphs, base=tail)
         for graphs in sorted({*CURVE, max_graphs})
@@ -102,7 +123,7 @@ def fit_trace(
 
 def _require(name: str, value: float, met: bool, expected: str) -> None:
     if not met:
-        reason = "it is too small"
+        reason = "it is out of range"
         raise InvalidSetting(name=name, value=value, reason=reason, expected=expected)
 
 
@@ -138,7 +159,10 @@ def render(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Waste against the number of graphs, as a PNG; raises ToolMissing without matplotlib."""
+    """Waste against the number of graphs, in the format of the suffix.
+
+    Raises ToolMissing without matplotlib.
+    """
     figure = figure_class()(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     points = result["curve"]
@@ -149,4 +173,4 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.plot(result["graphs"][name], 100 * result["waste"][name], mark, label=label)
     axes.set(xlabel="graphs", ylabel="padding rows, % of padded rows", ylim=(0, None))
     axes.legend()
-    figure.savefig(path, format="png")
+    figure.savefig(path)

@@ -3,13 +3,16 @@
 # ruff: noqa: RUF009 - `option` returns a dataclass field
 from __future__ import annotations
 
-import math
+import difflib
+import json
+import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...cache.keys import environment
 from ...dispatch import CaptureStrategy, GraphMode
 from ...errors import CacheNotWritable, InvalidSetting
 from ..engine.decoder_config import DecoderConfig, parse_decoder_config
@@ -19,6 +22,7 @@ from .requests import EXCERPT
 BACKENDS = ("inductor", "eager")
 DTYPES = ("float32", "float16", "bfloat16")
 VERIFY = ("none", "sample", "all")
+LARGEST_SCALE = 10_000
 SWITCH_NAMES = ("all", "compile", "graphs", "inductor", "cache", "dedupe", "guard-proof")
 
 Choice = TypeVar("Choice", bound=Enum | str)
@@ -65,36 +69,45 @@ def parse_sizes(name: str, value: str) -> tuple[int, ...]:
         ) from None
 
 
-def finite(*, above_zero: bool) -> Parse:
-    """A parser for a number that is finite and at least (or above) zero."""
+def scale(*, above_zero: bool) -> Parse:
+    """A parser for a factor from zero (or above it) to LARGEST_SCALE."""
 
     def parse(name: str, value: float) -> float:
-        if math.isfinite(value) and value >= 0 and (value > 0 or not above_zero):
+        if 0 <= value <= LARGEST_SCALE and (value > 0 or not above_zero):
             return value
+        lowest = "above 0" if above_zero else "of 0 or more"
         raise InvalidSetting(
             name=name,
             value=value,
             reason="it is out of range",
-            expected="a finite number above 0" if above_zero else "a finite number, 0 or more",
+            expected=f"a finite number {lowest}, at most {LARGEST_SCALE}",
         )
 
     return parse
 
 
-def cache_folder(name: str, path: Path) -> Path:
+def cache_folder(name: str, text: str) -> Path:
     """A cache directory that can be written. The library would go on without one."""
+    path = _folder(name, text)
     if fault := folder_fault(path):
         raise CacheNotWritable(path=path, reason=fault)
     return path
 
 
-def writable_folder(name: str, path: Path) -> Path:
+def writable_folder(name: str, text: str) -> Path:
     """A folder that can be written, made if it is missing. Raises InvalidSetting."""
+    path = _folder(name, text)
     if fault := folder_fault(path):
         raise InvalidSetting(
             name=name, value=str(path), reason=fault, expected="a folder that can be written"
         )
     return path
+
+
+def _folder(name: str, text: str) -> Path:
+    if not text:
+        raise InvalidSetting(name=name, value=text, reason="it is empty", expected="a folder")
+    return Path(text)
 
 
 def option(
@@ -109,6 +122,54 @@ def option(
     return field(
         metadata={"default": default, "help": help, "typed": typed, "parse": parse, "typer": typer}
     )
+
+
+def parse_setting(name: str, text: str) -> tuple[str, Any]:
+    """Name and value of a setting of Config, from `name=value`. Raises InvalidSetting."""
+    setting, equals, value = text.partition("=")
+    if not equals:
+        raise InvalidSetting(
+            name=name, value=text, reason="it has no =", expected="NAME=VALUE, as in guards=check"
+        )
+    if setting in OWN_OPTIONS:
+        raise InvalidSetting(
+            name=name,
+            value=text,
+            reason="the setting has an option of its own",
+            expected=f"the option {OWN_OPTIONS[setting]}",
+        )
+    from ...runtime.config import Config
+
+    if setting not in Config.model_fields:
+        near = difflib.get_close_matches(setting, Config.model_fields, n=3, cutoff=0.5)
+        raise InvalidSetting(
+            name=name,
+            value=text,
+            reason="Config has no such setting",
+            expected=f"one of {', '.join(near)}" if near else "a name from docs/config.md",
+        )
+    try:
+        parsed = json.loads(value)
+    except ValueError:
+        parsed = value
+    # refuses wrong values; whether settings agree with each other is checked later
+    Config(**{setting: parsed})
+    return setting, parsed
+
+
+OWN_OPTIONS = {
+    "graph_mode": "--mode",
+    "strategy": "--strategy",
+    "capture_sizes": "--capture-sizes",
+    "max_num_tokens": "--max-num-tokens",
+    "max_num_reqs": "--max-num-reqs",
+    "compiler": "--backend",
+    "level": "--level",
+    "cache_dir": "--cache-dir",
+    "cache": "--no-cache",
+    "dump_dir": "--dump-dir",
+}
+"""Settings of Config that an option other than `--set` states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +190,12 @@ class RunOptions:
     )
     requests: int = option(64, "Requests of the trace to serve.", min=1)
     length_scale: float = option(
-        0.05, "Factor on the trace's lengths.", parse=finite(above_zero=True)
+        0.05, "Factor on the trace's lengths.", parse=scale(above_zero=True)
     )
     time_scale: float = option(
         0.0,
         "Factor on the trace's arrival times; 0: all arrive at once.",
-        parse=finite(above_zero=False),
+        parse=scale(above_zero=False),
     )
     mode: GraphMode | None = option(
         None,
@@ -155,7 +216,9 @@ class RunOptions:
     max_num_reqs: int = option(16, "Requests running at a time.", min=1, max=2**17)
     backend: str = option("inductor", "Compiler: inductor or eager.", parse=one_of(BACKENDS))
     level: int | None = option(None, "Optimization level.", min=0, max=3)
-    cache_dir: Path | None = option(None, "Where artifacts are kept.", parse=cache_folder)
+    cache_dir: Path | None = option(
+        None, "Where artifacts are kept.", typed=str | None, parse=cache_folder, metavar="PATH"
+    )
     cache: bool = option(
         False, "Neither read nor store.", parse=lambda _, value: not value, flag="--no-cache"
     )
@@ -171,7 +234,18 @@ class RunOptions:
         parse=lambda name, values: tuple(choice(name, value, SWITCH_NAMES) for value in values),
     )
     dump_dir: Path | None = option(
-        None, "Where to write graphs and generated code for people.", parse=writable_folder
+        None,
+        "Where to write graphs and generated code for people.",
+        typed=str | None,
+        parse=writable_folder,
+        metavar="PATH",
+    )
+    set: tuple[tuple[str, Any], ...] = option(
+        (),
+        "Any other setting of Config: NAME=VALUE, the value as JSON or text. Repeatable.",
+        typed=list[str] | None,
+        parse=lambda name, values: tuple(parse_setting(name, value) for value in values),
+        metavar="NAME=VALUE",
     )
     json: Output | None = None
     metrics: Output | None = None
@@ -207,6 +281,9 @@ def declared_options() -> list[Declared]:
 
 def read_run_options(**given: Any) -> RunOptions:
     """Options as typed, by parameter name, checked and parsed. Raises InvalidSetting."""
+    if folder := environment.read(environment.DUMP_DIR):
+        writable_folder(environment.DUMP_DIR, folder)
+    typed = dict(given)
     values = {}
     for each in declared_options():
         value = given.pop(each.parameter, None)
@@ -215,4 +292,44 @@ def read_run_options(**given: Any) -> RunOptions:
             value = each.parse(each.flag, value)
         values[each.field] = value
     assert not given, f"no such options: {', '.join(given)}"
-    return RunOptions(**values)
+    options = RunOptions(**values)
+    _check_off(options)
+    return _check_sizes(options, typed.get("capture_sizes"))
+
+
+def _check_off(options: RunOptions) -> None:
+    """Refuse an option for what `--off` turns off. Raises InvalidSetting."""
+    conflicts = (
+        ("--mode", options.mode and options.mode.name, ("all", "graphs"), options.mode),
+        ("--cache-dir", options.cache_dir, ("all", "cache"), options.cache_dir),
+    )
+    for flag, shown, switches, value in conflicts:
+        for switch in options.off:
+            if switch in switches and value not in (None, GraphMode.NONE):
+                raise InvalidSetting(
+                    name=flag,
+                    value=str(shown),
+                    reason=f"--off {switch} turns it off",
+                    expected="one of the two",
+                )
+
+
+def _check_sizes(options: RunOptions, typed: str | None) -> RunOptions:
+    """Options whose capture sizes are within the token limit.
+
+    Of a file the larger sizes are left out, with a warning; of a list they are refused.
+    """
+    fitting = tuple(size for size in options.capture_sizes or () if size <= options.max_num_tokens)
+    if typed is None or fitting == options.capture_sizes:
+        return options
+    limit = f"--max-num-tokens {options.max_num_tokens}"
+    left_out = len(options.capture_sizes or ()) - len(fitting)
+    if not typed.endswith(".json") or not fitting:
+        raise InvalidSetting(
+            name="--capture-sizes",
+            value=typed,
+            reason=f"{left_out} of its sizes are larger than {limit}",
+            expected="sizes up to that limit, or raise it",
+        )
+    print(f"warning: {left_out} sizes larger than {limit} are left out", file=sys.stderr)
+    return replace(options, capture_sizes=fitting)

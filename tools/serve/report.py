@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from datetime import UTC, datetime
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -11,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..engine.decoder_config import DecoderConfig
 from ..engine.engine import Served
@@ -43,7 +49,7 @@ def build_report(
     arrivals = {request.id: request.arrival for request in requests}
     return {
         "schema": SCHEMA,
-        "versions": {name: _version(name) for name in ("piecegraph", "torch")},
+        **origin(),
         "options": _options(options),
         **prepared,
         "startup": {**startup, "phases": own_phases + startup["phases"]},
@@ -54,6 +60,48 @@ def build_report(
         },
         "verification": _verification(verification),
     }
+
+
+def origin() -> Report:
+    """When, by what command, from which code and on what machine something was measured."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": ["piecegraph", *sys.argv[1:]],
+        "versions": {
+            **{name: _version(name) for name in ("piecegraph", "torch")},
+            "commit": _commit(),
+        },
+        "machine": {
+            "cpu": _cpu(),
+            "cpus": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "load": list(os.getloadavg()),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+        },
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this package is in; None for an installed wheel."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
 
 
 def _serving(requests: Sequence[Request], served: Served) -> Report:
@@ -106,11 +154,12 @@ Summary = dict[str, float | None]
 
 
 def summarize(seconds: Sequence[float]) -> Summary:
-    """Percentiles by linear interpolation; None where there was nothing to measure."""
+    """Count, mean and percentiles by linear interpolation; None where nothing was measured."""
     if not seconds:
-        return dict.fromkeys(PERCENTILES)
+        return {"count": 0, "mean": None, **dict.fromkeys(PERCENTILES)}
     values = np.percentile(seconds, list(PERCENTILES.values()))
-    return dict(zip(PERCENTILES, map(float, values), strict=True))
+    percentiles = dict(zip(PERCENTILES, map(float, values), strict=True))
+    return {"count": len(seconds), "mean": float(np.mean(seconds)), **percentiles}
 
 
 def token_latencies(
@@ -154,7 +203,7 @@ def run_sections(report: Report) -> list[Section]:
             [
                 Table(
                     [
-                        (name.replace("_", " "), *map(_ms, summary.values()))
+                        (name.replace("_", " "), *(_ms(summary[each]) for each in PERCENTILES))
                         for name, summary in report["latency"].items()
                     ],
                     columns("", *PERCENTILES),

@@ -147,7 +147,7 @@ def library_config(options: RunOptions) -> Config:
         attention_support=AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE,
         **chosen,
     )
-    return switched_off(config, options.off)
+    return switched_off(config.changed(**dict(options.set)), options.off)
 
 
 def build_model(options: RunOptions, device: torch.device) -> Decoder:

@@ -1,0 +1,227 @@
+"""The command line when something outside it fails: one line, a true status, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+import piecegraph
+from piecegraph.tools.cli.app import main
+from piecegraph.tools.serve.options import read_run_options
+from piecegraph.tools.serve.requests import EXCERPT
+
+PROGRAM = [sys.executable, "-m", "piecegraph"]
+SMALL = ["run", "--requests", "6", "--model", "layers=2,hidden=32,vocab=64"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["sizes", "fit", EXCERPT]])
+def test_a_full_disk_behind_standard_output_is_a_bad_value(arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*PROGRAM, *map(str, arguments)], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "error: standard output cannot be written: No space left on device"
+    ]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["sizes", "fit", EXCERPT]])
+def test_a_reader_that_has_gone_is_no_wrong_number(arguments):
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [*PROGRAM, *map(str, arguments)], stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_log_that_cannot_be_written_loses_no_report(library):
+    command = f"{sys.executable} -m piecegraph explain --output /no/where 2>/dev/full"
+    assert subprocess.run(["sh", "-c", command]).returncode == 2
+    program = "import sys; from piecegraph.tools.cli.app import main\n"
+    program += "import piecegraph.tools.cli.app as app\n"
+    program += "def talk(): print('talk', file=sys.stderr); print('report'); return 0\n"
+    program += "app.app = lambda *_, **__: talk()\n"
+    program += "sys.exit(main(['x']))"
+    command = f'{sys.executable} -c "{program}" 2>/dev/full'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "report\n")
+
+
+def test_a_dump_directory_of_the_environment_is_checked_first(library, capsys, monkeypatch):
+    monkeypatch.setenv("PIECEGRAPH_DUMP_DIR", "/proc/x")
+    assert main(SMALL) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: setting PIECEGRAPH_DUMP_DIR = '/proc/x' is not valid")
+    assert error.count("\n") == 1
+
+
+def test_what_torch_refuses_in_its_environment_is_named():
+    done = subprocess.run(
+        [*PROGRAM, *SMALL],
+        env={**os.environ, "TORCH_LOGS": "nope"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "setting TORCH_LOGS = 'nope' is not valid" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "traceback"), [("KeyboardInterrupt", 130, 0), ("ZeroDivisionError", 3, 1)]
+)
+def test_an_interrupt_and_a_bug_have_their_own_status(raised, status, traceback):
+    program = f"""
+import sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "piecegraph.tools.cli.app":
+            raise {raised}
+sys.meta_path.insert(0, Finder())
+from piecegraph.__main__ import main
+sys.exit(main())"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stderr.count("Traceback") == traceback
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_the_command_line_says_what_to_install(missing):
+    program = f"import sys; sys.modules[{missing!r}] = None\n"
+    program += "from piecegraph.__main__ import main\n"
+    program += f"sys.argv = ['piecegraph', 'sizes', 'fit', {str(EXCERPT)!r}, '--max-graphs', '1']\n"
+    program += "sys.argv = ['piecegraph', 'cache', 'list', '--cache-dir', '.']\nsys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {missing} is not installed."
+        " Install the command line with `pip install 'piecegraph[cli]'`.\n"
+    )
+
+
+def test_version_and_short_help(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"piecegraph {version('piecegraph')}\n"
+    for arguments in (["-h"], ["run", "-h"], ["cache", "list", "-h"]):
+        assert main(arguments) == 0
+        assert "Usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--off", "graphs", "--mode", "full"],
+        ["--off", "all", "--mode", "piecewise"],
+        ["--off", "cache", "--cache-dir", "cache"],
+    ],
+)
+def test_an_option_that_is_turned_off_is_refused(library, capsys, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*SMALL, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert f"{arguments[2]} = " in error
+    assert f"--off {arguments[1]}" in error
+
+
+def test_off_may_say_again_what_an_option_says(library):
+    assert main([*SMALL, "--off", "graphs", "--mode", "none", "--verify", "none"]) == 0
+
+
+def test_fitted_sizes_are_those_that_run_takes(library, capsys, tmp_path):
+    path = tmp_path / "sizes.json"
+    assert main(["sizes", "fit", str(EXCERPT), "--output", str(path)]) == 0
+    assert main([*SMALL, "--capture-sizes", str(path), "--verify", "none"]) == 0
+    assert "larger than --max-num-tokens 128 are left out" in capsys.readouterr().err
+    assert max(library[0].config.capture_sizes) <= 128
+    limits = ["--max-num-tokens", "64", "--max-num-reqs", "32"]
+    assert main(["sizes", "fit", str(EXCERPT), *limits, "--output", str(path)]) == 0
+    assert max(json.loads(path.read_text())["capture_sizes"]) == 32
+
+
+def test_sizes_beyond_the_limit_are_refused_before_anything_runs(library, capsys):
+    assert main([*SMALL, "--capture-sizes", "4,1000"]) == 2
+    captured = capsys.readouterr()
+    assert "setting --capture-sizes = '4,1000'" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_plot_has_a_known_suffix(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    for arguments in (["sizes", "fit", str(EXCERPT)], ["bench", "strategies"]):
+        assert main([*arguments, "--plot", str(tmp_path / "plot.xyz")]) == 2
+        assert "a file that ends in .pdf, .png or .svg" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["run", "--cache-dir", ""], "--cache-dir = ''"),
+        (["run", "--length-scale", "1e300"], "--length-scale = 1e+300"),
+        (["sizes", "fit", str(EXCERPT), "--rate", "nan"], "--rate = nan"),
+        (["sizes", "fit", str(EXCERPT), "--max-graphs", "1"], "--max-graphs = 1"),
+        (["cache", "import", "/"], "/ cannot be imported: it is not a file"),
+        (["cache", "warm", "--no-cache"], "--no-cache"),
+        (["cache", "warm", "--off", "compile"], "--off"),
+        (["cache", "warm", "--backend", "eager"], "--backend = 'eager'"),
+    ],
+)
+def test_errors_name_what_was_typed(capsys, arguments, named):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert len(error) < 300
+
+
+def test_set_reaches_every_setting(library):
+    settings = ["guards=check", "captures_per_step=3", "compile_ranges=[8,16]", 'padding={"x": 1}']
+    arguments = [part for each in settings for part in ("--set", each)]
+    assert main([*SMALL, *arguments, "--verify", "none"]) == 0
+    config = library[0].config
+    assert (config.guards.value, config.captures_per_step) == ("check", 3)
+    assert config.compile_ranges == (8, 16)
+    assert config.padding == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("nonsense", "NAME=VALUE"),
+        ("captures_per_stp=1", "captures_per_step"),
+        ("captures_per_step=no", "captures_per_step"),
+        ("max_num_tokens=4", "--max-num-tokens"),
+        ("graph_mode=FULL", "--mode"),
+        ("cache=false", "--no-cache"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_line(library, capsys, setting, message):
+    assert main([*SMALL, "--set", setting]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("error") == 1
+
+
+def test_the_report_says_when_where_and_by_what_command(library, capsys):
+    assert main([*SMALL, "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["created"].endswith("+00:00")
+    machine = report["machine"]
+    assert machine["cpus"] >= 1
+    assert machine["threads"] >= 1
+    assert {"cpu", "gpu", "load", "python", "platform"} <= machine.keys()
+    assert report["command"][:1] == ["piecegraph"]
+    assert "commit" in report["versions"]
+    step = report["latency"]["step"]
+    assert step["count"] == report["serving"]["steps"]
+    assert step["mean"] > 0
+
+
+def test_options_of_the_environment_are_read_at_the_run(monkeypatch):
+    assert read_run_options(mode="full").mode is piecegraph.GraphMode.FULL
