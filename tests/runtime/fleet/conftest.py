@@ -1,4 +1,4 @@
-"""Starts in processes of their own, and cache directories that were filled once for all tests."""
+"""Starts in separate processes, and cache directories that are filled once for all tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +17,56 @@ Outcome = dict[str, Any]
 StartOnce = Callable[..., Outcome]
 
 PROGRAM = Path(__file__).with_name("start_once.py")
+SIZES_OF_MODELS = (4, 32)
+
+
+def starts(
+    cache: Path, each: Sequence[Outcome], environ: dict[str, str] | None = None
+) -> list[Outcome]:
+    """The outcomes of several starts in one fresh process."""
+    arguments = [json.dumps({"layers": 4, **options}) for options in each]
+    command = [sys.executable, str(PROGRAM), str(cache), *arguments]
+    done = subprocess.run(
+        command, env={**os.environ, **(environ or {})}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    outcomes: list[Outcome] = json.loads(done.stdout.splitlines()[-1])
+    return outcomes
 
 
 @pytest.fixture(scope="session")
 def start_once() -> StartOnce:
-    """`start_once(cache, environ={…}, layers=4, …)`: what a fresh process told of its start."""
+    """`start_once(cache, environ={…}, layers=4, …)`: the outcome of a start in a fresh process."""
 
     def run(cache: Path, environ: dict[str, str] | None = None, **options: Any) -> Outcome:
-        command = [sys.executable, str(PROGRAM), str(cache), json.dumps({"layers": 4, **options})]
-        done = subprocess.run(
-            command, env={**os.environ, **(environ or {})}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        outcome: Outcome = json.loads(done.stdout.splitlines()[-1])
+        (outcome,) = starts(cache, [options], environ)
         return outcome
 
     return run
 
 
 @pytest.fixture(scope="session")
-def filled(tmp_path_factory: pytest.TempPathFactory, start_once: StartOnce) -> Path:
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with the bundles of 4 and of 32 layers, as Inductor's artifacts."""
     root = tmp_path_factory.mktemp("fleet") / "artifacts"
-    assert not start_once(root)["hit"]
-    deep = start_once(root, layers=32)
-    assert "inductor_compiles" not in deep["counters"]
+    few, many = starts(root, [{"layers": layers} for layers in SIZES_OF_MODELS])
+    assert not few["hit"]
+    assert "inductor_compiles" not in many["counters"]
     return root
 
 
 @pytest.fixture(scope="session")
-def filled_ahead(filled: Path, start_once: StartOnce) -> Path:
+def filled_ahead(filled: Path) -> Path:
     """The same with AOTInductor libraries."""
     root = filled.with_name("libraries")
     shutil.copytree(filled, root)
-    start_once(root, ahead=True)
-    start_once(root, ahead=True, layers=32)
+    starts(root, [{"layers": layers, "ahead": True} for layers in SIZES_OF_MODELS])
     return root
 
 
 @pytest.fixture(params=["artifacts", "libraries"])
 def form(request: pytest.FixtureRequest) -> Path:
-    """A filled cache of either form; to be copied before it is changed."""
+    """A filled cache of either form. A test that changes it works on a copy."""
     name = {"artifacts": "filled", "libraries": "filled_ahead"}[request.param]
     root: Path = request.getfixturevalue(name)
     return root

@@ -1,7 +1,7 @@
-"""One start in a process of its own: `start_once.py CACHE '{"layers": 4, …}'`, told as JSON.
+"""Starts in a separate process: `start_once.py CACHE '{"layers": 4, …}' …` prints a JSON list.
 
-`ahead` builds libraries afterwards, `rank` is (rank, size, file to meet at) of a start among
-several; other options are settings of `Config`.
+Each argument after CACHE is one start. `ahead` builds libraries afterwards; `rank` is (rank, size,
+rendezvous file) of a start among several; other options are settings of `Config`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from piecegraph.runtime.strategy.ranks import Ranks
 SIZES = (1, 3, 17, 64)
 
 
-def main(cache: str, options: dict[str, Any]) -> dict[str, Any]:
-    torch.set_num_threads(1)
+def start(cache: str, options: dict[str, Any]) -> dict[str, Any]:
     ahead, layers = options.pop("ahead", False), options.pop("layers")
     ranks = _joined(*options.pop("rank")) if "rank" in options else None
     model = Small(layers).eval()
@@ -70,4 +69,5 @@ def _difference(prepared: Any, model: torch.nn.Module, size: int) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))
+    torch.set_num_threads(1)
+    print(json.dumps([start(sys.argv[1], json.loads(options)) for options in sys.argv[2:]]))

@@ -1,4 +1,4 @@
-"""A bundle is complete: it serves in a bare process, fast, and grows little with layers."""
+"""A bundle is complete: it serves in a bare process, and grows little with layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+
+from piecegraph.cache.inspection import manifests
 
 from .conftest import StartOnce
 
@@ -20,6 +22,8 @@ def test_starts_without_a_compiler_and_without_torch_caches(
     outcome = start_once(copied, bare, bundle="force", layers=32)
     assert outcome["hit"]
     assert outcome["error_of_results"] < 1e-4
+    if form.name == "libraries":
+        assert outcome["compilers_loaded"] == []
     assert not (Path(bare["TORCHINDUCTOR_CACHE_DIR"])).exists()
     assert outcome["variables"]["TORCHINDUCTOR_CACHE_DIR"] == bare["TORCHINDUCTOR_CACHE_DIR"]
     assert outcome["variables"]["TRITON_CACHE_DIR"] == bare["TRITON_CACHE_DIR"]
@@ -38,14 +42,6 @@ def test_code_in_partitions_is_recorded_in_a_process_without_a_compiler(
     assert outcome["segments"] == [7]
 
 
-def test_libraries_load_without_dynamo_and_inductor(
-    filled_ahead: Path, start_once: StartOnce
-) -> None:
-    outcome = start_once(filled_ahead, layers=32)
-    assert outcome["hit"]
-    assert outcome["compilers_loaded"] == []
-
-
 def test_w29_torch_cache_variables_are_not_left_behind(
     filled: Path, start_once: StartOnce, tmp_path: Path
 ) -> None:
@@ -53,6 +49,9 @@ def test_w29_torch_cache_variables_are_not_left_behind(
     assert start_once(filled, unset)["variables"] == unset
 
 
-def test_bundle_of_many_layers_is_hardly_larger(form: Path, start_once: StartOnce) -> None:
-    few, many = (start_once(form, layers=layers)["bytes"] for layers in (4, 32))
+def test_bundle_of_many_layers_is_hardly_larger(form: Path) -> None:
+    few, many = sorted(
+        sum(blob.size for blob in manifest.blobs.values())
+        for manifest, _ in manifests(form, "bundle")
+    )
     assert many <= 1.2 * few
