@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph import Config, Dispatcher, Events, GraphMode, PreparedModel
+from piecegraph import Batch, Config, Dispatcher, Events, GraphMode, PreparedModel
 from piecegraph.cache import Cache
+from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.lower.compiled_model import CompiledModel
+from piecegraph.compile.pipeline import compile_model
 from piecegraph.dispatch import make_plan, resolve_mode
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import GraphBackend
@@ -72,6 +74,59 @@ def prepare_on_replay(
         Engine(layers, input_buffers or {}),
         Services(strict_backend(**options), torch.device("cpu"), cache, Records()),
     )
+
+
+def compile_once(model: torch.nn.Module, **settings: Any) -> tuple[Config, CompiledModel]:
+    """A model that is traced but not compiled; tests bind and prepare it as often as they like."""
+    config = Config(compiler="eager", cache=False, **settings)
+    device, cache = torch.device("cpu"), Cache(None, Events())
+    return config, compile_model(CompileRequest(model, config, cache, Events(), device))
+
+
+@dataclass
+class Served:
+    """A prepared model of one input `x` (num_tokens, 4), and the plain model as a function."""
+
+    prepared: PreparedModel
+    expected: Callable[[torch.Tensor], torch.Tensor]
+
+    def check(self, batch: Batch) -> str:
+        """One step of random rows; the result must equal the plain model's bit for bit.
+
+        Returns mode and padded size.
+        """
+        x = torch.randn(batch.num_tokens, 4)
+        decision = self.prepared.dispatch(batch)
+        assert torch.equal(self.prepared.run(decision, x), self.expected(x))
+        return f"{decision.mode.name} {decision.descriptor.num_tokens}"
+
+    def decode(self, n: int) -> str:
+        return self.check(Batch(n, n, is_decode=True, query_len=1))
+
+    def mixed(self, n: int) -> str:
+        return self.check(Batch(n, 1))
+
+    @property
+    def backend(self) -> Any:
+        return self.prepared.backend
+
+    @property
+    def captures(self) -> list[str]:
+        """Captures in the order in which they were made."""
+        return self.told("capture")
+
+    def told(self, event: str) -> list[str]:
+        """Mode and padded size of each event of this name."""
+        facts = [each.facts for each in self.prepared.events.named(event)]
+        return [f"{each['mode']} {each['num_tokens']}" for each in facts]
+
+    def captured(self) -> list[int]:
+        return [graph_index for graph_index, _ in self.prepared.recordings()]
+
+    @property
+    def used(self) -> int:
+        """Bytes of graph memory."""
+        return int(self.prepared.backend.memory().used)
 
 
 def found_by(ownership: Ownership) -> list[torch.Tensor]:

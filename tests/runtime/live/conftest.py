@@ -17,19 +17,14 @@ from torch import Tensor, nn
 from piecegraph import (
     Batch,
     Config,
-    Events,
     ForwardContext,
     GraphMode,
-    PreparedModel,
     forward_context,
     get_forward_context,
 )
-from piecegraph.cache import Cache
 from piecegraph.compile.lower.compiled_model import CompiledModel, bind
-from piecegraph.compile.pipeline import CompileRequest, compile_model
-from piecegraph.runtime.backends.replay import ReplayBackend
 
-from ..conftest import prepare_on_replay
+from ..conftest import Served, compile_once, prepare_on_replay
 
 MAX_TOKENS, HIDDEN, LAYERS = 16, 4, 3
 
@@ -82,51 +77,31 @@ class Model(nn.Module):
 @pytest.fixture(scope="session")
 def compiled(temporary_op: Callable[..., str]) -> tuple[Config, CompiledModel]:
     schema = "(Tensor x, Tensor(a!) out, str layer_name) -> ()"
-    config = Config(
+    return compile_once(
+        Model(),
         splitting_ops=(temporary_op("live_tests::attend", schema, attend),),
         inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
         padding={"x": float("nan")},
         max_num_tokens=MAX_TOKENS,
         max_num_reqs=MAX_TOKENS,
-        compiler="eager",
-        cache=False,
-    )
-    cache = Cache(None, Events())
-    return config, compile_model(
-        CompileRequest(Model(), config, cache, Events(), torch.device("cpu"))
     )
 
 
 @dataclass
-class Served:
-    """A prepared model, the plain model it was made from, and its stage and backend."""
+class LiveServed(Served):
+    """A served decoder, with the plain model it was made from and its stage."""
 
-    prepared: PreparedModel
     model: nn.Module
     stage: Stage
-    backend: ReplayBackend
 
-    def step(self, *lengths: int, is_decode: bool | None = None) -> str:
-        """One step of requests of these lengths; the result must equal the plain model's bit for
-        bit. Returns mode and padded size."""
-        x = torch.randn(sum(lengths), HIDDEN)
-        decision = self.prepared.dispatch(self.batch(*lengths))
+    def step(self, *lengths: int) -> str:
+        """A checked step of requests with these numbers of new tokens."""
         self.stage.starts.copy_(starts_of(lengths))
-        result = self.prepared.run(decision, x)
-        assert torch.equal(result, self.expected(x))
-        return f"{decision.mode.name} {decision.descriptor.num_tokens}"
+        return self.check(self.batch(*lengths))
 
     def batch(self, *lengths: int) -> Batch:
         decode = max(lengths) == 1
         return Batch(sum(lengths), len(lengths), is_decode=decode, query_len=1 if decode else None)
-
-    def expected(self, x: Tensor) -> Tensor:
-        with forward_context(ForwardContext({"stage": self.stage})), torch.no_grad():
-            result: Tensor = self.model(x)
-        return result
-
-    def captured(self) -> list[int]:
-        return [graph_index for graph_index, _ in self.prepared.recordings()]
 
 
 def starts_of(lengths: Sequence[int]) -> Tensor:
@@ -140,14 +115,14 @@ def starts_of(lengths: Sequence[int]) -> Tensor:
 
 
 @pytest.fixture
-def serve(compiled: tuple[Config, CompiledModel]) -> Callable[..., Served]:
+def serve(compiled: tuple[Config, CompiledModel]) -> Callable[..., LiveServed]:
     def serve(
         sizes: Sequence[int] = (2, 4, 8),
         mode: GraphMode = GraphMode.FULL_AND_PIECEWISE,
         options: dict[str, Any] | None = None,
         input_buffers: dict[str, Tensor] | None = None,
         **settings: Any,
-    ) -> Served:
+    ) -> LiveServed:
         base, traced = compiled
         model, stage = Model(), Stage()
         prepared = prepare_on_replay(
@@ -159,6 +134,12 @@ def serve(compiled: tuple[Config, CompiledModel]) -> Callable[..., Served]:
             options or {},
             input_buffers=input_buffers,
         )
-        return Served(prepared, model, stage, prepared.backend)
+
+        def expected(x: Tensor) -> Tensor:
+            with forward_context(ForwardContext({"stage": stage})), torch.no_grad():
+                result: Tensor = model(x)
+            return result
+
+        return LiveServed(prepared, expected, model, stage)
 
     return serve

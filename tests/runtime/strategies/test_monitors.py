@@ -79,7 +79,7 @@ def test_in_a_step_the_shape_is_told(sealed: Any) -> None:
     compiled = torch.compile(late, backend="eager", dynamic=False)
     stitched = served.prepared._graphs.stitched
     served.prepared._graphs.stitched = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
-    served.step(Batch(11, 1))
+    served.check(Batch(11, 1))
     assert served.prepared.events.named("after_seal")[0].facts["shape"] == "11 tokens in NONE"
 
 

@@ -1,15 +1,16 @@
-"""A bundle is complete: it serves in a bare process, and grows little with layers."""
+"""Starts in separate processes: bundles are complete; ranks all take theirs or none does."""
 
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from piecegraph.cache.inspection import manifests
 
-from .conftest import StartOnce
+from .conftest import Outcome, StartOnce
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -55,3 +56,33 @@ def test_bundle_of_many_layers_is_hardly_larger(form: Path) -> None:
         for manifest, _ in manifests(form, "bundle")
     )
     assert many <= 1.2 * few
+
+
+def start_together(start_once: StartOnce, caches: list[Path], meeting: Path) -> list[Outcome]:
+    with ThreadPoolExecutor(len(caches)) as pool:
+        starts = [
+            pool.submit(start_once, cache, rank=[rank, len(caches), str(meeting)])
+            for rank, cache in enumerate(caches)
+        ]
+        return [start.result(timeout=240) for start in starts]
+
+
+def test_all_ranks_load_where_all_have_the_bundle(
+    filled: Path, start_once: StartOnce, tmp_path: Path
+) -> None:
+    outcomes = start_together(start_once, [filled, filled], tmp_path / "meeting")
+    assert [outcome["hit"] for outcome in outcomes] == [True, True]
+
+
+def test_vllm_57423_no_rank_loads_where_one_lacks_the_bundle(
+    filled: Path, start_once: StartOnce, tmp_path: Path
+) -> None:
+    lacking = tmp_path / "lacking"
+    shutil.copytree(filled, lacking)
+    for bundle in lacking.glob("entries-*/bundle"):
+        shutil.rmtree(bundle)
+    outcomes = start_together(start_once, [filled, lacking], tmp_path / "meeting")
+    assert [outcome["hit"] for outcome in outcomes] == [False, False]
+    assert "rank 1 has none" in outcomes[0]["reason"]
+    assert all("inductor_compiles" not in outcome["counters"] for outcome in outcomes)
+    assert max(outcome["error_of_results"] for outcome in outcomes) < 1e-4
