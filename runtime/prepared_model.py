@@ -158,8 +158,7 @@ class PreparedModel:
         try:
             captured = self._captured[decision.graph_index]
             if captured is None:
-                self._graphs.unrecorded.check_step()
-                results = self._graphs.stitched(*tensors)
+                results = self._graphs.run(tensors)
             else:
                 results = captured.replay(tensors, sizes)
         finally:

@@ -32,6 +32,8 @@ class UserInput(Frozen):
     """Sizes; a string is an expression over the plan's symbols."""
     written: bool = False
     """Whether the model writes to it in place."""
+    stride: tuple[int, ...] = ()
+    """Strides that compiled code relies on; empty for a contiguous tensor."""
 
 
 class Constant(Frozen):

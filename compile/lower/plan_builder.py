@@ -171,6 +171,7 @@ class PlanBuilder:
                 device=str(value.device),
                 shape=shape,
                 written=node in self._written,
+                stride=() if value.is_contiguous() else tuple(map(int, value.stride())),
             )
         )
         return name

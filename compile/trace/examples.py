@@ -15,7 +15,7 @@ import torch
 
 from ...errors import ExampleInputsMissing, ExampleMismatch, UndeclaredDynamicShape, UnknownInput
 from ...torch_compat.dynamo import mark_dynamic
-from ...torch_compat.tensors import leaves_with_paths, tree_map_only
+from ...torch_compat.tensors import leaves_with_paths, tree_map, tree_map_only
 from ..ir.compilation import ExampleArguments
 from ..ir.config import TOKENS, CompileConfig, InputSpec
 from ..ir.plan import Constant
@@ -85,7 +85,19 @@ def example_inputs(
     bound.apply_defaults()
     specs = config.input_specs() or _inferred(leaves(bound.arguments))
     symbols = _declared(specs, leaves(bound.arguments), config)
-    return Examples(dict(bound.arguments), signature, symbols)
+    return Examples(_contiguous(dict(bound.arguments), symbols), signature, symbols)
+
+
+def _contiguous(arguments: dict[str, Any], symbols: dict[tuple[str, int], str]) -> dict[str, Any]:
+    """`arguments` with tensors of dynamic size contiguous, which is what steps pass on."""
+    dynamic = {label for label, _ in symbols}
+    found = iter(leaves(arguments))
+
+    def laid_out(value: Any) -> Any:
+        return value.contiguous() if next(found).label in dynamic else value
+
+    laid_out_arguments: dict[str, Any] = tree_map(laid_out, arguments)
+    return laid_out_arguments
 
 
 def mark(examples: Examples, config: CompileConfig) -> None:

@@ -20,6 +20,7 @@ from ...errors import BatchExceeded, CaptureFailed, DummyStepFailed, SizeOutOfRa
 from ..backends.protocol import GraphBackend
 from ..config import Config
 from ..step.address_checks import Addresses, Snapshot
+from ..step.binding import laid_out, lay_out
 from ..step.forward_context import ForwardContext
 from ..step.static_inputs import BoundInputs, Load, StaticInputs, real_part
 from .breaks import recordable
@@ -92,8 +93,8 @@ class CapturedGraphs:
     """
 
     __slots__ = (
-        "_context", "_dispatcher", "_inputs", "_recordable", "_splitting_ops", "addresses",
-        "captured", "compiled", "metadata_for", "stitched", "unrecorded",
+        "_context", "_dispatcher", "_inputs", "_laid_out", "_recordable", "_splitting_ops",
+        "addresses", "captured", "compiled", "metadata_for", "stitched", "unrecorded",
     )  # fmt: skip
 
     compiled: CompiledModel
@@ -116,6 +117,7 @@ class CapturedGraphs:
         self._inputs = inputs
         self._context = context
         self._splitting_ops = config.splitting_ops
+        self._laid_out = laid_out(compiled.plan) if compiled.traced else _any_layout
         self.bind(compiled)
 
     def bind(self, compiled: CompiledModel) -> None:
@@ -126,6 +128,20 @@ class CapturedGraphs:
         # code that is not traced reads the model's weights itself, any of them
         self.addresses.watch_module(compiled.model, compiled.weights if compiled.traced else None)
         self.unrecorded = self.addresses.snapshot(compiled.weights)
+
+    def run(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run one step without a graph. Inputs of other strides than compiled code relies on are
+        copied. Raises MovedTensor if a weight was moved."""
+        self.unrecorded.check_step()
+        if self._laid_out(*tensors):
+            return self.stitched(*tensors)
+        inputs = self.compiled.plan.inputs
+        copies = [lay_out(item, tensor) for item, tensor in zip(inputs, tensors, strict=True)]
+        results = self.stitched(*copies)
+        for item, tensor, copy in zip(inputs, tensors, copies, strict=True):
+            if item.written and copy is not tensor:
+                tensor.copy_(copy)
+        return results
 
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured graph indices with their recordings."""
@@ -205,6 +221,10 @@ class CapturedGraphs:
             sizes["num_reqs"] = descriptor.num_reqs
         known = {TOKENS: descriptor.num_tokens, **dict(descriptor.axes)}
         return sizes | {n: size for n, size in known.items() if n in sizes}
+
+
+def _any_layout(*tensors: Any) -> bool:
+    return True
 
 
 def _breaks(recording: Recording) -> bool:

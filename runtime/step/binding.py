@@ -89,6 +89,30 @@ def packer(plan: Plan) -> Pack:
     return pack
 
 
+def laid_out(plan: Plan) -> Callable[..., bool]:
+    """Whether the plan's input tensors have the strides that compiled code relies on."""
+    tests = [
+        f"{item.name}.stride() == {item.stride!r}"
+        if item.stride
+        else f"{item.name}.is_contiguous()"
+        for item in plan.inputs
+    ]
+    parameters = ", ".join(item.name for item in plan.inputs)
+    text = f"def laid_out({parameters}):\n    return {' and '.join(tests) or 'True'}"
+    test: Callable[..., bool] = _made(text, "laid_out", {})
+    return test
+
+
+def lay_out(item: UserInput, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, or a copy of it, with the strides that compiled code relies on."""
+    if not item.stride:
+        return tensor.contiguous()
+    if tensor.stride() == item.stride:
+        return tensor
+    copy = torch.empty_strided(tensor.shape, item.stride, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
 def _access(path: tuple[str | int, ...]) -> str:
     first, *rest = path
     return f"{first}{''.join(f'[{step!r}]' for step in rest)}"

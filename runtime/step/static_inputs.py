@@ -1,8 +1,8 @@
 """Static input buffers: the fixed memory from which every recording reads its inputs.
 
 Each buffer is allocated once, for the largest sizes. The view for a padded size starts at the
-buffer's first byte and is contiguous whichever dimension is dynamic, so a recording sees the
-strides of an eager call and all sizes share one address.
+buffer's first byte and is contiguous whichever dimension is dynamic: compiled code relies on the
+strides of its inputs, and all sizes share one address.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class StaticInputSpec:
     sentinel: int | float = 0
     written: bool = False
     """Whether the model writes to it."""
+    stride: tuple[int, ...] = ()
+    """Strides of an input of fixed shape that was traced with them; empty: contiguous."""
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.dims)
@@ -50,8 +52,11 @@ class StaticInputs:
     """The buffers of one prepared model, for sizes up to `limits` (symbol -> largest size).
 
     A buffer in `owned` (name -> tensor of the largest shape) belongs to the engine, which writes
-    it in place: nothing is copied, its address is checked. Raises InputMismatch if it has another
-    form, InvalidSetting if it is not an input.
+    it in place: nothing is copied, its address is checked. If its padded views are not contiguous,
+    because a dimension before the dynamic one is larger than 1, it is copied like any other input.
+    Raises InputMismatch if it has another form, InvalidSetting if it is not an input.
+
+    `any_layout` is for code that works with any strides.
     """
 
     def __init__(
@@ -61,17 +66,15 @@ class StaticInputs:
         device: torch.device,
         *,
         owned: Mapping[str, Tensor] | None = None,
+        any_layout: bool = False,
     ) -> None:
         self.specs = tuple(specs)
         self.limits = dict(limits)
         self.device = torch.empty(0, device=device).device  # with its index
-        self.owned = dict(owned or {})
-        self._check_owned()
+        self.owned = self._in_place(owned or {}, any_layout)
         with torch.inference_mode(False):  # inference tensors could not be written outside of it
             self._buffers = {
-                spec.name: torch.zeros(prod(spec.shape(limits)), dtype=spec.dtype, device=device)
-                for spec in specs
-                if spec.name not in self.owned
+                spec.name: self._allocated(spec) for spec in specs if spec.name not in self.owned
             }
 
     def at(self, sizes: Mapping[str, int]) -> BoundInputs:
@@ -79,20 +82,41 @@ class StaticInputs:
         views = tuple(self._view(spec, spec.shape(sizes)) for spec in self.specs)
         return BoundInputs(self, views, tuple(sizes[symbol] for symbol in self.limits))
 
-    def _check_owned(self) -> None:
+    def _in_place(self, owned: Mapping[str, Tensor], any_layout: bool) -> dict[str, Tensor]:
+        """Those of the engine's buffers that graphs can read where they are."""
         known = {spec.name: spec for spec in self.specs}
-        for name, buffer in self.owned.items():
+        in_place = {}
+        for name, buffer in owned.items():
             check_choice(known, "input_buffers", name, "the compiled model takes no such input")
             spec = known[name]
             got = (buffer.dtype, tuple(buffer.shape), buffer.device)
             wanted = (spec.dtype, spec.shape(self.limits), self.device)
             if got != wanted:
                 raise InputMismatch(name=name, got=_form(*got), expected=_form(*wanted))
+            laid_out = buffer.stride() == spec.stride if spec.stride else buffer.is_contiguous()
+            if not laid_out and not spec.dynamic and not any_layout:
+                raise InputMismatch(
+                    name=name,
+                    got=f"laid out with strides {buffer.stride()}",
+                    expected=f"strides {spec.stride}" if spec.stride else "a contiguous tensor",
+                )
+            whole = all(prod(buffer.shape[:dim]) == 1 for dim in spec.dynamic)
+            if any_layout or (laid_out and whole):
+                in_place[name] = buffer
+        return in_place
+
+    def _allocated(self, spec: StaticInputSpec) -> Tensor:
+        shape = spec.shape(self.limits)
+        if spec.stride:
+            strided = torch.empty_strided(shape, spec.stride, dtype=spec.dtype, device=self.device)
+            return strided.zero_()
+        return torch.zeros(prod(shape), dtype=spec.dtype, device=self.device)
 
     def _view(self, spec: StaticInputSpec, shape: tuple[int, ...]) -> Tensor:
         if spec.name in self.owned:
             return real_part(self.owned[spec.name], shape)
-        return self._buffers[spec.name][: prod(shape)].view(shape)
+        buffer = self._buffers[spec.name]
+        return buffer if spec.stride else buffer[: prod(shape)].view(shape)
 
 
 class BoundInputs:
@@ -153,7 +177,7 @@ class BoundInputs:
             shape = spec.shape(sizes)
             target = real_part(view, shape)
             owned = spec.name in self._inputs.owned
-            takes.append(partial(_stay, spec, target.data_ptr()) if owned else target.copy_)
+            takes.append(partial(_stay, spec.name, target) if owned else target.copy_)
             fills += _fills(spec, view, shape)
         return partial(_load, tuple(takes), tuple(fills))
 
@@ -169,11 +193,23 @@ def _load(
         fill()
 
 
-def _stay(spec: StaticInputSpec, recorded: int, tensor: Tensor) -> None:
-    """Check that an engine's buffer is the captured one; nothing is copied."""
-    now = tensor.data_ptr()
+def _stay(name: str, captured: Tensor, tensor: Tensor) -> None:
+    """Check that `tensor` is the real part of the engine's buffer; nothing is copied."""
+    recorded, now = captured.data_ptr(), tensor.data_ptr()
     if now != recorded:
-        raise MovedTensor(name=f"input {spec.name!r}", recorded=hex(recorded), now=hex(now))
+        raise MovedTensor(name=f"input {name!r}", recorded=hex(recorded), now=hex(now))
+    if tensor.stride() != captured.stride() and not _same_places(tensor, captured):
+        raise InputMismatch(
+            name=name,
+            got=f"laid out with strides {tensor.stride()}",
+            expected=f"the rows of the engine's buffer, strides {captured.stride()}",
+        )
+
+
+def _same_places(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape differ at most in strides that are never used."""
+    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return all(size <= 1 or mine == yours for size, mine, yours in strides)
 
 
 def _form(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> str:
@@ -236,7 +272,8 @@ def allocate_inputs(
                 padding=padding,
                 sentinel=sentinel,
                 written=item.written,
+                stride=item.stride,
             )
         )
     limits = {symbol.label: symbol.high for symbol in plan.symbols}
-    return StaticInputs(specs, limits, device, owned=owned)
+    return StaticInputs(specs, limits, device, owned=owned, any_layout=not compiled.traced)

@@ -1,0 +1,147 @@
+"""Inputs of any strides are right in every mode, with code that relies on strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import Batch, Config, PreparedModel, prepare
+from piecegraph.errors import InputMismatch
+
+from ..conftest import strict_backend
+
+pytestmark = pytest.mark.compile
+
+MAX_TOKENS = 16
+
+
+class Model(nn.Module):
+    def forward(self, x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
+        return x * 2 + positions.sum(0)[:, None] + table[:3].sum()
+
+
+def config(**settings: Any) -> Config:
+    return Config(
+        inputs={
+            "x": "float32[num_tokens, 4]",
+            "positions": "int64[3, num_tokens]",
+            "table": "float32[3, 5]",
+        },
+        max_num_tokens=MAX_TOKENS,
+        max_num_reqs=MAX_TOKENS,
+        capture_sizes=(2, 4, 8),
+        graph_mode="FULL",
+        attention_support=3,
+        cache=False,
+        **{"compiler": "inductor", **settings},
+    )
+
+
+@pytest.fixture(scope="module")
+def prepared() -> PreparedModel:
+    prepared = prepare(Model(), config(), backend=strict_backend())
+    prepared.capture()
+    return prepared
+
+
+INPUTS: dict[str, Callable[[int], dict[str, Tensor]]] = {
+    "transposed": lambda n: {"x": torch.randn(4, n).t()},
+    "column slice": lambda n: {"x": torch.randn(n, 9)[:, 2:6]},
+    "every second row": lambda n: {"x": torch.randn(2 * n, 4)[::2]},
+    "expanded": lambda n: {"x": torch.randn(1, 4).expand(n, 4)},
+    "expanded rows": lambda n: {"positions": torch.arange(n).expand(3, n)},
+    "transposed positions": lambda n: {"positions": torch.randint(9, (n, 3)).t()},
+    "a slice of wider positions": lambda n: {"positions": torch.randint(9, (3, 20))[:, :n]},
+    "a fixed shape": lambda n: {"table": torch.randn(5, 3).t()},
+}
+
+
+@pytest.mark.parametrize("num_tokens", [3, 4, 12])  # padded, full, without a graph
+@pytest.mark.parametrize("case", INPUTS)
+def test_inputs_of_any_strides(prepared: PreparedModel, case: str, num_tokens: int) -> None:
+    given = {
+        "x": torch.randn(num_tokens, 4),
+        "positions": torch.randint(9, (3, num_tokens)),
+        "table": torch.randn(3, 5),
+        **INPUTS[case](num_tokens),
+    }
+    decision = prepared.dispatch(Batch(num_tokens, num_tokens))
+    assert decision.mode.name == ("NONE" if num_tokens == 12 else "FULL")
+    torch.testing.assert_close(prepared.run(decision, **given), Model()(**given))
+
+
+def test_code_without_a_graph_is_given_the_strides_it_relies_on(
+    prepared: PreparedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ahead-of-time libraries do not check strides: they read out of bounds."""
+    seen: list[bool] = []
+    stitched = prepared._graphs.stitched
+
+    def watching(*inputs: Tensor) -> Any:
+        seen.extend(tensor.is_contiguous() for tensor in inputs)
+        return stitched(*inputs)
+
+    monkeypatch.setattr(prepared._graphs, "stitched", watching)
+    prepared.run(
+        prepared.dispatch(Batch(12, 12)),
+        torch.randn(4, 12).t(),
+        torch.arange(12).expand(3, 12),
+        torch.randn(5, 3).t(),
+    )
+    assert seen == [True] * 3
+
+
+def test_an_engines_buffer_with_strided_rows_is_copied(prepared: PreparedModel) -> None:
+    buffers = {
+        "x": torch.randn(MAX_TOKENS, 4),
+        "positions": torch.randint(9, (3, MAX_TOKENS)),
+    }
+    served = prepare(Model(), config(), backend=strict_backend(), input_buffers=buffers)
+    served.capture()
+    for num_tokens in (3, 8, 12):
+        for buffer in buffers.values():
+            buffer.random_(9)
+        given = {
+            "x": buffers["x"][:num_tokens],
+            "positions": buffers["positions"][:, :num_tokens],
+            "table": torch.randn(3, 5),
+        }
+        decision = served.dispatch(Batch(num_tokens, num_tokens))
+        assert decision.mode.name == ("NONE" if num_tokens == 12 else "FULL")
+        torch.testing.assert_close(served.run(decision, **given), Model()(**given))
+
+
+def test_the_same_first_byte_with_other_strides_is_not_the_engines_buffer() -> None:
+    buffer = torch.randn(MAX_TOKENS, 4)
+    settings = config(compiler="eager")
+    served = prepare(Model(), settings, backend=strict_backend(), input_buffers={"x": buffer})
+    served.capture()
+    rest = (torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 5))
+    decision = served.dispatch(Batch(4, 4))
+    served.run(decision, buffer[:4], *rest)
+    served.run(decision, buffer[:4].reshape(4, 1, 4)[:, 0], *rest)
+    with pytest.raises(InputMismatch, match=r"'x' is laid out with strides \(1, 4\)"):
+        served.run(decision, buffer[:4].t(), *rest)
+
+
+def test_a_fixed_shape_keeps_the_strides_it_was_traced_with() -> None:
+    table = torch.randn(5, 3).t()
+    examples = ((torch.randn(7, 4).t().t(), torch.randint(9, (7, 3)).t(), table), {})
+    served = prepare(Model(), config(), examples=examples, backend=strict_backend())
+    assert [item.stride for item in served.compiled.plan.inputs] == [(), (), table.stride()]
+    served.capture()
+    for num_tokens in (3, 12):
+        for given_table in (table, torch.randn(3, 5)):
+            given = (torch.randn(num_tokens, 4), torch.randint(9, (3, num_tokens)), given_table)
+            decision = served.dispatch(Batch(num_tokens, num_tokens))
+            torch.testing.assert_close(served.run(decision, *given), Model()(*given))
+
+
+def test_an_engines_buffer_of_fixed_shape_and_other_strides_is_refused() -> None:
+    buffers = {"table": torch.randn(5, 3).t()}
+    with pytest.raises(InputMismatch, match=r"'table' is laid out with strides \(1, 3\)"):
+        prepare(Model(), config(compiler="eager"), input_buffers=buffers)
