@@ -1,8 +1,9 @@
 # `make run` and `make test` work on a fresh clone.
 
 PYTHON ?= python3
-# What CI installs; from PyTorch's CPU index or a local directory of wheels it is the CPU build.
-TORCH ?= torch==2.13.0
+# The CPU build, so that no CUDA build of gigabytes is ever downloaded. It comes from a local directory
+# of wheels or from PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. On a GPU: TORCH=torch.
+TORCH ?= torch==2.13.0+cpu
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cache compile dispatch runtime tools torch_compat
@@ -50,10 +51,9 @@ clean:
 # A change of the dependencies recreates the environment.
 $(VENV)/.run: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable '.[cli]' "$(TORCH)"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev]' "$(TORCH)"
 	touch $@

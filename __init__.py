@@ -1,111 +1,90 @@
 """Graph capture and dispatch for LLM inference.
 
-`prepare(model, config)` traces, splits, compiles and caches a model and returns a `PreparedModel`
-that dispatches each batch to one full graph, piecewise graphs or none. The public names are below;
-they are imported on first use, so that `import piecegraph` costs next to nothing.
+`prepare(model, config)` traces, splits, compiles and caches a model. It returns a `PreparedModel`,
+which runs each batch as one full graph, as piecewise graphs, or without a graph.
+
+    config = piecegraph.Config(inputs={"x": "float32[num_tokens, 8]"}, max_num_tokens=64)
+    prepared = piecegraph.prepare(model, config)
+    prepared.capture()
+    result = prepared(x, batch=piecegraph.Batch(num_tokens=3, num_reqs=3))
+
+Start with `help(piecegraph.Config)`, `help(piecegraph.prepare)` and
+`help(piecegraph.PreparedModel)`; docs/api.md lists every public name.
+
+prepare     prepare, compile_ahead, Config, LayerConfig, SWITCHES, switched_off
+serve       PreparedModel, Batch, Decision, forward_context, get_forward_context, break_graph
+dispatch    GraphMode, RuntimeMode, AttentionSupport, DispatchPlan, PaddingLimit, CaptureStrategy
+explain     Events, CacheForecast, explain_miss, MemoryPlan, errors
+test        ReplayBackend, ReplayOptions: graph capture without a GPU
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from . import errors as errors
+from .lazy import lazy_names
 
 if TYPE_CHECKING:
-    from .compile.debug import DebugPiece, compile_graph, debug_pieces
-    from .dispatch import (
-        AttentionSupport,
-        Batch,
-        BatchDescriptor,
-        CaptureStrategy,
-        Decision,
-        Dispatcher,
-        GraphMode,
-        Reason,
-        RuntimeMode,
-    )
-    from .errors import PiecegraphError
-    from .events import Events
-    from .runtime.capture.breaks import break_graph
-    from .runtime.compile_ahead import compile_ahead
-    from .runtime.config import Config
-    from .runtime.explain_miss import Why, why
-    from .runtime.open_cache import cache_root
-    from .runtime.prepare import prepare
-    from .runtime.prepared_model import PreparedModel
-    from .runtime.step.forward_context import ForwardContext, forward_context, get_forward_context
-    from .runtime.strategy.warmup import AuxiliaryTask
-    from .runtime.switches import SWITCHES, switched_off
+    from .dispatch import AttentionSupport as AttentionSupport
+    from .dispatch import Batch as Batch
+    from .dispatch import BatchDescriptor as BatchDescriptor
+    from .dispatch import CaptureStrategy as CaptureStrategy
+    from .dispatch import Decision as Decision
+    from .dispatch import Dispatcher as Dispatcher
+    from .dispatch import DispatchPlan as DispatchPlan
+    from .dispatch import GraphMode as GraphMode
+    from .dispatch import PaddingLimit as PaddingLimit
+    from .dispatch import Reason as Reason
+    from .dispatch import RuntimeMode as RuntimeMode
+    from .errors import PiecegraphError as PiecegraphError
+    from .events import Events as Events
+    from .runtime.backends.replay import ReplayBackend as ReplayBackend
+    from .runtime.backends.replay import ReplayOptions as ReplayOptions
+    from .runtime.capture.breaks import break_graph as break_graph
+    from .runtime.compile_ahead import compile_ahead as compile_ahead
+    from .runtime.config import Config as Config
+    from .runtime.explain_miss import CacheForecast as CacheForecast
+    from .runtime.explain_miss import explain_miss as explain_miss
+    from .runtime.memory.ledger import MemoryPlan as MemoryPlan
+    from .runtime.open_cache import LayerConfig as LayerConfig
+    from .runtime.open_cache import cache_root as cache_root
+    from .runtime.prepare import prepare as prepare
+    from .runtime.prepared_model import PreparedModel as PreparedModel
+    from .runtime.step.forward_context import ForwardContext as ForwardContext
+    from .runtime.step.forward_context import forward_context as forward_context
+    from .runtime.step.forward_context import get_forward_context as get_forward_context
+    from .runtime.strategy.ranks import Ranks as Ranks
+    from .runtime.strategy.warmup import AuxiliaryTask as AuxiliaryTask
+    from .runtime.switches import SWITCHES as SWITCHES
+    from .runtime.switches import switched_off as switched_off
 
-_HOMES = {
-    "AttentionSupport": ".dispatch",
-    "AuxiliaryTask": ".runtime.strategy.warmup",
-    "Batch": ".dispatch",
-    "BatchDescriptor": ".dispatch",
-    "CaptureStrategy": ".dispatch",
-    "Config": ".runtime.config",
-    "Decision": ".dispatch",
-    "Dispatcher": ".dispatch",
-    "Events": ".events",
-    "ForwardContext": ".runtime.step.forward_context",
-    "GraphMode": ".dispatch",
-    "PiecegraphError": ".errors",
-    "DebugPiece": ".compile.debug",
-    "PreparedModel": ".runtime.prepared_model",
-    "Reason": ".dispatch",
-    "RuntimeMode": ".dispatch",
-    "SWITCHES": ".runtime.switches",
-    "Why": ".runtime.explain_miss",
-    "break_graph": ".runtime.capture.breaks",
-    "cache_root": ".runtime.open_cache",
-    "compile_graph": ".compile.debug",
-    "compile_ahead": ".runtime.compile_ahead",
-    "forward_context": ".runtime.step.forward_context",
-    "get_forward_context": ".runtime.step.forward_context",
-    "debug_pieces": ".compile.debug",
-    "prepare": ".runtime.prepare",
-    "switched_off": ".runtime.switches",
-    "why": ".runtime.explain_miss",
-}
+__version__ = "0.1.0"
 
-__all__ = [
-    "SWITCHES",
-    "AttentionSupport",
-    "AuxiliaryTask",
-    "Batch",
-    "BatchDescriptor",
-    "CaptureStrategy",
-    "Config",
-    "DebugPiece",
-    "Decision",
-    "Dispatcher",
-    "Events",
-    "ForwardContext",
-    "GraphMode",
-    "PiecegraphError",
-    "PreparedModel",
-    "Reason",
-    "RuntimeMode",
-    "Why",
-    "break_graph",
-    "cache_root",
-    "compile_ahead",
-    "compile_graph",
-    "debug_pieces",
-    "forward_context",
-    "get_forward_context",
-    "prepare",
-    "switched_off",
-    "why",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name], __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        ".dispatch": (
+            "AttentionSupport", "Batch", "BatchDescriptor", "CaptureStrategy", "Decision",
+            "DispatchPlan", "Dispatcher", "GraphMode", "PaddingLimit", "Reason", "RuntimeMode",
+        ),
+        ".errors": ("PiecegraphError",),
+        ".events": ("Events",),
+        ".runtime.backends.replay": ("ReplayBackend", "ReplayOptions"),
+        ".runtime.capture.breaks": ("break_graph",),
+        ".runtime.compile_ahead": ("compile_ahead",),
+        ".runtime.config": ("Config",),
+        ".runtime.explain_miss": ("CacheForecast", "explain_miss"),
+        ".runtime.memory.ledger": ("MemoryPlan",),
+        ".runtime.open_cache": ("LayerConfig", "cache_root"),
+        ".runtime.prepare": ("prepare",),
+        ".runtime.prepared_model": ("PreparedModel",),
+        ".runtime.step.forward_context": (
+            "ForwardContext", "forward_context", "get_forward_context",
+        ),
+        ".runtime.strategy.ranks": ("Ranks",),
+        ".runtime.strategy.warmup": ("AuxiliaryTask",),
+        ".runtime.switches": ("SWITCHES", "switched_off"),
+    },
+)  # fmt: skip
+__all__ += ["__version__", "errors"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from .modes import RuntimeMode
+from .modes import Members, RuntimeMode
 
 NO_GRAPH = -1
 """The graph_index of NONE, which has no recording."""
@@ -68,7 +68,7 @@ class BatchDescriptor:
         }
 
 
-class Reason(StrEnum):
+class Reason(StrEnum, metaclass=Members):
     """Why a graph was chosen, or why no graph or no better one was."""
 
     EXACT = "exact"

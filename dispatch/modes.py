@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from enum import IntEnum, StrEnum
+from enum import EnumType, IntEnum, StrEnum
 
 
-class RuntimeMode(IntEnum):
+class Members(EnumType):
+    """Metaclass that keeps the methods of `str` and `int` out of `dir()` and `help()`."""
+
+    def __dir__(cls) -> list[str]:
+        properties = (name for name, value in vars(cls).items() if isinstance(value, property))
+        return [*cls.__members__, *properties]
+
+
+class RuntimeMode(IntEnum, metaclass=Members):
     """How one step runs; a greater value means less work on the host."""
 
     NONE = 0
@@ -13,7 +21,7 @@ class RuntimeMode(IntEnum):
     FULL = 2
 
 
-class CaptureStrategy(StrEnum):
+class CaptureStrategy(StrEnum, metaclass=Members):
     """When graphs are captured: all at startup, a few per step, or on use."""
 
     EAGER = "eager"
@@ -21,7 +29,7 @@ class CaptureStrategy(StrEnum):
     LAZY = "lazy"
 
 
-class GraphMode(StrEnum):
+class GraphMode(StrEnum, metaclass=Members):
     """The configured mode: one runtime mode for decode batches, one for all others (`mixed`)."""
 
     NONE = "NONE"
@@ -59,7 +67,7 @@ _RUNTIME_MODES = {
 }
 
 
-class AttentionSupport(IntEnum):
+class AttentionSupport(IntEnum, metaclass=Members):
     """The batches whose attention can run inside a FULL graph, by attention group."""
 
     NEVER = 0

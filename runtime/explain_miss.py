@@ -20,7 +20,7 @@ from .switches import resolve_config
 
 
 @dataclass(frozen=True, slots=True)
-class Why:
+class CacheForecast:
     """What a start would find under `key`.
 
     `reason` is None if the bundle would be used, otherwise why not. `nearest` are the bundles in
@@ -39,13 +39,13 @@ class Why:
         return "\n".join(lines)
 
 
-def why(
+def explain_miss(
     model: torch.nn.Module,
     config: Config,
     *,
     examples: ExampleArguments | None = None,
     at_most: int = 3,
-) -> Why:
+) -> CacheForecast:
     """Why `prepare` with these arguments would hit or miss; nothing is traced or loaded.
 
     Raises the errors of the configuration and of a cache directory that is not trusted.
@@ -56,12 +56,12 @@ def why(
     entry = request.cache.lookup("bundle", key)
     if not isinstance(entry, Entry):
         reason = f"{entry.reason}: {entry.detail}" if entry.detail else entry.reason
-        return Why(key, reason, _nearest(config, key, at_most))
+        return CacheForecast(key, reason, _nearest(config, key, at_most))
     try:
         read_bundle(entry, model)
     except BadBundle as error:
-        return Why(key, str(error), ())
-    return Why(key, None, ())
+        return CacheForecast(key, str(error), ())
+    return CacheForecast(key, None, ())
 
 
 def _nearest(config: Config, key: Key, at_most: int) -> tuple[NearEntry, ...]:

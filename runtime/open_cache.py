@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 
 from ..cache import Cache, CacheLayer
 from ..cache.directory import DirectoryLayer, read_only_directory
@@ -15,6 +15,7 @@ from ..cache.evict import Limits
 from ..cache.keys.environment import CACHE_DIR, SIGNING_KEY, SIGNING_KEY_FILE, read
 from ..cache.remote import RemoteLayer
 from ..cache.signing import Trust, pinned, secret_from_environment, signed_with, trust_all
+from ..compile.ir.settings import Settings
 from ..errors import CacheNotWritable, InvalidSecret
 from ..events import Events
 
@@ -30,10 +31,8 @@ class LayerTrust(StrEnum):
     ANYBODY = "anybody"
 
 
-class LayerConfig(BaseModel):
+class LayerConfig(Settings):
     """A shared layer: looked up after the private directory; hits are copied into that."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     at: str
     """A directory, which is only read, or the URL of an fsspec file system such as `s3://…`."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph import Config, Events, prepare, why
+from piecegraph import Config, Events, explain_miss, prepare
 from piecegraph.cache import Cache, Entry, Key
 from piecegraph.cache.bundle_file import export_entries, import_entries
 from piecegraph.cache.directory import DirectoryLayer
@@ -142,9 +142,9 @@ SETTINGS: dict[str, Any] = {"inputs": {"x": "float32[num_tokens, 8]"}, "max_num_
 
 
 def test_why_of_a_cache_without_entries(tmp_path: Path) -> None:
-    answer = why(Doubling(), Config(cache_dir=tmp_path, **SETTINGS))
+    answer = explain_miss(Doubling(), Config(cache_dir=tmp_path, **SETTINGS))
     assert (answer.reason, answer.nearest) == ("absent", ())
-    assert why(Doubling(), Config(cache=False, **SETTINGS)).reason == "disabled"
+    assert explain_miss(Doubling(), Config(cache=False, **SETTINGS)).reason == "disabled"
 
 
 @pytest.mark.compile
@@ -153,13 +153,15 @@ def test_why_of_a_cache_without_entries(tmp_path: Path) -> None:
 def test_why_and_shipping_of_one_bundle(tmp_path: Path) -> None:
     config = Config(cache_dir=tmp_path / "built", graph_mode="NONE", **SETTINGS)
     prepare(Doubling(), config).close()
-    assert why(Doubling(), config).reason is None
-    other = why(Doubling(), config.changed(max_num_tokens=33))
+    assert explain_miss(Doubling(), config).reason is None
+    other = explain_miss(Doubling(), config.changed(max_num_tokens=33))
     names = [difference.name for difference in other.nearest[0].differences]
     assert names == ["config.max_num_tokens"]
     assert "config.max_num_tokens: 32 -> 33" in str(other)
 
-    entry = Cache(tmp_path / "built", Events()).lookup("bundle", why(Doubling(), config).key)
+    entry = Cache(tmp_path / "built", Events()).lookup(
+        "bundle", explain_miss(Doubling(), config).key
+    )
     assert isinstance(entry, Entry)
     source = DirectoryLayer(tmp_path / "built")
     export_entries([entry.manifest], source, tmp_path / "one.file")

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ... import Config, ForwardContext, PreparedModel, compile_graph, debug_pieces, forward_context
+from ... import Config, ForwardContext, PreparedModel, forward_context
+from ...compile.debug import compile_graph, debug_pieces
 from ...torch_compat.tensors import TorchDispatchMode, tree_leaves, tree_map_only
 from .case import BisectCase
 from .finding import first_wrong

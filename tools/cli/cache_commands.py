@@ -94,10 +94,12 @@ def verify_command(cache_dir: DirOption = None) -> int:
 @with_run_options
 def why_command(options: RunOptions) -> int:
     """Say whether `piecegraph run` with these options would hit, and if not, why; status 1."""
-    from ... import why
+    from ... import explain_miss
     from ..serve.run import build_model, find_device, library_config
 
-    answer = why(build_model(options, find_device(options.device)), library_config(options))
+    answer = explain_miss(
+        build_model(options, find_device(options.device)), library_config(options)
+    )
     print(answer)
     return MISS if answer.reason else 0
 
