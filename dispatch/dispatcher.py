@@ -157,11 +157,15 @@ class Dispatcher:
                         return decision
             elif decisions := self._mixed:
                 decision = decisions[num_tokens]
-                if decision is not None and batch.num_reqs <= decision.max_reqs:
+                if decision is not None and 0 <= batch.num_reqs <= decision.max_reqs:
                     return decision
         if self._fast_path_of is not self._live.by_class:
             self._build_fast_path()
         return self._live.decide(batch, classify(self.plan, batch, allowed_modes, excluded_modes))
+
+    def decide(self, batch: Batch) -> Decision:
+        """What `dispatch` returns, without counting the batch again."""
+        return self._live.decide(batch, classify(self.plan, batch))
 
     def wanted(
         self,

@@ -130,9 +130,18 @@ class PreparedModel:
         """
         if batch.num_reqs > self.config.max_num_reqs:
             raise BatchInvalid(batch=batch, fault=f"max_num_reqs is {self.config.max_num_reqs}")
-        if self._capturer.active and not self._capturer.before_step(batch):
-            self.seal()
-        return self.dispatcher.dispatch(batch)
+        decision = self.dispatcher.dispatch(batch)
+        capturer = self._capturer
+        if capturer.active:
+            idle = capturer.idle_steps.get(id(decision))
+            if idle is not None and batch.num_reqs >= idle.num_reqs:
+                idle.steps += 1
+            else:
+                if capturer.before_step(batch, decision):
+                    decision = self.dispatcher.decide(batch)
+                if not self._capturer.active:
+                    self.seal()
+        return decision
 
     def run(self, decision: Decision, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
         """Run one step as decided, on the real (unpadded) inputs.

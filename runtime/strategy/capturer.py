@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
 
-from ...dispatch import Batch, CaptureStrategy, Dispatcher
+from ...dispatch import Batch, CaptureStrategy, Decision, Dispatcher
 from ...errors import CaptureFailed, DummyStepFailed
 from ..backends.protocol import GraphBackend
 from ..capture.recording import Recording
@@ -28,9 +28,11 @@ from ..records import (
     ForecastAccuracy,
     Records,
 )
-from .limits import CaptureBudget, CaptureCosts, LazyBytes
+from .limits import CaptureBudget, CaptureCosts, LazyBytes, StepBudgets
 from .monitors import allow_compilation
 from .queue import CaptureQueue
+
+_MOST_IDLE = 4096
 
 
 class Graphs(Protocol):
@@ -41,8 +43,24 @@ class Graphs(Protocol):
     def remove(self, graph_index: int) -> None: ...
 
 
+class Idle:
+    """Steps of one decision for which there is nothing to capture, of `num_reqs` or more."""
+
+    __slots__ = ("decision", "num_reqs", "steps", "wanted")
+
+    def __init__(self, decision: Decision, wanted: int, num_reqs: int) -> None:
+        self.decision = decision
+        self.wanted = wanted
+        self.num_reqs = num_reqs
+        self.steps = 0
+
+
 class Capturer:
-    """The captures of one prepared model. `active` says whether steps may capture."""
+    """The captures of one prepared model. `active` says whether steps may capture.
+
+    `idle_steps` are the decisions, by identity, for which a step need not call `before_step`: it
+    only counts itself there. It is emptied whenever a graph changes.
+    """
 
     def __init__(
         self,
@@ -63,6 +81,7 @@ class Capturer:
         self._graphs = graphs
         self._exchange = exchange
         self._clock = clock
+        self._changes = 0
         self._pool: Any = None
         self.begin()
 
@@ -75,7 +94,12 @@ class Capturer:
         self._costs = CaptureCosts()
         lazy_limit = self._config.lazy_bytes if strategy is CaptureStrategy.LAZY else None
         self._lazy = LazyBytes(lazy_limit, self.queue.states, self._entries, self._evict)
+        self._budgets = StepBudgets(
+            self._config.captures_per_step, self._config.capture_ms_per_step
+        )
         self._refused: set[int] = set()
+        self._warned_of_budget = False
+        self.idle_steps: dict[int, Idle] = {}
         if self._pool is not None:
             self._backend.release_pool(self._pool)
             self._pool = None
@@ -99,21 +123,44 @@ class Capturer:
         self._refresh_active()
         self._record_accuracy()
 
-    def before_step(self, batch: Batch) -> bool:
+    def before_step(self, batch: Batch, decision: Decision | None = None) -> bool:
         """Capture what the strategy wants before `batch` runs, within the budget of one step.
 
-        Returns whether later steps may capture as well.
+        Returns whether graphs changed, so that `decision` no longer holds.
         """
         wanted = self._dispatcher.wanted(batch).graph_index
         self.queue.see(wanted)
-        budget = CaptureBudget(self._config.captures_per_step, self._config.capture_ms_per_step)
-        self._spend(budget, self.queue.between_steps(wanted))
-        return self.active
+        changes = self._changes
+        self._spend(self._budgets.next_step(), self.queue.between_steps(wanted))
+        if self._changes != changes:
+            return True
+        if decision is not None and self.queue.nothing_to_capture(wanted):
+            if len(self.idle_steps) >= _MOST_IDLE:
+                self._count_idle_steps()
+                self.idle_steps.clear()
+            self.idle_steps[id(decision)] = Idle(decision, wanted, batch.num_reqs)
+        return False
 
     def idle(self, budget_ms: float) -> int:
         """Capture for at most `budget_ms` milliseconds, by estimate; returns how many graphs."""
+        if not self.active:
+            return 0
+        self._count_idle_steps()
         budget = CaptureBudget(len(self._entries), budget_ms)
-        return self._spend(budget, self.queue.in_idle_time()) if self.active else 0
+        return self._spend(budget, self.queue.in_idle_time())
+
+    def _changed(self) -> None:
+        """A graph was captured or freed."""
+        self._changes += 1
+        self._count_idle_steps()
+        self.idle_steps.clear()
+        self.queue.changed()
+
+    def _count_idle_steps(self) -> None:
+        for idle in self.idle_steps.values():
+            if idle.steps:
+                self.queue.see(idle.wanted, idle.steps)
+                idle.steps = 0
 
     def recapture(self, indices: Collection[int]) -> None:
         """Free stale graphs, all of them before the first is captured again."""
@@ -145,15 +192,28 @@ class Capturer:
 
     def _choose(self, budget: CaptureBudget, indices: Iterator[int]) -> Iterator[int]:
         for graph_index in indices:
-            if budget.spent:
+            if budget.captures <= 0:
                 return
             estimate = self._estimate(graph_index)
-            if not budget.admits(estimate):
-                self._refuse(
-                    graph_index, f"it takes about {estimate:.1f} ms, more than the budget has"
-                )
-            elif self._within_limit(graph_index) and self._within_lazy_limit(graph_index):
+            if estimate > budget.ms:
+                self._wait_for_budget(graph_index, estimate)
+                return
+            if self._within_limit(graph_index) and self._within_lazy_limit(graph_index):
                 yield graph_index
+
+    def _wait_for_budget(self, graph_index: int, estimate: float) -> None:
+        """The most urgent capture waits for time to accumulate; a warning says so once."""
+        self._budgets.needed = estimate
+        self._refuse(graph_index, f"it takes about {estimate:.1f} ms, more than the budget has")
+        if estimate > self._budgets.ms_per_step and not self._warned_of_budget:
+            self._warned_of_budget = True
+            self._events.emit(
+                "capture.small_budget",
+                level=logging.WARNING,
+                capture_ms_per_step=self._budgets.ms_per_step,
+                capture_ms=round(estimate, 1),
+                steps_per_capture=self._budgets.steps_for(estimate),
+            )
 
     def _estimate(self, graph_index: int) -> float:
         entry = self._entries[graph_index]
@@ -182,6 +242,7 @@ class Capturer:
             self._remember_failure(graph_index, reason)
             return False
         self._graphs.install(graph_index, recording)
+        self._changed()
         state.captured, state.bytes, state.launches = True, num_bytes, recording.operations
         self.memory.took(entry.mode, num_bytes)
         self._refused.discard(graph_index)
@@ -216,9 +277,12 @@ class Capturer:
         if self.memory.admits(entry.mode, entry.descriptor.num_tokens):
             return True
         self._refuse(graph_index, f"it would pass the memory limit of {self.memory.limit} bytes")
+        self.queue.block(graph_index)
         return False
 
     def _within_lazy_limit(self, graph_index: int) -> bool:
+        if self._lazy.limit is not None:
+            self._count_idle_steps()
         if self._lazy.make_room(graph_index):
             return True
         limit = self._lazy.limit
@@ -234,6 +298,7 @@ class Capturer:
         self.memory.took(self._entries[graph_index].mode, -freed)
         self._records.add(Eviction(*self._where(graph_index), freed))
         state.captured, state.bytes = False, 0
+        self._changed()
 
     def _refuse(self, graph_index: int, reason: str) -> None:
         """Record a refusal once per graph, and again after it was captured."""

@@ -29,25 +29,40 @@ class CaptureCosts:
 
 
 class CaptureBudget:
-    """What is left for captures in one gap. `ms` limits the stall by estimates made before."""
+    """What is left for captures in one gap: a number of them, and milliseconds by estimate."""
 
-    def __init__(self, captures: int, ms: float | None) -> None:
-        self._captures = captures
-        self._ms = math.inf if ms is None else ms
-
-    @property
-    def spent(self) -> bool:
-        """Whether no capture is left; otherwise one that is short enough may follow."""
-        return self._captures <= 0
-
-    def admits(self, estimate: float) -> bool:
-        """Whether a capture of `estimate` milliseconds fits into the time."""
-        return estimate <= self._ms
+    def __init__(self, captures: int, ms: float) -> None:
+        self.captures = captures
+        self.ms = ms
 
     def spend(self, ms: float) -> None:
         """Subtract one capture that took `ms`."""
-        self._captures -= 1
-        self._ms -= ms
+        self.captures -= 1
+        self.ms -= ms
+
+
+class StepBudgets:
+    """The budgets of successive gaps. Time that is not spent accumulates (a token bucket).
+
+    So a capture that takes longer than `ms_per_step` follows after enough steps. What accumulates
+    is bounded by `needed`, the time of the capture that waits. None is no limit.
+    """
+
+    def __init__(self, captures_per_step: int, ms_per_step: float | None) -> None:
+        self.ms_per_step = math.inf if ms_per_step is None else ms_per_step
+        self.needed = 0.0
+        self._captures = captures_per_step
+        self._last = CaptureBudget(0, 0.0)
+
+    def next_step(self) -> CaptureBudget:
+        """The budget before one more step."""
+        most = max(self.ms_per_step, self.needed)
+        self._last = CaptureBudget(self._captures, min(self._last.ms + self.ms_per_step, most))
+        return self._last
+
+    def steps_for(self, ms: float) -> float:
+        """Steps after which a capture of `ms` milliseconds fits."""
+        return math.ceil(ms / self.ms_per_step) if self.ms_per_step else math.inf
 
 
 def worth(hits: int, launches: int, num_bytes: int) -> float:

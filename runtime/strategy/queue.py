@@ -12,6 +12,7 @@ wanted graphs and the outcomes of captures, so ranks that see the same choose th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 
 from ...dispatch import NO_GRAPH, CaptureStrategy, DispatchPlan
@@ -29,16 +30,18 @@ FADE_STEPS = 4096
 class GraphState:
     """The state of one graph.
 
-    A `kept` graph was captured at startup and is not evicted; a `dropped` one is never captured.
+    A `kept` graph was captured at startup and is not evicted; a `dropped` one is never captured. A
+    `blocked` one does not fit into memory until a graph is captured or freed.
     `bytes` and `launches` are those of its recording, `hits` counts how often it was wanted.
     """
 
     __slots__ = (
-        "bytes", "captured", "dropped", "failures", "hits", "kept", "launches", "retry_at",
+        "blocked", "bytes", "captured", "dropped", "failures", "hits", "kept", "launches",
+        "retry_at",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.captured = self.kept = self.dropped = False
+        self.captured = self.kept = self.dropped = self.blocked = False
         self.hits = self.failures = self.retry_at = self.bytes = self.launches = 0
 
     @property
@@ -60,6 +63,8 @@ class CaptureQueue:
             range(len(plan.entries)),
             key=lambda graph_index: -plan.entries[graph_index].descriptor.num_tokens,
         )
+        self._pending: list[int] | None = None
+        self._next_retry = 0
 
     def startup(self) -> list[list[int]]:
         """Groups of graph indices in plan order; of each, the first that can be is captured.
@@ -72,20 +77,43 @@ class CaptureQueue:
         modes = dict.fromkeys(entry.mode for entry in self._plan.entries)
         return [[s for s in indices if self._plan.entries[s].mode is mode] for mode in modes]
 
-    def see(self, wanted: int) -> None:
-        """Count a batch that wants graph `wanted`, or NO_GRAPH."""
-        self.step += 1
+    def see(self, wanted: int, batches: int = 1) -> None:
+        """Count batches that want graph `wanted`, or NO_GRAPH."""
+        fades = (self.step + batches) // FADE_STEPS - self.step // FADE_STEPS
+        self.step += batches
         if wanted != NO_GRAPH:
-            self.states[wanted].hits += 1
-        if self.step % FADE_STEPS == 0:
+            self.states[wanted].hits += batches
+        if fades:
             for state in self.states:
-                state.hits //= 2
+                state.hits >>= fades
+
+    def changed(self) -> None:
+        """A graph was captured or freed: those that did not fit may fit now."""
+        self._pending = None
+        for state in self.states:
+            state.blocked = False
+
+    def block(self, graph_index: int) -> None:
+        """The graph does not fit into memory."""
+        self.states[graph_index].blocked = True
+        self._pending = None
+
+    def nothing_to_capture(self, wanted: int) -> bool:
+        """Whether batches that want graph `wanted` capture nothing until a graph changes."""
+        if self._strategy is CaptureStrategy.DELAYED and not all(map(_done, self.states)):
+            return False
+        return wanted == NO_GRAPH or _done(self.states[wanted])
 
     def between_steps(self, wanted: int) -> Iterator[int]:
         """Graphs to capture before a step that wants graph `wanted`, most urgent first."""
-        return (
-            graph_index for graph_index in self._order(wanted) if self._may_capture(graph_index)
-        )
+        delayed = self._strategy is CaptureStrategy.DELAYED
+        wants = wanted != NO_GRAPH and self._may_capture(wanted)
+        if wants and (delayed or self.states[wanted].hits >= self._min_hits):
+            yield wanted
+        if delayed:
+            for graph_index in self._capturable():
+                if graph_index != wanted and self._may_capture(graph_index):
+                    yield graph_index
 
     def in_idle_time(self) -> Iterator[int]:
         """Graphs to capture while the engine is idle."""
@@ -108,6 +136,7 @@ class CaptureQueue:
         state.retry_at = self.step + (RETRY_STEPS << state.failures)
         state.failures += 1
         state.dropped = state.failures >= GIVE_UP_AFTER
+        self._pending = None
 
     @property
     def untouched(self) -> bool:
@@ -119,17 +148,18 @@ class CaptureQueue:
         """Whether nothing is left to capture."""
         return all(state.captured or state.dropped for state in self.states)
 
-    def _order(self, wanted: int) -> Iterator[int]:
-        if self._strategy is CaptureStrategy.EAGER:
-            return
-        ready = wanted != NO_GRAPH and (
-            self._strategy is CaptureStrategy.DELAYED or self.states[wanted].hits >= self._min_hits
-        )
-        if ready:
-            yield wanted
-        if self._strategy is CaptureStrategy.DELAYED:
-            yield from (graph_index for graph_index in self._by_size if graph_index != wanted)
+    def _capturable(self) -> list[int]:
+        """Graphs that can be captured now, the largest first; kept until one of them changes."""
+        if self._pending is None or self.step >= self._next_retry:
+            self._pending = [i for i in self._by_size if self._may_capture(i)]
+            retries = [state.retry_at for state in self.states if state.retry_at > self.step]
+            self._next_retry = min(retries, default=sys.maxsize)
+        return self._pending
 
     def _may_capture(self, graph_index: int) -> bool:
         state = self.states[graph_index]
-        return not state.captured and not state.dropped and self.step >= state.retry_at
+        return not _done(state) and self.step >= state.retry_at
+
+
+def _done(state: GraphState) -> bool:
+    return state.captured or state.dropped or state.blocked

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from piecegraph import Batch, CaptureStrategy, GraphMode, RuntimeMode
 from piecegraph.dispatch import make_plan
-from piecegraph.errors import CaptureAfterSeal
+from piecegraph.errors import BatchInvalid, CaptureAfterSeal
 from piecegraph.runtime.strategy.limits import CaptureCosts
 from piecegraph.runtime.strategy.queue import FADE_STEPS, GIVE_UP_AFTER, RETRY_STEPS, CaptureQueue
 
@@ -249,4 +249,87 @@ def test_after_release_nothing_is_remembered_of_earlier_captures(make: Any) -> N
         served.prepared.capture()
         assert served.decode(2) == "FULL 8"
         served.prepared.release()
-    assert served.told("capture.refused") == ["FULL 2", "PIECEWISE 2"] * 2
+    assert served.told("capture.refused") == ["FULL 2"] * 2
+
+
+def test_time_for_captures_accumulates_over_steps(make: Any, caplog: Any) -> None:
+    moments = itertools.count(step=0.25)  # a capture reads the clock twice, so it takes 250 ms
+    served = make(strategy="delayed", captures_per_step=8, capture_ms_per_step=62.5)
+    served.prepared._capturer._clock = lambda: next(moments)
+    served.prepared.capture()
+    captured = []
+    for _ in range(24):
+        served.decode(1)
+        captured.append(len(served.captures) - 2)
+    assert captured == [0] * 3 + [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4 + [5] * 4 + [6]
+    assert sorted(served.captures) == sorted(EVERYTHING)
+    (warning,) = served.prepared.events.named("capture.small_budget")
+    assert warning.facts == {
+        "capture_ms_per_step": 62.5, "capture_ms": 250.0, "steps_per_capture": 4,
+    }  # fmt: skip
+
+
+def test_unspent_time_does_not_accumulate_without_bound(make: Any) -> None:
+    moments = itertools.count(step=0.020)
+    served = make(strategy="lazy", captures_per_step=8, capture_ms_per_step=5)
+    served.prepared._capturer._clock = lambda: next(moments)
+    served.prepared.capture()
+    for _ in range(100):
+        served.decode(8)
+    assert [served.decode(n) for n in (1, 2, 4)] == ["FULL 8"] * 3
+    assert served.captures[2:] == []
+
+
+def test_a_step_without_time_looks_at_one_graph_only(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = make(tuple(range(1, 65)), strategy="delayed", capture_ms_per_step=0)
+    served.prepared.capture()
+    estimates: list[Any] = []
+    estimate = CaptureCosts.estimate
+    monkeypatch.setattr(
+        CaptureCosts, "estimate", lambda *facts: (estimates.append(facts), estimate(*facts))[1]
+    )
+    for _ in range(10):
+        served.prepared.dispatch(Batch(3, 3, is_decode=True, query_len=1))
+    assert len(estimates) == 10
+
+
+@pytest.mark.parametrize("strategy", ["lazy", "delayed"])
+def test_a_step_with_nothing_to_capture_does_not_ask_the_strategy(
+    make: Any, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    limit = 500 if strategy == "delayed" else None  # room for one graph of each mode
+    served = make((2, 8), strategy=strategy, memory_limit=limit, options={"graph_bytes": 100})
+    served.prepared.capture()
+    for n in (8, 2, 9) * 3:
+        served.decode(n)
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        served.prepared._capturer, "before_step", lambda *facts: asked.append(facts)
+    )
+    assert served.prepared._capturer.active
+    for n in (8, 2, 9):
+        served.decode(n)
+    assert asked == []
+
+
+def test_steps_that_do_not_ask_the_strategy_count_as_uses(make: Any) -> None:
+    served = make((1, 2, 4, 8), strategy="lazy")
+    served.prepared.capture()
+    for n in (2, 2, 2, 2, 1):
+        served.decode(n)
+    assert served.prepared._capturer.queue.states[6].hits == 4
+    assert served.prepared._capturer.queue.step == 5
+
+
+def test_a_batch_that_is_not_valid_captures_nothing(make: Any) -> None:
+    served = make((1, 2, 4, 8), strategy="lazy")
+    served.prepared.capture()
+    for num_reqs in (-1, 3):
+        with pytest.raises(BatchInvalid):
+            served.prepared.dispatch(Batch(2, num_reqs))
+    served.mixed(2)
+    with pytest.raises(BatchInvalid):
+        served.prepared.dispatch(Batch(2, -1))
+    assert served.captures[2:] == ["PIECEWISE 2"]
