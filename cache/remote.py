@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import LayerFailed
@@ -19,6 +21,9 @@ class RemoteLayer:
     With `write_back` entries are published there too, signed if there is a `secret`. Names that the
     remote lacks are remembered for `memory_seconds`, and after a failure no request is made for as
     long. On a file system without atomic puts, half-written entries are misses.
+
+    A request may take `request_seconds` and all requests together `total_seconds`; a layer is
+    opened once per start, so this limits what a slow remote adds to it.
     """
 
     def __init__(
@@ -30,6 +35,8 @@ class RemoteLayer:
         secret: bytes | None = None,
         failures: Failures = "ignore",
         memory_seconds: float = 300.0,
+        request_seconds: float = 60.0,
+        total_seconds: float = 300.0,
     ) -> None:
         """Raises LayerFailed if fsspec or the file system's package is not installed."""
         try:
@@ -44,6 +51,10 @@ class RemoteLayer:
         self._trust = trust
         self._secret = secret
         self._memory_seconds = memory_seconds
+        self._request_seconds = request_seconds
+        self._total_seconds = total_seconds
+        self._seconds_left = total_seconds
+        self._ignores_ranges = url.startswith(("http://", "https://"))  # some servers do
         self._lacks: dict[str, float] = {}
         self._down_until = 0.0
 
@@ -55,8 +66,15 @@ class RemoteLayer:
             return b""  # some stores refuse an empty range; the caller checks the digest
         if time.monotonic() < self._lacks.get(name, 0.0):
             raise FileNotFoundError(name)
-        content: bytes = self._call("cat_file", f"{self._base}/{name}", start=0, end=limit + 1)
+        content: bytes = self._call(name, lambda path: self._fetch(path, limit + 1))
         return content
+
+    def _fetch(self, path: str, size: int) -> Any:
+        """The first `size` bytes, without receiving much more."""
+        if not self._ignores_ranges:
+            return self._files.cat_file(path, start=0, end=size)
+        with self._files.open(path, "rb") as file:
+            return file.read(size)
 
     def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
         for name, content in contents.items():
@@ -68,27 +86,54 @@ class RemoteLayer:
 
     def _holds(self, ref: BlobRef) -> bool:
         try:
-            size: int = self._call("size", f"{self._base}/{blob_name(ref.sha256)}")
+            size: int = self._call(blob_name(ref.sha256), lambda path: self._files.size(path))
         except FileNotFoundError:
             return False
         return size == ref.size
 
     def _put(self, name: str, content: bytes) -> None:
-        path = f"{self._base}/{name}"
-        self._call("makedirs", path.rpartition("/")[0], exist_ok=True)
-        self._call("pipe_file", path, content)
+        def put(path: str) -> None:
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(path, content)
+
+        self._call(name, put)
         self._lacks.pop(name, None)
 
-    def _call(self, verb: str, path: str, *args: Any, **options: Any) -> Any:
+    def _call(self, name: str, request: Callable[[str], Any]) -> Any:
         """One request; any exception becomes an OSError and suspends requests for a while."""
-        now = time.monotonic()
-        if now < self._down_until:
+        began = time.monotonic()
+        if began < self._down_until:
             raise ConnectionError(f"{self.name} failed less than {self._memory_seconds:g} s ago")
+        if self._seconds_left <= 0:
+            raise TimeoutError(f"all requests have taken {self._total_seconds:g} s")
+        limit = min(self._request_seconds, self._seconds_left)
         try:
-            return getattr(self._files, verb)(path, *args, **options)
+            return _within(limit, lambda: request(f"{self._base}/{name}"))
         except FileNotFoundError:
-            self._lacks[path.removeprefix(f"{self._base}/")] = now + self._memory_seconds
+            self._lacks[name] = began + self._memory_seconds
             raise
         except Exception as error:
-            self._down_until = now + self._memory_seconds
+            self._down_until = time.monotonic() + self._memory_seconds
             raise OSError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._seconds_left -= time.monotonic() - began
+
+
+def _within(seconds: float, work: Callable[[], Any]) -> Any:
+    """The result of `work`, or TimeoutError; its thread then goes on until the request ends."""
+    results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((work(), None))
+        except BaseException as error:
+            results.put((None, error))
+
+    threading.Thread(target=run, name="piecegraph-remote", daemon=True).start()
+    try:
+        result, error = results.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
+    if error is not None:
+        raise error
+    return result

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from ..cache import Cache, CacheLayer
 from ..cache.directory import DirectoryLayer, read_only_directory
@@ -49,6 +49,12 @@ class LayerConfig(Settings):
 
     required: bool = False
     """Whether a failure of the layer is an error; otherwise it is a miss."""
+
+    request_seconds: float = Field(default=60.0, gt=0)
+    """Most seconds that a request to a URL may take."""
+
+    total_seconds: float = Field(default=300.0, gt=0)
+    """Most seconds that all requests of a start to a URL may take together."""
 
     @property
     def is_url(self) -> bool:
@@ -126,7 +132,13 @@ def _layer(layer: LayerConfig) -> CacheLayer:
     if not layer.is_url:
         return DirectoryLayer(Path(layer.at), trust, failures=failures)
     return RemoteLayer(
-        layer.at, trust, write_back=layer.write_back, secret=secret, failures=failures
+        layer.at,
+        trust,
+        write_back=layer.write_back,
+        secret=secret,
+        failures=failures,
+        request_seconds=layer.request_seconds,
+        total_seconds=layer.total_seconds,
     )
 
 

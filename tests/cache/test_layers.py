@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import io
 import shutil
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -297,3 +301,141 @@ def test_unreadable_shared_directory_raises_if_required(root: Path, image: Path,
 def test_unknown_protocol_is_a_clear_error() -> None:
     with pytest.raises(LayerFailed, match="extra `remote`"):
         RemoteLayer("nosuch://bucket/x", trust_all)
+
+
+def hanging(url: str, **seconds: float) -> tuple[RemoteLayer, threading.Event, list[str]]:
+    """A remote whose requests wait for the event, and the paths that were requested."""
+    remote = RemoteLayer(url, trust_all, memory_seconds=0.0, **seconds)
+    released, paths = threading.Event(), []
+
+    class Hanging:
+        def cat_file(self, path: str, start: int, end: int) -> bytes:
+            paths.append(path)
+            released.wait()
+            raise FileNotFoundError(path)
+
+    remote._files = Hanging()
+    return remote, released, paths
+
+
+def test_remote_that_does_not_answer_is_a_miss_after_the_deadline(url: str, key: Key) -> None:
+    remote, released, paths = hanging(url, request_seconds=0.05)
+    missed = Cache(None, Events(), shared=[remote]).lookup("artifact", key)
+    assert isinstance(missed, Miss)
+    assert (missed.reason, len(paths)) == ("unreadable", 1)
+    assert "no answer within 0.05 s" in missed.detail
+    released.set()
+
+
+def test_all_requests_of_a_start_have_one_deadline(url: str, key: Key) -> None:
+    remote, released, paths = hanging(url, request_seconds=0.05, total_seconds=0.12)
+    cache = Cache(None, Events(), shared=[remote])
+    for _ in range(10):
+        missed = cache.lookup("artifact", key)
+        assert isinstance(missed, Miss)
+    assert "all requests have taken 0.12 s" in missed.detail
+    assert len(paths) <= 3
+    released.set()
+
+
+class Endless(http.server.BaseHTTPRequestHandler):
+    """Ignores ranges and sends a file of 256 MiB to a client that reads on."""
+
+    sent = 0
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(256 << 20))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        with contextlib.suppress(OSError):
+            for _ in range(256):
+                self.wfile.write(bytes(1 << 20))
+                Endless.sent += 1
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_file_of_a_server_that_ignores_ranges_is_not_read_to_its_end(key: Key) -> None:
+    pytest.importorskip("aiohttp")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        remote = RemoteLayer(f"http://127.0.0.1:{server.server_port}", trust_all)
+        missed = Cache(None, Events(), shared=[remote]).lookup("artifact", key)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert isinstance(missed, Miss)
+    assert missed.reason == "damaged"
+    assert Endless.sent < 64
+
+
+def test_http_files_are_read_only_as_far_as_needed(
+    key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Files:
+        def __init__(self) -> None:
+            self.sizes: list[int] = []
+
+        def open(self, path: str, mode: str) -> Any:
+            file = io.BytesIO(b"x" * 100)
+            file.read = lambda size: self.sizes.append(size) or b"x"  # type: ignore[method-assign]
+            return file
+
+    files = Files()
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url: (files, "base"))
+    layer = RemoteLayer("https://host/base", trust_all)
+    assert layer.read(entry_name("artifact", key.digest), 40) == b"x"
+    assert files.sizes == [41]
+
+
+def test_private_hit_fills_a_remote_that_lacks_the_entry(url: str, root: Path, key: Key) -> None:
+    Cache(root, Events()).publish("artifact", key, META, BLOBS)
+    remote = RemoteLayer(url, signed_with(SECRET), write_back=True, secret=SECRET)
+    cache = Cache(root, Events(), shared=[remote])
+    for _ in range(2):
+        found = cache.lookup("artifact", key)
+        assert isinstance(found, Entry)
+        assert found.layer == "private"
+    reader = Cache(None, Events(), shared=[RemoteLayer(url, signed_with(SECRET))])
+    assert isinstance(reader.lookup("artifact", key), Entry)
+
+
+def test_private_hit_is_not_sent_to_a_remote_that_has_the_entry(
+    url: str, root: Path, tmp_path: Path, key: Key
+) -> None:
+    """Nor is an entry replaced that another machine has compiled with other bytes."""
+    remote = RemoteLayer(url, trust_all, write_back=True)
+    Cache(None, Events(), shared=[remote]).publish("artifact", key, META, {"code.py": b"theirs"})
+    Cache(root, Events()).publish("artifact", key, META, BLOBS)
+    counting = Counting(remote)
+    cache = Cache(root, Events(), shared=[remote])
+    for _ in range(3):
+        assert isinstance(cache.lookup("artifact", key), Entry)
+    assert counting.verbs == ["cat_file"]
+
+
+def test_rollback_to_an_older_signed_entry_is_not_detected(
+    url: str, tmp_path: Path, key: Key
+) -> None:
+    """A documented limit: a signature has no date. A new key refuses all that was signed before."""
+    writing = RemoteLayer(url, trust_all, write_back=True, secret=SECRET)
+    cache = Cache(None, Events(), shared=[writing])
+    cache.publish("artifact", key, META, {"code.py": b"old"})
+    files, base = fsspec.core.url_to_fs(url)
+    old = files.cat_file(f"{base}/{entry_name('artifact', key.digest)}")
+    cache.publish("artifact", key, META, {"code.py": b"new"})
+    files.pipe_file(f"{base}/{entry_name('artifact', key.digest)}", old)
+
+    trusting = Cache(tmp_path / "one", Events(), shared=[RemoteLayer(url, signed_with(SECRET))])
+    found = trusting.lookup("artifact", key)
+    assert isinstance(found, Entry)
+    assert found.contents == {"code.py": b"old"}
+    new_key = RemoteLayer(url, signed_with(SECRET + b" of the year after"))
+    missed = Cache(tmp_path / "two", Events(), shared=[new_key]).lookup("artifact", key)
+    assert isinstance(missed, Miss)
+    assert missed.reason == "untrusted"

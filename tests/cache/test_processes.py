@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import random
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -219,3 +223,22 @@ def kill_while_waiting(root: Path) -> None:
     threading.Timer(0.1, die).start()
     with Cache(root, Events()).single_flight("artifact", numbered(1)):
         pass
+
+
+def test_flight_without_file_descriptors_goes_on_unlocked(root: Path) -> None:
+    def work() -> None:
+        events = Events()
+        cache = Cache(root, events)
+        for name in [name for name in sys.modules if name.split(".")[0] == "filelock"]:
+            del sys.modules[name]  # as in a process that has not imported it
+        importlib.invalidate_caches()
+        highest = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
+        with contextlib.suppress(OSError):
+            while True:
+                os.dup(0)
+        with cache.single_flight("artifact", numbered(1)) as flight:
+            assert flight is Flight.UNLOCKED
+        assert "Too many open files" in events.named("cache.flight")[0].facts["alone"]
+
+    assert run_all([work]) == [0]
