@@ -21,12 +21,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..errors import CacheNotWritable
-from .files import check_private, make_private, place, read_file, write_synced
+from .files import check_private, make_directory, place, read_file, write_synced
 from .layers import Failures
 from .lock import owned_directory
 from .manifest import BlobRef, Manifest, encode, is_intact
 from .names import QUARANTINE_AREA, SCRATCH_AREA, blob_name, entry_name
-from .signing import Trust, trust_all
+from .signing import Trust, sign, trust_all
 
 USE_RESOLUTION = 60.0
 """Seconds between two records of an entry's use: saves a write per lookup."""
@@ -54,13 +54,22 @@ class DirectoryLayer:
         name: str | None = None,
         failures: Failures = "ignore",
         writable: bool = False,
+        secret: bytes | None = None,
+        file_mode: int = 0o600,
         fault: Fault = no_fault,
     ) -> None:
+        """Entries are stored signed if there is a `secret`, in files of `file_mode`.
+
+        Directories are created with the mode that lets the same users list them.
+        """
         self.root = root
         self.name = name or f"shared:{root}"
         self.failures: Failures = failures
         self.writable = writable
         self._trust = trust
+        self._secret = secret
+        self._file_mode = file_mode
+        self._directory_mode = file_mode | (file_mode & 0o444) >> 2
         self._fault = fault
 
     def read(self, name: str, limit: int) -> bytes:
@@ -76,11 +85,9 @@ class DirectoryLayer:
             for ref, content in blobs.items():
                 if self.file(ref, content) is None:
                     self._put_blob(scratch, ref, content)
-            temporary = scratch / "manifest"
-            write_synced(temporary, [encode(manifest)])
-            self._fault("manifest written")
-            place(temporary, self.root / entry_name(manifest.kind, manifest.key.digest))
-            self._fault("manifest placed")
+            signature = sign(manifest, self._secret) if self._secret is not None else None
+            name = entry_name(manifest.kind, manifest.key.digest)
+            self._put(scratch / "manifest", encode(manifest, signature), name)
             # An eviction that did not see the manifest yet may have removed a blob we reused.
             for ref, content in blobs.items():
                 try:
@@ -90,11 +97,14 @@ class DirectoryLayer:
         self._fault("done")
 
     def _put_blob(self, scratch: Path, ref: BlobRef, content: bytes) -> None:
-        temporary = scratch / ref.sha256
-        write_synced(temporary, [content])
-        self._fault("blob written")
-        place(temporary, self.root / blob_name(ref.sha256))
-        self._fault("blob placed")
+        self._put(scratch / "blob", content, blob_name(ref.sha256))
+
+    def _put(self, temporary: Path, content: bytes, name: str) -> None:
+        write_synced(temporary, [content], self._file_mode)
+        temporary.chmod(self._file_mode)  # whatever the umask is
+        self._fault(f"{temporary.name} written")
+        place(temporary, self.root / name, self._directory_mode)
+        self._fault(f"{temporary.name} placed")
 
     def file(self, ref: BlobRef, content: bytes) -> Path | None:
         """The file of a blob; touching it protects it from eviction for the grace period.
@@ -124,7 +134,7 @@ class DirectoryLayer:
         the file is put back.
         """
         quarantine = self.root / QUARANTINE_AREA
-        make_private(quarantine)
+        make_directory(quarantine)
         kept = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-"), dir=quarantine))
         with contextlib.suppress(FileNotFoundError):
             os.replace(self.root / name, kept / "file")
@@ -149,7 +159,7 @@ def private_directory(root: Path, fault: Fault = no_fault) -> DirectoryLayer:
     """
     try:
         resolved = Path(os.path.realpath(root))
-        make_private(resolved / SCRATCH_AREA)
+        make_directory(resolved / SCRATCH_AREA)
         check_private(resolved)
         with owned_directory(resolved / SCRATCH_AREA):
             pass

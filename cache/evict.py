@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ..errors import InvalidName
 from ..events import Events
-from .files import Irregular, make_private, place, write_synced
+from .files import Irregular, make_directory, place, write_synced
 from .lock import owned_directory, remove_unowned
 from .manifest import BadManifest, BlobRef, read_manifest
 from .names import (
@@ -65,7 +65,7 @@ class _Stored:
 
 def pin(root: Path, kind: str, key_digest: str) -> None:
     """Exempt an entry, present or future, from eviction."""
-    make_private(root / PIN_AREA)
+    make_directory(root / PIN_AREA)
     with contextlib.suppress(FileExistsError):
         write_synced(_pin(root, kind, key_digest), [])
 

@@ -135,6 +135,8 @@ def _fields(line: bytes) -> dict[str, Any]:
         fields = json.loads(line)
         if canonical(fields) != line:
             _bad("not in canonical form")
+        if b"\\ud" in line:
+            json.dumps(fields, ensure_ascii=False).encode()  # fails for half a surrogate pair
     except (ValueError, RecursionError) as error:
         raise BadManifest(f"not JSON: {type(error).__name__}") from None
     if not isinstance(fields, dict) or fields.keys() != _FIELDS:

@@ -18,6 +18,7 @@ from piecegraph.cache.inspection import exit_status, verify
 from piecegraph.cache.keys.factors import canonical
 from piecegraph.cache.manifest import BadManifest, BlobRef, decode
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name, entry_name
+from piecegraph.errors import InvalidEntry
 from piecegraph.events import Events
 
 from .conftest import BLOBS, META
@@ -319,6 +320,15 @@ def test_only_canonical_json_is_read(content: bytes) -> None:
     digest = hashlib.sha256(content).hexdigest().encode()
     with pytest.raises(BadManifest, match=r"JSON|canonical"):
         decode(content + b"\nsha256 " + digest + b"\n")
+
+
+def test_half_a_surrogate_pair_is_refused(cache: Cache, key: Key) -> None:
+    """No output could print it."""
+    with pytest.raises(BadManifest):
+        decode(sealed(GOOD | {"meta": {"x": "\ud800"}}))
+    assert decode(sealed(GOOD | {"meta": {"x": "\U0001f600"}}))
+    with pytest.raises(InvalidEntry):
+        cache.publish("artifact", key, {"x": "\ud800"}, {})
 
 
 def test_damage_and_verify_agree(cache: Cache, root: Path, key: Key) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache import lock as lock_module
-from piecegraph.cache.bundle_file import export_entries
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.evict import Limits, evict
+from piecegraph.cache.export import export_entries
 from piecegraph.cache.lock import owned_directory, remove_unowned, temporary_directory
 from piecegraph.cache.names import ENTRY_AREA
 from piecegraph.events import Events

@@ -13,8 +13,8 @@ import torch
 
 from piecegraph import Config, Events, explain_miss, prepare
 from piecegraph.cache import Cache, Entry, Key
-from piecegraph.cache.bundle_file import export_entries, import_entries
 from piecegraph.cache.directory import DirectoryLayer
+from piecegraph.cache.export import export_entries, import_entries
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.signing import trust_all
 from piecegraph.errors import InvalidSecret, UntrustedDirectory

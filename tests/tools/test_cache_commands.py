@@ -7,15 +7,20 @@ import json
 import os
 import shutil
 import stat
+import tempfile
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from piecegraph import Events
-from piecegraph.cache import Cache, Key
+from piecegraph.cache import Cache, Entry, Key
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.names import blob_name, entry_name
+from piecegraph.cache.signing import signed_with
 from piecegraph.tools.cli.app import main
+
+from ..cache.children import fork, status
 
 SMALL = ["--model", "layers=1,hidden=16,heads=2,vocab=32"]
 SECRET = "a secret of more than sixteen bytes"
@@ -163,7 +168,10 @@ def test_bundles_travel_in_one_file_and_must_be_believed(root, capsys, tmp_path,
     first = out.split("digest ")[1].split()[0]
     target = ["--cache-dir", str(other)]
     assert main(["cache", "import", str(path), *target]) == 2
-    assert main(["cache", "import", str(path), "--pin", first, *target]) == 2
+    assert main(["cache", "import", str(path), "--pin", "0" * 64, *target]) == 2
+    assert f"no entry with digest {'0' * 64}" in capsys.readouterr().err
+    assert main(["cache", "import", str(path), "--pin", first, *target]) == 0
+    assert capsys.readouterr().out.count("bundle/") == 1
     assert main(["cache", "import", str(path), "--trust", *target]) == 0
     assert main(["cache", "show", digest("trace", a=1), *target]) == 0
     shutil.rmtree(other)
@@ -172,6 +180,41 @@ def test_bundles_travel_in_one_file_and_must_be_believed(root, capsys, tmp_path,
     assert main(["cache", "export", str(path)]) == 0
     assert main(["cache", "import", str(path), *target]) == 0
     assert main(["cache", "verify", *target]) == 0
+
+
+def test_a_layer_can_be_read_by_another_user(root, capsys, tmp_path, monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    before = os.umask(0o077)
+    monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY", SECRET)
+    try:
+        assert main(["cache", "layer", str(tmp_path / "layer")]) == 0
+    finally:
+        os.umask(before)
+    assert "2 entries, signed" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "layer").iterdir()) == [
+        "blobs-v1",
+        "entries-v1",
+    ]
+    outside = Path(tempfile.mkdtemp(dir="/tmp"))
+    (tmp_path / "layer").rename(outside / "layer")
+    outside.chmod(0o755)
+
+    def read():
+        os.setgroups([])
+        os.setuid(65534)
+        layer = DirectoryLayer(outside / "layer", signed_with(SECRET.encode()))
+        found = Cache(None, Events(), shared=[layer]).lookup("bundle", Key.of("trace", {"a": 1}))
+        assert isinstance(found, Entry), found
+
+    assert status(fork(read)) == 0
+    shutil.rmtree(outside)
+
+
+def test_a_layer_is_not_written_over_the_private_directory(root, capsys):
+    assert main(["cache", "layer", str(root)]) == 2
+    assert "it is the private cache directory" in capsys.readouterr().err
+    assert main(["cache", "verify"]) == 0
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])

@@ -148,13 +148,57 @@ def export_command(
     cache_dir: DirOption = None,
 ) -> int:
     """Write bundles to one file, for a container image; signed if a key is in the environment."""
-    from ...cache.bundle_file import export_entries
     from ...cache.directory import DirectoryLayer
+    from ...cache.export import export_entries
     from ...cache.signing import secret_from_environment
 
     root, secret = cache_directory(cache_dir), secret_from_environment()
     (to_file,) = outputs({"PATH": path})
     assert to_file is not None
+    chosen = _entries_to_ship(root, names)
+    with to_file.writing():
+        export_entries(chosen, DirectoryLayer(root, name=str(root)), path, secret)
+    signed = "signed" if secret else "not signed"
+    print(f"{len(chosen)} entries, {shown_size(path.stat().st_size)}, {signed}: {path}")
+    for manifest in chosen:
+        print(f"  {label(manifest)} digest {manifest.digest}")
+    return 0
+
+
+@cache_app.command("layer")
+def layer_command(
+    directory: Annotated[Path, typer.Argument(help="The directory to write to.")],
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Entries to write; all bundles by default.")
+    ] = None,
+    cache_dir: DirOption = None,
+) -> int:
+    """Write bundles to a directory that any user can read, for `cache_layers`; signed as export."""
+    from ...cache.directory import DirectoryLayer
+    from ...cache.export import write_layer
+    from ...cache.signing import secret_from_environment
+
+    root, secret = cache_directory(cache_dir), secret_from_environment()
+    if directory.resolve() == root.resolve():
+        raise InvalidSetting(
+            name="DIRECTORY",
+            value=str(directory),
+            reason="it is the private cache directory",
+            expected="another directory",
+        )
+    chosen = _entries_to_ship(root, names)
+    try:
+        write_layer(chosen, DirectoryLayer(root, name=str(root)), directory, secret)
+    except OSError as error:
+        raise CacheNotWritable(path=directory, reason=error) from error
+    print(f"{len(chosen)} entries, {'signed' if secret else 'not signed'}: {directory}")
+    for manifest in chosen:
+        print(f"  {label(manifest)} digest {manifest.digest}")
+    return 0
+
+
+def _entries_to_ship(root: Path, names: Sequence[str] | None) -> list[Manifest]:
+    """The named entries, by default all bundles; raises InvalidSetting if there are none."""
     chosen = named(root, names or ()) or [
         manifest for manifest, _ in manifests(root) if manifest.kind == "bundle"
     ]
@@ -165,20 +209,14 @@ def export_command(
             reason="it holds no bundle",
             expected="a cache that `piecegraph cache warm` or a run has filled",
         )
-    with to_file.writing():
-        export_entries(chosen, DirectoryLayer(root, name=str(root)), path, secret)
-    signed = "signed" if secret else "not signed"
-    print(f"{len(chosen)} entries, {shown_size(path.stat().st_size)}, {signed}: {path}")
-    for manifest in chosen:
-        print(f"  {label(manifest)} digest {manifest.digest}")
-    return 0
+    return chosen
 
 
 @cache_app.command("import")
 def import_command(
     path: Annotated[Path, typer.Argument(help="A file that `export` wrote.")],
     pin: Annotated[
-        list[str] | None, typer.Option(help="Believe just entries with this digest. Repeatable.")
+        list[str] | None, typer.Option(help="Import just the entry with this digest. Repeatable.")
     ] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Believe whatever is in it.")] = False,
     cache_dir: DirOption = None,
@@ -186,8 +224,8 @@ def import_command(
     """Read entries from a file. Believed is what is signed with the key in the environment."""
     from ... import Events
     from ...cache import Cache
-    from ...cache.bundle_file import import_entries
-    from ...cache.signing import pinned, secret_from_environment, signed_with, trust_all
+    from ...cache.export import import_entries
+    from ...cache.signing import secret_from_environment, signed_with, trust_all
 
     if not path.is_file():
         raise ImportRefused(
@@ -196,10 +234,8 @@ def import_command(
             expected="a file that `piecegraph cache export` wrote",
         )
     secret = secret_from_environment()
-    if pin:
-        believed: Any = pinned(pin)
-    elif trust:
-        believed = trust_all
+    if pin or trust:
+        believed: Any = trust_all  # a digest covers an entry with all of its contents
     elif secret is not None:
         believed = signed_with(secret)
     else:
@@ -208,7 +244,7 @@ def import_command(
             reason="there is no key in the environment to check a signature with",
             expected="--pin DIGEST, --trust, or a key in PIECEGRAPH_CACHE_SIGNING_KEY_FILE",
         )
-    entries = import_entries(path, believed)
+    entries = import_entries(path, believed, only=pin or ())
     root, events = cache_directory(cache_dir), Events()
     cache = Cache(root, events)
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Entries as one file, to copy by hand or to ship in an image.
+"""Ship entries: as one file, to copy by hand, or as a directory that other users can read.
 
     piecegraph-bundle 1
     {"blobs":[[<sha256>,<bytes>],...],"manifests":[<bytes>,...]}
@@ -12,22 +12,24 @@ import. A file from others is trusted as a shared layer is: signed, pinned, or b
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
 from ..errors import BundleRefused, EntryUnusable
-from .files import Irregular, open_regular, place, write_synced
+from .directory import DirectoryLayer
+from .files import Irregular, make_directory, open_regular, place, write_synced
 from .keys.factors import Json, canonical
 from .layers import CacheLayer, Entry, Failures, Miss, find, read_blob
 from .lock import owned_directory, remove_unowned
 from .manifest import MAX_MANIFEST_BYTES, BadManifest, BlobRef, Manifest, decode, encode
-from .names import blob_name, entry_name, is_digest
+from .names import SCRATCH_AREA, blob_name, entry_name, is_digest
 from .signing import Trust, sign
 
 MAGIC = b"piecegraph-bundle 1\n"
@@ -73,6 +75,23 @@ def export_entries(
         place(temporary, path)
 
 
+def write_layer(
+    manifests: Iterable[Manifest], source: CacheLayer, root: Path, secret: bytes | None = None
+) -> None:
+    """Write entries of `source`, signed if there is a `secret`, to a directory that others read.
+
+    Files have mode 0644 and new directories 0755 whatever the umask is: the user of a container
+    that reads the layer is often another. Raises EntryUnusable and OSError.
+    """
+    make_directory(root, 0o755)
+    layer = DirectoryLayer(root, writable=True, secret=secret, file_mode=0o644)
+    for manifest in manifests:
+        contents = {name: _content(source, manifest, name) for name in manifest.blobs}
+        layer.store(manifest, contents)
+    with contextlib.suppress(OSError):  # another process may be writing too
+        (root / SCRATCH_AREA).rmdir()
+
+
 def _check_limit(part: str, size: int, limit: int) -> None:
     if size > limit:
         reason = f"its {part} would have {size} bytes, more than {limit}; export fewer entries"
@@ -87,14 +106,20 @@ def _content(source: CacheLayer, manifest: Manifest, name: str) -> bytes:
     return found
 
 
-def import_entries(path: Path, trust: Trust, limit: int = MAX_BUNDLE_BYTES) -> Iterator[Entry]:
+def import_entries(
+    path: Path, trust: Trust, only: Collection[str] = (), limit: int = MAX_BUNDLE_BYTES
+) -> Iterator[Entry]:
     """The entries of a file of at most `limit` bytes, for `Cache.store`.
 
-    Everything is verified before this returns; the entries are then read one at a time. Nothing is
-    written and no content is interpreted. Raises BundleRefused.
+    With `only` the entries with these digests, all of which the file must have. Everything is
+    verified before this returns; the entries are then read one at a time. Nothing is written and
+    no content is interpreted. Raises BundleRefused.
     """
     bundle = BundleFile(path, trust, limit)
-    return (_entry(bundle, manifest) for manifest in bundle.manifests)
+    chosen = [m for m in bundle.manifests if not only or m.digest in only]
+    if missing := set(only) - {manifest.digest for manifest in chosen}:
+        raise BundleRefused(path=path, reason=f"it has no entry with digest {min(missing)}")
+    return (_entry(bundle, manifest) for manifest in chosen)
 
 
 def _entry(bundle: BundleFile, manifest: Manifest) -> Entry:

@@ -6,22 +6,26 @@ import hashlib
 import os
 import pickle
 import random
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.cache import Cache, Entry, Key
-from piecegraph.cache.bundle_file import MAGIC, BundleFile, export_entries, import_entries
+from piecegraph.cache import Cache, Entry, Key, inspection
+from piecegraph.cache import export as export_module
 from piecegraph.cache.directory import DirectoryLayer
+from piecegraph.cache.export import MAGIC, BundleFile, export_entries, import_entries
 from piecegraph.cache.keys.factors import Json, canonical
 from piecegraph.cache.manifest import encode
-from piecegraph.cache.names import BLOB_AREA
+from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA
 from piecegraph.cache.signing import pinned, signed_with, trust_all
 from piecegraph.errors import BundleRefused
 from piecegraph.events import Events
 
+from .children import run_all
 from .conftest import BLOBS, META, SECRET
 
 
@@ -212,3 +216,69 @@ def test_imported_names_stay_inside_the_cache(tmp_path: Path, file: Path) -> Non
     for path in (root / BLOB_AREA).rglob("*"):
         if path.is_file():
             assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name
+
+
+def peak_bytes(work: Callable[[], None]) -> int:
+    """How much more memory a child has at its peak with `work` than without."""
+    peaks = []
+    for run in (lambda: None, work):
+        read, write = os.pipe()
+
+        def measure(run: Callable[[], None] = run, write: int = write) -> None:
+            run()
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            os.write(write, str(peak).encode())
+
+        assert run_all([measure]) == [0]
+        peaks.append(int(os.read(read, 32)))
+        os.close(read)
+        os.close(write)
+    return peaks[1] - peaks[0]
+
+
+def test_large_file_that_is_no_bundle_is_refused_by_its_header(tmp_path: Path) -> None:
+    with (tmp_path / "x").open("wb") as file:
+        file.truncate(1 << 30)
+
+    def refuse() -> None:
+        with pytest.raises(BundleRefused, match="not a piecegraph bundle"):
+            import_entries(tmp_path / "x", trust_all)
+
+    assert peak_bytes(refuse) < 64 << 20
+
+
+def test_export_and_import_hold_one_entry_in_memory(tmp_path: Path, memory_root: Path) -> None:
+    cache = Cache(memory_root, Events())
+    for number in range(12):
+        blobs = {"x": random.Random(number).randbytes(16 << 20)}
+        cache.publish("artifact", Key.of("codegen", {"n": number}), {}, blobs)
+    manifests = [manifest for manifest, _ in inspection.manifests(memory_root)]
+
+    def ship() -> None:
+        export_entries(manifests, DirectoryLayer(memory_root), tmp_path / "all")
+        other = Cache(memory_root.parent / "other", Events())
+        for entry in import_entries(tmp_path / "all", trust_all):
+            other.store(entry)
+
+    assert peak_bytes(ship) < 80 << 20
+    assert len(list((memory_root.parent / "other" / ENTRY_AREA).rglob("*/*/*"))) == 12
+
+
+@pytest.mark.parametrize(
+    ("limit", "part"), [("MAX_HEADER_BYTES", "header"), ("MAX_BUNDLE_BYTES", "file")]
+)
+def test_export_that_no_import_would_accept_is_refused(
+    file: Path, entries: list[Entry], monkeypatch: pytest.MonkeyPatch, limit: str, part: str
+) -> None:
+    before = file.read_bytes()
+    monkeypatch.setattr(export_module, limit, 100)
+    with pytest.raises(OSError, match=f"its {part} would have"):
+        export(entries, file)
+    assert file.read_bytes() == before
+
+
+def test_only_the_entries_that_are_asked_for_are_imported(file: Path, entries: list[Entry]) -> None:
+    (entry,) = import_entries(file, trust_all, only={entries[1].digest})
+    assert entry.digest == entries[1].digest
+    with pytest.raises(BundleRefused, match="no entry with digest 0000"):
+        import_entries(file, trust_all, only={entries[1].digest, "0" * 64})
