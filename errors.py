@@ -221,8 +221,8 @@ class Specialized(CompileError):
 class GuardUnproved(CompileError):
     what = "the trace is valid only if {expression}, which is false for {symbol} = {sizes}"
     todo = (
-        "Make the model independent of that condition, narrow the served range [{low}, {high}], "
-        "or set guards='check'."
+        "Make the model independent of that condition, {remedy}or set guards='check', which "
+        "refuses steps of these sizes."
     )
 
 

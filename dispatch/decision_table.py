@@ -123,7 +123,8 @@ class DecisionTable:
         }
         missed = max(better, key=NEARNESS.index, default=None)
         if chosen == NO_GRAPH:
-            return none_decision(self.kind, num_tokens, missed or Reason.CAPABILITY)
+            why = missed or Reason.CAPABILITY
+            return none_decision(self.preference.plan, self.kind, num_tokens, why)
         return graph_decision(entries[chosen], chosen, self.kind, num_tokens, missed)
 
     def at(self, num_tokens: int) -> Decision:
@@ -156,9 +157,12 @@ def graph_decision(
     return Decision(entry.mode, key, graph_index, reason, missed, max_reqs=max_reqs)
 
 
-def none_decision(kind: BatchClass, num_tokens: int, reason: Reason) -> Decision:
-    """NONE runs the batch as it is: neither rows nor adapters nor axes are padded."""
-    descriptor = BatchDescriptor(num_tokens, lora_case=kind.num_loras, axes=kind.axes)
+def none_decision(
+    plan: DispatchPlan, kind: BatchClass, num_tokens: int, reason: Reason
+) -> Decision:
+    """NONE runs the batch as it is: no padding, except up to the fewest tokens of the model."""
+    padded = max(num_tokens, plan.min_num_tokens) if num_tokens else 0
+    descriptor = BatchDescriptor(padded, lora_case=kind.num_loras, axes=kind.axes)
     max_reqs = most_reqs(kind, num_tokens)
     return Decision(RuntimeMode.NONE, descriptor, NO_GRAPH, reason, reason, max_reqs=max_reqs)
 

@@ -184,7 +184,7 @@ class Dispatcher:
         """
         kind = classify(self.plan, batch)
         if graph_index == NO_GRAPH:
-            return none_decision(kind, batch.num_tokens, Reason.RANK_DECISION)
+            return none_decision(self.plan, kind, batch.num_tokens, Reason.RANK_DECISION)
         own = self._live.decide(batch, kind)
         if own.graph_index == graph_index:
             return replace(own, reason=Reason.RANK_DECISION)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -78,6 +78,8 @@ class DispatchPlan:
     axes: tuple[Axis, ...] = ()
     padding: PaddingLimit = PaddingLimit()
     chunked: bool = False
+    min_num_tokens: int = 1
+    """Smaller batches are padded to this size, also without a graph."""
 
     def __post_init__(self) -> None:
         names = [axis.name for axis in self.axes]
@@ -114,7 +116,13 @@ class DispatchPlan:
             "axes": [[axis.name, list(axis.values), axis.rounds_up] for axis in self.axes],
             "padding": [self.padding.factor, self.padding.tokens],
             "chunked": self.chunked,
+            **({"min_num_tokens": self.min_num_tokens} if self.min_num_tokens > 1 else {}),
         }
+
+    def without_sizes_below(self, min_num_tokens: int) -> DispatchPlan:
+        """The plan for a model that takes at least `min_num_tokens`; smaller batches are padded."""
+        fit = [e for e in self.entries if e.descriptor.num_tokens >= min_num_tokens]
+        return replace(self, entries=tuple(fit), min_num_tokens=min_num_tokens)
 
 
 def describe(

@@ -81,8 +81,11 @@ def prepare(
         )
         request = compile_request(model, config, records, examples, ranks)
         compiled = compile_model(request)
-    if TOKENS not in [symbol.label for symbol in compiled.plan.symbols]:
+    lows = [symbol.low for symbol in compiled.plan.symbols if symbol.label == TOKENS]
+    if not lows:
         raise without_tokens(config)
+    if lows[0] > 1:
+        plan = plan.without_sizes_below(lows[0])
     device = request.device
     return PreparedModel(
         compiled,

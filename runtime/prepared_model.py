@@ -103,6 +103,7 @@ class PreparedModel:
         )
         self._captured = self._graphs.captured
         self._token_symbol = [symbol.label for symbol in compiled.plan.symbols].index(TOKENS)
+        self._min_num_tokens = compiled.plan.symbols[self._token_symbol].low
         self.ledger = opening_ledger(compiled, inputs)
         self._ranks = engine.ranks
         exchange = engine.ranks.exchange if engine.ranks else single_rank
@@ -167,7 +168,10 @@ class PreparedModel:
         try:
             captured = self._captured[decision.graph_index]
             if captured is None:
-                results = self._graphs.run(tensors)
+                if num_tokens < self._min_num_tokens:
+                    results = self._graphs.run_padded(tensors, sizes)
+                else:
+                    results = self._graphs.run(tensors)
             else:
                 results = captured.replay(tensors, sizes)
         finally:

@@ -89,9 +89,7 @@ def fresh_fake_mode() -> Any:
 
 def writes_of_faking(tensor: Tensor, fake_mode: Any) -> int:
     """The write count of a new fake of `tensor`."""
-    with torch.inference_mode(
-        False
-    ):  # writes are not counted in inference mode; Dynamo leaves it too
+    with torch.inference_mode(False):  # it counts no writes; Dynamo leaves it as well
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         place = (tensor.storage_offset(), tensor.size(), tensor.stride())
         alias.set_(tensor.untyped_storage(), *place)

@@ -28,7 +28,7 @@ from ...torch_compat.symbolic import (
     replaced_symbols,
     shape_guards,
 )
-from ..ir.config import CompileConfig, DynamicShapes, GuardPolicy
+from ..ir.config import TOKENS, CompileConfig, DynamicShapes, GuardPolicy
 from ..ir.plan import GuardRecord
 from ..trace.size_asserts import SizeAssert
 from ..trace.symbols import Sizes
@@ -90,6 +90,18 @@ def _tried(expression: sympy.Basic, ranges: Ranges) -> Proof:
         named = tuple({str(s): n for s, n in zip(symbols, p, strict=True)} for p in failing)
         return Proof(False, "trial", named, failures)
     return Proof(True, "trial") if exhaustive else Proof(None, "too many sizes to try")
+
+
+def first_from_which_it_holds(expression: sympy.Basic, ranges: Ranges) -> int | None:
+    """The least size of the only symbol from which `expression` always holds; None if none does."""
+    symbols = sorted(expression.free_symbols, key=str)
+    if len(symbols) != 1 or symbols[0] not in ranges:
+        return None
+    holds, (low, high) = _predicate(expression, symbols), ranges[symbols[0]]
+    if high - low > EXHAUSTIVE:
+        return None
+    last_failing = next((size for size in range(high, low - 1, -1) if not holds(size)), low - 1)
+    return last_failing + 1 if low <= last_failing < high else None
 
 
 def _landmarks(span: range) -> list[int]:
@@ -244,7 +256,7 @@ class GuardProver:
 
     def _error(self, guard: Guard, proof: Proof) -> GuardUnproved:
         symbols = sorted(map(str, guard.expression.free_symbols))
-        low, high = self._config.limits(symbols[0]) if symbols else (1, 1)
+        holds_from = first_from_which_it_holds(guard.expression, self._ranges(guard.expression))
         sizes = ", ".join(
             str(tuple(f.values()) if len(f) > 1 else next(iter(f.values()))) for f in proof.failing
         )
@@ -253,6 +265,20 @@ class GuardProver:
             expression=guard.expression,
             symbol=", ".join(symbols),
             sizes=f"{sizes} ({proof.failures} in all)" if sizes else proof.method,
-            low=low,
-            high=high,
+            holds_from=holds_from,
+            remedy=self._remedy(symbols, proof, holds_from),
         )
+
+    def _remedy(self, symbols: list[str], proof: Proof, holds_from: int | None) -> str:
+        """The settings that serve a range in which the guard holds, as the middle of a sentence."""
+        if len(symbols) != 1 or not proof.failing:
+            return ""
+        (symbol,), first = symbols, proof.failing[0][symbols[0]]
+        low, high = self._config.limits(symbol)
+        if symbol == TOKENS:
+            if holds_from is not None:
+                return f"set min_num_tokens={holds_from} to pad smaller batches, "
+            return f"set max_num_tokens={first - 1}, " if first > low else ""
+        if holds_from is not None:
+            return f"set symbol_limits={{{symbol!r}: ({holds_from}, {high})}}, "
+        return f"set symbol_limits={{{symbol!r}: ({low}, {first - 1})}}, " if first > low else ""

@@ -3,10 +3,12 @@
 Torch's own layout decisions put guards on sizes that the model does not depend on: `reshape` of a
 transposed tensor asks whether a size is 1. A trace that fails for that reason is tried once more
 with unbacked sizes, for which torch cannot ask; a trace that succeeds there holds for every size.
+If that fails too, and the guard fails only for small sizes, smaller batches are padded.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +20,7 @@ from ..ir.config import CompileConfig, DynamicShapes
 from ..trace.dynamo import Trace, trace
 from ..trace.size_asserts import take_size_asserts
 from ..trace.symbols import argument_sizes, symbol_labels
+from .low_end import padding_difference
 from .prover import GuardProver
 
 
@@ -36,13 +39,43 @@ def trace_with_guards(request: CompileRequest) -> GuardedTrace:
         return _traced(request)
     except GuardUnproved as unproved:
         if request.config.dynamic_shapes is DynamicShapes.UNBACKED:
-            raise
+            if (padded := _padded_trace(request, unproved)) is None:
+                raise
+            return padded
         try:
             found = _traced(_with(request, DynamicShapes.UNBACKED))
         except CompileError:
-            raise unproved from None
+            padded = _padded_trace(request, unproved)
+            if padded is None:
+                raise unproved from None
+            return padded
         request.events.emit("trace.unbacked", reason=str(unproved))
         return found
+
+
+def _padded_trace(request: CompileRequest, unproved: GuardUnproved) -> GuardedTrace | None:
+    """A trace for the sizes from which the guards hold; None if padding up to them is not right."""
+    model, config, low = request.model, request.config, unproved.facts["holds_from"]
+    guarded = None
+    while low is not None and guarded is None:
+        raised = replace(request, config=config.model_copy(update={"min_num_tokens": low}))
+        try:
+            guarded = _traced(raised)
+        except GuardUnproved as other:
+            low = other.facts["holds_from"]
+        except CompileError:
+            return None
+    if guarded is None:
+        return None
+    below = range(config.min_num_tokens, low)
+    sizes = iter(sorted({*below[:3], *below[-1:]}))
+    fault = padding_difference(model, guarded.trace, config, sizes, low)
+    facts = {"min_num_tokens": low, "condition": str(unproved.facts["expression"])}
+    if fault is not None:
+        request.events.emit("low_end.refused", where=unproved.where, reason=fault, **facts)
+        return None
+    request.events.emit("low_end", level=logging.WARNING, where=unproved.where, **facts)
+    return guarded
 
 
 def _traced(request: CompileRequest) -> GuardedTrace:

@@ -90,7 +90,11 @@ class CompileConfig(Settings):
     """Tensor inputs by parameter name, as `"int64[num_tokens]"`. Examples are built from it."""
 
     max_num_tokens: Annotated[int, TRACED, Field(ge=1)] = 2048
-    """The most tokens of a step. Guards are proved for 1 to this number."""
+    """Largest number of tokens in a step; guards are proved from min_num_tokens to this."""
+
+    min_num_tokens: Annotated[int, TRACED, Field(ge=1)] = 1
+    """Smaller batches are padded to this number of tokens, in all modes. It is raised to the first
+    size from which all guards hold, if the model computes the same for a padded batch."""
 
     symbol_limits: Annotated[dict[str, tuple[int, int]], TRACED] = Field(default_factory=dict)
     """`{name: (low, high)}`, inclusive, for dynamic sizes other than `num_tokens`."""
@@ -174,7 +178,7 @@ class CompileConfig(Settings):
     @classmethod
     def _check_limits(cls, limits: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
         if TOKENS in limits:
-            raise ValueError(f"the range of {TOKENS} is 1 to max_num_tokens")
+            raise ValueError(f"the range of {TOKENS} is min_num_tokens to max_num_tokens")
         for symbol, (low, high) in limits.items():
             if not 0 <= low <= high:
                 raise ValueError(f"{symbol} cannot range from {low} to {high}")
@@ -229,6 +233,17 @@ class CompileConfig(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_token_range(self) -> Self:
+        if self.min_num_tokens > self.max_num_tokens:
+            raise InvalidSetting(
+                name="min_num_tokens",
+                value=self.min_num_tokens,
+                reason="it is above max_num_tokens",
+                expected=f"1 to {self.max_num_tokens}",
+            )
+        return self
+
     def cuts(self) -> bool:
         """Whether the settings name anything to split at."""
         named = self.splitting_ops or self.splitting_patterns
@@ -240,7 +255,8 @@ class CompileConfig(Settings):
 
     def limits(self, symbol: str) -> tuple[int, int]:
         """Inclusive range of a symbol: its own, or that of `num_tokens`."""
-        return self.symbol_limits.get(symbol, (1, self.max_num_tokens))
+        low = self.min_num_tokens if symbol == TOKENS else 1
+        return self.symbol_limits.get(symbol, (low, self.max_num_tokens))
 
 
 def named_object(name: str, group: str) -> Any:

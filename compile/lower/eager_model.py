@@ -53,7 +53,9 @@ def eager_model(request: CompileRequest) -> CompiledModel:
         weights=(),
         symbols=tuple(symbols.values()),
         pieces=(PlanPiece(digest="", nodes=1, sizes=()),),
-        ranges=(CompiledRange(low=1, high=config.max_num_tokens, artifacts=(0,)),),
+        ranges=(
+            CompiledRange(low=config.min_num_tokens, high=config.max_num_tokens, artifacts=(0,)),
+        ),
         steps=(PieceStep(piece=0, args=tuple(f"i{i}" for i in range(len(tensors))), outs=outs),),
         results=results,
         structure=structure,

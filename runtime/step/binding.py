@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...compile.ir.config import TOKENS
 from ...compile.ir.plan import Check, Constant, Plan, Symbol, UserInput
 from ...compile.ir.serialization import Ref, decode, source
 from ...errors import ArgumentFixed, GuardBroken, InputMismatch, SizeOutOfRange
@@ -56,7 +57,7 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         names[f"S{index}"] = symbol
         body += [
             f"{symbol.name} = h_{symbol.source}[{symbol.dim}]",
-            f"if not {symbol.low} <= {symbol.name} <= {symbol.high}:"
+            f"if not {_served_low(symbol)} <= {symbol.name} <= {symbol.high}:"
             f" beyond(S{index}, {symbol.name})",
         ]
     sizes = "".join(f"{symbol.name}, " for symbol in plan.symbols)
@@ -178,7 +179,13 @@ def _fixed(constant: Constant, value: Any) -> None:
 
 
 def _beyond(symbol: Symbol, size: int) -> None:
-    raise SizeOutOfRange(name=symbol.label, size=size, low=symbol.low, high=symbol.high)
+    low = _served_low(symbol)
+    raise SizeOutOfRange(name=symbol.label, size=size, low=low, high=symbol.high)
+
+
+def _served_low(symbol: Symbol) -> int:
+    """The smallest size of a step: batches with fewer tokens than the code takes are padded."""
+    return 1 if symbol.label == TOKENS else symbol.low
 
 
 def _broken(check: Check, sizes: tuple[int, ...]) -> None:
@@ -186,8 +193,14 @@ def _broken(check: Check, sizes: tuple[int, ...]) -> None:
 
 
 def _renamed(expression: str, plan: Plan) -> str:
-    """A check's expression with labels replaced by the names in the generated function."""
-    return _substituted(expression, {symbol.label: symbol.name for symbol in plan.symbols})
+    """A check's expression over the sizes of the generated function, padded where they are."""
+    names = {
+        symbol.label: f"max({symbol.name}, {symbol.low})"
+        if symbol.low > _served_low(symbol)
+        else symbol.name
+        for symbol in plan.symbols
+    }
+    return _substituted(expression, names)
 
 
 def _substituted(expression: str, names: dict[str, str]) -> str:

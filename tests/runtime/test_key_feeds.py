@@ -34,6 +34,7 @@ OTHER: dict[str, Any] = {
     "use_inductor_graph_partition": True,
     "inputs": {"x": "float32[num_tokens, 4]"},
     "max_num_tokens": 77,
+    "min_num_tokens": 2,
     "symbol_limits": {"other": (1, 5)},
     "dynamic_shapes": "unbacked",
     "guards": "check",

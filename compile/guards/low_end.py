@@ -1,0 +1,140 @@
+"""Serve small batches padded, where a guard holds only from some number of tokens on.
+
+Mamba models, for example, ask whether there is more than one token. Padding a smaller batch up to
+the first size at which the guard holds is right only if the model computes the same for its real
+rows there. So the model itself is run at sizes below the low end and at the low end, and the real
+rows are compared. Splitting ops need a running step: in both runs they return and write zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph
+
+from ...torch_compat.ops import overload_of
+from ...torch_compat.tensors import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
+from ..ir.config import TOKENS, CompileConfig
+from ..ir.ops import op_names, tensors_in, written_by
+from ..pieces.split import is_splitting
+from ..trace.dynamo import Trace
+from ..trace.examples import Examples
+from .numerics_check import TOLERANCE
+
+
+def padding_difference(
+    model: torch.nn.Module, traced: Trace, config: CompileConfig, sizes: Iterator[int], low: int
+) -> str | None:
+    """How the model at one of `sizes` differs from itself padded to `low`; None if it does not."""
+    ops = _splitting_ops(traced.graph.graph, config)
+    padded = _made_up(traced.examples, low)
+    expected = _run(model, padded, ops)
+    for size in sizes:
+        small = _first_tokens(padded, low, size)
+        try:
+            got = _run(model, small, ops)
+        except Exception as error:
+            return f"at {size} it raises {type(error).__name__}: {error}"
+        if len(got) != len(expected) or not all(map(_equal_rows, got, expected)):
+            return f"at {size} its result differs from that of the batch padded to {low}"
+    return None
+
+
+def _splitting_ops(graph: Graph, config: CompileConfig) -> set[Any]:
+    splits = is_splitting(graph, config)
+    return {overload_of(node.target) for node in graph.nodes if op_names(node) and splits(node)}
+
+
+def _made_up(examples: Examples, low: int) -> Examples:
+    """Arguments with `low` tokens: small random numbers, zeros for other dtypes."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = iter(examples.leaves())
+
+    def made_up(value: Any) -> Any:
+        label = next(leaves).label
+        if not isinstance(value, Tensor):
+            return value
+        shape = [
+            low if examples.symbols.get((label, dim)) == TOKENS else size
+            for dim, size in enumerate(value.shape)
+        ]
+        numbers = torch.zeros(shape)
+        if value.dtype.is_floating_point:
+            numbers.normal_(std=0.5, generator=generator)
+        return numbers.to(value.device, value.dtype)
+
+    return replace(examples, arguments=tree_map(made_up, examples.arguments))
+
+
+def _first_tokens(examples: Examples, low: int, size: int) -> Examples:
+    """The same arguments with the first `size` of `low` tokens."""
+    leaves = iter(examples.leaves())
+
+    def cut(value: Any) -> Any:
+        label = next(leaves).label
+        if isinstance(value, Tensor):
+            for dim in range(value.dim()):
+                if examples.symbols.get((label, dim)) == TOKENS:
+                    value = value.narrow(dim, 0, size)
+            value = value.contiguous()
+        return value
+
+    return replace(examples, arguments=tree_map(cut, examples.arguments))
+
+
+def _run(model: torch.nn.Module, examples: Examples, ops: set[Any]) -> list[Any]:
+    """The leaves of the model's result; its buffers and arguments stay as they are."""
+    copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    arguments = tree_map(
+        lambda value: value.clone() if isinstance(value, Tensor) else value, examples.arguments
+    )
+    args, kwargs = replace(examples, arguments=arguments).call_arguments()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), _Zeroed(ops):
+        result = torch.func.functional_call(model, copies, args, kwargs)
+    return tree_leaves(result)
+
+
+class _Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Replaces splitting ops: what they return and write is zero."""
+
+    def __init__(self, ops: set[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ops = ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func not in self._ops:
+            return func(*args, **given)
+        for tensor in written_by(func, args, given):
+            tensor.zero_()
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = tree_map(
+                lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value,
+                (args, given),
+            )
+            result = func(*fakes[0], **fakes[1])
+        devices = [tensor.device for tensor in tensors_in((args, given))]
+        return tree_map(lambda value: _zeros(value, devices), result)
+
+
+def _zeros(value: Any, devices: list[torch.device]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype, device=devices[0] if devices else None)
+
+
+def _equal_rows(small: Any, padded: Any) -> bool:
+    """Whether a result equals the part of its shape of the padded one."""
+    if not isinstance(small, Tensor):
+        return bool(small == padded)
+    if small.dim() != padded.dim() or any(
+        one > other for one, other in zip(small.shape, padded.shape, strict=True)
+    ):
+        return False
+    part = padded[tuple(slice(0, size) for size in small.shape)]
+    tolerance = TOLERANCE.get(small.dtype, 0.0)
+    return torch.allclose(small, part, tolerance, tolerance, equal_nan=True)

@@ -1,0 +1,143 @@
+"""Models that take a least number of tokens: smaller batches are padded, with or without graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import Batch, Config, Decision, Events, PreparedModel, prepare
+from piecegraph.errors import GuardUnproved, InvalidSetting, SizeOutOfRange
+from piecegraph.runtime.backends.replay import ReplayBackend
+
+pytestmark = pytest.mark.compile
+
+SEEN: list[int] = []
+LIBRARY: Any = torch.library.Library("low_end_tests", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY.define("mix(Tensor x, Tensor(a!) out) -> ()")
+
+
+def mix(x: Tensor, out: Tensor) -> None:
+    SEEN.append(len(x))
+    out.copy_(x.cumsum(0))
+
+
+LIBRARY.impl("mix", mix, "CPU")
+torch.library.register_fake("low_end_tests::mix", lambda x, out: None, lib=LIBRARY)
+
+
+class Recurrent(nn.Module):
+    """Asks for a single token, as the state-space layers of Mamba do, and computes the same."""
+
+    def __init__(self, single: Callable[[nn.Linear, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.single = single or (lambda linear, x: linear(x[0])[None])
+        self.register_buffer("steps", torch.zeros(1))
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        if x.shape[0] == 1:
+            x = self.single(self.linear, x)
+        else:
+            x = self.linear(x)
+        torch.ops.low_end_tests.mix(x, out)
+        return x + out
+
+
+def prepared(model: nn.Module, **settings: Any) -> PreparedModel:
+    given = {
+        "inputs": {"x": "float32[num_tokens, 4]"},
+        "splitting_ops": ("low_end_tests::mix",),
+        "max_num_tokens": 16,
+        "max_num_reqs": 4,
+        "compiler": "eager",
+        "graph_mode": "NONE",
+        "cache": False,
+    }
+    events = Events()
+    return prepare(model, Config(**{**given, **settings}), backend=ReplayBackend(), events=events)
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE"])
+def test_smaller_batches_are_padded_to_the_size_from_which_the_guard_holds(mode: str) -> None:
+    model = Recurrent()
+    served = prepared(model, graph_mode=mode)
+    served.capture()
+    for size in (1, 2, 3, 7, 16, 1):
+        x = torch.randn(size, 4)
+        decisions: list[Decision] = []
+        SEEN.clear()
+        result = served(x, batch=Batch(size, 1), metadata=decisions.append)
+        assert decisions[0].descriptor.num_tokens >= 2
+        assert [decisions[0].descriptor.num_tokens] == SEEN
+        assert result.shape == (size, 4)
+        torch.testing.assert_close(result, model(x))
+    with pytest.raises(SizeOutOfRange, match="1, 16"):
+        served(torch.randn(17, 4), batch=Batch(17, 1))
+
+
+def test_report_and_events_say_from_where_the_code_is_right() -> None:
+    served = prepared(Recurrent())
+    assert served.report()["pieces"]["ranges"] == [[2, 16]]
+    (event,) = served.events.named("low_end")
+    assert event.facts["min_num_tokens"] == 2
+    assert "test_low_end.py" in event.facts["where"]
+
+
+def test_model_that_computes_something_else_for_small_batches_is_refused() -> None:
+    model = Recurrent(lambda linear, x: x * 2)
+    with pytest.raises(GuardUnproved, match="min_num_tokens=2") as caught:
+        prepared(model)
+    assert "symbol_limits" not in str(caught.value)
+    assert "narrow" not in str(caught.value)
+
+
+def test_user_states_the_low_end() -> None:
+    model = Recurrent(lambda linear, x: x * 2)
+    served = prepared(model, min_num_tokens=4)
+    x = torch.randn(1, 4)
+    padded = torch.cat([x, torch.zeros(3, 4)])
+    torch.testing.assert_close(served(x, batch=Batch(1, 1)), model(padded)[:1])
+    assert served.dispatch(Batch(1, 1)).descriptor.num_tokens == 4
+    with pytest.raises(InvalidSetting, match="above max_num_tokens"):
+        Config(min_num_tokens=5, max_num_tokens=4)
+
+
+def test_check_run_leaves_the_model_as_it_was() -> None:
+    class Counting(Recurrent):
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps.add_(1)
+            return super().forward(x)
+
+    model = Counting()
+    prepared(model)
+    assert model.steps.item() == 0
+
+
+def test_written_inputs_of_a_padded_step_reach_the_caller() -> None:
+    class Writing(Recurrent):
+        def forward(self, x: Tensor) -> Tensor:
+            result = super().forward(x)
+            x.add_(1)
+            return result
+
+    served = prepared(Writing())
+    x = torch.zeros(1, 4)
+    served(x, batch=Batch(1, 1))
+    assert torch.equal(x, torch.ones(1, 4))
+
+
+def test_guard_that_fails_for_large_sizes_is_no_low_end() -> None:
+    class Limited(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1 if x.shape[0] < 10 else x + 2
+
+    with pytest.raises(GuardUnproved) as caught:
+        prepared(Limited(), splitting_ops=(), min_num_tokens=1)
+    assert "min_num_tokens=" in str(caught.value) or "max_num_tokens=" in str(caught.value)
