@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import GraphModule
 
@@ -13,19 +14,36 @@ from ..cache import Cache
 from ..events import Events
 from ..torch_compat.dynamo import reasoning_about_sizes
 from .backends.registry import compiler_named
+from .guards.numerics_check import concrete_inputs, numeric_difference
 from .guards.trace_with_guards import trace_with_guards
-from .ir.compilation import CompileRequest
-from .ir.config import CompileConfig
+from .ir.compilation import CompileRequest, PieceFn
+from .ir.config import TOKENS, CompileConfig
 from .lower.split_model import split_model
+from .passes.graph_pass import GraphPass, inductor_passes, passes_for
+from .pieces.compile_ranges import CompileRange, compile_ranges
 
 
 @dataclass(frozen=True)
 class DebugPiece:
-    """One unique piece: its graph, and fake inputs to compile it for."""
+    """One unique piece: its graph, fake inputs to compile it for, its symbols with their names."""
 
     digest: str
     graph: GraphModule
     inputs: list[Any]
+    symbols: dict[sympy.Symbol, str]
+
+    def sizes(self, config: CompileConfig, num_tokens: int) -> dict[sympy.Symbol, int]:
+        """A value of each symbol: `num_tokens`, or the nearest that the symbol can have."""
+        limits = {symbol: config.limits(label) for symbol, label in self.symbols.items()}
+        return {symbol: min(max(num_tokens, low), high) for symbol, (low, high) in limits.items()}
+
+    def difference(self, fn: PieceFn, sizes: dict[sympy.Symbol, int]) -> str | None:
+        """How `fn` differs from the graph on generated inputs of `sizes`; None if it does not."""
+        return numeric_difference(fn, self.graph, sizes)
+
+    def generated_inputs(self, sizes: dict[sympy.Symbol, int]) -> list[Any]:
+        """Generated inputs of `sizes`."""
+        return concrete_inputs(self.graph, sizes)
 
 
 def debug_pieces(
@@ -42,16 +60,52 @@ def debug_pieces(
     request = CompileRequest(model, config, Cache(None, events), events, device, examples)
     split = split_model(trace_with_guards(request), events)
     return [
-        DebugPiece(each.digest, each.piece.module(split.trace.graph), each.piece.example_values())
+        DebugPiece(
+            each.digest,
+            each.piece.module(split.trace.graph),
+            each.piece.example_values(),
+            {symbol: str(split.guards.label(symbol)) for symbol in each.piece.symbols()},
+        )
         for each in split.unique
     ]
 
 
+def range_of(config: CompileConfig, num_tokens: int) -> CompileRange:
+    """The range whose code serves `num_tokens`."""
+    ranges = compile_ranges(config)
+    return next((each for each in ranges if each.low <= num_tokens <= each.high), ranges[-1])
+
+
+def passes_of(piece: DebugPiece, config: CompileConfig, num_tokens: int) -> tuple[GraphPass, ...]:
+    """The passes that run on the piece in the range that serves `num_tokens`, in order."""
+    return passes_for(config, range_of(config, num_tokens).high if piece.symbols else None)
+
+
 def compile_graph(
-    graph: GraphModule, inputs: list[Any], config: CompileConfig
+    graph: GraphModule,
+    inputs: list[Any],
+    config: CompileConfig,
+    *,
+    passes: Sequence[GraphPass] = (),
+    sizes: dict[sympy.Symbol, int] | None = None,
 ) -> Callable[[list[Any]], Any]:
-    """`graph` compiled as a piece would be; the function takes one list of arguments."""
+    """`graph` compiled with `passes` as a piece is; the function takes one list of arguments.
+
+    With `sizes` the code is for these sizes alone, as that of a compile size.
+    """
     compiler = compiler_named(config.compiler)
+    if sizes is not None:
+        inputs = concrete_inputs(graph, sizes)
+    options = {**config.inductor_options, **inductor_passes(tuple(passes), Events(), 0)}
     with compiler.session(), reasoning_about_sizes(config.dynamic_shapes.value):
-        fn, _ = compiler.compile(graph, inputs, config.inductor_options)()
+        fn, _ = compiler.compile(graph, inputs, options)()
     return fn
+
+
+def static_sizes(
+    piece: DebugPiece, config: CompileConfig, num_tokens: int
+) -> dict[sympy.Symbol, int] | None:
+    """The sizes of static code where `num_tokens` is a compile size of the piece, else None."""
+    interval = range_of(config, num_tokens)
+    alone = interval.exact and list(piece.symbols.values()) == [TOKENS]
+    return piece.sizes(config, interval.low) if alone else None

@@ -1,26 +1,30 @@
-"""Inside a guilty piece: the shortest beginning of it that is compiled wrongly, by bisection."""
+"""From a wrong step to its cause: the guard, the splitting call, the piece, the pass, the operator.
+
+An operator or a pass is named only if the piece was run without it and was right.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from ... import Config, ForwardContext, PreparedModel, forward_context
-from ...compile.debug import compile_graph, debug_pieces
+from ... import ForwardContext, PreparedModel, forward_context
+from ...compile.debug import DebugPiece, compile_graph, debug_pieces, passes_of, static_sizes
 from ...torch_compat.tensors import TorchDispatchMode, tree_leaves, tree_map_only
 from .case import BisectCase
 from .finding import first_wrong
-from .observe import Ran
+from .observe import Ran, splitting_ops
 
 if TYPE_CHECKING:
     from ...compile.ir.plan import Plan
+    from ...compile.passes.graph_pass import GraphPass
 
 _ALLOCATIONS = (
     torch.empty,
@@ -44,21 +48,30 @@ class WrongCall:
     """The first splitting call with a wrong tensor; `itself` if what it was given is right."""
 
     index: int
+    op: str
     itself: bool
 
 
-def find_call(right: Ran, ran: Ran, tolerance: float | None) -> WrongCall | None:
-    """None if all calls agree, or if they cannot be seen."""
-    for index, (want, have) in enumerate(zip(right.calls, ran.calls, strict=False)):
+def find_call(plan: Plan, right: Ran, ran: Ran, tolerance: float | None) -> WrongCall | None:
+    """None if all splitting calls agree, or if they cannot be observed."""
+    ops = splitting_ops(plan)
+    pairs = zip(right.calls_of(ops), ran.calls_of(ops), strict=False)
+    for index, (want, have) in enumerate(pairs):
         if first_wrong(want.before, have.before, tolerance):
-            return WrongCall(index, itself=False)
+            return WrongCall(index, want.op, itself=False)
         if first_wrong(want.after, have.after, tolerance):
-            return WrongCall(index, itself=True)
+            return WrongCall(index, want.op, itself=True)
     return None
 
 
-def find_piece(plan: Plan, call: WrongCall | None) -> int | None:
-    """The use of a piece that ran last before a wrong call; without one, the last of all."""
+def find_piece(plan: Plan, right: Ran, call: WrongCall | None) -> int | None:
+    """The use of a piece that ran last before a wrong call; without one, the last of all.
+
+    None if splitting calls cannot be observed, so that any piece may be wrong.
+    """
+    calls_in_plan = sum(step.kind == "call" for step in plan.steps)
+    if call is None and len(right.calls_of(splitting_ops(plan))) != calls_in_plan:
+        return None
     uses = calls = 0
     for step in plan.steps:
         if step.kind == "piece":
@@ -78,73 +91,135 @@ def find_guard(plan: Plan, size: int) -> tuple[str | None, str]:
         return None, ""
     guard = (broken or unproved)[0]
     failing = ", ".join(str(one) for one in guard.failing) or guard.method
-    return _file(guard.where), f"guard {guard.expression} was not proved: it fails for {failing}"
-
-
-def _file(where: str | None) -> str | None:
-    """`file.py:8` without the directories, which may have been cut in the middle."""
-    return where and where.rpartition("/")[2]
+    operator = guard.where and guard.where.rpartition("/")[2]  # directories may be cut
+    return operator, f"guard {guard.expression} was not proved: it fails for {failing}"
 
 
 def _sizes(failing: tuple[dict[str, int], ...]) -> set[Any]:
     return {size for sizes in failing for size in sizes.values()}
 
 
-def find_operator(case: BisectCase, prepared: PreparedModel, step: int, use: int) -> str | None:
-    """The operator, with the user's line, that makes the piece of `use` wrong in `step`.
+class PieceSearch:
+    """The pieces of a case, traced once more, to compile beginnings of one as the piece was."""
 
-    None if the piece is right when it is compiled and run by itself on the same inputs, from
-    whatever its memory held before.
-    """
-    examples = None if case.config.inputs else _arguments(case, 0)
-    device = next(iter(case.model.parameters()), torch.empty(0)).device
-    graphs = debug_pieces(case.model, case.config, device, examples)
-    piece = graphs[prepared.compiled.plan.piece_uses()[use]]
-    values = _inputs_of(case, prepared, [graph.graph for graph in graphs], step, use)
-    nodes = [node for node in piece.graph.graph.nodes if node.op.startswith("call_")]
+    def __init__(self, case: BisectCase, prepared: PreparedModel) -> None:
+        self._case = case
+        self._prepared = prepared
+        examples = None if case.config.inputs else _arguments(case, 0)
+        device = next(iter(case.model.parameters()), torch.empty(0)).device
+        self.pieces: list[DebugPiece] = debug_pieces(case.model, case.config, device, examples)
 
-    def is_wrong(count: int) -> bool:
-        return _wrong(_beginning(piece.graph, nodes[:count]), piece.inputs, values, case)
+    def find(self, use: int, *, step: int, num_tokens: int) -> tuple[str | None, str | None, str]:
+        """Operator, pass and note for the piece of `use`, which is wrong in `step`."""
+        piece = self.pieces[self._prepared.compiled.plan.piece_uses()[use]]
+        return self.find_in(piece, self.inputs_of(step, use), num_tokens)
 
-    if not nodes or not is_wrong(len(nodes)):
+    def find_in(
+        self, piece: DebugPiece, values: list[Any], num_tokens: int
+    ) -> tuple[str | None, str | None, str]:
+        """The same for a piece on given inputs."""
+        passes = passes_of(piece, self._case.config, num_tokens)
+        nodes = [node for node in piece.graph.graph.nodes if node.op.startswith("call_")]
+
+        def is_wrong(count: int, used: Sequence[GraphPass]) -> bool:
+            beginning = _beginning(piece.graph, nodes[:count])
+            return self._is_wrong(beginning, piece, values, num_tokens, used)
+
+        if not nodes or not is_wrong(len(nodes), passes):
+            return None, None, "compiled by itself it is right"
+        needed = _first(len(passes), lambda count: is_wrong(len(nodes), passes[:count]))
+        used = passes[:needed]
+        count = _first(len(nodes), lambda count: is_wrong(count, used))
+        node = nodes[count - 1]
+        operator = None if node.target in _ALLOCATIONS else described(node)
+        if not used:
+            return operator, None, ""
+        return operator, used[-1].name, f"right without the pass {used[-1].name}"
+
+    def mixing_operator(self, use: int, step: int, padded: int) -> str | None:
+        """The first operator of a piece whose real rows depend on what the padding holds."""
+        piece = self.pieces[self._prepared.compiled.plan.piece_uses()[use]]
+        values = self.inputs_of(step, use)
+        size = self._case.steps[step].batch.num_tokens
+        if not padded > size:
+            return None
+        runs = [_NodeValues(piece.graph, _padded(values, size, padded, fill)) for fill in (0, 1)]
+        for node in piece.graph.graph.nodes:
+            ones, others = (tree_leaves(run.values.get(node, ())) for run in runs)
+            for one, other in zip(ones, others, strict=True):
+                if node.target not in _ALLOCATIONS and _real_rows_differ(one, other, size, padded):
+                    return described(node)
         return None
-    right, wrong = 0, len(nodes)
+
+    def inputs_of(self, step: int, use: int) -> list[Any]:
+        """What the piece of `use` takes in `step` when all pieces run node by node."""
+        taken: list[Any] = []
+
+        def hook(index: int, piece: Any) -> Any:
+            def call(args: list[Any]) -> Any:
+                if index == use:
+                    taken[:] = _copied(args)
+                return piece(args)
+
+            return call
+
+        case, compiled = self._case, self._prepared.compiled
+        piece_of = {a: piece for s in compiled.plan.ranges for piece, a in enumerate(s.artifacts)}
+        graphs = tuple(self.pieces[piece_of[a]].graph for a in range(len(compiled.pieces)))
+        run = replace(compiled, pieces=tuple(map(_taking_a_list, graphs))).link(piece_hook=hook)
+        for each, earlier in enumerate(case.steps[: step + 1]):
+            args, kwargs = _arguments(case, each)
+            bound = inspect.signature(case.model.forward).bind(*args, **kwargs)
+            bound.apply_defaults()
+            tensors = [_at(bound.arguments, i.path) for i in compiled.plan.inputs]
+            metadata = earlier.metadata_for(earlier.without_graph())
+            with forward_context(ForwardContext(case.layers, metadata)), torch.no_grad():
+                run(*tensors)
+        return taken
+
+    def _is_wrong(
+        self,
+        graph: GraphModule,
+        piece: DebugPiece,
+        values: list[Any],
+        num_tokens: int,
+        passes: Sequence[GraphPass],
+    ) -> bool:
+        """Whether `graph` compiled differs from itself run node by node, or cannot be compiled."""
+        case = self._case
+        with torch.no_grad():
+            expected, other = (_run_on_memory_of(fill, graph, values) for fill in (0, 1))
+            if not expected:
+                return False
+            copied = Graph()  # compilers change the graph they are given
+            copied.output(copied.graph_copy(graph.graph, {}))
+            try:
+                compiled = compile_graph(
+                    GraphModule(graph, copied),
+                    piece.inputs,
+                    case.config,
+                    passes=passes,
+                    sizes=static_sizes(piece, case.config, num_tokens),
+                )
+                got = tree_leaves(compiled(_copied(values)))
+            except Exception:
+                return True
+        seen = [_where_equal(*each) for each in zip(expected, other, got, strict=True)]
+        return first_wrong(expected, seen, case.tolerance) is not None
+
+
+def _first(most: int, is_wrong: Callable[[int], bool]) -> int:
+    """The least count that is wrong, if `most` is, by bisection: the count before it is right."""
+    if is_wrong(0):
+        return 0
+    right, wrong = 0, most
     while wrong - right > 1:
         middle = (right + wrong) // 2
         right, wrong = (right, middle) if is_wrong(middle) else (middle, wrong)
-    return None if nodes[wrong - 1].target in _ALLOCATIONS else _described(nodes[wrong - 1])
+    return wrong
 
 
-def _inputs_of(
-    case: BisectCase, prepared: PreparedModel, graphs: Sequence[GraphModule], step: int, use: int
-) -> list[Any]:
-    """What the piece of `use` takes in `step` when all pieces run node by node."""
-    taken: list[Any] = []
-
-    def hook(index: int, piece: Any) -> Any:
-        def call(args: list[Any]) -> Any:
-            if index == use:
-                taken[:] = _copied(args)
-            return piece(args)
-
-        return call
-
-    compiled = prepared.compiled
-    of_artifact = {a: piece for s in compiled.plan.ranges for piece, a in enumerate(s.artifacts)}
-    pieces = tuple(_plainly(graphs[of_artifact[a]]) for a in range(len(compiled.pieces)))
-    run = replace(compiled, pieces=pieces).link(piece_hook=hook)
-    for each, earlier in enumerate(case.steps[: step + 1]):
-        args, kwargs = _arguments(case, each)
-        bound = inspect.signature(case.model.forward).bind(*args, **kwargs)
-        bound.apply_defaults()
-        tensors = [_at(bound.arguments, i.path) for i in prepared.compiled.plan.inputs]
-        metadata = earlier.metadata_for(earlier.without_graph())
-        with forward_context(ForwardContext(case.layers, metadata)), torch.no_grad():
-            run(*tensors)
-    return taken
-
-
-def _plainly(graph: GraphModule) -> Any:
+def _taking_a_list(graph: GraphModule) -> Any:
     return lambda args: graph(*args)
 
 
@@ -176,18 +251,41 @@ def _beginning(graph: GraphModule, nodes: Sequence[Node]) -> GraphModule:
     return GraphModule(graph, beginning)
 
 
-def _wrong(graph: GraphModule, fakes: list[Any], values: list[Any], case: BisectCase) -> bool:
-    """Whether `graph` compiled differs from itself run node by node; a failure to compile does."""
-    with torch.no_grad():
-        expected, other = (_run_on_memory_of(fill, graph, values) for fill in (0, 1))
-        if not expected:
-            return False
-        try:
-            got = tree_leaves(_compiled(graph, fakes, case.config)(_copied(values)))
-        except Exception:
-            return True
-    seen = [_where_equal(*each) for each in zip(expected, other, got, strict=True)]
-    return first_wrong(expected, seen, case.tolerance) is not None
+class _NodeValues(Interpreter):
+    """Runs a graph node by node and keeps the value of each."""
+
+    def __init__(self, graph: GraphModule, values: list[Any]) -> None:
+        super().__init__(graph)
+        self.values: dict[Node, Any] = {}
+        with torch.no_grad():
+            self.run(*_copied(values))
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        self.values[n] = tree_map_only(Tensor, torch.Tensor.clone, value)
+        return value
+
+
+def _padded(values: list[Any], size: int, padded: int, fill: int) -> list[Any]:
+    """Inputs of `size` rows with rows of `fill` up to `padded`; a size among them is raised."""
+    grown: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor) and value.dim() and len(value) == size:
+            rows = value.new_full((padded - size, *value.shape[1:]), fill)
+            grown.append(torch.cat((value, rows)))
+        else:
+            same = not isinstance(value, Tensor) and value == size
+            grown.append(padded if same else value)
+    return grown
+
+
+def _real_rows_differ(one: Any, other: Any, size: int, padded: int) -> bool:
+    """Whether the values differ in their real rows, or at all if they have no row a token."""
+    if not isinstance(one, Tensor) or not one.dtype.is_floating_point:
+        return False
+    if one.dim() and len(one) == padded:
+        one, other = one[:size], other[:size]
+    return not torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -208,17 +306,10 @@ def _run_on_memory_of(fill: int, graph: GraphModule, values: list[Any]) -> list[
 
 
 def _where_equal(one: Any, other: Any, got: Any) -> Any:
-    """`got`, but `one` where that depends on what memory held before: anything is right there."""
+    """`got`, but `one` where the result depends on unwritten memory: anything is right there."""
     if one.shape != got.shape:
         return got
     return torch.where((one == other) | (one.isnan() & other.isnan()), got, one)
-
-
-def _compiled(graph: GraphModule, fakes: list[Any], config: Config) -> Any:
-    """A copy is compiled: compilers change the graph they are given."""
-    copied = Graph()
-    copied.output(copied.graph_copy(graph.graph, {}))
-    return compile_graph(GraphModule(graph, copied), fakes, config)
 
 
 def _copied(values: list[Any]) -> list[Any]:
@@ -226,7 +317,8 @@ def _copied(values: list[Any]) -> list[Any]:
     return copied
 
 
-def _described(node: Node) -> str:
+def described(node: Node) -> str:
+    """The operator with the user's line."""
     target = node.target if isinstance(node.target, str) else node._pretty_print_target(node.target)
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     return f"{target} ({':'.join(frames[-1])})" if frames else str(target)

@@ -28,20 +28,22 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The lowest stage that is wrong, and as much as is known of the place.
+    """The first stage that is wrong, and what is known of the place.
 
-    `size` is in real tokens, `padded` what they ran as. `wrong` is None where a step raised, and
-    then `note` says what.
+    `size` is in real tokens, `padded` what they ran as. `step` is None if no step is wrong but a
+    size that no step has, `wrong` is None where there is no result: `note` says why. `operator` and
+    `graph_pass` are named only if the result is right without them.
     """
 
     stage: str
-    step: int
+    step: int | None
     size: int
     padded: int
-    piece: int | None
-    operator: str | None
-    wrong: Wrong | None
+    piece: int | None = None
+    operator: str | None = None
+    wrong: Wrong | None = None
     note: str = ""
+    graph_pass: str | None = None
 
     def line(self) -> str:
         """All of it on one line."""
@@ -49,10 +51,12 @@ class Finding:
         parts = [
             f"stage={self.stage}",
             f"piece={'-' if self.piece is None else self.piece}",
+            *([f"pass={self.graph_pass}"] if self.graph_pass else []),
             f"operator={self.operator or '-'}",
-            f"step={self.step}",
+            f"step={'-' if self.step is None else self.step}",
             f"size={self.size}{padding}",
-            f"first wrong: {self.wrong}" if self.wrong else "no result",
+            *([f"first wrong: {self.wrong}"] if self.wrong else []),
+            *(["no result"] if self.wrong is None and self.step is not None else []),
         ]
         return " ".join(parts) + (f"; {self.note}" if self.note else "")
 

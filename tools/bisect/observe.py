@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ... import Decision, ForwardContext, PreparedModel, forward_context
-from ...torch_compat.ops import OpOverload, given_arguments, op_name, overload_name
+from ...torch_compat.ops import given_arguments, op_name, overload_name
 from ...torch_compat.tensors import TorchDispatchMode, tree_leaves
 from .case import BisectCase
+from .state import State
+
+if TYPE_CHECKING:
+    from ...compile.ir.plan import Plan
+
+BUILT_IN = ("aten", "prims", "prim", "profiler", "inductor", "_c10d_functional")
+"""Namespaces of ops that are not observed: custom ops are where graphs are split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One splitting call: copies of what it read, and of all its tensors when it had run.
+    """One call of a custom op: copies of what it read, and of all its tensors afterwards.
 
-    What an op writes to is not looked at before: mostly it is memory that nobody has written yet.
+    Arguments that the op writes to are not copied before: they are mostly unwritten memory.
     """
 
     op: str
@@ -29,36 +36,45 @@ class Call:
 
 @dataclass(slots=True)
 class Ran:
-    """One step as it ran; `error` is what it raised instead of a result."""
+    """One step as it ran; `error` is what it raised instead of a result.
+
+    `clobbered` names the state that changed while the step was dispatched.
+    """
 
     decision: Decision
     results: list[Tensor] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     error: Exception | None = None
+    clobbered: list[str] = field(default_factory=list)
+
+    def calls_of(self, ops: Collection[str]) -> list[Call]:
+        """The calls of the ops called `ops`, in order."""
+        return [call for call in self.calls if call.op in ops]
+
+
+def splitting_ops(plan: Plan) -> set[str]:
+    """The overloads at which a plan is split."""
+    return {step.op for step in plan.steps if step.kind == "call"}
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies the tensors of the ops called `names`, wherever they are called from."""
+    """Copies the tensors of custom ops, wherever they are called from."""
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
-        self._names = names
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = op_name(func)
-        if name not in self._names and overload_name(func) not in self._names:
+        if op_name(func).partition("::")[0] in BUILT_IN:
             return func(*args, **kwargs)
         before = copies(_read(func, args, kwargs))
         result = func(*args, **kwargs)
-        self.calls.append(Call(name, before, copies((args, kwargs, result))))
+        self.calls.append(Call(overload_name(func), before, copies((args, kwargs, result))))
         return result
 
 
-def _read(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
+def _read(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that the op's schema does not say it writes to."""
     return [value for value, written in given_arguments(func, args, kwargs) if not written]
 
@@ -69,30 +85,42 @@ def copies(value: Any) -> list[Tensor]:
 
 
 def run_eagerly(case: BisectCase) -> list[Ran]:
-    """The truth: the model itself on just the real rows."""
+    """The model itself on just the real rows: what is right."""
     runs = []
     for step in case.steps:
         decision = step.without_graph()
         metadata = step.metadata_for(decision)
         context = forward_context(ForwardContext(case.layers, metadata))
-        calls = _Calls(case.config.splitting_ops)
+        calls = _Calls()
         with context, torch.no_grad(), calls:
             results = case.model(*step.args, **step.kwargs)
         runs.append(Ran(decision, copies(results), calls.calls))
     return runs
 
 
-def run_prepared(case: BisectCase, prepared: PreparedModel) -> list[Ran]:
-    """The steps through `prepared`, up to the first that raises."""
+def run_prepared(
+    case: BisectCase,
+    prepared: PreparedModel,
+    *,
+    state: State | None = None,
+    adjust: Callable[[Decision, Any], Any] = lambda decision, metadata: metadata,
+) -> list[Ran]:
+    """The steps through `prepared`, up to the first that raises.
+
+    With `state` it is noted what of it a dispatch changes. `adjust` makes the metadata of a step
+    from its own.
+    """
     runs: list[Ran] = []
     for step in case.steps:
-        ran = Ran(prepared.dispatch(step.batch))
+        before = state.contents() if state is not None else {}
+        decision = prepared.dispatch(step.batch)
+        ran = Ran(decision, clobbered=state.changed_since(before) if state is not None else [])
         runs.append(ran)
-        calls = _Calls(case.config.splitting_ops)
+        calls = _Calls()
         try:
-            metadata = step.metadata_for(ran.decision)
+            metadata = adjust(decision, step.metadata_for(decision))
             with calls:
-                results = prepared.run(ran.decision, *step.args, metadata=metadata, **step.kwargs)
+                results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
             ran.results = copies(results)
         except Exception as error:
             ran.error = error

@@ -29,17 +29,20 @@ sys.exit(reproduce(Path(__file__).with_suffix(".pt"), {stage!r}))
 
 
 def write_script(
-    case: BisectCase, finding: Finding, path: Path, say: Callable[[str], None]
+    case: BisectCase,
+    finding: Finding,
+    path: Path,
+    say: Callable[[str], None],
+    cache: Path,
 ) -> None:
     """Write the script to `path` and, beside it, model, settings and steps as `.pt`.
 
-    For a wrong number from the cache the cache goes with it, as `.cache`. What cannot be pickled,
-    such as a model class made inside a function, is said through `say`.
+    For a wrong number from the cache, `cache` is copied beside it as `.cache`. A case that cannot
+    be pickled, such as one of a class made inside a function, is reported through `say`.
     """
-    root = case.config.cache_dir
-    if finding.stage == WARM and root is not None:
+    if finding.stage == WARM:
         kept = path.with_suffix(".cache")
-        shutil.copytree(root, kept, dirs_exist_ok=True)
+        shutil.copytree(cache, kept, dirs_exist_ok=True)
         case = replace(case, config=case.config.changed(cache_dir=kept.absolute()))
     facts = {field.name: getattr(case, field.name) for field in fields(case)}
     facts["config"] = {name: getattr(case.config, name) for name in case.config.model_fields_set}

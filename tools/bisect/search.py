@@ -1,35 +1,57 @@
-"""Climb the ladder until a step is wrong, then look closer: which piece, which operator, why."""
+"""Run the stages in order until a step is wrong, then look closer: where, and what makes it wrong.
+
+Only what was tried is stated. Nothing is written to the user's cache: it is read as a layer of a
+temporary one.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ... import Config, PreparedModel
-from ...errors import InvalidSetting
+from ... import Config, Decision, PreparedModel
+from ...dispatch import default_capture_sizes
+from ...errors import InvalidSetting, PieceFailed
 from .case import BisectCase
-from .culprit import find_call, find_guard, find_operator, find_piece
+from .culprit import PieceSearch, find_call, find_guard, find_piece
 from .finding import Finding, Wrong, first_wrong
 from .observe import Ran, run_eagerly, run_prepared
 from .script import write_script
-from .stages import COMPILER, EAGER, FULL, PIECEWISE, TRACED, WARM, Stage, prepared_for, stages
-from .state import State, addresses
+from .stages import (
+    COMPILER,
+    EAGER,
+    FULL,
+    PIECEWISE,
+    STRATEGIES,
+    TRACED,
+    WARM,
+    MetadataFor,
+    Stage,
+    prepared_for,
+    stages,
+    with_own_cache,
+)
+from .state import State, addresses, leaves
 
 Say = Callable[[str], None]
+
+PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 61, 127, 251, 509, 1021, 2039)
 
 
 def bisect(
     case: BisectCase, *, script: Path | None = None, say: Say = lambda line: None
 ) -> Finding | None:
-    """The lowest stage on which `case` gives a wrong number or raises; None if all is right.
+    """The first stage at which `case` gives a wrong number or raises; None if all is right.
 
-    `say` is told each stage's verdict. With `script` a Python file is written there that repeats
-    the finding, with what it needs beside it; see `write_script`. Raises InvalidSetting for a
-    configuration without a stage.
+    `say` is called with the verdict on each stage and with what was covered. With `script` a Python
+    file is written there that repeats the finding, with what it needs beside it; see
+    `write_script`. Raises InvalidSetting for a configuration without a stage.
     """
     if not any(stages(case.config)):
         raise InvalidSetting(
@@ -38,13 +60,12 @@ def bisect(
             reason="graphs are off as well, which leaves nothing that could be wrong",
             expected="to have one of the two on",
         )
-    state = State(case.model, case.layers)
-    try:
-        finding = _search(case, state, say)
-    finally:
-        state.restore()
-    if finding is not None and script is not None:
-        write_script(case, finding, script, say)
+    with tempfile.TemporaryDirectory(prefix="piecegraph-bisect-") as folder:
+        own = replace(case, config=with_own_cache(case.config, Path(folder)))
+        search = _Search(own, say)
+        finding = search.run()
+        if finding is not None and script is not None:
+            write_script(case, finding, script, say, Path(folder))
     return finding
 
 
@@ -54,138 +75,299 @@ def reproduce(data: Path, stage: str) -> int:
     The file is unpickled: run only scripts that you have made yourself.
     """
     facts = torch.load(data, weights_only=False)
-    finding = check_stage(BisectCase(**{**facts, "config": Config(**facts["config"])}), stage)
+    case = BisectCase(**{**facts, "config": Config(**facts["config"])})
+    with tempfile.TemporaryDirectory(prefix="piecegraph-bisect-") as folder:
+        own = replace(case, config=with_own_cache(case.config, Path(folder)))
+        finding = _Search(own, lambda line: None).check_named(stage)
     print(finding.line() if finding else f"stage {stage} is right")
     return 1 if finding else 0
 
 
-def check_stage(case: BisectCase, name: str) -> Finding | None:
-    """Run just one stage, by name, against the eager model."""
-    state = State(case.model, case.layers)
-    truth = run_eagerly(case)
-    if name == EAGER:
-        return _unsteady(case, state, truth)
-    (stage,) = (stage for stage in stages(case.config) if stage.name == name)
-    return _check(case, stage, state, truth)
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """The first step that raised or is wrong."""
+
+    index: int
+    wrong: Wrong | None
+    right: Ran
+    ran: Ran
 
 
-def _search(case: BisectCase, state: State, say: Say) -> Finding | None:
-    truth = run_eagerly(case)
-    finding = _unsteady(case, state, truth)
-    for stage in stages(case.config):
-        if finding is not None:
-            break
-        finding = _check(case, stage, state, truth)
-        say(f"{stage.name}: {'wrong' if finding else 'right'}")
-    return finding
+class _Search:
+    """One search; the state of layers and buffers is as before when it ends."""
 
+    def __init__(self, case: BisectCase, say: Say) -> None:
+        self.case = case
+        self.say = say
+        self.state = State(case.model, case.layers)
 
-def _unsteady(case: BisectCase, state: State, truth: Sequence[Ran]) -> Finding | None:
-    """A finding if the eager model differs from itself: then there is no truth to compare with."""
-    state.restore()
-    failure = _first_failure(truth, run_eagerly(case), case.tolerance)
-    if failure is None:
-        return None
-    size = case.steps[failure[0]].batch.num_tokens
-    note = "the model itself gives another result the second time"
-    return Finding(EAGER, failure[0], size, size, None, None, failure[1], note)
-
-
-def _check(case: BisectCase, stage: Stage, state: State, truth: Sequence[Ran]) -> Finding | None:
-    state.restore()
-    with ExitStack() as stack:
+    def run(self) -> Finding | None:
         try:
-            prepared = stack.enter_context(prepared_for(case, stage))
-        except Exception as error:
-            size = case.steps[0].batch.num_tokens
-            note = f"preparing raised {_described_error(error)}"
-            return Finding(stage.name, 0, size, size, None, None, None, note)
-        state.restore()
-        where = addresses(case.model, case.layers)
-        runs = run_prepared(case, prepared)
-        failure = _first_failure(truth, runs, case.tolerance)
+            right = run_eagerly(self.case)
+            finding = self._unsteady(right)
+            for stage in stages(self.case.config):
+                if finding is not None:
+                    break
+                finding = self.check(stage, right)
+                self.say(f"{stage.name}: {'wrong' if finding else 'right'}")
+            return finding
+        finally:
+            self.state.restore()
+
+    def check_named(self, name: str) -> Finding | None:
+        """Check one stage alone."""
+        right = run_eagerly(self.case)
+        if name == EAGER:
+            return self._unsteady(right)
+        (stage,) = (each for each in stages(self.case.config) if each.name == name)
+        return self.check(stage, right)
+
+    def check(self, stage: Stage, right: Sequence[Ran]) -> Finding | None:
+        """A finding if a step, or a piece at another size, is wrong at this stage."""
+        case = self.case
+        captured = _CapturedMetadata(case.capture_metadata)
+        self.state.restore()
+        with ExitStack() as stack:
+            try:
+                prepared = stack.enter_context(prepared_for(case, stage, captured.function))
+            except Exception as error:
+                size = case.steps[0].batch.num_tokens
+                piece = error.facts.get("piece") if isinstance(error, PieceFailed) else None
+                note = f"preparing raised {_described_error(error)}"
+                return Finding(stage.name, 0, size, size, piece, note=note)
+            self.state.restore()
+            where = addresses(case.model, case.layers)
+            watched = self.state if stage.name in STRATEGIES else None
+            runs = run_prepared(case, prepared, state=watched)
+            failure = _first_failure(right, runs, case.tolerance)
+            moved = _moved(where, addresses(case.model, case.layers))
+            if failure is None:
+                return self._sweep(stage, prepared) if stage.name in (COMPILER, WARM) else None
+            finding = self._located(stage, prepared, failure)
+        if stage.name not in (PIECEWISE, FULL, *STRATEGIES):
+            return finding
+        notes = [finding.note, moved, *self._graph_causes(stage, failure, captured)]
+        return replace(finding, note="; ".join(note for note in notes if note))
+
+    def _unsteady(self, right: Sequence[Ran]) -> Finding | None:
+        """A finding if the model differs from itself: then nothing can be compared with it."""
+        self.state.restore()
+        failure = _first_failure(right, run_eagerly(self.case), self.case.tolerance)
         if failure is None:
             return None
-        moved = _moved(where, addresses(case.model, case.layers))
-        index, wrong = failure
-        finding = _located(case, stage, prepared, state, truth[index], runs[index], index, wrong)
-    if stage.name in (PIECEWISE, FULL):
-        notes = (finding.note, moved, _history(case, stage, state, index))
-        return replace(finding, note="; ".join(note for note in notes if note))
-    return finding
+        size = self.case.steps[failure.index].batch.num_tokens
+        note = "the model itself gives another result the second time"
+        return Finding(EAGER, failure.index, size, size, wrong=failure.wrong, note=note)
+
+    def _located(self, stage: Stage, prepared: PreparedModel, failure: _Failure) -> Finding:
+        case, ran, plan = self.case, failure.ran, prepared.compiled.plan
+        size, padded = (
+            case.steps[failure.index].batch.num_tokens,
+            ran.decision.descriptor.num_tokens,
+        )
+        finding = Finding(stage.name, failure.index, size, padded, wrong=failure.wrong)
+        if ran.error is not None:
+            return replace(finding, note=f"the step raised {_described_error(ran.error)}")
+        if stage.name == TRACED:
+            operator, note = find_guard(plan, size)
+            return replace(finding, operator=operator, note=note)
+        if stage.name in STRATEGIES:
+            note = "right with all graphs captured at startup"
+            changed = ", ".join(dict.fromkeys(ran.clobbered))
+            return replace(
+                finding,
+                note=f"{note}; a capture before this step changed {changed}" if changed else note,
+            )
+        if stage.name == FULL and not ran.calls:
+            return replace(
+                finding, note="inside the FULL graph; right with splitting ops between the graphs"
+            )
+        call = find_call(plan, failure.right, ran, case.tolerance)
+        if call is not None and call.itself:
+            return replace(finding, operator=call.op.rpartition(".")[0])
+        use = find_piece(plan, failure.right, call)
+        if use is None:
+            return finding
+        piece = plan.piece_uses()[use]
+        note = f"piece {piece} is {plan.pieces[piece].digest[:12]}, use {use}"
+        finding = replace(finding, piece=piece, note=note)
+        if stage.name == WARM:
+            return replace(finding, note=f"{note}; compiled again it is right: remove its artifact")
+        self.state.restore()
+        at_stage = replace(case, config=case.config.changed(**stage.settings))
+        if stage.name == COMPILER:
+            search = PieceSearch(at_stage, prepared)
+            operator, graph_pass, why = search.find(use, step=failure.index, num_tokens=size)
+            notes = "; ".join(each for each in (note, why) if each)
+            return replace(finding, operator=operator, graph_pass=graph_pass, note=notes)
+        if stage.name == PIECEWISE and case.config.compile:
+            operator = PieceSearch(at_stage, prepared).mixing_operator(use, failure.index, padded)
+            mixes = f"{note}; its real rows depend on what padding holds"
+            return replace(finding, operator=operator, note=mixes if operator else note)
+        return finding
+
+    def _sweep(self, stage: Stage, prepared: PreparedModel) -> Finding | None:
+        """Run each unique piece at sizes that no step may have, beside its graph."""
+        config = self.case.config.changed(**stage.settings)
+        search = PieceSearch(replace(self.case, config=config), prepared)
+        low, high = config.limits("num_tokens")
+        ranges = prepared.compiled.plan.ranges
+        sizes = {1, 2, 3, *PRIMES, *(end for each in ranges for end in (each.low, each.high))}
+        sizes |= {step.batch.num_tokens for step in self.case.steps}
+        sizes |= {*(config.capture_sizes or default_capture_sizes(config.max_num_reqs, high))}
+        covered = sorted(size for size in sizes if low <= size <= high)
+        shown, skipped = ", ".join(map(str, covered)), set[int]()
+        for size in covered:
+            (interval,) = (each for each in ranges if each.low <= size <= each.high)
+            for index, artifact in enumerate(interval.artifacts):
+                piece, fn = search.pieces[index], prepared.compiled.pieces[artifact]
+                values = piece.sizes(config, size)
+                try:
+                    difference = piece.difference(fn, values)
+                except Exception:  # an op inside needs more than generated inputs
+                    skipped.add(index)
+                    continue
+                if difference is None:
+                    continue
+                found = search.find_in(piece, piece.generated_inputs(values), size)
+                note = f"no step has this size; on generated inputs {difference}"
+                notes = "; ".join(each for each in (note, found[2]) if each)
+                return Finding(stage.name, None, size, size, index, found[0], None, notes, found[1])
+        pieces = len(search.pieces) - len(skipped)
+        self.say(f"{stage.name}: {pieces} of {len(search.pieces)} pieces compared at {shown}")
+        return None
+
+    def _graph_causes(
+        self, stage: Stage, failure: _Failure, captured: _CapturedMetadata
+    ) -> list[str]:
+        """What makes the step right, or what differs between capture and step."""
+        step, decision = self.case.steps[failure.index], failure.ran.decision
+        causes = []
+        if failure.ran.error is None and stage.name == FULL:
+            causes += self._metadata_causes(stage, failure, captured)
+        causes += [self._history(stage, failure.index)]
+        if decision.descriptor.num_tokens > step.batch.num_tokens and failure.ran.error is None:
+            causes += [self._padding(stage, failure.index)]
+        return causes
+
+    def _metadata_causes(
+        self, stage: Stage, failure: _Failure, captured: _CapturedMetadata
+    ) -> list[str]:
+        """Metadata that a FULL graph reads at another address, or whose host values it froze."""
+        step, decision = self.case.steps[failure.index], failure.ran.decision
+        key = (decision.mode, decision.descriptor)
+        if key not in captured.made:
+            return []
+        then_tensors, then_plain = leaves(captured.made[key])
+        self.state.restore()
+        now_tensors, now_plain = leaves(step.metadata_for(decision))
+        moved = [
+            name
+            for name, tensor in now_tensors.items()
+            if name in then_tensors and tensor.data_ptr() != then_tensors[name].data_ptr()
+        ]
+        frozen = [
+            f"{name} is {then_plain[name]!r} at the capture and {value!r} in the step"
+            for name, value in now_plain.items()
+            if name in then_plain and then_plain[name] != value
+        ]
+        causes = []
+        if moved:
+
+            def copied_back(decision: Decision, metadata: Any) -> Any:
+                made = captured.made.get((decision.mode, decision.descriptor))
+                if made is None:
+                    return metadata
+                old, new = leaves(made)[0], leaves(metadata)[0]
+                for name in moved:
+                    old[name].copy_(new[name])
+                return made
+
+            names = ", ".join(moved)
+            if self._is_right(stage, failure.index, adjust=copied_back):
+                causes.append(f"{names} moved: right when the graph's own memory is filled instead")
+            else:
+                causes.append(f"{names} moved since the capture")
+        if frozen:
+            real = step.metadata
+
+            def of_step(descriptor: Any, mode: Any) -> Any:
+                if (mode, descriptor) == key:
+                    return real(decision) if callable(real) else real
+                assert self.case.capture_metadata is not None
+                return self.case.capture_metadata(descriptor, mode)
+
+            if self._is_right(stage, failure.index, capture_metadata=of_step):
+                causes.append(f"host values are frozen in the graph: {', '.join(frozen)}")
+        return causes
+
+    def _history(self, stage: Stage, index: int) -> str:
+        """Whether the step is wrong on its own, or only after those before it."""
+        if index == 0 or stage.name in STRATEGIES:
+            return ""
+        if self._is_right(stage, index):
+            return "right as the first step: something of an earlier step is left in rows or state"
+        return "wrong as the first step too"
+
+    def _padding(self, stage: Stage, index: int) -> str:
+        """Whether padding is needed for the step to be wrong."""
+        size = self.case.steps[index].batch.num_tokens
+        if not self._is_right(stage, index, capture_sizes=(size,)):
+            return ""
+        return "right without padding"
+
+    def _is_right(
+        self,
+        stage: Stage,
+        index: int,
+        *,
+        adjust: Callable[[Decision, Any], Any] = lambda decision, metadata: metadata,
+        capture_metadata: MetadataFor | None = None,
+        **settings: Any,
+    ) -> bool:
+        """Whether the step alone is right, with other settings or other metadata."""
+        config = self.case.config.changed(**settings)
+        alone = replace(self.case, config=config, steps=[self.case.steps[index]])
+        self.state.restore()
+        right = run_eagerly(alone)
+        self.state.restore()
+        try:
+            with prepared_for(alone, stage, capture_metadata) as prepared:
+                self.state.restore()
+                runs = run_prepared(alone, prepared, adjust=adjust)
+        except Exception:
+            return False
+        return _first_failure(right, runs, alone.tolerance) is None
+
+
+class _CapturedMetadata:
+    """Keeps what `capture_metadata` made, by runtime mode and descriptor."""
+
+    def __init__(self, capture_metadata: MetadataFor | None) -> None:
+        self.made: dict[Any, Any] = {}
+        self._made_by = capture_metadata
+        self.function: MetadataFor | None = None if capture_metadata is None else self._make
+
+    def _make(self, descriptor: Any, mode: Any) -> Any:
+        assert self._made_by is not None
+        made = self._made_by(descriptor, mode)
+        self.made[mode, descriptor] = made
+        return made
 
 
 def _first_failure(
-    truth: Sequence[Ran], runs: Sequence[Ran], tolerance: float | None
-) -> tuple[int, Wrong | None] | None:
-    """Index of the first step that raised or is wrong, and the wrong element."""
-    for index, (right, ran) in enumerate(zip(truth, runs, strict=False)):
-        if ran.error is not None:
-            return index, None
-        if wrong := first_wrong(right.results, ran.results, tolerance):
-            return index, wrong
+    right: Sequence[Ran], runs: Sequence[Ran], tolerance: float | None
+) -> _Failure | None:
+    for index, (want, ran) in enumerate(zip(right, runs, strict=False)):
+        wrong = None if ran.error else first_wrong(want.results, ran.results, tolerance)
+        if ran.error is not None or wrong is not None:
+            return _Failure(index, wrong, want, ran)
     return None
-
-
-def _located(
-    case: BisectCase,
-    stage: Stage,
-    prepared: PreparedModel,
-    state: State,
-    right: Ran,
-    ran: Ran,
-    index: int,
-    wrong: Wrong | None,
-) -> Finding:
-    size = case.steps[index].batch.num_tokens
-    finding = Finding(
-        stage.name, index, size, ran.decision.descriptor.num_tokens, None, None, wrong
-    )
-    if ran.error is not None:
-        return replace(finding, note=f"the step raised {_described_error(ran.error)}")
-    plan = prepared.compiled.plan
-    if stage.name == TRACED:
-        operator, note = find_guard(plan, size)
-        return replace(finding, operator=operator, note=note)
-    if stage.name == FULL and not ran.calls:
-        operator = ", ".join(case.config.splitting_ops) or None
-        return replace(finding, operator=operator, note="right with these ops between the graphs")
-    call = find_call(right, ran, case.tolerance)
-    if call is not None and call.itself:
-        return replace(finding, operator=right.calls[call.index].op)
-    use = find_piece(plan, call)
-    if use is None:
-        return finding
-    piece = plan.piece_uses()[use]
-    note = f"piece {piece} is {plan.pieces[piece].digest[:12]}, use {use}"
-    finding = replace(finding, piece=piece, note=note)
-    if stage.name == COMPILER:
-        state.restore()
-        on_stage = replace(case, config=case.config.changed(**stage.settings))
-        operator = find_operator(on_stage, prepared, index, use)
-        note = note if operator else f"{note}; compiled by itself it is right"
-        return replace(finding, operator=operator, note=note)
-    if stage.name == WARM:
-        return replace(finding, note=f"{note}; compiled anew it is right: remove its artifact")
-    return finding
 
 
 def _moved(before: dict[str, int], after: dict[str, int]) -> str:
     names = [name for name, place in after.items() if before.get(name) != place]
     return f"moved after the capture: {', '.join(names)}" if names else ""
-
-
-def _history(case: BisectCase, stage: Stage, state: State, index: int) -> str:
-    """Whether the step is wrong on its own, or only after those before it."""
-    if index == 0:
-        return ""
-    alone = replace(case, steps=[case.steps[index]])
-    state.restore()
-    truth = run_eagerly(alone)
-    finding = _check(alone, stage, state, truth)
-    if finding is None:
-        return "right as the first step: something of an earlier step is left in rows or state"
-    return "wrong as the first step too"
 
 
 def _described_error(error: Exception) -> str:

@@ -1,31 +1,45 @@
-"""The ladder: settings that add one part of the library after the other.
+"""The stages of a search: settings that add one part of the library after the other.
 
-| stage         | what is new on it                                       |
-|--------------|---------------------------------------------------------|
-| traced graph | Dynamo's graph, run node by node                        |
-| split        | cut at splitting ops, each piece on its own, stitched   |
-| dedupe       | equal pieces share one                                  |
-| compiler     | pieces compiled, nothing read from a cache              |
-| warm cache   | pieces loaded from the cache                            |
-| partitions   | the graph whole, its code cut by Inductor               |
-| PIECEWISE    | graphs with attention in between, padded sizes          |
-| FULL         | the mode that was asked for, with attention in graphs   |
+| stage         | what is new                                                   |
+|---------------|---------------------------------------------------------------|
+| traced graph  | Dynamo's graph, run node by node                              |
+| split         | split at the splitting ops, each piece on its own, stitched   |
+| dedupe        | equal pieces share one                                        |
+| compiler      | pieces compiled, nothing read from a cache                    |
+| warm cache    | pieces loaded from the cache                                  |
+| partitions    | the graph whole, its code partitioned by Inductor             |
+| PIECEWISE     | graphs with splitting ops between them, padded sizes          |
+| FULL          | the mode that was asked for, all graphs captured at startup   |
+| DELAYED, LAZY | the strategy that was asked for: captures between steps       |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ... import CaptureStrategy, Config, GraphMode, PreparedModel, prepare
+from ... import (
+    BatchDescriptor,
+    CaptureStrategy,
+    Config,
+    GraphMode,
+    PreparedModel,
+    RuntimeMode,
+    cache_root,
+    prepare,
+)
 from ...dispatch import level_defaults
 from .case import BisectCase
 
 EAGER, TRACED, SPLIT, DEDUPE = "eager", "traced graph", "split", "dedupe"
 COMPILER, WARM, PARTITIONS = "compiler", "warm cache", "partitions"
 PIECEWISE, FULL = "PIECEWISE", "FULL"
+STRATEGIES = (CaptureStrategy.DELAYED.name, CaptureStrategy.LAZY.name)
+
+MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +51,20 @@ class Stage:
 
 
 def stages(config: Config) -> Iterator[Stage]:
-    """The stages that `config` has, from the ground."""
+    """The stages that `config` has, in order."""
     if config.compile:
         yield from _compiled_stages(config)
-    mode = _asked(config)
+    mode = _requested_mode(config)
     if mode is not GraphMode.NONE:
-        if config.splitting_ops:
+        if config.cuts():
             yield Stage(PIECEWISE, {"graph_mode": GraphMode.PIECEWISE})
-        if not config.splitting_ops or mode is not GraphMode.PIECEWISE:
+        if not config.cuts() or mode is not GraphMode.PIECEWISE:
             yield Stage(FULL, {})
+        if config.strategy is not CaptureStrategy.EAGER:
+            yield Stage(config.strategy.name, {"strategy": config.strategy})
 
 
-def _asked(config: Config) -> GraphMode:
+def _requested_mode(config: Config) -> GraphMode:
     """The graph mode that is asked for, by its name or by the level."""
     if config.graph_mode is not None:
         return config.graph_mode
@@ -56,35 +72,48 @@ def _asked(config: Config) -> GraphMode:
 
 
 def _compiled_stages(config: Config) -> Iterator[Stage]:
-    """Those without graphs."""
+    """The stages without graphs."""
     split = {"graph_mode": GraphMode.NONE, "use_inductor_graph_partition": False}
-    plain = {**split, "cache": False}
-    eager = {**plain, "compiler": "eager"}
-    yield Stage(TRACED, {**eager, "splitting_ops": ()})
-    if config.splitting_ops:
+    uncached = {**split, "cache": False}
+    eager = {**uncached, "compiler": "eager"}
+    whole = {"splitting_ops": (), "splitting_patterns": (), "splitting_predicate": None}
+    yield Stage(TRACED, {**eager, **whole})
+    if config.cuts():
         yield Stage(SPLIT, {**eager, "dedupe": False})
         if config.dedupe:
             yield Stage(DEDUPE, eager)
     if config.compiler != "eager":
-        yield Stage(COMPILER, plain)
+        yield Stage(COMPILER, uncached)
     if config.cache and config.compiler == "inductor":
         yield Stage(WARM, split)
     if config.use_inductor_graph_partition:
         yield Stage(PARTITIONS, {"graph_mode": GraphMode.NONE})
 
 
-@contextmanager
-def prepared_for(case: BisectCase, stage: Stage) -> Iterator[PreparedModel]:
-    """The case prepared and captured as `stage` says; closed at the end.
+def with_own_cache(case_config: Config, folder: Path) -> Config:
+    """The same settings with `folder` as the cache; the user's is only read, as a layer of it."""
+    root = cache_root(case_config)
+    if root is None:
+        return case_config
+    users = ({"at": str(root), "trust": "anybody"},) if root.is_dir() else ()
+    layers = (*users, *case_config.cache_layers)
+    return case_config.changed(cache_dir=folder, cache_layers=layers)
 
-    On the stage of the warm cache it is prepared twice, so that the second comes from a bundle.
+
+@contextmanager
+def prepared_for(
+    case: BisectCase, stage: Stage, capture_metadata: MetadataFor | None = None
+) -> Iterator[PreparedModel]:
+    """The case prepared and captured for `stage`; closed at the end.
+
+    At the stage of the warm cache it is prepared twice, so that the second comes from a bundle.
     """
     config = case.config.changed(**{"strategy": CaptureStrategy.EAGER, **stage.settings})
     if stage.name == WARM:
         _prepare(case, config).close()
     prepared = _prepare(case, config)
     try:
-        prepared.capture(case.capture_metadata)
+        prepared.capture(capture_metadata or case.capture_metadata)
         yield prepared
     finally:
         prepared.close()

@@ -20,6 +20,7 @@ class State:
     def __init__(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
         places = [found[1:] for found in _tensors(layers, "layers", DEPTH)] + _buffers(model)
         self._saved = [(holder, key, tensor, tensor.clone()) for holder, key, tensor in places]
+        self._named = [each[:3] for each in _tensors(layers, "layers", DEPTH)]
 
     def restore(self) -> None:
         """The same tensors in the same places, with the same contents."""
@@ -28,6 +29,37 @@ class State:
                 if _get(holder, key) is not tensor:
                     _put(holder, key, tensor)
                 tensor.copy_(content)
+
+    def contents(self) -> dict[str, Tensor]:
+        """Copies of what the tensors hold now, by name."""
+        return {name: _get(holder, key).clone() for name, holder, key in self._named}
+
+    def changed_since(self, before: Mapping[str, Tensor]) -> list[str]:
+        """The tensors that hold something else than `before`, with their first changed row."""
+        changed = []
+        for name, content in self.contents().items():
+            differs = (content != before[name]) & ~(content.isnan() & before[name].isnan())
+            if differs.any():
+                changed.append(
+                    f"{name} row {int(differs.reshape(len(differs), -1).any(1).nonzero()[0])}"
+                )
+        return changed
+
+
+def leaves(value: Any, name: str = "metadata") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors in `value` and its other plain values, both by path."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    if isinstance(value, Tensor):
+        tensors[name] = value
+    elif isinstance(value, int | float | str | bool):
+        plain[name] = value
+    else:
+        tensors.update((label, item) for label, _, _, item in _tensors(value, name, DEPTH))
+        for key, item in _items(value):
+            if isinstance(item, int | float | str | bool | tuple):
+                plain[f"{name}[{key!r}]" if isinstance(value, Mapping) else f"{name}.{key}"] = item
+    return tensors, plain
 
 
 def addresses(model: torch.nn.Module, layers: Mapping[str, Any]) -> dict[str, int]:
