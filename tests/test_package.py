@@ -1,17 +1,23 @@
-"""The house itself: packaging, public names, imports that must stay light, the error catalogue."""
+"""Packaging, public names, light imports, generated docs, and the error catalog."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import pickle
+import pydoc
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 import piecegraph
+import piecegraph.dispatch
 from piecegraph.errors import PiecegraphError
 
 ROOT = Path(piecegraph.__file__).parent
@@ -27,9 +33,27 @@ def test_every_folder_with_code_is_packaged(package_sources: dict[str, Path]) ->
     assert set(listed) == folders
 
 
-@pytest.mark.parametrize("name", piecegraph.__all__)
-def test_every_public_name_is_there(name: str) -> None:
-    assert getattr(piecegraph, name) is not None
+LAZY = [piecegraph, piecegraph.dispatch]
+
+
+@pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
+def test_every_public_name_exists_and_others_do_not(package: ModuleType) -> None:
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = package.no_such_name
+
+
+@pytest.mark.parametrize("package", LAZY, ids=lambda package: package.__name__)
+def test_type_checkers_see_the_same_public_names(package: ModuleType) -> None:
+    imported = {
+        alias.asname
+        for node in ast.walk(ast.parse(Path(str(package.__file__)).read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }
+    assert imported == {*package.__all__} - {"__version__"}
 
 
 def test_public_names_are_listed_before_they_are_used() -> None:
@@ -38,27 +62,59 @@ def test_public_names_are_listed_before_they_are_used() -> None:
     assert done.stdout.split() == []
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = piecegraph.no_such_name
+def test_the_version_is_that_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert piecegraph.__version__ == project["version"]
+
+
+def test_help_of_the_package_leaves_out_inherited_methods() -> None:
+    text = pydoc.plain(pydoc.render_doc(piecegraph))
+    assert len(text) < 80_000
+    for internal in ("__pydantic", "casefold", "to_bytes"):
+        assert internal not in text
+
+
+def generator() -> Any:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", ["config.md", "api.md"])
+def test_generated_docs_are_up_to_date(page: str) -> None:
+    """Run `python docs/generate.py` after a change of docstrings, settings or public names."""
+    assert (ROOT / "docs" / page).read_text() == generator().PAGES[page]()
+
+
+def test_generated_docs_have_every_setting_and_public_name() -> None:
+    pages = generator()
+    settings = [name for names in pages.SETTINGS.values() for name in names]
+    assert sorted(settings) == sorted(piecegraph.Config.model_fields)
+    names = [name for names in pages.NAMES.values() for name in names]
+    assert sorted(names) == sorted(piecegraph.__all__)
 
 
 LOOK_UP = """
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from piecegraph.cache import Cache, Key
 from piecegraph.events import Events
 Cache(Path("cache"), Events()).lookup("artifact", Key.of("codegen", {}))
 """
-ROOM = "import piecegraph.dispatch as room; [getattr(room, name) for name in room.__all__]"
+POLICY = "import piecegraph.dispatch as policy; [getattr(policy, name) for name in policy.__all__]"
 HELP = "from piecegraph.tools.cli.app import main; main(['--help'])"
 LIGHT = {
     "import piecegraph": ("torch", "numpy", "pydantic"),
     "from piecegraph.events import Events; Events().emit('x', n=1)": ("torch",),
-    ROOM: ("torch", "numpy", "pydantic"),
+    POLICY: ("torch", "numpy", "pydantic"),
     LOOK_UP: ("torch", "pydantic", "fsspec", "filelock"),
     HELP: ("torch", "numpy", "pydantic", "sympy"),
 }
-"""What runs without which modules: in a service's start or where there is no torch."""
+"""Programs, and the heavy modules that they must not import."""
 
 
 @pytest.mark.parametrize(("program", "heavy"), LIGHT.items())
@@ -70,14 +126,14 @@ def test_what_is_light_imports_nothing_heavy(
     assert (done.returncode, done.stderr.split()) == (0, [])
 
 
-def catalogue(cls: type[PiecegraphError] = PiecegraphError) -> Iterator[type[PiecegraphError]]:
+def catalog(cls: type[PiecegraphError] = PiecegraphError) -> Iterator[type[PiecegraphError]]:
     for sub in cls.__subclasses__():
         if sub.what:
             yield sub
-        yield from catalogue(sub)
+        yield from catalog(sub)
 
 
-@pytest.mark.parametrize("cls", [*catalogue()], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [*catalog()], ids=lambda cls: cls.__name__)
 def test_every_error_says_what_and_what_to_do(cls: type[PiecegraphError]) -> None:
     assert cls.what
     assert cls.todo
@@ -93,4 +149,4 @@ def test_every_error_is_raised_somewhere(package_sources: dict[str, Path]) -> No
     sources = "\n".join(
         path.read_text() for name, path in package_sources.items() if name != "errors.py"
     )
-    assert [cls.__name__ for cls in catalogue() if cls.__name__ not in sources] == []
+    assert [cls.__name__ for cls in catalog() if cls.__name__ not in sources] == []

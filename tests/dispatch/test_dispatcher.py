@@ -185,7 +185,7 @@ def test_failure_W28_sets_of_the_caller_stay_and_an_empty_one_is_empty():
     allowed, excluded = {FULL, NONE}, {FULL}
     it.dispatch(Batch(8, 8), allowed, excluded)
     assert (allowed, excluded) == ({FULL, NONE}, {FULL})
-    with pytest.raises(NoModeLeft, match="allowed \\[\\]"):
+    with pytest.raises(NoModeLeft, match="allowed are \\[\\]"):
         it.dispatch(Batch(8, 8), allowed_modes=set())
 
 

@@ -14,7 +14,7 @@ from piecegraph.errors import CaptureSizeInvalid, ConfigError, PiecegraphError, 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"foo": 1}, "Config has no setting 'foo'. See"),
     ({"max_num_token": 3}, "has no setting 'max_num_token' (did you mean 'max_num_tokens'?)"),
-    ({"cache_layers": ({"at": "x", "trst": 1},)}, "cache_layers[0] has no setting 'trst'"),
+    ({"cache_layers": ({"at": "x", "trst": 1},)}, "LayerConfig has no setting 'trst' (did"),
     ({"strategy": "eagre"}, "strategy = 'eagre': unknown choice (did you mean 'eager'?). Choose"),
     ({"attention_support": "ALLWAYS"}, "attention_support = 'ALLWAYS': unknown choice. Choose one"),
     ({"attention_support": {"a": "X"}}, "attention_support = 'X': unknown choice"),
