@@ -14,8 +14,8 @@ DOCS = Path(piecegraph.__file__).parent / "docs"
 
 SETTINGS = {
     "The model": (
-        "inputs", "max_num_tokens", "min_num_tokens", "max_num_reqs", "query_len", "symbol_limits", "splitting_ops",
-        "splitting_patterns", "splitting_predicate", "attention_support",
+        "inputs", "max_num_tokens", "min_num_tokens", "max_num_reqs", "query_len", "symbol_limits",
+        "splitting_ops", "splitting_patterns", "splitting_predicate", "attention_support",
     ),
     "Tracing and compiling": (
         "level", "compile", "compiler", "dynamic_shapes", "guards", "broken_guard",
