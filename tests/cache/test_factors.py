@@ -129,7 +129,7 @@ PER_PLACE = [
 PER_RUN = [f"{object()!r}", f"{test_digest_is_full_length_and_stable!r}", str(uuid.uuid4())]
 
 
-@pytest.mark.parametrize("value", PER_PLACE + PER_RUN)
+@pytest.mark.parametrize("value", PER_PLACE + PER_RUN, ids=range(len(PER_PLACE + PER_RUN)))
 def test_c1_vllm_47573_what_varies_per_place_or_run_is_refused(value: str) -> None:
     for factor in (value, [value], {"x": value}, {value: 1}):
         with pytest.raises(InvalidFactor, match=r"trace\.config"):
