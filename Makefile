@@ -19,7 +19,7 @@ unit: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not gpu"
 
 test-fast: $(VENV)/.dev
-	$(BIN)/pytest -m "not compile and not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not compile and not slow and not gpu"
 
 # In one process, since coverage does not follow the worker processes of the tests.
 coverage: $(VENV)/.dev
