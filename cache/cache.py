@@ -27,7 +27,7 @@ from .directory import DirectoryLayer, Fault, no_fault, private_directory
 from .evict import Limits, evict, remove_leftovers
 from .keys.factors import Json
 from .keys.key import Key
-from .layers import CacheLayer, Entry, Miss, find, lacks
+from .layers import CacheLayer, Entry, Miss, Refusal, accept_any, find, lacks
 from .lock import (
     TEMPORARY,
     Flight,
@@ -79,29 +79,41 @@ class Cache:
         """False if there are no layers; the compiler's own caches are then off as well."""
         return bool(self.layers)
 
-    def lookup(self, kind: str, key: Key) -> Entry | Miss:
+    def lookup(
+        self, kind: str, key: Key, *others: Key, refusal: Refusal = accept_any, count: bool = True
+    ) -> Entry | Miss:
         """The entry of `kind` ("artifact", "bundle") for `key`, every byte verified, or a Miss.
+
+        `others` are keys to try in turn if there is none. `refusal` says why an entry cannot be
+        used, before its contents are read; the miss is then "refused". Only a counted lookup is an
+        event and in the counters.
 
         Raises InvalidName for a bad kind, and LayerFailed for a layer whose failures raise.
         """
         began = time.perf_counter()
-        found = self._find(kind, key)
+        found = self._find(kind, key, refusal)
+        for other in others:
+            if isinstance(found, Entry):
+                break
+            following = self._find(kind, other, refusal)
+            if isinstance(following, Entry) or following.precedes(found):
+                found = following
         seconds = time.perf_counter() - began
-        if isinstance(found, Miss):
+        if count and isinstance(found, Miss):
             self._count_miss(kind, key, found)
-        else:
+        elif count and isinstance(found, Entry):
             self._count_hit(found, seconds)
         return found
 
-    def _find(self, kind: str, key: Key) -> Entry | Miss:
+    def _find(self, kind: str, key: Key, refusal: Refusal) -> Entry | Miss:
         miss = Miss("absent") if self.layers else Miss("disabled", self._off_reason)
         for layer in self.layers:
-            found = find(layer, kind, key.digest)
+            found = find(layer, kind, key.digest, refusal)
             if isinstance(found, Entry):
                 self._record_hit(layer, found)
                 return found
             self._record_miss(layer, found)
-            if miss.reason == "absent":
+            if miss.reason == "absent" or found.precedes(miss):
                 miss = found
         return miss
 

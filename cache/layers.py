@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -52,7 +52,8 @@ class Miss:
     """Why there is no entry.
 
     `reason` is one of: "absent"; "unreadable" (an operating-system error); "incomplete" (a blob
-    was evicted or is not visible yet); "damaged"; "untrusted"; "disabled" (there are no layers).
+    was evicted or is not visible yet); "damaged"; "untrusted"; "refused" (its conditions do
+    not hold); "disabled" (there are no layers).
     `damaged` is the relative name of a damaged file.
     """
 
@@ -60,6 +61,20 @@ class Miss:
     detail: str = ""
     layer: str = ""
     damaged: str | None = None
+
+    def precedes(self, other: Miss) -> bool:
+        """Whether this one says more than `other`: refused first, absent last."""
+        order = {"refused": 0, "absent": 2}
+        return order.get(self.reason, 1) < order.get(other.reason, 1)
+
+
+Refusal = Callable[[Manifest], str | None]
+"""Why an entry cannot be used, from its manifest; None if it can."""
+
+
+def accept_any(manifest: Manifest) -> str | None:
+    """Refuses nothing."""
+    return None
 
 
 class CacheLayer(Protocol):
@@ -92,7 +107,9 @@ class CacheLayer(Protocol):
         ...
 
 
-def find(layer: CacheLayer, kind: str, key_digest: str) -> Entry | Miss:
+def find(
+    layer: CacheLayer, kind: str, key_digest: str, refusal: Refusal = accept_any
+) -> Entry | Miss:
     """The entry of `kind` under `key_digest` with every blob verified, or why there is none."""
     name = entry_name(kind, key_digest)
     try:
@@ -105,8 +122,10 @@ def find(layer: CacheLayer, kind: str, key_digest: str) -> Entry | Miss:
         return Miss("damaged", f"manifest: {error}", layer.name, name)
     if (manifest.kind, manifest.key.digest) != (kind, key_digest):
         return Miss("damaged", "the manifest is of another entry", layer.name, name)
-    if refusal := layer.refuses(manifest, signature):
-        return Miss("untrusted", refusal, layer.name)
+    if distrust := layer.refuses(manifest, signature):
+        return Miss("untrusted", distrust, layer.name)
+    if reason := refusal(manifest):
+        return Miss("refused", reason, layer.name)
     contents = {}
     for blob in manifest.blobs:
         content = read_blob(layer, manifest, blob)

@@ -15,9 +15,8 @@ from ..torch_compat.dynamo import reasoning_about_sizes
 from .backends.aoti import build_library
 from .backends.jobs import Job, compile_pieces, compiler_options, store_artifact
 from .backends.registry import compiler_named
-from .bundle.bundle import Bundle, store_bundle
+from .bundle.bundle import store_bundle
 from .bundle.key_factors import trace_key
-from .bundle.provenance import provenance
 from .guards.trace_with_guards import trace_with_guards
 from .ir.compilation import LIBRARY, Blobs, CompileRequest
 from .lower.split_model import SplitModel, split_model
@@ -26,7 +25,8 @@ from .lower.split_model import SplitModel, split_model
 def compile_ahead(request: CompileRequest) -> bool:
     """Build the missing libraries and republish the bundle; False if an artifact cannot have one.
 
-    In that case an event is emitted and the bundle is unchanged. Raises InvalidSetting with
+    False also where the trace must not be cached. An event then says why, and the bundle is
+    unchanged. Raises InvalidSetting with
     `use_inductor_graph_partition`: a library cannot be partitioned.
     """
     if request.config.use_inductor_graph_partition:
@@ -49,9 +49,7 @@ def compile_ahead(request: CompileRequest) -> bool:
             store_artifact(request, split, job, made)
         artifacts.append(made.blobs)
     plan = split.plan(compiled.ranges)
-    bundle = Bundle(plan, provenance(split.trace, split.config), artifacts)
-    store_bundle(request.cache, key, bundle)
-    return True
+    return store_bundle(request, key, split.trace, split.config, plan, artifacts)
 
 
 def _library(request: CompileRequest, split: SplitModel, job: Job) -> bytes | None:

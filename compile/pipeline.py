@@ -19,13 +19,15 @@ from .backends.gc_paused import gc_paused
 from .backends.inductor import compile_uncached, compiling
 from .backends.partition import partitioning
 from .backends.registry import Compiler, compiler_named
-from .bundle.key_factors import trace_key
+from .bundle.key_factors import obstacle, trace_key
 from .ir.compilation import CompileRequest
 from .ir.config import BundleUse
 from .ir.records import BundleOutcome
 from .lower.compiled_model import CompiledModel, bind
 from .lower.eager_model import eager_model
 from .warm import Loaded, load_bundle, ranks_agree
+
+CACHE_OFF = "the cache is off"
 
 
 def compile_model(request: CompileRequest) -> CompiledModel:
@@ -40,13 +42,18 @@ def compile_model(request: CompileRequest) -> CompiledModel:
             return eager_model(request)
         compiler = _compiler(request)
         if compiler.load is None:
-            return _without_bundle(request, compiler)
-        return _with_bundle(request, compiler)
+            reason = f"compiler {compiler.name!r} keeps no artifacts"
+            return _without_bundle(
+                request, compiler, reason if request.cache.enabled else CACHE_OFF
+            )
+        key = trace_key(request.model, request.config, request.device, request.examples)
+        if undescribable := obstacle(key):
+            return _without_bundle(request, compiler, f"not cacheable: {undescribable}")
+        return _with_bundle(request, compiler, key)
 
 
-def _with_bundle(request: CompileRequest, compiler: Compiler) -> CompiledModel:
+def _with_bundle(request: CompileRequest, compiler: Compiler, key: Key) -> CompiledModel:
     """Warm if every rank can load its bundle, else cold; one process per key compiles."""
-    key = trace_key(request.model, request.config, request.device, request.examples)
     own = load_bundle(request, key, compiler)
     found = ranks_agree(request, key, own)
     if isinstance(found, Loaded):
@@ -62,11 +69,8 @@ def _with_bundle(request: CompileRequest, compiler: Compiler) -> CompiledModel:
         return _cold_start(request, compiler, key)
 
 
-def _without_bundle(request: CompileRequest, compiler: Compiler) -> CompiledModel:
+def _without_bundle(request: CompileRequest, compiler: Compiler, reason: str) -> CompiledModel:
     """A cold start whose result cannot be stored."""
-    reason = "the cache is off"
-    if request.cache.enabled:
-        reason = f"compiler {compiler.name!r} keeps no artifacts"
     if request.config.bundle is BundleUse.FORCE:
         raise BundleMissing(model=type(request.model).__qualname__, reason=reason)
     request.record_bundle(BundleOutcome(hit=False, reason=reason))
@@ -76,8 +80,7 @@ def _without_bundle(request: CompileRequest, compiler: Compiler) -> CompiledMode
 def _cold_start(request: CompileRequest, compiler: Compiler, key: Key | None) -> CompiledModel:
     """Trace, compile what no earlier process compiled, and store a bundle under `key`."""
     from .backends.jobs import compile_pieces
-    from .bundle.bundle import Bundle, store_bundle
-    from .bundle.provenance import provenance
+    from .bundle.bundle import store_bundle
     from .guards.trace_with_guards import trace_with_guards
     from .ir.locations import graph_source
     from .lower.dependencies import dependencies, drawing
@@ -98,13 +101,9 @@ def _cold_start(request: CompileRequest, compiler: Compiler, key: Key | None) ->
         (directory / "graph.py").write_text(graph_source(split.trace.graph))
 
     artifacts = [made.blobs for made in compiled.results]
-    if key is not None and all(artifacts):
+    if key is not None:
         with events.span("cache.store", level=logging.INFO):
-            bundle = Bundle(plan, provenance(split.trace, split.config), artifacts)
-            store_bundle(request.cache, key, bundle)
-    elif key is not None:
-        reason = "the compiler's own caches are off, so it gives no artifacts"
-        events.emit("bundle.not_kept", level=logging.WARNING, reason=reason)
+            store_bundle(request, key, split.trace, split.config, plan, artifacts)
     return bind(plan, [made.fn for made in compiled.results], request.model, from_bundle=False)
 
 

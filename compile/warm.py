@@ -12,7 +12,7 @@ from ..cache.inspection import nearest_entries
 from ..errors import ModelMismatch
 from .backends.inductor import load_library
 from .backends.registry import Compiler
-from .bundle.bundle import PLAN, BadBundle, Bundle, read_bundle
+from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle
 from .ir.compilation import LIBRARY, CompileRequest, PieceFn, kernels
 from .ir.records import BundleOutcome
 from .lower.compiled_model import CompiledModel, bind
@@ -33,7 +33,7 @@ class Loaded:
 def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded | str:
     """The model from the bundle under `key`, or the reason why there is none to use."""
     with request.events.span("cache.lookup", level=logging.INFO):
-        entry = request.cache.lookup("bundle", key)
+        entry = find_bundle(request.cache, key, request.model)
     report_lookup("bundle", key, entry, request)
     if not isinstance(entry, Entry):
         detail = entry.detail or _nearest(request, key)
@@ -42,7 +42,7 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
         return f"{entry.reason}: {detail}" if detail else entry.reason
     try:
         with request.events.span("bundle.load", level=logging.INFO):
-            bundle = read_bundle(entry, request.model)
+            bundle = read_bundle(entry)
             pieces = _load(request, compiler, entry, bundle)
             compiled = bind(bundle.plan, pieces, request.model, from_bundle=True)
     except (BadBundle, ModelMismatch) as error:

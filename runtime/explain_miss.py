@@ -9,7 +9,7 @@ import torch
 
 from ..cache import Entry, Key
 from ..cache.inspection import NearEntry, nearest_entries
-from ..compile.bundle.bundle import BadBundle, read_bundle
+from ..compile.bundle.bundle import BadBundle, find_bundle, read_bundle
 from ..compile.bundle.key_factors import trace_key
 from ..compile.ir.compilation import ExampleArguments
 from .config import Config
@@ -53,12 +53,12 @@ def explain_miss(
     config = resolve_config(config)
     request = compile_request(model, config, Records(), examples)
     key = trace_key(model, request.config, request.device, examples)
-    entry = request.cache.lookup("bundle", key)
+    entry = find_bundle(request.cache, key, model)
     if not isinstance(entry, Entry):
         reason = f"{entry.reason}: {entry.detail}" if entry.detail else entry.reason
         return CacheForecast(key, reason, _nearest(config, key, at_most))
     try:
-        read_bundle(entry, model)
+        read_bundle(entry)
     except BadBundle as error:
         return CacheForecast(key, str(error), ())
     return CacheForecast(key, None, ())

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 
-from .patch import compiler_lock, dynamo_lock, preserve_cache_variables
+from .patch import compiler_lock, dynamo_lock, preserve_cache_variables, replaced
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -24,12 +26,32 @@ class Captured:
     fake_mode: Any
     call: Callable[..., Any]
     """`call(compiled_fn)(model, *args, **kwargs)` runs Dynamo's bytecode around `compiled_fn`."""
-    traced_code: tuple[Any, ...]
-    """Code objects of all functions that were inlined."""
-    guarded: tuple[tuple[str, str], ...]
-    """What Dynamo guards on: (Python expression over `L` and `G`, kind of guard)."""
+    inlined: Inlined
+    guards: tuple[GuardFact, ...]
     aliases: dict[str, str]
     """Dynamo's own names for modules among the globals."""
+
+
+@dataclass(frozen=True)
+class GuardFact:
+    """One guard of Dynamo: an expression over `L` and `G`, and what is checked of its value."""
+
+    expression: str
+    kind: str
+    argument: Any = None
+    """The attribute or key that the guard is about; for DUPLICATE_INPUT the other expression."""
+    where: str | None = None
+    """file:line of the user's code that made Dynamo add it."""
+
+
+@dataclass
+class Inlined:
+    """The functions that a trace ran through, and the environment variables that they read."""
+
+    functions: dict[CodeType, FunctionType | None] = field(default_factory=dict)
+    """By code object; None where Dynamo made the function while tracing."""
+    variables: set[str | None] = field(default_factory=set)
+    """Names; None for a name that is only known at run time."""
 
 
 @contextmanager
@@ -66,7 +88,8 @@ def capture_full_graph(
     """One Dynamo graph of `model.forward`, or None if it holds no tensor operation."""
     from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
 
-    output = fullgraph_capture(model, args, kwargs)
+    with _inlined_calls() as inlined:
+        output = fullgraph_capture(model, args, kwargs)
     if output.backend_input is None:
         return None
     function, _ = get_traced_fn(model)
@@ -78,15 +101,59 @@ def capture_full_graph(
         graph=output.backend_input.graph_module,
         fake_mode=output.backend_input.fake_mode,
         call=call,
-        traced_code=tuple(getattr(output.graph_capture_output, "traced_code", None) or ()),
-        guarded=_guarded(output.graph_capture_output.output_graph.guards),
+        inlined=inlined,
+        guards=_guard_facts(output.graph_capture_output.output_graph.guards),
         aliases=dict(output.graph_capture_output.import_sources),
     )
 
 
-def _guarded(guards: Any) -> tuple[tuple[str, str], ...]:
-    named = {(str(guard.originating_source.name), guard.create_fn_name()) for guard in guards}
-    return tuple(sorted(named))
+@contextmanager
+def _inlined_calls() -> Iterator[Inlined]:
+    """Record each function that Dynamo inlines.
+
+    Dynamo's own list lacks functions that raised an exception which their caller handled.
+    """
+    from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+
+    inlined = Inlined()
+    environments = (os.environ, getattr(os, "environb", os.environ))
+    reads_variable = {environment.encodekey.__code__ for environment in environments}
+    original = InliningInstructionTranslator.inline_call.__func__  # type: ignore[attr-defined]
+
+    def inline_call(cls: Any, parent: Any, func: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        code = func.get_code()
+        function = getattr(func, "fn", None)
+        inlined.functions[code] = function if isinstance(function, FunctionType) else None
+        if code in reads_variable:
+            inlined.variables.add(_variable_name(args))
+        return original(cls, parent, func, args, *rest, **kwargs)
+
+    with replaced(InliningInstructionTranslator, "inline_call", classmethod(inline_call)):
+        yield inlined
+
+
+def _variable_name(args: Any) -> str | None:
+    try:
+        return os.fsdecode(args[-1].as_python_constant())
+    except Exception:  # not a constant
+        return None
+
+
+def _guard_facts(guards: Any) -> tuple[GuardFact, ...]:
+    facts = {}
+    for guard in guards:
+        given = guard.create_fn.keywords if isinstance(guard.create_fn, functools.partial) else {}
+        named = next((given[name] for name in ("attr", "key", "source_b") if name in given), None)
+        expression, kind = str(guard.originating_source.name), guard.create_fn_name()
+        argument = str(given["source_b"].name) if "source_b" in given else named
+        where = _line(guard.user_stack)
+        facts[expression, kind, repr(argument)] = GuardFact(expression, kind, argument, where)
+    return tuple(facts[each] for each in sorted(facts))
+
+
+def _line(stack: Any) -> str | None:
+    own = [frame for frame in stack or () if not is_torch_file(frame.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
 
 
 def is_torch_file(file: str) -> bool:

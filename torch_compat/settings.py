@@ -1,26 +1,111 @@
-"""Settings and switches of torch that change generated code."""
+"""Settings and switches of torch that decide what a trace holds or which code is generated."""
 
 from __future__ import annotations
 
-import re
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 _SHAPE_CODE = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config")
 
+_CACHES = "which of torch's own caches are used; ours replace them"
+_SHOWN = "what is logged, dumped or profiled"
+_PLACE = "where files are written"
+_PROCESSES = "how compiling is spread over processes"
+_KEYS = "how torch makes its own keys"
 
-_SHAPE_NO_CODE = re.compile(
-    r"(_|trace\.|test_configs\.|worker_|compile_threads|.*(cache|debug|verbose|log|dir|path|metadata)).*"
-)
+EXEMPT: Mapping[str, str] = {
+    **dict.fromkeys(
+        [
+            "fake_tensor_cache_enabled",
+            "fake_tensor_cache_crosscheck_enabled",
+            "enable_autograd_cache",
+            "bundled_autograd_cache",
+            "enable_remote_autograd_cache",
+            "strict_autograd_cache",
+            "force_autograd_cache",
+            "fx_graph_cache",
+            "fx_graph_remote_cache",
+            "autotune_local_cache",
+            "autotune_remote_cache",
+            "bundled_autotune_remote_cache",
+            "bundle_triton_into_fx_graph_cache",
+            "remote_gemm_autotune_cache",
+            "non_blocking_remote_cache_write",
+            "cpp_cache_precompile_headers",
+            "cutlass.use_binary_remote_cache",
+            "cutlass.upload_to_binary_remote_cache",
+            "cutlass.binary_remote_cache_force_write",
+            "cuda.use_binary_remote_cache",
+            "cuda.upload_to_binary_remote_cache",
+            "cuda.binary_remote_cache_force_write",
+        ],
+        _CACHES,
+    ),
+    **dict.fromkeys(
+        [
+            "verbose",
+            "log_file_name",
+            "log_graph_in_out_metadata",
+            "log_compilation_metrics",
+            "debug",
+            "verbose_progress",
+            "log_tlparse",
+            "worker_suppress_logging",
+            "debug_ir_traceback",
+            "_profile_var",
+            "_custom_ops_profile",
+            "trace.enabled",
+            "trace.save_real_tensors",
+            "trace.debug_log",
+            "trace.info_log",
+            "trace.fx_graph",
+            "trace.fx_graph_transformed",
+            "trace.ir_pre_fusion",
+            "trace.ir_post_fusion",
+            "trace.output_code",
+            "trace.graph_diagram",
+            "trace.graph_diagram_format",
+            "trace.draw_orig_fx_graph",
+            "trace.orig_fx_graph_diagram_format",
+            "trace.dot_graph_shape",
+            "trace.log_url_for_graph_xform",
+            "trace.compile_profile",
+            "trace.upload_tar",
+            "trace.log_autotuning_results",
+        ],
+        _SHOWN,
+    ),
+    **dict.fromkeys(
+        [
+            "base_dir",
+            "debug_dir_root",
+            "memory_budget_pareto_dir",
+            "worker_log_path",
+            "global_cache_dir",
+            "autoheuristic_log_path",
+            "torchinductor_worker_logpath",
+            "trace.debug_dir",
+            "triton.proton_output_dir",
+            "aot_inductor.output_path",
+        ],
+        _PLACE,
+    ),
+    **dict.fromkeys(("compile_threads", "worker_start_method"), _PROCESSES),
+    **dict.fromkeys(
+        ["_save_config_ignore", "_cache_config_ignore_prefix", "_cache_config_factory_keys"], _KEYS
+    ),
+}
+"""Settings that cannot affect a trace or generated code, each with its reason."""
 
 
 def changed_settings() -> dict[str, Any]:
     """Settings of torch's compilers that this process has changed, by full name.
 
-    Nothing is imported: a settings module that is not loaded has its defaults, and environment
-    variables are their own key factor. Settings that cannot affect generated code are excluded.
+    Nothing is imported: a module of settings that is not loaded yet has its defaults, and what the
+    environment sets is a factor of its own. Settings in EXEMPT are left out.
     """
     from torch.utils._config_module import _UNSET_SENTINEL as unset
 
@@ -31,21 +116,81 @@ def changed_settings() -> dict[str, Any]:
             entry = settings._config[name]
             stated = (entry.env_value_force, entry.env_value_default, entry.default)
             original = next(each for each in stated if each is not unset)
-            if value != original and not _SHAPE_NO_CODE.fullmatch(name):
+            if value != original and name not in EXEMPT:
                 changed[f"{module.__name__}.{name}"] = value
     return changed
 
 
-def global_state() -> dict[str, Any]:
-    """Process-wide switches that change traces or generated kernels."""
+_FLAGS = (
+    *("backends.fp32_precision", "backends.cuda.matmul.fp32_precision"),
+    *("backends.cudnn.fp32_precision", "backends.cudnn.conv.fp32_precision"),
+    *("backends.cudnn.rnn.fp32_precision", "backends.mkldnn.fp32_precision"),
+    *("backends.mkldnn.matmul.fp32_precision", "backends.mkldnn.conv.fp32_precision"),
+    "backends.mkldnn.rnn.fp32_precision",
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_fp16_accumulation",
+    *("backends.cudnn.enabled", "backends.cudnn.benchmark", "backends.cudnn.deterministic"),
+    *("backends.cudnn.allow_tf32", "backends.mkldnn.enabled", "backends.mkldnn.deterministic"),
+    *("backends.opt_einsum.enabled", "backends.opt_einsum.strategy"),
+    "utils.deterministic.fill_uninitialized_memory",
+)
+_GETTERS: Mapping[str, Callable[[], Any]] = {
+    "default_dtype": torch.get_default_dtype,
+    "default_device": torch.get_default_device,
+    "inference_mode": torch.is_inference_mode_enabled,
+    "deterministic": torch.are_deterministic_algorithms_enabled,
+    "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled,
+    "matmul_precision": torch.get_float32_matmul_precision,
+    "flash_sdp": torch.backends.cuda.flash_sdp_enabled,
+    "mem_efficient_sdp": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "math_sdp": torch.backends.cuda.math_sdp_enabled,
+    "cudnn_sdp": torch.backends.cuda.cudnn_sdp_enabled,
+    "mha_fastpath": torch.backends.mha.get_fastpath_enabled,
+}
+
+
+def global_state() -> dict[str, str]:
+    """Switches of this process that a trace or generated code depends on, as text.
+
+    Gradient mode is not one of them: models are traced with gradients off. A switch that torch
+    cannot read has the error as its value: some of its getters raise once newer ones were used.
+    """
+    state = {name: _read(getter) for name, getter in _GETTERS.items()}
+    state |= {name: _read(lambda name=name: _flag(name)) for name in _FLAGS}  # type: ignore[misc]
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            state[f"autocast.{device}"] = str(torch.get_autocast_dtype(device))
+    if (shapes := sys.modules.get("torch.fx.experimental._config")) is not None:
+        state["use_duck_shape"] = str(getattr(shapes, "use_duck_shape", None))
+    unset = {"none", "ieee"}  # full precision of a product, by default or as stated
     return {
-        "default_dtype": str(torch.get_default_dtype()),
-        "autocast": {
-            device: str(torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
-        },
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "reduced_precision": torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        name: value
+        for name, value in state.items()
+        if value not in (unset if "matmul.fp32" in name else {"none"})
     }
+
+
+def function_modes() -> list[Any]:
+    """The modes that see each torch function called now, the default device's apart."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    stack: Any = _get_current_function_mode_stack
+    return [m for m in stack() if not isinstance(m, DeviceContext)]
+
+
+def _flag(name: str) -> Any:
+    value: Any = torch
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _read(getter: Callable[[], Any]) -> str:
+    try:
+        return str(getter())
+    except AttributeError:  # not in this version of torch
+        return "none"
+    except Exception as error:
+        return f"unreadable ({type(error).__name__})"

@@ -140,3 +140,12 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     names: Any = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
     return [inner for name in names for inner in inner_tensors(getattr(tensor, name))]
+
+
+def subclass_parts(tensor: Tensor) -> tuple[dict[str, Tensor], Any]:
+    """The tensors inside a tensor subclass, by name, and its context; none of a plain tensor."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return {}, None
+    names, context = flatten()
+    return {name: getattr(tensor, name) for name in names}, context

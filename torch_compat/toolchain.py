@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -103,3 +104,23 @@ def _probes() -> Path:
         from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return Path(default_cache_dir(), "isa_probes")
+
+
+_EXTENSIONS = re.compile(
+    r"sse\w*|ssse3|avx\w*|amx\w*|fma4?|f16c|bmi[12]|adx|abm|popcnt|movbe|aes|vaes|v?pclmulqdq|"
+    r"sha_ni|sha512|sm[34]|gfni|xsave\w*|rdrand|rdseed|rdpid|fsgsbase|clflushopt|clwb|movdir\w+|"
+    r"serialize|waitpkg|tsxldtrk|rtm|hle|3dnowprefetch|mwaitx|tbm|xop|lzcnt|cldemote|ptwrite|cx16"
+)
+"""Flags of an x86 CPU that stand for instructions; others are about its kernel and its defects."""
+
+
+def cpu_extensions(facts: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """The instruction-set extensions of this machine's CPU, sorted; empty where none are stated."""
+    with suppress(OSError), facts.open() as lines:
+        for line in lines:
+            name, _, stated = line.partition(":")
+            if name.strip() == "flags":
+                return tuple(sorted(f for f in stated.split() if _EXTENSIONS.fullmatch(f)))
+            if name.strip() == "Features":  # of an ARM CPU: all stand for instructions
+                return tuple(sorted(stated.split()))
+    return ()

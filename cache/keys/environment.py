@@ -7,12 +7,13 @@ The library reads its own variables through `read`, which refuses one that is no
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
 
 from ...errors import UndeclaredVariable
-from .factors import is_place
+from .factors import is_place, varies_per_run
 
 CACHE_DIR = "PIECEGRAPH_CACHE_DIR"
 SIGNING_KEY = "PIECEGRAPH_CACHE_SIGNING_KEY"
@@ -31,6 +32,7 @@ DECLARED: Mapping[str, str] = {
 }
 """Every variable the library reads, with its meaning."""
 
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 PREFIXES = ("PIECEGRAPH_", "TORCH", "PYTORCH_", "TRITON_", "ATEN_")
 
 EXEMPT: Mapping[str, str] = {
@@ -40,6 +42,9 @@ EXEMPT: Mapping[str, str] = {
     r".*_(LOGS?|LOG_LEVEL|TRACE|VERBOSE|PROGRESS|PRINT_.*|SHOW_.*|COMPILE_DEBUG)": "what is shown",
     r".*_(DUMP|DEBUG_DUMP|DUMP_.*|REPRODUCER.*)": "what is written for people",
     r"TORCHELASTIC_.*|TORCH_(NCCL|GLOO|UCC)_.*|TORCH_DISTRIBUTED_DEBUG": "launch and transport",
+    r"TORCHX_.*|.*_(JOB|RUN|TASK|POD|REPLICA)_?(ID|UID|UUID|NAME)": "which job this is",
+    r".*_(SERVICE|PORT)(_.*)?": "links to services, set by an orchestrator",
+    r"PYTORCH_VERSION|TORCH_CUDA_ARCH_LIST": "how an image was built; torch's version is a factor",
     r"PYTORCH(_CUDA|_HIP|_NO_CUDA)?_(ALLOC_CONF|MEMORY_CACHING)": "where tensors lie, not code",
     r"TORCHINDUCTOR_(COMPILE_THREADS|WORKER_.*|PROFILE.*)": "how compiling is spread",
     r"TORCHINDUCTOR_VEC_ISA_OK": "skips a probe; the instruction set found is a factor itself",
@@ -57,6 +62,14 @@ def read(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def observed(name: str) -> str | None:
+    """The value of any variable, for a condition; of one that may hold a secret only a digest."""
+    value = os.environ.get(name)
+    if value is not None and _SECRET.search(name.upper()):
+        return f"sha256 {hashlib.sha256(value.encode(errors='surrogateescape')).hexdigest()[:16]}"
+    return value
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """The environment with `changes`, for a process to start."""
     return {**os.environ, **changes}
@@ -67,7 +80,9 @@ def exemption(name: str, value: str) -> str | None:
     for pattern, reason in EXEMPT.items():
         if re.fullmatch(pattern, name):
             return reason
-    return "its value is a place" if is_place(value) else None
+    if is_place(value):
+        return "its value is a place"
+    return "its value differs for each run" if varies_per_run(value) else None
 
 
 def environment_factors() -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 A factor is plain data: None, bool, int, finite float, str, and lists and dicts of these. Tuples
 become lists, sets become sorted lists and enums their values, so that no order of hashing can reach
-a key. What varies per run or per place is refused, judged by shape and by name only: to compare a
-value with this process's id or this machine's name would refuse an innocent `8192` once in a while.
+a key. Values that vary per run or per place are refused. They are recognized by shape and name
+only: comparing with this process's id would sometimes refuse an unrelated number.
 """
 
 from __future__ import annotations
@@ -20,6 +20,15 @@ from ...errors import InvalidFactor
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 MAX_DEPTH = 32
+
+
+class Stable(str):
+    """Text that is stable by construction, such as the description of a value: never refused."""
+
+
+class Parts(dict[str, str]):
+    """Stable texts by name; the names are stable as well, whatever words they hold."""
+
 
 _PLACE = re.compile(
     r"""(?:^|[\s=:,;'"(\[]|-[IL])(?:file://|~?/[^/\s]|~$|[A-Za-z]:[\\/]|\\\\\w)""",
@@ -43,12 +52,21 @@ def is_place(text: str) -> bool:
     return _PLACE.search(text) is not None
 
 
+def varies_per_run(text: str) -> bool:
+    """Whether `text` holds a UUID or a memory address."""
+    return _UUID.search(text) is not None or _ADDRESS.search(text) is not None
+
+
 def plain(name: str, value: Any, depth: int = 0) -> Json:
     """`value` as plain data, fit for `canonical`.
 
     Raises InvalidFactor, naming the factor by its dotted `name`, for anything that is not plain
     data or that differs between two runs or two machines that would compile the same code.
     """
+    if isinstance(value, Parts):
+        return {str(part): str(text) for part, text in value.items()}
+    if isinstance(value, Stable):
+        return str(value)
     if depth > MAX_DEPTH:
         raise _refused(name, "it is nested too deeply", "Give a digest of it instead")
     if isinstance(value, Enum):
@@ -80,7 +98,7 @@ def _stable(name: str, text: str) -> str:
     if _ADDRESS.search(text):
         raise _refused(name, f"{text!r} holds a memory address", "Give a name that lasts")
     if _UUID.search(text):
-        raise _refused(name, f"{text!r} is made anew for each run or device", "Leave it out")
+        raise _refused(name, f"{text!r} differs for each run or device", "Leave it out")
     return text
 
 

@@ -1,23 +1,37 @@
 """A bundle: what it was traced from, the plan, and every artifact the plan names.
 
-It is complete: a process can serve from a bundle and the model's weights alone.
+It is complete: a process can serve from a bundle and the model's weights alone. Several bundles may
+be stored under one trace key; each holds the conditions under which it may be used.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import ValidationError
 
-from ...cache import Cache, Entry, Key
-from ...cache.keys.factors import Json
-from ..ir.compilation import Blobs
+from ...cache import Cache, Entry, Key, Miss
+from ...cache.keys.factors import Json, canonical
+from ...cache.manifest import Manifest
+from ..ir.compilation import Blobs, CompileRequest
+from ..ir.config import CompileConfig
 from ..ir.plan import Plan
-from .provenance import changed_since
+from .provenance import NotCacheable, differences, provenance
+
+if TYPE_CHECKING:
+    from ..trace.dynamo import Trace
 
 PLAN = "plan.json"
+CANDIDATE = "candidate"
+CANDIDATES = 8
+"""Bundles under one trace key that differ in their conditions; a further one replaces one."""
+SHOWN = 3
+"""How many conditions that do not hold a reason names."""
 
 
 class BadBundle(Exception):
@@ -26,32 +40,81 @@ class BadBundle(Exception):
 
 @dataclass(frozen=True)
 class Bundle:
-    """`provenance` is what it was traced from; `artifacts` are those the plan's spans name."""
+    """`artifacts` are those the plan's ranges name."""
 
     plan: Plan
-    provenance: Mapping[str, Json]
     artifacts: Sequence[Blobs]
 
 
-def store_bundle(cache: Cache, key: Key, bundle: Bundle) -> None:
-    """Publish a bundle under its trace key, replacing an earlier one."""
+def store_bundle(
+    request: CompileRequest,
+    key: Key,
+    trace: Trace,
+    config: CompileConfig,
+    plan: Plan,
+    artifacts: Sequence[Blobs],
+) -> bool:
+    """Publish a bundle under its trace key beside others, or emit the event why it cannot be."""
+    try:
+        if not all(artifacts):
+            raise NotCacheable("the compiler's own caches are off, so it gives no artifacts")
+        meta = provenance(trace, config)
+    except NotCacheable as error:
+        request.events.emit("bundle.not_kept", level=logging.WARNING, reason=str(error))
+        return False
     blobs = {
         f"a{index}.{name}": content
-        for index, artifact in enumerate(bundle.artifacts)
+        for index, artifact in enumerate(artifacts)
         for name, content in artifact.items()
     }
-    cache.publish(
-        "bundle", key, bundle.provenance, {PLAN: bundle.plan.model_dump_json().encode(), **blobs}
-    )
+    place = _free_place(request.cache, key, meta)
+    blobs[PLAN] = plan.model_dump_json().encode()
+    request.cache.publish("bundle", place, meta, blobs)
+    return True
 
 
-def read_bundle(entry: Entry, model: torch.nn.Module) -> Bundle:
-    """The bundle in a verified entry.
+def find_bundle(cache: Cache, key: Key, model: torch.nn.Module) -> Entry | Miss:
+    """The first candidate under `key` whose conditions hold, or why there is none."""
+    refused: list[str] = []
 
-    Raises BadBundle if what it was traced from has changed, or if its plan cannot be read.
-    """
-    if reason := changed_since(entry.meta, model):
-        raise BadBundle(reason)
+    def refusal(manifest: Manifest) -> str | None:
+        changed = differences(manifest.meta, model)
+        if not changed:
+            return None
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        refused.append("; ".join(map(str, changed[:SHOWN])) + more)
+        return refused[-1]
+
+    found = cache.lookup("bundle", *candidate_keys(key), refusal=refusal)
+    if isinstance(found, Miss) and refused:
+        return replace(found, detail=" | ".join(dict.fromkeys(refused)))
+    return found
+
+
+def candidate_keys(key: Key) -> list[Key]:
+    """The keys under which bundles with one trace key and different conditions are stored."""
+    others = [Key.of(key.kind, {**key.factors, CANDIDATE: n}) for n in range(1, CANDIDATES)]
+    return [key, *others]
+
+
+def _free_place(cache: Cache, key: Key, meta: Mapping[str, Json]) -> Key:
+    """Where a bundle with these conditions is stored: its own place, a free one, else any."""
+    places = candidate_keys(key)
+    for place in places:
+        found = cache.lookup(
+            "bundle", place, refusal=lambda manifest: _other(manifest.meta, meta), count=False
+        )
+        if isinstance(found, Entry) or found.reason != "refused":
+            return place
+    return places[int(hashlib.sha256(canonical(dict(meta))).hexdigest(), 16) % CANDIDATES]
+
+
+def _other(stored: Mapping[str, Json], meta: Mapping[str, Json]) -> str | None:
+    return None if canonical(dict(stored)) == canonical(dict(meta)) else "other conditions"
+
+
+def read_bundle(entry: Entry) -> Bundle:
+    """The bundle in a verified entry; raises BadBundle if its plan cannot be read."""
     try:
         plan = Plan.model_validate_json(entry.contents[PLAN])
     except (KeyError, ValidationError) as error:
@@ -61,4 +124,4 @@ def read_bundle(entry: Entry, model: torch.nn.Module) -> Bundle:
         artifact, _, rest = name.partition(".")
         if artifact[0] == "a" and artifact[1:].isdigit() and int(artifact[1:]) < len(artifacts):
             artifacts[int(artifact[1:])][rest] = content
-    return Bundle(plan, entry.meta, artifacts)
+    return Bundle(plan, artifacts)

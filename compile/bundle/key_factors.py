@@ -1,42 +1,46 @@
 """What the trace key and the codegen keys are made of.
 
-The trace key is made before anything is traced, so it holds what tracing reads: the source of every
-module class (by module name and content), the Python attributes of every submodule, the signature
-of every weight and example, the settings, and the versions of the parts. A codegen key holds what
-compiling one piece reads: its content hash, the compiler and its options, the instruction set.
-What only a trace can find out is recorded in the bundle; see `provenance`.
+The trace key finds candidates and is made without a trace: the model's class, the form of its
+weights and of the examples, the settings, device, versions and switches of torch. All else that a
+trace relied on is a condition of the bundle; see `provenance`. A codegen key holds what compiling
+one piece reads: its content, passes, options, device, compiler and versions.
+
+A factor that cannot be described makes its key unique, so that nothing is found under it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import importlib.util
-import inspect
 import platform
+import re
 import subprocess
 import sys
-import types
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...cache import Key
 from ...cache.keys.annotations import config_factors
-from ...cache.keys.code_fingerprint import code_digest, fingerprint
+from ...cache.keys.encoder import (
+    UNDESCRIBABLE,
+    class_name,
+    described,
+    described_code,
+    fingerprint,
+)
 from ...cache.keys.environment import environment_factors
+from ...cache.keys.factors import Parts
 from ...torch_compat.inductor_fixes import REPAIRS
-from ...torch_compat.settings import changed_settings, global_state
-from ...torch_compat.toolchain import cpp_compiler
+from ...torch_compat.settings import changed_settings, function_modes, global_state
+from ...torch_compat.tensors import subclass_parts
+from ...torch_compat.toolchain import cpp_compiler, cpu_extensions
 from ..ir.compilation import ExampleArguments
 from ..ir.config import CompileConfig, InputSpec
 from ..ir.serialization import dtype_name
 from ..passes.graph_pass import GraphPass, pass_factors, passes_for
 from ..pieces.split import splitting_predicate
 from ..trace.examples import Leaf, example_inputs
-from ..trace.module_state import described, module_attributes
 
 
 def trace_key(
@@ -45,19 +49,16 @@ def trace_key(
     device: torch.device,
     examples: ExampleArguments | None = None,
 ) -> Key:
-    """Key of the bundle for `model` under `config` on `device`, traced with `examples` if given.
+    """Key of the bundles for `model` under `config` on `device`, traced with `examples` if given.
 
     Raises the errors of `example_inputs` for examples that do not fit.
     """
     return Key.of(
         "trace",
         {
-            "model": f"{type(model).__module__}.{type(model).__qualname__}",
+            "model": class_name(type(model)),
             "examples": example_signature(model, config, device, examples),
-            "sources": module_sources(model),
-            "methods": class_methods(model),
-            "attributes": _digest(module_attributes(model)),
-            "tensors": tensors_digest(model),
+            "weights": weight_forms(model),
             "config": config_factors(config, "trace"),
             "splitting": predicate_factor(config),
             "passes": pass_factors(passes_for(config)),
@@ -68,6 +69,12 @@ def trace_key(
             "environment": environment_factors(),
         },
     )
+
+
+def obstacle(key: Key) -> str | None:
+    """The factor that cannot be described, for which nothing is found under `key`; else None."""
+    found = re.search(f'"{UNDESCRIBABLE}([^"]*) #', key.encoded)
+    return found[1] if found else None
 
 
 def machine_factors(config: CompileConfig, device: torch.device) -> dict[str, Any]:
@@ -92,10 +99,10 @@ def codegen_key(
     return Key.of("codegen", {**machine, **own})
 
 
-def predicate_factor(config: CompileConfig) -> str | None:
-    """Fingerprint of the source of a user's splitting predicate."""
+def predicate_factor(config: CompileConfig) -> Parts | None:
+    """The code of a user's splitting predicate, by part."""
     predicate = splitting_predicate(config)
-    return fingerprint(predicate) if predicate else None
+    return described_code(predicate) if predicate else None
 
 
 def versions() -> dict[str, str]:
@@ -111,29 +118,32 @@ def versions() -> dict[str, str]:
 
 def torch_state() -> dict[str, Any]:
     """Process-wide switches of torch, and those settings of its compilers that were changed."""
-    changed = {name: str(described(value)) for name, value in changed_settings().items()}
-    return {**global_state(), "settings": changed}
+    changed = Parts({name: described(value) for name, value in changed_settings().items()})
+    modes = {str(n): described_code(mode) for n, mode in enumerate(function_modes())}
+    return {**global_state(), "settings": changed, "function_modes": modes}
 
 
 def device_factors(device: torch.device) -> dict[str, Any]:
     """What generated code depends on.
 
-    Of a CPU the instruction set and the number of threads, for which Inductor lays out its loops;
-    of a GPU name, capability and index.
+    Of a CPU its instruction-set extensions, which C++ is compiled for, and the number of threads,
+    for which Inductor lays out its loops; of a GPU name, capability, multiprocessors and index.
     """
+    cpu = {
+        "machine": platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "extensions": dict.fromkeys(cpu_extensions(), True),
+    }
     if device.type != "cuda":
-        return {
-            "type": device.type,
-            "machine": platform.machine(),
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-        }
+        return {"type": device.type, **cpu, "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
     return {
         "type": device.type,
         "index": device.index or 0,
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "host": cpu,
         "cuda": torch.version.cuda,
     }
 
@@ -149,65 +159,6 @@ def toolchain() -> dict[str, str]:
     return {"cxx": shown.stdout.partition("\n")[0]}
 
 
-def module_sources(model: torch.nn.Module) -> dict[str, str]:
-    """sha256 of the source file of every class of a submodule, by module name; torch's apart."""
-    names = {cls.__module__ for cls in _classes(model)} - {"builtins"}
-    return {
-        name: source_digest(name) for name in sorted(names) if name.partition(".")[0] != "torch"
-    }
-
-
-def class_methods(model: torch.nn.Module) -> dict[str, str]:
-    """Digest of the methods of every class of a submodule as they are in this process, by class.
-
-    They differ from the source where a program replaces methods, in torch's classes as well.
-    """
-    found = {
-        f"{cls.__module__}.{cls.__qualname__}": dict(_own_methods(cls)) for cls in _classes(model)
-    }
-    return {name: _digest(methods) for name, methods in sorted(found.items()) if methods}
-
-
-def _classes(model: torch.nn.Module) -> set[type]:
-    """The classes of all submodules, and those they inherit from."""
-    return {base for module in model.modules() for base in type(module).__mro__}
-
-
-def _own_methods(cls: type) -> Iterator[tuple[str, str]]:
-    """Methods by name with a digest of their code, except those that torch's classes came with."""
-    for name, member in sorted(vars(cls).items()):
-        function = getattr(member, "__func__", getattr(member, "fget", member))
-        if isinstance(function, types.FunctionType) and not _is_torch(cls, function):
-            yield name, code_digest(function.__code__)
-
-
-def _is_torch(cls: type, function: types.FunctionType) -> bool:
-    return all(name.partition(".")[0] == "torch" for name in (cls.__module__, function.__module__))
-
-
-def source_digest(module_name: str) -> str:
-    """sha256 of a module's source; of its name where there is no source to read.
-
-    A module that the model imports only while it runs is not imported for that, but the package
-    that it is in is.
-    """
-    try:
-        if module_name in sys.modules:
-            source = inspect.getsource(sys.modules[module_name])
-        else:
-            source = _source_on_disk(module_name)
-    except (OSError, TypeError, ImportError, UnicodeDecodeError):
-        source = module_name
-    return hashlib.sha256(source.encode()).hexdigest()
-
-
-def _source_on_disk(module_name: str) -> str:
-    spec = importlib.util.find_spec(module_name)
-    if spec is None or spec.origin is None:
-        return module_name
-    return Path(spec.origin).read_text()
-
-
 def example_signature(
     model: torch.nn.Module,
     config: CompileConfig,
@@ -218,37 +169,31 @@ def example_signature(
     if given is None:
         return None  # built from `Config.inputs`, which is a factor itself
     examples = example_inputs(model, config, device, given)
-    return {leaf.label: _form(leaf, examples.symbols) for leaf in examples.leaves()}
+    return Parts({leaf.label: _form(leaf, examples.symbols) for leaf in examples.leaves()})
 
 
 def _form(leaf: Leaf, symbols: Mapping[tuple[str, int], str]) -> Any:
     if not isinstance(leaf.value, torch.Tensor):
-        return str(described(leaf.value))
+        return described(leaf.value)
     shape = tuple(symbols.get((leaf.label, i), n) for i, n in enumerate(leaf.value.shape))
     return f"{leaf.value.device.type} {InputSpec(dtype=dtype_name(leaf.value.dtype), shape=shape)}"
 
 
-def tensors_digest(model: torch.nn.Module) -> str:
-    """Of every weight and buffer: name, form, device, class, and which of them are the same."""
+def weight_forms(model: torch.nn.Module) -> dict[str, str]:
+    """Form, device and class of every weight and buffer, and which of them are the same."""
     first: dict[int, str] = {}
-    signature = [
-        [
-            name,
-            list(tensor.shape),
-            list(tensor.stride()),
-            str(tensor.dtype),
-            tensor.device.type,
-            type(tensor).__qualname__,
-            first.setdefault(id(tensor), name),
-        ]
-        for named in (model.named_parameters, model.named_buffers)
-        for name, tensor in named(remove_duplicate=False)
-    ]
-    return _digest(signature)
+    forms = Parts()
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            same = first.setdefault(id(tensor), name)
+            forms[name] = f"is {same}" if same != name else weight_form(tensor)
+    return forms
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
+def weight_form(tensor: torch.Tensor) -> str:
+    inner, context = subclass_parts(tensor)
+    parts = "".join(f" {name}: {weight_form(each)}" for name, each in inner.items())
+    return f"{described(tensor)}{parts}{f' {described(context)}' if inner else ''}"
 
 
 def _installed(package: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from ...cache.keys.code_fingerprint import fingerprint
+from ...cache.keys.encoder import described_code
 from ...errors import InvalidSetting
 from ...events import Events, trace_artifact
 from ...torch_compat.inductor import post_grad_pass
@@ -75,9 +75,9 @@ def thresholds(config: CompileConfig) -> tuple[int, ...]:
     return tuple(sorted(limit for limit in limits if limit is not None))
 
 
-def pass_factors(passes: Sequence[GraphPass]) -> list[list[str]]:
-    """Names and source fingerprints, in order, for a key."""
-    return [[each.name, fingerprint(each.apply)] for each in passes]
+def pass_factors(passes: Sequence[GraphPass]) -> list[Any]:
+    """Names and code by part, in order, for a key."""
+    return [[each.name, described_code(each.apply)] for each in passes]
 
 
 def inductor_passes(passes: Sequence[GraphPass], events: Events, piece: int) -> dict[str, Any]:

@@ -10,17 +10,22 @@ file locations or line numbers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ...cache.keys.code_fingerprint import fingerprint as source_fingerprint
+from ...cache.keys.encoder import Undescribable, code_parts, function_text, stable_text
+from ...cache.keys.encoder import fingerprint as source_fingerprint
+from ...torch_compat.dynamo import is_torch_file
 from ...torch_compat.ops import (
     custom_op_function,
     fake_function,
+    is_composite,
     is_op,
     op_name,
     overloads,
@@ -92,7 +97,10 @@ class _Writer:
                 self._ops[name] = node.target
             return name
         name = getattr(node.target, "__qualname__", None) or node.target.__name__
-        return f"{node.target.__module__}.{name}"
+        own = isinstance(node.target, FunctionType) and not is_torch_file(
+            node.target.__code__.co_filename
+        )
+        return f"{node.target.__module__}.{name} {source_fingerprint(node.target) if own else ''}"
 
     def _constant(self, target: str) -> str:
         value: Any = self._root
@@ -120,9 +128,7 @@ class _Writer:
                 return f"slice{self._argument((value.start, value.stop, value.step))}"
             case bool() | int() | float() | str() | None:
                 return repr(value)
-        if callable(value) and hasattr(value, "__qualname__"):
-            return f"{value.__module__}.{value.__qualname__}"
-        return repr(encode(value))
+        return stable_text(value)
 
     def _value(self, value: Any) -> str:
         match value:
@@ -170,19 +176,52 @@ class _Writer:
 
 
 def op_source(op: Any) -> str:
-    """Schemas of a custom op, and hashes of the Python code that implements it.
-
-    For an op made by `torch.library.custom_op` torch keeps the function. For one registered with
-    `Library` it keeps only the registering files: their content is hashed.
-    """
-    if function := custom_op_function(op_name(op)):
-        return "; ".join([op_form(op), source_fingerprint(function)])
-    files = {file for overload in overloads(op) for file in registering_files(overload.name())}
-    contents = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files)
-    return "; ".join([op_form(op), *contents])
+    """Digest of `op_parts`."""
+    return _digest(op_parts(op))
 
 
 def op_form(op: Any) -> str:
-    """The interface of a custom op: its schemas and a hash of its fake implementation."""
+    """Digest of `op_signature`."""
+    return _digest(op_signature(op))
+
+
+def op_parts(op: Any) -> dict[str, str]:
+    """Schemas of a custom op and the Python code that implements it, by part.
+
+    An op made by `torch.library.custom_op` is known by its function. Of one registered through
+    `Library` torch keeps no function, only the files that did it: their content counts. If the op
+    is a composition, which is inlined, so do the functions of these modules as loaded.
+    """
+    parts = op_signature(op)
+    if function := custom_op_function(op_name(op)):
+        return {**parts, **code_parts(function, ".function")}
+    files = {file for overload in overloads(op) for file in registering_files(overload.name())}
+    contents = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files)
+    parts |= {f".file[{n}]": content for n, content in enumerate(contents)}
+    if any(map(is_composite, overloads(op))):
+        for name, function in _functions_in(files):
+            try:
+                parts |= code_parts(function, f".{name}")
+            except Undescribable:  # perhaps not called by the op at all
+                parts[f".{name}"] = function_text(function)
+    return parts
+
+
+def _functions_in(files: Collection[str]) -> Iterator[tuple[str, FunctionType]]:
+    """The functions of the modules that were loaded from `files`."""
+    for module in sorted(sys.modules):
+        if getattr(sys.modules[module], "__file__", None) in files:
+            for name, value in sorted(vars(sys.modules[module]).items()):
+                if isinstance(value, FunctionType) and value.__module__ == module:
+                    yield f"{module}.{name}", value
+
+
+def op_signature(op: Any) -> dict[str, str]:
+    """Schemas of a custom op and its fake implementation: what a caller of it depends on."""
     fake = fake_function(op_name(op))
-    return "; ".join([*schemas(op), *([source_fingerprint(fake)] if fake else [])])
+    parts = {f".schema[{n}]": schema for n, schema in enumerate(schemas(op))}
+    return {**parts, **(code_parts(fake, ".fake") if fake else {})}
+
+
+def _digest(parts: Mapping[str, str]) -> str:
+    return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()

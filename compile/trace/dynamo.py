@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ...cache.keys.factors import Json
 from ...errors import InputNotTraceable, NothingToCompile, TraceFailed
 from ...torch_compat.dynamo import (
     Captured,
@@ -27,11 +25,12 @@ from ...torch_compat.dynamo import (
     user_location,
 )
 from ...torch_compat.symbolic import expression_of
+from ..conditions.places import forward_function
+from ..conditions.record import Conditions, record_conditions
 from ..ir.compilation import CompileRequest
 from ..ir.locations import first_line
 from ..ir.serialization import Ref, with_refs
 from .examples import Examples, Leaf, example_inputs, mark
-from .external_state import reads
 from .inline_regions import inline_regions
 
 
@@ -48,10 +47,8 @@ class Trace:
     structure: Any
     """The result, with `Ref('o<n>')` for the n-th output and `Ref('L.<label>')` for arguments."""
     examples: Examples
-    modules: list[str]
-    """Names of the modules whose functions were inlined, torch's apart."""
-    reads: list[Json]
-    """Values outside the model that the graph is specialised to; see `reads`."""
+    conditions: Conditions
+    """What outside the graph it relied on."""
 
     def outputs(self) -> list[Any]:
         """What the graph returns, flat."""
@@ -96,8 +93,7 @@ def trace(request: CompileRequest) -> Trace:
         tensors=tensors,
         structure=_structure(captured, model, examples),
         examples=examples,
-        modules=_traced_modules(captured),
-        reads=reads(captured.guarded, model, scope, captured.aliases),
+        conditions=record_conditions(model, scope, captured),
     )
 
 
@@ -142,15 +138,10 @@ def _sources(
 def _scope(model: torch.nn.Module, examples: Examples) -> dict[str, Any]:
     """What Dynamo's expressions are over: arguments of the call, globals of the function."""
     args, kwargs = examples.call_arguments()
-    forward = _forward(model)
+    forward = forward_function(model)
     # a decorated forward is traced from its wrapper, whose parameters are often *args, **kwargs
     taken = inspect.signature(forward, follow_wrapped=False).bind(model, *args, **kwargs)
     return {"L": taken.arguments, "G": forward.__globals__}
-
-
-def _forward(model: torch.nn.Module) -> Any:
-    """The function behind `model.forward`, unbound."""
-    return getattr(model.forward, "__func__", model.forward)
 
 
 def _structure(captured: Captured, model: torch.nn.Module, examples: Examples) -> Any:
@@ -164,13 +155,3 @@ def _structure(captured: Captured, model: torch.nn.Module, examples: Examples) -
         if isinstance(leaf.value, torch.Tensor):
             known.setdefault(id(leaf.value), Ref(f"L.{leaf.label}"))
     return with_refs(result, lambda value: known.get(id(value)))
-
-
-def _traced_modules(captured: Captured) -> list[str]:
-    by_file = {
-        file: name
-        for name, module in list(sys.modules.items())
-        if (file := getattr(module, "__file__", None))
-    }
-    names = {by_file.get(code.co_filename) for code in captured.traced_code}
-    return sorted(name for name in names if name and name.partition(".")[0] != "torch")

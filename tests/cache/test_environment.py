@@ -57,6 +57,14 @@ def test_c1_1cat_536_unregistered_variables_with_a_prefix_are_factors(
         "HOME",
         "PATH",
         "LOCAL_RANK",
+        "TORCHX_JOB_ID",
+        "TORCH_COMPILE_JOB_ID",
+        "TORCH_JOB_UID",
+        "TRITON_SERVICE_HOST",
+        "TRITON_PORT_8000_TCP_ADDR",
+        "TORCH_SERVE_SERVICE_PORT",
+        "PYTORCH_VERSION",
+        "TORCH_CUDA_ARCH_LIST",
     ],
 )
 def test_failure_W9_variables_that_change_no_code_are_no_factors(
@@ -72,6 +80,14 @@ def test_c1_vllm_47573_a_value_that_is_a_place_is_no_factor(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_NEW", value)
     assert "TORCHINDUCTOR_NEW" not in environment_factors()
+
+
+def test_f9_a_value_that_differs_for_each_run_is_no_factor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_NEW", "123e4567-e89b-12d3-a456-426614174000")
+    assert "TORCH_NEW" not in environment_factors()
+    Key.of("codegen", {"environment": environment_factors()})
 
 
 def test_the_secret_is_never_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +124,7 @@ def test_c1_1cat_536_nothing_reads_the_environment_but_the_registry(
         for name, path in package_sources.items()
         if reads_environment(ast.parse(path.read_text()))
     }
-    compat = {f"torch_compat/{name}.py" for name in ("inductor", "patch", "toolchain")}
+    compat = {f"torch_compat/{name}.py" for name in ("dynamo", "inductor", "patch", "toolchain")}
     assert readers == {"cache/keys/environment.py", *compat}
 
 

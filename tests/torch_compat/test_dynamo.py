@@ -20,7 +20,11 @@ class Scaled(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(2))
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"y": x * self.weight * SCALE}
+        return {"y": doubled(x) * self.weight * SCALE}
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x if "PIECEGRAPH_TEST_VARIABLE" in os.environ else x * 2
 
 
 def captured(model: torch.nn.Module, x: torch.Tensor) -> Any:
@@ -44,8 +48,12 @@ def test_full_graph_is_dynamic_where_it_was_marked(shapes: str) -> None:
     assert columns == 2
     result = found.call(lambda *inputs: (torch.full((5, 2), 7.0),))(model, x)
     assert torch.equal(result["y"], torch.full((5, 2), 7.0))
-    assert any("SCALE" in expression for expression, _ in found.guarded)
-    assert Scaled.forward.__code__ in found.traced_code
+    assert any("SCALE" in guard.expression for guard in found.guards)
+    assert doubled.__code__ in found.inlined.functions
+    assert found.inlined.variables == {"PIECEGRAPH_TEST_VARIABLE"}
+    guard = next(guard for guard in found.guards if "SCALE" in guard.expression)
+    assert guard.kind == "CONSTANT_MATCH"
+    assert str(guard.where).partition(":")[0] == __file__
 
 
 def test_model_without_tensor_operations_has_no_graph() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -26,10 +29,88 @@ def test_changed_settings_are_those_that_shape_code() -> None:
 def test_switches_of_the_process_are_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     before = settings.global_state()
     with torch.autocast("cpu", torch.bfloat16):
-        assert settings.global_state()["autocast"] == {"cpu": "torch.bfloat16"}
+        assert settings.global_state()["autocast.cpu"] == "torch.bfloat16"
     torch.set_default_dtype(torch.float64)
     try:
         assert settings.global_state()["default_dtype"] == "torch.float64"
     finally:
         torch.set_default_dtype(torch.float32)
     assert settings.global_state() == before
+
+
+PRECISION = """
+import torch
+from piecegraph.torch_compat import settings
+before = settings.global_state()
+{change}
+after = settings.global_state()
+print({{name: after.get(name) for name in before | after if before.get(name) != after.get(name)}})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+    ],
+)
+def test_f8_reading_the_switches_never_raises(change: str) -> None:
+    """Torch's older getters raise once its newer precision settings were used."""
+    program = PRECISION.format(change=change)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert change.rpartition("'")[0].rpartition("'")[2] in run.stdout
+
+
+def test_f2_switches_of_kernels_are_stated() -> None:
+    before = settings.global_state()
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        after = settings.global_state()
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert {name for name in before if before[name] != after[name]} == {"flash_sdp", "mha_fastpath"}
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["cudnn.benchmark", "cudnn.deterministic", "mkldnn.enabled", "opt_einsum.enabled"],
+)
+def test_f2_backend_flags_are_stated(flag: str) -> None:
+    owner, _, name = flag.partition(".")
+    backend = getattr(torch.backends, owner)
+    before, stated = getattr(backend, name), settings.global_state()
+    setattr(backend, name, not before)
+    try:
+        assert settings.global_state() != stated
+    finally:
+        setattr(backend, name, before)
+    assert settings.global_state() == stated
+
+
+@pytest.mark.parametrize("name", ["epilogue_fusion", "prologue_fusion", "_pre_fusion_custom_pass"])
+def test_f6_no_setting_is_exempt_by_its_spelling(name: str) -> None:
+    import torch._inductor.config as inductor_config
+
+    assert name not in settings.EXEMPT
+    with inductor_config.patch({name: False}):
+        assert f"torch._inductor.config.{name}" in settings.changed_settings()
+
+
+def test_f6_every_exemption_has_a_reason() -> None:
+    assert all(settings.EXEMPT.values())
+
+
+def test_function_modes_are_stated_and_the_default_device_is_not_one() -> None:
+    class Mode(torch.overrides.TorchFunctionMode):
+        pass
+
+    with torch.device("cpu"):
+        assert settings.function_modes() == []
+        with Mode() as mode:
+            assert settings.function_modes() == [mode]

@@ -117,3 +117,13 @@ def test_the_memory_of_a_wrapper_subclass_is_that_of_its_inner_tensors() -> None
     places = [tensor.data_ptr() for tensor in tensors.inner_tensors(wrapper)]
     assert places == [t.data_ptr() for t in (one, two, three, three)]
     assert tensors.inner_tensors(one) == [one]
+
+
+def test_parts_of_a_subclass_are_its_inner_tensors_and_its_context() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    one, two = torch.rand(2), torch.rand(2)
+    inner, context = tensors.subclass_parts(TwoTensor(one, two))
+    assert inner == {"a": one, "b": two}
+    assert context is None
+    assert tensors.subclass_parts(one) == ({}, None)

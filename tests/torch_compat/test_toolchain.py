@@ -83,3 +83,14 @@ def test_kept_probes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     toolchain.keep_probe("a" * 64, b"builds")
     toolchain.keep_probe("b" * 64, b"")
     assert toolchain.probes() == {"a" * 64: b"builds", "b" * 64: b""}
+
+
+def test_f7_extensions_of_the_cpu_are_those_that_stand_for_instructions(tmp_path: Path) -> None:
+    facts = tmp_path / "cpuinfo"
+    facts.write_text(
+        "processor : 0\nflags\t\t: fpu avx2 amx_tile md_clear avx512_fp16 ibrs\n\nflags : no"
+    )
+    assert toolchain.cpu_extensions(facts) == ("amx_tile", "avx2", "avx512_fp16")
+    facts.write_text("Features : asimd sve\n")
+    assert toolchain.cpu_extensions(facts) == ("asimd", "sve")
+    assert toolchain.cpu_extensions(tmp_path / "none") == ()

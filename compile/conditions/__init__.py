@@ -1,0 +1,1 @@
+"""Conditions: what a trace relied on, by place and value, recorded with a bundle and checked."""

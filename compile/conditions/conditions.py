@@ -1,0 +1,193 @@
+"""Conditions of a trace: recorded as data with a bundle, checked by value when it is loaded.
+
+Conditions form a tree of places, so that each value is looked up once, and equal subtrees (the
+layers of a model) are stored once. A condition is `[kind, argument, text]`: what is observed of the
+value at its place, and what was observed when the model was traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...cache.keys import environment
+from ...cache.keys.encoder import Undescribable, class_name, function_text, stable_text, unwrapped
+from ...cache.keys.factors import Json, canonical
+from .places import MISSING, Step, follow, key_of, root_value, spelled
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A condition that does not hold."""
+
+    what: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.old} -> {self.new}"
+
+
+def observed(kind: str, argument: Any, value: Any) -> str:
+    """What a condition of `kind` says about a value; raises Undescribable."""
+    if value is MISSING:
+        return "missing"
+    return _OBSERVERS[kind](value, argument)
+
+
+def _is_present(value: Any, name: str) -> str:
+    return str(name in getattr(value, "__dict__", ()))
+
+
+def _keys(value: Any, _: Any) -> str:
+    return f"keys {[stable_text(key) for key in value]}"
+
+
+def _code(value: Any, _: Any) -> str:
+    function = unwrapped(value)
+    return function_text(function) if hasattr(function, "__code__") else stable_text(value)
+
+
+_OBSERVERS: dict[str, Callable[[Any, Any], str]] = {
+    "value": lambda value, _: stable_text(value),
+    "type": lambda value, _: class_name(type(value)),
+    "length": lambda value, _: f"{len(value)} items",
+    "keys": _keys,
+    "contains": lambda value, key: str(key_of(key) in value),
+    "hasattr": lambda value, name: str(hasattr(value, name)),
+    "in __dict__": _is_present,
+    "hooks": lambda value, _: f"{sum(len(getattr(value, name, ())) for name in HOOKS)} hooks",
+    "code": _code,
+    "exists": lambda value, _: str(value is not None),
+}
+
+
+@dataclass
+class _Node:
+    conditions: list[list[Any]] = field(default_factory=list)
+    below: dict[bytes, tuple[Step, _Node]] = field(default_factory=dict)
+
+
+class Recorder:
+    """Collects the conditions of one trace."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._roots: dict[str, _Node] = {}
+        self._seen: set[bytes] = set()
+        self._same: list[Json] = []
+        self._variables: dict[str, str | None] = {}
+
+    def add(self, root: str, steps: Sequence[Step], kind: str, argument: Any = None) -> None:
+        """A condition on the value that is at a place now; raises Undescribable."""
+        identity = canonical([root, list(steps), kind, argument])
+        if identity in self._seen:
+            return
+        self._seen.add(identity)
+        node = self._roots.setdefault(root, _Node())
+        value = root_value(root, self._model)
+        for step in steps:
+            node = node.below.setdefault(canonical(step), (step, _Node()))[1]
+            value = follow(value, step)
+        if value is MISSING:
+            raise Undescribable(spelled(root, steps, self._model), "cannot be located")
+        node.conditions.append([kind, argument, observed(kind, argument, value)])
+
+    def same(self, one: tuple[str, Sequence[Step]], other: tuple[str, Sequence[Step]]) -> None:
+        """The condition that two places hold one object."""
+        self._same.append([[one[0], list(one[1])], [other[0], list(other[1])]])
+
+    def variable(self, name: str) -> None:
+        """The condition that an environment variable has the value it has now."""
+        self._variables[name] = environment.observed(name)
+
+    def data(self) -> dict[str, Json]:
+        """All conditions as plain data for the meta of a bundle."""
+        nodes: list[Json] = []
+        numbers: dict[bytes, int] = {}
+
+        def number(node: _Node) -> int:
+            below: list[Json] = [[step, number(inner)] for step, inner in node.below.values()]
+            conditions: list[Json] = list(node.conditions)
+            encoded: list[Json] = [conditions, below]
+            identity = canonical(encoded)
+            if identity not in numbers:
+                numbers[identity] = len(nodes)
+                nodes.append(encoded)
+            return numbers[identity]
+
+        roots: dict[str, Json] = {root: number(node) for root, node in self._roots.items()}
+        variables: dict[str, Json] = dict(self._variables)
+        return {"nodes": nodes, "roots": roots, "same": self._same, "environment": variables}
+
+
+def changes(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[Change]:
+    """The conditions that do not hold in this process.
+
+    Raises KeyError, TypeError, ValueError or IndexError for data of another form.
+    """
+    nodes = data["nodes"]
+    for root, number in data["roots"].items():
+        path: list[Step] = []
+        for steps, (kind, argument, old), new in _below(
+            nodes, number, root_value(root, model), path
+        ):
+            name = spelled(root, steps, model)
+            shown = f" {kind}" if kind in ("type", "length", "keys") else ""
+            about = "" if argument is None else f" {kind} {key_of(argument)!r}"
+            yield Change(f"{name}{about}{shown}", old, new)
+    for one, other in data["same"]:
+        if _at(one[0], one[1], model) is not _at(other[0], other[1], model):
+            names = (spelled(root, steps, model) for root, steps in (one, other))
+            yield Change(" and ".join(names), "one object", "two")
+    for name, recorded in data["environment"].items():
+        if (now := environment.observed(name)) != recorded:
+            before, after = ("unset" if each is None else str(each) for each in (recorded, now))
+            yield Change(f"environment variable {name}", before, after)
+
+
+def number_of_conditions(data: Mapping[str, Any]) -> int:
+    """How many conditions a check looks at."""
+    counts: list[int] = []
+    for conditions, below in data["nodes"]:  # inner nodes come first
+        counts.append(len(conditions) + sum(counts[number] for _, number in below))
+    total: int = sum(counts[number] for number in data["roots"].values())
+    return total + len(data["same"]) + len(data["environment"])
+
+
+def _below(
+    nodes: Sequence[Any], number: int, value: Any, path: list[Step]
+) -> Iterator[tuple[list[Step], Any, str]]:
+    conditions, below = nodes[number]
+    for condition in conditions:
+        kind, argument, old = condition
+        try:
+            new = observed(kind, argument, value)
+        except Undescribable as error:
+            new = f"undescribable: {error}"
+        except Exception as error:  # the user's `__len__`, `__contains__`, … may raise anything
+            new = f"{type(error).__name__}: {error}"
+        if new != old:
+            yield list(path), condition, new
+    for step, inner in below:
+        path.append(step)
+        yield from _below(nodes, inner, MISSING if value is MISSING else follow(value, step), path)
+        path.pop()
+
+
+def _at(root: str, steps: Iterable[Step], model: torch.nn.Module) -> Any:
+    value = root_value(root, model)
+    for step in steps:
+        if value is not MISSING:
+            value = follow(value, step)
+    return value

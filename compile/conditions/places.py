@@ -1,0 +1,130 @@
+"""Places: where a value is reached from, as data that another process can follow.
+
+A place is a root and steps from there. The root is the model, the globals of its forward, or a
+module by name. A step is an attribute, as a string, or a list `[kind, argument]`:
+
+    item         `value[argument]`
+    value, key   the value or the key at a position of a dict
+    type         `type(value)`
+    static       an attribute of a class as its bases give it, without calling descriptors
+    call         the referent of a weak reference
+
+Following a place evaluates nothing that is stored: it is attribute access and indexing alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import sys
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import torch
+
+Step: TypeAlias = "str | list[Any]"
+MODEL, GLOBALS = "", "*"
+"""Roots that are no modules."""
+
+CONTAINERS = ("_modules", "_parameters", "_buffers")
+
+
+class Missing:
+    """There is nothing at a place."""
+
+
+MISSING = Missing()
+
+
+def root_value(root: str, model: torch.nn.Module) -> Any:
+    """The object at a root. A module that the model has not imported yet is imported."""
+    if root == MODEL:
+        return model
+    if root == GLOBALS:
+        return forward_function(model).__globals__
+    if (module := sys.modules.get(root)) is not None:
+        return module
+    try:
+        return importlib.import_module(root)
+    except Exception:  # whatever the module's own code raises
+        return MISSING
+
+
+def follow(value: Any, step: Step) -> Any:
+    """The value one step further; MISSING if there is none."""
+    try:
+        if isinstance(step, str):
+            return getattr(value, step)
+        kind, argument = step
+        match kind:
+            case "item":
+                return value[key_of(argument)]
+            case "value":
+                return next(itertools.islice(value.values(), argument, None), MISSING)
+            case "key":
+                return next(itertools.islice(value, argument, None), MISSING)
+            case "type":
+                return type(value)
+            case "static":
+                return inspect.getattr_static(value, argument)
+            case "call":
+                return value()
+    except Exception:  # a property of the user's may raise anything
+        return MISSING
+    return MISSING
+
+
+def encoded_key(key: Any) -> Any:
+    """A key of a dict or sequence as JSON; raises TypeError for a kind that cannot be stored."""
+    if key is None or isinstance(key, bool | int | str):
+        return key
+    if isinstance(key, bytes):
+        return {"bytes": key.hex()}
+    if isinstance(key, tuple):
+        return {"tuple": [encoded_key(each) for each in key]}
+    raise TypeError(f"a {type(key).__name__} as a key")
+
+
+def key_of(encoded: Any) -> Any:
+    if isinstance(encoded, dict):
+        if "bytes" in encoded:
+            return bytes.fromhex(encoded["bytes"])
+        return tuple(map(key_of, encoded["tuple"]))
+    return encoded
+
+
+def spelled(root: str, steps: Iterable[Step], model: torch.nn.Module) -> str:
+    """A place as a person would write it: `model.layers.0.act.__self__.k`."""
+    named = {MODEL: "model", GLOBALS: str(forward_function(model).__module__)}
+    name = named.get(root, root)
+    hidden = False
+    for step in steps:
+        if step in CONTAINERS:
+            hidden = True
+            continue
+        if isinstance(step, str):
+            name += f".{step}"
+        else:
+            kind, argument = step
+            if kind == "type":
+                name = f"type({name})"
+            elif kind == "call":
+                name += "()"
+            elif (
+                hidden
+                or kind == "static"
+                or (kind == "item" and root == GLOBALS and "." not in name)
+            ):
+                name += f".{argument}"
+            elif kind == "item":
+                name += f"[{key_of(argument)!r}]"
+            else:
+                name += f"[{kind} {argument}]"
+        hidden = False
+    return name
+
+
+def forward_function(model: torch.nn.Module) -> Any:
+    """The function behind `model.forward`, unbound."""
+    return getattr(model.forward, "__func__", model.forward)
