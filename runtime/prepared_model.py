@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -111,6 +112,8 @@ class PreparedModel:
             config, dispatcher, self.backend, self.records, self._graphs, exchange
         )
         self._monitor = Monitor(config.after_seal, self.records, self.backend, self._context)
+        # a dropped model must not be watched for; the monitor does not refer to the model
+        weakref.finalize(self, self._monitor.stop).atexit = False
         self._sealed = False
         self._closed = False
 

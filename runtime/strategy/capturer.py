@@ -93,7 +93,7 @@ class Capturer:
         self.queue = CaptureQueue(strategy, plan, self._config.min_hits)
         self._costs = CaptureCosts()
         lazy_limit = self._config.lazy_bytes if strategy is CaptureStrategy.LAZY else None
-        self._lazy = LazyBytes(lazy_limit, self.queue.states, self._entries, self._evict)
+        self._lazy = LazyBytes(lazy_limit, self.queue.states, self._entries)
         self._budgets = StepBudgets(
             self._config.captures_per_step, self._config.capture_ms_per_step
         )
@@ -183,7 +183,7 @@ class Capturer:
         with self._session(prepare=False) as session:
             while graph_index is not None:
                 if self._capture(graph_index, session):
-                    self._lazy.took(graph_index)
+                    self._lazy.took(graph_index, self._evict)
                     made += self.queue.states[graph_index].captured
                 budget.spend(self._estimate(graph_index))  # as just measured, on all ranks
                 graph_index = next(chosen, None)
@@ -283,7 +283,7 @@ class Capturer:
     def _within_lazy_limit(self, graph_index: int) -> bool:
         if self._lazy.limit is not None:
             self._count_idle_steps()
-        if self._lazy.make_room(graph_index):
+        if self._lazy.make_room(graph_index, self._evict):
             return True
         limit = self._lazy.limit
         self._refuse(graph_index, f"lazy recordings may take {limit} bytes, and none is worth less")

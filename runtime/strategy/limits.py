@@ -78,7 +78,7 @@ class LazyBytes:
 
     Evicting from a shared pool is safe, since no recording reads what another one leaves in the
     pool. The pool shrinks by less than the recording added, so what is freed is measured.
-    `limit` None is no limit. `evict` frees the recording of a graph index.
+    `limit` None is no limit. `evict` frees one graph.
     """
 
     def __init__(
@@ -86,15 +86,13 @@ class LazyBytes:
         limit: int | None,
         states: Sequence[GraphState],
         entries: Sequence[PlanEntry],
-        evict: Callable[[int], None],
     ) -> None:
         self.limit = limit
         self._states = states
         self._entries = entries
-        self._evict = evict
         self._expected: dict[RuntimeMode, int] = {}
 
-    def make_room(self, graph_index: int) -> bool:
+    def make_room(self, graph_index: int, evict: Callable[[int], None]) -> bool:
         """Evict what is worth less than graph `graph_index` until it fits; whether it fits."""
         if self.limit is None:
             return True
@@ -116,10 +114,10 @@ class LazyBytes:
             least = self._least_worth()
             if least is None or self._worth(least) >= value:
                 return False
-            self._evict(least)
+            evict(least)
         return True
 
-    def took(self, graph_index: int) -> None:
+    def took(self, graph_index: int, evict: Callable[[int], None]) -> None:
         """Learn from a capture, and evict what is worth least while the limit is exceeded."""
         if self.limit is None:
             return
@@ -127,7 +125,7 @@ class LazyBytes:
         while self._used() > self.limit:
             least = self._least_worth()
             assert least is not None
-            self._evict(least)
+            evict(least)
 
     def _used(self) -> int:
         return sum(state.bytes for state in self._states if state.on_use)

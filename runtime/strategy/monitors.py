@@ -77,13 +77,14 @@ class Monitor:
         self._backend = backend
         self._context = context
         self._thread: int | None = None
-        self._handler = _TraceHandler(self._saw)
+        self._handler: _TraceHandler | None = None
         self._hooks: list[_Hook] = []
 
     def start(self) -> None:
         """Watch the steps of the model, and all work of the calling thread. Idempotent."""
         if self._thread is None:
             self._thread = threading.get_ident()
+            self._handler = _TraceHandler(self._saw)
             logging.getLogger(TRACE_LOGGER).addHandler(self._handler)
             self._hooks.append(_Hook(torch.cuda.CUDAGraph, "capture_begin", self._saw_cuda_graph))
             if self._backend.name != "cuda":  # whose captures begin a CUDA graph
@@ -92,9 +93,10 @@ class Monitor:
                 self._hooks.append(_Hook(knobs.compilation, "listener", self._saw_triton))
 
     def stop(self) -> None:
-        if self._thread is not None:
-            self._thread = None
+        """Stop watching. Idempotent."""
+        if self._handler is not None:
             logging.getLogger(TRACE_LOGGER).removeHandler(self._handler)
+            self._thread = self._handler = None  # no cycle keeps the layers alive
             while self._hooks:
                 self._hooks.pop().stop()
 

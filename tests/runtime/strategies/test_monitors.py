@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from piecegraph import Batch, Config
 from piecegraph.errors import WorkAfterSeal
 from piecegraph.runtime import compile_ahead as ahead
+from piecegraph.runtime.backends.replay import ReplayBackend
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.strategy.monitors import TRACE_LOGGER, allow_compilation
@@ -260,3 +262,20 @@ def test_failure_6_a_stray_cuda_graph_is_told(sealed: Any, monkeypatch: pytest.M
     assert kinds(logging) == ["unplanned capture"]
     logging.prepared.release()
     assert StrayGraph.capture_begin is own
+
+
+@pytest.mark.parametrize("strategy", ["eager", "delayed", "lazy"])
+def test_a_dropped_model_is_not_watched_for_and_frees_its_layers(make: Any, strategy: str) -> None:
+    served = make((8,), after_seal="raise", strategy=strategy)
+    handlers = logging.getLogger(TRACE_LOGGER).handlers[:]
+    begin = ReplayBackend.begin
+    prepared = served.prepared
+    prepared.capture()
+    prepared.seal()
+    layer, model = weakref.ref(prepared._context.layers["scale"]), weakref.ref(prepared)
+    del prepared, served
+    assert model() is None
+    assert layer() is None
+    assert logging.getLogger(TRACE_LOGGER).handlers == handlers
+    assert ReplayBackend.begin is begin
+    torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
