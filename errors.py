@@ -411,9 +411,19 @@ class BatchExceeded(RunError):
     todo = "Dispatch a Batch with the counts of these inputs."
 
 
+class BatchMismatch(RunError):
+    what = "the batch states {stated} tokens, but the inputs have {actual}"
+    todo = "State in the Batch what the inputs of the step have."
+
+
 class GuardBroken(RunError):
     what = "the compiled model is not valid for this size: it requires {expression}"
     todo = "Pad the batch to a size that satisfies it, or run the model eagerly."
+
+
+class AutocastActive(RunError):
+    what = "{action} runs under torch.autocast, which compiled code and graphs ignore"
+    todo = "Leave autocast around it, or enter it inside the model's forward."
 
 
 class CaptureAfterSeal(RunError):

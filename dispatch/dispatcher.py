@@ -180,11 +180,16 @@ class Dispatcher:
     def follow(self, graph_index: int, batch: Batch) -> Decision:
         """Apply another rank's decision, `graph_index` or NO_GRAPH, to this rank's batch.
 
-        Raises DecisionNotPossible if that graph cannot serve the batch here.
+        A rank without tokens can follow any decision: its rows are all padding. Raises
+        DecisionNotPossible if that graph cannot serve the batch here.
         """
         kind = classify(self.plan, batch)
         if graph_index == NO_GRAPH:
             return none_decision(self.plan, kind, batch.num_tokens, Reason.RANK_DECISION)
+        captured = self._live.captured
+        if not batch.num_tokens and graph_index < len(captured) and captured[graph_index]:
+            decision = graph_decision(self.plan.entries[graph_index], graph_index, kind, 0)
+            return replace(decision, reason=Reason.RANK_DECISION)
         own = self._live.decide(batch, kind)
         if own.graph_index == graph_index:
             return replace(own, reason=Reason.RANK_DECISION)

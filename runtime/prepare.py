@@ -21,8 +21,9 @@ from ..dispatch import (
     resolve_mode,
     user_capture_sizes,
 )
-from ..errors import InvalidSetting
+from ..errors import AutocastActive, InvalidSetting
 from ..events import Events
+from ..torch_compat.tensors import is_autocast_enabled
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
 from .config import Config, without_tokens
@@ -58,6 +59,8 @@ def prepare(
 
     Raises a PiecegraphError that says what is wrong with the model or the settings.
     """
+    if is_autocast_enabled():
+        raise AutocastActive(action="prepare")
     records = Records(events)
     config = resolve_config(config)
     with records.events.span("prepare", level=logging.INFO), allow_compilation():

@@ -14,11 +14,27 @@ import torch
 from ..cache import Cache
 from ..compile.ir.config import TOKENS
 from ..compile.lower.compiled_model import CompiledModel
-from ..dispatch import Batch, Decision, Dispatcher, ResolvedMode
-from ..errors import BatchInvalid, CaptureAfterSeal, GuardBroken, ModelClosed
-from ..torch_compat.tensors import is_grad_enabled, set_grad_enabled
+from ..dispatch import (
+    NO_GRAPH,
+    Batch,
+    BatchDescriptor,
+    Decision,
+    Dispatcher,
+    Reason,
+    ResolvedMode,
+    RuntimeMode,
+)
+from ..errors import (
+    AutocastActive,
+    BatchInvalid,
+    BatchMismatch,
+    CaptureAfterSeal,
+    GuardBroken,
+    ModelClosed,
+)
+from ..torch_compat.tensors import is_autocast_enabled, is_grad_enabled, set_grad_enabled
 from .backends.protocol import GraphBackend
-from .capture.captured_graphs import CapturedGraphs
+from .capture.captured_graphs import CapturedGraph, CapturedGraphs
 from .capture.dummy_batch import MetadataFor
 from .capture.recording import Recording
 from .config import BrokenGuard, Config
@@ -73,8 +89,8 @@ class PreparedModel:
     """A compiled model with its graphs. Made by `prepare`; not to be shared between threads.
 
     A step is `dispatch`, then `run` with metadata built for the decision's padded descriptor;
-    calling the model does both. Results of a graph step are views of static memory: they are
-    overwritten by the next step.
+    calling the model does both. Results of a graph step are new tensors on static memory, which the
+    next step overwrites: copy what must outlive the step.
     """
 
     def __init__(
@@ -116,6 +132,11 @@ class PreparedModel:
         weakref.finalize(self, self._monitor.stop).atexit = False
         self._sealed = False
         self._closed = False
+        self._stated: int | None = None
+        """Tokens that the batch of the step in progress states, where it is known."""
+        options = getattr(self.backend, "options", None)
+        self._poisons = bool(getattr(options, "poison_old_results", False))
+        self._last_graph: CapturedGraph | None = None
 
     def __call__(self, *args: Any, batch: Batch, metadata: Any = None, **kwargs: Any) -> Any:
         """Dispatch and run one step.
@@ -125,6 +146,7 @@ class PreparedModel:
         """
         decision = self.dispatch(batch)
         made = metadata(decision) if callable(metadata) else metadata
+        self._stated = batch.num_tokens
         return self.run(decision, *args, metadata=made, **kwargs)
 
     def dispatch(self, batch: Batch) -> Decision:
@@ -152,7 +174,13 @@ class PreparedModel:
 
         Raises InputMismatch, SizeOutOfRange or ArgumentFixed for wrong inputs, BatchExceeded for
         inputs larger than the decision's, and MovedTensor if a tensor that a graph reads was moved.
+        A decision whose graph was freed since runs without a graph, and is counted so. Zero tokens
+        are a step of padding alone: an idle rank makes one so that its collectives run. Raises
+        AutocastActive under torch.autocast.
         """
+        stated, self._stated = self._stated, None
+        if is_autocast_enabled():
+            raise AutocastActive(action="the step")
         try:
             tensors, sizes = self._bind(*args, **kwargs)
         except GuardBroken as broken:
@@ -160,16 +188,23 @@ class PreparedModel:
                 raise
             num_tokens = broken.facts["sizes"][self._token_symbol]
             return self._run_eagerly(decision, num_tokens, metadata, args, kwargs)
+        num_tokens = sizes[self._token_symbol]
+        if stated is not None and stated != num_tokens:
+            raise BatchMismatch(stated=stated, actual=num_tokens)
+        captured = self._captured[decision.graph_index]
+        if captured is None and decision.graph_index != NO_GRAPH:
+            descriptor = BatchDescriptor(num_tokens)
+            decision = Decision(RuntimeMode.NONE, descriptor, NO_GRAPH, Reason.NOT_CAPTURED)
         context = self._context
         context.metadata = metadata
         context.decision = decision
-        context.num_tokens = num_tokens = sizes[self._token_symbol]
+        context.num_tokens = num_tokens
         token = CURRENT.set(context)
         with_grad = is_grad_enabled()
         if with_grad:
             set_grad_enabled(False)
         try:
-            captured = self._captured[decision.graph_index]
+            results: Sequence[Any]
             if captured is None:
                 if num_tokens < self._min_num_tokens:
                     results = self._graphs.run_padded(tensors, sizes)
@@ -182,7 +217,15 @@ class PreparedModel:
             if with_grad:
                 set_grad_enabled(True)
         self.usage.count(decision, num_tokens)
+        if self._poisons:
+            self._poison_old_results(captured)
         return self._pack(results, tensors)
+
+    def _poison_old_results(self, captured: CapturedGraph | None) -> None:
+        """Poison the results of the last graph, unless `captured` has just overwritten them."""
+        if self._last_graph is not None and self._last_graph is not captured:
+            self._last_graph.poison()
+        self._last_graph = captured
 
     def _run_eagerly(
         self, decision: Decision, num_tokens: int, metadata: Any, args: Any, kwargs: Any
@@ -261,6 +304,8 @@ class PreparedModel:
         Raises ModelClosed, and ModelMismatch for weights of another form.
         """
         self._must_be_open()
+        if is_autocast_enabled():
+            raise AutocastActive(action="the capture or warm-up")
         if self._graphs.unrecorded.moved():
             self._graphs.bind(self.compiled.rebound())
         if metadata_for is not None:
@@ -316,6 +361,7 @@ class PreparedModel:
     def release(self) -> None:
         """Free all graphs and their memory. Steps run without; `capture` captures again."""
         self.backend.synchronize()
+        self._last_graph = None
         for graph_index, _ in self.recordings():
             self._graphs.remove(graph_index)
         self.ledger.state_pools(dict.fromkeys(self._capturer.memory.by_mode, 0))
@@ -324,12 +370,15 @@ class PreparedModel:
         self._sealed = False
 
     def close(self) -> None:
-        """Free everything; steps raise ModelClosed from now on. Idempotent."""
+        """Free graphs, buffers, code and weights; steps raise ModelClosed then. Idempotent."""
         if not self._closed:
             self.events.emit("dispatch", rows=self.usage.rows(), reasons=self.usage.reasons())
             self.release()
             self._closed = True
             self._bind = _refuse
+            self._eager = self._last_graph = None
+            self._context.layers = {}
+            self._graphs.close()
 
     def report(self) -> dict[str, Any]:
         """What was prepared, captured and dispatched so far; see `runtime.report`."""

@@ -51,6 +51,7 @@ is_grad_enabled = torch.is_grad_enabled
 
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def leaves_with_paths(value: Any) -> list[tuple[tuple[str | int, ...], Any]]:
@@ -149,3 +150,11 @@ def subclass_parts(tensor: Tensor) -> tuple[dict[str, Tensor], Any]:
         return {}, None
     names, context = flatten()
     return {name: getattr(tensor, name) for name in names}, context
+
+
+def normal_alias(tensor: Tensor) -> Tensor:
+    """The memory of an inference tensor as a tensor that may be written in any mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        return alias.set_(tensor.untyped_storage(), *place)

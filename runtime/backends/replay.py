@@ -40,6 +40,10 @@ class ReplayOptions:
     """Before each replay fill all memory that the graph made with NaN, integers with a value out of
     range: an op that leaves rows unwritten, or reads results of an earlier step, gives NaN."""
 
+    poison_old_results: bool = False
+    """When a step ends, fill the results of the graph step before it with NaN, unless the same
+    graph has overwritten them: code that keeps results beyond the next step reads NaN."""
+
     fail_on_moved_inputs: bool = False
     """Raise MovedTensor at a replay if a tensor that the graph reads has been given other memory
     since the capture. A device would read the old memory."""

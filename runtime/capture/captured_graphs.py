@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...compile.ir.config import TOKENS
 from ...compile.ir.plan import Plan
 from ...compile.lower.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, Dispatcher, RuntimeMode
-from ...errors import BatchExceeded, CaptureFailed, DummyStepFailed, SizeOutOfRange
+from ...errors import BatchExceeded, CaptureFailed, DummyStepFailed, ModelClosed, SizeOutOfRange
+from ...torch_compat.tensors import normal_alias
 from ..backends.protocol import GraphBackend
+from ..backends.tape import poison
 from ..config import Config
 from ..step.address_checks import Addresses, Snapshot
 from ..step.binding import laid_out, lay_out
@@ -33,11 +38,15 @@ NOTHING_BREAKS = (
     "no splitting function was called, so attention would be inside the graph: decorate it with "
     "break_graph, or choose a graph mode without PIECEWISE"
 )
-_MOST_KEPT = 4096
+_MOST_KEPT = 256
+
+FreshResults = tuple[Callable[[], Any], ...]
+"""A function for each result: a new tensor on static memory, so that what a caller does to it,
+such as `unsqueeze_`, changes no later step."""
 
 
 class CapturedGraph:
-    """A recording as steps use it. Loaders and result views are kept per real size."""
+    """A recording as steps use it. Loaders and results are kept per real size, the last 256."""
 
     __slots__ = ("_by_size", "_inputs", "_plan", "addresses", "recording")
 
@@ -48,10 +57,10 @@ class CapturedGraph:
         self.addresses = addresses
         self._plan = plan
         self._inputs = inputs
-        self._by_size: dict[tuple[int, ...], tuple[Load, tuple[Any, ...]]] = {}
+        self._by_size: dict[tuple[int, ...], tuple[Load, FreshResults]] = {}
 
-    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
-        """Run one step on the real inputs; returns views of the real rows of the static results.
+    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> Sequence[Any]:
+        """Run one step on the real inputs; returns the real rows of the static results.
 
         Raises MovedTensor if a tensor that the recording reads was moved, BatchExceeded for inputs
         larger than the padded sizes.
@@ -60,17 +69,24 @@ class CapturedGraph:
         load, results = self._by_size.get(sizes) or self._prepare(sizes)
         load(tensors)
         self.recording.replay()
-        return results
+        return [fresh() for fresh in results]
 
-    def _prepare(self, sizes: tuple[int, ...]) -> tuple[Load, tuple[Any, ...]]:
+    def poison(self) -> None:
+        """Overwrite the static results: whoever still reads them after the step gets NaN."""
+        for output in self.recording.outputs:
+            if isinstance(output, Tensor) and self.recording.ownership.is_made(output):
+                with torch.inference_mode():
+                    poison(output)
+
+    def _prepare(self, sizes: tuple[int, ...]) -> tuple[Load, FreshResults]:
         if len(self._by_size) >= _MOST_KEPT:
-            self._by_size.clear()
+            del self._by_size[next(iter(self._by_size))]
         try:
             load = self._inputs.loader(sizes)
         except SizeOutOfRange as error:
             name, size, most = (error.facts[fact] for fact in ("name", "size", "high"))
             raise BatchExceeded(name=name, size=size, most=most) from None
-        results = _real_results(self._plan, self.recording.outputs, sizes)
+        results = tuple(map(_fresh, _real_results(self._plan, self.recording.outputs, sizes)))
         self._by_size[sizes] = load, results
         return load, results
 
@@ -80,7 +96,7 @@ class WritingGraph(CapturedGraph):
 
     __slots__ = ()
 
-    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
+    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> Sequence[Any]:
         results = super().replay(tensors, sizes)
         self._inputs.copy_back(tensors)
         return results
@@ -142,6 +158,16 @@ class CapturedGraphs:
             if item.written and copy is not tensor:
                 tensor.copy_(copy)
         return results
+
+    def close(self) -> None:
+        """Free code, weights and buffers; only the plan is left. All recordings were removed."""
+        model = torch.nn.Module()
+        self.compiled = replace(self.compiled, pieces=(), weights={}, model=model)
+        self.stitched = self._recordable = _closed
+        self.addresses = Addresses(self.addresses.address)
+        self.unrecorded = self.addresses.snapshot()
+        self.metadata_for = None
+        self._inputs.close()
 
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured graph indices with their recordings."""
@@ -239,6 +265,21 @@ class CapturedGraphs:
             sizes["num_reqs"] = descriptor.num_reqs
         known = {TOKENS: descriptor.num_tokens, **dict(descriptor.axes)}
         return sizes | {n: size for n, size in known.items() if n in sizes}
+
+
+def _fresh(result: Any) -> Callable[[], Any]:
+    """A function that returns `result`, a tensor each time as a new object."""
+    if not isinstance(result, Tensor):
+        return partial(_same, result)
+    return (normal_alias(result) if result.is_inference() else result).detach
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _closed(*args: Any) -> Any:
+    raise ModelClosed()
 
 
 def _any_layout(*tensors: Any) -> bool:

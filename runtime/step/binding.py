@@ -27,7 +27,8 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
 
     It returns the plan's input tensors and the real size of each symbol, after checking dtype,
     device and shape. It raises InputMismatch, SizeOutOfRange, GuardBroken (with `sizes` in its
-    facts), and ArgumentFixed if a number or string differs from the traced one.
+    facts), and ArgumentFixed if a number or string differs from the traced one. Zero tokens are in
+    range: an idle rank of several has none.
     """
     names: dict[str, Any] = {
         "Tensor": torch.Tensor,
@@ -53,17 +54,20 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
             f" or len(h_{item.name} := {item.name}.shape) != {len(item.shape)}"
             f" or {_device_test(item)}: mismatch(u{index}, {item.name})"
         )
-    for index, symbol in enumerate(plan.symbols):
+    tokens = next((symbol.name for symbol in plan.symbols if symbol.label == TOKENS), "1")
+    # the token count, which other sizes are checked with, is read first
+    for index, symbol in sorted(enumerate(plan.symbols), key=lambda each: each[1].name != tokens):
         names[f"S{index}"] = symbol
         body += [
             f"{symbol.name} = h_{symbol.source}[{symbol.dim}]",
-            f"if not {_served_low(symbol)} <= {symbol.name} <= {symbol.high}:"
-            f" beyond(S{index}, {symbol.name})",
+            f"if not {_served_low(symbol)} <= {symbol.name} <= {symbol.high}"
+            f" and ({symbol.name} or {tokens}): beyond(S{index}, {symbol.name})",
         ]
     sizes = "".join(f"{symbol.name}, " for symbol in plan.symbols)
     for index, check in enumerate(plan.checks):
         names[f"C{index}"] = check
-        body.append(f"if not ({_renamed(check.expression, plan)}): broken(C{index}, ({sizes}))")
+        holds = _renamed(check.expression, plan)
+        body.append(f"if not ({holds}) and {tokens}: broken(C{index}, ({sizes}))")
     for index, item in enumerate(plan.inputs):
         shape = "".join(f"{size}, " for size in item.shape)
         body.append(f"if h_{item.name} != ({shape}): mismatch(u{index}, {item.name})")

@@ -82,6 +82,11 @@ class StaticInputs:
         views = tuple(self._view(spec, spec.shape(sizes)) for spec in self.specs)
         return BoundInputs(self, views, tuple(sizes[symbol] for symbol in self.limits))
 
+    def close(self) -> None:
+        """Free the buffers."""
+        self._buffers.clear()
+        self.owned.clear()
+
     def _in_place(self, owned: Mapping[str, Tensor], any_layout: bool) -> dict[str, Tensor]:
         """Those of the engine's buffers that graphs can read where they are."""
         known = {spec.name: spec for spec in self.specs}

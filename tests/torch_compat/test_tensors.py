@@ -107,6 +107,24 @@ def test_leaves_have_keys_positions_and_names_as_paths() -> None:
     ]
 
 
+def test_an_alias_of_an_inference_tensor_is_a_normal_tensor() -> None:
+    with torch.inference_mode():
+        made = torch.rand(3, 4)[1:, ::2]
+        alias = tensors.normal_alias(made)
+    assert made.is_inference()
+    assert not alias.is_inference()
+    alias.fill_(5)
+    assert made.eq(5).all()
+
+
+def test_autocast_is_noticed() -> None:
+    assert not tensors.is_autocast_enabled()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tensors.is_autocast_enabled()
+        with torch.autocast("cpu", enabled=False):
+            assert not tensors.is_autocast_enabled()
+
+
 def test_the_memory_of_a_wrapper_subclass_is_that_of_its_inner_tensors() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 

@@ -104,7 +104,7 @@ def test_a_layer_that_prepare_was_not_given_is_the_callers_error(
     served = serve(**settings)
     layers, served.prepared._context.layers = served.prepared._context.layers, {"other": 1}
     with pytest.raises(
-        LayerMissing, match=r"'stage', but it has other \(at .*conftest.py:.*layers="
+        LayerMissing, match=r"no layer 'stage'; it has other \(at .*conftest.py:.*layers="
     ):
         getattr(served.prepared, call)()
     assert_at_rest()

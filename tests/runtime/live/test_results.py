@@ -1,0 +1,193 @@
+"""What a step returns, what it reports, and what is left after the model was closed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from piecegraph import Batch, BatchDescriptor, RuntimeMode
+from piecegraph.errors import AutocastActive, BatchInvalid, BatchMismatch
+from piecegraph.runtime.capture import captured_graphs
+
+DECODE = Batch(2, 2, is_decode=True, query_len=1)
+
+
+def ready(serve: Callable[..., Any], **settings: Any) -> Any:
+    served = serve(**settings)
+    served.prepared.capture()
+    return served
+
+
+def run(served: Any, lengths: tuple[int, ...] = (1, 1)) -> tuple[Tensor, Tensor]:
+    """One step; its result and a copy of what it should be."""
+    x = torch.randn(sum(lengths), 4)
+    served.stage.starts.copy_(torch.arange(16))
+    expected = served.expected(x)
+    return served.prepared(x, batch=served.batch(*lengths)), expected
+
+
+CHANGES: list[Callable[[Tensor], Any]] = [
+    lambda result: result.t_(),
+    lambda result: result.unsqueeze_(0),
+    lambda result: result.requires_grad_(),
+    lambda result: setattr(result, "data", torch.zeros(3)),
+    lambda result: result.resize_(1),
+    lambda result: result.add_(1),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("lengths", [(1, 1), (2, 1)])
+def test_nothing_that_a_caller_does_to_a_result_changes_later_steps(
+    serve: Callable[..., Any], change: Callable[[Tensor], Any], lengths: tuple[int, ...]
+) -> None:
+    served = ready(serve)
+    change(run(served, lengths)[0])
+    for _ in range(2):
+        result, expected = run(served, lengths)
+        assert torch.equal(result, expected)
+        assert not result.requires_grad
+
+
+def test_results_of_one_size_are_new_objects(serve: Callable[..., Any]) -> None:
+    served = ready(serve)
+    results = [run(served)[0] for _ in range(2)]
+    assert results[0] is not results[1]
+    assert results[0].data_ptr() == results[1].data_ptr()
+
+
+def test_results_are_normal_tensors_also_if_captured_in_inference_mode(
+    serve: Callable[..., Any],
+) -> None:
+    served = serve()
+    with torch.inference_mode():
+        served.prepared.capture()
+        run(served)
+    result, expected = run(served)
+    assert not result.is_inference()
+    assert torch.equal(result.add_(1), expected + 1)
+
+
+def test_an_option_poisons_results_that_outlive_the_next_step(serve: Callable[..., Any]) -> None:
+    for poisons in (True, False):
+        served = ready(serve, options={"poison_old_results": poisons})
+        first, expected = run(served, (1, 1))
+        assert torch.equal(first, expected)
+        second, expected = run(served, (2, 1))
+        assert torch.equal(second, expected)
+        assert first.isnan().all() == poisons
+        third, expected = run(served, (12,))  # without a graph
+        assert torch.equal(third, expected)
+        assert second.isnan().all() == poisons
+        run(served, (1, 1))
+        assert torch.equal(third, expected)
+
+
+def test_a_decision_whose_graph_was_freed_reports_the_mode_that_ran(
+    serve: Callable[..., Any],
+) -> None:
+    served = ready(serve)
+    decision = served.prepared.dispatch(DECODE)
+    assert decision.mode is RuntimeMode.FULL
+    served.prepared.release()
+    served.prepared.run(decision, torch.ones(2, 4))
+    assert served.prepared.usage.rows() == [
+        {"mode": "NONE", "num_tokens": 2, "count": 1, "padded_tokens": 0}
+    ]
+    assert served.prepared.usage.reasons() == [
+        {"mode": "NONE", "reason": "not captured yet", "count": 1}
+    ]
+    assert served.prepared._context.decision.mode is RuntimeMode.NONE
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (2, 1), (12,)])
+def test_autocast_around_a_step_is_refused_in_every_mode(
+    serve: Callable[..., Any], lengths: tuple[int, ...]
+) -> None:
+    served = ready(serve)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(AutocastActive, match="the step runs under torch.autocast"):
+            run(served, lengths)
+        with pytest.raises(AutocastActive, match="capture"):
+            served.prepared.capture()
+        with torch.autocast("cpu", enabled=False):
+            result, expected = run(served, lengths)
+    assert torch.equal(result, expected)
+
+
+def test_a_batch_that_states_other_tokens_than_its_inputs_have_is_refused(
+    serve: Callable[..., Any],
+) -> None:
+    served = ready(serve)
+    for num_tokens in (1, 3):
+        with pytest.raises(BatchMismatch, match=f"states 2 tokens, .* inputs have {num_tokens}"):
+            served.prepared(torch.ones(num_tokens, 4), batch=DECODE)
+    assert torch.equal(*run(served))
+
+
+def test_counts_that_contradict_are_refused_cold_and_hot(serve: Callable[..., Any]) -> None:
+    served = ready(serve)
+    for _ in range(2):
+        for batch in (Batch(3, -1), Batch(2, 3), Batch(3, 3, is_decode=True, query_len=2)):
+            with pytest.raises(BatchInvalid):
+                served.prepared.dispatch(batch)
+        served.prepared.dispatch(Batch(3, 1))
+        served.prepared.dispatch(DECODE)
+
+
+def test_an_idle_rank_runs_a_step_of_padding(serve: Callable[..., Any]) -> None:
+    served = ready(serve)
+    seen: list[BatchDescriptor] = []
+    plan = served.prepared.dispatcher.plan
+    for graph_index in (*range(len(plan.entries)), -1):
+        decision = served.prepared.dispatcher.follow(graph_index, Batch(0, 0))
+        assert decision.graph_index == graph_index
+        seen.append(decision.descriptor)
+        result = served.prepared.run(decision, torch.zeros(0, 4))
+        assert result.shape == (0, 4)
+    assert [d.num_tokens for d in seen[:-1]] == [e.descriptor.num_tokens for e in plan.entries]
+    assert torch.equal(*run(served))
+
+
+def test_an_idle_rank_calls_the_splitting_ops(serve: Callable[..., Any]) -> None:
+    """They hold the collectives that the other ranks wait for."""
+    served = ready(serve)
+    for graph_index in (served.prepared.dispatch(Batch(3, 2)).graph_index, -1):
+        served.stage.fault = ValueError("was called")
+        decision = served.prepared.dispatcher.follow(graph_index, Batch(0, 0))
+        with pytest.raises(ValueError, match="was called"):
+            served.prepared.run(decision, torch.zeros(0, 4))
+        served.stage.fault = None
+
+
+def test_close_frees_buffers_code_and_weights(serve: Callable[..., Any]) -> None:
+    served = ready(serve)
+    run(served)
+    prepared = served.prepared
+    graphs = prepared._graphs
+    buffers = [weakref.ref(buffer) for buffer in graphs._inputs._buffers.values()]
+    others = [weakref.ref(thing) for thing in (graphs.stitched, served.model, served.stage)]
+    rows = prepared.report()["dispatch"]
+    prepared.close()
+    del served, graphs
+    gc.collect()
+    assert [ref() for ref in buffers + others] == [None] * 4
+    assert prepared.report()["dispatch"] == rows
+    assert prepared.recordings() == []
+
+
+def test_what_is_kept_per_size_is_bounded(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_graphs, "_MOST_KEPT", 2)
+    served = ready(serve, sizes=(8,))
+    for num_tokens in (1, 2, 3, 4, 3, 5):
+        assert torch.equal(*run(served, (num_tokens, 1)))
+    graphs = [graph for graph in served.prepared._captured if graph is not None]
+    assert {tuple(graph._by_size) for graph in graphs if graph._by_size} == {((2,),), ((5,), (6,))}
