@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ...compile.ir.serialization import Ref, decode, source
 from ...errors import ArgumentFixed, GuardBroken, InputMismatch, SizeOutOfRange
 
 Bind = Callable[..., tuple[tuple[Any, ...], tuple[int, ...]]]
-Pack = Callable[[tuple[Any, ...], tuple[Any, ...]], Any]
+Pack = Callable[[Sequence[Any], tuple[Any, ...]], Any]
 
 
 def binder(plan: Plan, signature: inspect.Signature) -> Bind:
