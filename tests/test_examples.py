@@ -40,8 +40,13 @@ def test_a_hugging_face_model(run):
 
 
 def test_a_container_starts_warm(run, tmp_path):
-    run("container/serve.py", "build", tmp_path / "image")
-    output = run("container/serve.py", "serve", tmp_path / "image")
+    """The image's steps: build, make a layer, and start with an empty private directory."""
+    run("container/serve.py", "build")
+    layer, private = tmp_path / "image", tmp_path / "private"
+    environment = {**os.environ, "PIECEGRAPH_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "piecegraph", "cache", "layer", str(layer)]
+    subprocess.run(command, check=True, env=environment, capture_output=True)
+    output = run("container/serve.py", "serve", layer, PIECEGRAPH_CACHE_DIR=str(private))
     assert "hit: True traces: 0\ncompiles: 0\n" in output
     assert "Dynamo imported: False" in output
 

@@ -1,7 +1,7 @@
-"""`serve.py build DIR` compiles into a cache directory; `serve.py serve DIR` loads from it.
+"""`serve.py build` compiles into the private cache directory; `serve.py serve DIR` loads from DIR.
 
-Run `build` while the image is built, `serve` when it starts. `serve` never compiles: without a
-usable bundle it fails and names the setting or fact that differs.
+Run `build` while the image is built and `piecegraph cache layer DIR` after it, `serve DIR` when the
+container starts. `serve` never compiles: without a usable bundle it fails and names what differs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ def config(**settings: Any) -> pg.Config:
     return pg.Config(inputs={"x": "float32[num_tokens, 64]"}, max_num_tokens=128, **settings)
 
 
-def build(directory: Path) -> None:
-    settings = config(cache_dir=directory)
-    model = Model().eval()
+def build() -> None:
+    model, settings = Model().eval(), config()
     pg.prepare(model, settings)
     pg.compile_ahead(model, settings)  # libraries, which load in milliseconds
 
 
 def serve(directory: Path) -> None:
-    # The directory of the image is read-only and written by nobody else: its content is trusted.
+    # Nobody else can write to the image's directory, so its content is trusted.
     layer = {"at": str(directory), "trust": "anybody"}
     prepared = pg.prepare(Model().eval(), config(cache_layers=(layer,), bundle="force"))
     prepared.capture()
@@ -51,4 +50,7 @@ def serve(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    {"build": build, "serve": serve}[sys.argv[1]](Path(sys.argv[2]))
+    if sys.argv[1] == "build":
+        build()
+    else:
+        serve(Path(sys.argv[2]))
