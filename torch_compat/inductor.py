@@ -15,7 +15,7 @@ import torch
 from .inductor_fixes import repaired_lowering
 from .patch import preserve_cache_variables, replaced
 from .tensors import fresh_fake_mode
-from .toolchain import compiler_version, keep_probe, probes
+from .toolchain import compiler_version, keep_probe, known_probe, precompiled_headers_in
 
 
 @contextmanager
@@ -37,6 +37,13 @@ def inductor_cache_directory(path: str) -> Iterator[None]:
             yield
         finally:
             clear_caches()
+
+
+def cache_directory() -> str:
+    """The directory that `inductor_cache_directory` set."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
 
 
 def inductor_compile(
@@ -178,8 +185,8 @@ def post_grad_pass(run: Callable[[torch.fx.Graph], None], uuid: Any) -> Any:
 
 
 @contextmanager
-def inductor_options() -> Iterator[None]:
-    """Options of all our compiles and loads.
+def inductor_options(toolchain: Path) -> Iterator[None]:
+    """Options of all our compiles and loads; headers and probes are stored in `toolchain`.
 
     `cpp.vec_isa_ok` trusts the CPU's flags and saves six probe builds (8 s). The probes for AMX
     (1 s) are built anyway: their results are stored.
@@ -192,12 +199,13 @@ def inductor_options() -> Iterator[None]:
     def check_build(isa: Any, code: str) -> bool:
         asked = f"{isa.build_arch_flags()} {code}".encode() + compiler_version()
         name = hashlib.sha256(asked).hexdigest()
-        if (known := probes().get(name)) is None:
+        if (known := known_probe(toolchain, name)) is None:
             known = b"builds" if original(isa, code) else b""
-            keep_probe(name, known)
+            keep_probe(toolchain, name, known)
         return bool(known)
 
     with (
+        precompiled_headers_in(toolchain),
         replaced(VecISA, "check_build", check_build),
         inductor_config.patch({"cpp.vec_isa_ok": True}),
     ):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .patch import compiler_lock, preserve_cache_variables
+from .patch import compiler_lock, preserve_cache_variables, replaced
 
 
 def cpp_compiler() -> str | None:
@@ -23,6 +25,9 @@ def cpp_compiler() -> str | None:
         except InvalidCxxCompiler:
             return None
 
+
+PROBES = "isa_probes"
+_IS_PROBE = re.compile("[0-9a-f]{64}").fullmatch
 
 _NO_COMPILER = """#!/bin/sh
 case " $* " in
@@ -76,34 +81,75 @@ def without_compiler(folder: str, version: bytes) -> Iterator[None]:
             os.environ["PATH"] = before
 
 
-def cpp_headers_ready() -> bool:
-    """Whether this machine has Inductor's precompiled C++ headers, for any options."""
+def cpp_headers_ready(toolchain: Path) -> bool:
+    """Whether `toolchain` has Inductor's precompiled C++ headers, for any options."""
     with preserve_cache_variables():
         from torch._inductor import codecache
 
-    directory = getattr(codecache, "_HEADER_DIR", None)
-    return directory is None or any(Path(directory).rglob("*.gch"))
+    return not hasattr(codecache, "_HEADER_DIR") or any(toolchain.rglob("*.gch"))
 
 
-def probes() -> dict[str, bytes]:
+@contextmanager
+def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
+    """Let Inductor use and store precompiled C++ headers in `toolchain`.
+
+    Its own place for them is `torchinductor_<user>` in the directory for temporary files, which it
+    uses whoever owns it.
+    """
+    with preserve_cache_variables():
+        from torch._inductor import codecache
+
+    directory = str(toolchain / "precompiled_headers")
+    if not hasattr(codecache, "_HEADER_DIR"):
+        yield
+        return
+    with (
+        replaced(codecache, "_HEADER_DIR", directory),
+        replaced(codecache, "_HEADER_LOCK_DIR", f"{directory}/locks"),
+        replaced(codecache, "_precompile_header", _precompiled_once(directory)),
+    ):
+        yield
+
+
+@functools.cache
+def _precompiled_once(directory: str) -> Callable[..., str]:
+    """Inductor's function for a header, with the paths in one directory remembered."""
+    from torch._inductor import codecache
+
+    original: Callable[..., str] = codecache._precompile_header.__wrapped__
+    return functools.cache(original)
+
+
+def probes(toolchain: Path) -> dict[str, bytes]:
     """Results of compiler probes, of this machine and of loaded artifacts; b"" if it failed."""
-    return {file.name: file.read_bytes() for file in _probes().glob("?" * 64)}
+    with suppress(OSError):
+        names = os.listdir(toolchain / PROBES)
+        results = {name: known_probe(toolchain, name) for name in names if _IS_PROBE(name)}
+        return {name: result for name, result in results.items() if result is not None}
+    return {}
 
 
-def keep_probe(name: str, answer: bytes) -> None:
+def known_probe(toolchain: Path, name: str) -> bytes | None:
+    """The result of one probe, None if it was not run. Pipes, links and the like are ignored."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(toolchain / PROBES / name, flags)
+    except OSError:
+        return None
+    try:
+        return os.read(descriptor, 64) if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+    finally:
+        os.close(descriptor)
+
+
+def keep_probe(toolchain: Path, name: str, answer: bytes) -> None:
     """Add a result to `probes`; without write access the probe is repeated each time."""
     with suppress(OSError):
-        _probes().mkdir(parents=True, exist_ok=True)
-        whole = _probes() / f"{name}.{os.getpid()}"
+        directory = toolchain / PROBES
+        directory.mkdir(parents=True, exist_ok=True)
+        whole = directory / f"{name}.{os.getpid()}"
         whole.write_bytes(answer)
-        whole.replace(_probes() / name)
-
-
-def _probes() -> Path:
-    with preserve_cache_variables():
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    return Path(default_cache_dir(), "isa_probes")
+        whole.replace(directory / name)
 
 
 _EXTENSIONS = re.compile(

@@ -22,7 +22,7 @@ from ..guards.numerics_check import numeric_difference
 from ..guards.prover import Ranges, prove
 from ..guards.range_check import corners
 from ..pieces.piece import size_positions
-from .inductor import load_library, scratch
+from .inductor import load_library, scratch, toolchain_directory
 
 
 def build_library(
@@ -37,7 +37,7 @@ def build_library(
     carried = _sizes_as_tensors(graph)
     inputs, dynamic = _example_tensors(carried, limits)
     with scratch() as folder:
-        with inductor_cache_directory(folder), inductor_options():
+        with inductor_cache_directory(folder), inductor_options(toolchain_directory(folder)):
             compiled = aoti_compile(carried, inputs, dynamic, dict(options))
         _check_general(compiled)
         library = load_library(Path(compiled.path), size_positions(graph.graph), device)

@@ -25,7 +25,7 @@ from ...torch_compat.inductor import (
 )
 from ..ir.compilation import Finish
 from ..ir.locations import graph_source
-from .inductor import scratch
+from .inductor import scratch, toolchain_directory
 from .registry import Compiler
 
 DIGESTS = "digests.json"
@@ -39,9 +39,9 @@ def editable_inductor(dump_dir: Path, events: Events) -> Compiler:
         stated = {name: _stated(option) for name, option in sorted(options.items())}
         content = f"{graph_source(graph)} {stated}"
         folder = dump_dir / f"inductor_{hashlib.sha256(content.encode()).hexdigest()[:12]}"
-        with inductor_options():
+        with scratch() as temporary, inductor_options(toolchain_directory(temporary)):
             if not folder.exists():
-                with scratch() as temporary, inductor_cache_directory(temporary):
+                with inductor_cache_directory(temporary):
                     inductor_compile_to(graph, inputs, dict(options), str(folder))
                 (folder / "graph.py").write_text(graph_source(graph))
                 (folder / DIGESTS).write_text(json.dumps(_digests(folder)))

@@ -8,18 +8,23 @@ and loading writes them to a private directory first.
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule
 
+from ...cache.files import check_private
 from ...cache.lock import temporary_directory
+from ...errors import UntrustedDirectory
 from ...events import Events
 from ...torch_compat.aoti import aoti_load
 from ...torch_compat.inductor import (
+    cache_directory,
     inductor_cache_directory,
     inductor_callable,
     inductor_compile,
@@ -45,12 +50,13 @@ def compiling() -> Iterator[None]:
     A kernel that several pieces share is compiled once.
     """
     with scratch() as folder:
-        with inductor_cache_directory(folder), inductor_options():
+        with inductor_cache_directory(folder), inductor_options(toolchain_directory(folder)):
             yield
 
 
 def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
     """Generate code for `graph` and its symbolic `inputs`; call it inside `compiling()`."""
+    toolchain = toolchain_directory(cache_directory())
     artifact, libraries = inductor_compile(graph, inputs, dict(options))
 
     def finish() -> tuple[PieceFn, Blobs]:
@@ -60,7 +66,7 @@ def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, A
             return inductor_callable(artifact), {}
         blobs = {CODE: code, **kernels}
         if kernels:
-            blobs |= {f"{PROBE}{name}": answer for name, answer in probes().items()}
+            blobs |= {f"{PROBE}{name}": answer for name, answer in probes(toolchain).items()}
             blobs[COMPILER] = compiler_version()
         return inductor_callable(artifact), blobs
 
@@ -81,8 +87,11 @@ def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str
 
 def first_use(device: torch.device, events: Events) -> None:
     """Build the precompiled C++ headers if this machine lacks them, as a phase of its own."""
-    if device.type != "cpu" or cpp_headers_ready():
+    if device.type != "cpu":
         return
+    with scratch() as folder:
+        if cpp_headers_ready(toolchain_directory(folder)):
+            return
     graph = Graph()
     one = graph.placeholder("one")
     graph.output((graph.call_function(torch.add, (one, one)),))
@@ -95,9 +104,10 @@ def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
     """The callables of verified artifacts; runs no compiler."""
     version = next((blobs[COMPILER] for blobs in artifacts if COMPILER in blobs), b"")
     with scratch() as folder, inductor_cache_directory(folder):
+        toolchain = toolchain_directory(folder)
         for blobs in artifacts:
-            _write_kernels(blobs, Path(folder))
-        with inductor_options(), without_compiler(folder, version):
+            _write_kernels(blobs, Path(folder), toolchain)
+        with inductor_options(toolchain), without_compiler(folder, version):
             return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
 
 
@@ -126,16 +136,33 @@ def scratch() -> Iterator[str]:
         yield str(folder)
 
 
+def toolchain_directory(scratch: str) -> Path:
+    """Where this user's processes share precompiled headers (150 MB each) and compiler probes.
+
+    `scratch`, which lasts for one compile, if the directory is not private: it is in the directory
+    for temporary files, where other users can create it first.
+    """
+    temporary = Path(os.path.realpath(tempfile.gettempdir()))
+    directory = temporary / f"piecegraph-toolchain-{os.geteuid()}"
+    try:
+        with suppress(FileExistsError):
+            directory.mkdir(mode=0o700)
+        check_private(directory)
+    except (OSError, UntrustedDirectory):
+        return Path(scratch)
+    return directory
+
+
 def _blob_name(library: Path) -> str:
     """The name of a library's blob. Inductor stores a library at <two letters>/<name>."""
     return f"{KERNEL}{library.parent.name}.{library.name}"
 
 
-def _write_kernels(blobs: Blobs, folder: Path) -> None:
+def _write_kernels(blobs: Blobs, folder: Path, toolchain: Path) -> None:
     for name, content in blobs.items():
         if name.startswith(KERNEL):
             parent, _, file = name.removeprefix(KERNEL).partition(".")
             (folder / parent).mkdir(exist_ok=True)
             (folder / parent / file).write_bytes(content)
         elif name.startswith(PROBE):
-            keep_probe(name.removeprefix(PROBE), content)
+            keep_probe(toolchain, name.removeprefix(PROBE), content)

@@ -190,7 +190,7 @@ def test_what_the_toolchain_costs_once_a_machine_is_a_phase_of_its_own(monkeypat
     monkeypatch.setattr(inductor, "compile_piece", lambda *given: lambda: compiled.append(given))
     for ready in (True, False):
         events = Events()
-        monkeypatch.setattr(inductor, "cpp_headers_ready", lambda ready=ready: ready)
+        monkeypatch.setattr(inductor, "cpp_headers_ready", lambda _, ready=ready: ready)
         inductor.first_use(torch.device("cpu"), events)
         assert [span.name for span in events.spans] == ([] if ready else ["toolchain"])
         assert len(compiled) == (0 if ready else 1)

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from piecegraph.compile.backends.inductor import toolchain_directory
 from piecegraph.torch_compat import aoti, inductor, tensors
+
+TOOLCHAIN = toolchain_directory("")
 
 
 @pytest.mark.compile
@@ -17,7 +20,7 @@ def test_library_is_compiled_and_loaded(tmp_path: Path) -> None:
     graph.output((graph.call_function(torch.add, (x, x)),))
     with tensors.fresh_fake_mode():
         fake = torch.empty(8, 2)
-    with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options():
+    with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options(TOOLCHAIN):
         made = aoti.aoti_compile(torch.fx.GraphModule({}, graph), [fake], [{0: ("s0", 1, 64)}], {})
         run = aoti.aoti_load(made.path, torch.device("cpu"))
     assert (1, 64) in made.ranges.values()

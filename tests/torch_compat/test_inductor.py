@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from piecegraph.compile.backends.inductor import toolchain_directory
 from piecegraph.torch_compat import inductor, patch, tensors
+
+TOOLCHAIN = toolchain_directory("")
 
 NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -76,7 +79,7 @@ def doubled() -> tuple[torch.fx.GraphModule, list[Any]]:
 @pytest.mark.compile
 def test_artifact_survives_storing_and_loading(tmp_path: Path) -> None:
     x = torch.randn(4)
-    with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options():
+    with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options(TOOLCHAIN):
         artifact, libraries = inductor.inductor_compile(*doubled(), {})
         assert all(path.exists() for path in libraries())
         data = inductor.inductor_serialize(artifact)
@@ -97,7 +100,10 @@ def test_artifact_cannot_be_stored_with_caches_off() -> None:
 @pytest.mark.compile
 def test_code_in_a_folder_is_loaded_from_there(tmp_path: Path) -> None:
     folder = str(tmp_path / "code")
-    with inductor.inductor_cache_directory(str(tmp_path / "scratch")), inductor.inductor_options():
+    with (
+        inductor.inductor_cache_directory(str(tmp_path / "scratch")),
+        inductor.inductor_options(TOOLCHAIN),
+    ):
         inductor.inductor_compile_to(*doubled(), {}, folder)
     x = torch.randn(4)
     (result,) = inductor.inductor_load_from(folder)([x])
@@ -121,7 +127,7 @@ def test_options_hold_only_inside() -> None:
     from torch._inductor.cpu_vec_isa import VecISA
 
     before = (inductor_config.cpp.vec_isa_ok, VecISA.check_build)
-    with inductor.inductor_options():
+    with inductor.inductor_options(TOOLCHAIN):
         assert inductor_config.cpp.vec_isa_ok is True
         assert VecISA.check_build is not before[1]
     assert (inductor_config.cpp.vec_isa_ok, VecISA.check_build) == before

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._ordered_set import OrderedSet
 
+from piecegraph.compile.backends.inductor import toolchain_directory
 from piecegraph.torch_compat import inductor, inductor_fixes, partition, tensors
+
+TOOLCHAIN = toolchain_directory("")
 
 
 @pytest.mark.compile
@@ -149,7 +152,7 @@ def test_share_memory_of_parts(ops: Any, monkeypatch: pytest.MonkeyPatch) -> Non
             "force_disable_caches": True,
         }
         module, real = torch.fx.GraphModule({}, graph), torch.randn(4, 8)
-        with inductor.inductor_options(), partition.inductor_partitions(lambda made: made):
+        with inductor.inductor_options(TOOLCHAIN), partition.inductor_partitions(lambda made: made):
             fake = tensors.fresh_fake_mode().from_tensor(real)
             artifact, libraries = inductor.inductor_compile(module, [fake], options)
             list(libraries())

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from piecegraph.compile.backends.inductor import toolchain_directory
 from piecegraph.torch_compat import inductor, partition, tensors
+
+TOOLCHAIN = toolchain_directory("")
 
 
 @pytest.mark.compile
@@ -32,7 +35,7 @@ def test_inductor_partitions_a_graph_of_the_cpu_and_all_is_put_back() -> None:
         x = tensors.fresh_fake_mode().from_tensor(torch.zeros(4))
         options = {"custom_should_partition_ops": ops, "force_disable_caches": True}
         with (
-            inductor.inductor_options(),
+            inductor.inductor_options(TOOLCHAIN),
             partition.inductor_partitions(wrap) as made,
         ):
             inductor.inductor_compile(graph, [x], options)[1]()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
+import signal
+import stat
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from piecegraph.compile.backends.inductor import compiling, toolchain_directory
 from piecegraph.torch_compat import inductor, toolchain
 
 
@@ -23,10 +28,9 @@ def test_the_compiler_is_probed_once_a_machine(
 
     def probe(scratch: str) -> bool:
         with inductor.inductor_cache_directory(str(tmp_path / scratch)):
-            with inductor.inductor_options():
+            with inductor.inductor_options(tmp_path / "toolchain"):
                 return VecAVX512().check_build(code)
 
-    monkeypatch.setattr(toolchain, "_probes", lambda: tmp_path / "probes")
     builds = code == "int probe;"
     assert probe("first") is builds
     monkeypatch.setattr(CppBuilder, "build", lambda self: pytest.fail("built again"))
@@ -52,14 +56,12 @@ def test_no_compiler_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert toolchain.cpp_compiler() is None
 
 
-def test_stand_in_answers_and_refuses_to_compile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stand_in_answers_and_refuses_to_compile(tmp_path: Path) -> None:
     import torch._inductor.config as inductor_config
 
-    monkeypatch.setattr(inductor_config.cpp, "cxx", (None, "no-such-compiler"))
     before = os.environ["PATH"]
-    with toolchain.without_compiler(str(tmp_path), b"some version"):
+    options = inductor_config.patch({"cpp.cxx": (None, "no-such-compiler")})
+    with options, toolchain.without_compiler(str(tmp_path), b"some version"):
         said = subprocess.run(
             ["no-such-compiler", "-v"], capture_output=True, text=True, check=True
         )
@@ -68,21 +70,89 @@ def test_stand_in_answers_and_refuses_to_compile(
     assert os.environ["PATH"] == before
 
 
-def test_headers_are_ready_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_headers_are_ready_or_not(tmp_path: Path) -> None:
+    assert not toolchain.cpp_headers_ready(tmp_path)
+    (tmp_path / "one.gch").touch()
+    assert toolchain.cpp_headers_ready(tmp_path)
+
+
+def test_headers_are_used_from_the_given_directory_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch._inductor import codecache
 
-    monkeypatch.setattr(codecache, "_HEADER_DIR", str(tmp_path))
-    assert not toolchain.cpp_headers_ready()
-    (tmp_path / "one.gch").touch()
-    assert toolchain.cpp_headers_ready()
+    before = codecache._precompile_header, codecache._HEADER_DIR
+    made: list[str] = []
+
+    def precompile(header: str, command: str) -> str:
+        made.append(codecache._HEADER_DIR)
+        return f"{codecache._HEADER_DIR}/{header}"
+
+    monkeypatch.setattr(codecache._precompile_header, "__wrapped__", precompile)
+    for _ in range(2):
+        for name in ("one", "other"):
+            with toolchain.precompiled_headers_in(tmp_path / name):
+                header = codecache._precompile_header("prefix.h", "g++")
+                assert header == str(tmp_path / name / "precompiled_headers" / "prefix.h")
+    assert len(made) == 2
+    assert (codecache._precompile_header, codecache._HEADER_DIR) == before
 
 
-def test_kept_probes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "_probes", lambda: tmp_path / "probes")
-    assert toolchain.probes() == {}
-    toolchain.keep_probe("a" * 64, b"builds")
-    toolchain.keep_probe("b" * 64, b"")
-    assert toolchain.probes() == {"a" * 64: b"builds", "b" * 64: b""}
+def test_kept_probes_are_found(tmp_path: Path) -> None:
+    assert toolchain.probes(tmp_path) == {}
+    toolchain.keep_probe(tmp_path, "a" * 64, b"builds")
+    toolchain.keep_probe(tmp_path, "b" * 64, b"")
+    assert toolchain.probes(tmp_path) == {"a" * 64: b"builds", "b" * 64: b""}
+    assert toolchain.known_probe(tmp_path, "a" * 64) == b"builds"
+    assert toolchain.known_probe(tmp_path, "c" * 64) is None
+
+
+def test_pipes_links_and_other_names_among_probes_are_ignored(tmp_path: Path) -> None:
+    """Opening a pipe to read it would wait for a writer."""
+    toolchain.keep_probe(tmp_path, "a" * 64, b"builds")
+    directory = tmp_path / toolchain.PROBES
+    os.mkfifo(directory / ("b" * 64))
+    (directory / ("c" * 64)).symlink_to("a" * 64)
+    (directory / ("d" * 64)).mkdir()
+    (directory / ("X" * 64)).write_bytes(b"builds")
+    assert toolchain.probes(tmp_path) == {"a" * 64: b"builds"}
+    assert [toolchain.known_probe(tmp_path, name * 64) for name in "bcd"] == [None] * 3
+
+
+def test_directory_that_another_user_made_first_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    directory = toolchain_directory("scratch")
+    assert directory.parent == tmp_path
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    directory.chmod(0o777)
+    assert toolchain_directory("scratch") == Path("scratch")
+    directory.rmdir()
+    directory.symlink_to(tmp_path)
+    assert toolchain_directory("scratch") == Path("scratch")
+
+
+@pytest.mark.compile
+def test_pipe_in_torchs_directory_does_not_stop_a_compile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That directory, which any user can create first, is not looked at."""
+    planted = tmp_path / f"torchinductor_{getpass.getuser()}" / "isa_probes"
+    planted.mkdir(parents=True)
+    os.mkfifo(planted / ("0" * 64))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("waits for the pipe"))
+    signal.alarm(60)
+    try:
+        with compiling():
+            from torch._inductor.cpu_vec_isa import VecAVX512
+
+            assert not VecAVX512().check_build("not C++")
+        assert len(toolchain.probes(toolchain_directory(""))) == 1
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_f7_extensions_of_the_cpu_are_those_that_stand_for_instructions(tmp_path: Path) -> None:
