@@ -171,7 +171,7 @@ class PlanBuilder:
                 device=str(value.device),
                 shape=shape,
                 written=node in self._written,
-                stride=() if value.is_contiguous() else tuple(map(int, value.stride())),
+                stride=_stride(value),
             )
         )
         return name
@@ -250,3 +250,12 @@ class PlanBuilder:
             )
         size = value.meta["example_value"] if isinstance(value, Node) else value
         return Result(name=str(self._size(size)), dtype=None, shape=())
+
+
+def _stride(value: torch.Tensor) -> tuple[int, ...]:
+    """Strides of an input of fixed shape; empty if contiguous, as inputs of dynamic size are.
+
+    To ask a tensor of dynamic size whether it is contiguous would add a guard on the size.
+    """
+    fixed = all(isinstance(size, int) for size in value.shape)
+    return tuple(value.stride()) if fixed and not value.is_contiguous() else ()

@@ -134,3 +134,95 @@ def wrong_activations(graph, inputs):
             node.target = torch.nn.functional.relu
     graph.recompile()
     return graph.forward
+
+
+LIBRARY.define("scaled(Tensor query, Tensor(a!) output) -> ()")
+
+
+def scaled(query, output):
+    """Each row of the query by the step's row of weights and by its scale, a number of Python."""
+    metadata = get_forward_context().metadata
+    output.copy_(query * metadata.weights[: len(query), None] * metadata.scale)
+
+
+LIBRARY.impl("scaled", scaled, "CPU")
+torch.library.register_fake("faulty::scaled", lambda query, output: None, lib=LIBRARY)
+
+
+@dataclass
+class Weights:
+    """Metadata of `scaled`."""
+
+    weights: torch.Tensor
+    scale: float = 1.0
+
+
+@dataclass
+class StepWeights:
+    """A step's weights in `buffer`, or in new memory where there is none."""
+
+    value: float
+    scale: float
+    buffer: torch.Tensor | None = None
+
+    def __call__(self, decision):
+        if self.buffer is None:
+            return Weights(torch.full((32,), self.value), self.scale)
+        return Weights(self.buffer.fill_(self.value), self.scale)
+
+
+class Scaling(torch.nn.Module):
+    def forward(self, x):
+        output = torch.empty_like(x)
+        torch.ops.faulty.scaled(x * 2, output)
+        return output + 1
+
+
+class MixedRows(Tiny):
+    """The rows of a batch depend on each other, so padding changes real rows."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y - y.mean(0)
+
+
+class Clobbering(Padding):
+    """Capture metadata that points into a slot of a live request."""
+
+    def __call__(self, descriptor, mode):
+        return self.buffer[: descriptor.num_tokens].fill_(2)
+
+
+def split_at_attention(node):
+    return "attention" in str(node.target)
+
+
+def sin_to_cos(graph):
+    """A user's pass with a typing error."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.sin.default:
+            node.target = torch.ops.aten.cos.default
+
+
+def harmless(graph):
+    """A user's pass that changes nothing."""
+
+
+def wrong_at_seven(graph, inputs):
+    """A compiler whose code is wrong for seven rows and nothing else."""
+
+    def run(*args):
+        results = graph(*args)
+        rows = [r for r in results if isinstance(r, torch.Tensor) and r.dim() and len(r) == 7]
+        for result in rows:
+            result.view(-1)[-1] += 1
+        return results
+
+    return run
+
+
+def refuses_relu(graph, inputs):
+    """A compiler that fails on one piece."""
+    if any("relu" in str(node.target) for node in graph.graph.nodes):
+        raise RuntimeError("no rule for relu")
+    return graph.forward

@@ -284,7 +284,9 @@ class _Search:
                 return made
 
             names = ", ".join(moved)
-            if self._is_right(stage, failure.index, adjust=copied_back):
+            if self._is_right(
+                stage, failure.index, adjust=copied_back, capture_metadata=captured.function
+            ):
                 causes.append(f"{names} moved: right when the graph's own memory is filled instead")
             else:
                 causes.append(f"{names} moved since the capture")
