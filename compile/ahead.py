@@ -19,6 +19,7 @@ from .bundle.bundle import store_bundle
 from .bundle.key_factors import trace_key
 from .guards.trace_with_guards import trace_with_guards
 from .ir.compilation import LIBRARY, Blobs, CompileRequest
+from .ir.locations import first_line
 from .lower.split_model import SplitModel, split_model
 
 
@@ -67,7 +68,7 @@ def _library(request: CompileRequest, split: SplitModel, job: Job) -> bytes | No
                 graph, limits, request.device, compiler_options(request, split, job)
             )
     except Exception as error:  # torch may refuse for many reasons: the standalone form serves
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         request.events.emit(
             "compile.library_failed", level=logging.WARNING, piece=index, reason=reason
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,8 +60,18 @@ def aoti_compile(
 
 
 def aoti_load(path: str, device: torch.device) -> Callable[[list[Any]], Any]:
-    """The `run` of the library at `path`; imports neither Dynamo nor Inductor."""
+    """The `run` of the library at `path`; imports neither Dynamo nor Inductor.
+
+    On CUDA the container runs single-threaded: otherwise it queries an event before each run
+    (model_container.h), which a capture does not permit. Calls from several threads take turns.
+    """
     if device.type == "cpu":
         return torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1).run
-    runner = torch._C._aoti.AOTIModelContainerRunnerCuda
-    return runner(path, 1, str(device)).run
+    run = torch._C._aoti.AOTIModelContainerRunnerCuda(path, 1, str(device), "", True).run
+    one_at_a_time = threading.Lock()
+
+    def run_alone(inputs: list[Any]) -> Any:
+        with one_at_a_time:
+            return run(inputs)
+
+    return run_alone

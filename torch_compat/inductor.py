@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .inductor_fixes import repaired_lowering
+from .inductor_fixes import repaired_lowering, without_lost_cubins
 from .patch import preserve_cache_variables, replaced
 from .tensors import fresh_fake_mode
 from .toolchain import compiler_version, keep_probe, known_probe, precompiled_headers_in
@@ -206,6 +206,7 @@ def inductor_options(toolchain: Path) -> Iterator[None]:
 
     with (
         precompiled_headers_in(toolchain),
+        without_lost_cubins(),
         replaced(VecISA, "check_build", check_build),
         inductor_config.patch({"cpp.vec_isa_ok": True}),
     ):

@@ -134,3 +134,34 @@ def share_memory_of_parts(partitions: list[list[Any]], signatures: list[Any]) ->
 
 REPAIRS = (reads_before_mutations, unshared_cat_parts, is_mutated, share_memory_of_parts)
 """Functions whose source is part of the codegen key: they change code, not torch's version."""
+
+
+@contextmanager
+def without_lost_cubins() -> Iterator[None]:
+    """Drop the results of autotuning that have no cubin when a kernel is loaded.
+
+    Upstream: `TritonBundler` stores the cubin of the configuration that won, and pickles the
+    autotuner with the results of all of them. `load_autotuners` then fails for those that lost,
+    logs a traceback, and does without the statically launched kernel.
+    Affected: torch 2.11 to 2.14. Remove when losing results are not pickled.
+    """
+    from torch._inductor.triton_bundler import TritonBundler
+
+    bundler: Any = TritonBundler
+    original = vars(bundler)["load_autotuners"]
+
+    def has_cubin(result: Any) -> bool:
+        try:
+            result.reload_cubin_path()
+        except RuntimeError:
+            return False
+        return True
+
+    def load_autotuners(cls: Any, autotuners: Any) -> Any:
+        for each in autotuners or ():
+            kept = [result for result in each.kernel.compile_results if has_cubin(result)]
+            each.kernel.compile_results = kept or each.kernel.compile_results
+        return original.__func__(cls, autotuners)
+
+    with replaced(bundler, "load_autotuners", classmethod(load_autotuners)):
+        yield

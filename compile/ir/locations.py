@@ -24,8 +24,16 @@ def node_location(node: Node) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; the name of its class if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+    """The first line of an error's message; the name of its class if it has none.
+
+    After a failed C++ compile it is followed by the first error that the compiler printed: torch
+    puts it last, behind a command of thousands of characters.
+    """
+    text = str(error).strip() or type(error).__name__
+    first, _, rest = text.partition("\n")
+    printed = rest.partition("Output:\n")[2].splitlines()
+    compiler = next((line.strip() for line in printed if "error:" in line), "")
+    return f"{first.strip()}: {compiler}" if compiler else first.strip()
 
 
 def graph_source(graph: GraphModule) -> str:

@@ -28,6 +28,13 @@ def test_packages_whose_name_begins_with_torch_are_not_torch():
         (ValueError("\n  one \n"), "one"),
         (AssertionError(), "AssertionError"),
         (KeyError(""), "''"),
+        (
+            RuntimeError(
+                "C++ compile error\n\nCommand:\ng++ x\n\nOutput:\nIn file a:1\nb.h:2: error: no\n"
+            ),
+            "C++ compile error: b.h:2: error: no",
+        ),
+        (RuntimeError("C++ compile error\n\nOutput:\nnothing of use"), "C++ compile error"),
     ],
 )
 def test_first_line_of_an_error(error, said):

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
-BUILT = Path(__file__).parent / "built"
+from build import BUILT, headers
+
+CCCL = Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "include")
+"""Headers of the wheel nvidia-cuda-cccl, which CUDA's own headers include."""
+
 COMMAND = """
 import os, sys
 from tests.cuda_stand_in import values
@@ -31,8 +36,13 @@ def main() -> None:
     preload = f"{BUILT / 'libcudart.so.13'}:{BUILT / 'libcuda.so.1'}"
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    libraries = {"LD_PRELOAD": preload, "LD_LIBRARY_PATH": str(BUILT), "LIBRARY_PATH": str(BUILT)}
-    environment = os.environ | libraries | {"PYTHONPATH": path}
+    environment = os.environ | {
+        "LD_PRELOAD": preload,
+        "LD_LIBRARY_PATH": str(BUILT),
+        "LIBRARY_PATH": str(BUILT),  # AOTInductor links with -lcuda
+        "CPATH": os.pathsep.join(map(str, [headers(), CCCL])),
+        "PYTHONPATH": path,
+    }
     os.execve(sys.executable, [sys.executable, *arguments], environment)
 
 

@@ -179,3 +179,34 @@ def test_lowering_is_repaired_only_inside() -> None:
 def test_every_repair_is_part_of_the_key() -> None:
     for name in ("reads_before_mutations", "unshared_cat_parts", "share_memory_of_parts"):
         assert getattr(inductor_fixes, name) in inductor_fixes.REPAIRS
+
+
+def test_losers_of_autotuning_without_a_cubin_are_dropped_when_kernels_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from types import SimpleNamespace
+
+    from torch._inductor import codecache, triton_bundler
+
+    class Result:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def reload_cubin_path(self) -> None:
+            if self.name == "lost":
+                raise RuntimeError("no cubin")
+
+    def kernels(*names: str) -> list[Any]:
+        kernel = SimpleNamespace(compile_results=[Result(name) for name in names])
+        return [SimpleNamespace(kernel=kernel, kernel_name="k", cache_key="key")]
+
+    monkeypatch.setattr(codecache, "StaticAutotunerFuture", lambda kernel: kernel)
+    load = triton_bundler.TritonBundler.load_autotuners
+    assert load(kernels("lost", "won")) == []  # what stock torch does
+    with inductor_fixes.without_lost_cubins():
+        loaded = kernels("lost", "won")
+        assert triton_bundler.TritonBundler.load_autotuners(loaded) == ["k"]
+        assert [result.name for result in loaded[0].kernel.compile_results] == ["won"]
+        assert triton_bundler.TritonBundler.load_autotuners(kernels("lost")) == []
+        assert triton_bundler.TritonBundler.load_autotuners(None) == []
+    assert triton_bundler.TritonBundler.load_autotuners == load
