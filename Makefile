@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cache compile dispatch runtime tools torch_compat
 
-.PHONY: run test unit test-fast coverage lint gpu gpu-wheels clean
+.PHONY: run test unit test-fast coverage lint gpu gpu-wheels cuda-test cuda-mutants clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -45,8 +45,33 @@ gpu:
 	$(PYTHON) -m pytest -m gpu
 	$(PYTHON) -m piecegraph bench step --quick
 
+# The cuda backend on torch's real CUDA code without a GPU: see docs/gpu.md. About 5 GB to download;
+# CUDA_TORCH=torch==2.11.0 tests the oldest supported version.
+CUDA_TORCH ?= torch==2.14.1
+VENV_CUDA := .venv-cuda
+STAND_IN := tests/cuda_stand_in
+IN_CUDA := $(VENV_CUDA)/bin/python $(STAND_IN)/run.py
+CUDA_PYTEST := STAND_IN_DEVICES=2 $(IN_CUDA) -m pytest -p tests.cuda_stand_in.plugin -m gpu
+CUDA_RUN := main run --device cuda --requests 8 --model layers=2,hidden=64 --verify all --no-cache
+
+cuda-test: $(VENV_CUDA)/.made
+	$(VENV_CUDA)/bin/python -c "import torch; print('torch', torch.__version__)"
+	$(CUDA_PYTEST)
+	STAND_IN_SEED=1 $(CUDA_PYTEST) -m "gpu and not slow"
+	$(IN_CUDA) $(CUDA_RUN) --backend eager
+	TRITON_INTERPRET=1 $(IN_CUDA) $(CUDA_RUN) --backend inductor
+
+cuda-mutants: $(VENV_CUDA)/.made
+	$(VENV_CUDA)/bin/python $(STAND_IN)/mutants.py
+
+$(VENV_CUDA)/.made: pyproject.toml $(STAND_IN)/build.py $(wildcard $(STAND_IN)/src/*)
+	test -x $(VENV_CUDA)/bin/python || $(PYTHON) -m venv $(VENV_CUDA)
+	$(VENV_CUDA)/bin/python -m pip install --quiet --editable '.[cli]' "$(CUDA_TORCH)" nvidia-cuda-cccl pytest pytest-timeout hypothesis
+	$(VENV_CUDA)/bin/python $(STAND_IN)/build.py
+	touch $@
+
 clean:
-	rm -rf $(VENV) .typing .wheels build *.egg-info
+	rm -rf $(VENV) $(VENV_CUDA) .typing .wheels build *.egg-info
 
 # A change of the dependencies recreates the environment.
 $(VENV)/.run: pyproject.toml

@@ -67,7 +67,8 @@ def aoti_load(path: str, device: torch.device) -> Callable[[list[Any]], Any]:
     """
     if device.type == "cpu":
         return torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1).run
-    run = torch._C._aoti.AOTIModelContainerRunnerCuda(path, 1, str(device), "", True).run
+    container: Any = torch._C._aoti.AOTIModelContainerRunnerCuda  # its stub lacks the last argument
+    run: Callable[[list[Any]], Any] = container(path, 1, str(device), "", True).run
     one_at_a_time = threading.Lock()
 
     def run_alone(inputs: list[Any]) -> Any:

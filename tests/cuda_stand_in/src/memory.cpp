@@ -41,19 +41,22 @@ cudaError_t allocate(void** pointer, size_t size, Block::Kind kind, const char* 
   return cudaSuccess;
 }
 
-// cudaFree waits for the device: work that uses the memory is done when it returns.
-cudaError_t release(Lock& lock, void* pointer, const char* call) {
+// cudaFree waits for work that uses the memory. Here the memory waits: it is unmapped by work that
+// follows all that was submitted. The caller may hold the allocator's lock, and a body that runs may
+// need Python's interpreter lock, whose holder may wait for the allocator.
+cudaError_t release(void* pointer, const char* call) {
   State& s = state();
   if (!pointer) return cudaSuccess;
   if (prohibited(call)) return failed(cudaErrorStreamCaptureUnsupported, call);
   auto found = s.blocks.find(static_cast<char*>(pointer));
   if (found == s.blocks.end()) return failed(cudaErrorInvalidValue, call);
   Block block = found->second;
-  finish_device(lock, block.device);
-  s.blocks.erase(static_cast<char*>(pointer));
+  s.blocks.erase(found);
   if (block.kind == Block::kDevice) s.used[block.device] -= block.size;
-  if (block.size <= kPoisonLimit) memset(pointer, kFreed, block.size);
-  munmap(pointer, block.size);
+  submit_last(block.device, [=] {
+    if (block.size <= kPoisonLimit) memset(pointer, kFreed, block.size);
+    munmap(pointer, block.size);
+  });
   return cudaSuccess;
 }
 
@@ -250,12 +253,12 @@ EXPORT cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
 
 EXPORT cudaError_t cudaFree(void* pointer) {
   ENTER(cudaFree);
-  return release(lock, pointer, "cudaFree");
+  return release(pointer, "cudaFree");
 }
 
 EXPORT cudaError_t cudaFreeHost(void* pointer) {
   ENTER(cudaFreeHost);
-  return release(lock, pointer, "cudaFreeHost");
+  return release(pointer, "cudaFreeHost");
 }
 
 EXPORT cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned) {

@@ -145,6 +145,8 @@ cudaError_t entered(const char* call);
 Stream* stream_of(cudaStream_t handle);
 // Submits work to a stream, or adds a node to the graph that the stream is capturing into.
 cudaError_t submit(Stream* stream, const std::string& name, std::function<void()> body);
+// Submits work that follows everything submitted to any stream of a device.
+void submit_last(int device, std::function<void()> body);
 // Runs work until `work` is done. Releases the lock while a body runs.
 void finish(Lock& lock, const WorkPtr& work);
 void finish_device(Lock& lock, int device);

@@ -57,6 +57,17 @@ cudaError_t submit(Stream* stream, const std::string& name, std::function<void()
   return cudaSuccess;
 }
 
+void submit_last(int device, std::function<void()> body) {
+  State& s = state();
+  auto work = std::make_shared<Work>();
+  work->name = "release of memory";
+  work->body = std::move(body);
+  follow(work, s.legacy[device].last);
+  for (auto* stream : s.streams)
+    if (stream->device == device) follow(work, stream->last);
+  if (work->unmet == 0) s.ready.push_back(work);
+}
+
 }  // namespace stand_in
 
 // ---- streams

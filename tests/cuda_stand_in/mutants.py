@@ -1,0 +1,150 @@
+"""Remove one protection of the cuda backend after the other: the tests must notice each.
+
+`python mutants.py` in the environment of `make cuda-test`. A mutant that no test notices is
+printed, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+class Mutant(NamedTuple):
+    what: str
+    file: str
+    old: str
+    new: str
+
+
+CUDA = "runtime/backends/cuda.py"
+MUTANTS = [
+    Mutant(
+        "no wait at the entry of a session",
+        CUDA,
+        "            self._stream.wait_stream(current)\n",
+        "",
+    ),
+    Mutant(
+        "no wait at the exit of a session",
+        CUDA,
+        "                current.wait_stream(self._stream)\n",
+        "                pass\n",
+    ),
+    Mutant("no anchor", CUDA, "if pool.anchor is None:", "if False:"),
+    Mutant(
+        "captures on the current device",
+        CUDA,
+        "self._device = torch.cuda.current_device() if index is None else index",
+        "self._device = torch.cuda.current_device()",
+    ),
+    Mutant(
+        "no recovery when a capture ends badly",
+        CUDA,
+        "            self._recover()\n            raise\n        return",
+        "            raise\n        return",
+    ),
+    Mutant(
+        "no recovery of an aborted capture",
+        CUDA,
+        "            self._graph.capture_end()\n        self._recover()\n",
+        "            self._graph.capture_end()\n",
+    ),
+    Mutant(
+        "a graph without nodes passes",
+        CUDA,
+        "if self._tracker.computed and not nodes:",
+        "if False:",
+    ),
+    Mutant("a pool keeps its memory", CUDA, "            pool.anchor.reset()\n", ""),
+    Mutant(
+        "probes keep their pool",
+        "runtime/memory/forecast.py",
+        "backend.release_pool(pool)",
+        "backend.prepare()",
+    ),
+    Mutant(
+        "dummy batches leave cached memory",
+        "runtime/capture/session.py",
+        "                backend.trim()\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "tensors between segments are not held",
+        "runtime/capture/recorder.py",
+        "            self._session.hold(tensor)\n",
+        "",
+    ),
+    Mutant(
+        "a captured graph does not run once",
+        "runtime/capture/recorder.py",
+        "            replay()\n",
+        "",
+    ),
+    Mutant(
+        "tensors from outside are not held",
+        "runtime/backends/ownership.py",
+        "Found(tensor.detach(), ref(tensor), tensor.data_ptr())",
+        "Found(tensor.new_empty(0), ref(tensor), tensor.data_ptr())",
+    ),
+]
+
+
+def copy_of_the_project(folder: Path) -> None:
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    for name in filter(None, listed.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    shutil.copytree(HERE / "built", folder / HERE.relative_to(ROOT) / "built", symlinks=True)
+    (folder / ".typing").mkdir()
+    (folder / ".typing" / "piecegraph").symlink_to("..")
+
+
+def passes(folder: Path) -> bool:
+    run = [sys.executable, str(folder / HERE.relative_to(ROOT) / "run.py"), "-m", "pytest"]
+    options = ["-p", "tests.cuda_stand_in.plugin", "-m", "gpu and not slow", "-q", "-x"]
+    tests = ["tests/cuda_stand_in", "tests/runtime"]
+    environment = os.environ | {"PYTHONPATH": str(folder / ".typing"), "STAND_IN_DEVICES": "2"}
+    command = [*run, *options, "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, timeout=300
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def main() -> int:
+    survivors = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_of_the_project(folder)
+        if not passes(folder):
+            print("the tests fail without a mutant")
+            return 1
+        for mutant in MUTANTS:
+            path = folder / mutant.file
+            source = path.read_text()
+            if source.count(mutant.old) < 1:
+                print(f"not found in {mutant.file}: {mutant.old!r}")
+                return 1
+            path.write_text(source.replace(mutant.old, mutant.new, 1))
+            noticed = not passes(folder)
+            path.write_text(source)
+            print(f"{'noticed ' if noticed else 'SURVIVED'}  {mutant.what}", flush=True)
+            survivors += [] if noticed else [mutant.what]
+    print(f"{len(MUTANTS) - len(survivors)} of {len(MUTANTS)} mutants noticed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
