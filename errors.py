@@ -213,6 +213,18 @@ class TraceFailed(CompileError):
     todo = "Rewrite that line, or move it into a custom op and list the op in splitting_ops."
 
 
+class HostRead(CompileError):
+    what = "the model reads a tensor's value on the host with {op}"
+    todo = "Compute it on the device, or read it in a custom op and list the op in splitting_ops."
+
+
+class FakeMissing(CompileError):
+    what = "op {op} has no fake implementation, so it cannot be traced"
+    todo = (
+        "Register one with torch.library.register_fake: it returns empty tensors of the right form."
+    )
+
+
 class Specialized(CompileError):
     what = "the trace is valid only for {symbol} = {value}: the model specializes on that size"
     todo = "Do not use {symbol} as a Python number, or declare that dimension static."
@@ -239,6 +251,11 @@ class UnknownSplittingOp(CompileError):
 class InputNotTraceable(CompileError):
     what = "the graph reads {source}, which is not a weight, a buffer or an argument"
     todo = "Pass it as an argument or register it as a buffer."
+
+
+class ArgumentClassUnknown(CompileError):
+    what = "argument {name!r} of class {kind} holds tensors, and its parts are not known"
+    todo = "Make it a dataclass and call torch.export.register_dataclass, or pass a dict or tuple."
 
 
 class ExampleInputsMissing(CompileError):
@@ -272,8 +289,13 @@ class NothingToCompile(CompileError):
 
 
 class NotPortable(CompileError):
-    what = "a plan cannot store {value!r} of type {kind}"
+    what = "a plan cannot store {value} of type {kind}"
     todo = "Pass it as a tensor, number, string, slice, dtype, device or enum member."
+
+
+class ResultNotPortable(NotPortable):
+    what = "the model's result contains {value} of type {kind}, which a plan cannot store"
+    todo = "Return tensors and numbers in tuples, lists, dicts, dataclasses or named tuples."
 
 
 class IllegalOrder(CompileError):
@@ -397,8 +419,8 @@ class InputMismatch(RunError):
 
 
 class ArgumentFixed(RunError):
-    what = "argument {name!r} is {value!r}, but the model was traced with {traced!r}"
-    todo = "Pass the traced value, or make the argument a tensor."
+    what = "argument {name!r} is {value}, but the model was traced with {traced!r}"
+    todo = "Pass the traced value, or trace with examples that have a tensor there."
 
 
 class SizeOutOfRange(RunError):

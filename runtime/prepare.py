@@ -61,6 +61,13 @@ def prepare(
     """
     if is_autocast_enabled():
         raise AutocastActive(action="prepare")
+    if not isinstance(config, Config):
+        raise InvalidSetting(
+            name="config",
+            value=type(config).__name__,
+            reason="it is not a Config",
+            expected="Config(**settings)",
+        )
     records = Records(events)
     config = resolve_config(config)
     with records.events.span("prepare", level=logging.INFO), allow_compilation():
@@ -121,6 +128,13 @@ def compile_request(
             value=model,
             reason="it is a class" if isinstance(model, type) else "it is no torch.nn.Module",
             expected="an instance of torch.nn.Module, and for a function one that calls it",
+        )
+    if _device(model).type == "meta":
+        raise InvalidSetting(
+            name="model",
+            value=type(model).__name__,
+            reason="its weights are on the meta device, where they have no values",
+            expected="a model with weights: model.to_empty(device=...), then load_state_dict",
         )
     exchange = ranks.exchange if ranks is not None else None
     cache, events, device = open_cache(config, records.events), records.events, _device(model)

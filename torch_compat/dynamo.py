@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +18,8 @@ import torch
 from .patch import compiler_lock, dynamo_lock, preserve_cache_variables, replaced
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_PACKAGES = sysconfig.get_path("purelib") + os.sep
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,21 @@ def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
         stack.enter_context(preserve_cache_variables())
         import torch._dynamo.config as dynamo_config
         from torch._dynamo.utils import dynamo_timed, get_metrics_context
+        from torch.fx.experimental import symbolic_shapes
 
         stack.enter_context(dynamo_lock())
         stack.enter_context(reasoning_about_sizes(dynamic_shapes))
         stack.enter_context(dynamo_config.patch(automatic_dynamic_shapes=False))
+        stack.enter_context(replaced(symbolic_shapes, "format_frame", _full_frame))
         stack.enter_context(get_metrics_context())
         stack.enter_context(dynamo_timed("piecegraph.trace", log_pt2_compile_event=True))
         yield
+
+
+def _full_frame(frame: Any, *, base: str | None = None, line: bool = False) -> str:
+    """As torch formats a frame, with the whole path instead of its last three parts."""
+    code = f"{frame.line}  # " if line else ""
+    return f"{code}{frame.filename}:{frame.lineno} in {frame.name}"
 
 
 def capture_full_graph(
@@ -161,13 +173,27 @@ def is_torch_file(file: str) -> bool:
     return file.startswith(_TORCH)
 
 
+def _is_user_file(file: str) -> bool:
+    """Whether a file belongs neither to torch nor to Python's standard library."""
+    standard = file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
+    return not (standard or is_torch_file(file))
+
+
+def unsupported_op(error: BaseException) -> str | None:
+    """The op without a fake implementation that a Dynamo error is about; else None."""
+    found = re.search(r"unsupported operator: ([\w.]+)", str(error))
+    if found is None or "fake tensors" not in str(error):
+        return None
+    return "::".join(found[1].split(".")[:2])
+
+
 def user_location(error: BaseException) -> str | None:
     """file:line of the user's code that a Dynamo error is about."""
     seen: BaseException | None = error
     while seen is not None:
         stack = getattr(seen, "real_stack", None)
         if stack:
-            own = [frame for frame in stack if not is_torch_file(frame.filename)]
+            own = [frame for frame in stack if _is_user_file(frame.filename)]
             return f"{(own or stack)[-1].filename}:{(own or stack)[-1].lineno}"
         seen = seen.__cause__ or seen.__context__
     return None

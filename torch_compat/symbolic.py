@@ -107,6 +107,6 @@ def replaced_symbols(env: Any) -> dict[sympy.Symbol, Located]:
 
 
 def user_line(sloc: Any) -> str | None:
-    """`file.py:8` of the user's code, from torch's `code  # file.py:8 in fn`."""
+    """`file.py:8 in fn` of the user's code, from torch's `code  # file.py:8 in fn`."""
     text = getattr(sloc, "maybe_user_loc", None)
     return text.rpartition("#")[2].strip() if text else None

@@ -29,6 +29,7 @@ from ...torch_compat.symbolic import (
     shape_guards,
 )
 from ..ir.config import TOKENS, CompileConfig, DynamicShapes, GuardPolicy
+from ..ir.locations import short_location
 from ..ir.plan import GuardRecord
 from ..trace.size_asserts import SizeAssert
 from ..trace.symbols import Sizes
@@ -203,9 +204,22 @@ class GuardProver:
 
     def check_symbols(self) -> None:
         """Raise Specialized if tracing turned a declared symbol into a number."""
-        for symbol, (value, where) in replaced_symbols(self._env).items():
-            if value.is_Integer and symbol in self._labels:
-                raise Specialized(where=where, symbol=self._labels[symbol], value=int(value))
+        fixed = {
+            symbol: (value, where)
+            for symbol, (value, where) in replaced_symbols(self._env).items()
+            if value.is_Integer and symbol in self._labels
+        }
+        for symbol, (value, where) in fixed.items():
+            # sizes that are equal become numbers together: the guard has the line that caused it
+            causes = [
+                line
+                for expression, line in shape_guards(self._env)
+                if isinstance(expression, sympy.Eq)
+                and len(expression.free_symbols) == 1
+                and expression.free_symbols <= fixed.keys()
+            ]
+            where = next(filter(None, causes), where)
+            raise Specialized(where=where, symbol=self._labels[symbol], value=int(value))
 
     def _labeled(self, expression: sympy.Basic) -> sympy.Basic:
         return expression.xreplace(
@@ -225,7 +239,7 @@ class GuardProver:
             proof = Proof(True, "run at the sizes it fails for", proof.failing, proof.failures)
         record = GuardRecord(
             expression=str(guard.expression),
-            where=guard.where,
+            where=short_location(guard.where),
             origin=origin,
             proved=proof.holds,
             method=proof.method,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
+from difflib import get_close_matches
 from enum import StrEnum
 from functools import reduce
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -57,6 +59,18 @@ class InputSpec(BaseModel):
 
     dtype: str
     shape: tuple[int | str, ...]
+
+    @field_validator("dtype")
+    @classmethod
+    def _check_dtype(cls, name: str) -> str:
+        """The dtype's own name: torch.float is float32."""
+        dtype = getattr(torch, name, None)
+        if not isinstance(dtype, torch.dtype):
+            known = [each for each in dir(torch) if isinstance(getattr(torch, each), torch.dtype)]
+            near = get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{name!r} is not a dtype of torch{hint}")
+        return str(dtype).removeprefix("torch.")
 
     @classmethod
     def parse(cls, text: str) -> InputSpec:

@@ -23,6 +23,11 @@ def node_location(node: Node) -> str | None:
     return ":".join((users or frames)[-1]) if frames else None
 
 
+def short_location(where: str | None) -> str | None:
+    """A location with the last three parts of its path, as it is stored in bundles."""
+    return where and "/".join(where.split("/")[-3:])
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; the name of its class if it has none.
 

@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import importlib
 import math
+import reprlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...errors import NotPortable
+from ...errors import NotPortable, ResultNotPortable
 
 RETURN_TYPES = "torch.return_types"
 
@@ -73,8 +74,16 @@ def with_refs(value: Any, ref: Callable[[Any], Ref | None]) -> Any:
         fields = {key: with_refs(item, ref) for key, item in value.items()}
         return fields if kind is dict else Record(kind, fields)
     if isinstance(value, (list, tuple, dict)):
-        raise NotPortable(value=value, kind=kind.__qualname__)
+        raise NotPortable(value=reprlib.repr(value), kind=kind.__qualname__)
     return value
+
+
+def encode_result(structure: Any) -> Any:
+    """JSON form of a model's result; raises ResultNotPortable."""
+    try:
+        return encode(structure)
+    except NotPortable as error:
+        raise ResultNotPortable(**error.facts) from None
 
 
 def encode(value: Any) -> Any:
@@ -111,7 +120,7 @@ def encode(value: Any) -> Any:
             return {"device": str(value)}
         case torch.dtype() | torch.layout() | torch.memory_format():
             return {"torch": str(value).removeprefix("torch.")}
-    raise NotPortable(value=value, kind=type(value).__qualname__)
+    raise NotPortable(value=reprlib.repr(value), kind=type(value).__qualname__)
 
 
 def decode(data: Any) -> Any:

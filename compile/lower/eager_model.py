@@ -26,7 +26,7 @@ from ..ir.compilation import CompileRequest
 from ..ir.config import CompileConfig
 from ..ir.ops import Writes
 from ..ir.plan import CompiledRange, PieceStep, Plan, PlanPiece, Result, Symbol, UserInput
-from ..ir.serialization import Ref, dtype_name, encode, with_refs
+from ..ir.serialization import Ref, dtype_name, encode, encode_result, with_refs
 from ..trace.examples import Examples, Leaf, example_inputs
 from .compiled_model import CompiledModel
 
@@ -78,7 +78,7 @@ def _result_form(
         _fake_result(model, examples, each) for each in (sizes, others)
     )
     (form, found), (other_form, again) = _without_tensors(first), _without_tensors(second)
-    structure = encode(form)
+    structure = encode_result(form)
     if structure != encode(other_form) or [t.dim() for t in found] != [t.dim() for t in again]:
         raise ResultFormUnknown(
             reason=f"at {sizes} it has other tensors, or other values beside them, than at {others}"

@@ -14,7 +14,7 @@ from ...torch_compat.ops import overload_name, overload_of
 from ...torch_compat.symbolic import python_text
 from ..guards.prover import Guard
 from ..ir.config import TOKENS, CompileConfig
-from ..ir.locations import graph_source
+from ..ir.locations import graph_source, short_location
 from ..ir.plan import (
     CallStep,
     Check,
@@ -28,7 +28,7 @@ from ..ir.plan import (
     UserInput,
     Weight,
 )
-from ..ir.serialization import Expr, Ref, dtype_name, encode
+from ..ir.serialization import Expr, Ref, dtype_name, encode, encode_result
 from ..pieces.piece import BaseSymbols, Piece, is_size, size_positions
 from ..pieces.split import Section, takes_element
 from ..trace.dynamo import Trace
@@ -109,9 +109,9 @@ class PlanBuilder:
             ranges=tuple(ranges),
             steps=tuple(self._steps),
             results=tuple(self._result(value) for value in outputs),
-            structure=encode(self._trace.structure),
+            structure=encode_result(self._trace.structure),
             checks=tuple(
-                Check(expression=python_text(guard.expression), where=guard.where)
+                Check(expression=python_text(guard.expression), where=short_location(guard.where))
                 for guard in unproved
             ),
             parameters=tuple(self._trace.examples.signature.parameters),

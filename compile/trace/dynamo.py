@@ -16,19 +16,20 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ...errors import InputNotTraceable, NothingToCompile, TraceFailed
+from ...errors import FakeMissing, HostRead, InputNotTraceable, NothingToCompile, TraceFailed
 from ...torch_compat.dynamo import (
     Captured,
     capture_full_graph,
     dynamo_tracing,
     input_source,
+    unsupported_op,
     user_location,
 )
 from ...torch_compat.symbolic import expression_of
 from ..conditions.places import forward_function
 from ..conditions.record import Conditions, record_conditions
 from ..ir.compilation import CompileRequest
-from ..ir.locations import first_line
+from ..ir.locations import first_line, node_location
 from ..ir.serialization import Ref, with_refs
 from .examples import Examples, Leaf, example_inputs, mark
 from .inline_regions import inline_regions
@@ -78,12 +79,16 @@ def trace(request: CompileRequest) -> Trace:
         try:
             captured = capture_full_graph(model, args, kwargs)
         except Exception as error:  # Dynamo lets many kinds through besides its own
-            raise TraceFailed(where=user_location(error), reason=_reason(error)) from error
+            where = user_location(error)
+            if op := unsupported_op(error):
+                raise FakeMissing(where=where, op=op) from error
+            raise TraceFailed(where=where, reason=_reason(error)) from error
     if captured is None:
         raise NothingToCompile(model=type(model).__name__)
     events.count("dynamo_traces")
     graph = captured.graph
     inline_regions(graph)
+    _check_host_reads(graph)
     scope = _scope(model, examples)
     sources, tensors = _sources(graph, model, examples, scope)
     return Trace(
@@ -95,6 +100,12 @@ def trace(request: CompileRequest) -> Trace:
         examples=examples,
         conditions=record_conditions(model, scope, captured),
     )
+
+
+def _check_host_reads(graph: GraphModule) -> None:
+    """Raise HostRead for a node that needs a tensor's value: no CUDA graph can hold it."""
+    for node in graph.graph.find_nodes(op="call_method", target="item"):
+        raise HostRead(where=node_location(node), op="item()")
 
 
 def _reason(error: BaseException) -> str:

@@ -13,9 +13,16 @@ from typing import Any
 
 import torch
 
-from ...errors import ExampleInputsMissing, ExampleMismatch, UndeclaredDynamicShape, UnknownInput
+from ...errors import (
+    ArgumentClassUnknown,
+    ExampleInputsMissing,
+    ExampleMismatch,
+    InvalidSetting,
+    UndeclaredDynamicShape,
+    UnknownInput,
+)
 from ...torch_compat.dynamo import mark_dynamic
-from ...torch_compat.tensors import leaves_with_paths, tree_map, tree_map_only
+from ...torch_compat.tensors import leaves_with_paths, tree_leaves, tree_map, tree_map_only
 from ..ir.compilation import ExampleArguments
 from ..ir.config import TOKENS, CompileConfig, InputSpec
 from ..ir.plan import Constant
@@ -80,12 +87,43 @@ def example_inputs(
     signature = inspect.signature(model.forward)
     if given is None:
         given = (), _built(signature, config, device)
-    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, given)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
+    bound = _bound(signature, given)
+    _check_classes(bound.arguments)
     specs = config.input_specs() or _inferred(leaves(bound.arguments))
     symbols = _declared(specs, leaves(bound.arguments), config)
     return Examples(_contiguous(dict(bound.arguments), symbols), signature, symbols)
+
+
+def _bound(signature: inspect.Signature, given: Any) -> inspect.BoundArguments:
+    """`given` as arguments of the model's forward; raises InvalidSetting for another form."""
+    expected = "(args, kwargs) of one call of the model's forward, such as ((input_ids,), {})"
+    pair = isinstance(given, (tuple, list)) and len(given) == 2
+    if not (pair and isinstance(given[0], (tuple, list)) and isinstance(given[1], dict)):
+        kind, reason = type(given).__name__, "it is not (args, kwargs)"
+        raise InvalidSetting(name="examples", value=kind, reason=reason, expected=expected)
+    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, given)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        value = f"{len(args)} args, kwargs {list(kwargs)}"
+        raise InvalidSetting(
+            name="examples", value=value, reason=str(error), expected=expected
+        ) from None
+    bound.apply_defaults()
+    return bound
+
+
+def _check_classes(arguments: dict[str, Any]) -> None:
+    """Raise ArgumentClassUnknown for an object that holds tensors and cannot be taken apart."""
+    for leaf in leaves(arguments):
+        if isinstance(leaf.value, torch.Tensor):
+            continue
+        held = getattr(leaf.value, "__dict__", {}).values()
+        if any(isinstance(value, torch.Tensor) for value in tree_leaves(list(held))):
+            kind = type(leaf.value)
+            raise ArgumentClassUnknown(
+                name=leaf.label, kind=f"{kind.__module__}.{kind.__qualname__}"
+            )
 
 
 def _contiguous(arguments: dict[str, Any], symbols: dict[tuple[str, int], str]) -> dict[str, Any]:

@@ -179,7 +179,8 @@ def _form(item: UserInput, plan: Plan) -> str:
 
 def _fixed(constant: Constant, value: Any) -> None:
     name = ".".join(map(str, constant.path))
-    raise ArgumentFixed(name=name, value=value, traced=decode(constant.value))
+    given = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    raise ArgumentFixed(name=name, value=given, traced=decode(constant.value))
 
 
 def _beyond(symbol: Symbol, size: int) -> None:

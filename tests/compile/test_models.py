@@ -79,14 +79,16 @@ def test_equal_pieces_are_found_under_every_shape_type(compiled, shapes):
 
 @pytest.mark.parametrize("make", [lambda: Stack(5), lambda: Stack(5, 2), lambda: Mamba(4)])
 def test_reuse_of_equal_pieces_changes_no_output(compiled, monkeypatch, make):
-    from piecegraph.compile.lower import cut
+    from piecegraph.compile.lower import split_model
 
     model = make()
     settings = {"inputs": X, "splitting_ops": model_ops(model)}
     shared = compiled(model, **settings)
     numbered = iter(range(100))
-    original = cut.fingerprint
-    monkeypatch.setattr(cut, "fingerprint", lambda *args: f"{original(*args)}-{next(numbered)}")
+    original = split_model.fingerprint
+    monkeypatch.setattr(
+        split_model, "fingerprint", lambda *args: f"{original(*args)}-{next(numbered)}"
+    )
     apart = compiled(model, **settings)
     assert len(apart.plan.pieces) == len(apart.plan.piece_uses()) > len(shared.plan.pieces)
     for size in SIZES:

@@ -82,8 +82,8 @@ FAULTS = [
     (item_as_branch, "Could not guard on data-dependent"),
     (raises, "not this model"),
     (wrong_shapes, "same reduction dim"),
-    (loop_over_tokens, "fixes that size"),
-    (size_as_key, "fixes that size"),
+    (loop_over_tokens, "specializes on that size"),
+    (size_as_key, "specializes on that size"),
 ]
 
 

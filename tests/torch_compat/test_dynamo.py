@@ -106,3 +106,19 @@ def test_registered_backends_are_found_by_name() -> None:
     graph = torch.fx.symbolic_trace(torch.nn.ReLU())
     x = torch.randn(3)
     assert torch.equal(dynamo.registered_backend("eager")(graph, [x])(x), x.relu())
+
+
+def test_op_without_a_fake_is_named() -> None:
+    library: Any = torch.library.Library("piecegraph_no_fake", "DEF")  # type: ignore[no-untyped-call]
+    library.define("f(Tensor x) -> Tensor")
+    library.impl("f", torch.clone, "CPU")
+
+    class Calls(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.piecegraph_no_fake.f(x)
+
+    with pytest.raises(Exception, match=r".") as caught:
+        captured(Calls(), torch.zeros(2))
+    assert dynamo.unsupported_op(caught.value) == "piecegraph_no_fake::f"
+    assert dynamo.unsupported_op(ValueError("unsupported operator: a.b")) is None
+    library._destroy()
