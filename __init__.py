@@ -27,6 +27,7 @@ from .lazy import lazy_names
 
 if TYPE_CHECKING:
     from .dispatch import AttentionSupport as AttentionSupport
+    from .dispatch import Axis as Axis
     from .dispatch import Batch as Batch
     from .dispatch import BatchDescriptor as BatchDescriptor
     from .dispatch import CaptureStrategy as CaptureStrategy
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .dispatch import Dispatcher as Dispatcher
     from .dispatch import DispatchPlan as DispatchPlan
     from .dispatch import GraphMode as GraphMode
+    from .dispatch import ModelTraits as ModelTraits
     from .dispatch import PaddingLimit as PaddingLimit
     from .dispatch import Reason as Reason
     from .dispatch import RuntimeMode as RuntimeMode
@@ -65,8 +67,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         ".dispatch": (
-            "AttentionSupport", "Batch", "BatchDescriptor", "CaptureStrategy", "Decision",
-            "DispatchPlan", "Dispatcher", "GraphMode", "PaddingLimit", "Reason", "RuntimeMode",
+            "AttentionSupport", "Axis", "Batch", "BatchDescriptor", "CaptureStrategy", "Decision",
+            "DispatchPlan", "Dispatcher", "GraphMode", "ModelTraits", "PaddingLimit", "Reason", "RuntimeMode",
         ),
         ".errors": ("PiecegraphError",),
         ".events": ("Events",),

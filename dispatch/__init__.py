@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .resolve import ResolvedMode as ResolvedMode
     from .resolve import level_defaults as level_defaults
     from .resolve import resolve_mode as resolve_mode
+    from .sizing.capture_sizes import DENSE_END as DENSE_END
     from .sizing.capture_sizes import DecodeTier as DecodeTier
     from .sizing.capture_sizes import align_sizes as align_sizes
     from .sizing.capture_sizes import decode_tiers as decode_tiers
@@ -83,7 +84,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "resolve_mode",
         ),
         ".sizing.capture_sizes": (
-            "DecodeTier", "align_sizes", "decode_tiers", "default_capture_sizes",
+            "DENSE_END", "DecodeTier", "align_sizes", "decode_tiers", "default_capture_sizes",
             "user_capture_sizes",
         ),
         ".sizing.fit": ("fit_sizes",),

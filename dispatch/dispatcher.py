@@ -54,7 +54,7 @@ class _Tables:
         num_tokens = batch.num_tokens
         table = self.table(kind)
         if num_tokens < len(table.decisions):
-            decision = table.at(num_tokens)
+            decision = table.decisions[num_tokens] or self._decide_first(table, num_tokens)
             if batch.num_reqs > decision.max_reqs:
                 decision = table.decide(num_tokens, batch.num_reqs)
         else:
@@ -64,6 +64,14 @@ class _Tables:
             raise NoModeLeft(batch=batch, allowed=allowed, reason=decision.reason.value)
         return decision
 
+    def _decide_first(self, table: DecisionTable, num_tokens: int) -> Decision:
+        """The stored decision for a number of tokens that did not occur yet."""
+        decision = table.at(num_tokens)
+        if decision.graph_index == NO_GRAPH and num_tokens > 0:
+            decision = self._chunks(table.kind, num_tokens, otherwise=decision)
+            table.decisions[num_tokens] = decision
+        return decision
+
     def _above(self, kind: BatchClass, num_tokens: int) -> Decision:
         """The decision for more tokens than the largest size has."""
         decision = self.above.get((kind, num_tokens))
@@ -71,23 +79,26 @@ class _Tables:
             if len(self.above) >= _CACHE_SIZE:
                 self.above = {}
             decision = self.table(kind).decide(num_tokens)
-            if self.preference.plan.chunked and kind.modes >> RuntimeMode.PIECEWISE & 1:
-                decision = self._chunks(kind, num_tokens, otherwise=decision)
+            decision = self._chunks(kind, num_tokens, otherwise=decision)
             self.above[kind, num_tokens] = decision
         return decision
 
     def _chunks(self, kind: BatchClass, num_tokens: int, otherwise: Decision) -> Decision:
-        """PIECEWISE over consecutive tokens: the largest graph repeated, then one for the rest.
+        """PIECEWISE over consecutive tokens: the largest usable graph repeated, one for the rest.
 
-        Attention runs between the pieces on the whole batch, so only tokens are split.
+        Attention runs between the pieces on the whole batch, so only tokens are split. Returns
+        `otherwise` if the plan does not allow chunks or the usable graphs do not cover the batch.
         """
+        if not (self.preference.plan.chunked and kind.modes >> RuntimeMode.PIECEWISE & 1):
+            return otherwise
         table = self.table(kind._replace(modes=1 << RuntimeMode.PIECEWISE))
         sizes = range(len(table.decisions) - 1, 0, -1)
-        whole = next((d for n in sizes if (d := table.at(n)).graph_index != NO_GRAPH), None)
+        usable = (d for n in sizes if (d := table.at(n)).graph_index != NO_GRAPH and not d.chunks)
+        whole = next(usable, None)
         if whole is None:
             return otherwise
         times, rest = divmod(num_tokens, whole.descriptor.num_tokens)
-        chunks = (whole.graph_index,) * times + ((table.at(rest).graph_index,) if rest else ())
+        chunks = (whole.graph_index,) * times + (_indices(table.at(rest)) if rest else ())
         if NO_GRAPH in chunks or self.preference.none_is_cheaper(chunks, num_tokens, kind):
             return otherwise
         return replace(whole, reason=Reason.CHUNKED, missed=otherwise.missed, chunks=chunks)
@@ -163,9 +174,15 @@ class Dispatcher:
             self._build_fast_path()
         return self._live.decide(batch, classify(self.plan, batch, allowed_modes, excluded_modes))
 
-    def decide(self, batch: Batch) -> Decision:
+    def decide(
+        self,
+        batch: Batch,
+        allowed_modes: Collection[RuntimeMode] | None = None,
+        excluded_modes: Collection[RuntimeMode] | None = None,
+    ) -> Decision:
         """What `dispatch` returns, without counting the batch again."""
-        return self._live.decide(batch, classify(self.plan, batch))
+        kind = classify(self.plan, batch, allowed_modes, excluded_modes)
+        return self._live.decide(batch, kind)
 
     def wanted(
         self,
@@ -211,7 +228,7 @@ class Dispatcher:
         """Every entry of the plan, most preferred first, with why `batch` cannot use it."""
         kind = classify(self.plan, batch, allowed_modes, excluded_modes)
         decision = self._live.decide(batch, kind)
-        used = decision.chunks or (decision.graph_index,)
+        used = _indices(decision)
         obstacles = self._live.table(kind).obstacles(batch.num_tokens, batch.num_reqs)
         return tuple(
             Candidate(
@@ -251,3 +268,7 @@ class Dispatcher:
                 kind = classify(self.plan, Batch(0, 0, is_decode=True, query_len=query_len))
                 self._uniform[query_len] = self._live.table(kind).decisions
             self._end = self.plan.largest + 1
+
+
+def _indices(decision: Decision) -> tuple[int, ...]:
+    return decision.chunks or (decision.graph_index,)

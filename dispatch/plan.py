@@ -169,11 +169,13 @@ def make_plan(
     axes: Sequence[Axis] = (),
     padding: PaddingLimit | None = None,
     chunked: bool = False,
+    mixed_end: int | None = None,
 ) -> DispatchPlan:
     """The plan of a resolved `mode` over capture `sizes` (see `default_capture_sizes`).
 
     `query_lens` are the query lengths of uniform decode; with `varlen_decode` decode batches are
     keyed by the longest of them as a bound. `lora_cases` come from the function of that name.
+    Where decode has its own graphs, sizes above `mixed_end` have no graph for mixed batches.
     Raises InvalidSetting for a query length below 1.
     """
     if min(query_lens, default=0) < 1:
@@ -197,7 +199,7 @@ def make_plan(
                 axes=tuple(zip(names, values, strict=True)),
             ),
         ): None
-        for shape in _shapes(mode, sizes, max_num_reqs, query_lens, varlen_decode)
+        for shape in _shapes(mode, sizes, max_num_reqs, query_lens, varlen_decode, mixed_end)
         for lora_case, *values in product(lora_cases, *(axis.values for axis in axes))
     }
     ordered = sorted(entries, key=lambda entry: (entry.mode, -entry.descriptor.num_tokens))
@@ -239,10 +241,12 @@ def _shapes(
     max_num_reqs: int,
     query_lens: Sequence[int],
     varlen_decode: bool,
+    mixed_end: int | None,
 ) -> Iterator[_Shape]:
     """The graphs of each size: one for mixed batches, one for each query length of decode."""
     for size in sizes:
-        if mode.mixed is not RuntimeMode.NONE:
+        decode_only = mode.separate_decode and mixed_end is not None and size > mixed_end
+        if mode.mixed is not RuntimeMode.NONE and not decode_only:
             yield _Shape(mode.mixed, size)
         if not mode.separate_decode:
             continue

@@ -14,17 +14,20 @@ DOCS = Path(piecegraph.__file__).parent / "docs"
 
 SETTINGS = {
     "The model": (
-        "inputs", "max_num_tokens", "min_num_tokens", "max_num_reqs", "query_len", "symbol_limits",
-        "splitting_ops", "splitting_patterns", "splitting_predicate", "attention_support",
+        "inputs", "max_num_tokens", "min_num_tokens", "max_num_reqs", "symbol_limits", "splitting_ops", "splitting_patterns", "splitting_predicate", "attention_support", "traits",
     ),
     "Tracing and compiling": (
         "level", "compile", "compiler", "dynamic_shapes", "guards", "broken_guard",
         "compile_ranges", "compile_sizes", "dedupe", "use_inductor_graph_partition",
         "inductor_options", "pass_switches", "user_passes", "dump_dir",
     ),
+    "Dispatch": (
+        "query_len", "query_lens", "speculation_schedule", "max_loras", "lora_graphs", "axes",
+        "capture_sizes", "size_alignment", "size_ceiling", "interactive_sizes", "padding_limit",
+    ),
     "Graphs": (
-        "graph_mode", "capture_sizes", "strategy", "captures_per_step", "capture_ms_per_step",
-        "min_hits", "memory_limit", "lazy_bytes", "padding", "padding_limit", "graph_backend",
+        "graph_mode", "strategy", "captures_per_step", "capture_ms_per_step",
+        "min_hits", "memory_limit", "lazy_bytes", "padding", "graph_backend",
         "after_seal",
     ),
     "The cache": (
@@ -42,7 +45,8 @@ NAMES = {
         "get_forward_context", "break_graph", "AuxiliaryTask", "Ranks",
     ),
     "Dispatch": (
-        "GraphMode", "RuntimeMode", "AttentionSupport", "CaptureStrategy", "PaddingLimit",
+        "GraphMode", "RuntimeMode", "AttentionSupport", "ModelTraits", "CaptureStrategy",
+        "PaddingLimit", "Axis",
         "BatchDescriptor", "DispatchPlan", "Dispatcher",
     ),
     "Explain": (

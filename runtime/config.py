@@ -6,14 +6,16 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from ..cache.keys.annotations import Feeds, exempt
 from ..compile.ir.config import LOCATION, TOKENS, CompileConfig
 from ..dispatch import (
     AttentionSupport,
+    Axis,
     CaptureStrategy,
     GraphMode,
+    ModelTraits,
     PaddingLimit,
     user_capture_sizes,
 )
@@ -31,6 +33,14 @@ class Padding(StrEnum):
     SENTINEL = "sentinel"
     REPEAT = "repeat"
     KEEP = "keep"
+
+
+class LoraGraphs(StrEnum):
+    """Which numbers of active LoRA adapters get their own graphs."""
+
+    ONE = "one"
+    WITH_AND_WITHOUT = "with_and_without"
+    BY_COUNT = "by_count"
 
 
 class AfterSeal(StrEnum):
@@ -78,6 +88,30 @@ class Config(CompileConfig):
     query_len: Annotated[int, SERVING, Field(ge=1)] = 1
     """Tokens of each request in a uniform decode step: 1 + speculative tokens."""
 
+    query_lens: Annotated[tuple[PositiveInt, ...], SERVING] = ()
+    """All query lengths of uniform decode steps, if there are several; each gets its own graphs."""
+
+    speculation_schedule: Annotated[tuple[NonNegativeInt, ...], SERVING] = ()
+    """Draft tokens by number of requests, for a number that falls with the load: item `i` is for
+    `i + 1` requests. Replaces `query_len`; default sizes cover each length up to its load."""
+
+    max_loras: Annotated[int, SERVING, Field(ge=0)] = 0
+    """The most active LoRA adapters in a step. Without it, steps with adapters run without a
+    graph. `Batch.num_loras` states the active ones."""
+
+    lora_graphs: Annotated[LoraGraphs, SERVING] = LoraGraphs.WITH_AND_WITHOUT
+    """The graphs of each size with LoRA: one that serves all steps (`"one"`), another one without
+    adapter kernels (`"with_and_without"`), or also for powers of two of adapters (`"by_count"`)."""
+
+    axes: Annotated[tuple[Axis, ...], SERVING] = ()
+    """Further host values that graphs depend on, such as a number of micro-batches: `Axis` objects
+    with the values to capture for. Each `Batch` states its values."""
+
+    traits: Annotated[ModelTraits, SERVING] = ModelTraits()
+    """Properties of the model that limit graph modes, as a `ModelTraits` or a dict: `pooling`,
+    `encoder_decoder`, and `varlen_decode` for decode steps with different query lengths up to the
+    longest one."""
+
     attention_support: Annotated[Mapping[str, AttentionSupport] | AttentionSupport, SERVING] = (
         AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
     )
@@ -97,6 +131,16 @@ class Config(CompileConfig):
 
     capture_sizes: Annotated[tuple[int, ...] | None, SERVING] = None
     """Padded sizes in tokens that get graphs, ascending; `None` uses `default_capture_sizes`."""
+
+    size_alignment: Annotated[int, SERVING, Field(ge=1)] = 1
+    """Capture sizes are rounded up to multiples of it: the number of sequence-parallel ranks."""
+
+    size_ceiling: Annotated[int | None, SERVING, Field(ge=1)] = None
+    """The end of the default capture sizes. `None` ends them at 512, or at the largest decode
+    step if that is larger; the sizes above 512 serve decode only."""
+
+    interactive_sizes: Annotated[bool, SERVING] = False
+    """`True` makes every number of tokens up to 32 a default capture size."""
 
     strategy: Annotated[CaptureStrategy, SERVING] = CaptureStrategy.EAGER
     """When graphs are captured: all at startup (`"eager"`), the largest of each mode at startup and

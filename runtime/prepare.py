@@ -11,16 +11,7 @@ import torch
 from ..compile.ir.compilation import CompileRequest, ExampleArguments
 from ..compile.ir.config import TOKENS
 from ..compile.pipeline import compile_model
-from ..dispatch import (
-    Dispatcher,
-    DispatchPlan,
-    GraphMode,
-    Histogram,
-    default_capture_sizes,
-    make_plan,
-    resolve_mode,
-    user_capture_sizes,
-)
+from ..dispatch import Dispatcher, Histogram
 from ..errors import AutocastActive, InvalidSetting
 from ..events import Events
 from ..torch_compat.tensors import is_autocast_enabled
@@ -28,6 +19,7 @@ from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
 from .config import Config, without_tokens
 from .open_cache import open_cache
+from .policy import dispatch_plan, resolve_graph_mode
 from .prepared_model import Engine, Policy, PreparedModel, Services
 from .records import Records
 from .report import mode_reasons
@@ -71,15 +63,8 @@ def prepare(
     records = Records(events)
     config = resolve_config(config)
     with records.events.span("prepare", level=logging.INFO), allow_compilation():
-        resolved = resolve_mode(
-            config.graph_mode,
-            support=config.supports(),
-            pieces=config.cuts() or not config.compile,
-            level=config.level,
-            query_len=config.query_len,
-            eager=not config.compile and config.graph_mode is None,
-        )
-        plan = _dispatch_plan(resolved.mode, config)
+        resolved = resolve_graph_mode(config)
+        plan = dispatch_plan(resolved.mode, config)
         records.settings = config.model_dump(mode="json")
         records.events.emit(
             "config",
@@ -144,21 +129,3 @@ def compile_request(
 def _device(model: torch.nn.Module) -> torch.device:
     tensors = [*model.parameters(), *model.buffers()]
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _dispatch_plan(mode: GraphMode, config: Config) -> DispatchPlan:
-    if mode is GraphMode.NONE:
-        return DispatchPlan((), config.max_num_reqs)
-    if config.capture_sizes is not None:
-        sizes = user_capture_sizes(config.capture_sizes, max_num_tokens=config.max_num_tokens)
-    else:
-        sizes = default_capture_sizes(
-            config.max_num_reqs, config.max_num_tokens, query_len=config.query_len
-        )
-    return make_plan(
-        mode,
-        sizes,
-        max_num_reqs=config.max_num_reqs,
-        query_lens=(config.query_len,),
-        padding=config.padding_limit,
-    )

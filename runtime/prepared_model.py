@@ -149,22 +149,33 @@ class PreparedModel:
         self._stated = batch.num_tokens
         return self.run(decision, *args, metadata=made, **kwargs)
 
-    def dispatch(self, batch: Batch) -> Decision:
+    def dispatch(
+        self,
+        batch: Batch,
+        allowed_modes: Collection[RuntimeMode] | None = None,
+        excluded_modes: Collection[RuntimeMode] | None = None,
+    ) -> Decision:
         """Decide how to run `batch`. Under DELAYED and LAZY this may capture graphs.
 
-        Raises BatchInvalid for a batch beyond `max_num_reqs` or with contradictory facts.
+        `allowed_modes` and `excluded_modes` hold for this step only; by default every mode may be
+        used. `dispatcher.follow` applies another rank's decision, `dispatcher.set_costs` makes
+        measured costs decide, `dispatcher.explain` lists the candidates.
+
+        Raises BatchInvalid for a batch beyond `max_num_reqs` or with contradictory facts, and
+        NoModeLeft if no allowed mode can serve it.
         """
         if batch.num_reqs > self.config.max_num_reqs:
             raise BatchInvalid(batch=batch, fault=f"max_num_reqs is {self.config.max_num_reqs}")
-        decision = self.dispatcher.dispatch(batch)
+        decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
         capturer = self._capturer
         if capturer.active:
             idle = capturer.idle_steps.get(id(decision))
             if idle is not None and batch.num_reqs >= idle.num_reqs:
                 idle.steps += 1
             else:
-                if capturer.before_step(batch, decision):
-                    decision = self.dispatcher.decide(batch)
+                modes = allowed_modes, excluded_modes
+                if capturer.before_step(batch, decision, *modes):
+                    decision = self.dispatcher.decide(batch, *modes)
                 if not self._capturer.active:
                     self.seal()
         return decision

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
 
-from ...dispatch import Batch, CaptureStrategy, Decision, Dispatcher
+from ...dispatch import Batch, CaptureStrategy, Decision, Dispatcher, RuntimeMode
 from ...errors import CaptureFailed, DummyStepFailed
 from ..backends.protocol import GraphBackend
 from ..capture.recording import Recording
@@ -123,12 +123,18 @@ class Capturer:
         self._refresh_active()
         self._record_accuracy()
 
-    def before_step(self, batch: Batch, decision: Decision | None = None) -> bool:
+    def before_step(
+        self,
+        batch: Batch,
+        decision: Decision | None = None,
+        allowed_modes: Collection[RuntimeMode] | None = None,
+        excluded_modes: Collection[RuntimeMode] | None = None,
+    ) -> bool:
         """Capture what the strategy wants before `batch` runs, within the budget of one step.
 
         Returns whether graphs changed, so that `decision` no longer holds.
         """
-        wanted = self._dispatcher.wanted(batch).graph_index
+        wanted = self._dispatcher.wanted(batch, allowed_modes, excluded_modes).graph_index
         self.queue.see(wanted)
         changes = self._changes
         self._spend(self._budgets.next_step(), self.queue.between_steps(wanted))

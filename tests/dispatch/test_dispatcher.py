@@ -316,6 +316,35 @@ def test_chunks_above_the_largest_size_only_if_allowed():
     assert dispatcher("FULL", [4, 8, 12], chunked=True).dispatch(batch).mode is NONE
 
 
+def test_chunks_start_from_the_largest_usable_graph():
+    it = dispatcher("PIECEWISE", [4, 8, 16], chunked=True)
+    it.set_captured(0, False)
+    for _ in range(2):
+        decision = it.dispatch(Batch(11, 1))  # below the largest size, above the largest usable one
+        assert (decision.mode, decision.chunks) == (PIECEWISE, (1, 2))
+    assert it.dispatch(Batch(16, 1)).chunks == (1, 1)
+    assert it.dispatch(Batch(8, 1)).graph_index == 1
+    assert it.dispatch(Batch(11, 1), allowed_modes=[PIECEWISE]).chunks == (1, 2)
+    it.set_captured(0, True)
+    assert it.dispatch(Batch(11, 1)).graph_index == 0
+
+
+def test_a_rank_without_requests_can_follow_any_captured_graph():
+    it = dispatcher("FULL_AND_PIECEWISE", [4, 8])
+    for graph_index in range(len(it.plan.entries)):
+        assert it.follow(graph_index, Batch(0, 0)).graph_index == graph_index
+    it.set_captured(1, False)
+    with pytest.raises(DecisionNotPossible, match="not captured"):
+        it.follow(1, Batch(0, 0))
+
+
+def test_sizes_above_the_end_of_mixed_batches_serve_decode_only():
+    plan = make_plan(GraphMode.FULL_AND_PIECEWISE, [512, 1024], max_num_reqs=1024, mixed_end=512)
+    it = Dispatcher(plan, captured=range(len(plan.entries)))
+    assert it.dispatch(Batch(520, 3)).mode is NONE
+    assert it.dispatch(Batch(1000, 1000, is_decode=True, query_len=1)).mode is FULL
+
+
 def test_no_chunks_if_the_rest_of_the_tokens_would_be_padded_too_much():
     it = dispatcher("PIECEWISE", [4, 12], chunked=True, padding=PaddingLimit(tokens=1))
     assert len(it.dispatch(Batch(27, 2)).chunks) == 3
@@ -370,7 +399,7 @@ def test_negative_counts_are_errors(facts):
     it.dispatch(Batch(1, 1))
     assert it.dispatch(Batch(8, 8)) is it.dispatch(Batch(8, 8))  # the last of the hot row
     with pytest.raises(BatchInvalid, match="negative"):
-        it.dispatch(Batch(*facts, num_loras=int(facts[1] < 0)))
+        it.dispatch(Batch(*facts))
 
 
 @pytest.mark.parametrize(

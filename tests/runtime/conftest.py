@@ -18,7 +18,7 @@ from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.lower.compiled_model import CompiledModel
 from piecegraph.compile.pipeline import compile_model
-from piecegraph.dispatch import make_plan, resolve_mode
+from piecegraph.dispatch import resolve_mode
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import GraphBackend
 from piecegraph.runtime.backends.registry import choose_backend
@@ -26,6 +26,7 @@ from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import capture_session
+from piecegraph.runtime.policy import dispatch_plan
 from piecegraph.runtime.prepared_model import Engine, Policy, Services
 from piecegraph.runtime.records import Records
 
@@ -65,7 +66,7 @@ def prepare_on_replay(
     input_buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> PreparedModel:
     """What `prepare` returns for a compiled model, on a strict backend."""
-    dispatcher = Dispatcher(make_plan(mode, sizes, max_num_reqs=config.max_num_reqs))
+    dispatcher = Dispatcher(dispatch_plan(mode, config.changed(capture_sizes=tuple(sizes))))
     cache = Cache(None, Events())
     return PreparedModel(
         compiled,

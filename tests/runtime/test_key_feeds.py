@@ -12,7 +12,7 @@ import torch
 from piecegraph.cache.keys.annotations import exemptions
 from piecegraph.compile.bundle.key_factors import codegen_key, machine_factors, trace_key
 from piecegraph.compile.passes.graph_pass import passes_for
-from piecegraph.dispatch import PaddingLimit
+from piecegraph.dispatch import Axis, PaddingLimit
 from piecegraph.errors import InvalidSetting
 from piecegraph.runtime.config import Config
 
@@ -58,6 +58,15 @@ OTHER: dict[str, Any] = {
     "attention_support": 3,
     "max_num_reqs": 3,
     "query_len": 3,
+    "query_lens": (1, 3),
+    "speculation_schedule": (3, 1),
+    "max_loras": 2,
+    "lora_graphs": "one",
+    "axes": (Axis("micro_batches", (1, 2)),),
+    "traits": {"pooling": True},
+    "size_alignment": 2,
+    "size_ceiling": 64,
+    "interactive_sizes": True,
     "capture_sizes": (1, 2),
     "strategy": "lazy",
     "captures_per_step": 3,
