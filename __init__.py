@@ -68,7 +68,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         ".dispatch": (
             "AttentionSupport", "Axis", "Batch", "BatchDescriptor", "CaptureStrategy", "Decision",
-            "DispatchPlan", "Dispatcher", "GraphMode", "ModelTraits", "PaddingLimit", "Reason", "RuntimeMode",
+            "DispatchPlan", "Dispatcher", "GraphMode", "ModelTraits", "PaddingLimit", "Reason",
+            "RuntimeMode",
         ),
         ".errors": ("PiecegraphError",),
         ".events": ("Events",),

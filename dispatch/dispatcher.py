@@ -38,6 +38,7 @@ class _Tables:
         self.preference = preference
         self.captured = captured
         self.by_class: dict[BatchClass, DecisionTable] = {}
+        self.for_chunks: dict[BatchClass, DecisionTable] = {}
         self.above: dict[tuple[BatchClass, int], Decision] = {}
 
     def table(self, kind: BatchClass) -> DecisionTable:
@@ -91,14 +92,20 @@ class _Tables:
         """
         if not (self.preference.plan.chunked and kind.modes >> RuntimeMode.PIECEWISE & 1):
             return otherwise
-        table = self.table(kind._replace(modes=1 << RuntimeMode.PIECEWISE))
+        table = self.for_chunks.get(kind)
+        if table is None:
+            if len(self.for_chunks) >= _CACHE_SIZE:
+                self.for_chunks = {}
+            piecewise = kind._replace(modes=1 << RuntimeMode.PIECEWISE)
+            table = DecisionTable(self.preference, piecewise, self.captured)
+            self.for_chunks[kind] = table
         sizes = range(len(table.decisions) - 1, 0, -1)
-        usable = (d for n in sizes if (d := table.at(n)).graph_index != NO_GRAPH and not d.chunks)
+        usable = (d for n in sizes if (d := table.at(n)).graph_index != NO_GRAPH)
         whole = next(usable, None)
         if whole is None:
             return otherwise
         times, rest = divmod(num_tokens, whole.descriptor.num_tokens)
-        chunks = (whole.graph_index,) * times + (_indices(table.at(rest)) if rest else ())
+        chunks = (whole.graph_index,) * times + ((table.at(rest).graph_index,) if rest else ())
         if NO_GRAPH in chunks or self.preference.none_is_cheaper(chunks, num_tokens, kind):
             return otherwise
         return replace(whole, reason=Reason.CHUNKED, missed=otherwise.missed, chunks=chunks)
@@ -228,7 +235,7 @@ class Dispatcher:
         """Every entry of the plan, most preferred first, with why `batch` cannot use it."""
         kind = classify(self.plan, batch, allowed_modes, excluded_modes)
         decision = self._live.decide(batch, kind)
-        used = _indices(decision)
+        used = decision.chunks or (decision.graph_index,)
         obstacles = self._live.table(kind).obstacles(batch.num_tokens, batch.num_reqs)
         return tuple(
             Candidate(
@@ -268,7 +275,3 @@ class Dispatcher:
                 kind = classify(self.plan, Batch(0, 0, is_decode=True, query_len=query_len))
                 self._uniform[query_len] = self._live.table(kind).decisions
             self._end = self.plan.largest + 1
-
-
-def _indices(decision: Decision) -> tuple[int, ...]:
-    return decision.chunks or (decision.graph_index,)

@@ -14,7 +14,8 @@ DOCS = Path(piecegraph.__file__).parent / "docs"
 
 SETTINGS = {
     "The model": (
-        "inputs", "max_num_tokens", "min_num_tokens", "max_num_reqs", "symbol_limits", "splitting_ops", "splitting_patterns", "splitting_predicate", "attention_support", "traits",
+        "inputs", "max_num_tokens", "min_num_tokens", "max_num_reqs", "symbol_limits",
+        "splitting_ops", "splitting_patterns", "splitting_predicate", "attention_support", "traits",
     ),
     "Tracing and compiling": (
         "level", "compile", "compiler", "dynamic_shapes", "guards", "broken_guard",

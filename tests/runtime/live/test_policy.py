@@ -103,7 +103,7 @@ class Engine:
         """One step; its result must equal the plain model's bit for bit."""
         x = torch.randn(batch.num_tokens, HIDDEN)
         self.adapters.of_row[: batch.num_tokens] = torch.randint(
-            -1, max(1, batch.num_loras), (batch.num_tokens,)
+            -1, batch.num_loras, (batch.num_tokens,)
         )
         host = host or Host(batch.num_loras)
         decision = self.prepared.dispatch(batch, **modes)
