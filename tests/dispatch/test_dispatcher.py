@@ -334,7 +334,7 @@ def test_a_rank_without_requests_can_follow_any_captured_graph():
     for graph_index in range(len(it.plan.entries)):
         assert it.follow(graph_index, Batch(0, 0)).graph_index == graph_index
     it.set_captured(1, False)
-    with pytest.raises(DecisionNotPossible, match="not captured"):
+    with pytest.raises(DecisionNotPossible):
         it.follow(1, Batch(0, 0))
 
 
