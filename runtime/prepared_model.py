@@ -306,8 +306,9 @@ class PreparedModel:
         LayerMissing and MetadataFailed as `capture` does.
         """
         self._make_ready(metadata_for)
-        graphs = self._capturer.expected_bytes()
-        return plan_memory(self.backend.memory(), self._stated_ledger(), graphs, utilization)
+        graphs, margin = self._capturer.expected_bytes()
+        ledger = self._stated_ledger()
+        return plan_memory(self.backend.memory(), ledger, graphs, utilization, margin)
 
     def _make_ready(self, metadata_for: MetadataFor | None) -> None:
         """Before a capture or a warm-up: follow weights that were replaced since.

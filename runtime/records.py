@@ -84,13 +84,27 @@ class Eviction(GraphRecord):
 
 @dataclass(frozen=True, slots=True)
 class PlannedMemory(Record):
-    """Forecast bytes of the graphs that are kept, and the plan entries that are dropped."""
+    """Forecast bytes of the graphs that are kept, and the plan entries that are dropped.
+
+    `margin` is the number of bytes by which the forecast may be wrong, judged by test probes.
+    """
 
     event = "memory.forecast"
     level = logging.INFO
     limit: int | None
     bytes: int
+    margin: int
     dropped: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class UncertainForecast(Record):
+    """The fit is bad: the forecast may be wrong by more than a tenth."""
+
+    event = "memory.uncertain"
+    level = logging.WARNING
+    bytes: int
+    margin: int
 
 
 @dataclass(frozen=True, slots=True)

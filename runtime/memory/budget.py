@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from ...dispatch import DispatchPlan, Histogram, RuntimeMode
 from ...events import Events
 from ..backends.protocol import GraphBackend, Memory
-from ..records import PlannedMemory, Records
-from .forecast import Forecast, RecordGraph, forecast_memory
+from ..records import PlannedMemory, Records, UncertainForecast
+from .forecast import Forecast, Graph, RecordGraph, forecast_memory
+
+WORST_FIT = 0.1
+"""A forecast that may be wrong by more than this share is reported as uncertain."""
 
 Exchange = Callable[[str, Mapping[str, Any]], list[dict[str, Any]]]
 """Sends facts on a topic to all ranks and returns those of each rank, by rank."""
@@ -33,25 +37,46 @@ class GraphMemory:
         self.forecast: Forecast | None = None
         self.impossible: set[int] = set()
         self.by_mode: dict[RuntimeMode, int] = {}
+        self._captured: list[Graph] = []
+        self._probed: Forecast | None = None
+        self._traffic: list[float] = []
 
     @property
     def used(self) -> int:
         return sum(self.by_mode.values())
 
-    def took(self, mode: RuntimeMode, num_bytes: int) -> None:
-        """Add the bytes of a capture; negative for what an eviction freed."""
-        self.by_mode[mode] = self.by_mode.get(mode, 0) + num_bytes
+    @property
+    def exceeded(self) -> bool:
+        """Whether the graphs take more than the limit."""
+        return self.limit is not None and self.used > self.limit
 
-    def growth(self, mode: RuntimeMode, num_tokens: int) -> int:
-        """Expected bytes of one more graph; 0 if nothing was probed."""
-        if self.forecast is None or mode not in self.forecast.modes:
-            return 0
-        first = mode not in self.by_mode
-        return self.forecast.growth(mode, num_tokens, first=first, used=self.used)
+    def took(self, graph: Graph, num_bytes: int) -> None:
+        """Add a captured graph, and correct the forecast by what it took."""
+        if self._forecasts(graph):
+            assert self.forecast is not None
+            self.forecast = self.forecast.corrected(graph, self._captured, num_bytes)
+        self._captured.append(graph)
+        self.by_mode[graph[0]] = self.by_mode.get(graph[0], 0) + num_bytes
 
-    def admits(self, mode: RuntimeMode, num_tokens: int) -> bool:
+    def freed(self, graph: Graph, num_bytes: int) -> None:
+        """Subtract a graph, of which `num_bytes` were freed: less than it took if others share."""
+        self._captured.remove(graph)
+        self.by_mode[graph[0]] -= num_bytes
+
+    def pool_freed(self) -> None:
+        """All graphs and their pool are gone."""
+        self.by_mode = dict.fromkeys(self.by_mode, 0)
+
+    def admits(self, graph: Graph) -> bool:
         """Whether the limit is expected to hold with one more graph."""
-        return self.limit is None or self.used + self.growth(mode, num_tokens) <= self.limit
+        if self.limit is None or not self._forecasts(graph):
+            return not self.exceeded
+        assert self.forecast is not None
+        known = [each for each in self._captured if self._forecasts(each)]
+        return self.used + self.forecast.growth(graph, known) <= self.limit
+
+    def _forecasts(self, graph: Graph) -> bool:
+        return self.forecast is not None and graph[0] in self.forecast.modes
 
     def probe(
         self,
@@ -66,6 +91,7 @@ class GraphMemory:
         forecast, failed = forecast_memory(backend, plan, indices, record, events)
         answers = exchange("forecast", {"forecast": forecast.as_json(), "failed": failed})
         self.forecast = Forecast.worst([answer["forecast"] for answer in answers])
+        self._probed = self.forecast
         self.impossible = {i for answer in answers for i in answer["failed"]}
         self.impossible |= {i for i in indices if plan.entries[i].mode not in self.forecast.modes}
 
@@ -86,27 +112,43 @@ class GraphMemory:
         own = histogram.counts(plan.largest) if histogram is not None else []
         answers = exchange("memory limit", {"limit": limit, "traffic": own})
         self.limit = limit and min(answer["limit"] for answer in answers)
-        indices = range(len(plan.entries))
-        pruned: list[int] = []
-        if self.limit is not None:
-            counts = [answer["traffic"] for answer in answers]
-            traffic = [sum(of_size) for of_size in zip(*counts, strict=True)]
-            possible = [i for i in indices if i not in self.impossible]
-            pruned = prune(plan, possible, self.forecast, self.limit, traffic)
-        dropped = self.impossible.union(pruned)
-        kept = [i for i in indices if i not in dropped]
-        lost = [plan.entries[i].as_json() for i in (*sorted(self.impossible), *pruned)]
-        records.add(PlannedMemory(self.limit, self.forecast_of(plan, kept), lost))
-        return dropped
+        counts = [answer["traffic"] for answer in answers]
+        self._traffic = [sum(of_size) for of_size in zip(*counts, strict=True)]
+        pruned = self.to_drop(plan)
+        lost = [*sorted(self.impossible), *pruned]
+        kept = [i for i in range(len(plan.entries)) if i not in lost]
+        num_bytes, margin = self.forecast_of(plan, kept)
+        entries = [plan.entries[i].as_json() for i in lost]
+        records.add(PlannedMemory(self.limit, num_bytes, margin, entries))
+        if margin > WORST_FIT * num_bytes:
+            records.add(UncertainForecast(num_bytes, margin))
+        return lost
 
-    def forecast_of(self, plan: DispatchPlan, indices: Collection[int]) -> int:
-        """Forecast bytes of the graphs `indices` alone."""
-        sizes: dict[RuntimeMode, list[int]] = {}
-        for graph_index in indices:
-            entry = plan.entries[graph_index]
-            sizes.setdefault(entry.mode, []).append(entry.descriptor.num_tokens)
+    def to_drop(self, plan: DispatchPlan) -> list[int]:
+        """Graphs without which the rest is forecast to keep the limit, the least useful first."""
+        if self.limit is None or self.forecast is None:
+            return []
+        possible = [i for i in range(len(plan.entries)) if i not in self.impossible]
+        return prune(plan, possible, self.forecast, self.limit, self._traffic)
+
+    def forecast_of(self, plan: DispatchPlan, indices: Iterable[int]) -> tuple[int, int]:
+        """Forecast bytes of the graphs `indices` alone, and by how much that may be wrong."""
         assert self.forecast is not None
-        return sum(self.forecast.total(mode, of_mode) for mode, of_mode in sizes.items())
+        graphs = [graph_of(plan, i) for i in indices]
+        graphs = [graph for graph in graphs if self._forecasts(graph)]
+        return self.forecast.total(graphs), self.forecast.margin(graphs)
+
+    def probed_bytes(self, plan: DispatchPlan, indices: Iterable[int]) -> int:
+        """Bytes of `indices` by the probes alone, without corrections by what captures took."""
+        assert self._probed is not None
+        graphs = [graph_of(plan, i) for i in indices]
+        return self._probed.total([graph for graph in graphs if self._forecasts(graph)])
+
+
+def graph_of(plan: DispatchPlan, graph_index: int) -> Graph:
+    """Mode and size of a graph of the plan."""
+    entry = plan.entries[graph_index]
+    return entry.mode, entry.descriptor.num_tokens
 
 
 def prune(
@@ -114,44 +156,95 @@ def prune(
     indices: Sequence[int],
     forecast: Forecast,
     limit: int,
-    traffic: Sequence[int] = (),
+    traffic: Sequence[float] = (),
 ) -> list[int]:
-    """Graphs to give up, in order, the least saving per byte first.
+    """Graphs to give up so that the rest is forecast to take at most `limit` bytes.
 
-    A size saves padding: without it its batches use the next larger graph of the mode; without the
-    largest they use no graph, which counts as padding of the whole batch. `traffic` counts the
-    batches of 0, 1, … tokens; without traffic all sizes count alike. The rest is forecast to take
-    at most `limit` bytes, and is empty if nothing fits.
+    They are in the order in which to capture them last first, should there be room after all. A
+    size saves padding: without it its batches use the next larger graph of the mode; without a
+    larger one they use no graph, which counts like padding as long as the largest batch. `traffic`
+    counts the batches of 0, 1, … tokens; without any, a size is assumed to be the rarer the larger
+    it is, 1/n. Working memory is shared, so several bounds on it are compared: each leaves out the
+    graphs that need more, and has the rest of the limit for bytes of the graphs' own.
     """
-    kept: dict[RuntimeMode, list[int]] = {}
-    for graph_index in indices:
-        kept.setdefault(plan.entries[graph_index].mode, []).append(graph_index)
-
-    def size(graph_index: int) -> int:
-        return plan.entries[graph_index].descriptor.num_tokens
-
-    for of_mode in kept.values():
-        of_mode.sort(key=size)
-    dropped: list[int] = []
-    counts = traffic if any(traffic) else [1] * (plan.largest + 1)
-
-    def total(mode: RuntimeMode, remaining: Sequence[int]) -> int:
-        return forecast.total(mode, [size(graph_index) for graph_index in remaining])
-
-    def saving_per_byte(mode: RuntimeMode, graph_index: int) -> float:
-        rest = [other for other in kept[mode] if other != graph_index]
-        freed = total(mode, kept[mode]) - total(mode, rest)
-        place = kept[mode].index(graph_index)
-        below = size(kept[mode][place - 1]) if place else 0
-        padding = size(rest[place]) - size(graph_index) if place < len(rest) else size(graph_index)
-        batches = sum(counts[below + 1 : size(graph_index) + 1])
-        return batches * padding / max(freed, 1)
-
-    while sum(total(mode, of_mode) for mode, of_mode in kept.items()) > limit:
-        mode, graph_index = min(
-            ((mode, graph_index) for mode, of_mode in kept.items() for graph_index in of_mode),
-            key=lambda pair: (saving_per_byte(*pair), -size(pair[1]), pair[1]),
-        )
-        kept[mode].remove(graph_index)
-        dropped.append(graph_index)
+    graphs = {i: graph_of(plan, i) for i in indices}
+    if forecast.total(list(graphs.values())) <= limit:
+        return []
+    weights = traffic if any(traffic) else [1 / max(n, 1) for n in range(plan.largest + 1)]
+    value = _Value(graphs, forecast, weights)
+    best: tuple[float, list[int], list[int]] | None = None
+    shared = {i: forecast.shared([graph]) for i, graph in graphs.items()}
+    for bound in sorted(set(shared.values()), reverse=True):
+        if bound <= limit:
+            fitting = [i for i in indices if shared[i] <= bound]
+            dropped = value.drop_least(fitting, limit - bound)
+            kept = [i for i in fitting if i not in dropped]
+            cost = value.cost(kept)
+            if best is None or cost < best[0]:
+                best = cost, kept, [*(i for i in indices if i not in fitting), *dropped]
+    _, kept, dropped = best or (0.0, [], list(indices))
+    for i in reversed(list(dropped)):  # what fits beside the rest after all
+        if forecast.total([graphs[j] for j in (*kept, i)]) <= limit:
+            kept.append(i)
+            dropped.remove(i)
     return dropped
+
+
+class _Value:
+    """What sets of graphs cost in padding, weighted by traffic."""
+
+    def __init__(
+        self, graphs: Mapping[int, Graph], forecast: Forecast, weights: Sequence[float]
+    ) -> None:
+        self._graphs = graphs
+        self._own = {i: forecast.own(graph) for i, graph in graphs.items()}
+        self._weight = [0.0, *accumulate(weights)]
+        self._tokens = [0.0, *accumulate(n * weight for n, weight in enumerate(weights))]
+        self._none = max((n for _, n in graphs.values()), default=0)
+        self._top = len(weights) - 1
+
+    def _by_mode(self, indices: Iterable[int]) -> dict[RuntimeMode, list[int]]:
+        modes: dict[RuntimeMode, list[int]] = {}
+        for i in sorted(indices, key=lambda i: self._graphs[i][1]):
+            modes.setdefault(self._graphs[i][0], []).append(i)
+        return modes
+
+    def _between(self, below: int, size: int) -> tuple[float, float]:
+        """Weight and tokens of the batches above `below` up to `size`."""
+        low, high = below + 1, max(size, below) + 1
+        return self._weight[high] - self._weight[low], self._tokens[high] - self._tokens[low]
+
+    def cost(self, indices: Iterable[int]) -> float:
+        """Padding of all batches up to the largest size of the plan, in every mode."""
+        by_mode, cost = self._by_mode(indices), 0.0
+        for mode in {mode for mode, _ in self._graphs.values()}:
+            below = 0
+            for i in by_mode.get(mode, []):
+                size = self._graphs[i][1]
+                weight, tokens = self._between(below, size)
+                cost, below = cost + weight * size - tokens, size
+            cost += self._between(below, self._top)[0] * self._none
+        return cost
+
+    def drop_least(self, indices: Iterable[int], room: float) -> list[int]:
+        """Graphs to drop so that own bytes fit into `room`, the least saving per byte first."""
+        kept, dropped = self._by_mode(indices), list[int]()
+        taken = sum(self._own[i] for of_mode in kept.values() for i in of_mode)
+        while taken > room:
+            _, _, mode, place = min(
+                (self._saving_per_byte(of_mode, place), -self._graphs[i][1], mode, place)
+                for mode, of_mode in kept.items()
+                for place, i in enumerate(of_mode)
+            )
+            dropped.append(kept[mode].pop(place))
+            taken -= self._own[dropped[-1]]
+            if not any(kept.values()):
+                break
+        return dropped
+
+    def _saving_per_byte(self, of_mode: Sequence[int], place: int) -> float:
+        size = self._graphs[of_mode[place]][1]
+        below = self._graphs[of_mode[place - 1]][1] if place else 0
+        above = self._graphs[of_mode[place + 1]][1] if place + 1 < len(of_mode) else 0
+        padding = above - size if above else self._none
+        return self._between(below, size)[0] * padding / max(self._own[of_mode[place]], 1.0)

@@ -1,17 +1,17 @@
-"""Forecasts the bytes of all graphs from two or three probe captures per mode.
+"""Forecasts the bytes of all graphs from a few probe captures per mode.
 
-Graphs share a pool: the largest size opens it, and each further one adds what it cannot reuse.
-Both are measured, in the order of the real captures but in a temporary pool, and a line
-a + b · size is fitted to what is added. Cost per graph times the number of graphs would count the
-shared part once for every graph.
+Graphs share a pool. A graph takes bytes of its own, and working memory that all graphs of the pool
+reuse, so a set of graphs takes the largest working memory plus the sum of the own bytes. Probes in
+temporary pools measure both: captures from the largest size to the smallest add their own bytes to
+the working memory of the largest; the smallest captured alone has its own working memory.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...dispatch import DispatchPlan, RuntimeMode
@@ -23,79 +23,110 @@ from ..capture.session import CaptureSession, capture_session
 
 RecordGraph = Callable[[int, CaptureSession], Recording]
 
+Graph = tuple[RuntimeMode, int]
+"""A graph as the forecast sees it: mode and padded tokens."""
+
+Points = tuple[tuple[int, float], ...]
+"""(size, bytes) in ascending order of size."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModeForecast:
-    """Bytes of one mode: `opening` for the `largest` size, `base` + `per_token` · size for each
-    further one. The opening was measured after other modes had taken `beneath` bytes, which it
-    could reuse."""
+    """Bytes of the graphs of one mode, measured at a few sizes and interpolated between them.
 
-    largest: int
-    opening: int
-    base: float = 0.0
-    per_token: float = 0.0
-    beneath: int = 0
+    `own` bytes are added by each graph, `shared` bytes are reused by all. `error` is the number of
+    bytes by which test probes differ from the line through the other probes.
+    """
 
-    def growth(self, num_tokens: int) -> int:
-        """Bytes that a size adds when a larger one is captured."""
-        return max(0, math.ceil(self.base + self.per_token * num_tokens))
+    own: Points
+    shared: Points
+    error: float = 0.0
 
-    def opens_with(self, num_tokens: int) -> int:
-        """Bytes of a size that is captured first: all but the fixed part shrinks with the size."""
-        shrinking = max(0.0, self.opening - self.base) * num_tokens / self.largest
-        return max(self.growth(num_tokens), math.ceil(self.base + shrinking))
-
-    def alone(self, num_tokens: int) -> int:
-        """The most bytes that a size needs if it can reuse nothing."""
-        return math.ceil((self.opening + self.beneath) * num_tokens / self.largest)
+    def as_json(self) -> list[Any]:
+        return [self.own, self.shared, self.error]
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The forecast of each mode that has sizes."""
+    """The forecast of each mode that has graphs."""
 
     modes: Mapping[RuntimeMode, ModeForecast]
 
-    def growth(self, mode: RuntimeMode, num_tokens: int, *, first: bool, used: int) -> int:
-        """Bytes of one more graph in a pool of `used` bytes; `first` if the mode has none yet.
+    def own(self, graph: Graph) -> float:
+        """Bytes that a graph adds whatever else is captured."""
+        return _interpolate(self.modes[graph[0]].own, graph[1])
 
-        If less is captured before it than in the probe, it can reuse less.
-        """
-        of_mode = self.modes[mode]
-        probed = of_mode.opens_with(num_tokens) if first else of_mode.growth(num_tokens)
-        return max(probed, of_mode.alone(num_tokens) - used)
+    def shared(self, graphs: Iterable[Graph]) -> float:
+        """Bytes of working memory, the most that one of `graphs` needs."""
+        needs = (_interpolate(self.modes[mode].shared, n) for mode, n in graphs)
+        return max(needs, default=0.0)
 
-    def total(self, mode: RuntimeMode, sizes: Iterable[int]) -> int:
-        """Bytes of all `sizes` of a mode, captured largest first."""
-        of_mode = self.modes[mode]
-        ordered = sorted(sizes, reverse=True)
-        return sum(map(of_mode.opens_with, ordered[:1])) + sum(map(of_mode.growth, ordered[1:]))
+    def total(self, graphs: Collection[Graph]) -> int:
+        """Bytes of all `graphs` together."""
+        return math.ceil(self.shared(graphs) + sum(map(self.own, graphs)))
+
+    def growth(self, graph: Graph, captured: Collection[Graph]) -> int:
+        """Bytes of one more graph."""
+        more = self.shared([graph]) - self.shared(captured)
+        return math.ceil(max(0.0, more) + self.own(graph))
+
+    def margin(self, graphs: Iterable[Graph]) -> int:
+        """Bytes by which `total` may be wrong, judged by the test probes of each mode."""
+        unmeasured = (mode for mode, n in graphs if n not in dict(self.modes[mode].own))
+        return math.ceil(sum(self.modes[mode].error for mode in unmeasured))
+
+    def corrected(self, graph: Graph, captured: Collection[Graph], num_bytes: int) -> Forecast:
+        """The forecast after `graph` took `num_bytes` beside the graphs already `captured`."""
+        mode, n = graph
+        of_mode, before = self.modes[mode], self.shared(captured)
+        own, shared = num_bytes, self.shared([graph])
+        if shared > before:  # the difference to the forecast is put down to working memory
+            own = min(num_bytes, math.ceil(self.own(graph)))
+            shared = before + num_bytes - own
+        corrected = ModeForecast(
+            _with(of_mode.own, n, own), _with(of_mode.shared, n, shared), of_mode.error
+        )
+        return Forecast({**self.modes, mode: corrected})
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            mode.name: [of.largest, of.opening, of.base, of.per_token, of.beneath]
-            for mode, of in self.modes.items()
-        }
+        return {mode.name: of_mode.as_json() for mode, of_mode in self.modes.items()}
 
     @classmethod
     def worst(cls, forecasts: Sequence[dict[str, Any]]) -> Forecast:
-        """The largest of each number, over the `as_json` of all ranks."""
-        return cls(
-            {
-                RuntimeMode[name]: ModeForecast(
-                    *map(max, zip(*(f[name] for f in forecasts), strict=True))
-                )
-                for name in forecasts[0]
-                if all(name in forecast for forecast in forecasts)
-            }
-        )
+        """At each size the most bytes, over the `as_json` of all ranks."""
+        names = [name for name in forecasts[0] if all(name in each for each in forecasts)]
+        modes = {}
+        for name in names:
+            own, shared, error = zip(*(each[name] for each in forecasts), strict=True)
+            modes[RuntimeMode[name]] = ModeForecast(_most(own), _most(shared), max(error))
+        return cls(modes)
+
+
+def _interpolate(points: Points, n: int) -> float:
+    """Bytes at size `n`: on the line between its neighbors, or beyond the ends on the last line."""
+    if len(points) == 1:
+        return points[0][1]
+    above = next((i for i, (size, _) in enumerate(points) if size >= n), len(points) - 1)
+    (low, low_bytes), (high, high_bytes) = points[max(above, 1) - 1], points[max(above, 1)]
+    return max(0.0, low_bytes + (high_bytes - low_bytes) * (n - low) / (high - low))
+
+
+def _with(points: Points, n: int, num_bytes: float) -> Points:
+    return tuple(sorted({**dict(points), n: num_bytes}.items()))
+
+
+def _most(curves: Sequence[Sequence[Sequence[float]]]) -> Points:
+    """The curve that is at each measured size as high as the highest of `curves`."""
+    points = [tuple((int(n), num_bytes) for n, num_bytes in curve) for curve in curves]
+    sizes = sorted({n for curve in points for n, _ in curve})
+    return tuple((n, max(_interpolate(curve, n) for curve in points)) for n in sizes)
 
 
 def forecast_memory(
     backend: GraphBackend, plan: DispatchPlan, indices: Iterable[int], record: RecordGraph,
     events: Events,
 ) -> tuple[Forecast, list[int]]:  # fmt: skip
-    """Probe the largest, a middle and the smallest of `indices` of each mode.
+    """Probe a few sizes of each mode, at most six captures.
 
     Returns the forecast and the graphs whose probe failed, which need not be tried again. Probing
     takes the memory of these captures; all of it is freed on return.
@@ -103,60 +134,64 @@ def forecast_memory(
     by_mode: dict[RuntimeMode, list[int]] = {}
     for graph_index in indices:
         by_mode.setdefault(plan.entries[graph_index].mode, []).append(graph_index)
-    pool, failed = backend.new_pool(), list[int]()
-    recordings: list[Recording] = []
+    failed: list[int] = []
     modes = {}
-    with events.span("forecast", level=logging.INFO):
+
+    def probe(candidates: Iterable[int], most: int) -> list[tuple[int, int]]:
+        """(graph_index, bytes) of the first `most` of `candidates` that can be captured."""
+        pool, recordings = backend.new_pool(), list[Recording]()
+        measured: list[tuple[int, int]] = []
         with capture_session(backend, pool, events) as session:
-            for mode, candidates in by_mode.items():
-                beneath = sum(recording.bytes for recording in recordings)
-                measured = _probe(candidates, record, session, recordings, failed)
-                sizes = [
-                    (plan.entries[graph_index].descriptor.num_tokens, n)
-                    for graph_index, n in measured
-                ]
-                if sizes:
-                    modes[mode] = replace(fit(sizes), beneath=beneath)
+            for graph_index in candidates:
+                if len(measured) == most:
+                    break
+                try:
+                    recordings.append(record(graph_index, session))
+                except CaptureFailed:
+                    failed.append(graph_index)
+                else:
+                    measured.append((graph_index, recordings[-1].bytes))
         for recording in recordings:
             recording.release()
         backend.release_pool(pool)
+        return measured
+
+    def size(graph_index: int) -> int:
+        return plan.entries[graph_index].descriptor.num_tokens
+
+    with events.span("forecast", level=logging.INFO):
+        for mode, candidates in by_mode.items():
+            measured = probe(_to_probe(candidates), 5)
+            if not measured:  # not the largest, nor those beside it
+                measured = probe([i for i in candidates if i not in failed], 1)
+            if measured:
+                alone = probe([measured[-1][0]], 1) if len(measured) > 1 else []
+                modes[mode] = fit([(size(i), n) for i, n in measured], *(n for _, n in alone))
     return Forecast(modes), failed
 
 
-def _probe(
-    candidates: list[int],
-    record: RecordGraph,
-    session: CaptureSession,
-    recordings: list[Recording],
-    failed: list[int],
-) -> list[tuple[int, int]]:
-    """(graph_index, bytes) of the largest that can be captured, a middle one and the smallest."""
-    measured: list[tuple[int, int]] = []
-    left = list(candidates)
-    while left:
-        graph_index = (
-            left[0] if not measured else left[len(left) // 2] if len(measured) == 1 else left[-1]
-        )
-        try:
-            recordings.append(record(graph_index, session))
-        except CaptureFailed:
-            failed.append(graph_index)
-            left.remove(graph_index)
-            continue
-        measured.append((graph_index, recordings[-1].bytes))
-        left = left[left.index(graph_index) + 1 :]
-        if len(measured) == 3:
-            break
-    return measured
+def _to_probe(candidates: Sequence[int]) -> list[int]:
+    """The largest, the smallest and those at each quarter between them, in their order."""
+    last = len(candidates) - 1
+    return [candidates[place] for place in sorted({last * quarter // 4 for quarter in range(5)})]
 
 
-def fit(measured: Sequence[tuple[int, int]]) -> ModeForecast:
-    """The forecast from (size, bytes) of one to three captures, the largest first."""
+def fit(measured: Sequence[tuple[int, int]], alone: int | None = None) -> ModeForecast:
+    """The forecast from (size, bytes) of captures into one pool, the largest first.
+
+    `alone` is the bytes of the smallest in a pool of its own. With five captures the second and
+    the fourth are test probes: they are compared with the line through the third and the fifth.
+    """
     (largest, opening), *rest = measured
     if not rest:
-        return ModeForecast(largest, opening)
-    if len(rest) == 1:
-        return ModeForecast(largest, opening, base=rest[0][1])
-    (n, high), (m, low) = rest
-    slope = max(0.0, (high - low) / (n - m))
-    return ModeForecast(largest, opening, high - slope * n, slope)
+        return ModeForecast(((largest, 0.0),), ((largest, float(opening)),))
+    added = tuple(sorted((size, float(num_bytes)) for size, num_bytes in rest))
+    own = _with(added, largest, min(float(opening), _interpolate(added, largest)))
+    smallest, of_smallest = added[0]
+    working = opening - dict(own)[largest]
+    of_least = working * smallest / largest if alone is None else max(0.0, alone - of_smallest)
+    error = 0.0
+    if len(rest) == 4:
+        line = (added[0], added[2])
+        error = max(abs(num_bytes - _interpolate(line, n)) for n, num_bytes in added[1::2])
+    return ModeForecast(own, ((smallest, of_least), (largest, working)), error)

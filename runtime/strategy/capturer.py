@@ -19,7 +19,7 @@ from ..backends.protocol import GraphBackend
 from ..capture.recording import Recording
 from ..capture.session import CaptureSession, capture_session
 from ..config import Config
-from ..memory.budget import Exchange, GraphMemory, limit_in_bytes
+from ..memory.budget import Exchange, GraphMemory, graph_of, limit_in_bytes
 from ..records import (
     CaptureFailure,
     CaptureRecord,
@@ -98,6 +98,8 @@ class Capturer:
             self._config.captures_per_step, self._config.capture_ms_per_step
         )
         self._refused: set[int] = set()
+        self._pruned: list[int] = []
+        self._over_limit = False
         self._warned_of_budget = False
         self.idle_steps: dict[int, Idle] = {}
         if self._pool is not None:
@@ -110,6 +112,16 @@ class Capturer:
             self._forget_failed_probes()
             if self._config.memory_limit is not None:
                 self._plan_memory()
+        self._capture_startup_set(progress)
+        while self._over_limit:
+            self._return_to_limit()
+            self._capture_startup_set(progress)
+        if self._config.strategy is CaptureStrategy.EAGER:
+            self._use_room(progress)
+        self._refresh_active()
+        self._record_accuracy()
+
+    def _capture_startup_set(self, progress: Callable[[CaptureRecord], None] | None) -> None:
         with self._session(prepare=True) as session:
             for group in self.queue.startup():
                 for graph_index in group:
@@ -118,10 +130,10 @@ class Capturer:
                         state.kept = self._capture(graph_index, session, serving=False)
                         if state.kept and progress is not None:
                             progress(self._records.of(CaptureRecord)[-1])
+                    if self._over_limit:
+                        return
                     if state.captured:
                         break
-        self._refresh_active()
-        self._record_accuracy()
 
     def before_step(
         self,
@@ -177,6 +189,7 @@ class Capturer:
         with self._session(prepare=True) as session:
             for graph_index in indices:
                 self._capture(graph_index, session)
+        self._return_to_limit()
         self._refresh_active()
 
     def _spend(self, budget: CaptureBudget, indices: Iterator[int]) -> int:
@@ -192,7 +205,8 @@ class Capturer:
                     self._lazy.took(graph_index, self._evict)
                     made += self.queue.states[graph_index].captured
                 budget.spend(self._estimate(graph_index))  # as just measured, on all ranks
-                graph_index = next(chosen, None)
+                graph_index = None if self._over_limit else next(chosen, None)
+        self._return_to_limit()
         self._refresh_active()
         return made
 
@@ -250,12 +264,56 @@ class Capturer:
         self._graphs.install(graph_index, recording)
         self._changed()
         state.captured, state.bytes, state.launches = True, num_bytes, recording.operations
-        self.memory.took(entry.mode, num_bytes)
+        self.memory.took(graph_of(self._dispatcher.plan, graph_index), num_bytes)
         self._refused.discard(graph_index)
         segments, descriptor = len(recording.segments), entry.descriptor.as_json()
         where = self._where(graph_index)
         self._records.add(CaptureRecord(*where, ms, num_bytes, segments, descriptor))
-        return True
+        if self.memory.exceeded:
+            self._give_up(graph_index, num_bytes)
+        return state.captured
+
+    def _give_up(self, graph_index: int, num_bytes: int) -> None:
+        """Free a graph with which the limit is exceeded; it is not tried again."""
+        limit = self.memory.limit
+        self._evict(graph_index)
+        self.queue.states[graph_index].dropped = True
+        self._refuse(graph_index, f"it took {num_bytes} bytes and exceeded the limit of {limit}")
+        self._over_limit = self.memory.exceeded
+
+    def _return_to_limit(self) -> None:
+        """Capture the graphs again in a new pool, if the pool stayed too large for the limit.
+
+        A pool keeps the memory that its largest graph needed as long as it has any graph. Each
+        round gives up one graph at least.
+        """
+        lost: dict[int, bool] = {}
+        while self._over_limit:
+            self._over_limit = False
+            lost |= {i: state.kept for i, state in enumerate(self.queue.states) if state.captured}
+            for graph_index in lost:
+                if self.queue.states[graph_index].captured:
+                    self._evict(graph_index)
+            self._backend.release_pool(self._pool)
+            self._pool = None
+            self.memory.pool_freed()
+            with self._session(prepare=True) as session:
+                for graph_index, kept in sorted(lost.items()):
+                    state = self.queue.states[graph_index]
+                    if not state.dropped and not self._over_limit:
+                        state.kept = self._capture(graph_index, session) and kept
+
+    def _use_room(self, progress: Callable[[CaptureRecord], None] | None) -> None:
+        """Capture graphs that were pruned, if the corrected forecast says that they fit."""
+        for graph_index in reversed(self._pruned):
+            state = self.queue.states[graph_index]
+            if self.memory.admits(graph_of(self._dispatcher.plan, graph_index)):
+                with self._session(prepare=False) as session:
+                    state.dropped = False
+                    state.kept = self._capture(graph_index, session)
+                if state.kept and progress is not None:
+                    progress(self._records.of(CaptureRecord)[-1])
+                self._return_to_limit()
 
     def _outcome(
         self, graph_index: int, ms: float, num_bytes: int, reason: str
@@ -279,8 +337,7 @@ class Capturer:
         self._records.add(CaptureFailure(*self._where(graph_index), reason, retry_at))
 
     def _within_limit(self, graph_index: int) -> bool:
-        entry = self._entries[graph_index]
-        if self.memory.admits(entry.mode, entry.descriptor.num_tokens):
+        if self.memory.admits(graph_of(self._dispatcher.plan, graph_index)):
             return True
         self._refuse(graph_index, f"it would pass the memory limit of {self.memory.limit} bytes")
         self.queue.block(graph_index)
@@ -301,7 +358,7 @@ class Capturer:
         freed = before - self._backend.memory().used
         answers = self._exchange(f"eviction of graph {graph_index}", {"freed": freed})
         freed = min(answer["freed"] for answer in answers)
-        self.memory.took(self._entries[graph_index].mode, -freed)
+        self.memory.freed(graph_of(self._dispatcher.plan, graph_index), freed)
         self._records.add(Eviction(*self._where(graph_index), freed))
         state.captured, state.bytes = False, 0
         self._changed()
@@ -320,18 +377,19 @@ class Capturer:
         if was and not self.active:
             self._events.emit("capture.complete", level=logging.INFO, step=self.queue.step)
 
-    def expected_bytes(self) -> int:
-        """Bytes of all graphs, captured or still to be captured."""
+    def expected_bytes(self) -> tuple[int, int]:
+        """Bytes of all graphs, captured or still to be, and by how much that may be wrong."""
         if self._entries and self.queue.untouched:
             self._forget_failed_probes()
             if self.memory.forecast is None:
                 self._plan_memory()
         if self.memory.forecast is None or self.queue.complete:
-            return self.memory.used
-        indices = [
-            graph_index for graph_index, state in enumerate(self.queue.states) if not state.dropped
-        ]
-        return max(self.memory.used, self.memory.forecast_of(self._dispatcher.plan, indices))
+            return self.memory.used, 0
+        indices = [i for i, state in enumerate(self.queue.states) if not state.dropped]
+        expected, margin = self.memory.forecast_of(self._dispatcher.plan, indices)
+        expected = max(self.memory.used, expected)
+        limit = self.memory.limit  # which holds whatever the forecast is worth
+        return expected, margin if limit is None else max(0, min(margin, limit - expected))
 
     def _forget_failed_probes(self) -> None:
         """Probe again if a probe failed: its dummy batch may have lacked metadata."""
@@ -351,6 +409,7 @@ class Capturer:
                 )
         dropped = self.memory.plan_limit(limit, plan, traffic, exchange, records)
         self._drop(dropped)
+        self._pruned = [i for i in dropped if i not in self.memory.impossible]
 
     def _drop(self, indices: Collection[int]) -> None:
         for graph_index, state in enumerate(self.queue.states):
@@ -363,7 +422,7 @@ class Capturer:
         captured = [
             graph_index for graph_index, state in enumerate(self.queue.states) if state.captured
         ]
-        expected = self.memory.forecast_of(self._dispatcher.plan, captured)
+        expected = self.memory.probed_bytes(self._dispatcher.plan, captured)
         actual = self.memory.used
         share = actual / expected if expected else None
         self._records.add(ForecastAccuracy(expected, actual, share))

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from piecegraph.dispatch import GraphMode, Histogram, RuntimeMode, make_plan
 from piecegraph.runtime.capture.captured_graphs import CapturedGraphs
 from piecegraph.runtime.memory import budget as graph_memory
-from piecegraph.runtime.memory.budget import GraphMemory, prune
+from piecegraph.runtime.memory.budget import GraphMemory, graph_of, prune
 from piecegraph.runtime.memory.forecast import Forecast, ModeForecast, fit
 from piecegraph.runtime.records import Records
 from piecegraph.runtime.strategy.limits import worth
 from piecegraph.runtime.strategy.ranks import single_rank
 
+FULL = RuntimeMode.FULL
 GRAPH = 1000
 OPTIONS = {"graph_bytes": GRAPH}
 LADDER = (1, 2, 4, 8, 16, 24, 32)
@@ -33,11 +34,25 @@ def facts(served: Any, event: str) -> dict[str, Any]:
     return dict(served.prepared.events.named(event)[-1].facts)
 
 
-def test_a_line_is_laid_through_what_further_sizes_add() -> None:
-    assert fit([(64, 900), (32, 42), (2, 12)]) == ModeForecast(64, 900, 10.0, 1.0)
-    assert fit([(64, 900), (2, 12)]) == ModeForecast(64, 900, 12.0)
-    assert fit([(64, 900)]) == ModeForecast(64, 900)
-    assert fit([(64, 900), (32, 10), (2, 12)]).growth(64) >= 10
+def test_own_bytes_are_what_later_captures_add_and_the_rest_is_shared() -> None:
+    forecast = fit([(64, 900), (32, 42), (2, 12)], alone=62)
+    assert forecast.own == ((2, 12.0), (32, 42.0), (64, 74.0))
+    assert forecast.shared == ((2, 50.0), (64, 826.0))
+    assert fit([(64, 900), (2, 12)]).own == ((2, 12.0), (64, 12.0))
+    assert Forecast({FULL: fit([(64, 900)])}).total([(FULL, 64)]) == 900
+    exact = Forecast({FULL: forecast})
+    assert exact.total([(FULL, 64), (FULL, 32), (FULL, 2)]) == 900 + 42 + 12
+    assert exact.total([(FULL, 2)]) == 62
+    assert exact.growth((FULL, 2), [(FULL, 64)]) == 12
+    assert exact.growth((FULL, 64), [(FULL, 2)]) == 900 - 50
+
+
+def test_a_test_probe_off_the_line_is_the_margin_of_what_was_not_measured() -> None:
+    straight = [(64, 900), (48, 58), (32, 42), (16, 26), (2, 12)]
+    assert fit(straight).error == 0
+    bent = Forecast({FULL: fit([(64, 900), (48, 58), (32, 42), (16, 1026), (2, 12)])})
+    assert bent.margin([(FULL, 16), (FULL, 48)]) == 0
+    assert bent.margin([(FULL, 8), (FULL, 16), (FULL, 40)]) == 2000
 
 
 def test_failure_32_the_forecast_counts_the_shared_part_once(make: Any) -> None:
@@ -70,7 +85,7 @@ def test_probes_are_released_even_if_their_recordings_are_held(
 
     monkeypatch.setattr(CapturedGraphs, "record", holding)
     assert served.prepared.memory_plan().graphs > 0
-    assert len(held) == 6
+    assert len(held) == 12
     assert served.used == 0
 
 
@@ -87,11 +102,11 @@ def test_a_capture_that_would_pass_the_limit_is_refused_though_nothing_was_prune
     assert served.told("capture.refused")
 
 
-def test_without_the_largest_the_next_opens_the_pool() -> None:
-    forecast = ModeForecast(64, 6500, 100.0, 1.0)
-    assert forecast.opens_with(64) == 6500
-    assert forecast.opens_with(32) == 3300
-    assert forecast.opens_with(32) > forecast.growth(32) == 132
+def test_without_the_largest_the_next_opens_the_pool_with_a_fixed_workspace() -> None:
+    probes = [(64, 6500 + 100), (32, 100), (2, 100)]
+    forecast = Forecast({FULL: fit(probes, alone=6500 + 100)})  # a workspace that does not shrink
+    assert forecast.total([(FULL, 32)]) == 6600
+    assert forecast.total([(FULL, 32), (FULL, 2)]) == 6700
 
 
 def make_all(make: Any) -> Any:
@@ -120,13 +135,8 @@ def test_no_strategy_ever_exceeds_the_limit(
         assert served.used <= limit
 
 
-costs = st.builds(
-    ModeForecast,
-    st.just(64),
-    st.integers(0, 5000),
-    st.floats(0, 500),
-    st.floats(0, 50),
-)
+points = st.tuples(st.floats(0, 5000), st.floats(0, 5000)).map(lambda at: ((1, at[0]), (64, at[1])))
+costs = st.builds(ModeForecast, own=points, shared=points)
 
 
 @given(
@@ -144,17 +154,7 @@ def test_no_pruned_plan_is_forecast_above_the_limit(
     dropped = prune(plan, indices, forecast, limit)
 
     def total(left_out: list[int]) -> int:
-        return sum(
-            forecast.total(
-                mode,
-                [
-                    entry.descriptor.num_tokens
-                    for graph_index, entry in enumerate(plan.entries)
-                    if entry.mode is mode and graph_index not in left_out
-                ],
-            )
-            for mode in (RuntimeMode.PIECEWISE, RuntimeMode.FULL)
-        )
+        return forecast.total([graph_of(plan, i) for i in indices if i not in left_out])
 
     assert total(dropped) <= limit
     assert not dropped or total(dropped[:-1]) > limit  # nothing is dropped beyond need
@@ -163,7 +163,7 @@ def test_no_pruned_plan_is_forecast_above_the_limit(
 
 def test_what_saves_least_goes_first() -> None:
     plan = make_plan(GraphMode.FULL, (8, 16, 17, 32), max_num_reqs=64)
-    forecast = Forecast({RuntimeMode.FULL: ModeForecast(32, 100, 100.0)})
+    forecast = Forecast({FULL: ModeForecast(((32, 100.0),), ((32, 0.0),))})
     indices = list(range(4))
     sizes = [entry.descriptor.num_tokens for entry in plan.entries]
     assert [sizes[graph_index] for graph_index in prune(plan, indices, forecast, 300)] == [16]
@@ -269,7 +269,7 @@ def test_worth_is_what_is_saved_per_byte() -> None:
 def test_ranks_prune_by_the_traffic_of_them_all() -> None:
     plan = make_plan(GraphMode.FULL, (8, 16, 17, 32), max_num_reqs=64)
     memory, own, records = GraphMemory(), Histogram(), Records()
-    memory.forecast = Forecast({RuntimeMode.FULL: ModeForecast(32, 100, 100.0)})
+    memory.forecast = Forecast({FULL: ModeForecast(((32, 100.0),), ((32, 0.0),))})
     own.add(17)
     own.add(32)
 

@@ -1,0 +1,240 @@
+"""The memory limit holds whatever graphs cost, on a pool that keeps its largest working memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from piecegraph import Batch, Config, Dispatcher, GraphMode, RuntimeMode
+from piecegraph.dispatch import make_plan
+from piecegraph.runtime.backends.ownership import Ownership
+from piecegraph.runtime.backends.protocol import Memory
+from piecegraph.runtime.capture.recording import Recording
+from piecegraph.runtime.records import PlannedMemory, Records, UncertainForecast
+from piecegraph.runtime.strategy.capturer import Capturer
+from piecegraph.runtime.strategy.ranks import single_rank
+
+Curve = Callable[[int], float]
+SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
+
+
+class Pool:
+    """Working memory is shared and stays until the last graph is gone; own bytes add up."""
+
+    def __init__(self) -> None:
+        self.own: dict[int, int] = {}
+        self.working = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.working + sum(self.own.values())
+
+
+class PoolGraph:
+    operations = 1
+
+    def __init__(self, pool: Pool, own: int, working: int) -> None:
+        self._pool = pool
+        pool.own[id(self)] = own
+        pool.working = max(pool.working, working)
+
+    def replay(self) -> None: ...
+
+    def release(self) -> None:
+        self._pool.own.pop(id(self), None)
+        if not self._pool.own:
+            self._pool.working = 0
+
+
+class CurveBackend:
+    """A device on which captures take what a curve says; it takes no other part in them."""
+
+    name = "curves"
+
+    def __init__(self) -> None:
+        self.pools: list[Pool] = []
+
+    def new_pool(self) -> Pool:
+        self.pools.append(Pool())
+        return self.pools[-1]
+
+    def memory(self) -> Memory:
+        return Memory(sum(pool.bytes for pool in self.pools), 1 << 40)
+
+    def capture_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def prepare(self) -> None: ...
+    def trim(self) -> None: ...
+    def release_held(self, pool: Pool) -> None: ...
+    def release_pool(self, pool: Pool) -> None:
+        assert not pool.own
+
+
+class CurveGraphs:
+    """Captures that take `own(n)` and `working(n)` bytes."""
+
+    def __init__(self, dispatcher: Dispatcher, own: Curve, working: Curve) -> None:
+        self.recordings: dict[int, Recording] = {}
+        self._dispatcher = dispatcher
+        self._own = own
+        self._working = working
+
+    def record(self, graph_index: int, session: Any) -> Recording:
+        n = self._dispatcher.plan.entries[graph_index].descriptor.num_tokens
+        before = session.backend.memory().used
+        graph = PoolGraph(session._pool, math.ceil(self._own(n)), math.ceil(self._working(n)))
+        recording = Recording(f"graph {graph_index}", [], [graph], Ownership())  # type: ignore[list-item]
+        recording.bytes = session.backend.memory().used - before
+        return recording
+
+    def install(self, graph_index: int, recording: Recording) -> None:
+        self.recordings[graph_index] = recording
+        self._dispatcher.set_captured(graph_index, True)
+
+    def remove(self, graph_index: int) -> None:
+        self._dispatcher.set_captured(graph_index, False)
+        self.recordings.pop(graph_index).release()
+
+
+class Rig:
+    def __init__(
+        self,
+        own: Curve,
+        working: Curve,
+        limit: int | None,
+        *,
+        mode: GraphMode = GraphMode.FULL_AND_PIECEWISE,
+        strategy: str = "eager",
+        sizes: Sequence[int] = SIZES,
+    ) -> None:
+        self.dispatcher = Dispatcher(make_plan(mode, sizes, max_num_reqs=64))
+        self.backend, self.records = CurveBackend(), Records()
+        self.graphs = CurveGraphs(self.dispatcher, own, working)
+        config = Config(strategy=strategy, memory_limit=limit)
+        backend: Any = self.backend
+        self.capturer = Capturer(
+            config, self.dispatcher, backend, self.records, self.graphs, single_rank
+        )
+
+    @property
+    def used(self) -> int:
+        return self.backend.memory().used
+
+    @property
+    def captured(self) -> list[tuple[RuntimeMode, int]]:
+        entries = self.dispatcher.plan.entries
+        return [(entries[i].mode, entries[i].descriptor.num_tokens) for i in self.graphs.recordings]
+
+    def sizes(self, mode: RuntimeMode) -> list[int]:
+        return sorted(n for each, n in self.captured if each is mode)
+
+
+CURVES: dict[str, tuple[Curve, Curve]] = {
+    "affine": (lambda n: 100 + n, lambda n: 100 * n),
+    "fixed workspace": (lambda n: 100, lambda n: 5000),
+    "square root": (lambda n: 100, lambda n: 1000 * math.sqrt(n)),
+    "falling": (lambda n: 100, lambda n: 8000 / n),
+    "falling own": (lambda n: 3000 / n, lambda n: 10 * n),
+    "cliff": (lambda n: 50 + 2000 * (20 <= n <= 40), lambda n: 10 * n + 4000 * (20 <= n <= 40)),
+    "spikes": (lambda n: 50 + 3000 * (n in (8, 40)), lambda n: 10 * n + 3000 * (n in (4, 24))),
+    "alternating": (lambda n: 1000 * (n % 16 == 0), lambda n: 10 * n),
+}
+
+
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.3, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("mode", [GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL_DECODE_ONLY])
+def test_the_limit_holds_on_every_curve(curve: str, share: float, mode: GraphMode) -> None:
+    whole = Rig(*CURVES[curve], None, mode=mode)
+    whole.capturer.startup()
+    limit = int(share * whole.used)
+    rig = Rig(*CURVES[curve], limit, mode=mode)
+    rig.capturer.startup()
+    assert rig.used <= limit
+    assert rig.capturer.memory.used == rig.used
+    if share == 1.0:
+        assert len(rig.captured) >= 0.8 * len(whole.captured)
+
+
+cost = st.lists(st.integers(0, 3000), min_size=65, max_size=65)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    cost,
+    cost,
+    st.integers(0, 40_000),
+    st.sampled_from(["eager", "delayed", "lazy"]),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 64)), max_size=25),
+)
+def test_no_plan_exceeds_the_limit(
+    own: list[int], working: list[int], limit: int, strategy: str, batches: Any
+) -> None:
+    rig = Rig(own.__getitem__, working.__getitem__, limit, strategy=strategy)
+    rig.capturer.startup()
+    assert rig.used <= limit
+    for is_decode, n in batches:
+        batch = Batch(n, n, is_decode=True, query_len=1) if is_decode else Batch(n, 1)
+        if rig.capturer.active:
+            rig.capturer.before_step(batch)
+        assert rig.used <= limit
+        assert rig.capturer.memory.used == rig.used
+
+
+@pytest.mark.parametrize("limit", [400, 800, 1000, 1400])
+def test_the_room_there_is_is_used(limit: int) -> None:
+    """As many graphs as the smallest sizes would allow, or nearly."""
+    own: Curve = lambda n: 100  # noqa: E731
+    working: Curve = lambda n: 8 * n  # noqa: E731
+    rig = Rig(own, working, limit, sizes=(1, 4, 16, 32, 64))
+    rig.capturer.startup()
+    costs = [8 * n + 100 * count for count, n in enumerate((1, 1, 4, 4, 16, 16, 32, 32), 1)]
+    possible = sum(each <= limit for each in costs)
+    assert possible >= 3
+    assert len(rig.captured) >= possible - 1
+
+
+def test_a_pruned_graph_is_captured_if_the_others_took_less_than_forecast() -> None:
+    probed = iter([2000] * 12)  # probes take more than the captures after them
+    rig = Rig(lambda n: next(probed, 100), lambda n: 0, 6000)
+    rig.capturer.startup()
+    (planned,) = rig.records.of(PlannedMemory)
+    assert len(planned.dropped) >= 15
+    assert len(rig.captured) >= 10
+    assert rig.used <= 6000
+
+
+@pytest.mark.parametrize("limit", [300, 500])
+def test_the_first_start_keeps_small_decode_sizes(limit: int) -> None:
+    """Without a histogram of batch sizes a single decode request does not run 64 rows."""
+    sizes = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
+    own: Curve = lambda n: 10 + n / 100  # noqa: E731
+    working: Curve = lambda n: n  # noqa: E731
+    rig = Rig(own, working, limit, sizes=sizes)
+    rig.capturer.startup()
+    full = rig.sizes(RuntimeMode.FULL)
+    assert min(full) <= 4
+    assert len(full) >= 3
+    assert 0.9 * limit < rig.used <= limit
+
+
+def test_a_memory_plan_states_how_uncertain_its_forecast_is(caplog: Any) -> None:
+    straight = Rig(*CURVES["affine"], None)
+    bent = Rig(*CURVES["falling own"], None)
+    assert straight.capturer.expected_bytes()[1] == 0
+    assert not straight.records.of(UncertainForecast)
+    with caplog.at_level(logging.WARNING, "piecegraph"):
+        num_bytes, margin = bent.capturer.expected_bytes()
+    assert margin > 0.1 * num_bytes
+    (planned,) = bent.records.of(PlannedMemory)
+    assert (planned.bytes, planned.margin) == (num_bytes, margin)
+    assert bent.records.of(UncertainForecast)
+    assert "memory.uncertain" in caplog.text
