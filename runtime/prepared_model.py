@@ -116,7 +116,7 @@ class PreparedModel:
         self._context = ForwardContext(engine.layers)
         inputs = allocate_inputs(compiled, config, services.device, engine.input_buffers)
         self._graphs = CapturedGraphs(
-            compiled, config, dispatcher, self.backend, inputs, self._context
+            compiled, config, dispatcher, self.backend, inputs, self._context, self.records
         )
         self._captured = self._graphs.captured
         self._token_symbol = [symbol.label for symbol in compiled.plan.symbols].index(TOKENS)
@@ -222,6 +222,8 @@ class PreparedModel:
                 else:
                     results = self._graphs.run(tensors)
             else:
+                if captured.metadata is not None and not captured.metadata.check(metadata):
+                    captured.metadata = None
                 results = captured.replay(tensors, sizes)
         finally:
             CURRENT.reset(token)
@@ -363,9 +365,9 @@ class PreparedModel:
         several ranks all must call this alike.
         """
         self._must_be_open()
-        stale = self._graphs.stale()
+        stale, moved = self._graphs.stale(), self._graphs.unrecorded.moved()
         self._graphs.bind(self.compiled.rebound())
-        self.events.emit("refresh", level=logging.INFO, stale=stale)
+        self.events.emit("refresh", level=logging.INFO, stale=stale, moved=moved)
         self.backend.synchronize()
         self._capturer.recapture(list(stale))
         return tuple(stale)

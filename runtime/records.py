@@ -129,6 +129,16 @@ class MemoryUse(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class UnwatchedTensors(Record):
+    """A FULL graph reads these tensors, and no step checks their addresses: `watch` them."""
+
+    event = "capture.unwatched"
+    level = logging.WARNING
+    recording: str
+    tensors: list[str]
+
+
+@dataclass(frozen=True, slots=True)
 class WarmupStep(Record):
     """Item `n` `of` warm-up is done."""
 

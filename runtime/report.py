@@ -9,7 +9,15 @@ from ..cache.names import blob_names, entry_names
 from ..compile.ir.plan import Plan
 from ..dispatch import ResolvedMode
 from .memory.ledger import MemoryLedger
-from .records import CaptureRecord, ForecastAccuracy, Record, Records, SkippedWarmup, WarmupStep
+from .records import (
+    CaptureRecord,
+    ForecastAccuracy,
+    Record,
+    Records,
+    SkippedWarmup,
+    UnwatchedTensors,
+    WarmupStep,
+)
 from .step.usage import Usage
 
 
@@ -52,6 +60,7 @@ def build_report(
             "reasons": mode_reasons(resolved),
         },
         "captures": _facts(records, CaptureRecord),
+        "unwatched": _facts(records, UnwatchedTensors),
         "memory": ledger.rows(),
         "memory_forecast": _facts(records, ForecastAccuracy),
         "warmup": _facts(records, WarmupStep),

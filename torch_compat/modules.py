@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,28 @@ def global_forward_hooks() -> list[Any]:
     return [hook for hooks in kinds for hook in hooks.values()]
 
 
-def tensor_dict(module: torch.nn.Module, name: str) -> dict[str, Any]:
-    """The dict of `module` that holds its parameter or buffer `name`."""
-    return module._parameters if name in module._parameters else module._buffers
+def address_reader(
+    module: torch.nn.Module, name: str, address: Callable[[torch.Tensor], int], part: str = ""
+) -> Callable[[], int | None]:
+    """A function that reads the address of parameter or buffer `name` by its path from `module`.
+
+    It follows replaced tensors and submodules, and returns None where there is none. `part` is a
+    path of attributes to a tensor inside a tensor subclass. One frame: steps call it.
+    """
+    *path, leaf = name.split(".")
+    table = (
+        "_parameters" if leaf in module.get_submodule(".".join(path))._parameters else "_buffers"
+    )
+    owners = "".join(f"._modules[{step!r}]" for step in path)
+    place = f"root{owners}.{table}[{leaf!r}]" + (f".{part}" if part else "")
+    text = f"""
+def read():
+    try:
+        return address({place})
+    except (KeyError, AttributeError, TypeError):
+        return None
+"""
+    namespace: dict[str, Any] = {"root": module, "address": address}
+    exec(compile(text, "<piecegraph address>", "exec"), namespace)
+    read: Callable[[], int | None] = namespace["read"]
+    return read

@@ -19,6 +19,7 @@ from ...torch_compat.ops import OpOverload, is_composite, run_kernel
 from ...torch_compat.tensors import (
     StorageWeakRef,
     TorchDispatchMode,
+    inner_tensors,
     storage_id,
     weak_storage,
     without_modes,
@@ -73,6 +74,11 @@ class Ownership:
                 yield found.address, now
 
 
+def memory_of(value: Any) -> list[Tensor]:
+    """The tensors inside nested containers; for a tensor subclass those that hold its memory."""
+    return [inner for tensor in tensors_in(value) for inner in inner_tensors(tensor)]
+
+
 class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that tells `ownership` of every tensor an operator touches.
 
@@ -98,7 +104,7 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.operation(func, args, kwargs or {})
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        used = tensors_in((args, kwargs))
+        used = memory_of((args, kwargs))
         self.ownership.find(used)
         result = self.run(func, args, kwargs)
         fresh = self.fresh(result, used)
@@ -116,7 +122,7 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a compiled piece, whose inside no dispatch mode can see."""
         with without_modes():
-            used = tensors_in(args)
+            used = memory_of(args)
             self.ownership.find(used)
             result = fn(*args)
             self.fresh(result, used)
@@ -125,7 +131,7 @@ class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def fresh(self, result: Any, used: list[Tensor]) -> list[Tensor]:
         """The tensors of `result` that share no memory with `used`: made by the capture."""
         old = {storage_id(tensor) for tensor in used}
-        fresh = [tensor for tensor in tensors_in(result) if storage_id(tensor) not in old]
+        fresh = [tensor for tensor in memory_of(result) if storage_id(tensor) not in old]
         for tensor in fresh:
             self.ownership.make(tensor)
         return fresh

@@ -21,7 +21,7 @@ from ...compile.ir.ops import tensors_in, written_by
 from ...errors import HostReadInCapture
 from ...torch_compat.ops import OpOverload
 from ...torch_compat.tensors import storage_id, tree_map_only, without_modes
-from .ownership import Ownership, TensorTracker
+from .ownership import Ownership, TensorTracker, memory_of
 
 _UNWRITTEN = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -46,9 +46,9 @@ class Tape(TensorTracker):  # type: ignore[no-untyped-call]
         if _reads_host(func, args, kwargs):
             self.host_read = HostReadInCapture(op=func)
             raise self.host_read
-        used = tensors_in((args, kwargs))
+        used = memory_of((args, kwargs))
         self.ownership.find(used)
-        written = list(written_by(func, args, kwargs))
+        written = memory_of(list(written_by(func, args, kwargs)))
         self._save(written)
         recorded = len(self.operations)
         result = self.run(func, args, kwargs)
@@ -67,13 +67,13 @@ class Tape(TensorTracker):  # type: ignore[no-untyped-call]
         them as scratch memory.
         """
         with without_modes():
-            used = tensors_in(args)
+            used = memory_of(args)
             self.ownership.find(used)
             given = self._save(used)
             kept = fn(*args)
             _restore(given)
             result = fn(*args)
-            fresh = self.fresh(result, used + tensors_in(kept))
+            fresh = self.fresh(result, used + memory_of(kept))
             self._record(fn, args, {}, result, fresh)
         return result
 

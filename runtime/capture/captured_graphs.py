@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...compile.ir.config import TOKENS
 from ...compile.ir.plan import Plan
+from ...compile.ir.serialization import dtype_name
 from ...compile.lower.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, Dispatcher, RuntimeMode
 from ...errors import BatchExceeded, CaptureFailed, DummyStepFailed, ModelClosed, SizeOutOfRange
@@ -24,7 +25,8 @@ from ...torch_compat.tensors import normal_alias
 from ..backends.protocol import GraphBackend
 from ..backends.tape import poison
 from ..config import Config
-from ..step.address_checks import Addresses, Snapshot
+from ..records import Records, UnwatchedTensors
+from ..step.address_checks import Addresses, MetadataAddresses, Snapshot
 from ..step.binding import laid_out, lay_out
 from ..step.forward_context import ForwardContext
 from ..step.static_inputs import BoundInputs, Load, StaticInputs, real_part
@@ -48,13 +50,19 @@ such as `unsqueeze_`, changes no later step."""
 class CapturedGraph:
     """A recording as steps use it. Loaders and results are kept per real size, the last 256."""
 
-    __slots__ = ("_by_size", "_inputs", "_plan", "addresses", "recording")
+    __slots__ = ("_by_size", "_inputs", "_plan", "addresses", "metadata", "recording")
 
     def __init__(
-        self, plan: Plan, recording: Recording, inputs: BoundInputs, addresses: Snapshot
+        self,
+        plan: Plan,
+        recording: Recording,
+        inputs: BoundInputs,
+        addresses: Snapshot,
+        metadata: MetadataAddresses | None,
     ) -> None:
         self.recording = recording
         self.addresses = addresses
+        self.metadata = metadata
         self._plan = plan
         self._inputs = inputs
         self._by_size: dict[tuple[int, ...], tuple[Load, FreshResults]] = {}
@@ -109,8 +117,9 @@ class CapturedGraphs:
     """
 
     __slots__ = (
-        "_context", "_dispatcher", "_inputs", "_laid_out", "_recordable", "_splitting_ops",
-        "addresses", "captured", "compiled", "metadata_for", "stitched", "unrecorded",
+        "_context", "_dispatcher", "_inputs", "_laid_out", "_recordable", "_records",
+        "_splitting_ops", "_unwatched", "addresses", "captured", "compiled", "metadata_for",
+        "stitched", "unrecorded",
     )  # fmt: skip
 
     compiled: CompiledModel
@@ -125,7 +134,10 @@ class CapturedGraphs:
         backend: GraphBackend,
         inputs: StaticInputs,
         context: ForwardContext,
+        records: Records,
     ) -> None:
+        self._records = records
+        self._unwatched: set[int] = set()
         self.captured: list[CapturedGraph | None] = [None] * (len(dispatcher.plan.entries) + 1)
         self.addresses = Addresses(backend.address)
         self.metadata_for: MetadataFor | None = None
@@ -217,6 +229,7 @@ class CapturedGraphs:
                     self._recordable, views, session,
                     name=name, breaks=breaks, warm_up=self.stitched,
                 )  # fmt: skip
+                recording.metadata = self._context.metadata
         except (CaptureFailed, DummyStepFailed):
             raise
         except Exception as error:
@@ -233,8 +246,28 @@ class CapturedGraphs:
         """Let steps use a recording."""
         inputs, addresses = self._inputs_of(graph_index), self.addresses.snapshot()
         kind = WritingGraph if inputs.written else CapturedGraph
-        self.captured[graph_index] = kind(self.compiled.plan, recording, inputs, addresses)
+        metadata = None
+        if self._dispatcher.plan.entries[graph_index].mode is RuntimeMode.FULL:
+            metadata = MetadataAddresses(recording.metadata, recording.ownership.found())
+            known = addresses.known() | {view.data_ptr() for view in inputs.views}
+            self._report_unwatched(recording, known)
+        recording.metadata = None
+        graph = kind(self.compiled.plan, recording, inputs, addresses, metadata)
+        self.captured[graph_index] = graph
         self._dispatcher.set_captured(graph_index, True)
+
+    def _report_unwatched(self, recording: Recording, known: set[int]) -> None:
+        """Record once each tensor that a FULL graph reads and whose address no step checks."""
+        found = {
+            place: tensor
+            for tensor in recording.ownership.found()
+            if known.isdisjoint({tensor.data_ptr(), place := tensor.untyped_storage().data_ptr()})
+            and place not in self._unwatched
+        }
+        if found:
+            self._unwatched |= set(found)
+            tensors = [f"{dtype_name(t.dtype)}{list(t.shape)}" for t in found.values()]
+            self._records.add(UnwatchedTensors(recording.name, tensors))
 
     def remove(self, graph_index: int) -> None:
         """Free a recording, if there is one; its batches go to a lower mode."""

@@ -45,11 +45,13 @@ class Recording:
     """What one capture produced: `replay()` runs its segments and overwrites its `outputs`.
 
     `graphs` own the pool's memory, `ownership` holds the tensors from outside that they read.
-    `bytes` is by how much the device's used memory grew.
+    `metadata` is what it was captured with, until it is in use. `bytes` is by how much the device's
+    used memory grew.
     """
 
     __slots__ = (
-        "bytes", "calls", "graphs", "name", "outputs", "ownership", "replay", "seconds", "segments",
+        "bytes", "calls", "graphs", "metadata", "name", "outputs", "ownership", "replay", "seconds",
+        "segments",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +62,7 @@ class Recording:
         self.graphs = tuple(graphs)
         self.ownership = ownership
         self.outputs: Any = None
+        self.metadata: Any = None
         self.seconds = 0.0
         self.bytes = 0
         self.calls = tuple(call for segment in segments for call in segment.calls)

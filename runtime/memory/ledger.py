@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...compile.lower.compiled_model import CompiledModel
 from ...dispatch import RuntimeMode
+from ...torch_compat.tensors import inner_tensors
 from ..backends.protocol import Memory
 from ..step.static_inputs import StaticInputs
 
@@ -43,7 +44,7 @@ class MemoryLedger:
         """
         owner = Owner(owner)
         before = self._bytes.get(owner.value, 0)
-        for tensor in tensors:
+        for tensor in (inner for each in tensors for inner in inner_tensors(each)):
             storage = tensor.untyped_storage()
             start = storage.data_ptr()
             self.own_range(owner, str(tensor.device), start, start + storage.nbytes())

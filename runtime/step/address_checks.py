@@ -6,23 +6,28 @@ every replay would be silently wrong; comparing addresses makes it an error that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
 
 from ...errors import MovedTensor
-from ...torch_compat.modules import tensor_dict
+from ...torch_compat.modules import address_reader
+from ...torch_compat.tensors import subclass_parts, weak_storage
 
-Read = Callable[[], Tensor | None]
+Read = Callable[[], int | None]
+"""Reads the address of the tensor that a name stands for now; None if it was freed."""
 
 CHECKED_PER_STEP = 2
-"""Tensors that a step compares after all were found in place, in turn."""
+"""Tensors that a step compares after all were found in place, in turn. A replaced one among n is
+noticed within n / 2 steps, and at once when a step or `refresh` compares all."""
 
 
 class _Watched:
-    """A name, and how to read the tensor that it stands for now."""
+    """A name, and how to read the address of the tensor that it stands for now."""
 
     __slots__ = ("name", "read")
 
@@ -38,29 +43,43 @@ class Addresses:
     or a tensor was found moved. Each snapshot then compares all once before it samples again.
     """
 
-    __slots__ = ("_watched", "address", "changes")
+    __slots__ = ("_parts", "_watched", "address", "changes")
 
     def __init__(self, address: Callable[[Tensor], int]) -> None:
         self.address = address
         self.changes = 0
         self._watched: dict[str, _Watched] = {}
+        self._parts: dict[str, list[str]] = {}
 
     def watch(self, name: str, tensor: Tensor) -> None:
-        """Watch one tensor without keeping it alive, so that freeing it is noticed.
+        """Watch the memory of a tensor without keeping it alive, so that freeing it is noticed.
 
-        A name that is watched already stands for the new tensor from now on; snapshots taken
-        before are stale.
+        The tensor may be a view: its memory counts, not the Python object, which may be dropped. A
+        name that is watched already stands for the new tensor from now on; snapshots taken before
+        are stale.
         """
-        self._watch(name, ref(tensor))
+        address, alive, storage = self.address, ref(tensor), weak_storage(tensor)
+        then = address(tensor)
+
+        def read() -> int | None:
+            now = alive()
+            if now is not None:
+                return address(now)
+            return None if storage.expired() else then
+
+        self._watch(name, read)
+        self._parts[name] = [name]
 
     def watch_module(self, module: nn.Module, names: Iterable[str] | None = None) -> None:
-        """Watch parameters and buffers by qualified name, by default all; replaced ones too."""
+        """Watch parameters and buffers by qualified name, by default all; also replaced ones, and
+        those of replaced submodules. Of a tensor subclass the inner tensors are watched."""
         if names is None:
             names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
         for name in names:
-            path, _, leaf = name.rpartition(".")
-            owner = module.get_submodule(path)
-            self._watch(name, partial(tensor_dict(owner, leaf).get, leaf))
+            parts = list(_attributes(attrgetter(name)(module)))
+            self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
+            for label, part in zip(self._parts[name], parts, strict=True):
+                self._watch(label, address_reader(module, name, self.address, part))
 
     def _watch(self, name: str, read: Read) -> None:
         if name in self._watched:
@@ -71,8 +90,9 @@ class Addresses:
 
     def snapshot(self, names: Iterable[str] | None = None) -> Snapshot:
         """Current addresses of the tensors called `names`, by default of all watched ones."""
-        names = self._watched if names is None else names
-        return Snapshot(self, [self._watched[name] for name in names])
+        names = self._parts if names is None else names
+        parts = [part for name in names for part in self._parts[name]]
+        return Snapshot(self, [self._watched[part] for part in parts])
 
 
 class Snapshot:
@@ -82,13 +102,13 @@ class Snapshot:
 
     def __init__(self, addresses: Addresses, watched: Iterable[_Watched]) -> None:
         self._addresses = addresses
-        self._entries = [(each, self._now(each)) for each in watched]
+        self._entries = [(each, each.read()) for each in watched]
         self._next = 0
         self._trusted = -1  # `changes` when all were last found in place
 
     def moved(self) -> list[str]:
         """Names of tensors that were moved or freed; a recording with any is stale."""
-        return [watched.name for watched, then in self._entries if self._now(watched) != then]
+        return [watched.name for watched, then in self._entries if watched.read() != then]
 
     def check_step(self) -> None:
         """Compare all at the first step and after a change, otherwise the next few in turn.
@@ -107,21 +127,86 @@ class Snapshot:
 
     def check_some(self, count: int) -> None:
         """Compare the next `count` in turn. Raises MovedTensor."""
-        entries, place, address = self._entries, self._next, self._addresses.address
+        entries, place = self._entries, self._next
         for _ in range(min(count, len(entries))):
             watched, then = entries[place]
-            tensor = watched.read()
-            now = None if tensor is None else address(tensor)
+            now = watched.read()
             if now != then:
                 self._addresses.changes += 1
                 raise MovedTensor(name=watched.name, recorded=_place(then), now=_place(now))
             place = (place + 1) % len(entries)
         self._next = place
 
-    def _now(self, watched: _Watched) -> int | None:
-        tensor = watched.read()
-        return None if tensor is None else self._addresses.address(tensor)
+    def known(self) -> set[int]:
+        """The addresses."""
+        return {address for _, address in self._entries if address is not None}
 
 
 def _place(address: int | None) -> str:
     return "freed" if address is None else hex(address)
+
+
+def _attributes(tensor: Tensor | None) -> Iterable[str]:
+    """Attribute paths from a tensor to the tensors that hold its memory; "" for itself."""
+    inner = {} if tensor is None else subclass_parts(tensor)[0]
+    if not inner:
+        yield ""
+    for name, part in inner.items():
+        for rest in _attributes(part):
+            yield f"{name}.{rest}".rstrip(".")
+
+
+class MetadataAddresses:
+    """Addresses of those tensors of the capture's metadata that a graph reads, by path.
+
+    A graph reads them where they were at capture, so a step must be given the same memory. The
+    first three steps of each graph are compared.
+    """
+
+    __slots__ = ("_expected", "_left")
+
+    def __init__(self, metadata: Any, read_by_graph: Iterable[Tensor]) -> None:
+        storages = {tensor.untyped_storage().data_ptr() for tensor in read_by_graph}
+        self._expected = {
+            path: tensor.data_ptr()
+            for path, tensor in _tensors_by_path("metadata", metadata)
+            if tensor.numel() and tensor.untyped_storage().data_ptr() in storages
+        }
+        self._left = STEPS_WITH_METADATA_CHECK if self._expected else 0
+
+    def check(self, metadata: Any) -> bool:
+        """Compare one step's metadata; False when nothing is left to compare.
+
+        Raises MovedTensor for a tensor in other memory.
+        """
+        for path, tensor in _tensors_by_path("metadata", metadata) if self._left else ():
+            then = self._expected.get(path)
+            if then is not None and tensor.numel() and tensor.data_ptr() != then:
+                raise MovedTensor(name=path, recorded=hex(then), now=hex(tensor.data_ptr()))
+        self._left -= 1
+        return self._left > 0
+
+
+STEPS_WITH_METADATA_CHECK = 3
+_DEPTH = 4
+
+
+def _tensors_by_path(path: str, value: Any, depth: int = 0) -> Iterable[tuple[str, Tensor]]:
+    """The tensors in containers and attributes, each with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    if depth == _DEPTH or value is None or isinstance(value, (bool, int, float, str, bytes, type)):
+        return
+    items: Iterable[tuple[str, Any]]
+    if isinstance(value, Mapping):
+        items = [(f"{path}[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        items = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    elif not hasattr(value, "__dict__") and not is_dataclass(value):
+        return
+    else:
+        names = [f.name for f in fields(value)] if is_dataclass(value) else list(vars(value))
+        items = [(f"{path}.{name}", getattr(value, name, None)) for name in names]
+    for place, item in items:
+        yield from _tensors_by_path(place, item, depth + 1)

@@ -31,11 +31,21 @@ def test_hooks_of_all_modules() -> None:
         handle.remove()
 
 
-def test_replaced_weight_is_read_from_its_dict() -> None:
-    module = nn.BatchNorm1d(2)
-    weights = modules.tensor_dict(module, "weight")
-    buffers = modules.tensor_dict(module, "running_mean")
-    module.weight = nn.Parameter(torch.ones(2))
-    module.running_mean = torch.ones(2)
-    assert weights["weight"] is module.weight
-    assert buffers["running_mean"] is module.running_mean
+def test_addresses_of_replaced_tensors_and_modules_are_read() -> None:
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)))
+    names = ("0.0.weight", "0.0.running_mean")
+    reads = [modules.address_reader(model, name, torch.Tensor.data_ptr) for name in names]
+
+    def places() -> list[int]:
+        return [model[0][0].weight.data_ptr(), model[0][0].running_mean.data_ptr()]
+
+    assert [read() for read in reads] == places()
+    model[0][0].weight = nn.Parameter(torch.ones(2))
+    model[0][0].running_mean = torch.ones(2)
+    assert [read() for read in reads] == places()
+    model[0] = nn.Sequential(nn.BatchNorm1d(2))
+    assert [read() for read in reads] == places()
+    model[0][0].weight = None
+    assert reads[0]() is None
+    del model[0]
+    assert reads[1]() is None

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from piecegraph import Batch
+from piecegraph import Batch, Config, prepare
 from piecegraph.errors import ModelMismatch, MovedTensor
 
-from ..conftest import tensors_alive
+from ..conftest import strict_backend, tensors_alive
 
 
 def replace_weight(model: nn.Module) -> str:
@@ -26,6 +27,22 @@ def move_weight(model: nn.Module) -> str:
     layer = model.layers[2]
     layer.bias.data = torch.rand_like(layer.bias) + 1
     return "layers.2.bias"
+
+
+def replace_module(model: nn.Module) -> str:
+    old, model.layers[1] = model.layers[1], type(model.layers[1])()
+    model.layers[1].requires_grad_(False).bias.copy_(old.bias + 1)
+    return "layers.1."
+
+
+def swap_data(model: nn.Module) -> str:
+    layer = model.layers[0]
+    layer.weight.data, kept = torch.rand_like(layer.weight) + 1, layer.weight.data
+    model.kept = [kept]  # so that no new tensor has its address
+    return "layers.0.weight"
+
+
+CHANGES = [replace_weight, move_weight, replace_module, swap_data]
 
 
 def captured(serve: Callable[..., Any], **settings: Any) -> Any:
@@ -45,7 +62,7 @@ def test_an_update_in_place_needs_nothing(serve: Callable[..., Any]) -> None:
         served.step(*lengths)
 
 
-@pytest.mark.parametrize("change", [replace_weight, move_weight])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("lengths", [(1, 1), (3,), (12,)])
 def test_failure_19_no_step_reads_weights_that_were_replaced(
     serve: Callable[..., Any], change: Callable[[nn.Module], str], lengths: tuple[int, ...]
@@ -66,7 +83,7 @@ def test_failure_19_no_step_reads_weights_that_were_replaced(
             served.prepared(torch.ones(sum(other), 4), batch=served.batch(*other))
 
 
-@pytest.mark.parametrize("change", [replace_weight, move_weight])
+@pytest.mark.parametrize("change", CHANGES)
 def test_refresh_captures_again_what_reads_replaced_weights(
     serve: Callable[..., Any], change: Callable[[nn.Module], str]
 ) -> None:
@@ -75,7 +92,8 @@ def test_refresh_captures_again_what_reads_replaced_weights(
     name = change(served.model)
     assert list(served.prepared.refresh()) == before
     (event,) = served.prepared.events.named("refresh")
-    assert set(map(tuple, event.facts["stale"].values())) == {(name,)}
+    assert all(moved[0].startswith(name) for moved in event.facts["stale"].values())
+    assert event.facts["moved"][0].startswith(name)
     assert not served.prepared.events.named("after_seal")
     assert served.captured() == before
     for lengths in ((1, 1), (3,), (12,)):
@@ -155,6 +173,147 @@ def test_failure_18_after_release_no_recording_holds_an_address(serve: Callable[
     served.prepared.capture()
     served.prepared.run(served.prepared.dispatch(Batch(2, 2, True, 1)), torch.ones(2, 4))
     served.step(1, 1)
+
+
+def test_without_graphs_a_replaced_module_is_followed_at_the_first_refresh(
+    serve: Callable[..., Any],
+) -> None:
+    served = serve()
+    served.step(3)
+    replace_module(served.model)
+
+    def step_until_found() -> None:
+        for _ in served.prepared.compiled.weights:
+            served.prepared(torch.ones(3, 4), batch=served.batch(3))
+
+    with pytest.raises(MovedTensor, match=r"layers\.1\."):
+        step_until_found()
+    assert served.prepared.refresh() == ()
+    (event,) = served.prepared.events.named("refresh")
+    assert sorted(event.facts["moved"]) == ["layers.1.bias", "layers.1.weight"]
+    served.step(3)
+
+
+def test_a_watched_view_may_be_dropped_while_its_memory_lives(serve: Callable[..., Any]) -> None:
+    served = serve()
+    pages = torch.zeros(4, 8)
+    served.prepared.watch("kv_cache", pages[1:])
+    served.prepared.capture()
+    gc.collect()
+    for _ in range(3):
+        served.step(1, 1)
+    del pages
+    with pytest.raises(MovedTensor, match="kv_cache .* freed now"):
+        served.step(3)
+
+
+def test_tensors_that_a_full_graph_reads_unwatched_are_reported_once(
+    serve: Callable[..., Any],
+) -> None:
+    served = serve()
+    served.prepared.capture()
+    (record,) = served.prepared.report()["unwatched"]
+    assert record["tensors"] == ["int64[16]"]  # where requests start
+    (event,) = served.prepared.events.named("capture.unwatched")
+    assert event.facts["recording"].startswith("FULL")
+    watched = serve()
+    watched.prepared.watch("starts", watched.stage.starts)
+    watched.prepared.capture()
+    assert watched.prepared.report()["unwatched"] == []
+
+
+@dataclass
+class Metadata:
+    starts: torch.Tensor
+    unread: torch.Tensor
+
+
+def test_failure_12_metadata_in_other_memory_than_captured_is_an_error(
+    serve: Callable[..., Any],
+) -> None:
+    served = serve()
+    starts = served.stage.starts
+
+    def metadata_for(descriptor: Any, mode: Any) -> Any:
+        return {"attention": Metadata(starts[: descriptor.num_tokens], torch.zeros(2))}
+
+    served.prepared.capture(metadata_for)
+    batch, x = served.batch(1, 1), torch.ones(2, 4)
+    for given in (starts[:2], starts[:1]):
+        metadata = {"attention": Metadata(given, torch.zeros(2))}
+        served.prepared(x, batch=batch, metadata=metadata)
+    metadata = {"attention": Metadata(starts.clone(), torch.zeros(2))}
+    with pytest.raises(MovedTensor, match=r"metadata\['attention'\]\.starts moved after"):
+        served.prepared(x, batch=batch, metadata=metadata)
+
+
+class Scaled(torch.Tensor):
+    """A weight in two tensors, as quantized ones are; every operation sees their product."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        self.values_, self.scale = values, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values_", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Any:
+        return Scaled(inner["values_"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].values_, args[0].scale)
+        plain = [a.values_ * a.scale if isinstance(a, Scaled) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+class Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = Scaled(torch.rand(4), torch.tensor(2.0))
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + 1
+
+
+@pytest.mark.compile
+def test_inner_tensors_of_a_tensor_subclass_are_followed() -> None:
+    model = Quantized()
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]"},
+        max_num_tokens=8,
+        max_num_reqs=8,
+        capture_sizes=(2, 4),
+        graph_mode="FULL",
+        attention_support=3,
+        compiler="eager",
+        cache=False,
+    )
+    prepared = prepare(model, config, backend=strict_backend(fail_on_moved_inputs=False))
+    prepared.capture()
+    x = torch.ones(2, 4)
+
+    def step() -> torch.Tensor:
+        return prepared(x, batch=Batch(2, 2))
+
+    def expected() -> torch.Tensor:
+        return x * (model.weight.values_ * model.weight.scale) + 1
+
+    assert prepared.dispatch(Batch(2, 2)).mode.name == "FULL"
+    assert torch.equal(step(), expected())
+    model.weight.scale.fill_(3.0)
+    assert torch.equal(step(), expected())
+    model.weight.scale = torch.tensor(4.0)
+    with pytest.raises(MovedTensor, match=r"weight\.scale"):
+        step()
+    assert prepared.refresh()
+    assert torch.equal(step(), expected())
 
 
 @pytest.mark.slow
