@@ -21,6 +21,11 @@ def global_forward_hooks() -> list[Any]:
     return [hook for hooks in kinds for hook in hooks.values()]
 
 
+def tensor_dict(module: torch.nn.Module, name: str) -> dict[str, Any]:
+    """The dict of `module` that holds its parameter or buffer `name`."""
+    return module._parameters if name in module._parameters else module._buffers
+
+
 def address_reader(
     module: torch.nn.Module, name: str, address: Callable[[torch.Tensor], int], part: str = ""
 ) -> Callable[[], int | None]:

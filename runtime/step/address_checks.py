@@ -65,7 +65,7 @@ class Addresses:
             now = alive()
             if now is not None:
                 return address(now)
-            return None if storage.expired() else then
+            return None if storage.expired() else then  # type: ignore[no-untyped-call]
 
         self._watch(name, read)
         self._parts[name] = [name]

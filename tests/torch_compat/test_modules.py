@@ -31,6 +31,12 @@ def test_hooks_of_all_modules() -> None:
         handle.remove()
 
 
+def test_a_tensor_is_found_in_its_dict() -> None:
+    module = nn.BatchNorm1d(2)
+    assert modules.tensor_dict(module, "weight")["weight"] is module.weight
+    assert modules.tensor_dict(module, "running_mean")["running_mean"] is module.running_mean
+
+
 def test_addresses_of_replaced_tensors_and_modules_are_read() -> None:
     model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)))
     names = ("0.0.weight", "0.0.running_mean")
