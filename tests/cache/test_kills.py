@@ -1,0 +1,144 @@
+"""Processes are killed at random while they write; the next start removes what they leave."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from piecegraph.cache import Cache, Entry
+from piecegraph.cache.directory import DirectoryLayer
+from piecegraph.cache.evict import Limits, evict
+from piecegraph.cache.export import export_entries, import_entries
+from piecegraph.cache.inspection import Status, manifests, verify
+from piecegraph.cache.lock import temporary_directory
+from piecegraph.cache.names import blob_name, entry_name
+from piecegraph.cache.signing import trust_all
+from piecegraph.events import Events
+
+from .children import fork, status
+from .conftest import numbered
+
+KILLS = 500
+LIMITS = Limits(size=2 << 20, grace=0)
+ENTRIES = 30
+
+
+def contents(number: int) -> dict[str, bytes]:
+    """Two blobs of which the second is shared with other entries; 100 KiB and 50 KiB."""
+    return {"own": bytes([number]) * 100_000, "shared": bytes([number % 3]) * 50_000}
+
+
+class Operations:
+    """What a killed process may have been doing to the directory `root`."""
+
+    def __init__(self, root: Path, exports: Path) -> None:
+        self.root, self.exports = root, exports
+
+    def publish(self) -> None:
+        cache = Cache(self.root, Events(), limits=LIMITS)
+        for number in random.sample(range(ENTRIES), 3):
+            cache.publish("artifact", numbered(number), {}, contents(number))
+
+    def damage(self) -> None:
+        """Look up a damaged entry, which is moved to quarantine."""
+        cache = Cache(self.root, Events(), limits=LIMITS)
+        entry = cache.publish("artifact", numbered(0), {}, contents(0))
+        stored = cache.path(entry, "own")
+        stored.write_bytes(b"?" * 100_000)
+        cache.lookup("artifact", numbered(0))
+
+    def prune(self) -> None:
+        evict(self.root, Limits(size=random.choice((0, 1 << 20)), grace=0), Events())
+
+    def export(self) -> None:
+        source = DirectoryLayer(self.root)
+        chosen = [manifest for manifest, _ in manifests(self.root)][:5]
+        export_entries(chosen, source, self.exports / "all.bundle")
+
+    def import_(self) -> None:
+        cache = Cache(self.root, Events(), limits=LIMITS)
+        for entry in import_entries(self.exports / "given.bundle", trust_all):
+            cache.store(entry)
+
+    def compile(self) -> None:
+        with temporary_directory() as directory:
+            for number in range(10):
+                (directory / f"{number}.cpp").write_bytes(bytes(50_000))
+
+
+def killed_at_random(work: Callable[[], None], seconds: float, chance: random.Random) -> bool:
+    """Run `work` in a child and kill it; False if it was done by then."""
+    seed = chance.random()
+
+    def seeded() -> None:
+        random.seed(seed)
+        work()
+
+    pid = fork(seeded)
+    time.sleep(chance.uniform(0, 1.2 * seconds))
+    os.kill(pid, signal.SIGKILL)
+    return status(pid) == -signal.SIGKILL
+
+
+def seconds_of(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    status(fork(work))
+    return time.perf_counter() - began
+
+
+@pytest.mark.slow
+def test_random_kills_leave_nothing_beyond_the_limits(
+    memory_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary, exports = memory_root.parent / "temporary", memory_root.parent / "exports"
+    temporary.mkdir(parents=True)
+    exports.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    operations = Operations(memory_root, exports)
+    source = Cache(memory_root.parent / "source", Events())
+    given = [source.publish("artifact", numbered(n), {}, contents(n)).manifest for n in range(9)]
+    export_entries(given, DirectoryLayer(memory_root.parent / "source"), exports / "given.bundle")
+
+    works = [
+        operations.publish,
+        operations.damage,
+        operations.prune,
+        operations.export,
+        operations.import_,
+        operations.compile,
+    ]
+    operations.publish()
+    durations = {work: seconds_of(work) for work in works}
+    chance, kills = random.Random(0), Counter[str]()
+    while kills.total() < KILLS:
+        work = chance.choice(works)
+        kills[work.__name__] += killed_at_random(work, durations[work], chance)
+    assert min(kills.values()) > KILLS / 20
+
+    cache = Cache(memory_root, Events(), limits=LIMITS)
+    assert list((memory_root / "tmp").iterdir()) == []
+    assert list(temporary.iterdir()) == []
+    operations.export()
+    assert sorted(path.name for path in exports.iterdir()) == ["all.bundle", "given.bundle"]
+    cache.publish("artifact", numbered(ENTRIES), {}, contents(ENTRIES))
+    files = [path for path in memory_root.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= LIMITS.size * (1 + 1 / 16)
+    damaged = {finding.name for finding in verify(memory_root) if finding.status & Status.CORRUPT}
+    own = given[0].blobs["own"].sha256
+    assert damaged <= {entry_name("artifact", numbered(0).digest), blob_name(own)}
+    for number in range(ENTRIES):
+        found = cache.lookup("artifact", numbered(number))
+        if isinstance(found, Entry):
+            assert found.contents == contents(number)
+        else:
+            assert found.reason in ("absent", "incomplete", "damaged")
+            cache.publish("artifact", numbered(number), {}, contents(number))
+            assert isinstance(cache.lookup("artifact", numbered(number)), Entry)
