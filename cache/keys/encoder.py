@@ -42,6 +42,7 @@ _VERSIONED = {*sys.stdlib_module_names, "torch", "triton", "numpy", "sympy", "bu
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _TRITON_FIELDS = ("fn", "configs", "keys", "values", "noinline", "do_not_specialize")
 MAX_DEPTH = 100
+_CACHED: Any = type(functools.lru_cache(len))
 
 
 class Undescribable(Exception):
@@ -107,18 +108,28 @@ def class_name(cls: type) -> str:
 def unwrapped(member: Any) -> Any:
     """The function inside a property, method, classmethod, cached function and the like."""
     for _ in range(MAX_DEPTH):
-        if isinstance(member, types.FunctionType | type):
-            return member
-        inner = None
-        for name in ("__func__", "fget", "__wrapped__", "func"):
-            found = getattr(member, name, None)
-            if isinstance(found, types.FunctionType) or (found is not None and name != "func"):
-                inner = found
-                break
+        inner = _inside_wrapper(member)
         if inner is None:
             return member
         member = inner
     return member
+
+
+def _inside_wrapper(member: Any) -> Any:
+    if isinstance(member, types.FunctionType | type):
+        return None
+    if isinstance(member, types.MethodType | staticmethod | classmethod):
+        return member.__func__
+    if isinstance(member, property):
+        return member.fget
+    if isinstance(member, functools.cached_property | functools.partialmethod):
+        return member.func
+    if isinstance(member, _CACHED):
+        return member.__wrapped__
+    try:
+        return object.__getattribute__(member, "__dict__").get("__wrapped__")
+    except AttributeError:
+        return None
 
 
 class _Encoder:
@@ -292,8 +303,8 @@ def decomposed(value: Any, where: str) -> tuple[str, list[tuple[str, Any]]]:
         return kind.__name__, [(".__func__", value.__func__)]
     elif isinstance(value, weakref.ReferenceType):
         return "weakref", [(".()", value())]
-    elif (wrapped := getattr(value, "__wrapped__", None)) is not None and kind in _CACHES:
-        return "cached", [(".__wrapped__", wrapped)]
+    elif isinstance(value, _CACHED):
+        return "cached", [(".__wrapped__", value.__wrapped__)]
     if isinstance(value, Mapping):
         texts = sorted(
             ((stable_text(key), item) for key, item in value.items()), key=lambda i: i[0]
@@ -310,9 +321,6 @@ def decomposed(value: Any, where: str) -> tuple[str, list[tuple[str, Any]]]:
     if not fields and not isinstance(value, list | tuple | dict | collections.deque):
         return _reduced(value, where)
     return label, fields
-
-
-_CACHES = (type(functools.lru_cache(len)), type(functools.cache(len)))
 
 
 def _own_fields(value: Any) -> Iterator[tuple[str, Any]]:

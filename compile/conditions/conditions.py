@@ -7,6 +7,7 @@ value at its place, and what was observed when the model was traced.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,14 @@ from ...cache.keys import environment
 from ...cache.keys.encoder import Undescribable, class_name, function_text, stable_text, unwrapped
 from ...cache.keys.factors import Json, canonical
 from .places import MISSING, Step, follow, key_of, root_value, spelled
+
+_CODE = re.compile(r" <code \w+>")
+IDENTITY = "identity"
+"""Kind of the condition that two places hold one object exactly if they did in the trace.
+
+Dynamo decides `a is b` without a guard. Objects are numbered in the order in which they are found;
+the numbers are stored apart from the tree, so that equal layers stay equal subtrees.
+"""
 
 HOOKS = (
     "_forward_hooks",
@@ -35,7 +44,10 @@ class Change:
     new: str
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.old} -> {self.new}"
+        old, new = (_CODE.sub("", text) for text in (self.old, self.new))
+        if old == new:
+            return f"{self.what}: the code of {old} has changed"
+        return f"{self.what}: {old} -> {new}"
 
 
 def observed(kind: str, argument: Any, value: Any) -> str:
@@ -101,7 +113,8 @@ class Recorder:
             value = follow(value, step)
         if value is MISSING:
             raise Undescribable(spelled(root, steps, self._model), "cannot be located")
-        node.conditions.append([kind, argument, observed(kind, argument, value)])
+        text = "" if kind == IDENTITY else observed(kind, argument, value)
+        node.conditions.append([kind, argument, text])
 
     def same(self, one: tuple[str, Sequence[Step]], other: tuple[str, Sequence[Step]]) -> None:
         """The condition that two places hold one object."""
@@ -128,7 +141,13 @@ class Recorder:
 
         roots: dict[str, Json] = {root: number(node) for root, node in self._roots.items()}
         variables: dict[str, Json] = dict(self._variables)
-        return {"nodes": nodes, "roots": roots, "same": self._same, "environment": variables}
+        data: dict[str, Json] = {"nodes": nodes, "roots": roots, "same": self._same}
+        identities = _Identities([])
+        for root, top in roots.items():
+            for _ in _below(nodes, int(str(top)), root_value(root, self._model), [], identities):
+                pass
+        found: list[Json] = list(identities.found)
+        return {**data, "identities": found, "environment": variables}
 
 
 def changes(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[Change]:
@@ -136,11 +155,11 @@ def changes(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[Change]
 
     Raises KeyError, TypeError, ValueError or IndexError for data of another form.
     """
-    nodes = data["nodes"]
+    nodes, identities = data["nodes"], _Identities(data["identities"])
     for root, number in data["roots"].items():
         path: list[Step] = []
         for steps, (kind, argument, old), new in _below(
-            nodes, number, root_value(root, model), path
+            nodes, number, root_value(root, model), path, identities
         ):
             name = spelled(root, steps, model)
             shown = f" {kind}" if kind in ("type", "length", "keys") else ""
@@ -165,12 +184,31 @@ def number_of_conditions(data: Mapping[str, Any]) -> int:
     return total + len(data["same"]) + len(data["environment"])
 
 
+class _Identities:
+    """Numbers objects by the order in which they are first found."""
+
+    def __init__(self, recorded: Sequence[int]) -> None:
+        self._recorded = recorded
+        self._numbers: dict[int, tuple[int, Any]] = {}  # objects are kept so that ids stay theirs
+        self.found: list[int] = []
+
+    def is_as_recorded(self, value: Any) -> bool:
+        number, _ = self._numbers.setdefault(id(value), (len(self._numbers), value))
+        self.found.append(number)
+        place = len(self.found) - 1
+        return place >= len(self._recorded) or self._recorded[place] == number
+
+
 def _below(
-    nodes: Sequence[Any], number: int, value: Any, path: list[Step]
+    nodes: Sequence[Any], number: int, value: Any, path: list[Step], identities: _Identities
 ) -> Iterator[tuple[list[Step], Any, str]]:
     conditions, below = nodes[number]
     for condition in conditions:
         kind, argument, old = condition
+        if kind == IDENTITY:
+            if not identities.is_as_recorded(value):
+                yield list(path), [kind, argument, "the object it was"], "another"
+            continue
         try:
             new = observed(kind, argument, value)
         except Undescribable as error:
@@ -181,7 +219,8 @@ def _below(
             yield list(path), condition, new
     for step, inner in below:
         path.append(step)
-        yield from _below(nodes, inner, MISSING if value is MISSING else follow(value, step), path)
+        next_value = MISSING if value is MISSING else follow(value, step)
+        yield from _below(nodes, inner, next_value, path, identities)
         path.pop()
 
 

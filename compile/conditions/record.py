@@ -15,7 +15,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from ...cache.keys.bytecode import nested_codes
 from ...cache.keys.encoder import Undescribable, unwrapped
 from ...cache.keys.factors import Json
 from ...torch_compat.dynamo import Captured, GuardFact, is_torch_file
-from .conditions import HOOKS, Recorder
+from .conditions import HOOKS, IDENTITY, Recorder
 from .places import GLOBALS, MODEL, Step, encoded_key, forward_function
 
 OF_TORCH = (
@@ -146,9 +146,13 @@ class _TraceConditions:
                 kind, argument = "keys", None
         elif kind not in ("hasattr", "in __dict__"):
             argument = None
-        if getattr(value, "_dynamo_marked_constant", False) and not _is_torch(value):
+        if isinstance(value, types.FunctionType) and _result_is_kept(value):
             raise Undescribable(guard.expression, "is called while tracing and its result is kept")
+        if kind == "length" and isinstance(value, Mapping | Set):
+            kind = "keys" if isinstance(value, Mapping) else "value"  # Dynamo has no other guard
         self.recorder.add(located.root, located.steps, kind, argument)
+        if kind in ("type", "length", "keys"):
+            self.recorder.add(located.root, located.steps, IDENTITY)
 
     def _add_class(self, located: Located) -> None:
         """Remember where the class of a value, or a value that is a class, can be found."""
@@ -357,7 +361,9 @@ class _TraceConditions:
         if name in arguments:
             return Located(arguments[name], None)
         forward = forward_function(self.model)
-        index = forward.__code__.co_freevars.index(name) if hasattr(forward, "__code__") else -1
+        if not hasattr(forward, "__code__") or name not in forward.__code__.co_freevars:
+            return Located(None, None)  # arguments of which there are none
+        index = forward.__code__.co_freevars.index(name)
         cell = forward.__closure__[index].cell_contents
         steps = ("forward", "__closure__", ["item", index], "cell_contents")
         return Located(cell, MODEL, steps)
@@ -405,8 +411,10 @@ def _is_environment(located: Located) -> bool:
     )
 
 
-def _is_torch(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
+def _result_is_kept(function: types.FunctionType) -> bool:
+    """Whether Dynamo calls a function while tracing, by `assume_constant_result`."""
+    is_torch = str(function.__module__).partition(".")[0] == "torch"
+    return not is_torch and getattr(function, "_dynamo_marked_constant", False)
 
 
 def _is_standard(code: types.CodeType) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,13 @@ CPU = torch.device("cpu")
 
 
 def compile_text(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
-    blobs = {CODE: graph.code.encode()}
+    used = graph.graph.python_code("self").globals
+    imports = [
+        f"from {value.__module__} import {value.__name__} as {name}\n"
+        for name, value in used.items()
+        if isinstance(value, types.FunctionType) and not value.__module__.startswith("torch")
+    ]
+    blobs = {CODE: "".join([*imports, graph.code]).encode()}
     return lambda: (load_texts([blobs])[0], blobs)
 
 
@@ -50,7 +57,7 @@ def _loaded(code: str) -> PieceFn:
 TEXT = Compiler("text", compile_text, load_texts)
 
 
-class _EntryPoint:
+class EntryPoint:
     name = "text"
 
     def load(self) -> Compiler:
@@ -59,7 +66,7 @@ class _EntryPoint:
 
 def use_text_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `compiler="text"` known, as an installed package would by an entry point."""
-    monkeypatch.setattr(compilers, "entry_points", lambda group: [_EntryPoint()])
+    monkeypatch.setattr(compilers, "entry_points", lambda group: [EntryPoint()])
 
 
 @dataclass

@@ -1,0 +1,89 @@
+"""No stale result: whatever a model reads, a changed value is a miss, and an equal one is a hit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .cases import sources
+
+REPOSITORY = Path(__file__).parents[2]
+NEVER_CACHED = {
+    "constant_result": "its result is kept",
+}
+"""Cases that rely on what cannot be described by value, and a word of the reason."""
+
+
+def write(folder: Path, variant: int) -> None:
+    for name, source in sources().items():
+        chosen = re.sub(r"<<(.*?)\|(.*?)>>", lambda m: m[1 + variant], source, flags=re.DOTALL)
+        main, _, helper = chosen.partition("\n#helper\n")
+        (folder / name).mkdir(parents=True)
+        (folder / name / f"case_{name}.py").write_text(main)
+        if helper:
+            (folder / name / "helper.py").write_text(helper)
+
+
+def starts(folder: Path, root: Path) -> dict[str, dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.conditions.run_cases", str(folder), str(root)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "PYTHONHASHSEED": str(len(str(folder))),
+    }
+    run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    results: dict[str, dict[str, Any]] = json.loads(run.stdout)
+    return results
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, Any]]]:
+    """Three processes on one cache: the first variant, the second, the first at another place."""
+    base = tmp_path_factory.mktemp("conditions")
+    write(base / "first", 0)
+    write(base / "second", 1)
+    shutil.copytree(base / "first", base / "first_moved_elsewhere")
+    return {
+        name: starts(base / folder, base / "cache")
+        for name, folder in (
+            ("cold", "first"),
+            ("changed", "second"),
+            ("control", "first_moved_elsewhere"),
+        )
+    }
+
+
+pytestmark = pytest.mark.slow
+
+
+def test_there_are_cases_enough() -> None:
+    assert len(sources()) >= 120
+
+
+@pytest.mark.parametrize("name", sorted(sources()))
+def test_a_changed_value_is_a_miss_and_an_equal_one_a_hit(
+    name: str, outcomes: dict[str, dict[str, dict[str, Any]]]
+) -> None:
+    cold, changed, control = (outcomes[run][name] for run in ("cold", "changed", "control"))
+    assert all("error" not in each for each in (cold, changed, control)), (cold, changed, control)
+    assert cold["right"]
+    assert changed["right"], changed
+    assert not changed["hit"]
+    assert control["right"]
+    if name in NEVER_CACHED:
+        assert NEVER_CACHED[name] in cold["not_kept"]
+        assert not control["hit"]
+    else:
+        assert cold["not_kept"] is None
+        assert control["hit"], control["reason"]
+        assert " -> " in changed["reason"] or "the code of" in changed["reason"]
+        assert "<code" not in changed["reason"]
