@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import closing
 from functools import partial
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -72,7 +73,9 @@ def test_captures_compiles_and_recordings_are_counted(prepared):
     assert found["piecegraph_captures_total", "FULL"] == 2
     assert found["piecegraph_capture_seconds_total", "FULL"] > 0
     assert found["piecegraph_compiles_total", "eager"] == 1
-    assert not [name for name in found if name[0] == "piecegraph_after_seal_total"]
+    after_seal = {name[1]: n for name, n in found.items() if name[0].startswith("piecegraph_after")}
+    assert set(after_seal.values()) == {0}
+    assert "trace" in after_seal
     assert found["piecegraph_recordings",] == 2
     assert found["piecegraph_recording_bytes",] > 0
     assert found["piecegraph_startup_seconds", "prepare"] > 0
@@ -121,6 +124,43 @@ def test_a_registry_collects_the_same_with_labels_of_its_own(prepared):
     labels = {"rank": "3", "mode": "FULL", "reason": "padded"}
     assert registry.get_sample_value("piecegraph_steps_total", labels) == 2
     assert registry.get_sample_value("piecegraph_recordings", {"rank": "3"}) == 2
+
+
+def test_counts_and_bytes_are_apart_and_a_miss_counts_once(own):
+    for name in ("hit", "hit.private", "miss", "miss.absent", "miss", "miss.corrupt"):
+        own.events.count(f"cache.{name}")
+    own.events.count("cache.bytes_written", 1_249_732)
+    own.events.count("cache.milliseconds_saved", 1500)
+    found = samples(own)
+    events = {name[1]: n for name, n in found.items() if name[0] == "piecegraph_cache_events_total"}
+    assert events == {
+        "hit": 1, "miss": 2, "published": 0, "publish_failed": 0, "quarantined": 0, "evicted": 0,
+        "duplicate_work": 0,
+    }  # fmt: skip
+    assert found["piecegraph_cache_misses_total", "absent"] == 1
+    assert found["piecegraph_cache_hits_total", "private"] == 1
+    assert found["piecegraph_cache_bytes_total", "written"] == 1_249_732
+    assert found["piecegraph_cache_bytes_total", "read"] == 0
+    assert found["piecegraph_cache_saved_seconds_total",] == 1.5
+
+
+def test_the_version_and_the_mode_are_an_info_metric(prepared):
+    import piecegraph
+
+    labels = (piecegraph.__version__, version("torch"), "FULL", "eager", "eager")
+    assert samples(prepared)[("piecegraph_info", *labels)] == 1
+
+
+def test_one_collector_serves_several_models(prepared, own):
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector({"draft": prepared, "target": own}))
+    assert registry.get_sample_value("piecegraph_recordings", {"model": "draft"}) == 2
+    text = generate_latest(registry).decode()
+    for name in ("piecegraph_steps_total", "piecegraph_recordings"):
+        assert text.count(f"# TYPE {name} ") == 1
+    assert registry.get_sample_value("piecegraph_recordings", {"model": "target"}) is not None
 
 
 def test_labels_are_escaped(prepared):

@@ -10,14 +10,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
+from ... import __version__
 from ...runtime.records import CaptureRecord, Records
+from ...runtime.strategy.monitors import Kind
 
 if TYPE_CHECKING:
     from ... import PreparedModel
 
 Labels = tuple[tuple[str, str], ...]
+
+
+CACHE_EVENTS = (
+    "hit",
+    "miss",
+    "published",
+    "publish_failed",
+    "quarantined",
+    "evicted",
+    "duplicate_work",
+)
+"""Counters of the cache that have a sample from the start."""
+
+SAVED = "cache.milliseconds_saved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +85,7 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
         "Seconds spent capturing.",
         _sums((capture.mode, capture.ms / 1000) for capture in captures),
     )
-    yield _counter(
-        "piecegraph_cache_events",
-        "What the cache did.",
-        _counts(counters, "event", prefix="cache."),
-    )
+    yield from _cache_metrics(counters)
     yield _counter(
         "piecegraph_compiles",
         "Pieces compiled, by compiler.",
@@ -81,7 +94,22 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
     yield _counter(
         "piecegraph_after_seal",
         "Tracing, compiling and capturing after seal(), by kind.",
-        _counts(counters, "kind", prefix="after_seal."),
+        {(("kind", kind.name.lower()),): 0 for kind in Kind}
+        | _counts(counters, "kind", prefix="after_seal."),
+    )
+    yield Metric(
+        "piecegraph_info",
+        "gauge",
+        "1, with versions and settings as labels.",
+        {
+            (
+                ("version", __version__),
+                ("torch", version("torch")),
+                ("graph_mode", prepared.resolved.mode.value),
+                ("strategy", prepared.config.strategy.value),
+                ("compiler", prepared.config.compiler),
+            ): 1
+        },
     )
     yield Metric(
         "piecegraph_recordings", "gauge", "Recordings that are held.", {(): len(recordings)}
@@ -100,27 +128,72 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
     )
 
 
+def _cache_metrics(counters: Mapping[str, int]) -> Iterator[Metric]:
+    """Counts, bytes and seconds of the cache, each in a family of its own."""
+    events = dict.fromkeys(CACHE_EVENTS, 0.0)
+    by: dict[str, dict[Labels, float]] = {"hit": {}, "miss": {}, "bytes": {}}
+    by["bytes"] = {(("direction", each),): 0.0 for each in ("read", "written")}
+    for name, count in sorted(counters.items()):
+        if not name.startswith("cache.") or name == SAVED:
+            continue
+        name = name.removeprefix("cache.")
+        kind, _, detail = name.partition(".")
+        if kind in ("hit", "miss") and detail:
+            by[kind][("layer" if kind == "hit" else "reason", detail),] = count
+        elif name.startswith("bytes_"):
+            by["bytes"][("direction", name.removeprefix("bytes_")),] = count
+        else:
+            events[name] = count
+    yield _counter(
+        "piecegraph_cache_events",
+        "What the cache did.",
+        {(("event", event),): count for event, count in events.items()},
+    )
+    yield _counter("piecegraph_cache_hits", "Hits of the cache, by layer.", by["hit"])
+    yield _counter("piecegraph_cache_misses", "Misses of the cache, by reason.", by["miss"])
+    yield _counter("piecegraph_cache_bytes", "Bytes read and written.", by["bytes"])
+    yield _counter(
+        "piecegraph_cache_saved_seconds",
+        "Compile time that hits saved.",
+        {(): counters.get(SAVED, 0) / 1000},
+    )
+
+
 def metrics_text(prepared: PreparedModel) -> str:
     """All metrics in Prometheus' text exposition format."""
     return "".join(_text(metric) for metric in read_metrics(prepared))
 
 
 class MetricsCollector:
-    """A collector for a registry of prometheus-client; `labels` are added to every sample."""
+    """A collector for a registry of prometheus-client; `labels` are added to every sample.
 
-    def __init__(self, prepared: PreparedModel, labels: Mapping[str, str] | None = None) -> None:
-        self._prepared = prepared
-        self._labels = tuple((labels or {}).items())
+    Several models, by name, need one collector: their samples have a label `model`.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedModel | Mapping[str, PreparedModel],
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        own = tuple((labels or {}).items())
+        self._models: list[tuple[Labels, PreparedModel]]
+        if isinstance(prepared, Mapping):
+            self._models = [((("model", name), *own), each) for name, each in prepared.items()]
+        else:
+            self._models = [(own, prepared)]
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
-        for metric in read_metrics(self._prepared):
-            family: Any = families[metric.kind](metric.name, metric.help)
-            for labels, value in metric.samples.items():
-                family.add_sample(metric.sample_name, dict(self._labels + labels), value)
-            yield family
+        collected: dict[str, Any] = {}
+        for own, prepared in self._models:
+            for metric in read_metrics(prepared):
+                made: Any = families[metric.kind](metric.name, metric.help)
+                family = collected.setdefault(metric.name, made)
+                for labels, value in metric.samples.items():
+                    family.add_sample(metric.sample_name, dict(own + labels), value)
+        yield from collected.values()
 
 
 def _counter(name: str, help: str, samples: Mapping[Labels, float]) -> Metric:
