@@ -70,7 +70,12 @@ MUTANTS = [
         "if self._tracker.computed and not nodes:",
         "if False:",
     ),
-    Mutant("a pool keeps its memory", CUDA, "            pool.anchor.reset()\n", ""),
+    Mutant(
+        "a pool keeps its memory",
+        CUDA,
+        "            pool.anchor.reset()\n            pool.anchor = None\n",
+        "            pass\n",
+    ),
     Mutant(
         "probes keep their pool",
         "runtime/memory/forecast.py",
