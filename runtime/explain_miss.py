@@ -52,8 +52,8 @@ def explain_miss(
     """
     config = resolve_config(config)
     request = compile_request(model, config, Records(), examples)
-    key = trace_key(model, request.config, request.device, examples)
-    entry = find_bundle(request.cache, key, model)
+    key = trace_key(request.model, request.config, request.device, examples)
+    entry = find_bundle(request.cache, key, request.model)
     if not isinstance(entry, Entry):
         reason = f"{entry.reason}: {entry.detail}" if entry.detail else entry.reason
         return CacheForecast(key, reason, _nearest(config, key, at_most))

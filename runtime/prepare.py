@@ -14,6 +14,7 @@ from ..compile.pipeline import compile_model
 from ..dispatch import Dispatcher, Histogram
 from ..errors import AutocastActive, InvalidSetting
 from ..events import Events
+from ..torch_compat.modules import original_module
 from ..torch_compat.tensors import is_autocast_enabled
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
@@ -114,6 +115,7 @@ def compile_request(
             reason="it is a class" if isinstance(model, type) else "it is no torch.nn.Module",
             expected="an instance of torch.nn.Module, and for a function one that calls it",
         )
+    model = original_module(model)
     if _device(model).type == "meta":
         raise InvalidSetting(
             name="model",

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -29,11 +30,17 @@ class Captured:
     graph: torch.fx.GraphModule
     fake_mode: Any
     call: Callable[..., Any]
-    """`call(compiled_fn)(model, *args, **kwargs)` runs Dynamo's bytecode around `compiled_fn`."""
+    """`call(compiled_fn)(*args, **kwargs)` runs Dynamo's bytecode around `compiled_fn`."""
     inlined: Inlined
     guards: tuple[GuardFact, ...]
     aliases: dict[str, str]
     """Dynamo's own names for modules among the globals."""
+    local_scope: dict[str, Any]
+    """What `L` stands for in expressions: the arguments of the traced function."""
+    closure: dict[str, Any]
+    """Variables that the traced function closes over; `L` has them too."""
+    global_scope: dict[str, Any]
+    """What `G` stands for: the globals of the traced function."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +107,17 @@ def capture_full_graph(
     """One Dynamo graph of `model.forward`, or None if it holds no tensor operation."""
     from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
 
-    with _inlined_calls() as inlined:
+    with _inlined_calls() as inlined, _forward_as_function(model):
         output = fullgraph_capture(model, args, kwargs)
+        function, bound = get_traced_fn(model)
     if output.backend_input is None:
         return None
-    function, _ = get_traced_fn(model)
 
     def call(compiled_fn: Callable[..., Any]) -> Callable[..., Any]:
-        return output.forward_callable(compiled_fn=compiled_fn, extra_globals=function.__globals__)
+        forward: Callable[..., Any] = output.forward_callable(
+            compiled_fn=compiled_fn, extra_globals=function.__globals__
+        )
+        return forward if bound is None else partial(forward, bound)
 
     return Captured(
         graph=output.backend_input.graph_module,
@@ -116,7 +126,37 @@ def capture_full_graph(
         inlined=inlined,
         guards=_guard_facts(output.graph_capture_output.output_graph.guards),
         aliases=dict(output.graph_capture_output.import_sources),
+        local_scope=_local_scope(function, bound, args, kwargs),
+        closure=dict(inspect.getclosurevars(function).nonlocals),
+        global_scope=function.__globals__,
     )
+
+
+@contextmanager
+def _forward_as_function(model: torch.nn.Module) -> Iterator[None]:
+    """Dynamo takes functions and methods only: make another callable, such as a partial, one."""
+    forward = vars(model).get("forward")
+    if forward is None or inspect.isroutine(forward):
+        yield
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    model.forward = call
+    try:
+        yield
+    finally:
+        model.forward = forward
+
+
+def _local_scope(function: Any, bound: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The parameters of the traced function when it begins."""
+    given = args if bound is None else (bound, *args)
+    # a decorated function is traced from its wrapper, whose parameters are often *args, **kwargs
+    taken = inspect.signature(function, follow_wrapped=False).bind(*given, **kwargs)
+    taken.apply_defaults()
+    return taken.arguments
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,25 @@ def global_forward_hooks() -> list[Any]:
     """Hooks that torch runs around every module."""
     kinds = (_module._global_forward_pre_hooks, _module._global_forward_hooks)
     return [hook for hooks in kinds for hook in hooks.values()]
+
+
+def called_function(model: torch.nn.Module) -> Any:
+    """The function that a call of `model` runs, unbound: its forward, or `__call__` if that is
+    replaced or runs hooks. Dynamo traces the same one."""
+    call = type(model).__call__
+    hooked = any(forward_hooks(model).values()) or global_forward_hooks()
+    if hooked or call is not torch.nn.Module.__call__:
+        return call
+    forward: Any = model.forward
+    while isinstance(forward, partial):
+        forward = forward.func
+    return getattr(forward, "__func__", forward)
+
+
+def original_module(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside one that `torch.compile` returned; else `model`."""
+    inner = vars(model).get("_modules", {}).get("_orig_mod")
+    return model if inner is None else inner
 
 
 def tensor_dict(module: torch.nn.Module, name: str) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ...torch_compat.modules import called_function
+
 Step: TypeAlias = "str | list[Any]"
 MODEL, GLOBALS = "", "*"
 """Roots that are no modules."""
@@ -125,6 +127,11 @@ def spelled(root: str, steps: Iterable[Step], model: torch.nn.Module) -> str:
     return name
 
 
+def called_as(model: torch.nn.Module) -> str:
+    """The attribute of the model that leads to its `forward_function`."""
+    return "__call__" if called_function(model) is type(model).__call__ else "forward"
+
+
 def forward_function(model: torch.nn.Module) -> Any:
-    """The function behind `model.forward`, unbound."""
-    return getattr(model.forward, "__func__", model.forward)
+    """The function that a call of the model runs, unbound."""
+    return called_function(model)

@@ -26,7 +26,7 @@ from ...cache.keys.encoder import Undescribable, unwrapped
 from ...cache.keys.factors import Json
 from ...torch_compat.dynamo import Captured, GuardFact, is_torch_file
 from .conditions import HOOKS, IDENTITY, Recorder
-from .places import GLOBALS, MODEL, Step, encoded_key, forward_function
+from .places import GLOBALS, MODEL, Step, called_as, encoded_key, forward_function
 
 OF_TORCH = (
     "torch._dynamo",
@@ -165,7 +165,8 @@ class _TraceConditions:
 
     def add_code(self) -> None:
         """Conditions on the code of each function that was inlined, as loaded in this process."""
-        self.recorder.add(MODEL, ["forward"], "code")
+        for name in sorted({"forward", called_as(self.model)}):
+            self.recorder.add(MODEL, [name], "code")
         forward = forward_function(self.model)
         if isinstance(forward, types.FunctionType):
             for name in ("__defaults__", "__kwdefaults__"):
@@ -361,11 +362,12 @@ class _TraceConditions:
         if name in arguments:
             return Located(arguments[name], None)
         forward = forward_function(self.model)
-        if not hasattr(forward, "__code__") or name not in forward.__code__.co_freevars:
-            return Located(None, None)  # arguments of which there are none
-        index = forward.__code__.co_freevars.index(name)
+        code = getattr(forward, "__code__", None)
+        if code is None or name not in code.co_freevars:
+            raise LookupError(name)  # of the function that stands for a partial
+        index = code.co_freevars.index(name)
         cell = forward.__closure__[index].cell_contents
-        steps = ("forward", "__closure__", ["item", index], "cell_contents")
+        steps = (called_as(self.model), "__closure__", ["item", index], "cell_contents")
         return Located(cell, MODEL, steps)
 
     def _global(self, name: str) -> Located:

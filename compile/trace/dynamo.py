@@ -7,7 +7,6 @@ structure of the result is learned by running Dynamo's bytecode around recognisa
 
 from __future__ import annotations
 
-import inspect
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,6 @@ from ...torch_compat.dynamo import (
     user_location,
 )
 from ...torch_compat.symbolic import expression_of
-from ..conditions.places import forward_function
 from ..conditions.record import Conditions, record_conditions
 from ..ir.compilation import CompileRequest
 from ..ir.locations import first_line, node_location
@@ -89,8 +87,9 @@ def trace(request: CompileRequest) -> Trace:
     graph = captured.graph
     inline_regions(graph)
     _check_host_reads(graph)
-    scope = _scope(model, examples)
-    sources, tensors = _sources(graph, model, examples, scope)
+    scope = {"L": captured.local_scope, "G": captured.global_scope}
+    names = {**scope, "L": {**captured.closure, **captured.local_scope}}
+    sources, tensors = _sources(graph, model, examples, names)
     return Trace(
         graph=graph,
         shape_env=captured.fake_mode.shape_env,
@@ -146,21 +145,12 @@ def _sources(
     return sources, tensors
 
 
-def _scope(model: torch.nn.Module, examples: Examples) -> dict[str, Any]:
-    """What Dynamo's expressions are over: arguments of the call, globals of the function."""
-    args, kwargs = examples.call_arguments()
-    forward = forward_function(model)
-    # a decorated forward is traced from its wrapper, whose parameters are often *args, **kwargs
-    taken = inspect.signature(forward, follow_wrapped=False).bind(model, *args, **kwargs)
-    return {"L": taken.arguments, "G": forward.__globals__}
-
-
 def _structure(captured: Captured, model: torch.nn.Module, examples: Examples) -> Any:
     """Run the bytecode that surrounds the graph, with one stand-in per graph output."""
     outputs: Any = captured.graph.graph.output_node().args[0]
     stand_ins = [torch.empty(0, device="meta") for _ in outputs]
     args, kwargs = examples.call_arguments()
-    result = captured.call(lambda *_: tuple(stand_ins))(model, *args, **kwargs)
+    result = captured.call(lambda *_: tuple(stand_ins))(*args, **kwargs)
     known = {id(value): Ref(f"o{i}") for i, value in enumerate(stand_ins)}
     for leaf in examples.leaves():
         if isinstance(leaf.value, torch.Tensor):

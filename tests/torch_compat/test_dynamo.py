@@ -46,7 +46,7 @@ def test_full_graph_is_dynamic_where_it_was_marked(shapes: str) -> None:
     rows, columns = sources[name].meta["example_value"].shape
     assert isinstance(rows, torch.SymInt)
     assert columns == 2
-    result = found.call(lambda *inputs: (torch.full((5, 2), 7.0),))(model, x)
+    result = found.call(lambda *inputs: (torch.full((5, 2), 7.0),))(x)
     assert torch.equal(result["y"], torch.full((5, 2), 7.0))
     assert any("SCALE" in guard.expression for guard in found.guards)
     assert doubled.__code__ in found.inlined.functions

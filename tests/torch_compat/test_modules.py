@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,3 +56,23 @@ def test_addresses_of_replaced_tensors_and_modules_are_read() -> None:
     assert reads[0]() is None
     del model[0]
     assert reads[1]() is None
+
+
+def test_function_that_a_call_runs() -> None:
+    class Called(nn.Linear):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
+
+    module = nn.Linear(2, 2)
+    assert modules.called_function(module) is nn.Linear.forward
+    module.forward = partial(module.forward)  # type: ignore[method-assign]
+    assert modules.called_function(module) is nn.Linear.forward
+    module.register_forward_hook(hook)
+    assert modules.called_function(module) is nn.Module.__call__
+    assert modules.called_function(Called(2, 2)) is Called.__call__
+
+
+def test_module_inside_a_compiled_one() -> None:
+    module = nn.Linear(2, 2)
+    assert modules.original_module(module) is module
+    assert modules.original_module(torch.compile(module)) is module
