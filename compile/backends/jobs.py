@@ -178,8 +178,9 @@ def _covers(meta: Mapping[str, Any], limits: list[Any]) -> bool:
 
 
 def compiler_options(request: CompileRequest, split: SplitModel, job: Job) -> dict[str, Any]:
-    """Inductor's options for a job: autotuning for one size, the user's options, passes."""
-    tuned = {} if job.size is None else {"max_autotune": request.device.type == "cuda"}
+    """Inductor's options for a job: autotuning for one size at level 3, the user's, passes."""
+    tunes = split.config.autotunes() and request.device.type == "cuda"
+    tuned = {"max_autotune": True} if tunes and job.size is not None else {}
     passes = inductor_passes(job.passes, request.events, job.unique.index)
     cuts = (
         partition_options(split.partition_ops) if split.config.use_inductor_graph_partition else {}

@@ -62,6 +62,7 @@ def trace_key(
             "config": config_factors(config, "trace"),
             "splitting": predicate_factor(config),
             "passes": pass_factors(passes_for(config)),
+            "autotune": config.autotunes(),
             "device": device_factors(device),
             "platform": f"{sys.platform} {platform.machine()}",
             "versions": versions(),
@@ -81,6 +82,7 @@ def machine_factors(config: CompileConfig, device: torch.device) -> dict[str, An
     """What the codegen keys of all pieces of a model have in common."""
     return {
         "config": config_factors(config, "codegen"),
+        "autotune": config.autotunes(),
         "device": device_factors(device),
         "platform": f"{sys.platform} {platform.machine()}",
         "toolchain": toolchain(),

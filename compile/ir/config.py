@@ -125,7 +125,8 @@ class CompileConfig(Settings):
 
     level: Annotated[int, LEVEL, Field(ge=0, le=3)] = 2
     """Optimization level 0 to 3: the defaults of settings that are not set. 0 neither compiles nor
-    captures graphs, 1 has PIECEWISE graphs, 2 and 3 have FULL_AND_PIECEWISE."""
+    captures graphs, 1 has PIECEWISE graphs, 2 and 3 have FULL_AND_PIECEWISE. 3 also autotunes
+    `compile_sizes`."""
 
     compile: Annotated[bool, TRACED] = True
     """`False` runs the model's own forward without tracing it. Then there are graphs only if
@@ -147,7 +148,7 @@ class CompileConfig(Settings):
     """Token counts at which a range ends. Each range is compiled separately, for any size in it."""
 
     compile_sizes: Annotated[tuple[int, ...], RANGES] = ()
-    """Token counts that get their own static code, autotuned on a GPU."""
+    """Token counts that get their own static code; `level=3` autotunes it on a GPU."""
 
     dedupe: Annotated[bool, TRACED] = True
     """`False` compiles equal pieces separately."""
@@ -257,6 +258,10 @@ class CompileConfig(Settings):
                 expected=f"1 to {self.max_num_tokens}",
             )
         return self
+
+    def autotunes(self) -> bool:
+        """Whether code for `compile_sizes` is autotuned, on a device that supports it."""
+        return self.level >= 3 and bool(self.compile_sizes)
 
     def cuts(self) -> bool:
         """Whether the settings name anything to split at."""

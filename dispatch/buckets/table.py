@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import product
 
 from ...errors import BeyondLimits, InvalidSetting, NoBuckets
@@ -86,17 +86,24 @@ def _corrected(bucket: Bucket, limits: BucketLimits) -> Bucket:
 
 
 class BucketTable:
-    """The buckets of one phase, cheapest first, with a fallback for holes."""
+    """The buckets of one phase, cheapest first, with a fallback for holes.
 
-    def __init__(self, buckets: Iterable[Bucket], limits: BucketLimits) -> None:
+    `cost` is the cost of a step by its bucket in any unit, such as measured seconds. Without it
+    the bucket with the smallest volume is the cheapest, since all dimensions multiply.
+    """
+
+    def __init__(
+        self,
+        buckets: Iterable[Bucket],
+        limits: BucketLimits,
+        cost: Callable[[Bucket], float] | None = None,
+    ) -> None:
         self.limits = limits
-        self.buckets = tuple(sorted(set(buckets), key=lambda bucket: (_volume(bucket), bucket)))
+        price = cost or _volume
+        self.buckets = tuple(sorted(set(buckets), key=lambda bucket: (price(bucket), bucket)))
 
     def find(self, batch: int, query: int, context: int) -> Bucket | None:
-        """The planned bucket with the least padding, or None.
-
-        The dimensions multiply, so the bucket with the smallest volume pads least.
-        """
+        """The cheapest planned bucket that holds the batch, or None."""
         wanted = Bucket(batch, query, context)
         return next((bucket for bucket in self.buckets if bucket.holds(wanted)), None)
 

@@ -120,13 +120,16 @@ def fit_validated(
 ) -> Validated:
     """Sizes fitted to `counts` if they do better on `held_out` than `default`, else `default`.
 
-    Better means: no more batches without a graph, and a lower cost for each real row. The sizes
-    of `base` are always kept.
+    Better means: no more batches without a graph, and a lower cost for each real row, or the same
+    cost with fewer graphs. A `default` of more than `max_graphs` sizes is thinned out to that
+    number. The sizes of `base` are always kept.
     """
+    default = _thinned(default, max_graphs)
     fitted = fit_sizes(blur(counts, drift), max_graphs=max_graphs, base=base, cost=cost)
     waste, default_waste = padding_waste(held_out, fitted), padding_waste(held_out, default)
+    ours, theirs = cost_per_row(held_out, fitted, cost), cost_per_row(held_out, default, cost)
     better = waste.without_graph <= default_waste.without_graph and (
-        cost_per_row(held_out, fitted, cost) < cost_per_row(held_out, default, cost)
+        (ours, len(fitted)) < (theirs, len(default))
     )
     return Validated(
         fitted if better else tuple(default),
@@ -134,6 +137,12 @@ def fit_validated(
         waste if better else default_waste,
         default_waste,
     )
+
+
+def _thinned(sizes: Sequence[int], most: int) -> Sequence[int]:
+    """At most `most` of `sizes`, evenly chosen, the largest among them."""
+    step = -(-len(sizes) // most)
+    return sizes[::-1][::step][::-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,17 @@ def single_rank(topic: str, facts: Facts) -> list[dict[str, Any]]:
 
 
 def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:
-    """What ranks compare before they capture: everything that decides a dispatch or a capture."""
+    """What ranks compare before they capture: everything that decides a dispatch or a capture.
+
+    Settings come before the graphs that follow from them, one fact each, so that the first
+    difference is the cause or the first graph that differs.
+    """
+    stated = plan.as_json()
+    entries = stated.pop("entries")
     return {
-        "plan digest": plan.digest,
         "attention capabilities": {name: s.name for name, s in config.supports().items()},
+        **stated,
+        **{f"graph {index}": entry for index, entry in enumerate(entries)},
         "strategy": config.strategy.value,
         "min_hits": config.min_hits,
         "captures_per_step": config.captures_per_step,
@@ -101,7 +108,7 @@ class Ranks:
 
     def _must_be_equal(self, topic: str, stated: list[dict[str, Any]]) -> None:
         """Name the ranks that differ from what most state (rank 0 breaks a tie), and the fact."""
-        for name in stated[0]:
+        for name in dict.fromkeys(name for each in stated for name in each):
             texts = [json.dumps(each.get(name), sort_keys=True) for each in stated]
             usual = Counter(texts).most_common(1)[0][0]
             odd = [rank for rank, text in enumerate(texts) if text != usual]

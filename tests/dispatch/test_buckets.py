@@ -279,3 +279,10 @@ def test_the_fallback_reaches_as_far_as_the_limits_do():
             BucketTable((), limits).fallback(DECODE, 64, 1, context)
     merged = BucketTable((), replace(EXP_4096, merged_prefill=True))
     assert merged.fallback(PROMPT, 1, 2048, 16 * 31) == (1, 2048, 16 * 32)
+
+
+def test_a_measured_cost_chooses_the_bucket():
+    buckets = [Bucket(1, 128, 31), Bucket(1, 2048, 0)]
+    assert BucketTable(buckets, EXP_4096).find(1, 128, 0) == (1, 2048, 0)  # the smaller volume
+    table = BucketTable(buckets, EXP_4096, cost=lambda bucket: bucket.batch * bucket.query)
+    assert table.find(1, 128, 0) == (1, 128, 31)

@@ -194,3 +194,18 @@ def test_refit_knows_measured_costs():
     counts[21] = 1000
     flat = refit((8, 64), counts, max_graphs=4, cost=lambda size: 1.0)
     assert (flat.add, flat.drop) == ((), ())
+
+
+def test_a_kept_default_has_no_more_sizes_than_asked_for():
+    default = [1, 2, 4, *range(8, 257, 8)]
+    held_out = [1] * 257
+    chosen = fit_validated([0, 100], held_out, default=default, max_graphs=8, base=[256])
+    assert chosen.kept_default
+    assert len(chosen.sizes) <= 8
+    assert chosen.sizes[-1] == 256
+
+
+def test_on_a_tie_fewer_graphs_are_chosen():
+    counts = [0] * 8 + [5]
+    chosen = fit_validated(counts, counts, default=[4, 8], max_graphs=8, drift=0.0)
+    assert chosen.sizes == (8,)

@@ -8,7 +8,6 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from piecegraph.dispatch import default_capture_sizes
 from piecegraph.errors import InvalidSetting, ToolMissing
 from piecegraph.tools.cli.sizes_commands import sizes_app
 from piecegraph.tools.serve.fitted_sizes import decode_steps, draw, fit_trace, read_sizes
@@ -40,7 +39,7 @@ def test_every_output_token_is_decoded_once():
 
 
 @pytest.mark.parametrize("rate", [1.0, 2.0, 3.0])
-def test_fitted_sizes_waste_no_more_than_the_default_ladder(rate):
+def test_fitted_sizes_waste_no_more_than_the_default_sizes(rate):
     result = fit_trace(read_trace(EXCERPT), rate=rate)
     assert result["sizes"][-1] >= 256
     assert result["waste"]["fitted"] <= result["waste"]["default"]
@@ -58,17 +57,17 @@ def test_24_fitted_sizes_cut_the_waste_of_the_excerpt_by_half():
     assert result["waste"]["default"] < result["waste"]["powers_of_two"]
 
 
-def test_too_few_graphs_keep_the_default():
-    result = fit_trace(read_trace(EXCERPT), max_graphs=4, rate=3.0)
-    assert result["kept_default"]
-    assert tuple(result["sizes"]) == default_capture_sizes(256, 2048)
-    assert result["waste"]["fitted"] == result["waste"]["default"]
+def test_there_are_never_more_sizes_than_asked_for():
+    for max_graphs in (4, 8):
+        result = fit_trace(read_trace(EXCERPT), max_graphs=max_graphs, rate=3.0)
+        assert len(result["sizes"]) <= max_graphs
+        assert max(result["sizes"]) >= 256
 
 
 @pytest.mark.parametrize("bad", [{"max_graphs": 1}, {"rate": 0.0}, {"rate": -1.0}])
 def test_settings_that_are_too_small_are_named(bad):
     with pytest.raises(InvalidSetting, match="--" + next(iter(bad)).replace("_", "-")):
-        fit_trace([TraceRow(0.0, 1, 1)] * 2, **bad)
+        fit_trace([TraceRow(0.0, 1, 1)] * 3, **bad)
 
 
 def test_the_command_prints_plots_and_writes_a_sizes_file(tmp_path):

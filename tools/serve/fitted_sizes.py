@@ -75,14 +75,15 @@ def fit_trace(
     max_num_tokens: int = MAX_NUM_TOKENS,
     max_num_reqs: int = MAX_NUM_REQS,
 ) -> dict[str, Any]:
-    """Fit on the first half of the requests, judge on the second; JSON-able.
+    """Fit on the first third of the requests, choose on the second, judge on the last; JSON-able.
 
-    `waste` holds padding rows over padded rows of the second half for each list, `fitted` for
-    `sizes`, which are the default ladder unless the fit does better. `curve` has the waste of
-    fits by number of graphs, better or not. Raises InvalidSetting for fewer than two requests, a
-    rate that is not positive, or fewer graphs than the tails need.
+    `waste` holds padding rows over padded rows of the last third for each list. `fitted` is that of
+    `sizes`: the default sizes, at most `max_graphs` of them, unless the fit does better on the
+    second third. `curve` has the waste of fits by number of graphs, better or not. Raises
+    InvalidSetting for fewer than three requests, a rate that is not positive, or fewer graphs than
+    the tails need.
     """
-    _require("requests", len(requests), len(requests) > 1, "2 or more")
+    _require("requests", len(requests), len(requests) > 2, "3 or more")
     _require("--rate", rate, 0 < rate < math.inf, "a finite number above 0")
     limits = {"max_num_tokens": max_num_tokens, "max_num_reqs": max_num_reqs}
     _require(
@@ -91,16 +92,15 @@ def fit_trace(
         max_num_reqs <= max_num_tokens,
         f"at most --max-num-tokens, {max_num_tokens}",
     )
-    half = len(requests) // 2
-    counts, held_out = (
-        decode_steps(part, rate, **limits) for part in (requests[:half], requests[half:])
-    )
+    third = len(requests) // 3
+    parts = requests[:third], requests[third : 2 * third], requests[2 * third :]
+    counts, chosen_on, held_out = (decode_steps(part, rate, **limits) for part in parts)
     default = default_capture_sizes(max_num_reqs, max_num_tokens)
     powers = [1 << bit for bit in range(default[-1].bit_length())]
     tail = tail_sizes(counts, max_num_reqs)
     _require("--max-graphs", max_graphs, max_graphs > len(tail), f"{len(tail) + 1} or more")
     fits = {
-        graphs: fit_validated(counts, held_out, default=default, max_graphs=graphs, base=tail)
+        graphs: fit_validated(counts, chosen_on, default=default, max_graphs=graphs, base=tail)
         for graphs in sorted({*CURVE, max_graphs})
         if graphs > len(tail)
     }

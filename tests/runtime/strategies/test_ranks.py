@@ -49,7 +49,8 @@ def test_equal_ranks_agree(play: Any, size: int) -> None:
 def test_a_rank_with_another_plan_is_named_by_all(play: Any) -> None:
     for outcome in play("disagree_on_sizes", 4, odd=2).values():
         assert outcome["error"] == "RanksDisagree"
-        assert outcome["message"].startswith("rank 2 disagrees at 'start' on plan digest")
+        assert outcome["message"].startswith("rank 2 disagrees at 'start' on graph 0: rank 2: {")
+        assert '"num_tokens": 2' in outcome["message"]
 
 
 def test_a_rank_with_another_attention_is_named_by_all(play: Any) -> None:
@@ -86,7 +87,7 @@ def test_failure_35_ranks_that_see_other_batches_are_told_with_the_step(play: An
     outcomes = play("one_sees_another_batch", 4, odd=3)
     for outcome in outcomes.values():
         assert outcome["error"] == "RanksDisagree"
-        assert "rank 3 differs" in outcome["message"]
+        assert "rank 3 disagrees" in outcome["message"]
         assert "at step 1" in outcome["message"]
 
 

@@ -1,0 +1,41 @@
+"""Optimization level 3 autotunes the code of compile sizes, and is then part of the keys."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.compile.backends.jobs import compiler_options
+from piecegraph.compile.bundle.key_factors import machine_factors, trace_key
+from piecegraph.compile.ir.config import CompileConfig
+
+CPU = torch.device("cpu")
+INPUTS = {"input": "float32[num_tokens, 4]"}
+
+
+@pytest.mark.parametrize(
+    ("level", "device", "size", "tuned"),
+    [(3, "cuda", 4, True), (2, "cuda", 4, False), (3, "cpu", 4, False), (3, "cuda", None, False)],
+)
+def test_compile_sizes_are_autotuned_at_level_3_on_a_gpu(
+    level: int, device: str, size: int | None, tuned: bool
+) -> None:
+    config = CompileConfig(level=level, compile_sizes=(4,))
+    request: Any = SimpleNamespace(config=config, device=torch.device(device), events=None)
+    split: Any = SimpleNamespace(config=config, partition_ops=())
+    job: Any = SimpleNamespace(size=size, passes=(), unique=SimpleNamespace(index=0))
+    assert ("max_autotune" in compiler_options(request, split, job)) == tuned
+
+
+def test_what_is_autotuned_has_other_keys() -> None:
+    def keys(level: int, *sizes: int) -> tuple[Any, str]:
+        config = CompileConfig(level=level, compile_sizes=sizes, inputs=INPUTS)
+        key = trace_key(torch.nn.Linear(4, 4), config, CPU)
+        return machine_factors(config, CPU)["autotune"], key.digest
+
+    assert keys(2, 4)[0] != keys(3, 4)[0]
+    assert keys(2, 4)[1] != keys(3, 4)[1]
+    assert keys(2) == keys(3)
