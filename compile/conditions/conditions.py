@@ -143,7 +143,7 @@ class Recorder:
         variables: dict[str, Json] = dict(self._variables)
         data: dict[str, Json] = {"nodes": nodes, "roots": roots, "same": self._same}
         identities = _Identities([])
-        for root, top in roots.items():
+        for root, top in sorted(roots.items()):
             for _ in _below(nodes, int(str(top)), root_value(root, self._model), [], identities):
                 pass
         found: list[Json] = list(identities.found)
@@ -156,7 +156,7 @@ def changes(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[Change]
     Raises KeyError, TypeError, ValueError or IndexError for data of another form.
     """
     nodes, identities = data["nodes"], _Identities(data["identities"])
-    for root, number in data["roots"].items():
+    for root, number in sorted(data["roots"].items()):
         path: list[Step] = []
         for steps, (kind, argument, old), new in _below(
             nodes, number, root_value(root, model), path, identities

@@ -17,6 +17,7 @@ import types
 import weakref
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ _KINDS = {
 }
 """What is observed for a kind of guard; the value itself for all others."""
 
+_WITHOUT_IDENTITY = (bool, int, float, complex, str, bytes, tuple, Enum, type, types.NoneType)
 _HOOK_TABLES = (*HOOKS, *(f"_global{name}" for name in HOOKS))
 
 
@@ -151,7 +153,7 @@ class _TraceConditions:
         if kind == "length" and isinstance(value, Mapping | Set):
             kind = "keys" if isinstance(value, Mapping) else "value"  # Dynamo has no other guard
         self.recorder.add(located.root, located.steps, kind, argument)
-        if kind in ("type", "length", "keys"):
+        if kind in ("type", "length", "keys") and not isinstance(value, _WITHOUT_IDENTITY):
             self.recorder.add(located.root, located.steps, IDENTITY)
 
     def _add_class(self, located: Located) -> None:
@@ -380,6 +382,8 @@ class _TraceConditions:
         module = str(value.get("__name__")) if isinstance(value, dict) else ""
         if module in sys.modules and vars(sys.modules[module]) is value:
             return Located(value, module, ("__dict__",))
+        if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
+            return Located(value, value.__name__)
         if _MADE_BY_DYNAMO.search(name):
             raise LookupError(name)
         return Located(value, GLOBALS, (["item", name],))
