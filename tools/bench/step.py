@@ -1,15 +1,19 @@
 """What does a step cost when its kernels are free?
 
 A model of 32 splitting calls that do nothing, its graphs replaced by ones that do nothing: what is
-left of a step is the library's work. In turn with it run the floor, a bare loop over the same
-callables without dispatch, inputs and results; the design with a wrapper around each piece; and
-the compiled code without graphs beside the same code through the library. No GPU takes part.
-The long form adds real pieces on the CPU, see `_real_pieces`.
+left of a step is the library's work. It takes turns with a bare loop over the same callables,
+without dispatch, inputs and results; with one wrapper per piece; and, without graphs, with the same
+compiled code called directly. No GPU takes part.
+
+`Idle` has one input and no weights, so its FULL step is a lower bound. `Served` is what an engine
+has: 32 weights, 32 watched caches, three inputs, a new `Batch` and metadata each step, through
+`prepared(...)`. The long form adds real pieces on the CPU, see `_real_pieces`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,24 +53,53 @@ class Idle(torch.nn.Module):
         return x + 1
 
 
+class Served(torch.nn.Module):
+    """`Idle` with a weight per layer and two more inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer_names = [f"layers.{i}" for i in range(LAYERS)]
+        self.scales = torch.nn.ParameterList(torch.ones(HIDDEN) for _ in range(LAYERS))
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        x = x + positions.unsqueeze(-1)
+        for layer_name, scale in zip(self.layer_names, self.scales, strict=True):
+            x = x * scale
+            output = torch.empty_like(x)
+            torch.ops.piecegraph_bench.idle(x, output, layer_name)
+            x = output
+        return x + slot_mapping.unsqueeze(-1)
+
+
 def run(quick: bool) -> dict[str, Any]:
     """Rows in microseconds a step; `ratios` are medians over paired runs.
 
-    `piecewise_over_floor`, `wrapper_over_piecewise`, `none_over_stitched`; beside them `full_us`,
-    what a FULL step costs beyond the launch of its graph.
+    `piecewise_over_floor`, `wrapper_over_piecewise`, `none_over_stitched`. `full_us` is what a FULL
+    step of `Idle` costs beyond the launch of its graph, a lower bound; `served_us` is that of
+    `Served`, `served_padded_us` with padding, `served_buffers_us` with buffers of the engine.
     """
     rounds, steps = (31, 100) if quick else (51, 500)
     rows = _piecewise(rounds, steps) + _none(rounds, steps) + _full(rounds, steps)
+    rows += _served(rounds, steps)
     if not quick:
         rows += real_rows(rounds=15, steps=20)
     measured = {row["step"]: row for row in rows}
+
+    def own(step: str) -> float:
+        return float(measured[step]["us"] - measured[step]["other_us"])
+
     return {
         "ratios": {
             "piecewise_over_floor": measured["PIECEWISE"]["over"],
             "wrapper_over_piecewise": measured["wrapper per piece"]["over"],
             "none_over_stitched": measured["NONE"]["over"],
         },
-        "full_us": measured["FULL"]["us"] - measured["FULL"]["other_us"],
+        "full_us": own("FULL"),
+        "served_us": own("FULL, served"),
+        "served_padded_us": own("FULL, served, padded"),
+        "served_buffers_us": own("FULL, served, the engine's buffers"),
         "rows": rows,
     }
 
@@ -112,10 +145,58 @@ def _full(rounds: int, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _prepared(mode: GraphMode, buffers: dict[str, torch.Tensor] | None = None) -> PreparedModel:
-    config = Config(
+def _served(rounds: int, steps: int) -> list[dict[str, Any]]:
+    """FULL steps of `Served`: with all rows real, with padding, and with the engine's buffers."""
+    rows = []
+    for name, num_tokens, own in (
+        ("FULL, served", NUM_TOKENS, False),
+        ("FULL, served, padded", NUM_TOKENS - 1, False),
+        ("FULL, served, the engine's buffers", NUM_TOKENS, True),
+    ):
+        inputs = {
+            "x": torch.zeros(NUM_TOKENS, HIDDEN),
+            "positions": torch.zeros(NUM_TOKENS, dtype=torch.int64),
+            "slot_mapping": torch.zeros(NUM_TOKENS, dtype=torch.int64),
+        }
+        caches = [torch.zeros(2, NUM_TOKENS, HIDDEN) for _ in range(LAYERS)]
+        config = _config(
+            GraphMode.FULL_DECODE_ONLY,
+            x=f"float32[num_tokens, {HIDDEN}]",
+            positions="int64[num_tokens]",
+            slot_mapping="int64[num_tokens]",
+        )
+        prepared = prepare(
+            Served(), config, backend=IdleBackend(), input_buffers=inputs if own else None
+        )
+        for layer, cache in enumerate(caches):
+            prepared.watch(f"layers.{layer}.cache", cache)
+        prepared.capture()
+        prepared.seal()
+        step, metadata = {k: tensor[:num_tokens] for k, tensor in inputs.items()}, object()
+        try:
+            times = interleaved(
+                [partial(_served_step, prepared, num_tokens, metadata, step), _bare_loop(prepared)],
+                rounds,
+                steps * 5,
+            )
+        finally:
+            prepared.close()
+        rows.append(row(name, "bare loop", *times))
+    return rows
+
+
+def _served_step(
+    prepared: PreparedModel, num_tokens: int, metadata: object, inputs: dict[str, torch.Tensor]
+) -> None:
+    """One step as an engine takes it; the result is dropped, as after sampling."""
+    batch = Batch(num_tokens=num_tokens, num_reqs=num_tokens, is_decode=True, query_len=1)
+    prepared(**inputs, batch=batch, metadata=metadata)
+
+
+def _config(mode: GraphMode, **inputs: str) -> Config:
+    return Config(
         splitting_ops=("piecegraph_bench::idle",),
-        inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
+        inputs=inputs,
         max_num_tokens=NUM_TOKENS,
         max_num_reqs=NUM_TOKENS,
         capture_sizes=(NUM_TOKENS,),
@@ -123,6 +204,10 @@ def _prepared(mode: GraphMode, buffers: dict[str, torch.Tensor] | None = None) -
         compiler="eager",
         cache=False,
     )
+
+
+def _prepared(mode: GraphMode, buffers: dict[str, torch.Tensor] | None = None) -> PreparedModel:
+    config = _config(mode, x=f"float32[num_tokens, {HIDDEN}]")
     prepared = prepare(Idle(), config, backend=IdleBackend(), input_buffers=buffers)
     prepared.capture()
     prepared.seal()
