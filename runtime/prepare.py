@@ -10,20 +10,23 @@ import torch
 
 from ..compile.ir.compilation import CompileRequest, ExampleArguments
 from ..compile.ir.config import TOKENS
+from ..compile.lower.compiled_model import CompiledModel
 from ..compile.pipeline import compile_model
-from ..dispatch import Dispatcher, Histogram
+from ..dispatch import Dispatcher, Histogram, PaddingLimit
 from ..errors import AutocastActive, InvalidSetting
 from ..events import Events
 from ..torch_compat.modules import original_module
 from ..torch_compat.tensors import is_autocast_enabled
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
+from .capture.dummy_batch import model_state, preserve_contents, preserve_rng_state
 from .config import Config, without_tokens
 from .open_cache import open_cache
 from .policy import dispatch_plan, resolve_graph_mode
 from .prepared_model import Engine, Policy, PreparedModel, Services
-from .records import Records
+from .records import Records, RowsMixed
 from .report import mode_reasons
+from .step.row_mixing import find_mixed_rows
 from .strategy.monitors import allow_compilation
 from .strategy.ranks import Ranks
 from .switches import resolve_config
@@ -83,6 +86,13 @@ def prepare(
     if lows[0] > 1:
         plan = plan.without_sizes_below(lows[0])
     device = request.device
+    if (
+        plan.entries
+        and config.padding_limit != NO_PADDING
+        and _mixes_rows(compiled, device, records)
+    ):
+        unpadded = dispatch_plan(resolved.mode, config.changed(padding_limit=NO_PADDING))
+        plan = unpadded.without_sizes_below(lows[0]) if lows[0] > 1 else unpadded
     return PreparedModel(
         compiled,
         config,
@@ -95,6 +105,18 @@ def prepare(
             records,
         ),
     )
+
+
+NO_PADDING = PaddingLimit(tokens=0)
+
+
+def _mixes_rows(compiled: CompiledModel, device: torch.device, records: Records) -> bool:
+    """Whether padding would change real rows; then graphs serve batches of their exact size."""
+    with preserve_rng_state(), torch.no_grad(), preserve_contents(model_state(compiled)):
+        found = find_mixed_rows(compiled, device)
+    for mixed in found:
+        records.add(RowsMixed(mixed.piece, mixed.result, mixed.where))
+    return bool(found)
 
 
 def compile_request(

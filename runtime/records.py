@@ -139,6 +139,17 @@ class UnwatchedTensors(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class RowsMixed(Record):
+    """Padding would change real rows of a piece's result, so no batch is padded."""
+
+    event = "rows_mixed"
+    level = logging.WARNING
+    piece: int
+    result: str
+    where: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class WarmupStep(Record):
     """Item `n` `of` warm-up is done."""
 

@@ -1,0 +1,170 @@
+"""Find pieces whose real rows depend on padding, such as `x.sum(0)`, `x.flip(0)` or `x[-1]`.
+
+A graph runs a batch padded to its size. That is right only if each row of a result depends on the
+same row of the inputs. Attention, which does mix rows, runs between pieces or is given the real
+sizes by its metadata. Each unique piece is run three times on random inputs: padded, padded with
+other values, and at the real size.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compile.ir.config import TOKENS
+from ...compile.ir.plan import CompiledRange, PieceStep, Plan
+from ...compile.lower.compiled_model import CompiledModel
+
+Shape = tuple[int, ...]
+
+_PADDING, _SEED = 3, 0
+_ROUNDING = 1e-2
+"""Relative difference that kernels of another size may have, in a low precision."""
+_MIXING = re.compile(
+    r"\.(sum|mean|amax|amin|max|min|norm|var|std|flip|roll|cumsum|cumprod|sort|topk|argmax|argmin)\("
+    r"|\bcat\(|\bpad\(|\.(pad|softmax|t|transpose|permute)\(|\[-1|select\("
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedRows:
+    """Piece `piece` gives `result` other real rows when its inputs are padded."""
+
+    piece: int
+    result: str
+    where: str | None
+
+
+def find_mixed_rows(compiled: CompiledModel, device: torch.device) -> list[MixedRows]:
+    """The pieces in which padding reaches real rows. A piece that cannot be run alone, because an
+    op in it needs a step, is left out."""
+    plan, found = compiled.plan, []
+    if not compiled.traced or plan.partition_ops:
+        return []
+    sizes = _sizes(plan)
+    steps = {step.piece: step for step in plan.steps if isinstance(step, PieceStep)}
+    for index, step in sorted(steps.items()) if sizes else ():
+        assert sizes is not None
+        span, real, padded = sizes
+        fn = compiled.pieces[span.artifacts[index]]
+        try:
+            result = _mixed(compiled, step, fn, real, padded, device)
+        except Exception:
+            continue
+        if result is not None:
+            found.append(MixedRows(index, result, _line(plan.pieces[index].text)))
+    return found
+
+
+def _sizes(plan: Plan) -> tuple[CompiledRange, dict[str, int], dict[str, int]] | None:
+    """A span of token counts with room for padding, and real and padded sizes by symbol."""
+    for span in plan.ranges:
+        symbols = plan.symbols
+        low = max([span.low, 2, *(s.low for s in symbols if s.label == TOKENS)])
+        high = min([span.high, *(s.high for s in symbols if s.label == TOKENS)])
+        if high >= low + _PADDING:
+            real = {symbol.label: max(symbol.low, min(symbol.high, 3)) for symbol in symbols}
+            return span, real | {TOKENS: low}, real | {TOKENS: low + _PADDING}
+    return None
+
+
+def _mixed(
+    compiled: CompiledModel,
+    step: PieceStep,
+    fn: Any,
+    real: Mapping[str, int],
+    padded: Mapping[str, int],
+    device: torch.device,
+) -> str | None:
+    """The first result of a piece whose real rows depend on padding."""
+    generator = torch.Generator().manual_seed(_SEED)
+    names = [(name, *_form(compiled.plan, name)) for name in step.args]
+    whole = [
+        _random(dtype, _at(shape, padded, compiled.plan), generator) for _, dtype, shape in names
+    ]
+    other = [
+        _random(dtype, _at(shape, padded, compiled.plan), generator) for _, dtype, shape in names
+    ]
+    boxes = [_box(_at(shape, real, compiled.plan)) for _, _, shape in names]
+
+    def run(sizes: Mapping[str, int], values: list[Tensor]) -> list[Any]:
+        symbols = {symbol.name: sizes[symbol.label] for symbol in compiled.plan.symbols}
+        args = [
+            compiled.weights[target] if (target := _weight(compiled.plan, name)) is not None
+            else symbols[name] if name in symbols
+            else value.to(device)
+            for (name, _, _), value in zip(names, values, strict=True)
+        ]  # fmt: skip
+        torch.manual_seed(_SEED)
+        return list(fn(args))
+
+    mixed_in = [one.clone() for one in other]
+    for target, source, box in zip(mixed_in, whole, boxes, strict=True):
+        target[box] = source[box]
+    first, second = run(padded, whole), run(padded, mixed_in)
+    alone = run(real, [value[box].clone() for value, box in zip(whole, boxes, strict=True)])
+    for name, one, two, three in zip(step.outs, first, second, alone, strict=True):
+        if isinstance(one, Tensor):
+            box = _box(tuple(three.shape))
+            same = torch.equal(one[box].nan_to_num(), two[box].nan_to_num())
+            if not same or not _close(one[box], three):
+                return f"{name}: {compiled.plan.shapes.get(name, '')}"
+    return None
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if not one.dtype.is_floating_point:
+        return torch.equal(one, other)
+    one, other = one.double(), other.double()
+    return torch.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True)
+
+
+def _form(plan: Plan, name: str) -> tuple[str, tuple[int | str, ...]]:
+    """Dtype and symbolic shape of a tensor value; sizes and weights have none."""
+    for item in plan.inputs:
+        if item.name == name:
+            return item.dtype, item.shape
+    dtype, _, dims = plan.shapes.get(name, "uint8[]").partition("[")
+    return dtype, tuple(filter(None, dims.removesuffix("]").split(", ")))
+
+
+def _weight(plan: Plan, name: str) -> str | None:
+    return next((weight.target for weight in plan.weights if weight.name == name), None)
+
+
+def _at(shape: tuple[int | str, ...], sizes: Mapping[str, int], plan: Plan) -> Shape:
+    names = {"math": math, **sizes, **{s.name: sizes[s.label] for s in plan.symbols}}
+    return tuple(int(eval(str(dim), {}, names)) for dim in shape)
+
+
+def _box(shape: Shape) -> tuple[slice, ...]:
+    return tuple(slice(size) for size in shape)
+
+
+def _random(dtype: str, shape: Shape, generator: torch.Generator) -> Tensor:
+    kind: torch.dtype = getattr(torch, dtype)
+    if kind.is_floating_point or kind.is_complex:
+        return (torch.rand(shape, generator=generator) + 0.5).to(kind)
+    return torch.randint(0, 2, shape, generator=generator).to(kind)
+
+
+def _line(text: str) -> str | None:
+    """The user's line of the first op that may mix rows, from a piece's annotated source."""
+    lines = list(_lines(text))
+    likely = [place for place, code in lines if place and _MIXING.search(code)]
+    return next(iter(likely), next((place for place, _ in lines if place), None))
+
+
+def _lines(text: str) -> Iterator[tuple[str | None, str]]:
+    place = None
+    for line in text.splitlines():
+        if match := re.search(r"# (?:File: )?(\S+:\d+) in ", line):
+            place = match[1]
+        else:
+            yield place, line

@@ -1,0 +1,112 @@
+"""Models in which padding would reach real rows are found, and their batches never padded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import Batch, Config, PreparedModel, prepare
+
+from ..conftest import strict_backend
+
+pytestmark = pytest.mark.compile
+
+
+class Model(nn.Module):
+    def __init__(self, last: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4), requires_grad=False)
+        self.last = last
+
+    def forward(self, x: Tensor, ids: Tensor) -> Any:
+        return self.last(x * self.weight + ids[:, None] + 1)
+
+
+MIXING: dict[str, Callable[[Tensor], Any]] = {
+    "pooled": lambda y: y.sum(0),
+    "last row": lambda y: y + y[-1],
+    "flipped": lambda y: y.flip(0),
+    "concatenated": lambda y: torch.cat([y, 2 * y]),
+    "scaled by all": lambda y: y / y.amax(),
+    "transposed and joined": lambda y: y.t().reshape(-1),
+}
+ROW_WISE: dict[str, Callable[[Tensor], Any]] = {
+    "elementwise": lambda y: y.relu() * 2,
+    "softmax": lambda y: y.softmax(-1),
+    "flattened": lambda y: y.reshape(-1),
+    "repeated": lambda y: y.repeat_interleave(2, 0),
+    "transposed": lambda y: y.t(),
+    "running sum": lambda y: y.cumsum(0),
+    "two": lambda y: (y[:, :2], y @ y.new_ones(4, 4)),
+    "random": lambda y: y + torch.rand_like(y) * 0,
+}
+
+
+def prepared_for(last: Callable[[Tensor], Any], **settings: Any) -> tuple[PreparedModel, nn.Module]:
+    model = Model(last)
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"},
+        max_num_tokens=16,
+        max_num_reqs=16,
+        capture_sizes=(2, 4, 8),
+        graph_mode="FULL",
+        attention_support=3,
+        cache=False,
+        **{"compiler": "eager", **settings},
+    )
+    prepared = prepare(model, config, backend=strict_backend())
+    prepared.capture()
+    return prepared, model
+
+
+def modes_of_right_steps(prepared: PreparedModel, model: nn.Module) -> list[str]:
+    modes = []
+    for num_tokens in (3, 4, 7, 8):
+        x, ids = torch.randn(num_tokens, 4), torch.randint(9, (num_tokens,))
+        decision = prepared.dispatch(Batch(num_tokens, num_tokens))
+        torch.testing.assert_close(prepared.run(decision, x, ids), model(x, ids))
+        modes.append(decision.mode.name)
+    return modes
+
+
+@pytest.mark.parametrize("case", MIXING)
+def test_a_model_that_mixes_rows_is_never_padded(case: str) -> None:
+    prepared, model = prepared_for(MIXING[case])
+    assert modes_of_right_steps(prepared, model) == ["NONE", "FULL", "NONE", "FULL"]
+    (found,) = prepared.report()["rows_mixed"]
+    line = MIXING[case].__code__.co_firstlineno
+    assert found["where"].endswith(f"test_row_mixing.py:{line}")
+
+
+@pytest.mark.parametrize("case", ROW_WISE)
+def test_a_model_that_does_not_is_padded(case: str) -> None:
+    prepared, model = prepared_for(ROW_WISE[case])
+    assert prepared.report()["rows_mixed"] == []
+    assert modes_of_right_steps(prepared, model) == ["FULL"] * 4
+
+
+@pytest.mark.parametrize("case", ["pooled", "elementwise"])
+def test_generated_code_is_checked_too(case: str) -> None:
+    prepared, model = prepared_for({**MIXING, **ROW_WISE}[case], compiler="inductor")
+    assert bool(prepared.report()["rows_mixed"]) == (case in MIXING)
+    modes_of_right_steps(prepared, model)
+
+
+def test_the_check_leaves_no_trace() -> None:
+    torch.manual_seed(1)
+    model = Model(ROW_WISE["random"])
+    assert find_mixed_rows_of(model) == []
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    Model(ROW_WISE["random"])
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def find_mixed_rows_of(model: nn.Module) -> list[Any]:
+    config = Config(inputs={"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"})
+    config = config.changed(compiler="eager", cache=False, graph_mode="FULL", attention_support=3)
+    return prepare(model, config).report()["rows_mixed"]  # type: ignore[no-any-return]
