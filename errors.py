@@ -448,6 +448,19 @@ class AutocastActive(RunError):
     todo = "Leave autocast around it, or enter it inside the model's forward."
 
 
+class StaleContext(RunError):
+    what = (
+        "{reader} reads {fact} of the forward context inside a graph, where a replay on a device "
+        "has the value of the capture"
+    )
+    todo = "Add the op that it belongs to to splitting_ops, so that it runs between graphs."
+
+
+class AllCapturesFailed(RunError):
+    what = "all {count} captures failed; the first one: {reason}"
+    todo = "If attention needs metadata, pass capture(metadata_for); else see the reason."
+
+
 class CaptureAfterSeal(RunError):
     what = "cannot capture {name} after seal()"
     todo = "Capture before seal(), or choose the strategy DELAYED or LAZY."

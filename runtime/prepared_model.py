@@ -25,6 +25,7 @@ from ..dispatch import (
     RuntimeMode,
 )
 from ..errors import (
+    AllCapturesFailed,
     AutocastActive,
     BatchInvalid,
     BatchMismatch,
@@ -39,7 +40,7 @@ from .capture.dummy_batch import MetadataFor
 from .capture.recording import Recording
 from .config import BrokenGuard, Config
 from .memory.ledger import MemoryLedger, MemoryPlan, opening_ledger, plan_memory
-from .records import CaptureRecord, MemoryUse, Records
+from .records import CaptureFailure, CaptureRecord, MemoryUse, Records
 from .report import build_report
 from .step.binding import Bind, binder, packer
 from .step.forward_context import CURRENT, ForwardContext, forward_context
@@ -262,8 +263,8 @@ class PreparedModel:
         """Capture what the strategy wants at startup; later calls capture what is still missing.
 
         Without `metadata_for` the function given last is used, as in every method that captures.
-        `progress` is called after each capture. A
-        capture that fails is reported, and batches of its size run without a graph. Raises
+        `progress` is called after each capture. A capture that fails is reported, and batches of
+        its size run without a graph. Raises AllCapturesFailed if there is no graph after it,
         CaptureAfterSeal, and LayerMissing or MetadataFailed if a dummy batch lacks what ops need.
         """
         if self._sealed:
@@ -271,8 +272,12 @@ class PreparedModel:
         self._make_ready(metadata_for)
         if self._ranks:
             self._ranks.agree("start", start_facts(self.config, self.dispatcher.plan))
+        before = len(self.records.of(CaptureFailure))
         with self.events.span("capture", level=logging.INFO):
             self._capturer.startup(progress)
+        failures = self.records.of(CaptureFailure)[before:]
+        if failures and not self.recordings():
+            raise AllCapturesFailed(count=len(failures), reason=failures[0].reason)
         self.records.add(self._memory_use())
 
     def warm_up(

@@ -148,6 +148,11 @@ def is_composite(op: OpOverload) -> bool:
     return op.has_kernel_for_dispatch_key(key)
 
 
+def is_python_op(op: torch._ops.OpOverload) -> bool:
+    """Whether the CPU kernel of `op` is its own, so that running it runs the user's code."""
+    return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU))
+
+
 def run_kernel(op: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
     """Run the kernel of `op` for `device` (CPU, CUDA) without dispatching the call to modes.
 

@@ -10,8 +10,11 @@ It cannot see host reads that bypass the dispatcher (`numpy()`, `tolist()`).
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +22,12 @@ from torch import Tensor
 
 from ...compile.ir.ops import tensors_in, written_by
 from ...errors import HostReadInCapture
-from ...torch_compat.ops import OpOverload
-from ...torch_compat.tensors import storage_id, tree_map_only, without_modes
+from ...torch_compat.dynamo import is_torch_file
+from ...torch_compat.ops import OpOverload, is_python_op, run_kernel
+from ...torch_compat.tensors import TorchDispatchMode, storage_id, tree_map_only, without_modes
 from .ownership import Ownership, TensorTracker, memory_of
 
+_RUNTIME = f"{Path(__file__).parents[1]}{os.sep}"
 _UNWRITTEN = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 )
@@ -44,7 +49,7 @@ class Tape(TensorTracker):  # type: ignore[no-untyped-call]
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run `func`; record it unless it is a view, makes unwritten memory, or called others."""
         if _reads_host(func, args, kwargs):
-            self.host_read = HostReadInCapture(op=func)
+            self.host_read = HostReadInCapture(where=_user_line(), op=func)
             raise self.host_read
         used = memory_of((args, kwargs))
         self.ownership.find(used)
@@ -70,7 +75,11 @@ class Tape(TensorTracker):  # type: ignore[no-untyped-call]
             used = memory_of(args)
             self.ownership.find(used)
             given = self._save(used)
-            kept = fn(*args)
+            with HostReads() as reads:
+                kept = fn(*args)
+            if reads.found is not None:
+                self.host_read = reads.found
+                raise reads.found
             _restore(given)
             result = fn(*args)
             fresh = self.fresh(result, used + memory_of(kept))
@@ -111,6 +120,38 @@ class Tape(TensorTracker):  # type: ignore[no-untyped-call]
         """Restore what tensors from outside held."""
         _restore(self._before[::-1])
         self._before.clear()
+
+
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds reads on the host by operators inside a compiled piece, and in custom ops it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: HostReadInCapture | None = None
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        if _reads_host(func, args, given):
+            self.found = self.found or HostReadInCapture(where=_user_line(), op=func)
+            raise self.found
+        if func.namespace in _TORCH_NAMESPACES or not is_python_op(func):
+            return func(*args, **given)
+        with self:
+            return run_kernel(func, "CPU", args, given)
+
+
+_TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "mkldnn", "quantized"})
+
+
+def _user_line() -> str | None:
+    """file:line of the innermost frame outside of torch, this package and generated code."""
+    for frame in reversed(traceback.extract_stack()):
+        ours = frame.filename.startswith(_RUNTIME)
+        if not ours and not is_torch_file(frame.filename) and os.path.isfile(frame.filename):
+            return f"{frame.filename}:{frame.lineno}"
+    return None
 
 
 def _restore(contents: list[tuple[Tensor, Tensor]]) -> None:

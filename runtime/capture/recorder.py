@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -25,6 +26,7 @@ from ...errors import CaptureFailed, CaptureOutOfMemory, NestedCapture, WorkAfte
 from ...torch_compat.tensors import tree_map_only
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
+from ..step.forward_context import CURRENT, CapturedContext, ForwardContext
 from .recording import Recording, Segment, SegmentKind, eager_call, static_results
 from .session import CaptureSession
 
@@ -76,6 +78,10 @@ def record(
     return recording
 
 
+def _in_context(context: CapturedContext, fn: Fn, *args: Any) -> Any:
+    return context.call(fn, args)
+
+
 def capture_failure(error: Exception, name: str) -> CaptureFailed:
     """The error to raise when `error` stopped the capture of `name`."""
     kind = CaptureOutOfMemory if isinstance(error, torch.OutOfMemoryError) else CaptureFailed
@@ -92,6 +98,12 @@ class Recorder:
         self.ownership = Ownership()
         self._session = session
         self._open: Capture | None = None
+        context = CURRENT.get()
+        self._context = (
+            CapturedContext(context, session.strict)
+            if isinstance(context, ForwardContext)
+            else None
+        )
 
     def begin(self) -> None:
         """Open a graph."""
@@ -125,8 +137,15 @@ class Recorder:
         return static
 
     def piece(self, fn: Fn, args: tuple[Any, ...]) -> Any:
-        """Call a compiled piece as one operation of the open graph."""
-        return fn(*args) if self._open is None else self._open.opaque(fn, args)
+        """Call a compiled piece as one operation of the open graph.
+
+        A backend that runs it again at replay runs it in the context of its capture.
+        """
+        if self._open is None:
+            return fn(*args)
+        if self._context is not None:
+            fn = partial(_in_context, self._context, fn)
+        return self._open.opaque(fn, args)
 
     def abort(self) -> None:
         """Drop the open graph and all others."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from ...errors import OutsideStep
+from ...errors import OutsideStep, StaleContext
 
 
 class ForwardContext:
@@ -32,11 +33,61 @@ class ForwardContext:
         self.num_tokens = num_tokens
 
 
+class CapturedContext:
+    """The forward context as Python inside a graph saw it at capture.
+
+    On a device that Python does not run again. An emulated replay runs it with these values; with
+    `strict`, reading one that the step has another value for raises StaleContext.
+    """
+
+    __slots__ = ("_captured", "_step", "_strict", "layers")
+
+    def __init__(self, context: ForwardContext, strict: bool) -> None:
+        self.layers = context.layers
+        self._captured = (context.metadata, context.decision, context.num_tokens)
+        self._strict = strict
+        self._step: ForwardContext | CapturedContext | None = None
+
+    @property
+    def metadata(self) -> Any:
+        return self._read(0, "metadata")
+
+    @property
+    def decision(self) -> Any:
+        return self._read(1, "decision")
+
+    @property
+    def num_tokens(self) -> Any:
+        return self._read(2, "num_tokens")
+
+    def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """`fn(*args)` in this context."""
+        self._step = CURRENT.get()
+        token = CURRENT.set(self)
+        try:
+            return fn(*args)
+        finally:
+            CURRENT.reset(token)
+            self._step = None
+
+    def _read(self, position: int, name: str) -> Any:
+        captured = self._captured[position]
+        if self._strict and self._step is not None:
+            now = getattr(self._step, name)
+            if now is not captured and not (name == "num_tokens" and now == captured):
+                frame = inspect.stack(0)[2]
+                where = f"{frame.filename}:{frame.lineno}"
+                raise StaleContext(where=where, reader=frame.function, fact=name)
+        return captured
+
+
 # Set directly by `PreparedModel.run`, the hot path; use the functions below elsewhere.
-CURRENT: ContextVar[ForwardContext | None] = ContextVar("piecegraph_forward", default=None)
+CURRENT: ContextVar[ForwardContext | CapturedContext | None] = ContextVar(
+    "piecegraph_forward", default=None
+)
 
 
-def get_forward_context() -> ForwardContext:
+def get_forward_context() -> ForwardContext | CapturedContext:
     """The context of the step that runs in this thread. Raises OutsideStep if there is none."""
     context = CURRENT.get()
     if context is None:

@@ -21,7 +21,7 @@ from piecegraph import (
     get_forward_context,
     prepare,
 )
-from piecegraph.errors import ResultFormUnknown
+from piecegraph.errors import AllCapturesFailed, ResultFormUnknown
 from piecegraph.runtime.capture.recording import SegmentKind
 
 from ..conftest import strict_backend
@@ -160,12 +160,8 @@ def test_a_piecewise_graph_that_never_breaks_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + 1
 
-    prepared = prepared_for(Unbroken(), GraphMode.PIECEWISE)
-    assert prepared.recordings() == []
-    reasons = [event.facts["reason"] for event in prepared.events.named("capture.failed")]
-    assert reasons
-    assert all("decorate it with break_graph" in reason for reason in reasons)
-    assert prepared(torch.ones(3, 4), batch=Batch(3, 1)).tolist() == [[2.0] * 4] * 3
+    with pytest.raises(AllCapturesFailed, match="no splitting function was called"):
+        prepared_for(Unbroken(), GraphMode.PIECEWISE)
 
 
 def test_without_a_graph_mode_there_are_no_graphs() -> None:

@@ -14,7 +14,14 @@ import torch
 from piecegraph import Batch, CaptureStrategy, Config, GraphMode, get_forward_context
 from piecegraph.compile.ir.plan import Check
 from piecegraph.compile.lower.compiled_model import CompiledModel, bind
-from piecegraph.errors import CaptureFailed, LayerMissing, MetadataFailed, ModelClosed, OutsideStep
+from piecegraph.errors import (
+    AllCapturesFailed,
+    CaptureFailed,
+    LayerMissing,
+    MetadataFailed,
+    ModelClosed,
+    OutsideStep,
+)
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.strategy.monitors import TRACE_LOGGER
 
@@ -54,7 +61,8 @@ def test_w23_an_error_while_capturing_leaves_a_process_that_serves(
 ) -> None:
     served = serve(strategy=strategy)
     served.stage.fault = FAULT
-    served.prepared.capture()
+    with pytest.raises(AllCapturesFailed, match="ValueError: no such block"):
+        served.prepared.capture()
     assert_at_rest()
     assert served.captured() == []
     reasons = {event.facts["reason"] for event in served.prepared.events.named("capture.failed")}
@@ -118,7 +126,8 @@ def test_a_layer_that_prepare_was_not_given_is_the_callers_error(
 def test_a_key_error_of_the_ops_own_is_a_failed_capture(serve: Callable[..., Any]) -> None:
     served = serve()
     served.stage.fault = KeyError("stage")
-    served.prepared.capture()
+    with pytest.raises(AllCapturesFailed, match="KeyError"):
+        served.prepared.capture()
     assert served.prepared.events.named("capture.failed")
 
 
