@@ -15,7 +15,7 @@ from typing import Annotated, Any, TextIO, cast
 
 import typer
 
-from ...cache.keys.environment import LOG_LEVEL, read
+from ...cache.keys.environment import LOG_LEVEL, observed, read
 from ...errors import (
     BenchmarksMissing,
     CacheError,
@@ -85,7 +85,7 @@ def _run(arguments: Sequence[str]) -> int:
         bad_value = isinstance(error, ConfigError | CacheError | DispatchError)
         return _fail(str(error), BAD_VALUE if bad_value else FAILED)
     except ValueError as error:
-        value = os.environ.get("TORCH_LOGS")
+        value = observed("TORCH_LOGS")
         if value is None or "/torch/_logging/" not in traceback.extract_tb(error.__traceback__)[
             -1
         ].filename.replace(os.sep, "/"):
