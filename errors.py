@@ -243,6 +243,11 @@ class ShapesDiffer(CompileError):
     todo = "Look for squeeze() or a branch on a size of 1: they leave no guard."
 
 
+class ContextSplit(CompileError):
+    what = "a splitting op is inside a context manager that cannot be split ({name})"
+    todo = "End the context before the op, or enter it inside the op."
+
+
 class UnknownSplittingOp(CompileError):
     what = "splitting op {name!r} does not occur in the traced graph"
     todo = "The graph contains these custom ops: {known}."

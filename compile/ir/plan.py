@@ -87,6 +87,8 @@ class CallStep(Frozen):
     """Names of the used elements of the result, None for others; one name for a single tensor."""
     unpack: bool
     """Whether the result is a tuple whose elements `outs` names."""
+    autocast: Any = None
+    """Arguments of the autocast region around the call, encoded; None outside of any."""
 
 
 class PlanPiece(Frozen):

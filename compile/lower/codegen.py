@@ -38,6 +38,8 @@ def build_step(
         bound[f"p{use}"] = piece_hook(use, pieces[piece]) if piece_hook else pieces[piece]
     for use, call in enumerate(calls):
         op = resolve_op(call.op)
+        if call.autocast is not None:
+            op = _under_autocast(op, decode(call.autocast))
         bound[f"c{use}"] = call_hook(use, op) if call_hook else op
     text, constants = step_source(plan)
     bound.update(constants)
@@ -45,6 +47,16 @@ def build_step(
     exec(compile(text, "<piecegraph stitched>", "exec"), namespace)
     step: StepFn = namespace["link"](**bound)
     return step
+
+
+def _under_autocast(op: Callable[..., Any], arguments: list[Any]) -> Callable[..., Any]:
+    device, dtype, enabled, cache_enabled = arguments
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype, enabled, cache_enabled):
+            return op(*args, **kwargs)
+
+    return call
 
 
 def step_source(plan: Plan) -> tuple[str, dict[str, Any]]:

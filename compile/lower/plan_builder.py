@@ -29,6 +29,7 @@ from ..ir.plan import (
     Weight,
 )
 from ..ir.serialization import Expr, Ref, dtype_name, encode, encode_result
+from ..pieces.contexts import AUTOCAST
 from ..pieces.piece import BaseSymbols, Piece, is_size, size_positions
 from ..pieces.split import Section, takes_element
 from ..trace.dynamo import Trace
@@ -204,6 +205,7 @@ class PlanBuilder:
             kwargs={key: encode(self._argument(arg)) for key, arg in node.kwargs.items()},
             outs=outs,
             unpack=bool(elements),
+            autocast=encode(node.meta.get(AUTOCAST)),
         )
 
     def _argument(self, value: Any) -> Any:

@@ -13,6 +13,7 @@ from ..guards.trace_with_guards import GuardedTrace
 from ..ir.config import CompileConfig
 from ..ir.locations import graph_source
 from ..ir.plan import CompiledRange, Plan
+from ..pieces.contexts import check_contexts, resolve_contexts
 from ..pieces.fingerprint import fingerprint
 from ..pieces.piece import Piece, is_size, lift
 from ..pieces.split import Predicate, is_splitting, partition_ops, split
@@ -58,6 +59,7 @@ def split_model(guarded: GuardedTrace, events: Events) -> SplitModel:
         ops: tuple[str, ...] = ()
         if config.use_inductor_graph_partition:
             ops, splits = partition_ops(traced.graph.graph, splits), lambda node: False
+        resolve_contexts(traced.graph.graph, splits)
         unique = _unique_pieces(traced, config, splits, ops, planner, events)
     return SplitModel(traced, planner, unique, guarded.guards, config, ops)
 
@@ -80,6 +82,7 @@ def _unique_pieces(
             planner.calls(section)
             continue
         piece = lift(section, symbols)
+        check_contexts(piece.outputs)
         digest = fingerprint(piece.graph, traced.graph, ops)
         if not config.dedupe:
             digest = hashlib.sha256(f"{digest} {total}".encode()).hexdigest()
