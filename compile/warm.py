@@ -33,7 +33,7 @@ class Loaded:
 def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded | str:
     """The model from the bundle under `key`, or the reason why there is none to use."""
     with request.events.span("cache.lookup", level=logging.INFO):
-        entry = find_bundle(request.cache, key, request.model)
+        entry = find_bundle(request.cache, key, request.model, request.events)
     report_lookup("bundle", key, entry, request)
     if not isinstance(entry, Entry):
         detail = entry.detail or _nearest(request, key)

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from ...cache import Cache, Entry, Key, Miss
 from ...cache.keys.factors import Json, canonical
 from ...cache.manifest import Manifest
+from ...events import Events
 from ..ir.compilation import Blobs, CompileRequest
 from ..ir.config import CompileConfig
 from ..ir.plan import Plan
@@ -73,12 +74,13 @@ def store_bundle(
     return True
 
 
-def find_bundle(cache: Cache, key: Key, model: torch.nn.Module) -> Entry | Miss:
+def find_bundle(cache: Cache, key: Key, model: torch.nn.Module, events: Events) -> Entry | Miss:
     """The first candidate under `key` whose conditions hold, or why there is none."""
     refused: list[str] = []
 
     def refusal(manifest: Manifest) -> str | None:
-        changed = differences(manifest.meta, model)
+        with events.span("bundle.conditions"):
+            changed = differences(manifest.meta, model)
         if not changed:
             return None
         more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from .cases import sources
+from .cases import sources, unread_sources
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 NEVER_CACHED = {
     "constant_result": "its result is kept",
 }
@@ -23,7 +23,7 @@ NEVER_CACHED = {
 
 
 def write(folder: Path, variant: int) -> None:
-    for name, source in sources().items():
+    for name, source in {**sources(), **unread_sources()}.items():
         chosen = re.sub(r"<<(.*?)\|(.*?)>>", lambda m: m[1 + variant], source, flags=re.DOTALL)
         main, _, helper = chosen.partition("\n#helper\n")
         (folder / name).mkdir(parents=True)
@@ -33,7 +33,7 @@ def write(folder: Path, variant: int) -> None:
 
 
 def starts(folder: Path, root: Path) -> dict[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.conditions.run_cases", str(folder), str(root)]
+    command = [sys.executable, "-m", "tests.compile.conditions.run_cases", str(folder), str(root)]
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
@@ -87,3 +87,12 @@ def test_a_changed_value_is_a_miss_and_an_equal_one_a_hit(
         assert control["hit"], control["reason"]
         assert " -> " in changed["reason"] or "the code of" in changed["reason"]
         assert "<code" not in changed["reason"]
+
+
+@pytest.mark.parametrize("name", sorted(unread_sources()))
+def test_what_nobody_read_is_in_no_key(
+    name: str, outcomes: dict[str, dict[str, dict[str, Any]]]
+) -> None:
+    changed = outcomes["changed"][name]
+    assert changed["hit"], changed
+    assert changed["right"]

@@ -1,6 +1,6 @@
 """Start all cases of one directory on one cache, and say of each: hit, right, reason.
 
-python -m tests.conditions.run_cases SOURCES CACHE [NAME…]
+python -m tests.compile.conditions.run_cases SOURCES CACHE [NAME…]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from piecegraph.compile.backends import registry
 
-from ..compile.starts import EntryPoint, start
+from ..starts import EntryPoint, start
 
 
 def run(name: str, folder: Path, root: Path) -> dict[str, Any]:
