@@ -13,6 +13,7 @@ from ..errors import ModelMismatch
 from .backends.inductor import load_library
 from .backends.registry import Compiler
 from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle
+from .bundle.provenance import num_conditions
 from .ir.compilation import LIBRARY, CompileRequest, PieceFn, kernels
 from .ir.records import BundleOutcome
 from .lower.compiled_model import CompiledModel, bind
@@ -50,7 +51,10 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
     except Exception as error:  # code of another system or compiler
         return _refused(request, f"it cannot be loaded: {type(error).__name__}: {error}")
     counts = kernels(bundle.artifacts)
-    request.record_bundle(BundleOutcome(hit=True, bytes=entry.size, kernels=counts))
+    checked = num_conditions(entry.meta)
+    request.record_bundle(
+        BundleOutcome(hit=True, bytes=entry.size, kernels=counts, conditions=checked)
+    )
     report_plan(bundle.plan, request.events)
     return Loaded(compiled, entry.manifest.blobs[PLAN].sha256)
 

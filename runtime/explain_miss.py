@@ -53,7 +53,7 @@ def explain_miss(
     config = resolve_config(config)
     request = compile_request(model, config, Records(), examples)
     key = trace_key(request.model, request.config, request.device, examples)
-    entry = find_bundle(request.cache, key, request.model)
+    entry = find_bundle(request.cache, key, request.model, request.events)
     if not isinstance(entry, Entry):
         reason = f"{entry.reason}: {entry.detail}" if entry.detail else entry.reason
         return CacheForecast(key, reason, _nearest(config, key, at_most))

@@ -15,6 +15,8 @@ class BundleOutcome:
     detail: str | None = None
     bytes: int | None = None
     kernels: list[int] | None = None
+    conditions: int | None = None
+    """How many conditions of the bundle were checked."""
 
     def facts(self) -> dict[str, Any]:
         """What is known of it, JSON-able."""

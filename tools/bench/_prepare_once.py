@@ -27,16 +27,21 @@ def main(way: str, layers: int, folder: Path) -> dict[str, Any]:
 
     model = Decoder(DecoderConfig(layers=layers, hidden=HIDDEN), seed=0).eval()
     built = time.perf_counter()
-    phases = _torch_compile(model) if way == "torch.compile" else _piecegraph(way, model, folder)
+    checked: dict[str, Any] = {}
+    if way == "torch.compile":
+        phases = _torch_compile(model)
+    else:
+        phases, checked = _piecegraph(way, model, folder)
     return {
         "import_torch": imported - began,
         "model": built - imported,
         "ready": time.perf_counter() - built,
         "phases": phases,
+        **checked,
     }
 
 
-def _piecegraph(way: str, model: Any, folder: Path) -> dict[str, float]:
+def _piecegraph(way: str, model: Any, folder: Path) -> tuple[dict[str, float], dict[str, Any]]:
     from ... import Config, Events, compile_ahead, prepare
 
     config = Config(
@@ -53,7 +58,11 @@ def _piecegraph(way: str, model: Any, folder: Path) -> dict[str, float]:
     phases: dict[str, float] = {}
     for span in events.spans:
         phases[span.name] = phases.get(span.name, 0.0) + span.seconds
-    return phases
+    hits = [event.facts for event in events.named("bundle") if event.facts["hit"]]
+    if not hits:
+        return phases, {}
+    milliseconds = 1000 * phases["bundle.conditions"]
+    return phases, {"conditions_ms": milliseconds, "num_conditions": hits[0]["conditions"]}
 
 
 def _torch_compile(model: Any) -> dict[str, float]:

@@ -1,0 +1,110 @@
+"""Fleets: files replaced during a start, several variants on one cache, CPUs of two types."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.compile import pipeline
+from piecegraph.compile.bundle import key_factors
+
+from ..starts import Start, start, use_text_compiler
+
+pytestmark = pytest.mark.compile
+
+HELPER = "def f(x):\n    return x * {gain}\n"
+MODEL = """
+import torch, deployed_helper
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return deployed_helper.f(x)
+"""
+
+
+class Deployment:
+    """A directory with a model, whose helper a deployment replaces."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        (folder / "deployed_model.py").write_text(MODEL)
+
+    def write(self, gain: float) -> None:
+        (self._folder / "deployed_helper.py").write_text(HELPER.format(gain=gain))
+
+    def process(self) -> Any:
+        """The model of a process that starts now."""
+        for name in ("deployed_helper", "deployed_model"):
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        torch._dynamo.reset()
+        return importlib.import_module("deployed_model").Model()
+
+
+@pytest.fixture
+def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
+    use_text_compiler(monkeypatch)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield Deployment(tmp_path)
+    for name in ("deployed_helper", "deployed_model"):
+        sys.modules.pop(name, None)
+
+
+def result(made: Start) -> float:
+    return float(made(torch.ones(3, 8))[0, 0])
+
+
+@pytest.mark.parametrize("stage", ["trace_key", "store_bundle"])
+def test_f5_a_deployment_during_a_start_stores_no_old_code_as_new(
+    stage: str, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are replaced before the key is made, or after the code was compiled."""
+    deployment.write(2.0)
+    old = deployment.process()
+    module = (
+        pipeline if stage == "trace_key" else sys.modules[pipeline.__package__ + ".bundle.bundle"]
+    )
+    original = getattr(module, stage)
+
+    def deployed(*args: Any, **kwargs: Any) -> Any:
+        deployment.write(3.5)
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, stage, deployed)
+        assert result(start(old, tmp_path / "cache")) == 2.0
+    new = start(deployment.process(), tmp_path / "cache")
+    assert not new.hit
+    assert "deployed_helper.f" in new.reason
+    assert result(new) == 3.5
+
+
+def test_variants_of_one_model_live_side_by_side(deployment: Deployment, tmp_path: Path) -> None:
+    for gain in (2.0, 3.5, 4.5):
+        deployment.write(gain)
+        assert not start(deployment.process(), tmp_path / "cache").hit
+    for gain in (2.0, 3.5, 4.5):
+        deployment.write(gain)
+        made = start(deployment.process(), tmp_path / "cache")
+        assert made.hit
+        assert result(made) == gain
+
+
+def test_f7_code_of_another_cpu_is_a_miss_that_names_the_extension(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment.write(2.0)
+    monkeypatch.setattr(key_factors, "cpu_extensions", lambda: ("amx_tile", "avx2", "avx512f"))
+    start(deployment.process(), tmp_path / "cache")
+    assert start(deployment.process(), tmp_path / "cache").hit
+    monkeypatch.setattr(key_factors, "cpu_extensions", lambda: ("avx2", "avx512f"))
+    other = start(deployment.process(), tmp_path / "cache")
+    assert not other.hit
+    assert "device.extensions.amx_tile: true -> <absent>" in other.reason
+    assert other.events.counters["text_compiles"] == 1
