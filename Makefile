@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cache compile dispatch runtime tools torch_compat
 
-.PHONY: run test unit test-fast coverage lint gpu gpu-wheels cuda-test cuda-mutants clean
+.PHONY: run test unit test-fast coverage lint gpu gpu-wheels cuda-test cuda-mutants mutants clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -69,6 +69,10 @@ $(VENV_CUDA)/.made: pyproject.toml $(STAND_IN)/build.py $(wildcard $(STAND_IN)/s
 	$(VENV_CUDA)/bin/python -m pip install --quiet --editable '.[cli]' "$(CUDA_TORCH)" nvidia-cuda-cccl pytest pytest-timeout hypothesis
 	$(VENV_CUDA)/bin/python $(STAND_IN)/build.py
 	touch $@
+
+# Removes one protection at a time; each must make a test fail. Minutes; not part of CI.
+mutants: $(VENV)/.dev
+	$(BIN)/python tests/mutants.py
 
 clean:
 	rm -rf $(VENV) $(VENV_CUDA) .typing .wheels build *.egg-info

@@ -274,6 +274,28 @@ def test_failure_27_poison_shows_an_op_that_leaves_rows_unwritten(make_replay_ri
     assert recording.outputs.isnan().tolist() == [False, False, True]
 
 
+def test_failure_27_poison_shows_rows_that_only_an_earlier_replay_wrote(
+    make_replay_rig: Any,
+) -> None:
+    rows = [3]
+
+    @break_graph
+    def attend_real_rows(q: Tensor, out: Tensor) -> None:
+        out[: rows[0]] = q[: rows[0]]
+
+    def step(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        attend_real_rows(x * 1, out)
+        return out + 0
+
+    for poisons in (True, False):
+        rows[0] = 3
+        recording = make_replay_rig(poison_before_replay=poisons).record(step, torch.ones(3))
+        rows[0] = 2
+        recording.replay()
+        assert recording.outputs.isnan().tolist() == [False, False, poisons]
+
+
 def test_operations_are_counted(make_replay_rig: Any) -> None:
     rig = make_replay_rig()
     recording = rig.record(lambda x: (x + 1).view(1, -1) * 2, torch.ones(2))
