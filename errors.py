@@ -477,7 +477,7 @@ class ModelClosed(RunError):
 
 
 class WorkAfterSeal(RunError):
-    what = "{kind} after seal(): {detail}, in a step of {shape}"
+    what = "{kind} after seal(): {detail}, {place}"
     todo = "Cover that shape in warm_up(), or set after_seal to 'log' or 'count'."
 
 

@@ -121,7 +121,8 @@ class Monitor:
         shape = _shape(self._context) if in_step else "no step"
         self._records.add(AfterSealWork(kind.value, detail, shape, _callers()))
         if self._policy is AfterSeal.RAISE:
-            raise WorkAfterSeal(kind=kind.value, detail=detail, shape=shape, where=_caller())
+            place = f"in a step of {shape}" if in_step else "outside of steps"
+            raise WorkAfterSeal(kind=kind.value, detail=detail, place=place, where=_caller())
 
 
 class _TraceHandler(logging.Handler):

@@ -43,7 +43,7 @@ def fit(
         Path | None, typer.Option(help="Write a sizes file for `run --capture-sizes`.")
     ] = None,
 ) -> None:
-    """Fit capture sizes to TRACE and show the padding they waste on its second half."""
+    """Fit capture sizes to TRACE and show the padding they waste on its last third."""
     from ..serve.fitted_sizes import draw, fit_trace, render
     from ..serve.requests import read_trace
 
