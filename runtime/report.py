@@ -53,7 +53,8 @@ def build_report(
             "unique": len(plan.pieces),
             "segments": plan.segments(),
             "partitions": plan.partitions(),
-            "ranges": [[symbol.low, symbol.high] for symbol in plan.symbols],
+            "ranges": [[each.low, each.high] for each in plan.ranges]
+            or [[symbol.low, symbol.high] for symbol in plan.symbols],
         },
         "graph_mode": {
             "requested": resolved.requested and resolved.requested.value,

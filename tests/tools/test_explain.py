@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.cli.run_commands import explained
-from piecegraph.tools.cli.run_commands import written as as_form
+from piecegraph.tools.explain import explain, rendered
 from piecegraph.tools.explain.advice import advise
 from piecegraph.tools.explain.picture import HEAD, TAIL, _lanes, _Value, picture
 from piecegraph.tools.serve.options import read_run_options
@@ -31,7 +31,7 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("explain")
     facts, trace = explained(options())
     for name, form in (("page.html", "html"), ("json", "json"), ("md", "md")):
-        (folder / name).write_text(as_form(facts, form))
+        (folder / name).write_text(rendered(facts, form))
     (folder / "timeline.json").write_text(json.dumps(trace))
     return folder
 
@@ -100,7 +100,65 @@ def test_the_json_has_what_the_page_shows(written):
     assert counted == facts["serving"]["steps"] == sum(row["count"] for row in facts["reasons"])
     names = [span["name"] for span in facts["timeline"]]
     assert {"prepare", "trace.dynamo", "split", "compile", "compile.piece", "capture"} <= set(names)
-    assert any("this start was cold" in advice["what"] for advice in facts["advice"])
+    assert not any("this start was cold" in advice["what"] for advice in facts["advice"])
+    assert facts["schema"] == 1
+    assert facts["machine"]["cpus"] >= 1
+    assert names[:2] == ["import torch", "build model"]
+    for index, span in enumerate(facts["timeline"]):
+        if span["name"] == "prepare":
+            end = span["start"] + span["seconds"]
+            parts = [
+                each["seconds"]
+                for each in facts["timeline"][index + 1 :]
+                if each["depth"] == span["depth"] + 1 and each["start"] <= end
+            ]
+            assert sum(parts) == pytest.approx(span["seconds"], abs=0.02 * span["seconds"] + 0.02)
+
+
+@pytest.mark.compile
+def test_what_an_op_writes_is_what_it_gives(written):
+    steps = json.loads((written / "json").read_text())["steps"]
+    _, first, attention, second, *_ = steps
+    (result,) = attention["gives"]
+    assert "written by step" in result
+    assert result in second["takes"]
+    assert result.split(" ")[0] in first["gives"]
+
+
+@pytest.mark.compile
+def test_any_prepared_model_can_be_explained(small_config):
+    import torch
+
+    from piecegraph import Batch, prepare
+
+    class Doubling(torch.nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    prepared = prepare(Doubling(), small_config(graph_mode="FULL", capture_sizes=(4,)))
+    prepared.capture()
+    prepared(torch.ones(3, 4), batch=Batch(3, 3))
+    page = Page(explain(prepared))
+    assert page.ids >= SECTIONS
+    facts = json.loads(explain(prepared, "json"))
+    assert facts["heat"]["rows"][2]["counts"] == [1]
+    assert "## Capture plan" in explain(prepared, "md")
+    prepared.close()
+
+
+def test_advice_says_nothing_from_two_steps_or_of_a_cache_that_is_off():
+    quiet = {
+        "verification": None,
+        "settings": {"compile": True, "cache": False},
+        "cache": {"hit": False, "reason": "the cache is off"},
+        "guards": [],
+        "policy": "prove",
+        "failed": [],
+        "reasons": [{"mode": "NONE", "reason": "above largest size", "count": 2}],
+        "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 2, "share": 0.5}],
+        "captures": [],
+    }
+    assert advise(quiet) == []
 
 
 @pytest.mark.compile
@@ -192,8 +250,18 @@ def chain(length):
     return steps
 
 
-def test_the_picture_of_a_long_chain_leaves_out_its_middle():
+def test_equal_layers_are_folded():
     text = picture(chain(200))
+    assert text.count("<rect") == 6  # two steps that differ, the first and the last turn
+    assert "… the 2 steps above 97 more times …" in text
+    Page(text)
+
+
+def test_the_picture_of_a_long_chain_leaves_out_its_middle():
+    steps = [{**step, "piece": n} for n, step in enumerate(chain(200))]
+    for step in steps:
+        step.pop("op", None)
+    text = picture(steps)
     assert text.count("<rect") == HEAD + TAIL
     assert f"… {200 - HEAD - TAIL} more steps …" in text
     assert "200 steps" in text
@@ -244,7 +312,7 @@ def test_advice_is_given_where_it_is_due_and_only_there():
         "policy": "drop",
         "failed": [{"slot": 3, "reason": "out of memory"}],
         "reasons": [{"mode": "NONE", "reason": "above largest size", "count": 10}],
-        "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 5, "share": 0.5}],
+        "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 50, "share": 0.5}],
         "captures": [{"captured": True, "steps": 0, "ms": 1.0}],
     }
     assert len(advise(bad)) == 7

@@ -6,13 +6,14 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..explain import FORMATS, rendered
 from ..report.output import outputs
 from ..serve.options import RunOptions, choice
 from .arguments import with_run_options
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from ..serve.run import Service
 
 WRONG_RESULT = 1
-FORMATS = ("html", "json", "md")
 
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Write the report as JSON; - for standard output.")
@@ -82,7 +82,7 @@ def explain_command(
     )
     assert to_output is not None
     facts, trace = explained(options)
-    to_output.write(written(facts, form))
+    to_output.write(rendered(facts, form))
     if not to_output.is_stdout:
         print(f"written: {output}", file=sys.stderr)
     if to_timeline is not None:
@@ -124,8 +124,8 @@ def served(options: RunOptions, events: Events | None = None) -> Iterator[tuple[
 
     requests, console = read_requests(options), stderr()
     began = time.perf_counter()
-    from ..serve.run import serve, service_report, start_service
-
+    with nullcontext() if events is None else events.span("import torch"):
+        from ..serve.run import serve, service_report, start_service
     phases = [("import torch", time.perf_counter() - began)]
     with start_service(options, requests, phases, console, events) as service:
         serve(service, requests, console)
@@ -142,22 +142,7 @@ def explained(options: RunOptions) -> tuple[dict[str, Any], dict[str, Any]]:
         from ..explain.timeline import chrome_trace
 
         steps = service.engine.served.steps
-        return collect(report, service.prepared, steps), chrome_trace(events, steps)
-
-
-def written(facts: dict[str, Any], form: str) -> str:
-    """The facts in one of FORMATS."""
-    if form == "json":
-        return json.dumps(facts, indent=2, default=str) + "\n"
-    if form == "md":
-        from ..explain.sections import sections
-        from ..report.sections import as_markdown
-
-        title = "# piecegraph: startup and run explained"
-        return "\n\n".join([title, *map(as_markdown, sections(facts))]) + "\n"
-    from ..explain.page import page
-
-    return page(facts)
+        return collect(report, service.prepared, steps, events), chrome_trace(events, steps)
 
 
 def console_beside(*outputs: Output | None) -> Console:

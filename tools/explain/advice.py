@@ -9,6 +9,8 @@ Facts = dict[str, Any]
 
 MUCH_PADDING = 0.2
 MANY_WITHOUT = 0.2
+ENOUGH_STEPS = 10
+"""Fewer steps than this of a size, or of all sizes with the share, say nothing about traffic."""
 
 
 def advise(facts: Facts) -> list[Facts]:
@@ -21,13 +23,14 @@ Advice = Iterator[tuple[str, str]]
 
 
 def _verification(facts: Facts) -> Advice:
-    if not facts["verification"]["ok"]:
+    if facts["verification"] and not facts["verification"]["ok"]:
         yield "a step differed from the eager model", "Run `piecegraph bisect` with these options."
 
 
 def _cache(facts: Facts) -> Advice:
     cache = facts["cache"]
-    if not cache["hit"] and facts["settings"]["compile"]:
+    settings = facts["settings"]
+    if not cache["hit"] and settings["compile"] and settings.get("cache", True):
         yield (
             f"this start was cold: {cache['reason']}",
             "Build the bundle beforehand with `piecegraph cache warm`;"
@@ -48,15 +51,15 @@ def _guards(facts: Facts) -> Advice:
 def _failed(facts: Facts) -> Advice:
     for failure in facts["failed"]:
         yield (
-            f"slot {failure['slot']} could not be captured: {failure['reason']}",
-            "Its batches run in a lower mode; drop the size or mend the op that is named.",
+            f"entry {failure['slot']} could not be captured: {failure['reason']}",
+            "Its batches run in a lower mode; drop the size or correct the op that is named.",
         )
 
 
 def _without_graph(facts: Facts) -> Advice:
     total = sum(row["count"] for row in facts["reasons"])
     for row in facts["reasons"]:
-        if row["mode"] == "NONE" and row["count"] > MANY_WITHOUT * total:
+        if row["mode"] == "NONE" and row["count"] > MANY_WITHOUT * total and total >= ENOUGH_STEPS:
             yield (
                 f"{row['count']} of {total} steps ran without a graph: {row['reason']}",
                 "Capture larger sizes, or limit the tokens of a step to the largest size.",
@@ -65,7 +68,7 @@ def _without_graph(facts: Facts) -> Advice:
 
 def _padding(facts: Facts) -> Advice:
     for row in facts["padding"]:
-        if row["share"] > MUCH_PADDING and row["steps"] > 1:
+        if row["share"] > MUCH_PADDING and row["steps"] >= ENOUGH_STEPS:
             yield (
                 f"{row['share']:.0%} of the rows of {row['mode']} {row['num_tokens']} were padding",
                 f"Capture a size between the next smaller one and {row['num_tokens']}.",

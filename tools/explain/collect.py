@@ -6,24 +6,44 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import Events, PreparedModel
+from ...compile.ir.ops import resolve_op
+from ...compile.ir.plan import CallStep, Plan
 from ...compile.lower.report_plan import split_graph as plan_steps
 from ...runtime.records import CaptureFailure, CaptureRecord, ForecastAccuracy, MemoryUse
+from ...torch_compat.ops import given_arguments
 from ..engine.engine import StepRecord
 from .advice import advise
 
 Facts = dict[str, Any]
 
+OTHER_SECONDS, OTHER_SHARE = 0.01, 0.02
+"""Time inside a span that no part explains is shown from here on."""
+
 MODES = ("NONE", "PIECEWISE", "FULL")
 
 
-def collect(report: Facts, prepared: PreparedModel, steps: Sequence[StepRecord]) -> Facts:
-    """JSON-able facts of a run, from its report, its events and its steps."""
+SCHEMA = 1
+
+
+def collect(
+    report: Facts,
+    prepared: PreparedModel,
+    steps: Sequence[StepRecord] = (),
+    events: Events | None = None,
+) -> Facts:
+    """JSON-able facts of a startup and a run, from their report, events and steps.
+
+    `events` are those of the whole process; without them the timeline begins with `prepare`.
+    `report` may be that of the model alone, without what an engine adds to it.
+    """
     records = prepared.records
+    used = records.of(MemoryUse)
     facts: Facts = {
-        "versions": report["versions"],
-        "options": report["options"],
+        "schema": SCHEMA,
+        **{key: report.get(key) for key in ("created", "command", "versions", "machine")},
+        "options": report.get("options"),
         "startup": report["startup"],
-        "timeline": timeline(prepared.events),
+        "timeline": timeline(events or prepared.events),
         "cache": report["cache"],
         "counters": report["counters"],
         "lookups": records.compile.lookups,
@@ -34,38 +54,47 @@ def collect(report: Facts, prepared: PreparedModel, steps: Sequence[StepRecord])
         "guards": guards(prepared),
         "policy": prepared.config.guards.value,
         "captures": captures(prepared),
-        "memory": records.of(MemoryUse)[-1].facts(),
+        "memory": used[-1].facts() if used else {"recordings": 0, "used": 0, "free": 0},
         "ledger": report["memory"],
         "forecast": [record.facts() for record in records.of(ForecastAccuracy)],
         "failed": [record.facts() for record in records.of(CaptureFailure)],
-        "heat": heat(steps),
+        "heat": heat([(step.mode, step.num_tokens, 1) for step in steps] or _counted(report)),
         "reasons": report["reasons"],
         "padding": padding(report["dispatch"]),
-        "serving": report["serving"],
-        "verification": report["verification"],
+        "serving": report.get("serving"),
+        "verification": report.get("verification"),
     }
     return {**facts, "advice": advise(facts)}
 
 
 def timeline(events: Events) -> list[Facts]:
-    """Spans in order of their start, in seconds since the events began."""
+    """Spans in order of their start, in seconds since the events began.
+
+    Below a span whose parts do not fill it stands a row `other`: rows of one depth sum up to it.
+    """
     spans = sorted(events.spans, key=lambda span: (span.start, span.depth))
-    return [
-        {
-            "name": span.name,
-            "start": span.start,
-            "seconds": span.seconds,
-            "depth": span.depth,
-            "facts": " ".join(f"{name}={value}" for name, value in span.facts.items()),
-        }
-        for span in spans
-    ]
+    rows: list[Facts] = []
+    for index, span in enumerate(spans):
+        end = span.start + span.seconds
+        inside = [each for each in spans[index + 1 :] if each.start <= end]
+        parts = [each.seconds for each in inside if each.depth == span.depth + 1]
+        rows.append(_row(span.name, span.start, span.seconds, span.depth, span.facts))
+        other = span.seconds - sum(parts)
+        if parts and other > max(OTHER_SECONDS, OTHER_SHARE * span.seconds):
+            facts = {"in": span.name}
+            rows.append(_row("other", span.start, other, span.depth + 1, facts))
+    return rows
+
+
+def _row(name: str, start: float, seconds: float, depth: int, facts: Facts) -> Facts:
+    text = " ".join(f"{name}={value}" for name, value in facts.items())
+    return {"name": name, "start": start, "seconds": seconds, "depth": depth, "facts": text}
 
 
 def split_graph(prepared: PreparedModel) -> list[Facts]:
     """The steps of the plan, with what they take and give, between inputs and results."""
     plan = prepared.compiled.plan
-    steps = plan_steps(plan)
+    steps = _with_written(plan, plan_steps(plan))
     shapes = {name: shape for step in steps for name, shape in step["takes"].items()}
     inputs = {item.name: shapes.get(item.name, "") for item in plan.inputs}
     results = {result.name: "" for result in plan.results}
@@ -73,6 +102,34 @@ def split_graph(prepared: PreparedModel) -> list[Facts]:
         {"outer": "inputs", "takes": {}, "gives": inputs},
         *steps,
         {"outer": "results", "takes": results, "gives": {}},
+    ]
+
+
+def _with_written(plan: Plan, steps: list[Facts]) -> list[Facts]:
+    """The steps, with a value that an op writes to as a new one that the op gives.
+
+    Such an op often returns nothing: its results are what it writes.
+    """
+    now: dict[str, str] = {}
+    shown: list[Facts] = []
+    for step, facts in zip(plan.steps, steps, strict=True):
+        takes = {now.get(name, name): shape for name, shape in facts["takes"].items()}
+        gives = dict(facts["gives"])
+        if step.kind == "call":
+            for name in _written(step):
+                now[name] = f"{name} written by step {len(shown)}"
+                gives[now[name]] = facts["takes"].get(name, "")
+        shown.append({**facts, "takes": takes, "gives": gives})
+    return shown
+
+
+def _written(step: CallStep) -> list[str]:
+    """Names of the values that the op of `step` writes to, by its schema."""
+    arguments = given_arguments(resolve_op(step.op), step.args, step.kwargs)
+    return [
+        value["ref"]
+        for value, written in arguments
+        if written and isinstance(value, dict) and "ref" in value
     ]
 
 
@@ -134,12 +191,17 @@ def captures(prepared: PreparedModel) -> list[Facts]:
     return rows
 
 
-def heat(steps: Sequence[StepRecord]) -> Facts:
-    """Steps by runtime mode and by size, in columns that double: 1, 2, 3-4, 5-8, …"""
-    columns = sorted({_column(step.num_tokens) for step in steps})
+def _counted(report: Facts) -> list[tuple[str, int, int]]:
+    """Steps by mode and padded size, for a model whose engine keeps no records of steps."""
+    return [(row["mode"], row["num_tokens"], row["count"]) for row in report["dispatch"]]
+
+
+def heat(steps: Sequence[tuple[str, int, int]]) -> Facts:
+    """Steps as (mode, size, count), in columns of sizes that double: 1, 2, 3-4, 5-8, …"""
+    columns = sorted({_column(size) for _, size, _ in steps})
     counts = {mode: dict.fromkeys(columns, 0) for mode in MODES}
-    for step in steps:
-        counts[step.mode][_column(step.num_tokens)] += 1
+    for mode, size, count in steps:
+        counts[mode][_column(size)] += count
     return {
         "columns": [f"{low}-{high}" if low < high else str(low) for low, high in columns],
         "rows": [{"mode": mode, "counts": list(counts[mode].values())} for mode in MODES],

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from ..report.sections import size
 from .sections import sections
 
 Facts = dict[str, Any]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}%"
+
+
+def _with_code(text: str) -> Markup:
+    """Text with what stands between backticks as code."""
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 
 def page(facts: Facts) -> str:
@@ -21,5 +32,6 @@ def page(facts: Facts) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.filters |= {"size": size, "percent": lambda share: f"{100 * share:.2f}%"}
+    filters: dict[str, Any] = {"size": size, "percent": _percent, "code": _with_code}
+    templates.filters |= filters
     return templates.get_template("explain.html").render(facts, sections=sections(facts))

@@ -20,6 +20,9 @@ HEAD, TAIL = 14, 9
 """Steps shown at the beginning and at the end of a chain too long to be shown whole."""
 
 COLORS = 8
+FOLD_FROM = 3
+"""Equal turns from which a repetition is folded."""
+
 SHAPES = 5
 """Shapes written beside one step at most."""
 
@@ -54,12 +57,42 @@ def picture(steps: Sequence[Facts]) -> str:
     return "".join(parts)
 
 
-def _shortened(steps: Sequence[Facts]) -> tuple[list[Facts], int]:
-    if len(steps) <= HEAD + TAIL + 1:
+def _folded(steps: Sequence[Facts]) -> tuple[list[Facts], int]:
+    """The steps with the longest repetition shown as its first and its last turn.
+
+    Equal layers are such a repetition: the same pieces and ops again and again.
+    """
+    kinds = [step.get("op", step.get("piece", step.get("outer"))) for step in steps]
+    best = (0, 0, 0)
+    for period in range(1, len(kinds) // FOLD_FROM + 1):
+        length = 0
+        for index in range(period, len(kinds) + 1):
+            if index < len(kinds) and kinds[index] == kinds[index - period]:
+                length += 1
+                continue
+            turns = length // period + 1
+            if turns >= FOLD_FROM and length > best[0]:
+                best = (length, index - length - period, period)
+            length = 0
+    length, start, period = best
+    turns = length // period + 1 if period else 0
+    hidden = period * (turns - 2)
+    if not hidden or len(steps) <= HEAD:
         return list(steps), 0
+    first, last = start + period, start + period * (turns - 1)
+    label = f"the {period} steps above {turns - 2} more times"
+    gap = {"gap": label, "takes": {}, "gives": {}}
+    return [*steps[:first], gap, *steps[last:]], hidden
+
+
+def _shortened(steps: Sequence[Facts]) -> tuple[list[Facts], int]:
+    """At most HEAD + TAIL steps and what stands for the others."""
+    steps, hidden = _folded(steps)
+    if len(steps) <= HEAD + TAIL + 1:
+        return list(steps), hidden
     middle = steps[HEAD:-TAIL]
-    gap = {"gap": len(middle), "takes": {}, "gives": {}}
-    return [*steps[:HEAD], gap, *steps[-TAIL:]], len(middle)
+    gap = {"gap": f"{len(middle)} more steps", "takes": {}, "gives": {}}
+    return [*steps[:HEAD], gap, *steps[-TAIL:]], len(middle) + hidden
 
 
 def _values(steps: Sequence[Facts]) -> list[_Value]:
@@ -95,7 +128,7 @@ def _top(row: int) -> int:
 def _box(row: int, step: Facts) -> str:
     place = f'x="{LEFT}" y="{_top(row)}" width="{WIDTH}" height="{HEIGHT}"'
     if "gap" in step:
-        return _centred(row, f"… {step['gap']} more steps …", "gap")
+        return _centred(row, f"… {step['gap']} …", "gap")
     if "outer" in step:
         return f'<rect {place} class="outer"/>' + _centred(row, step["outer"], "label")
     if "op" in step:

@@ -125,7 +125,17 @@ def _startup(facts: Facts) -> Section:
         for span in spans
     ]
     heads = columns("phase", "start", "seconds", "when", when="bar")
-    return Section("Startup", [Table(rows, heads, "Seconds since preparing began")], id="startup")
+    return Section(
+        "Startup",
+        [
+            Table(
+                rows,
+                heads,
+                "Seconds since the first row began; `other` is time that no row below explains",
+            )
+        ],
+        id="startup",
+    )
 
 
 def _pieces(facts: Facts) -> Section:

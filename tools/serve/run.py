@@ -74,10 +74,11 @@ def start_service(
     )
     for request in requests:
         scheduler.check(request)
-    with _phase(phases, "build model"), _allocation():
+    events = events or Events()
+    with events.span("build model"), _phase(phases, "build model"), _allocation():
         model, layers, buffers = _build(options, requests, blocks, device)
     with working(console, "preparing: from the cache, or tracing and compiling"):
-        prepared = prepare(model, library_config(options), layers=layers, events=events or Events())
+        prepared = prepare(model, library_config(options), layers=layers, events=events)
     try:
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers, device)
         caches = [part for cache in layers.values() for part in (cache.keys, cache.values)]
