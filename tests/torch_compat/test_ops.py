@@ -118,3 +118,9 @@ def test_only_a_launch_is_a_triton_call() -> None:
 def test_kernel_of_a_device_runs_past_the_mode() -> None:
     x = torch.ones(2)
     assert torch.equal(ops.run_kernel(aten.add.Tensor, "CPU", (x, x), {}), x + x)
+
+
+def test_ops_with_their_own_cpu_kernel_are_known(library: Any) -> None:
+    library.impl("two", torch.clone, "CPU")
+    assert ops.is_python_op(torch.ops.piecegraph_ops.two.default)
+    assert not ops.is_python_op(aten.reshape.default)
