@@ -203,3 +203,50 @@ def test_a_global_that_a_nested_function_stores_is_state(tmp_path: Path) -> None
     made.f()()
     assert made.n == 1
     assert fingerprint(made.f) == before
+
+
+PASSES = """
+import functools
+
+class Pass:
+    kind = "a"
+    def __init__(self, gain): self.gain = gain
+    def __call__(self, graph): return self.gain * 5
+    def apply(self, graph): return self.gain
+
+table = {"state": 1}
+HELD = Pass(7)
+
+@functools.lru_cache
+def helper(): return 11
+
+def reads_table(graph): return table["state"]
+def reads_object(graph): return HELD.gain
+def calls_cached(graph): return helper()
+def scaled(held, graph): return held.gain
+
+instance = Pass(3)
+bound = Pass(3).apply
+partial = functools.partial(scaled, Pass(3))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("instance", "Pass(3)", "Pass(4)"),
+        ("instance", "gain * 5", "gain * 6"),
+        ("instance", 'kind = "a"', 'kind = "b"'),
+        ("bound", "Pass(3)", "Pass(4)"),
+        ("partial", "Pass(3)", "Pass(4)"),
+        ("reads_table", '"state": 1', '"state": 2'),
+        ("reads_object", "Pass(7)", "Pass(8)"),
+        ("calls_cached", "return 11", "return 12"),
+    ],
+)
+def test_f3_fields_and_helpers_of_a_pass_are_part_of_it(
+    tmp_path: Path, name: str, old: str, new: str
+) -> None:
+    one, other = module(tmp_path, PASSES), module(tmp_path, PASSES.replace(old, new))
+    assert fingerprint(getattr(one, name)) != fingerprint(getattr(other, name))
+    assert fingerprint(getattr(one, name)) == fingerprint(getattr(module(tmp_path, PASSES), name))
