@@ -127,7 +127,7 @@ def test_without_tlparse_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setattr("piecegraph.tools.cli.trace_command.sys.executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "")
     assert main(["trace", "--", "true"]) == 2
-    assert "pip install -e '.[tools]'" in capsys.readouterr().err
+    assert "pip install 'piecegraph[tools]'" in capsys.readouterr().err
 
 
 def test_a_failing_tlparse_is_an_error_of_one_line(tmp_path, monkeypatch, capsys):

@@ -50,7 +50,7 @@ def test_only_the_requests_asked_for_are_read(tmp_path):
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, reason):
-    with pytest.raises(TraceMalformed, match=r"line 3 of .*trace\.csv") as caught:
+    with pytest.raises(TraceMalformed, match=r"line 3 in .*trace\.csv") as caught:
         read_trace(write(tmp_path, GOOD, line), limit=2)
     assert reason in str(caught.value)
 

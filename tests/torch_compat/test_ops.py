@@ -18,6 +18,14 @@ def test_composite_operators_are_known() -> None:
     assert not ops.is_composite(torch.ops.aten.add.Tensor)
 
 
+def test_ops_with_a_kernel_of_their_own_for_the_cpu_are_known(library: Any) -> None:
+    library.define("own(Tensor x) -> Tensor")
+    library.impl("own", lambda x: x + 1, "CPU")
+    namespace = getattr(torch.ops, library.ns)
+    assert ops.is_python_op(namespace.own.default)
+    assert not ops.is_python_op(torch.ops.aten.reshape.default)
+
+
 def test_fake_implementations_are_found_however_they_were_registered() -> None:
     library: Any = torch.library.Library("piecegraph_compat", "DEF")  # type: ignore[no-untyped-call]
     library.define("f(Tensor x) -> Tensor")
