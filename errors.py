@@ -60,7 +60,7 @@ def _rebuild(
 def _pickles(value: object) -> bool:
     try:
         pickle.dumps(value)
-    except Exception:  # whatever a user's object raises
+    except Exception:  # a user's object may raise anything
         return False
     return True
 

@@ -11,7 +11,7 @@ from typing import Any
 def lazy_names(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of `package`, whose names live in `modules`.
+    """`__getattr__`, `__dir__` and `__all__` of `package`, whose names are defined in `modules`.
 
     `modules` maps a relative module name to the names it defines. Type checkers do not see them:
     the package repeats them under `if TYPE_CHECKING`, as `from .module import Name as Name`.

@@ -2,7 +2,7 @@
 
 Publishing writes the blobs first, each to a temporary file that is synced and renamed to its
 sha256, and then the manifest that names them, by one rename. A reader sees a whole entry or none,
-whichever process dies when. Files are never truncated, and a lookup never lists a directory.
+even if a process dies. Files are never truncated, and a lookup never lists a directory.
 
 The private directory supports any number of processes on one machine. On a network file system
 entries stay whole, since this relies on rename and digests only, but an entry that one machine
@@ -42,8 +42,8 @@ def no_fault(step: str) -> None:
 class DirectoryLayer:
     """Entries under `root`, trusted as `trust` says; read-only unless `writable`.
 
-    A hit in a shared directory is copied to the private one and loaded from there, so that nobody
-    can replace a file between its verification and its use.
+    A hit in a shared directory is copied to the private one and loaded from there, so that no
+    other user can replace a file between its verification and its use.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class DirectoryLayer:
 
     def _put(self, temporary: Path, content: bytes, name: str) -> None:
         write_synced(temporary, [content], self._file_mode)
-        temporary.chmod(self._file_mode)  # whatever the umask is
+        temporary.chmod(self._file_mode)  # regardless of the umask
         self._fault(f"{temporary.name} written")
         place(temporary, self.root / name, self._directory_mode)
         self._fault(f"{temporary.name} placed")

@@ -1,9 +1,9 @@
 """Keep a private directory within its limits; the least recently used entries are removed first.
 
 No locks are needed. For a reader, a removed file is a miss, or is read to its end through the open
-descriptor. A blob is moved aside before it is checked: a writer that reuses it either published
-its manifest before the second listing, and the blob is put back, or finds the blob missing when
-it checks after publishing, and writes it again.
+descriptor. A blob is renamed before it is checked: a writer that reuses it either published its
+manifest before the second listing, and the blob is put back, or finds the blob missing when it
+checks after publishing, and writes it again.
 """
 
 from __future__ import annotations

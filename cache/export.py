@@ -80,8 +80,8 @@ def write_layer(
 ) -> None:
     """Write entries of `source`, signed if there is a `secret`, to a directory that others read.
 
-    Files have mode 0644 and new directories 0755 whatever the umask is: the user of a container
-    that reads the layer is often another. Raises EntryUnusable and OSError.
+    Files have mode 0644 and new directories 0755, regardless of the umask: a container that
+    reads the layer often runs as another user. Raises EntryUnusable and OSError.
     """
     make_directory(root, 0o755)
     layer = DirectoryLayer(root, writable=True, secret=secret, file_mode=0o644)

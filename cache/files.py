@@ -1,6 +1,6 @@
 """File operations that survive a crash, and reads that do not trust what is on the disk.
 
-A private directory is trusted because nobody else can write to it: this user owns it, its mode
+A private directory is trusted because no other user can write to it: this user owns it, its mode
 excludes others, and no directory above it lets others replace it.
 """
 
@@ -62,7 +62,7 @@ def make_directory(directory: Path, mode: int = 0o700) -> None:
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
         if mode != 0o700:
-            directory.chmod(mode)  # whatever the umask is
+            directory.chmod(mode)  # regardless of the umask
         sync_directory(directory.parent)
 
 

@@ -2,10 +2,10 @@
 
 Single flight: of many processes that miss the same key, one compiles and the others wait. The lock
 only saves work. A process that cannot get it, because the holder takes too long or locking fails,
-goes on without it, and two publishes of one key do no harm.
+continues without it; publishing one key twice is safe.
 
 An owned directory holds temporary files and is locked by its process, so that the next process can
-tell the files of a killed process from those in use. Without locks, as on some network file
+distinguish the files of a killed process from those in use. Without locks, as on some network file
 systems, only the age of a directory decides.
 """
 

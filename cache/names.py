@@ -5,8 +5,8 @@
     tmp/ quarantine/ locks/ pins/            in the private directory only
 
 Every layer, local or remote, uses the same relative names, so one can be copied to another. The
-schema version is part of the names: versions of the library can share a directory and neither
-misread nor evict each other's entries.
+schema version is part of the names: versions of the library can share a directory without
+misreading or evicting each other's entries.
 """
 
 from __future__ import annotations

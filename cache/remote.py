@@ -120,7 +120,7 @@ class RemoteLayer:
 
 
 def _within(seconds: float, work: Callable[[], Any]) -> Any:
-    """The result of `work`, or TimeoutError; its thread then goes on until the request ends."""
+    """The result of `work`, or TimeoutError; its thread then runs until the request ends."""
     results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def run() -> None:

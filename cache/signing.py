@@ -53,7 +53,7 @@ def pinned(digests: Collection[str]) -> Trust:
 
 
 def trust_all(manifest: Manifest, signature: str | None) -> None:
-    """Trust every entry: an explicit opt-in, for layers that nobody else can write to."""
+    """Trust every entry: an explicit opt-in, for layers that no other user can write to."""
 
 
 def secret_from_environment() -> bytes | None:

@@ -26,9 +26,9 @@ from .lower.split_model import SplitModel, split_model
 def compile_ahead(request: CompileRequest) -> bool:
     """Build the missing libraries and republish the bundle; False if an artifact cannot have one.
 
-    False also where the trace must not be cached. An event then says why, and the bundle is
-    unchanged. Raises InvalidSetting with
-    `use_inductor_graph_partition`: a library cannot be partitioned.
+    Also False if the trace must not be cached; an event then gives the reason, and the bundle is
+    unchanged. Raises InvalidSetting with `use_inductor_graph_partition`: a library cannot be
+    partitioned.
     """
     if request.config.use_inductor_graph_partition:
         raise InvalidSetting(

@@ -68,7 +68,7 @@ ALL_MODES = mode_bits(RuntimeMode)
 
 
 def class_obstacle(plan: DispatchPlan, entry: PlanEntry, kind: BatchClass) -> Reason | None:
-    """Why no batch of the class can use the graph of `entry`, whatever its counts, or None."""
+    """Why no batch of the class, with any counts, can use the graph of `entry`, or None."""
     key = entry.descriptor
     if key.uniform_query_len is not None and key.uniform_query_len != kind.query_len:
         return Reason.CAPABILITY

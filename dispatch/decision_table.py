@@ -24,7 +24,7 @@ NEARNESS = (
     Reason.COST,
     Reason.NO_TOKENS,
 )
-"""Obstacles in the order in which they are checked: the later, the closer a candidate came."""
+"""Obstacles in the order in which they are checked. A later one means a closer candidate."""
 
 
 class Preference:
@@ -160,7 +160,7 @@ def graph_decision(
 def none_decision(
     plan: DispatchPlan, kind: BatchClass, num_tokens: int, reason: Reason
 ) -> Decision:
-    """NONE runs the batch as it is: no padding, except up to the fewest tokens of the model."""
+    """NONE runs the batch unpadded, except up to the fewest tokens of the model."""
     padded = max(num_tokens, plan.min_num_tokens) if num_tokens else 0
     descriptor = BatchDescriptor(padded, lora_case=kind.num_loras, axes=kind.axes)
     max_reqs = most_reqs(kind, num_tokens)

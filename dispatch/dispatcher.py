@@ -85,7 +85,7 @@ class _Tables:
         return decision
 
     def _chunks(self, kind: BatchClass, num_tokens: int, otherwise: Decision) -> Decision:
-        """PIECEWISE over consecutive tokens: the largest usable graph repeated, one for the rest.
+        """PIECEWISE over consecutive tokens: the largest graph repeated, one for the remainder.
 
         Attention runs between the pieces on the whole batch, so only tokens are split. Returns
         `otherwise` if the plan does not allow chunks or the usable graphs do not cover the batch.

@@ -39,7 +39,7 @@ class LayerConfig(Settings):
 
     trust: LayerTrust = LayerTrust.SIGNED
     """`signed` with the key in PIECEGRAPH_CACHE_SIGNING_KEY(_FILE), `pinned` to `digests`, or by
-    `anybody`: for a place that nobody else can write to, such as a container image."""
+    `anybody`: for a place that no other user can write to, such as a container image."""
 
     digests: tuple[str, ...] = ()
     """`Entry.digest` of each entry of a pinned layer that may be loaded."""

@@ -47,13 +47,13 @@ def prepare(
 
     `examples` are (args, kwargs) to trace with; without them they are built from `config.inputs`.
     `layers` is what splitting ops find by name in the forward context. `backend` replaces the one
-    that `config.graph_backend` names. `ranks` are those that must start and capture alike.
+    that `config.graph_backend` names. `ranks` must all start and capture the same way.
     `events` is given the events of this model.
     `input_buffers` are inputs that the engine keeps in one place, at their largest size: steps are
     given their first rows, nothing is copied, and a graph replays on them.
     Graphs are captured by `PreparedModel.capture`.
 
-    Raises a PiecegraphError that says what is wrong with the model or the settings.
+    Raises a PiecegraphError that names the problem with the model or the settings.
     """
     if is_autocast_enabled():
         raise AutocastActive(action="prepare")

@@ -69,7 +69,7 @@ class Policy:
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What the engine provides: `layers` for the forward context, input buffers of its own by
-    input name, and the ranks that must start and capture alike."""
+    input name, and the ranks that must start and capture the same way."""
 
     layers: Mapping[str, Any] = field(default_factory=dict)
     input_buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -309,7 +309,7 @@ class PreparedModel:
         """Bytes left for the KV cache if the engine uses this share of the device.
 
         Before any capture, a few graphs are probed, with `metadata_for` where attention needs it,
-        to forecast what all graphs take. With several ranks all must call this alike. Raises
+        to forecast what all graphs take. With several ranks all must make the same call. Raises
         LayerMissing and MetadataFailed as `capture` does.
         """
         self._make_ready(metadata_for)
@@ -342,7 +342,7 @@ class PreparedModel:
     def capture_idle(self, budget_ms: float) -> int:
         """Capture for at most `budget_ms` what DELAYED or LAZY still want; returns how many.
 
-        For an engine that is idle. With several ranks all must call this alike.
+        For an engine that is idle. With several ranks all must make the same call.
         """
         return self._capturer.idle(budget_ms)
 
@@ -357,17 +357,17 @@ class PreparedModel:
         """Check in steps that a long-lived tensor (KV cache, workspace) stays at its address.
 
         This holds for graphs captured from now on; the tensor is not kept alive. If `name` is
-        watched already it stands for this tensor from now on, and graphs that read the one before
-        raise MovedTensor until `refresh`.
+        watched already, it refers to this tensor from now on, and graphs that read the previous
+        one raise MovedTensor until `refresh`.
         """
         self._graphs.addresses.watch(name, tensor)
 
     def refresh(self) -> tuple[int, ...]:
-        """Follow weights that were replaced and watched names that stand for another tensor.
+        """Follow weights that were replaced and watched names that refer to another tensor.
 
         Graphs that read one are captured again, also after `seal`; their indices are returned.
         Updates in place need no refresh. Raises ModelMismatch for weights of another form. With
-        several ranks all must call this alike.
+        several ranks all must make the same call.
         """
         self._must_be_open()
         stale, moved = self._graphs.stale(), self._graphs.unrecorded.moved()

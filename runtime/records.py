@@ -1,4 +1,4 @@
-"""What a prepared model did, as typed data: filled by who does it, read by reports and metrics.
+"""What a prepared model did, as typed data: read by reports and metrics.
 
 Each record is also emitted as an event, which is output only.
 """
@@ -214,7 +214,7 @@ class Records:
 
     @property
     def phases(self) -> list[Span]:
-        """Phases of the startup in order, `prepare` as a whole left out; a name can recur."""
+        """Phases of the startup in order, without `prepare` as a whole; a name can repeat."""
         return [span for span in self.events.phases if span.name != "prepare"]
 
     @property

@@ -1,4 +1,4 @@
-"""The walks of docs/architecture.md name the files that a start and a step really go through."""
+"""The walks of docs/architecture.md name the files that a start and a step really use."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Links in documents lead somewhere; benchmark results carry the facts of their machine."""
+"""Links in documents have targets; benchmark results state the facts of their machine."""
 
 import json
 import re

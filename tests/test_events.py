@@ -68,7 +68,7 @@ def test_a_listener_that_takes_itself_off_silences_nobody():
 
 
 def test_details_are_made_only_where_somebody_looks():
-    """In a process of its own: pytest's log capture counts as somebody."""
+    """In a separate process: pytest's log capture counts as a reader."""
     code = """
 import logging, torch
 from piecegraph import Events

@@ -1,4 +1,4 @@
-"""docs/failures.md has a row for each code that test names carry, and names tests that exist."""
+"""docs/failures.md has a row for each code in a test name, and names only tests that exist."""
 
 import re
 from pathlib import Path

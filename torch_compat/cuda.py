@@ -50,5 +50,5 @@ def end_allocation_to_pool(device: int, pool: Any) -> None:
 
 
 def keep_forever(graph: torch.cuda.CUDAGraph) -> None:
-    """Never free `graph`: torch's allocators hold a pointer to it and cannot be told to drop it."""
+    """Never free `graph`: torch's allocators hold a pointer to it that cannot be removed."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))

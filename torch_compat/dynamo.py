@@ -36,11 +36,11 @@ class Captured:
     aliases: dict[str, str]
     """Dynamo's own names for modules among the globals."""
     local_scope: dict[str, Any]
-    """What `L` stands for in expressions: the arguments of the traced function."""
+    """The meaning of `L` in expressions: the arguments of the traced function."""
     closure: dict[str, Any]
     """Variables that the traced function closes over; `L` has them too."""
     global_scope: dict[str, Any]
-    """What `G` stands for: the globals of the traced function."""
+    """The meaning of `G`: the globals of the traced function."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def is_torch_file(file: str) -> bool:
 
 
 def _is_user_file(file: str) -> bool:
-    """Whether a file belongs neither to torch nor to Python's standard library."""
+    """Whether a file is outside torch and Python's standard library."""
     standard = file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
     return not (standard or is_torch_file(file))
 

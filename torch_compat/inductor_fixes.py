@@ -141,8 +141,8 @@ def without_lost_cubins() -> Iterator[None]:
     """Drop the results of autotuning that have no cubin when a kernel is loaded.
 
     Upstream: `TritonBundler` stores the cubin of the configuration that won, and pickles the
-    autotuner with the results of all of them. `load_autotuners` then fails for those that lost,
-    logs a traceback, and does without the statically launched kernel.
+    autotuner with the results of all of them. `load_autotuners` then fails for the others, logs
+    a traceback, and does not use the statically launched kernel.
     Affected: torch 2.11 to 2.14. Remove when losing results are not pickled.
     """
     from torch._inductor.triton_bundler import TritonBundler

@@ -105,7 +105,7 @@ def changed_settings() -> dict[str, Any]:
     """Settings of torch's compilers that this process has changed, by full name.
 
     Nothing is imported: a module of settings that is not loaded yet has its defaults, and what the
-    environment sets is a factor of its own. Settings in EXEMPT are left out.
+    environment sets is a separate factor. Settings in EXEMPT are left out.
     """
     from torch.utils._config_module import _UNSET_SENTINEL as unset
 

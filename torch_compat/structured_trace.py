@@ -15,7 +15,7 @@ def trace_is_on() -> bool:
         return False
     from torch._logging._internal import trace_log
 
-    # until the first record torch keeps a handler even if there is nothing to write to
+    # until the first record torch keeps a handler even if it has no output
     return any(getattr(h, "root_dir", "") is not None for h in trace_log.handlers)
 
 

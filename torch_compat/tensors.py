@@ -82,7 +82,7 @@ def writes_counted(tensor: Tensor) -> int:
 
 
 def fresh_fake_mode() -> Any:
-    """A fake mode with a shape environment of its own."""
+    """A fake mode with its own shape environment."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())
@@ -99,7 +99,7 @@ def writes_of_faking(tensor: Tensor, fake_mode: Any) -> int:
 
 
 def is_faking() -> bool:
-    """Whether operations make fake tensors in this thread: a run that asks for shapes alone."""
+    """Whether operations make fake tensors in this thread: a run that computes only shapes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
@@ -131,7 +131,7 @@ def unowned_alias(tensor: Tensor) -> Tensor:
 
 
 def is_wrapper_subclass(tensor: Tensor) -> bool:
-    """Whether `tensor` wraps other tensors and has no memory of its own."""
+    """Whether `tensor` wraps other tensors and has no memory itself."""
     return bool(is_traceable_wrapper_subclass(tensor))
 
 

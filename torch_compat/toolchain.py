@@ -94,7 +94,7 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
     """Let Inductor use and store precompiled C++ headers in `toolchain`.
 
     Its own place for them is `torchinductor_<user>` in the directory for temporary files, which it
-    uses whoever owns it.
+    uses without checking the owner.
     """
     with preserve_cache_variables():
         from torch._inductor import codecache
@@ -130,7 +130,7 @@ def probes(toolchain: Path) -> dict[str, bytes]:
 
 
 def known_probe(toolchain: Path, name: str) -> bytes | None:
-    """The result of one probe, None if it was not run. Pipes, links and the like are ignored."""
+    """The result of one probe, None if it was not run. Special files are ignored."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(toolchain / PROBES / name, flags)
@@ -157,7 +157,7 @@ _EXTENSIONS = re.compile(
     r"sha_ni|sha512|sm[34]|gfni|xsave\w*|rdrand|rdseed|rdpid|fsgsbase|clflushopt|clwb|movdir\w+|"
     r"serialize|waitpkg|tsxldtrk|rtm|hle|3dnowprefetch|mwaitx|tbm|xop|lzcnt|cldemote|ptwrite|cx16"
 )
-"""Flags of an x86 CPU that stand for instructions; others are about its kernel and its defects."""
+"""Flags of an x86 CPU that name instruction sets; others describe its kernel and its defects."""
 
 
 def cpu_extensions(facts: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
@@ -167,6 +167,6 @@ def cpu_extensions(facts: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
             name, _, stated = line.partition(":")
             if name.strip() == "flags":
                 return tuple(sorted(f for f in stated.split() if _EXTENSIONS.fullmatch(f)))
-            if name.strip() == "Features":  # of an ARM CPU: all stand for instructions
+            if name.strip() == "Features":  # of an ARM CPU: all name instruction sets
                 return tuple(sorted(stated.split()))
     return ()

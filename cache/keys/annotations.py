@@ -5,7 +5,7 @@
         capture_sizes: Annotated[tuple[int, ...], Feeds(("capture",), "the code is for any size")]
         verbose: Annotated[bool, exempt("only what is shown")]
 
-The default is every key: a field that somebody forgets costs a recompilation, not a wrong result.
+The default is every key: a missing annotation costs a recompilation, not a wrong result.
 """
 
 from __future__ import annotations

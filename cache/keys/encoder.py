@@ -200,7 +200,7 @@ class _Follower(_Encoder):
     def __init__(self) -> None:
         super().__init__()
         self.parts: dict[str, str] = {}
-        self._seen: dict[int, tuple[str, Any]] = {}  # objects are kept so that ids stay theirs
+        self._seen: dict[int, tuple[str, Any]] = {}  # kept alive so that ids are not reused
 
     def follow(self, value: Any, path: str) -> None:
         if type(value) in _DATA:

@@ -27,7 +27,7 @@ class Stable(str):
 
 
 class Parts(dict[str, str]):
-    """Stable texts by name; the names are stable as well, whatever words they hold."""
+    """Stable texts by name; the names are stable as well and are not checked."""
 
 
 _PLACE = re.compile(

@@ -86,7 +86,7 @@ def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str
 
 
 def first_use(device: torch.device, events: Events) -> None:
-    """Build the precompiled C++ headers if this machine lacks them, as a phase of its own."""
+    """Build the precompiled C++ headers if this machine lacks them, as a separate phase."""
     if device.type != "cpu":
         return
     with scratch() as folder:

@@ -1,9 +1,9 @@
 """What the trace key and the codegen keys are made of.
 
 The trace key finds candidates and is made without a trace: the model's class, the form of its
-weights and of the examples, the settings, device, versions and switches of torch. All else that a
-trace relied on is a condition of the bundle; see `provenance`. A codegen key holds what compiling
-one piece reads: its content, passes, options, device, compiler and versions.
+weights and of the examples, the settings, device, versions and switches of torch. Everything else
+that a trace relied on is a condition of the bundle; see `provenance`. A codegen key holds what
+compiling one piece reads: its content, passes, options, device, compiler and versions.
 
 A factor that cannot be described makes its key unique, so that nothing is found under it.
 """
@@ -151,7 +151,7 @@ def device_factors(device: torch.device) -> dict[str, Any]:
 
 
 def toolchain() -> dict[str, str]:
-    """The C++ compiler that Inductor runs, by what it says of itself; empty where there is none."""
+    """The C++ compiler that Inductor runs, by its `--version` output; empty if there is none."""
     if (compiler := cpp_compiler()) is None:
         return {}
     try:

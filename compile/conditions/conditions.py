@@ -51,7 +51,7 @@ class Change:
 
 
 def observed(kind: str, argument: Any, value: Any) -> str:
-    """What a condition of `kind` says about a value; raises Undescribable."""
+    """The text of a condition of `kind` for a value; raises Undescribable."""
     if value is MISSING:
         return "missing"
     return _OBSERVERS[kind](value, argument)
@@ -189,7 +189,7 @@ class _Identities:
 
     def __init__(self, recorded: Sequence[int]) -> None:
         self._recorded = recorded
-        self._numbers: dict[int, tuple[int, Any]] = {}  # objects are kept so that ids stay theirs
+        self._numbers: dict[int, tuple[int, Any]] = {}  # kept alive so that ids are not reused
         self.found: list[int] = []
 
     def is_as_recorded(self, value: Any) -> bool:

@@ -49,7 +49,7 @@ def root_value(root: str, model: torch.nn.Module) -> Any:
         return module
     try:
         return importlib.import_module(root)
-    except Exception:  # whatever the module's own code raises
+    except Exception:  # the module's own code may raise anything
         return MISSING
 
 

@@ -366,7 +366,7 @@ class _TraceConditions:
         forward = forward_function(self.model)
         code = getattr(forward, "__code__", None)
         if code is None or name not in code.co_freevars:
-            raise LookupError(name)  # of the function that stands for a partial
+            raise LookupError(name)  # of the function that replaces a partial
         index = code.co_freevars.index(name)
         cell = forward.__closure__[index].cell_contents
         steps = (called_as(self.model), "__closure__", ["item", index], "cell_contents")
@@ -405,7 +405,7 @@ def _argument_of_keys(node: ast.expr) -> ast.expr:
 
 
 def _is_environment(located: Located) -> bool:
-    """An item of `os.environ`, whose variable is a condition of its own."""
+    """An item of `os.environ`, whose variable is a separate condition."""
     return (
         located.root == "os"
         and located.steps[:2]

@@ -54,7 +54,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class Proof:
-    """`holds` is None if neither intervals nor trial decide."""
+    """`holds` is None if intervals and trial do not decide."""
 
     holds: bool | None
     method: str

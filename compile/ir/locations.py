@@ -32,7 +32,7 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message; the name of its class if it has none.
 
     After a failed C++ compile it is followed by the first error that the compiler printed: torch
-    puts it last, behind a command of thousands of characters.
+    puts it last, after a command of thousands of characters.
     """
     text = str(error).strip() or type(error).__name__
     first, _, rest = text.partition("\n")

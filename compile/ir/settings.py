@@ -103,7 +103,7 @@ def _reason(problem: Mapping[str, Any]) -> str:
 
 
 def _expected(message: str) -> str:
-    """What a message of pydantic asks for, as in "Choose …"."""
+    """The value that a message of pydantic expects, as in "Choose …"."""
     text = message.removeprefix(EXPECTED).split(", unable")[0]
     text = text.replace("a valid integer", "an integer").replace("a valid", "a")
     return f"a number {text}" if text.startswith(("greater", "less")) else text
@@ -118,6 +118,6 @@ def _located(settings: Mapping[str, Any], path: tuple[int | str, ...]) -> tuple[
         try:
             value = value[part]  # type: ignore[index]
         except (TypeError, KeyError, IndexError):
-            break  # pydantic goes on with the name of a type
+            break  # in pydantic's path the name of a type follows
         name += f"[{part!r}]"
     return name, value

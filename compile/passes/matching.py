@@ -27,7 +27,7 @@ class Either:
 
 
 def match(pattern: Any, value: Any) -> Found | None:
-    """The values that the names in `pattern` stand for, or None without a match.
+    """The values bound to the names in `pattern`, or None without a match.
 
     A string names a value; the same name must match the same value. `Op` and `Either` match as
     documented; anything else is a constant. A call with keyword arguments matches no `Op`.

@@ -202,7 +202,7 @@ def op_parts(op: Any) -> dict[str, str]:
         for name, function in _functions_in(files):
             try:
                 parts |= code_parts(function, f".{name}")
-            except Undescribable:  # perhaps not called by the op at all
+            except Undescribable:  # the op may not call it
                 parts[f".{name}"] = function_text(function)
     return parts
 

@@ -3,7 +3,7 @@
 A section is a run of consecutive nodes, so splitting cannot create a cycle or reorder a mutation.
 Consecutive splitting ops share a section. Two kinds of nodes without side effects are exceptions:
 an element taken from an op's results stays with the op, and an allocation moves to the earliest
-compute section that has its inputs, so that it needs no section of its own.
+compute section that has its inputs, so that it needs no separate section.
 """
 
 from __future__ import annotations

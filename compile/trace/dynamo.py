@@ -1,8 +1,8 @@
 """One Dynamo graph of a model, dynamic in its declared dimensions, with every input's source.
 
-The model is not executed: Dynamo runs it on fake tensors. What the graph takes is bound to what it
-stands for (a weight by qualified name, an argument by path, a size by input and dimension), and the
-structure of the result is learned by running Dynamo's bytecode around recognisable stand-ins.
+The model is not executed: Dynamo runs it on fake tensors. Each placeholder is bound to its source
+(a weight by qualified name, an argument by path, a size by input and dimension). The structure of
+the result is found by running Dynamo's bytecode with a stand-in for each output.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .inline_regions import inline_regions
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced model. `sources` says for each placeholder what it stands for."""
+    """A traced model. `sources` has the source of each placeholder."""
 
     graph: GraphModule
     shape_env: Any
     sources: dict[Node, Leaf | str | None]
     """An argument, the qualified name of a weight, or None for a size."""
     tensors: dict[Node, torch.Tensor]
-    """The tensor that each placeholder stood for in the trace."""
+    """The tensor of each placeholder in the trace."""
     structure: Any
     """The result, with `Ref('o<n>')` for the n-th output and `Ref('L.<label>')` for arguments."""
     examples: Examples
@@ -76,7 +76,7 @@ def trace(request: CompileRequest) -> Trace:
     with dynamo, dynamo_tracing(config.dynamic_shapes.value):
         try:
             captured = capture_full_graph(model, args, kwargs)
-        except Exception as error:  # Dynamo lets many kinds through besides its own
+        except Exception as error:  # Dynamo also raises many exceptions other than its own
             where = user_location(error)
             if op := unsupported_op(error):
                 raise FakeMissing(where=where, op=op) from error
@@ -108,7 +108,7 @@ def _check_host_reads(graph: GraphModule) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """What Dynamo says: its first line, the explanation and the context where it gives them."""
+    """Dynamo's message: its first line, the explanation and the context where it gives them."""
     lines = [line.strip() for line in str(error).splitlines()]
     labels = ("Explanation: ", "Developer debug context: ")
     said = [
@@ -120,7 +120,7 @@ def _reason(error: BaseException) -> str:
 def _sources(
     graph: GraphModule, model: torch.nn.Module, examples: Examples, scope: dict[str, Any]
 ) -> tuple[dict[Node, Leaf | str | None], dict[Node, torch.Tensor]]:
-    """Evaluate each placeholder's source expression and recognise the object it yields."""
+    """Evaluate each placeholder's source expression and identify the resulting object."""
     weights = {
         id(tensor): name
         for named in (model.named_parameters, model.named_buffers)

@@ -28,8 +28,8 @@ from ..ir.config import TOKENS, CompileConfig, InputSpec
 from ..ir.plan import Constant
 from ..ir.serialization import dtype_name, encode
 
-# Sizes unlike any that a model treats specially: a guard such as T % 8 == 0 must show itself.
-# Independent sizes differ where their limits allow it, so that nothing holds by accident.
+# Sizes that no model treats specially: a guard such as T % 8 == 0 must fail and be reported.
+# Independent sizes differ where their limits allow it, so that no equality holds by accident.
 _SIZES = (17, 19, 23, 29, 31, 37, 13, 11, 7, 5)
 
 
@@ -139,7 +139,7 @@ def _contiguous(arguments: dict[str, Any], symbols: dict[tuple[str, int], str]) 
 
 
 def mark(examples: Examples, config: CompileConfig) -> None:
-    """Tell Dynamo which dimensions are dynamic."""
+    """Mark the dynamic dimensions for Dynamo."""
     for leaf in examples.leaves():
         if isinstance(leaf.value, torch.Tensor):
             for dim in range(leaf.value.dim()):

@@ -54,7 +54,7 @@ def written_placeholders(trace: Trace) -> set[Node]:
 
 
 def _written(node: Node, args: Any, kwargs: Any) -> Iterable[Tensor]:
-    """What an op's schema or a Triton kernel's code says; else all, for an op of higher order."""
+    """By an op's schema or a Triton kernel's code; for any other op of higher order all tensors."""
     if op_names(node):
         return written_by(overload_of(node.target), args, kwargs)
     if isinstance(node.target, HigherOrderOperator):

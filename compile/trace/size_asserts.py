@@ -1,8 +1,8 @@
 """Runtime assertions about sizes, taken out of a traced graph to be proved as guards.
 
 Tracing with unbacked sizes writes what it assumed into the graph as assertion nodes. They would run
-at every step and make the first piece differ from the others; a proof makes them needless. An
-assertion about a size that depends on data stays where it is.
+at every step and make the first piece differ from the others; a proof makes them unnecessary.
+An assertion about a size that depends on data stays in the graph.
 """
 
 from __future__ import annotations

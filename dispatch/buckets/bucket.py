@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 LONG_CONTEXT = 8192
-"""From this model length on, the largest context leaves room for the query."""
+"""From this model length on, the largest context is reduced by the length of the query."""
 
 
 class Phase(StrEnum):

@@ -27,7 +27,7 @@ def read_buckets(lines: Iterable[str], *, source: str = "the bucket file") -> tu
 
     An element is an int, a list of ints, or `range(start, stop[, step])`, stop excluded. A query
     of 1 makes a decode bucket. Blank lines and comments (`#` to the end of the line) are skipped.
-    Raises BucketFileInvalid with the number and the fault of every invalid line.
+    Raises BucketFileInvalid with the number and the error of every invalid line.
     """
     buckets: set[Bucket] = set()
     bad: list[BadLine] = []
@@ -46,7 +46,7 @@ def read_buckets(lines: Iterable[str], *, source: str = "the bucket file") -> tu
 
 
 class _Unreadable(Exception):
-    """The fault of one line."""
+    """The error in one line."""
 
 
 def _elements(text: str) -> list[list[int]]:

@@ -55,7 +55,7 @@ def exponential(low: int, step: int, high: int, count: int, *, exact: bool = Fal
 def padding_aware(low: int, step: int, high: int, most: int, percent: int) -> list[int]:
     """The multiples of `step`, without those that can be skipped.
 
-    A value stays if skipping it could pad by more than `most` (0: `high`) or by more than
+    A value is kept if skipping it could pad by more than `most` (0: `high`) or by more than
     `percent` of the next value, or if it is a multiple of `most`. `high` is always a value.
     """
     _check(low, step, high)

@@ -88,8 +88,8 @@ def _corrected(bucket: Bucket, limits: BucketLimits) -> Bucket:
 class BucketTable:
     """The buckets of one phase, cheapest first, with a fallback for holes.
 
-    `cost` is the cost of a step by its bucket in any unit, such as measured seconds. Without it
-    the bucket with the smallest volume is the cheapest, since all dimensions multiply.
+    `cost` gives the cost of a step from its bucket, in any unit, such as measured seconds. Without
+    it the bucket with the smallest volume is the cheapest, since all dimensions multiply.
     """
 
     def __init__(

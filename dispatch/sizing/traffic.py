@@ -11,7 +11,7 @@ from itertools import accumulate
 from .fit import fit_sizes
 
 DRIFT = 0.5
-"""How far traffic may move, up or down, between the fit and its use."""
+"""By what share traffic may change, up or down, between the fit and its use."""
 
 
 class Histogram:

@@ -36,7 +36,7 @@ def build() -> None:
 
 
 def serve(directory: Path) -> None:
-    # Nobody else can write to the image's directory, so its content is trusted.
+    # No other user can write to the image's directory, so its content is trusted.
     layer = {"at": str(directory), "trust": "anybody"}
     prepared = pg.prepare(Model().eval(), config(cache_layers=(layer,), bundle="force"))
     prepared.capture()

@@ -97,7 +97,7 @@ class CudaCapture:
 
     def abort(self) -> None:
         self._tracker.stop()
-        with suppress(RuntimeError):  # the error that broke the capture is what the caller gets
+        with suppress(RuntimeError):  # the caller gets the error that broke the capture
             self._graph.capture_end()
         self._recover()
 
@@ -106,7 +106,7 @@ class CudaCapture:
 
         `capture_end` of an invalid capture raises. What it leaves behind depends on the version:
         up to torch 2.12 the allocators still send allocations to the pool, and the one of pinned
-        memory cannot be told to stop; later versions tell both, but keep the pool's count.
+        memory has no way to stop; later versions stop both, but keep the pool's count.
         """
         with suppress(RuntimeError):
             end_allocation_to_pool(self._device, self._pool.handle)

@@ -80,7 +80,7 @@ def memory_of(value: Any) -> list[Tensor]:
 
 
 class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that tells `ownership` of every tensor an operator touches.
+    """A dispatch mode that reports to `ownership` every tensor an operator touches.
 
     It is active between `start` and `stop`. `device` names the dispatch key: CPU or CUDA.
     """

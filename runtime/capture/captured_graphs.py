@@ -80,7 +80,7 @@ class CapturedGraph:
         return [fresh() for fresh in results]
 
     def poison(self) -> None:
-        """Overwrite the static results: whoever still reads them after the step gets NaN."""
+        """Overwrite the static results, so that code that reads them after the step gets NaN."""
         for output in self.recording.outputs:
             if isinstance(output, Tensor) and self.recording.ownership.is_made(output):
                 with torch.inference_mode():

@@ -100,7 +100,7 @@ class DummyBatch:
         try:
             return metadata_for(self.descriptor, self.mode)
         except torch.OutOfMemoryError:
-            raise  # not the caller's mistake: a smaller batch may fit
+            raise  # not an error of the caller: a smaller batch may fit
         except Exception as error:
             raise MetadataFailed(
                 where=_user_line(error),
@@ -138,7 +138,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _user_line(error: BaseException) -> str | None:
-    """file:line of the innermost frame that belongs neither to torch nor to this package."""
+    """file:line of the innermost frame outside torch and this package."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

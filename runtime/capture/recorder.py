@@ -33,7 +33,7 @@ from .session import CaptureSession
 Fn = Callable[..., Any]
 
 ACTIVE: ContextVar[Recorder | None] = ContextVar("piecegraph_recorder", default=None)
-"""The recorder that is at work in this thread; splitting ops and pieces look here."""
+"""The active recorder of this thread, read by splitting ops and pieces."""
 
 
 def record(

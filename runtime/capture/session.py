@@ -77,7 +77,7 @@ def capture_session(
                 yield session
         finally:
             session.close()
-            if prepare:  # what dummy batches left cached for the capture stream helps nobody else
+            if prepare:  # memory that dummy batches cached is usable on the capture stream only
                 backend.trim()
             if was_enabled:
                 gc.enable()

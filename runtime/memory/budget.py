@@ -1,4 +1,4 @@
-"""The bytes that graphs may take, those they have taken, and which graphs to give up for it."""
+"""The bytes that graphs may take, those they have taken, and which graphs to drop for it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class GraphMemory:
         return lost
 
     def to_drop(self, plan: DispatchPlan) -> list[int]:
-        """Graphs without which the rest is forecast to keep the limit, the least useful first."""
+        """Graphs to drop so that the others are forecast to fit, the least useful first."""
         if self.limit is None or self.forecast is None:
             return []
         possible = [i for i in range(len(plan.entries)) if i not in self.impossible]
@@ -158,14 +158,14 @@ def prune(
     limit: int,
     traffic: Sequence[float] = (),
 ) -> list[int]:
-    """Graphs to give up so that the rest is forecast to take at most `limit` bytes.
+    """Graphs to drop so that the others are forecast to take at most `limit` bytes.
 
-    They are in the order in which to capture them last first, should there be room after all. A
-    size saves padding: without it its batches use the next larger graph of the mode; without a
-    larger one they use no graph, which counts like padding as long as the largest batch. `traffic`
-    counts the batches of 0, 1, … tokens; without any, a size is assumed to be the rarer the larger
-    it is, 1/n. Working memory is shared, so several bounds on it are compared: each leaves out the
-    graphs that need more, and has the rest of the limit for bytes of the graphs' own.
+    If memory is left, capture them in reverse order. A size saves padding: without it its batches
+    use the next larger graph of the mode; without a larger one they use no graph, which counts like
+    padding as long as the largest batch. `traffic` counts the batches of 0, 1, … tokens; without
+    any, size n is assumed to occur with frequency 1/n. Working memory is shared, so several bounds
+    on it are compared: each leaves out the graphs that need more, and has the remainder of the
+    limit for bytes of the graphs' own.
     """
     graphs = {i: graph_of(plan, i) for i in indices}
     if forecast.total(list(graphs.values())) <= limit:
@@ -183,7 +183,7 @@ def prune(
             if best is None or cost < best[0]:
                 best = cost, kept, [*(i for i in indices if i not in fitting), *dropped]
     _, kept, dropped = best or (0.0, [], list(indices))
-    for i in reversed(list(dropped)):  # what fits beside the rest after all
+    for i in reversed(list(dropped)):  # keep what still fits with the others
         if forecast.total([graphs[j] for j in (*kept, i)]) <= limit:
             kept.append(i)
             dropped.remove(i)

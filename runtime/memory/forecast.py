@@ -53,7 +53,7 @@ class Forecast:
     modes: Mapping[RuntimeMode, ModeForecast]
 
     def own(self, graph: Graph) -> float:
-        """Bytes that a graph adds whatever else is captured."""
+        """Bytes that a graph adds regardless of what else is captured."""
         return _interpolate(self.modes[graph[0]].own, graph[1])
 
     def shared(self, graphs: Iterable[Graph]) -> float:

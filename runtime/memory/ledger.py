@@ -68,7 +68,7 @@ class MemoryLedger:
         self._bytes[owner.value] = self._bytes.get(owner.value, 0) + fresh
 
     def state(self, owner: str, num_bytes: int) -> None:
-        """Set the bytes of something without addresses of its own, such as a graph pool."""
+        """Set the bytes of something that has no addresses, such as a graph pool."""
         self._bytes[owner] = num_bytes
 
     def state_pools(self, by_mode: Mapping[RuntimeMode, int]) -> None:

@@ -19,15 +19,15 @@ from ...torch_compat.modules import address_reader
 from ...torch_compat.tensors import subclass_parts, weak_storage
 
 Read = Callable[[], int | None]
-"""Reads the address of the tensor that a name stands for now; None if it was freed."""
+"""Reads the address of the tensor that a name refers to now; None if it was freed."""
 
 CHECKED_PER_STEP = 2
-"""Tensors that a step compares after all were found in place, in turn. A replaced one among n is
-noticed within n / 2 steps, and at once when a step or `refresh` compares all."""
+"""How many tensors a step compares, in turn, once all were found in place. A replaced one among n
+is noticed within n / 2 steps, or immediately when a step or `refresh` compares all."""
 
 
 class _Watched:
-    """A name, and how to read the address of the tensor that it stands for now."""
+    """A name, and how to read the address of the tensor that it refers to now."""
 
     __slots__ = ("name", "read")
 
@@ -55,8 +55,8 @@ class Addresses:
         """Watch the memory of a tensor without keeping it alive, so that freeing it is noticed.
 
         The tensor may be a view: its memory counts, not the Python object, which may be dropped. A
-        name that is watched already stands for the new tensor from now on; snapshots taken before
-        are stale.
+        name that is watched already refers to the new tensor from now on; earlier snapshots are
+        stale.
         """
         address, alive, storage = self.address, ref(tensor), weak_storage(tensor)
         then = address(tensor)

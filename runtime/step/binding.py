@@ -1,6 +1,6 @@
 """From a call's arguments to flat tensors, and from flat results to the form the model returns.
 
-Both are generated once from the plan as straight-line functions, so that a step walks no tree.
+Both are generated once from the plan as straight-line functions, so that a step traverses no tree.
 """
 
 from __future__ import annotations

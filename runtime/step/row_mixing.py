@@ -63,7 +63,7 @@ def find_mixed_rows(compiled: CompiledModel, device: torch.device) -> list[Mixed
 
 
 def _sizes(plan: Plan) -> tuple[CompiledRange, dict[str, int], dict[str, int]] | None:
-    """A span of token counts with room for padding, and real and padded sizes by symbol."""
+    """A span of token counts that allows padding, and real and padded sizes by symbol."""
     for span in plan.ranges:
         symbols = plan.symbols
         low = max([span.low, 2, *(s.low for s in symbols if s.label == TOKENS)])

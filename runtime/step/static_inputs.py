@@ -1,7 +1,7 @@
 """Static input buffers: the fixed memory from which every recording reads its inputs.
 
 Each buffer is allocated once, for the largest sizes. The view for a padded size starts at the
-buffer's first byte and is contiguous whichever dimension is dynamic: compiled code relies on the
+buffer's first byte and is contiguous for any dynamic dimension: compiled code relies on the
 strides of its inputs, and all sizes share one address.
 """
 

@@ -1,8 +1,8 @@
 """Which buckets get a graph within a memory budget, for engines whose graphs are per bucket.
 
-Prompt and decode buckets share the budget; what one phase leaves over goes to the other. After
-the warm-up of Intel Gaudi's vLLM plugin, with an affine cost model in place of one through the
-origin: that one forgets the constant cost of a graph and can overrun the budget.
+Prompt and decode buckets share the budget; what one phase leaves is used by the other. Based
+on the warm-up of Intel Gaudi's vLLM plugin, but with an affine cost model instead of a linear one,
+which ignores the constant cost of a graph and can exceed the budget.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class CostModel(Protocol):
 
 
 class AffineCosts:
-    """a + b · work, never below a measured cost: a line of least squares, raised where needed.
+    """a + b · work, never below a measured cost: a least-squares line, raised if needed.
 
-    It starts from probes, two at least, so that even the first graph is foreseen.
+    It starts from at least two probes, so that the cost of the first graph is known too.
     """
 
     def __init__(self, probes: Sequence[tuple[int, float]]) -> None:
@@ -102,7 +102,7 @@ class BucketWarmup:
 def warm_buckets(
     prompt: BucketWarmup, decode: BucketWarmup, budget: float, prompt_ratio: float = 0.3
 ) -> None:
-    """Split `budget` bytes between the phases; what a complete phase leaves goes to the other."""
+    """Split `budget` bytes between the phases; the other uses what a complete phase leaves."""
     prompt.warm(prompt_ratio * budget)
     decode.warm(budget - prompt_ratio * budget)
     for phase, other in ((prompt, decode), (decode, prompt)):

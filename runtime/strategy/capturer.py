@@ -1,8 +1,8 @@
 """Runs a capture strategy: at startup, between two steps, and in idle time.
 
 The queue chooses what to capture; the capturer applies budgets and memory limits and keeps ranks
-alike. Every choice depends only on facts that all ranks share: the wanted graph, the step number,
-and outcomes of captures, which ranks exchange before any of them uses a graph.
+consistent. Every choice depends only on facts that all ranks share: the wanted graph, the step
+number, and outcomes of captures, which ranks exchange before any of them uses a graph.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Capturer:
                 yield graph_index
 
     def _wait_for_budget(self, graph_index: int, estimate: float) -> None:
-        """The most urgent capture waits for time to accumulate; a warning says so once."""
+        """The most urgent capture waits for time to accumulate; a warning is logged once."""
         self._budgets.needed = estimate
         self._refuse(graph_index, f"it takes about {estimate:.1f} ms, more than the budget has")
         if estimate > self._budgets.ms_per_step and not self._warned_of_budget:
@@ -285,7 +285,7 @@ class Capturer:
         """Capture the graphs again in a new pool, if the pool stayed too large for the limit.
 
         A pool keeps the memory that its largest graph needed as long as it has any graph. Each
-        round gives up one graph at least.
+        round drops at least one graph.
         """
         lost: dict[int, bool] = {}
         while self._over_limit:
@@ -388,7 +388,7 @@ class Capturer:
         indices = [i for i, state in enumerate(self.queue.states) if not state.dropped]
         expected, margin = self.memory.forecast_of(self._dispatcher.plan, indices)
         expected = max(self.memory.used, expected)
-        limit = self.memory.limit  # which holds whatever the forecast is worth
+        limit = self.memory.limit  # it holds even if the forecast is wrong
         return expected, margin if limit is None else max(0, min(margin, limit - expected))
 
     def _forget_failed_probes(self) -> None:

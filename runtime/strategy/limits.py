@@ -68,7 +68,7 @@ class StepBudgets:
 def worth(hits: int, launches: int, num_bytes: int) -> float:
     """Launches saved per byte: recent uses, times the launches that one replay saves the host.
 
-    A recording that takes no memory is always worth keeping.
+    A recording that takes no memory is always kept.
     """
     return math.inf if num_bytes <= 0 else hits * launches / num_bytes
 

@@ -7,7 +7,7 @@
 | LAZY     | the largest of each mode  | the wanted graph once it has been wanted `min_hits` times |
 
 Uses are counted per graph, that is per padded size. Everything here depends only on the plan, the
-wanted graphs and the outcomes of captures, so ranks that see the same choose the same.
+wanted graphs and the outcomes of captures, so ranks with equal input choose the same.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CaptureQueue:
         self._next_retry = 0
 
     def startup(self) -> list[list[int]]:
-        """Groups of graph indices in plan order; of each, the first that can be is captured.
+        """Groups of graph indices in plan order; of each, the first possible one is captured.
 
         Under EAGER a group is one graph, otherwise the graphs of one mode, largest first.
         """

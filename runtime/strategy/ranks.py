@@ -1,4 +1,4 @@
-"""Compares what all ranks must do alike, with a time-out, and names the rank that differs.
+"""Compares what must be equal on all ranks, with a timeout, and names the rank that differs.
 
 Ranks that capture or dispatch differently run different collectives inside their steps and hang
 without a message. No step pays for this: ranks exchange facts once at the start and once for each
@@ -88,7 +88,7 @@ class Ranks:
     def _swap(
         self, mine: torch.Tensor, length: Callable[[int], int], dtype: torch.dtype, topic: str
     ) -> list[torch.Tensor]:
-        """Send `mine` to every peer and receive theirs, in pairs: so a silent peer can be named."""
+        """Send `mine` to every peer and receive theirs, in pairs: a lost peer can be named."""
         peers = [peer for peer in range(self.size) if peer != self.rank]
         theirs = {peer: torch.empty(length(peer), dtype=dtype) for peer in peers}
         waiting = []

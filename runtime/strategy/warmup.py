@@ -1,6 +1,6 @@
-"""Warm-up before serving: what runs, in which order, why, and how far it is.
+"""Warm-up before serving: what runs, in which order, why, and its progress.
 
-Whatever is slow the first time runs here once: each compiled range at both ends, the captures of
+All that is slow the first time runs here once: each compiled range at both ends, the captures of
 the strategy, and tasks of the engine. Random state is restored, and dummy batches write only where
 padding writes.
 """
@@ -73,7 +73,7 @@ class AuxiliaryTask:
 
 
 class WarmupProgress:
-    """Records each finished item of `of` in all, and passes a line of text to `show`."""
+    """Records each finished item of `of` in total, and passes a line of text to `show`."""
 
     def __init__(
         self, records: Records, memory: Callable[[], Memory], show: Callable[[str], None]

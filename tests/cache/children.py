@@ -1,4 +1,4 @@
-"""Child processes for tests: forked, since a thousand of them then take seconds."""
+"""Child processes for tests: forked, because a thousand of them must start in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks fill up, disappear and return errors: one event is emitted and the process goes on."""
+"""Disks fill up, disappear and return errors: one event is emitted and the process continues."""
 
 from __future__ import annotations
 

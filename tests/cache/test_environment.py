@@ -1,4 +1,4 @@
-"""Which environment variables are factors, and that none is read behind the registry's back."""
+"""Which environment variables are factors, and that none is read without the registry."""
 
 from __future__ import annotations
 

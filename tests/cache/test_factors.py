@@ -1,4 +1,4 @@
-"""Keys hold plain data that lasts: what varies per run or place cannot get into one."""
+"""Keys hold stable plain data: values that vary per run or place are refused."""
 
 from __future__ import annotations
 

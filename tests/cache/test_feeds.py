@@ -1,4 +1,4 @@
-"""Every field feeds every key unless it says otherwise: mutate each and see which keys change."""
+"""Every field feeds every key unless annotated otherwise: change each and see which keys change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared and remote layers: trusted only for a reason, copied before use, failures are misses."""
+"""Shared and remote layers: trusted only if configured, copied before use; failures are misses."""
 
 from __future__ import annotations
 
@@ -408,7 +408,7 @@ def test_private_hit_fills_a_remote_that_lacks_the_entry(url: str, root: Path, k
 def test_private_hit_is_not_sent_to_a_remote_that_has_the_entry(
     url: str, root: Path, tmp_path: Path, key: Key
 ) -> None:
-    """Nor is an entry replaced that another machine has compiled with other bytes."""
+    """An entry that another machine has compiled with other bytes is not replaced either."""
     remote = RemoteLayer(url, trust_all, write_back=True)
     Cache(None, Events(), shared=[remote]).publish("artifact", key, META, {"code.py": b"theirs"})
     Cache(root, Events()).publish("artifact", key, META, BLOBS)

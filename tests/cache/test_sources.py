@@ -1,4 +1,4 @@
-"""Fingerprints follow what code does, and neither where it lies nor how it is laid out."""
+"""Fingerprints depend on what code does, not on its location or layout."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_every_change_that_matters_is_seen(tmp_path: Path, name: str, old: str, 
 def test_running_changes_nothing(tmp_path: Path) -> None:
     made = module(tmp_path)
     before = fingerprint(made.op)
-    for number in range(2000):  # long enough for the interpreter to specialise the code
+    for number in range(2000):  # long enough for the interpreter to specialize the code
         made.op(number)
     assert made.calls == 2000
     assert fingerprint(made.op) == before

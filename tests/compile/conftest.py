@@ -1,4 +1,4 @@
-"""Compile a model through the room's main path and call it as the model would be called."""
+"""Compile a model through the main path and call it as the model would be called."""
 
 from __future__ import annotations
 

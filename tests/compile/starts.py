@@ -1,4 +1,4 @@
-"""Starts that cost little: a compiler whose artifact of a piece is the piece's Python source.
+"""Fast starts: a compiler whose artifact of a piece is the piece's Python source.
 
 It keeps artifacts as Inductor does, and what it loads computes what the piece computes; keys,
 bundles and processes are tested with it.
@@ -83,7 +83,7 @@ class Start:
 
     @property
     def reason(self) -> str:
-        """Why there was no bundle to use, as it was first told."""
+        """Why there was no bundle to use, from the first event."""
         facts = self.events.named("bundle")[0].facts
         return " ".join(str(facts.get(name, "")) for name in ("reason", "detail"))
 

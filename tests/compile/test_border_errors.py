@@ -1,4 +1,4 @@
-"""Mistakes in models and arguments are errors of one clear line, with the user's file:line."""
+"""Mistakes in models and arguments are one-line errors with the user's file:line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stitched function: order, unpacking, keyword arguments, values let go as early as can be."""
+"""The stitched function: order, unpacking, keyword arguments, early release of values."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from .test_models import MIX, Stack
 
 
 class Recording:
-    """A compiler that says what it does when; the piece numbered `broken` it cannot compile."""
+    """A compiler that logs its calls in order and cannot compile the piece numbered `broken`."""
 
     def __init__(self, stage: str = "", broken: int | None = None) -> None:
         self.log: list[str] = []

@@ -1,4 +1,4 @@
-"""Sizes that are declared by one name are one symbol, whether or not they meet in the model."""
+"""Sizes with one declared name are one symbol, even if the model never combines them."""
 
 from __future__ import annotations
 

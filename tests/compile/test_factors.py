@@ -1,4 +1,4 @@
-"""What the machine gives to a codegen key."""
+"""The factors of a codegen key that come from the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fake implementation of an op is the user's function, whatever torch wraps around it."""
+"""The fake implementation of an op is the user's function, also where torch wraps it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Content hash of a piece: it changes with whatever code generation reads, and nothing else."""
+"""Content hash of a piece: it changes with everything code generation reads, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of what a custom op mutates are moved ahead of it where that spares a copy."""
+"""Readers of what a custom op mutates are moved before it where that saves a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose line a fault is on, and what is said of it."""
+"""The user's line of a fault, and the first line of its message."""
 
 from __future__ import annotations
 

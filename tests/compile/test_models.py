@@ -1,4 +1,4 @@
-"""Models of every form a caller may bring: the compiled form returns what the model does."""
+"""Models of every form: the compiled form returns what the model does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs left whole for Inductor to cut: what it is told, what it made, and what is refused."""
+"""Whole graphs that Inductor partitions: its options, its results, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes: what each rewrites, that results stay the same, and how passes are chosen and keyed."""
+"""Passes: what each rewrites, unchanged results, and how passes are chosen and keyed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a trace bakes in makes a miss when it changes; what it does not bake in does not."""
+"""A changed value is a miss if the trace relied on it, and only then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that a graph hands to an op survives being written as JSON."""
+"""Everything that a graph passes to an op survives a round trip through JSON."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ VALUES = st.recursive(
 
 
 def same(one, other) -> bool:
-    """Equality that tells 1 from True and 1.0, a Ref from a string and 0.0 from -0.0."""
+    """Equality that distinguishes 1 from True and 1.0, a Ref from a string, and 0.0 from -0.0."""
     if type(one) is not type(other):
         return False
     match one:

@@ -1,4 +1,4 @@
-"""Cutting at splitting ops: by name, pattern and predicate, and every awkward place to cut."""
+"""Splitting at ops: by name, pattern and predicate, and at every difficult place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many starts on one cache: replicas, ranks, bundles that are demanded, caches that fail."""
+"""Many starts on one cache: replicas, ranks, required bundles, caches that fail."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _replica(root: Path, gain: float, told: Any) -> None:
 
 
 def replicas(root: Path, gains: list[float]) -> list[tuple[bool, int, bool]]:
-    """What each of the processes told that started at once."""
+    """The outcome of each process; all are started at the same time."""
     told = FORK.Queue()
     processes = [FORK.Process(target=_replica, args=(root, gain, told)) for gain in gains]
     for process in processes:

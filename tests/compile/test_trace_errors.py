@@ -23,7 +23,7 @@ OUTSIDE = torch.randn(8)
 
 
 class Model(nn.Module):
-    """The fault may lie deep in a model."""
+    """The fault may be deep in a model."""
 
     def __init__(self, body):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Remove one protection of the cuda backend after the other: the tests must notice each.
+"""Remove one protection of the cuda backend at a time: a test must fail for each.
 
 `python mutants.py` in the environment of `make cuda-test`. A mutant that no test notices is
 printed, and the exit status is 1.

@@ -1,4 +1,4 @@
-"""pytest plugin of `make cuda-test`: values for the kernels, and no error of theirs is lost.
+"""pytest plugin of `make cuda-test`: values for the kernels, and all of their errors are reported.
 
 The process has to be started with the stand-in preloaded (see run.py).
 """

@@ -1,4 +1,4 @@
-"""Run Python with the stand-in in place of the CUDA runtime: `python run.py ARGUMENT…`.
+"""Run Python with the stand-in instead of the CUDA runtime: `python run.py ARGUMENT…`.
 
 `python run.py -m pytest …` runs tests; `python run.py main …` is the `piecegraph` command with
 values for the kernels (add TRITON_INTERPRET=1 for those of Inductor).

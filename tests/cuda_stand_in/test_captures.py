@@ -1,4 +1,4 @@
-"""Captures that go wrong, and captures of other devices, on torch's real allocator and graphs."""
+"""Captures that fail, and captures of other devices, on torch's real allocator and graphs."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_failed_capture_gives_its_memory_back(
     captures.pool = None
     gc.collect()
     torch.cuda.empty_cache()
-    # before 2.13 the pinned-memory allocator cannot be told of the end: the pool is given up
+    # before 2.13 the pinned-memory allocator does not learn of the end: the pool is given up
     lost = (32 << 20) + (2 << 20) if bad is not raises and TORCH < (2, 13) else 0
     assert stand_in.used() <= used + lost
 
@@ -154,7 +154,7 @@ def test_a_capture_waits_for_the_current_stream_and_it_for_the_capture(
     captures: Captures, stand_in: StandIn, seed: int
 ) -> None:
     stand_in.seed(seed)
-    captures.x.fill_(5.0)  # queued on the main stream; nobody has waited for it
+    captures.x.fill_(5.0)  # queued on the main stream; nothing has waited for it
     recording = captures.of(lambda x: x * 2)
     assert recording.outputs.cpu().tolist() == [10.0] * 8
 

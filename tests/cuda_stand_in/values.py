@@ -2,7 +2,7 @@
 
 The host function is put on the current stream with cudaLaunchHostFunc, so it is ordered, captured
 into graphs and replayed as a kernel would be. It holds addresses, as a kernel does, never tensors:
-a graph that outlives its memory computes with whatever lies there.
+a graph that outlives its memory computes with whatever is there now.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 cudart.cudaLaunchHostFunc.argtypes = [ctypes.c_void_p, _HOST_FUNCTION, ctypes.c_void_p]
 
 errors: list[BaseException] = []
-"""What host functions raised. A kernel has nobody to raise to; tests look here."""
+"""What host functions raised. A kernel has no caller to raise to; tests look here."""
 
 _bodies: dict[int, Callable[[], None]] = {}
 _keys = itertools.count(1)
@@ -263,7 +263,7 @@ NATIVE = (
     "_efficientzerotensor",
     "empty_quantized",
 )
-"""Ops whose own CUDA implementation launches no kernel, or only copies, and is left as it is."""
+"""Ops whose own CUDA implementation launches no kernel, or only copies, and is not replaced."""
 
 
 def install() -> torch.library.Library:

@@ -1,4 +1,4 @@
-"""Every setting feeds the keys that it says, and no others; every exemption has a reason."""
+"""Every setting feeds the keys it declares, and no others; every exemption has a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records of a prepared model are its own, whatever its events are shared with."""
+"""Each prepared model has separate records, even if it shares its events."""
 
 from __future__ import annotations
 

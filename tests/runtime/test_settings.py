@@ -1,4 +1,4 @@
-"""Settings that are wrong fail when `Config` is made, in words of the user."""
+"""Invalid settings fail when `Config` is made, with messages in the user's terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models with a fault planted in the parts around them, for tests of bisect.
+"""Small models with a fault injected in the parts around them, for tests of bisect.
 
 They live in a module of their own so that a reproduction script can import them.
 """

@@ -1,4 +1,4 @@
-"""Paged attention against attention as the textbook writes it, in every way a batch can look."""
+"""Paged attention against textbook attention, for every form of batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The strategies' benchmark: early readiness at no more work, and what it draws."""
+"""The strategies' benchmark: early readiness without more work, and its chart."""
 
 from __future__ import annotations
 

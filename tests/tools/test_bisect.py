@@ -1,4 +1,4 @@
-"""Bisect names the fault that was planted: at each stage one."""
+"""Bisect finds the injected fault, one at each stage."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_wrong_pass_is_found_down_to_the_operator_and_its_line(case, found, wr
 
 
 def test_a_piece_that_is_right_by_itself_blames_no_operator(case, found, registered):
-    """What a bare allocation holds is no result: it can neither be wrong nor be at fault."""
+    """What a bare allocation holds is no result: it cannot be wrong or be the cause."""
     finding, line = found(case(compiler=registered(models.WrongOnce(times=2))))
     assert (finding.stage, finding.piece, finding.operator) == ("compiler", 0, None)
     assert "compiled by itself it is right" in line
@@ -185,7 +185,7 @@ def test_inductors_own_cut_is_a_rung_after_that_of_pieces(case, found, monkeypat
 
 
 def test_equal_pieces_that_are_not_equal_are_found(case, found, monkeypatch):
-    """A content hash that cannot tell cos from sin."""
+    """A content hash that is the same for cos and sin."""
     monkeypatch.setattr(split_model, "fingerprint", lambda graph, *_: str(len(graph.nodes)))
     finding, _ = found(case(models.Twice()))
     assert (finding.stage, finding.piece) == ("dedupe", 1)

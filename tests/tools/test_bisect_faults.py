@@ -1,4 +1,4 @@
-"""One planted fault of each kind that used to be missed or blamed on something innocent."""
+"""One injected fault of each kind that was once missed or attributed to the wrong part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The block manager never hands a block out twice, never the dump block, and loses none."""
+"""The block manager never allocates a block twice or the dump block, and loses none."""
 
 from __future__ import annotations
 

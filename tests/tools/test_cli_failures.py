@@ -1,4 +1,4 @@
-"""The command line when something outside it fails: one line, a true status, no traceback."""
+"""The command line when something outside it fails: one line, the correct status, no traceback."""
 
 from __future__ import annotations
 

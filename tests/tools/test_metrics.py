@@ -22,7 +22,7 @@ class Model(torch.nn.Module):
 
 
 def served(config):
-    """Prepared, captured as its strategy says, sealed, and five steps on."""
+    """Prepared, captured by its strategy, sealed, and after five steps."""
     prepared = prepare(Model(), config)
     prepared.capture()
     prepared.seal()

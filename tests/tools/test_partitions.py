@@ -1,4 +1,4 @@
-"""The reference decoder, its graph left whole and its code cut by Inductor at the attention op."""
+"""The reference decoder, its code partitioned by Inductor at the attention op."""
 
 from __future__ import annotations
 

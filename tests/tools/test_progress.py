@@ -1,4 +1,4 @@
-"""Progress: plain lines where nobody watches, a bar on a terminal."""
+"""Progress: plain lines without a terminal, a bar on a terminal."""
 
 from __future__ import annotations
 

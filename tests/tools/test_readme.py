@@ -1,4 +1,4 @@
-"""What the README says works: its commands are run, its example is executed."""
+"""The README is correct: its commands and its example are run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report's schema is what docs/report.md says, and it is strict JSON."""
+"""The report's schema is as documented in docs/report.md, and it is strict JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling: greedy is the best token, filters keep only what they must, warm-up leaves no trace."""
+"""Sampling: greedy is the best token, filters keep only what they must, warm-up keeps state."""
 
 from __future__ import annotations
 

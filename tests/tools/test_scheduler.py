@@ -1,4 +1,4 @@
-"""What every schedule must obey, whatever arrives and however few blocks there are."""
+"""What every schedule must obey, for any arrivals and any number of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each part can be turned off alone, from three places, and the result stays right."""
+"""Each part can be turned off alone, from three places, and the result stays correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verifier finds a wrong row, a wrong write and a NaN, names them, and touches nothing."""
+"""The verifier finds a wrong row, a wrong write and a NaN, names them, and changes nothing."""
 
 from __future__ import annotations
 

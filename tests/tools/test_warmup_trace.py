@@ -1,4 +1,4 @@
-"""Warm-up of the reference engine leaves no trace in caches, tables or random state."""
+"""Warm-up of the reference engine does not change caches, tables or random state."""
 
 from __future__ import annotations
 

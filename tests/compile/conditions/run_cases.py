@@ -1,4 +1,4 @@
-"""Start all cases of one directory on one cache, and say of each: hit, right, reason.
+"""Start all cases of one directory on one cache, and print of each: hit, right, reason.
 
 python -m tests.compile.conditions.run_cases SOURCES CACHE [NAME…]
 """

@@ -1,4 +1,4 @@
-"""No stale result: whatever a model reads, a changed value is a miss, and an equal one is a hit."""
+"""No stale result: for all that a model reads, a changed value is a miss, an equal one a hit."""
 
 from __future__ import annotations
 

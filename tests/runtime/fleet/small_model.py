@@ -1,4 +1,4 @@
-"""A decoder in miniature: equal layers, cut at a custom op that mixes rows."""
+"""A very small decoder: equal layers, split at a custom op that mixes rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts in separate processes: bundles are complete; ranks all take theirs or none does."""
+"""Starts in separate processes: bundles are complete; all ranks use theirs or none does."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class LiveServed(Served):
 
 
 def starts_of(lengths: Sequence[int]) -> Tensor:
-    """For each row the first row of its request; a row of padding is a request of its own."""
+    """For each row the first row of its request; a row of padding is a separate request."""
     starts = torch.arange(MAX_TOKENS)
     begin = 0
     for length in lengths:

@@ -31,7 +31,7 @@ GRAPH, EAGER = SegmentKind.GRAPH, SegmentKind.EAGER
 
 @break_graph
 def attend(x: Tensor, out: Tensor) -> None:
-    """Reads a value on the host, which can neither be traced nor captured."""
+    """Reads a value on the host, which cannot be traced or captured."""
     out.copy_(x * get_forward_context().metadata["scale"].item())
 
 

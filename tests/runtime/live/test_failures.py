@@ -1,4 +1,4 @@
-"""After any failure: the context is restored, no capture is open, and steps go on."""
+"""After any failure: the context is restored, no capture is open, and steps continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that take a least number of tokens: smaller batches are padded, with or without graphs."""
+"""Models with a minimum number of tokens: smaller batches are padded, with or without graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ torch.library.register_fake("low_end_tests::mix", lambda x, out: None, lib=LIBRA
 
 
 class Recurrent(nn.Module):
-    """Asks for a single token, as the state-space layers of Mamba do, and computes the same."""
+    """Branches on a single token, as the state-space layers of Mamba do, and computes the same."""
 
     def __init__(self, single: Callable[[nn.Linear, Tensor], Tensor] | None = None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Everything that dispatch decides is reachable through `Config`, and right on a prepared model.
+"""Everything that dispatch decides can be set in `Config`, and is correct on a prepared model.
 
 The op reads host values of the step (adapters, micro-batches), which a FULL graph freezes: a wrong
 dispatch key gives a wrong result.

@@ -1,4 +1,4 @@
-"""Weights and watched buffers: in place is fine, moved is an error, `refresh` follows."""
+"""Weights and watched buffers: in place works, moved is an error, `refresh` follows."""
 
 from __future__ import annotations
 

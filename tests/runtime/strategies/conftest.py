@@ -1,6 +1,6 @@
 """A small model under any strategy, served on the replay backend with everything poisoned.
 
-It is traced once for all tests and not compiled; each test gets a prepared model of its own.
+It is traced once for all tests and not compiled; each test gets its own prepared model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forks ranks that play one scene over gloo: `rank_launcher.py FOLDER SIZE SCENE SUBJECT`.
+"""Forks ranks that run one scene over gloo: `rank_launcher.py FOLDER SIZE SCENE SUBJECT`.
 
 Each rank writes what came of it into FOLDER; one that hangs is killed and writes nothing.
 """

@@ -1,4 +1,4 @@
-"""Bucket warm-up: the reference's golden vector, and budgets that are never overrun."""
+"""Bucket warm-up: the reference's golden vector, and budgets that are never exceeded."""
 
 from __future__ import annotations
 

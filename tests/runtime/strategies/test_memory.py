@@ -1,4 +1,4 @@
-"""Forecast, pruning, limits and eviction on pools whose bytes are modelled."""
+"""Forecast, pruning, limits and eviction on pools whose bytes are modeled."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_share_of_free_memory_is_a_limit_too(make: Any) -> None:
 
 
 def test_failure_33_out_of_memory_drops_the_largest_and_goes_on(make: Any) -> None:
-    # the first PIECEWISE capture and the first FULL one run out, whatever was foreseen
+    # the first PIECEWISE capture and the first FULL one run out, regardless of the forecast
     served = make((2, 4, 8), strategy="eager", options={"exhausting_captures": frozenset({1, 6})})
     served.prepared.capture()
     assert served.told("capture.failed") == ["PIECEWISE 8", "FULL 8"]

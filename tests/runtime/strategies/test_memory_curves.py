@@ -1,4 +1,4 @@
-"""The memory limit holds whatever graphs cost, on a pool that keeps its largest working memory."""
+"""The memory limit holds for any graph cost, on a pool that keeps its largest working memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PoolGraph:
 
 
 class CurveBackend:
-    """A device on which captures take what a curve says; it takes no other part in them."""
+    """A device on which a curve gives the bytes of each capture; it does nothing else."""
 
     name = "curves"
 

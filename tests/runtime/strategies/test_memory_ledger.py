@@ -44,7 +44,7 @@ def test_w17_graphs_are_taken_off_once_and_utilizations_agree() -> None:
     ledger = MemoryLedger()
     ledger.state(Owner.WEIGHTS, 300)
     ledger.state(Owner.KV_CACHE, 55)
-    memory = Memory(used=405, free=595)  # 50 bytes are nobody's
+    memory = Memory(used=405, free=595)  # 50 bytes have no owner
     plan = plan_memory(memory, ledger, graphs=100, utilization=0.9)
     assert plan.kv_cache == 900 - 350 - 100
     same = plan_memory(memory, ledger, 0, plan.utilization_without_graphs)

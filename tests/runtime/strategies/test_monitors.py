@@ -210,7 +210,7 @@ def test_compiling_ahead_is_meant(sealed: Any, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def triton(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What a monitor finds of Triton, and a compile that it is told of."""
+    """The part of Triton that a monitor uses, and a compile that is reported to it."""
     compilation = SimpleNamespace(listener=None)
     knobs = SimpleNamespace(compilation=compilation)
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(knobs=knobs))

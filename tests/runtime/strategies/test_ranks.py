@@ -1,4 +1,4 @@
-"""Ranks agree or an error names who differs or is gone; whatever happens, nobody hangs."""
+"""Ranks agree, or an error names the rank that differs or is lost; no rank ever hangs."""
 
 from __future__ import annotations
 

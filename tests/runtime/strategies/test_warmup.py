@@ -1,4 +1,4 @@
-"""Warm-up runs its plan in order, tells of each item, and leaves no trace."""
+"""Warm-up runs its plan in order, reports each item, and changes no state."""
 
 from __future__ import annotations
 
