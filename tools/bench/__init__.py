@@ -1,4 +1,4 @@
-"""Benchmarks, one file a question; each compares within one run.
+"""Benchmarks: one file for each question. Each benchmark compares within one run.
 
 A benchmark is a module with `run(quick: bool)` that returns `ratios`, named medians of paired
 runs, and `rows`, a list of dicts with equal keys: what was measured. It may also return `columns`,
@@ -24,7 +24,7 @@ class Benchmark(Protocol):
 
 
 def names() -> list[str]:
-    """The benchmarks there are: the package's modules, those with an underscore aside."""
+    """Names of the benchmarks: the package's modules without a leading underscore."""
     found = (module.name for module in pkgutil.iter_modules(__path__))
     return sorted(name for name in found if not name.startswith("_"))
 
@@ -42,7 +42,7 @@ def find(name: str) -> Benchmark:
 
 
 def plotter(benchmark: Benchmark, path: Path) -> Callable[[dict[str, Any]], None]:
-    """What draws a result of `benchmark` into the image `path`.
+    """The function that draws a result of `benchmark` into the image `path`.
 
     Raises InvalidSetting for one that cannot be drawn, ToolMissing without matplotlib.
     """

@@ -14,7 +14,7 @@ import torch
 
 
 class IdleGraph:
-    """Both a capture, which runs what it captures, and the graph it becomes, which does not."""
+    """A capture, which runs what it captures, and its graph, which runs nothing."""
 
     operations = 1
 

@@ -1,8 +1,8 @@
-"""The design to compare with: every piece in a wrapper that dispatches for itself at each step.
+"""The design to compare with: a wrapper around every piece that dispatches at each step.
 
 As engines do it, each wrapper asks the forward context for the mode and the descriptor of the
 step, looks the descriptor up among its own recordings, and replays; each splitting op is found
-anew by name and asks the context for its layer. None of it depends on anything but the step.
+again by name and asks the context for its layer. None of it depends on anything but the step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Key:
 
 @dataclass
 class Step:
-    """What a wrapper reads of the step in progress."""
+    """What a wrapper reads about the current step."""
 
     layers: dict[str, Any]
     metadata: Any
@@ -48,7 +48,7 @@ class Offloader:
 
 
 class Current:
-    """Stands for an engine's global of the step in progress."""
+    """Replaces an engine's global variable for the current step."""
 
     step: Step | None = None
     offloader = Offloader()

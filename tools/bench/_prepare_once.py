@@ -1,7 +1,7 @@
-"""One start of a model in a process of its own, timed: `python -m … WAY LAYERS CACHE`.
+"""One timed start of a model in its own process: `python -m … WAY LAYERS CACHE`.
 
 Prints `{"import_torch": s, "model": s, "ready": s, "phases": {name: s}}`. A model is ready when it
-can serve; the first call of `torch.compile` compiles it, and is what is timed there.
+can serve. With `torch.compile` the first call compiles the model, and that call is timed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Steps over real pieces on the CPU: a decoder of 32 layers, hidden 64, one token.
 
-Attention is a copy, so that what is measured is the way from piece to piece. The floor is a loop
-in C++ over the same AOTInductor libraries, built with torch's extension builder where that works.
+Attention is a copy, so that the time between pieces is measured. The baseline (`floor`) is a loop
+in C++ over the same AOTInductor libraries, built with torch's extension builder if that works.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Layers(nn.Module):
 
 
 def real_rows(rounds: int, steps: int) -> list[dict[str, Any]]:
-    """Each way to run a step beside the floor; beside the libraries from Python without one."""
+    """Each way to run a step, compared with the C++ loop, or with a Python loop without one."""
     model, x = Layers(), torch.randn(1, HIDDEN)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -75,7 +75,7 @@ def real_rows(rounds: int, steps: int) -> list[dict[str, Any]]:
 
 
 def _ways(model: nn.Module, x: torch.Tensor, folder: Path) -> dict[str, Callable[[], Any]]:
-    """Name and function of each way, the floor first."""
+    """Name and function of each way, the baseline first."""
     config = Config(
         splitting_ops=("piecegraph_bench::copy",),
         inputs={"x": f"float32[num_tokens, {HIDDEN}]"},

@@ -1,7 +1,7 @@
-"""Serving with modelled times: real scheduling, dispatch and capture strategy, no model at all.
+"""Serving with modeled times: real scheduling, dispatch and capture strategy, but no model.
 
-What a step and a capture take is stated here, not measured; a clock that only these times move
-takes the place of the wall's. So strategies can be compared where no device is.
+The times of steps and captures are constants in this file, not measurements. A simulated clock
+that only these times advance replaces the wall clock. So strategies can be compared without a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..serve.requests import read_requests
 from ..serve.run import serve, start_service
 
 CAPTURE_S = 0.06
-"""One capture, the run before it included; logs of an 8B model say 0.05 to 0.07."""
+"""One capture with the run before it; logs of an 8B model show 0.05 to 0.07."""
 
 STEP_S = {RuntimeMode.FULL: 0.008, RuntimeMode.PIECEWISE: 0.010, RuntimeMode.NONE: 0.016}
 """The fixed part of a step; without graphs the host's launches take longer than the device."""
@@ -57,7 +57,7 @@ class ServingResult:
 
 @dataclass
 class Clock:
-    """Seconds that were modelled so far."""
+    """Modeled seconds so far."""
 
     now: float = 0.0
 
@@ -66,7 +66,7 @@ class Clock:
 
 
 class ModelledGraphs:
-    """Graphs that cost modelled time and bytes and hold nothing."""
+    """Graphs that cost modeled time and bytes and contain nothing."""
 
     def __init__(self, dispatcher: Dispatcher, clock: Clock) -> None:
         self._dispatcher = dispatcher
@@ -146,7 +146,7 @@ def _serve(
 
 
 def gpu_options(strategy: str, count: int) -> RunOptions:
-    """The first `count` requests of the trace, all there at once, without compiling."""
+    """The first `count` requests of the trace, all arriving at time 0, without compiling."""
     return read_run_options(
         model="small",
         dtype="bfloat16",
@@ -163,7 +163,7 @@ def gpu_options(strategy: str, count: int) -> RunOptions:
 
 
 def serve_on_gpu(strategy: CaptureStrategy, count: int) -> ServingResult:
-    """Bring the reference engine up, serve, and tell what came of it."""
+    """Start the reference engine, serve the requests, and return the measurements."""
     options = gpu_options(strategy.value, count)
     requests, console = read_requests(options), Console(file=io.StringIO())
     with start_service(options, requests, [], console) as service:

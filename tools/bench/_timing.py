@@ -1,4 +1,4 @@
-"""Times functions in turn, so that load and clock speed are the same for what is compared."""
+"""Times functions in turn, so that all of them see the same load and clock speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIBRARY: Any = torch.library.Library("piecegraph_bench", "DEF")  # type: ignore[
 def interleaved(
     fns: Sequence[Callable[[], Any]], rounds: int, times: int
 ) -> list[tuple[float, ...]]:
-    """Microseconds of this thread's CPU time a call, for each function and round."""
+    """Microseconds of this thread's CPU time per call, for each function and round."""
     with collection_off(), torch.no_grad():
         for fn in fns:
             fn()
@@ -39,7 +39,7 @@ def collection_off() -> Iterator[None]:
 
 
 def row(step: str, other: str, times: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
-    """One line of a table: a step beside another, both in microseconds, and their ratio."""
+    """One row of a table: two steps in microseconds, and their ratio."""
     return {
         "step": step,
         "us": median(times),

@@ -1,8 +1,8 @@
-"""What one dispatch costs, beside a dictionary of frozen dataclasses, the straightforward way.
+"""What does one dispatch cost, compared with a dictionary keyed by frozen dataclasses?
 
 Both serve the same plan and the same batches, in turns, on prebuilt batches. The dictionary's
 dispatcher rounds the batch up by table, builds the key of the better mode, looks it up, and builds
-the key of the lower mode if it is not there.
+the key of the lower mode if it is missing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_NUM_REQS, MAX_NUM_TOKENS = 256, 8192
 
 
 class DictDispatcher:
-    """Padding by table, keys by dataclass: what the peers do, for plans of query length 1."""
+    """Padding by table, keys by dataclass, as other engines do, for plans of query length 1."""
 
     def __init__(self, plan: DispatchPlan, sizes: tuple[int, ...]) -> None:
         self.keys = {
@@ -55,7 +55,7 @@ class DictDispatcher:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Nanoseconds a dispatch, interleaved: `ratios`, `dispatch_ns` and one row for each batch.
+    """Nanoseconds per dispatch, interleaved: `ratios`, `dispatch_ns` and one row for each batch.
 
     `dict_over_dispatch` is the median over rounds of the two times of one round; each row has
     medians and, as `spread_ns`, the range between the quartiles.
@@ -104,7 +104,7 @@ def _check_equal(decision: Decision, beside: tuple[RuntimeMode, BatchDescriptor,
 
 
 def _time(dispatch: Callable[[Batch], object], batch: Batch, calls: int) -> float:
-    """Nanoseconds of this thread's CPU time a call, without the cost of the loop."""
+    """Nanoseconds of this thread's CPU time per call, without the cost of the loop."""
     with collection_off():
         empty = time.thread_time_ns()
         for _ in range(calls):

@@ -1,8 +1,8 @@
 """How long does a start take, cold and warm, and how does it grow with layers?
 
-Each start runs in a process of its own. `cold` has an empty cache, `warm` loads Inductor's
-artifacts, `warm_ahead` AOTInductor libraries; beside them plain `torch.compile(fullgraph=True,
-dynamic=True)` of the same model, with an empty cache of its own and once more with it filled.
+Each start runs in its own process. `cold` has an empty cache, `warm` loads Inductor's
+artifacts, `warm_ahead` AOTInductor libraries. They are compared with `torch.compile(fullgraph=True,
+dynamic=True)` of the same model, first with its own empty cache, then with that cache filled.
 Times are from a built model until it can serve; `import torch` is not in them.
 """
 
@@ -77,7 +77,7 @@ def _start(way: str, layers: int, ours: Path, theirs: Path) -> dict[str, Any]:
 
 
 def _warm_up_toolchain() -> None:
-    """Build what torch builds once a machine (precompiled headers), for both sides alike."""
+    """Build what torch builds once per machine (precompiled headers), before anything is timed."""
     with tempfile.TemporaryDirectory(prefix="piecegraph-bench-") as folder:
         for way in ("piecegraph", "torch.compile"):
             _start(way, 1, Path(folder) / way, Path(folder) / "inductor")

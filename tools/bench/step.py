@@ -1,9 +1,9 @@
 """What does a step cost when its kernels are free?
 
-A model of 32 splitting calls that do nothing, its graphs replaced by ones that do nothing: what is
-left of a step is the library's work. It takes turns with a bare loop over the same callables,
+A model of 32 splitting calls that do nothing, with graphs that do nothing: the rest of a step is
+the library's work. It is measured in turn with a bare loop over the same callables,
 without dispatch, inputs and results; with one wrapper per piece; and, without graphs, with the same
-compiled code called directly. No GPU takes part.
+compiled code called directly. No GPU is used.
 
 `Idle` has one input and no weights, so its FULL step is a lower bound. `Served` is what an engine
 has: 32 weights, 32 watched caches, three inputs, a new `Batch` and metadata each step, through
@@ -74,7 +74,7 @@ class Served(torch.nn.Module):
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Rows in microseconds a step; `ratios` are medians over paired runs.
+    """Rows in microseconds per step; `ratios` are medians over paired runs.
 
     `piecewise_over_floor`, `wrapper_over_piecewise`, `none_over_stitched`. `full_us` is what a FULL
     step of `Idle` costs beyond the launch of its graph, a lower bound; `served_us` is that of
@@ -188,7 +188,7 @@ def _served(rounds: int, steps: int) -> list[dict[str, Any]]:
 def _served_step(
     prepared: PreparedModel, num_tokens: int, metadata: object, inputs: dict[str, torch.Tensor]
 ) -> None:
-    """One step as an engine takes it; the result is dropped, as after sampling."""
+    """One step as an engine runs it; the result is dropped, as after sampling."""
     batch = Batch(num_tokens=num_tokens, num_reqs=num_tokens, is_decode=True, query_len=1)
     prepared(**inputs, batch=batch, metadata=metadata)
 
@@ -215,7 +215,7 @@ def _prepared(mode: GraphMode, buffers: dict[str, torch.Tensor] | None = None) -
 
 
 def _step(prepared: PreparedModel, mode: RuntimeMode, x: torch.Tensor) -> Callable[[], Any]:
-    """One step as an engine takes it, through dispatch."""
+    """One step as an engine runs it, through dispatch."""
     batch = Batch(num_tokens=NUM_TOKENS, num_reqs=NUM_TOKENS, is_decode=True, query_len=1)
     assert prepared.dispatch(batch).mode is mode
     return lambda: prepared.run(prepared.dispatch(batch), x)

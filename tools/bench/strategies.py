@@ -1,7 +1,7 @@
 """What does it cost to be ready early? The Azure trace under each capture strategy.
 
-On a GPU the reference engine serves for real. Elsewhere capturing and steps take modelled times
-(`_modelled_serving`), scheduling, dispatch and strategies are the real ones, and requests begin to
+On a GPU the reference engine serves the requests. Without one, captures and steps take modeled
+times (`_serving`), scheduling, dispatch and strategies are the real ones, and requests begin to
 arrive when the startup begins.
 """
 

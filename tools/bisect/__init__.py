@@ -1,4 +1,4 @@
-"""Finds which part of the library makes a wrong number; see docs/bisect.md."""
+"""Finds the part of the library that causes a wrong result; see docs/bisect.md."""
 
 from .case import BisectCase, Step
 from .finding import Finding

@@ -1,4 +1,4 @@
-"""What is bisected: a model, its settings and the steps that show the wrong number."""
+"""The input of a search: a model, its settings and the steps that show the wrong result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Step:
         return self.metadata(decision) if callable(self.metadata) else self.metadata
 
     def without_graph(self) -> Decision:
-        """The decision for a run of just the real rows."""
+        """The decision for a run of only the real rows."""
         descriptor = BatchDescriptor(self.batch.num_tokens)
         return Decision(RuntimeMode.NONE, descriptor, -1, Reason.EXCLUDED)
 

@@ -45,7 +45,7 @@ _FRAME = re.compile(r'File "(?:[^"]*/)?([^"/]+)", line (\d+)')
 
 @dataclass(frozen=True, slots=True)
 class WrongCall:
-    """The first splitting call with a wrong tensor; `itself` if what it was given is right."""
+    """The first splitting call with a wrong tensor; `itself` if its inputs are right."""
 
     index: int
     op: str
@@ -84,7 +84,7 @@ def find_piece(plan: Plan, right: Ran, call: WrongCall | None) -> int | None:
 
 
 def find_guard(plan: Plan, size: int) -> tuple[str | None, str]:
-    """Where the guard stands that does not hold, and what it says; (None, "") if all are proved."""
+    """Source location and text of the guard that does not hold; (None, "") if all are proved."""
     unproved = [guard for guard in plan.guards if not guard.proved]
     broken = [guard for guard in unproved if size in _sizes(guard.failing)]
     if not unproved:
@@ -100,7 +100,7 @@ def _sizes(failing: tuple[dict[str, int], ...]) -> set[Any]:
 
 
 class PieceSearch:
-    """The pieces of a case, traced once more, to compile beginnings of one as the piece was."""
+    """The pieces of a case, traced again, to compile the start of a piece like the whole."""
 
     def __init__(self, case: BisectCase, prepared: PreparedModel) -> None:
         self._case = case
@@ -137,7 +137,7 @@ class PieceSearch:
         return operator, used[-1].name, f"right without the pass {used[-1].name}"
 
     def mixing_operator(self, use: int, step: int, padded: int) -> str | None:
-        """The first operator of a piece whose real rows depend on what the padding holds."""
+        """The first operator of a piece whose real rows depend on the contents of the padding."""
         piece = self.pieces[self._prepared.compiled.plan.piece_uses()[use]]
         values = self.inputs_of(step, use)
         size = self._case.steps[step].batch.num_tokens
@@ -191,7 +191,7 @@ class PieceSearch:
             expected, other = (_run_on_memory_of(fill, graph, values) for fill in (0, 1))
             if not expected:
                 return False
-            copied = Graph()  # compilers change the graph they are given
+            copied = Graph()  # compilers modify their input graph
             copied.output(copied.graph_copy(graph.graph, {}))
             try:
                 compiled = compile_graph(
@@ -209,7 +209,7 @@ class PieceSearch:
 
 
 def _first(most: int, is_wrong: Callable[[int], bool]) -> int:
-    """The least count that is wrong, if `most` is, by bisection: the count before it is right."""
+    """The smallest wrong count by bisection, if `most` is wrong: the count before it is right."""
     if is_wrong(0):
         return 0
     right, wrong = 0, most
@@ -289,7 +289,7 @@ def _real_rows_differ(one: Any, other: Any, size: int, padded: int) -> bool:
 
 
 class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Memory that nobody has written yet holds `fill`."""
+    """Uninitialized memory contains `fill`."""
 
     def __init__(self, fill: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -306,7 +306,7 @@ def _run_on_memory_of(fill: int, graph: GraphModule, values: list[Any]) -> list[
 
 
 def _where_equal(one: Any, other: Any, got: Any) -> Any:
-    """`got`, but `one` where the result depends on unwritten memory: anything is right there."""
+    """`got`, but `one` where uninitialized memory changes the result: any value is right there."""
     if one.shape != got.shape:
         return got
     return torch.where((one == other) | (one.isnan() & other.isnan()), got, one)
@@ -318,7 +318,7 @@ def _copied(values: list[Any]) -> list[Any]:
 
 
 def described(node: Node) -> str:
-    """The operator with the user's line."""
+    """The operator with its line in the user's code."""
     target = node.target if isinstance(node.target, str) else node._pretty_print_target(node.target)
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     return f"{target} ({':'.join(frames[-1])})" if frames else str(target)

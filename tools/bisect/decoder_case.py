@@ -22,7 +22,7 @@ from .case import BisectCase, Step
 
 @dataclass(frozen=True, slots=True)
 class ScheduledMetadata:
-    """The metadata of one recorded step, made anew for each decision in the same buffers."""
+    """The metadata of one recorded step, rebuilt for each decision in the same buffers."""
 
     schedule: Schedule
     blocks: BlockManager
@@ -33,7 +33,7 @@ class ScheduledMetadata:
 
 
 class _StepRecorder:
-    """Takes the place of the engine's buffers and of its `run`; `steps` is what passed by."""
+    """Replaces the engine's buffers and its `run`; `steps` contains the recorded steps."""
 
     def __init__(self, service: Service) -> None:
         self.steps: list[Step] = []

@@ -28,7 +28,7 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The first stage that is wrong, and what is known of the place.
+    """The first stage that is wrong, and what is known about the location.
 
     `size` is in real tokens, `padded` what they ran as. `step` is None if no step is wrong but a
     size that no step has, `wrong` is None where there is no result: `note` says why. `operator` and

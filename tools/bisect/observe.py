@@ -1,4 +1,4 @@
-"""What a run of the steps gave: results, and what went into and came out of each splitting call."""
+"""The record of a run of the steps: results, and inputs and outputs of each splitting call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUILT_IN = ("aten", "prims", "prim", "profiler", "inductor", "_c10d_functional")
 class Call:
     """One call of a custom op: copies of what it read, and of all its tensors afterwards.
 
-    Arguments that the op writes to are not copied before: they are mostly unwritten memory.
+    Arguments that the op writes to are not copied before: they are mostly uninitialized.
     """
 
     op: str
@@ -58,7 +58,7 @@ def splitting_ops(plan: Plan) -> set[str]:
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies the tensors of custom ops, wherever they are called from."""
+    """Copies the tensors of custom ops, from any caller."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,7 +85,7 @@ def copies(value: Any) -> list[Tensor]:
 
 
 def run_eagerly(case: BisectCase) -> list[Ran]:
-    """The model itself on just the real rows: what is right."""
+    """The eager model on only the real rows: the expected results."""
     runs = []
     for step in case.steps:
         decision = step.without_graph()
@@ -107,8 +107,8 @@ def run_prepared(
 ) -> list[Ran]:
     """The steps through `prepared`, up to the first that raises.
 
-    With `state` it is noted what of it a dispatch changes. `adjust` makes the metadata of a step
-    from its own.
+    With `state`, changes to it during a dispatch are recorded. `adjust` replaces the metadata of a
+    step.
     """
     runs: list[Ran] = []
     for step in case.steps:

@@ -1,4 +1,4 @@
-"""A script that repeats a finding: it fails as long as the number is wrong."""
+"""A script that reproduces a finding: it fails as long as the result is wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_script(
 ) -> None:
     """Write the script to `path` and, beside it, model, settings and steps as `.pt`.
 
-    For a wrong number from the cache, `cache` is copied beside it as `.cache`. A case that cannot
+    For a wrong result from the cache, `cache` is copied beside it as `.cache`. A case that cannot
     be pickled, such as one of a class made inside a function, is reported through `say`.
     """
     if finding.stage == WARM:

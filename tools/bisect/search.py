@@ -1,6 +1,6 @@
-"""Run the stages in order until a step is wrong, then look closer: where, and what makes it wrong.
+"""Run the stages in order until a step is wrong, then find the location and the cause.
 
-Only what was tried is stated. Nothing is written to the user's cache: it is read as a layer of a
+Only what was tested is reported. Nothing is written to the user's cache: it is read as a layer of a
 temporary one.
 """
 
@@ -47,10 +47,10 @@ PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 61, 127, 251, 509, 1021, 2039)
 def bisect(
     case: BisectCase, *, script: Path | None = None, say: Say = lambda line: None
 ) -> Finding | None:
-    """The first stage at which `case` gives a wrong number or raises; None if all is right.
+    """The first stage at which `case` gives a wrong result or raises; None if all stages are right.
 
     `say` is called with the verdict on each stage and with what was covered. With `script` a Python
-    file is written there that repeats the finding, with what it needs beside it; see
+    file is written there that reproduces the finding, with the files it needs beside it; see
     `write_script`. Raises InvalidSetting for a configuration without a stage.
     """
     if not any(stages(case.config)):
@@ -72,7 +72,7 @@ def bisect(
 def reproduce(data: Path, stage: str) -> int:
     """Check one stage of a case saved by `write_script`: 1 if it is wrong, 0 if it is right.
 
-    The file is unpickled: run only scripts that you have made yourself.
+    The file is unpickled: run only scripts that you created yourself.
     """
     facts = torch.load(data, weights_only=False)
     case = BisectCase(**{**facts, "config": Config(**facts["config"])})
@@ -207,7 +207,7 @@ class _Search:
         return finding
 
     def _sweep(self, stage: Stage, prepared: PreparedModel) -> Finding | None:
-        """Run each unique piece at sizes that no step may have, beside its graph."""
+        """Run each unique piece at sizes that steps may not have, and compare it with its graph."""
         config = self.case.config.changed(**stage.settings)
         search = PieceSearch(replace(self.case, config=config), prepared)
         low, high = config.limits("num_tokens")
@@ -240,7 +240,7 @@ class _Search:
     def _graph_causes(
         self, stage: Stage, failure: _Failure, captured: _CapturedMetadata
     ) -> list[str]:
-        """What makes the step right, or what differs between capture and step."""
+        """The change that makes the step right, or the difference between capture and step."""
         step, decision = self.case.steps[failure.index], failure.ran.decision
         causes = []
         if failure.ran.error is None and stage.name == FULL:

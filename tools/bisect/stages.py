@@ -91,7 +91,7 @@ def _compiled_stages(config: Config) -> Iterator[Stage]:
 
 
 def with_own_cache(case_config: Config, folder: Path) -> Config:
-    """The same settings with `folder` as the cache; the user's is only read, as a layer of it."""
+    """The same settings with `folder` as the cache; the user's cache is only read, as a layer."""
     root = cache_root(case_config)
     if root is None:
         return case_config

@@ -1,4 +1,4 @@
-"""The state that steps change: tensors of layers and buffers, put back before each stage."""
+"""The state that steps change: tensors of layers and buffers, restored before each stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEPTH = 4
 
 
 class State:
-    """What the tensors below `layers`, and the buffers of `model`, hold now."""
+    """The current contents of the tensors in `layers` and of the buffers of `model`."""
 
     def __init__(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
         places = [found[1:] for found in _tensors(layers, "layers", DEPTH)] + _buffers(model)
@@ -31,11 +31,11 @@ class State:
                 tensor.copy_(content)
 
     def contents(self) -> dict[str, Tensor]:
-        """Copies of what the tensors hold now, by name."""
+        """Copies of the current contents of the tensors, by name."""
         return {name: _get(holder, key).clone() for name, holder, key in self._named}
 
     def changed_since(self, before: Mapping[str, Tensor]) -> list[str]:
-        """The tensors that hold something else than `before`, with their first changed row."""
+        """The tensors that differ from `before`, with their first changed row."""
         changed = []
         for name, content in self.contents().items():
             differs = (content != before[name]) & ~(content.isnan() & before[name].isnan())

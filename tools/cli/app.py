@@ -77,7 +77,7 @@ def _run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as error:
-        # what click makes of a closed pipe
+        # how click reports a closed pipe
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -123,7 +123,7 @@ class _BestEffort:
 
 
 def _discard_stdout() -> None:
-    """Send to nowhere what is still buffered, so that the exit of Python does not fail on it."""
+    """Discard buffered output, so that Python does not fail to flush it at exit."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

@@ -318,7 +318,7 @@ def _refuse_unkept(options: RunOptions, config: Config) -> None:
 
 
 def _refuse_failed(root: Path, failures: Sequence[Event]) -> None:
-    """Raise CacheNotWritable for what the library goes on without and reports as an event."""
+    """Raise CacheNotWritable for failed writes, which the library only reports as an event."""
     if failures:
         raise CacheNotWritable(path=root, reason=failures[0].facts["reason"])
 
@@ -337,7 +337,7 @@ def _each_pin(
 
 
 def _facts(root: Path, manifest: Manifest) -> Iterator[str]:
-    """What a line of the list tells beside size and use."""
+    """What a line of the list shows besides size and use."""
     if is_pinned(root, manifest):
         yield "pinned"
     for name, value in manifest.meta.items():

@@ -1,4 +1,4 @@
-"""The cache as its commands see it: where it is, which entries there are, which one is meant."""
+"""Helpers for the cache commands: the directory, its entries, and entries by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def manifests(root: Path) -> list[tuple[Manifest, float]]:
 
 
 def named(root: Path, names: Iterable[str]) -> list[Manifest]:
-    """The one entry that each name means; raises NoSuchEntry if there is none or more than one."""
+    """The single entry that each name matches; raises NoSuchEntry for none or more than one."""
     there, chosen = manifests(root), []
     for name in names:
         kind, _, digits = name.rpartition("/")

@@ -117,8 +117,8 @@ def bisect_command(
 def served(options: RunOptions, events: Events | None = None) -> Iterator[tuple[Service, Report]]:
     """Serve the trace; gives the service, not closed yet, and the report.
 
-    Times the import of torch, which nothing before it may import. Raises InvalidSetting for a
-    device that this machine lacks and whatever the library refuses.
+    Times the import of torch, so nothing may import torch earlier. Raises InvalidSetting for a
+    device that this machine does not have and for settings that the library rejects.
     """
     from ..serve.requests import read_requests
 

@@ -3,11 +3,11 @@
 `piecegraph_reference::paged_attention(query, key, value, output, layer_name)` finds its layer's
 cache and the step's metadata in the forward context, so that its arguments, and with them the
 graph, are the same for every batch. It is registered through `torch.library.Library`, which costs
-a tenth of `custom_op` a call.
+a tenth of `custom_op` per call.
 
-Decode steps and all others take different ways. The way of decode steps looks at tensors in
-persistent buffers only, with shapes that depend on the descriptor alone: it can be captured in a
-FULL graph. The other loops over the requests on the host and runs between graphs.
+Decode steps and all other steps use different code. The code for decode steps reads only tensors
+in persistent buffers, with shapes that depend only on the descriptor: it can be captured in a
+FULL graph. The other code loops over the requests on the host and runs between graphs.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def _decode(
     cache: LayerCache,
     metadata: AttentionMetadata,
 ) -> None:
-    """One query token a row, all rows at once over the longest possible context.
+    """One query token per row, all rows at once over the longest possible context.
 
     The same shapes for every batch of a descriptor, and contiguous batches for `bmm`, make a
-    row's result independent of the others to the bit. What lies beyond a row's length is
-    replaced, not multiplied by zero: it may be anything.
+    row's result bitwise independent of the other rows. Values beyond a row's length are
+    replaced, not multiplied by zero: they may be NaN or infinite.
     """
     _write(key, value, cache, metadata.slot_mapping)
     rows, num_heads, head_dim = query.shape
@@ -108,7 +108,7 @@ def _mixed(
     cache: LayerCache,
     metadata: AttentionMetadata,
 ) -> None:
-    """Request by request, over just its own context; padding rows do not touch the cache."""
+    """Request by request, each over its own context; padding rows do not touch the cache."""
     num_tokens = sum(metadata.query_lens)
     _write(key[:num_tokens], value[:num_tokens], cache, metadata.slot_mapping[:num_tokens])
     block_size = cache.keys.shape[1]
@@ -141,7 +141,7 @@ def _attend_causally(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
 
 
 def _softmax(scores: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Softmax in float32 over what is not hidden; finite also for a row that sees nothing."""
+    """Softmax in float32 over the unmasked scores; finite also for a fully masked row."""
     lowest = torch.finfo(torch.float32).min
     return scores.float().masked_fill(hidden, lowest).softmax(-1).to(scores.dtype)
 

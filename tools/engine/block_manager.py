@@ -1,6 +1,6 @@
 """Which blocks of the paged KV cache belong to which request.
 
-Block 0 is never handed out: it is the dump block, where padding tokens write and which padding
+Block 0 is never allocated: it is the dump block, where padding tokens write and which padding
 entries of a block table point to. A sentinel such as -1 would be an index of a real slot.
 """
 
@@ -31,7 +31,7 @@ class BlockManager:
         return list(self._free)
 
     def exchange(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """The contents of the blocks of each pair have changed places."""
+        """Update the tables after the contents of the blocks of each pair were exchanged."""
         now = {block: other for a, b in pairs for block, other in ((a, b), (b, a))}
         self._free = deque(now.get(block, block) for block in self._free)
         for table in self._tables.values():
@@ -58,7 +58,7 @@ class BlockManager:
         return True
 
     def free(self, request_id: int) -> None:
-        """Take the request's blocks back; they are the last to be handed out again."""
+        """Free the request's blocks; they are the last to be allocated again."""
         self._free.extend(self._tables.pop(request_id, []))
 
     def slots(self, request_id: int, start: int, stop: int) -> list[int]:

@@ -1,8 +1,8 @@
 """The reference engine: serves requests step by step on a prepared model.
 
-It is as small as an engine can be and shows how the pieces meet. In each step it states the
-batch's facts, is told the mode and the padded descriptor, builds metadata for that descriptor,
-and runs with the real rows; padding, graphs and static buffers are the library's business.
+It is as small as an engine can be and shows how to use the library. In each step it describes the
+batch, receives the mode and the padded descriptor, builds metadata for that descriptor, and runs
+with the real rows. The library handles padding, graphs and static buffers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Served:
 
 
 class Clock:
-    """Seconds since it was last started; it can jump over idle time and stand still for a while."""
+    """Seconds since the last start; the clock can skip idle time and can be paused."""
 
     def __init__(self) -> None:
         self.start()
@@ -57,12 +57,12 @@ class Clock:
         return time.perf_counter() - self._zero
 
     def skip_to(self, moment: float) -> None:
-        """Jump ahead to `moment`; a moment that has passed changes nothing."""
+        """Advance to `moment`; a moment in the past changes nothing."""
         self._zero -= max(0.0, moment - self.now())
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Let no time pass meanwhile."""
+        """Pause the clock inside the context."""
         before = time.perf_counter()
         try:
             yield
@@ -71,7 +71,7 @@ class Clock:
 
 
 class Engine:
-    """Serves with one prepared model; `run` is its `run`, or what takes the place of it."""
+    """Serves with one prepared model; `run` is its `run`, or a replacement."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Engine:
     def serve(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Serve requests in the order of their arrival; yields after each step what it completed.
 
-        Arrivals count from the first step on: what startup took is no request's waiting time. Time
+        Arrivals count from the first step: startup is not part of a request's waiting time. Time
         in which nothing runs and nothing has arrived yet is skipped.
         """
         self.clock.start()
@@ -149,7 +149,7 @@ class Engine:
         )
 
     def _sample(self, schedule: Schedule, hidden: torch.Tensor) -> list[int]:
-        """Next tokens of the shares that sample, from just their last rows."""
+        """Next tokens of the shares that sample, from their last rows only."""
         rows, params, end = [], [], 0
         for share in schedule.shares:
             end += share.query_len
@@ -160,7 +160,7 @@ class Engine:
 
 
 def to_batch(schedule: Schedule) -> Batch:
-    """What the library has to know of a step."""
+    """What the library needs to know about a step."""
     return Batch(
         num_tokens=schedule.num_tokens,
         num_reqs=len(schedule.shares),

@@ -35,7 +35,7 @@ def allocate_layer_caches(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, LayerCache]:
-    """Caches by layer name, zeroed: a slot that was never written holds finite values."""
+    """Caches by layer name, zeroed: a slot that was never written contains finite values."""
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
     return {
         name: LayerCache(
@@ -47,7 +47,7 @@ def allocate_layer_caches(
 
 
 THRESHOLD = 32
-"""Unused blocks below the highest used one that are put up with."""
+"""Unused blocks below the highest used one that do not start a defragmentation."""
 
 SWAP_SIZES = (8, 16, 32, 64, 128, 256, 512)
 """Numbers of pairs that are exchanged at once: lists of pairs are padded to one of them."""
@@ -64,7 +64,7 @@ class Defragmenter:
         self._threshold = threshold
 
     def run(self) -> int:
-        """Defragment if it is worth it; returns the number of pairs that changed places."""
+        """Defragment if there are enough gaps; returns the number of exchanged pairs."""
         used = self._blocks.used
         if max(used, default=0) - self._threshold <= len(used):
             return 0
@@ -84,7 +84,7 @@ class Defragmenter:
             cache[table.flip(1).flatten()] = cache[table.flatten()]
 
     def warmup(self) -> AuxiliaryTask:
-        """The task: an exchange of every size, done and undone. Nothing without two blocks."""
+        """The warm-up task: exchanges of every size, made and reverted. None without two blocks."""
 
         def run(size: int) -> None:
             for _ in ("done", "undone"):

@@ -21,12 +21,12 @@ DUMP_SLOT = 0
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What paged attention needs to know of one step; the tensors are views of the buffers.
+    """What paged attention needs to know about one step; the tensors are views of the buffers.
 
-    In a decode step every row is a request of its own: `block_table` (rows, max_blocks) and
-    `seq_lens` (rows,) have one row a padded token, and nothing but the tensors is looked at.
-    Otherwise they have one row a request, and the host's lists, one entry a real request, say how
-    the rows of the batch are shared out. `slot_mapping` (tokens,) is where each token's key and
+    In a decode step every row is a separate request: `block_table` (rows, max_blocks) and
+    `seq_lens` (rows,) have one row per padded token, and only the tensors are read.
+    Otherwise they have one row per request, and the host's lists, one entry per real request, say
+    how the rows of the batch are divided. `slot_mapping` (tokens,) is where each token's key and
     value go. All tensors are int64.
     """
 
@@ -38,7 +38,7 @@ class AttentionMetadata:
     context_lens: tuple[int, ...]
 
     def unpadded(self) -> AttentionMetadata:
-        """The same step without its padding, for a model that runs on just the real rows."""
+        """The same step without its padding, for a model that runs on only the real rows."""
         return replace(
             self,
             slot_mapping=self.slot_mapping[: sum(self.query_lens)],
@@ -61,7 +61,7 @@ class MetadataBuffers:
     def fill(
         self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor
     ) -> AttentionMetadata:
-        """Write a step's facts, padded to `descriptor`, and return the views it runs with."""
+        """Write a step's data, padded to `descriptor`, and return the views it runs with."""
         self._blank(descriptor.num_tokens)
         token = 0
         for row, share in enumerate(schedule.shares):
@@ -81,7 +81,7 @@ class MetadataBuffers:
     def padding(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> AttentionMetadata:
         """Metadata of a step without one real request, for the dummy runs of a capture.
 
-        It takes the way through attention that steps of this runtime mode take: only decode steps
+        It selects the attention code that steps of this runtime mode use: only decode steps
         run as FULL graphs.
         """
         self._blank(descriptor.num_tokens)
@@ -105,7 +105,7 @@ class MetadataBuffers:
         query_lens: tuple[int, ...],
         context_lens: tuple[int, ...],
     ) -> AttentionMetadata:
-        """Copy the first `rows` rows to the device. The host's copy is free again on return."""
+        """Copy the first `rows` rows to the device. The host's copy can be reused on return."""
         pairs = (
             (self.slot_mapping, self._host_slots),
             (self.block_table, self._host_table),

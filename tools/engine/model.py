@@ -1,8 +1,8 @@
 """The reference decoder: the Llama family in plain torch.
 
 Embedding, layers of RMSNorm, grouped-query attention with rotary embedding and SwiGLU, a final
-norm. The forward is dynamic in the number of tokens and has no branch on it; all that tells one
-layer from another is the name it hands to the attention op.
+norm. The forward is dynamic in the number of tokens and has no branch on it; layers differ
+only in the name they pass to the attention op.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         return self.norm(x)  # type: ignore[no-any-return]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores over the vocabulary of the rows one needs: (rows, hidden) to (rows, vocab)."""
+        """Scores over the vocabulary for the given rows: (rows, hidden) to (rows, vocab)."""
         return self.head(hidden)  # type: ignore[no-any-return]
 
     def _draw_weights(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""From logits to next tokens: greedy, by temperature, among the top k or the top p."""
+"""Samples next tokens from logits: greedy, by temperature, among the top k or the top p."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .scheduler import SamplingParams
 
 
 class Sampler:
-    """Draws with a generator of its own; parameters become tensors only when the batch changes."""
+    """Draws with its own generator; parameter tensors are created only when the batch changes."""
 
     def __init__(self, *, seed: int, device: torch.device) -> None:
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -20,7 +20,7 @@ class Sampler:
         self._tensors: tuple[torch.Tensor, ...] = ()
 
     def sample(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> list[int]:
-        """The next token of each row (rows, vocab), one of `params` a row. Waits for the device."""
+        """The next token of each row (rows, vocab); `params` has one per row. Synchronizes."""
         if all(each.temperature == 0 for each in params):
             greedy: list[int] = logits.argmax(dim=-1).tolist()
             return greedy
@@ -38,7 +38,7 @@ class Sampler:
         return sampled
 
     def forget_batch(self) -> None:
-        """The next call makes its parameters' tensors anew, as it does for another batch."""
+        """The next call creates its parameter tensors again, as for a changed batch."""
         self._params, self._tensors = (), ()
 
     def _tensors_of(
@@ -75,9 +75,9 @@ def sampler_warmup(
     batch_sizes: Iterable[int],
     hidden: torch.Tensor,
 ) -> AuxiliaryTask:
-    """The task, for 1 and the distinct `batch_sizes`; `hidden` (1, hidden_size) is like a row.
+    """Warm-up task for size 1 and `batch_sizes`; `hidden` (1, hidden_size) is an example row.
 
-    The sampler draws afterwards what it would have drawn without.
+    Later draws of the sampler are the same as without the warm-up.
     """
 
     def run(batch_size: int) -> None:

@@ -30,7 +30,7 @@ GREEDY = SamplingParams()
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request on its way: `tokens` is the prompt followed by what was generated.
+    """One request in progress: `tokens` is the prompt followed by the generated tokens.
 
     `num_prefill` counts the tokens that were known when the request was admitted: until they are
     computed the request is in its prefill phase, even if one token is all that is missing.
@@ -150,7 +150,7 @@ class Scheduler:
         return Schedule(tuple(shares), tuple(preempted))
 
     def finish(self, schedule: Schedule, sampled: Iterable[int]) -> list[Request]:
-        """Book a step that has run; `sampled` has one token for each share that samples.
+        """Record a step that has run; `sampled` has one token for each share that samples.
 
         Returns the requests that are complete; their blocks are free again.
         """

@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 def explain(prepared: PreparedModel, format: str = "html") -> str:
-    """What `prepared` did so far, as `html`, `md` or `json`. Needs the extra `cli`.
+    """The explanation of `prepared` so far, as `html`, `md` or `json`. Needs the extra `cli`.
 
-    Spans and the source of each piece are there; the factors of cache keys only if the model was
+    It contains spans and the source of each piece; the factors of cache keys only if the model was
     prepared with `events=Events(detailed=True)`. Raises InvalidSetting for another format.
     """
     from ..serve.options import choice

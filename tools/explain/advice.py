@@ -1,4 +1,4 @@
-"""What is worth a warning, and what to do about it: one function a rule."""
+"""Warnings and what to do about them: one function for each rule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Facts = dict[str, Any]
 MUCH_PADDING = 0.2
 MANY_WITHOUT = 0.2
 ENOUGH_STEPS = 10
-"""Fewer steps than this of a size, or of all sizes with the share, say nothing about traffic."""
+"""With fewer steps than this, statistics about sizes are not reported."""
 
 
 def advise(facts: Facts) -> list[Facts]:

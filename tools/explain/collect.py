@@ -17,7 +17,7 @@ from .advice import advise
 Facts = dict[str, Any]
 
 OTHER_SECONDS, OTHER_SHARE = 0.01, 0.02
-"""Time inside a span that no part explains is shown from here on."""
+"""Time inside a span that no child span covers is shown from this duration."""
 
 MODES = ("NONE", "PIECEWISE", "FULL")
 
@@ -70,7 +70,7 @@ def collect(
 def timeline(events: Events) -> list[Facts]:
     """Spans in order of their start, in seconds since the events began.
 
-    Below a span whose parts do not fill it stands a row `other`: rows of one depth sum up to it.
+    A span that its parts do not fill gets a row `other`, so that its parts add up to it.
     """
     spans = sorted(events.spans, key=lambda span: (span.start, span.depth))
     rows: list[Facts] = []
@@ -134,7 +134,7 @@ def _written(step: CallStep) -> list[str]:
 
 
 def pieces(prepared: PreparedModel) -> list[Facts]:
-    """Each unique piece: its uses, how it came to be, how long that took, its source."""
+    """Each unique piece: its uses, its origin (compiled or loaded), the time for it, its source."""
     plan, records = prepared.compiled.plan, prepared.records.compile
     compiled = {built.piece: built for built in records.pieces}
     ready = "loaded" if prepared.config.compile else "not compiled"

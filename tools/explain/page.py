@@ -19,7 +19,7 @@ def _percent(share: float) -> str:
 
 
 def _with_code(text: str) -> Markup:
-    """Text with what stands between backticks as code."""
+    """Text with backtick-quoted parts as code."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
 
 

@@ -1,8 +1,8 @@
 """The split graph as SVG: the steps in a column, values as lines between them.
 
-A value that the next step takes goes straight down. One that later steps take runs down a lane on
-the right, which is its own from where it is made to where it is last used; at its beginning stands
-its shape. The middle of a long chain is left out.
+A value that the next step takes goes straight down. A value that later steps take runs down a
+lane on the right, which no other value uses from its creation to its last use; its shape is
+written where the lane begins. The middle of a long chain is left out.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Facts = dict[str, Any]
 WIDTH, HEIGHT, GAP = 300, 34, 46
 LEFT, FIRST_LANE, LANE, LABELS = 20, 170, 14, 260
 HEAD, TAIL = 14, 9
-"""Steps shown at the beginning and at the end of a chain too long to be shown whole."""
+"""Steps shown at the beginning and at the end of a chain that is too long to show."""
 
 COLORS = 8
 FOLD_FROM = 3
-"""Equal turns from which a repetition is folded."""
+"""The number of equal repetitions from which they are folded."""
 
 SHAPES = 5
 """Shapes written beside one step at most."""
@@ -58,9 +58,9 @@ def picture(steps: Sequence[Facts]) -> str:
 
 
 def _folded(steps: Sequence[Facts]) -> tuple[list[Facts], int]:
-    """The steps with the longest repetition shown as its first and its last turn.
+    """The steps, with only the first and the last turn of the longest repetition.
 
-    Equal layers are such a repetition: the same pieces and ops again and again.
+    Equal layers are such a repetition: the same pieces and ops several times.
     """
     kinds = [step.get("op", step.get("piece", step.get("outer"))) for step in steps]
     best = (0, 0, 0)
@@ -86,7 +86,7 @@ def _folded(steps: Sequence[Facts]) -> tuple[list[Facts], int]:
 
 
 def _shortened(steps: Sequence[Facts]) -> tuple[list[Facts], int]:
-    """At most HEAD + TAIL steps and what stands for the others."""
+    """At most HEAD + TAIL steps and a placeholder for the others."""
     steps, hidden = _folded(steps)
     if len(steps) <= HEAD + TAIL + 1:
         return list(steps), hidden
@@ -110,7 +110,7 @@ def _values(steps: Sequence[Facts]) -> list[_Value]:
 
 
 def _lanes(values: Sequence[_Value]) -> dict[_Value, int]:
-    """For each value the first lane that is free as long as it lives."""
+    """For each value, the first lane that is free for its whole lifetime."""
     busy: list[int] = []
     lanes: dict[_Value, int] = {}
     for value in values:

@@ -181,7 +181,7 @@ def _cache(facts: Facts) -> Section:
 
 
 def _lookups(facts: Facts) -> Iterator[tuple[str, str]]:
-    """Each look-up: what came of it, and the factors of its key."""
+    """Each lookup: its outcome, and the factors of its key."""
     for row in facts["lookups"]:
         found = f"hit in layer {row['layer']}" if row["hit"] else f"miss, {row['reason']}"
         differs = [] if row["hit"] else row["differs"] or []

@@ -2,7 +2,7 @@
 
     REGISTRY.register(MetricsCollector(prepared))     # with the extra `metrics`
 
-Values are read when they are asked for; a step pays nothing for them.
+Values are read when they are requested; they add no cost to a step.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _counter(name: str, help: str, samples: Mapping[Labels, float]) -> Metric:
 def _counts(
     counters: Mapping[str, int], label: str, *, prefix: str = "", suffix: str = ""
 ) -> dict[Labels, float]:
-    """Counters whose names begin and end so, by what stands between."""
+    """Counters with this prefix and suffix, by the part of the name in between."""
     return {
         ((label, name.removeprefix(prefix).removesuffix(suffix)),): count
         for name, count in sorted(counters.items())

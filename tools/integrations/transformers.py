@@ -1,8 +1,8 @@
-"""Hugging Face models behind the library: their attention as one splitting op.
+"""Hugging Face models with the library: their attention becomes one splitting op.
 
 `adapt` routes the attention of a transformers model to `piecegraph_hf::attention`; `PackedModel`
-takes the tokens of all requests in one row. What the op does in a layer is a callable by layer name
-in the forward context, by default `attend_packed`.
+takes the tokens of all requests in one row. For each layer the op calls a function from the forward
+context, by default `attend_packed`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...errors import MissingMetadata
 SPLITTING_OP = "piecegraph_hf::attention"
 INPUTS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
 
-# What models hand to every attention function and what changes no score.
+# Arguments that models pass to every attention function and that change no score.
 _HARMLESS = {"position_ids", "use_cache"}
 
 LIBRARY: Any = torch.library.Library("piecegraph_hf", "DEF")  # type: ignore[no-untyped-call]
@@ -32,7 +32,7 @@ LIBRARY.define(
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How scores are made; a `window` or `softcap` of 0 is none."""
+    """How scores are computed; 0 turns `window` or `softcap` off."""
 
     scale: float
     causal: bool

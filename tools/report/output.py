@@ -94,7 +94,7 @@ def outputs(
 
 
 def folder_fault(folder: Path) -> str:
-    """Why no file can be written into `folder`, which is made if missing; empty if one can."""
+    """Why no file can be written into `folder`, which is created if missing; empty if one can."""
     if folder.exists() and not folder.is_dir():
         return "it is not a folder"
     try:

@@ -29,7 +29,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows below columns; without columns, facts by name. `ids` are anchors of rows on a page."""
+    """Rows under columns; without columns, facts by name. `ids` are anchors of rows on a page."""
 
     rows: Sequence[Sequence[Any]]
     columns: Sequence[Column] = ()
@@ -53,7 +53,7 @@ class Section:
 
 
 def columns(*names: str, **kinds: str) -> tuple[Column, ...]:
-    """Columns of numbers but for the first, of text; `kinds` says what is otherwise, by name."""
+    """Columns of numbers but for the first, of text; `kinds` lists the exceptions, by name."""
     return tuple(
         Column(name, kinds.get(name.replace(" ", "_"), "number" if index else "text"))
         for index, name in enumerate(names)

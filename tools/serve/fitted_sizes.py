@@ -1,8 +1,8 @@
-"""Capture sizes fitted to a request trace, beside the lists in common use.
+"""Capture sizes fitted to a request trace, compared with the lists in common use.
 
 The trace is served by a simulated engine with continuous batching: decode first, prompts in chunks
-under a token budget, a step takes a fixed time and a time for each token. Its decode batches are
-what is counted; batches with prompts in them depend on the budget more than on the traffic.
+under a token budget, a step takes a fixed time and a time for each token. Only its decode batches
+are counted; batches with prompts depend more on the budget than on the traffic.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def decode_steps(
             prefilling += 1
             if prompts[0][0] == 0:
                 _, output = prompts.popleft()
-                if output > 1:  # the prompt's last chunk makes the first token
+                if output > 1:  # the prompt's last chunk produces the first token
                     ends[step + output - 1] += 1
                     started += 1
         decoding += started - ends.pop(step, 0)

@@ -87,7 +87,7 @@ def scale(*, above_zero: bool) -> Parse:
 
 
 def cache_folder(name: str, text: str) -> Path:
-    """A cache directory that can be written. The library would go on without one."""
+    """A writable cache directory. The library itself would continue without one."""
     path = _folder(name, text)
     if fault := folder_fault(path):
         raise CacheNotWritable(path=path, reason=fault)
@@ -95,7 +95,7 @@ def cache_folder(name: str, text: str) -> Path:
 
 
 def writable_folder(name: str, text: str) -> Path:
-    """A folder that can be written, made if it is missing. Raises InvalidSetting."""
+    """A writable folder, created if it is missing. Raises InvalidSetting."""
     path = _folder(name, text)
     if fault := folder_fault(path):
         raise InvalidSetting(
@@ -152,7 +152,7 @@ def parse_setting(name: str, text: str) -> tuple[str, Any]:
         parsed = json.loads(value)
     except ValueError:
         parsed = value
-    # refuses wrong values; whether settings agree with each other is checked later
+    # rejects wrong values; conflicts between settings are checked later
     Config(**{setting: parsed})
     return setting, parsed
 
@@ -298,7 +298,7 @@ def read_run_options(**given: Any) -> RunOptions:
 
 
 def _check_off(options: RunOptions) -> None:
-    """Refuse an option for what `--off` turns off. Raises InvalidSetting."""
+    """Reject an option of a part that `--off` turns off. Raises InvalidSetting."""
     conflicts = (
         ("--mode", options.mode and options.mode.name, ("all", "graphs"), options.mode),
         ("--cache-dir", options.cache_dir, ("all", "cache"), options.cache_dir),
@@ -317,7 +317,7 @@ def _check_off(options: RunOptions) -> None:
 def _check_sizes(options: RunOptions, typed: str | None) -> RunOptions:
     """Options whose capture sizes are within the token limit.
 
-    Of a file the larger sizes are left out, with a warning; of a list they are refused.
+    Larger sizes from a file are dropped with a warning; in a list they are an error.
     """
     fitting = tuple(size for size in options.capture_sizes or () if size <= options.max_num_tokens)
     if typed is None or fitting == options.capture_sizes:

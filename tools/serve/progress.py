@@ -1,4 +1,4 @@
-"""Says how far long work is: a bar on a terminal, plain lines elsewhere; always on stderr."""
+"""Shows progress of long work: a bar on a terminal, plain lines elsewhere; always on stderr."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from rich.console import Console
 
 LINES = 10
-"""Plain lines that one stretch of work may print at most, its first one aside."""
+"""Maximum number of plain lines for one task, after the first line."""
 
 
 @contextmanager
 def working(console: Console, label: str) -> Iterator[None]:
-    """Show that `label` is being worked on, without knowing how far it is."""
+    """Show that `label` is in progress, without a percentage."""
     if console.is_terminal:
         with console.status(label):
             yield

@@ -40,7 +40,7 @@ def build_report(
     served: Served,
     verification: Verification,
 ) -> Report:
-    """Put what the library reports (`prepared`) beside what the engine saw.
+    """Combine the library's report (`prepared`) with the engine's measurements.
 
     `phases` are the main job's own, in seconds, before the library's.
     """

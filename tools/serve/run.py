@@ -1,4 +1,4 @@
-"""The main job: bring a model up through the cache and serve a request trace with it."""
+"""The main job: start a model through the cache and serve a request trace with it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Phases = list[tuple[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A model that is up, and the engine that serves with it."""
+    """A model that is ready, and the engine that serves with it."""
 
     prepared: PreparedModel
     model: Decoder
@@ -62,10 +62,10 @@ def start_service(
     console: Console,
     events: Events | None = None,
 ) -> Iterator[Service]:
-    """The model prepared and captured, and an engine that can serve `requests`; closed at last.
+    """The model prepared and captured, and an engine that can serve `requests`; closed at the end.
 
-    `phases` is what startup took so far; it grows. Raises InvalidSetting for a device that is not
-    there and whatever the library refuses.
+    `phases` contains the startup times so far and is extended. Raises InvalidSetting for a device
+    that is missing and for settings that the library rejects.
     """
     device = find_device(options.device)
     blocks = BlockManager(_num_blocks(options, requests), options.block_size)
@@ -187,7 +187,7 @@ def _build(
 
 
 def _warmup_tasks(prepared: PreparedModel, model: Decoder, engine: Engine) -> list[AuxiliaryTask]:
-    """What the engine does beside the model: sampling for decode sizes, and moving blocks."""
+    """Warm-up tasks outside of the model: sampling for decode sizes, and moving blocks."""
     plan = prepared.dispatcher.plan
     sizes = [
         entry.descriptor.num_tokens for entry in plan.entries if entry.mode == RuntimeMode.FULL
@@ -237,7 +237,7 @@ def _blocks_of_longest(options: RunOptions, requests: Sequence[Request]) -> int:
 
 
 def _num_blocks(options: RunOptions, requests: Sequence[Request]) -> int:
-    """As asked, else as many as keep the most requests at their longest; and the dump block."""
+    """The requested number, or enough for all requests at full length, and the dump block."""
     enough = options.max_num_reqs * _blocks_of_longest(options, requests)
     return 1 + (options.kv_blocks or enough)
 
@@ -275,12 +275,12 @@ def require_memory(num_bytes: int) -> None:
 
 
 def available_bytes() -> int:
-    """What the machine has left, or the control group of this process if that is less."""
+    """Free memory of the machine, or of the control group of this process if that is less."""
     return min([_of_machine(), *_of_group()])
 
 
 def _of_machine() -> int:
-    """What the kernel says can be had without swapping; elsewhere all there is."""
+    """Memory available without swapping according to the kernel; all memory on other systems."""
     if MEMINFO.exists():
         for line in MEMINFO.read_text().splitlines():
             name, _, amount = line.partition(":")

@@ -2,7 +2,7 @@
 
 The eager model runs on a copy of the KV cache taken before the step, so that neither run sees the
 other's writes. Compared are the output's real rows, within a tolerance, and the cache: a step may
-change its own slots and the dump block, nothing else.
+change only its own slots and the dump block.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Verification:
 
 
 class Verifier:
-    """Runs steps, and those it picks a second time; `run` takes the place of `prepared.run`.
+    """Runs steps, and selected steps a second time; `run` replaces `prepared.run`.
 
-    It picks the first step of each recording (runtime mode and padded size), the first one without
-    a graph, and every `every`-th step.
+    It selects the first step of each recording (runtime mode and padded size), the first one
+    without a graph, and every `every`-th step.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Verifier:
         self._seen: set[tuple[str, int]] = set()
 
     def run(self, decision: Any, *inputs: torch.Tensor, metadata: AttentionMetadata) -> Any:
-        """A step's output; the clock stands still while it is verified."""
+        """A step's output; the clock is paused during verification."""
         self._step += 1
         if not self._picks(decision):
             return self.prepared.run(decision, *inputs, metadata=metadata)
@@ -162,7 +162,7 @@ def run_eagerly(
     metadata: AttentionMetadata,
     *inputs: torch.Tensor,
 ) -> torch.Tensor:
-    """The model's output for just the real rows; writes into `layers`."""
+    """The model's output for only the real rows; writes into `layers`."""
     with forward_context(ForwardContext(layers, metadata.unpadded())), torch.no_grad():
         output: torch.Tensor = model(*inputs)
     return output
