@@ -32,9 +32,9 @@ from ..step.forward_context import ForwardContext
 from ..step.static_inputs import BoundInputs, Load, StaticInputs, real_part
 from .breaks import recordable
 from .dummy_batch import DummyBatch, MetadataFor, model_state
-from .recorder import capture_failure, record
+from .recorder import record
 from .recording import Recording, SegmentKind
-from .session import CaptureSession
+from .session import CaptureSession, capture_failure
 
 NOTHING_BREAKS = (
     "no splitting function was called, so attention would be inside the graph: decorate it with "

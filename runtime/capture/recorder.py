@@ -19,16 +19,15 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...errors import CaptureFailed, CaptureOutOfMemory, NestedCapture, WorkAfterSeal
+from ...errors import NestedCapture, WorkAfterSeal
 from ...torch_compat.tensors import tree_map_only
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
 from ..step.forward_context import CURRENT, CapturedContext, ForwardContext
 from .recording import Recording, Segment, SegmentKind, eager_call, static_results
-from .session import CaptureSession
+from .session import CaptureSession, capture_failure
 
 Fn = Callable[..., Any]
 
@@ -78,16 +77,6 @@ def record(
     return recording
 
 
-def _in_context(context: CapturedContext, fn: Fn, *args: Any) -> Any:
-    return context.call(fn, args)
-
-
-def capture_failure(error: Exception, name: str) -> CaptureFailed:
-    """The error to raise when `error` stopped the capture of `name`."""
-    kind = CaptureOutOfMemory if isinstance(error, torch.OutOfMemoryError) else CaptureFailed
-    return kind(name=name, reason=f"{type(error).__name__}: {error}")
-
-
 class Recorder:
     """One capture in progress: the segments so far and the graph that is open, if any."""
 
@@ -98,12 +87,9 @@ class Recorder:
         self.ownership = Ownership()
         self._session = session
         self._open: Capture | None = None
-        context = CURRENT.get()
-        self._context = (
-            CapturedContext(context, session.strict)
-            if isinstance(context, ForwardContext)
-            else None
-        )
+        self._context: CapturedContext | None = None
+        if isinstance(context := CURRENT.get(), ForwardContext):
+            self._context = CapturedContext(context, session.strict)
 
     def begin(self) -> None:
         """Open a graph."""
@@ -137,14 +123,11 @@ class Recorder:
         return static
 
     def piece(self, fn: Fn, args: tuple[Any, ...]) -> Any:
-        """Call a compiled piece as one operation of the open graph.
-
-        A backend that runs it again at replay runs it in the context of its capture.
-        """
+        """Call a compiled piece as one operation, which reads the context of its capture."""
         if self._open is None:
             return fn(*args)
         if self._context is not None:
-            fn = partial(_in_context, self._context, fn)
+            fn = partial(self._context.call, fn)
         return self._open.opaque(fn, args)
 
     def abort(self) -> None:

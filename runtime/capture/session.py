@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ...errors import NoCaptureSession
+from ...errors import CaptureFailed, CaptureOutOfMemory, NoCaptureSession
 from ...events import Events
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, GraphBackend
@@ -81,3 +82,9 @@ def capture_session(
                 backend.trim()
             if was_enabled:
                 gc.enable()
+
+
+def capture_failure(error: Exception, name: str) -> CaptureFailed:
+    """The error to raise when `error` stopped the capture of `name`."""
+    kind = CaptureOutOfMemory if isinstance(error, torch.OutOfMemoryError) else CaptureFailed
+    return kind(name=name, reason=f"{type(error).__name__}: {error}")

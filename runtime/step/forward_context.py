@@ -60,7 +60,7 @@ class CapturedContext:
     def num_tokens(self) -> Any:
         return self._read(2, "num_tokens")
 
-    def call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
         """`fn(*args)` in this context."""
         self._step = CURRENT.get()
         token = CURRENT.set(self)

@@ -95,7 +95,7 @@ def test_unknown_attention_argument_is_rejected_not_swallowed(compiled):
     config = transformers.GptOssConfig(**SMALL, **GROUPED, **EXPERTS, rope_parameters=None)
     with pytest.raises(TraceFailed, match="attention with s_aux") as caught:
         compiled(PackedModel(make(config)), inputs=INPUTS, splitting_ops=(SPLITTING_OP,))
-    assert "hf.py" in caught.value.where
+    assert "transformers.py" in caught.value.where
 
 
 def test_model_is_compiled_with_its_own_inputs(compiled):

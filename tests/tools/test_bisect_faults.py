@@ -127,16 +127,14 @@ def test_a_compiler_that_fails_on_a_piece_is_named_with_the_piece(case, found, r
         {"splitting_predicate": models.split_at_attention},
     ],
 )
-def test_rows_that_mix_are_found_however_the_graph_is_split(case, found, splitting):
+def test_rows_that_mix_are_found_however_the_graph_is_split(case, found, splitting, monkeypatch):
+    # `prepare` finds such a model and never pads it; without that its rows are wrong
+    monkeypatch.setattr("piecegraph.runtime.prepare.find_mixed_rows", lambda *_: [])
     finding, line = found(case(models.MixedRows(), sizes=(4, 3), **splitting))
-    if finding.stage == "PIECEWISE":
-        assert finding.piece == 1
-        assert "mean" in finding.operator
-        assert "its real rows depend on what padding holds" in line
-        assert "right without padding" in line
-    else:  # refused before any step
-        assert "preparing raised" in line
-        assert "padding" in line.casefold()
+    assert (finding.stage, finding.piece) == ("PIECEWISE", 1)
+    assert "mean" in finding.operator
+    assert "its real rows depend on what padding holds" in line
+    assert "right without padding" in line
     for stage in ("split", "dedupe"):
         assert f"{stage}: right" in found.said
 
@@ -157,7 +155,7 @@ def test_metadata_in_new_memory_is_named(scaled, found):
     capture = lambda descriptor, mode: models.Weights(torch.ones(32), 1.0)  # noqa: E731
     finding, line = found(scaled([models.StepWeights(3.0, 1.0)], capture))
     assert (finding.stage, finding.operator) == ("FULL", None)
-    assert "metadata.weights moved: right when the graph's own memory is filled instead" in line
+    assert "MovedTensor: metadata.weights moved" in line
 
 
 def test_a_host_value_that_a_graph_froze_is_named(scaled, found):

@@ -110,3 +110,38 @@ def find_mixed_rows_of(model: nn.Module) -> list[Any]:
     config = Config(inputs={"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"})
     config = config.changed(compiler="eager", cache=False, graph_mode="FULL", attention_support=3)
     return prepare(model, config).report()["rows_mixed"]  # type: ignore[no-any-return]
+
+
+OPS = torch.library.Library("row_mixing", "FRAGMENT")
+OPS.define("attend(Tensor query, Tensor(a!) output) -> ()")
+
+
+def attend(query: Tensor, output: Tensor) -> None:
+    output.copy_(query)
+
+
+OPS.impl("attend", attend, "CompositeExplicitAutograd")
+torch.library.register_fake("row_mixing::attend", lambda query, output: None, lib=OPS)
+
+
+class Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        query = x * 2
+        output = torch.empty_like(query)  # a result of the first piece that nothing has written
+        torch.ops.row_mixing.attend(query, output)
+        return output + 1
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_memory_for_a_splitting_op_to_write_says_nothing_of_rows(compiler: str) -> None:
+    junk = [torch.full((5, 4), float(value)) for value in range(64)]
+    del junk  # the memory that is allocated next holds another value in each run
+    config = Config(
+        splitting_ops=("row_mixing::attend",),
+        inputs={"x": "float32[num_tokens, 4]"},
+        max_num_tokens=16,
+        max_num_reqs=16,
+        compiler=compiler,
+        cache=False,
+    )
+    assert prepare(Attention(), config).report()["rows_mixed"] == []
