@@ -158,3 +158,14 @@ def normal_alias(tensor: Tensor) -> Tensor:
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         place = (tensor.storage_offset(), tensor.size(), tensor.stride())
         return alias.set_(tensor.untyped_storage(), *place)
+
+
+class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode whose handler does not import Dynamo when it is first called.
+
+    Torch wraps the handlers of modes in `torch._disable_dynamo`. Use this where nothing traces.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False

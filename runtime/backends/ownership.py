@@ -17,8 +17,8 @@ from torch import Tensor
 from ...compile.ir.ops import tensors_in
 from ...torch_compat.ops import OpOverload, is_composite, run_kernel
 from ...torch_compat.tensors import (
+    LightDispatchMode,
     StorageWeakRef,
-    TorchDispatchMode,
     inner_tensors,
     storage_id,
     weak_storage,
@@ -79,7 +79,7 @@ def memory_of(value: Any) -> list[Tensor]:
     return [inner for tensor in tensors_in(value) for inner in inner_tensors(tensor)]
 
 
-class TensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class TensorTracker(LightDispatchMode):
     """A dispatch mode that reports to `ownership` every tensor an operator touches.
 
     It is active between `start` and `stop`. `device` names the dispatch key: CPU or CUDA.

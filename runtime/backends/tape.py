@@ -24,7 +24,7 @@ from ...compile.ir.ops import tensors_in, written_by
 from ...errors import HostReadInCapture
 from ...torch_compat.dynamo import is_torch_file
 from ...torch_compat.ops import OpOverload, is_python_op, run_kernel
-from ...torch_compat.tensors import TorchDispatchMode, storage_id, tree_map_only, without_modes
+from ...torch_compat.tensors import LightDispatchMode, storage_id, tree_map_only, without_modes
 from .ownership import Ownership, TensorTracker, memory_of
 
 _RUNTIME = f"{Path(__file__).parents[1]}{os.sep}"
@@ -122,7 +122,7 @@ class Tape(TensorTracker):  # type: ignore[no-untyped-call]
         self._before.clear()
 
 
-class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class HostReads(LightDispatchMode):
     """Finds reads on the host by operators inside a compiled piece, and in custom ops it calls."""
 
     def __init__(self) -> None:

@@ -135,7 +135,10 @@ def test_no_strategy_ever_exceeds_the_limit(
         assert served.used <= limit
 
 
-points = st.tuples(st.floats(0, 5000), st.floats(0, 5000)).map(lambda at: ((1, at[0]), (64, at[1])))
+# measured bytes, whole numbers
+points = st.tuples(st.integers(0, 5000), st.integers(0, 5000)).map(
+    lambda at: ((1, float(at[0])), (64, float(at[1])))
+)
 costs = st.builds(ModeForecast, own=points, shared=points)
 
 
