@@ -51,7 +51,7 @@ CUDA_TORCH ?= torch==2.14.1
 VENV_CUDA := .venv-cuda
 STAND_IN := tests/cuda_stand_in
 IN_CUDA := $(VENV_CUDA)/bin/python $(STAND_IN)/run.py
-CUDA_PYTEST := STAND_IN_DEVICES=2 $(IN_CUDA) -m pytest -p tests.cuda_stand_in.plugin -m gpu
+CUDA_PYTEST := STAND_IN_DEVICES=2 $(IN_CUDA) -m pytest -p tests.cuda_stand_in.plugin -W default -m gpu
 CUDA_RUN := main run --device cuda --requests 8 --model layers=2,hidden=64 --verify all --no-cache
 
 cuda-test: $(VENV_CUDA)/.made
