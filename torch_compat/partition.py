@@ -45,16 +45,16 @@ def inductor_partitions(wrap: Callable[[Any], Any]) -> Iterator[Partitions]:
         made = Partitions()
         judge: Any = Scheduler.should_partition
         sign: Any = Scheduler.get_graph_partition_signature
-        optimise: Any = compile_fx._recursive_post_grad_passes
+        optimize: Any = compile_fx._recursive_post_grad_passes
 
         def signatures(scheduler: Any, partitions: Any, *args: Any, **kwargs: Any) -> Any:
             signed = sign(scheduler, partitions, *args, **kwargs)
             share_memory_of_parts(partitions, signed)
             return signed
 
-        def optimised(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> None:
+        def optimized(graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> None:
             made.alive |= _ops_of(graph)
-            optimise(graph, *args, **kwargs)
+            optimize(graph, *args, **kwargs)
 
         def should_partition(scheduler: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
             with _cpu_as_device():
@@ -76,7 +76,7 @@ def inductor_partitions(wrap: Callable[[Any], Any]) -> Iterator[Partitions]:
             inductor_config.patch(graph_partition=True),
             replaced(Scheduler, "should_partition", should_partition),
             replaced(Scheduler, "get_graph_partition_signature", signatures),
-            replaced(compile_fx, "_recursive_post_grad_passes", optimised),
+            replaced(compile_fx, "_recursive_post_grad_passes", optimized),
             replaced(wrapper, "wrapper", customized),
         ):
             yield made

@@ -18,13 +18,13 @@ from ...torch_compat.ops import OpOverload, is_mutable
 from ...torch_compat.symbolic import statically_true
 from ...torch_compat.tensors import storage_id, tree_leaves
 
-_FUNCTIONALISED = torch.ops.higher_order.auto_functionalized_v2
+_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 
 
 def apply(graph: Graph) -> int:
     """Avoid copies of mutated tensors; returns how many tensors no longer have late readers."""
     rewrites = 0
-    for op in graph.find_nodes(op="call_function", target=_FUNCTIONALISED):
+    for op in graph.find_nodes(op="call_function", target=_FUNCTIONALIZED):
         for base in op.kwargs["_all_bases"]:
             moved = _to_move(graph, op, base)
             for node in moved:
@@ -92,7 +92,7 @@ def _movable(op: Node, after: list[Node]) -> set[Node]:
 def _may_write(node: Node) -> bool:
     if isinstance(node.target, OpOverload):
         return is_mutable(node.target)
-    known = node.target is _FUNCTIONALISED or _is_builtin(node) or node.op == "get_attr"
+    known = node.target is _FUNCTIONALIZED or _is_builtin(node) or node.op == "get_attr"
     return not known
 
 

@@ -61,7 +61,7 @@ class ReplayOptions:
     """Bytes that all graph pools together may take; a capture beyond it is an OutOfMemoryError."""
 
 
-class ModelledPool:
+class ModeledPool:
     """The bytes a shared graph pool would take on a device: the most that captures held at once,
     plus a fixed charge for each graph.
 
@@ -101,7 +101,7 @@ class ModelledPool:
 class TapeGraph:
     """A finished tape: its operations run in order on the recorded memory."""
 
-    def __init__(self, tape: Tape, backend: ReplayBackend, pool: ModelledPool) -> None:
+    def __init__(self, tape: Tape, backend: ReplayBackend, pool: ModeledPool) -> None:
         self._operations = tuple(tape.operations)
         self._made = tuple(tape.made.values())
         self._ownership = tape.ownership
@@ -146,7 +146,7 @@ class TapeGraph:
 class TapeCapture:
     """A tape that records in this thread."""
 
-    def __init__(self, backend: ReplayBackend, pool: ModelledPool, ownership: Ownership) -> None:
+    def __init__(self, backend: ReplayBackend, pool: ModeledPool, ownership: Ownership) -> None:
         self._tape = Tape(ownership)
         self._backend = backend
         self._pool = pool
@@ -162,7 +162,7 @@ class TapeCapture:
             raise self._tape.host_read
         if self._pool.growth(self._tape.made_bytes) > self._backend.memory().free:
             self._tape.undo()
-            raise torch.OutOfMemoryError("this capture would exceed the modelled limit")
+            raise torch.OutOfMemoryError("this capture would exceed the modeled limit")
         self._tape.finish()
         return TapeGraph(self._tape, self._backend, self._pool)
 
@@ -182,10 +182,10 @@ class ReplayBackend:
     options: ReplayOptions = field(default_factory=ReplayOptions)
     name: str = "replay"
     counters: Counter[str] = field(default_factory=Counter)
-    pools: WeakSet[ModelledPool] = field(default_factory=WeakSet)
+    pools: WeakSet[ModeledPool] = field(default_factory=WeakSet)
 
-    def new_pool(self) -> ModelledPool:
-        pool = ModelledPool(self.options.graph_bytes)
+    def new_pool(self) -> ModeledPool:
+        pool = ModeledPool(self.options.graph_bytes)
         self.pools.add(pool)
         return pool
 
@@ -195,13 +195,13 @@ class ReplayBackend:
     def trim(self) -> None:
         pass
 
-    def release_pool(self, pool: ModelledPool) -> None:
+    def release_pool(self, pool: ModeledPool) -> None:
         pass  # a tape's memory is gone with the tape
 
     def capture_stream(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def begin(self, pool: ModelledPool, ownership: Ownership) -> TapeCapture:
+    def begin(self, pool: ModeledPool, ownership: Ownership) -> TapeCapture:
         self.counters["captures"] += 1
         if self.counters["captures"] in self.options.failing_captures:
             raise RuntimeError("failure injected into this capture")
@@ -209,7 +209,7 @@ class ReplayBackend:
             raise torch.OutOfMemoryError("exhaustion injected into this capture")
         return TapeCapture(self, pool, ownership)
 
-    def release_held(self, pool: ModelledPool) -> None:
+    def release_held(self, pool: ModeledPool) -> None:
         pool.release_held()
 
     def weak(self, tensor: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ def test_examples_are_not_the_callers_tensors():
     assert not hasattr(given_, "_dynamo_dynamic_indices")
 
 
-def test_leaves_of_nested_arguments_are_labelled_by_path():
+def test_leaves_of_nested_arguments_are_labeled_by_path():
     found = leaves({"batch": {"x": 1, "pair": (2, [None])}})
     assert [leaf.label for leaf in found] == ["batch.x", "batch.pair.0", "batch.pair.1.0"]
 

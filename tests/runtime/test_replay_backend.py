@@ -343,10 +343,10 @@ def test_pool_memory_is_shared_between_recordings_that_are_finalized(make_replay
     assert rig.backend.memory().used == 0
 
 
-def test_the_modelled_limit_is_an_out_of_memory(make_replay_rig: Any) -> None:
+def test_the_modeled_limit_is_an_out_of_memory(make_replay_rig: Any) -> None:
     rig = make_replay_rig(limit=150)
     kept = rig.record(torch.neg, torch.ones(20))
-    with pytest.raises(CaptureOutOfMemory, match="would exceed the modelled limit"):
+    with pytest.raises(CaptureOutOfMemory, match="would exceed the modeled limit"):
         rig.record(torch.neg, torch.ones(60))
     assert rig.backend.memory().used == 80
     assert rig.backend.memory().free == 70

@@ -96,10 +96,10 @@ class Twice(Tiny):
 
     def forward(self, x):
         y = self.before(x).sin()
-        for mend in (torch.cos, torch.sin, torch.tanh):
+        for repair in (torch.cos, torch.sin, torch.tanh):
             output = torch.empty_like(y)
             torch.ops.faulty.attention(y, output, "layer")
-            y = mend(output)
+            y = repair(output)
         return y
 
 

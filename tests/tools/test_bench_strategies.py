@@ -9,8 +9,8 @@ from piecegraph.tools.bench import strategies
 
 def test_early_strategies_are_ready_in_a_tenth_at_equal_work(tmp_path: Path) -> None:
     result = strategies.run(quick=True)
-    assert result["modelled"] is True
-    assert "modelled, not measured" in result["note"]
+    assert result["modeled"] is True
+    assert "modeled, not measured" in result["note"]
     assert result["ratios"]["lazy_ready_over_eager"] <= 0.1
     assert result["ratios"]["delayed_ready_over_eager"] <= 0.1
     assert abs(result["ratios"]["delayed_total_over_eager"] - 1) <= 0.1

@@ -236,8 +236,8 @@ def test_the_page_looks_right_in_a_browser_light_and_dark(written, tmp_path):
     for pixels in (light, dark):
         background = (abs(pixels - pixels[5, 5]).sum(axis=2) > 30).mean()
         assert 0.02 < background < 0.6  # text and pictures, not a blank and not a filled page
-    for colour in ((207, 226, 255), (211, 242, 216), (255, 224, 194), (11, 87, 208)):
-        assert (abs(light - colour).sum(axis=2) < 6).sum() > 500  # three pieces, and the bars
+    for color in ((207, 226, 255), (211, 242, 216), (255, 224, 194), (11, 87, 208)):
+        assert (abs(light - color).sum(axis=2) < 6).sum() > 500  # three pieces, and the bars
 
 
 def chain(length):

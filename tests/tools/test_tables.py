@@ -57,11 +57,11 @@ def test_a_benchmark_shows_what_it_measured_to_three_digits():
         {"way": "a", "ready": 12.3456, "store": None},
         {"way": "b", "ready": 0.5, "store": None},
     ]
-    first, _ = tables("b", {"rows": rows, "ratios": {}, "note": "modelled"})
+    first, _ = tables("b", {"rows": rows, "ratios": {}, "note": "modeled"})
     text = shown(first)
     assert "12.3 " in text
     assert "store" not in text
-    assert "modelled" in text
+    assert "modeled" in text
 
 
 def test_more_columns_than_fit_stand_below_each_other():

@@ -65,7 +65,7 @@ class Clock:
         return self.now
 
 
-class ModelledGraphs:
+class ModeledGraphs:
     """Graphs that cost modeled time and bytes and contain nothing."""
 
     def __init__(self, dispatcher: Dispatcher, clock: Clock) -> None:
@@ -89,13 +89,13 @@ class ModelledGraphs:
         self._dispatcher.set_captured(graph_index, False)
 
 
-def serve_modelled(config: Config, requests: list[Request]) -> ServingResult:
+def serve_modeled(config: Config, requests: list[Request]) -> ServingResult:
     """Start up at time 0, when requests begin to arrive, and serve them all."""
     clock, records, result = Clock(), Records(), ServingResult()
     sizes = default_capture_sizes(config.max_num_reqs, config.max_num_tokens)
     plan = make_plan(GraphMode.FULL_AND_PIECEWISE, sizes, max_num_reqs=config.max_num_reqs)
     dispatcher = Dispatcher(plan)
-    graphs = ModelledGraphs(dispatcher, clock)
+    graphs = ModeledGraphs(dispatcher, clock)
     capturer = Capturer(config, dispatcher, ReplayBackend(), records, graphs, single_rank, clock)
     capturer.startup()
     result.ready = clock.now

@@ -18,10 +18,10 @@ from ... import CaptureStrategy, Config
 from ..engine.scheduler import Request
 from ..report.output import figure_class
 from ..serve.requests import EXCERPT, read_trace
-from ._serving import ServingResult, serve_modelled, serve_on_gpu
+from ._serving import ServingResult, serve_modeled, serve_on_gpu
 
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2048, 256
-MODELLED = "without a GPU the times of steps and captures are modelled, not measured"
+MODELED = "without a GPU the times of steps and captures are modeled, not measured"
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -30,12 +30,12 @@ def run(quick: bool) -> dict[str, Any]:
     if torch.cuda.is_available():
         served = {strategy: serve_on_gpu(strategy, requests) for strategy in CaptureStrategy}
     else:
-        served = {strategy: _modelled(strategy, requests) for strategy in CaptureStrategy}
+        served = {strategy: _modeled(strategy, requests) for strategy in CaptureStrategy}
     eager, delayed = served[CaptureStrategy.EAGER], served[CaptureStrategy.DELAYED]
     lazy = served[CaptureStrategy.LAZY]
-    note = {} if torch.cuda.is_available() else {"note": MODELLED}
+    note = {} if torch.cuda.is_available() else {"note": MODELED}
     return {
-        "modelled": not torch.cuda.is_available(),
+        "modeled": not torch.cuda.is_available(),
         **note,
         "ratios": {
             "lazy_ready_over_eager": lazy.ready / eager.ready,
@@ -56,13 +56,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
         places = np.arange(len(names)) + 0.27 * (index - 1)
         axes.bar(places, [max(row[name], 0.1) for name in names], 0.25, label=row["strategy"])
     axes.set_yscale("log")
-    axes.set_ylabel("ms, modelled" if result["modelled"] else "ms")
+    axes.set_ylabel("ms, modeled" if result["modeled"] else "ms")
     axes.set_xticks(np.arange(len(names)), [name[:-3].replace("_", "\n") for name in names])
     axes.legend()
     figure.savefig(path)
 
 
-def _modelled(strategy: CaptureStrategy, count: int) -> ServingResult:
+def _modeled(strategy: CaptureStrategy, count: int) -> ServingResult:
     config = Config(
         strategy=strategy, max_num_tokens=MAX_NUM_TOKENS, max_num_reqs=MAX_NUM_REQS, min_hits=2
     )
@@ -71,7 +71,7 @@ def _modelled(strategy: CaptureStrategy, count: int) -> ServingResult:
         Request(number, [0] * row.num_prompt, row.num_generate, row.arrival)
         for number, row in enumerate(rows)
     ]
-    return serve_modelled(config, requests)
+    return serve_modeled(config, requests)
 
 
 def _row(strategy: str, served: ServingResult) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def render(result: dict[str, Any]) -> str:
         f"{name:<14}{count:>7}{share:>8.1%} {'#' * round(scale * share)}"
         for name, count, share in bars
     ]
-    verdict = "the default ladder is kept" if result["kept_default"] else "the fit is taken"
+    verdict = "the default sizes are kept" if result["kept_default"] else "the fit is taken"
     lines += [f"{verdict}: {' '.join(map(str, result['sizes']))}"]
     return "\n".join(lines)
 

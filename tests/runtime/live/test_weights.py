@@ -131,11 +131,11 @@ def test_failure_20_a_freed_workspace_stops_graphs_until_it_is_watched_again(
     del workspace
     with pytest.raises(MovedTensor, match="workspace .* freed now"):
         served.step(3)
-    anew = torch.zeros(4)
-    served.prepared.watch("workspace", anew)
+    replacement = torch.zeros(4)
+    served.prepared.watch("workspace", replacement)
     assert len(served.prepared.refresh()) == len(served.captured())
     served.step(3)
-    assert anew.numel() == 4
+    assert replacement.numel() == 4
 
 
 def test_weights_of_another_form_are_refused(serve: Callable[..., Any]) -> None:
