@@ -482,7 +482,7 @@ class WorkAfterSeal(RunError):
 
 
 class RankLost(RunError):
-    what = "rank {rank} did not respond within {seconds} s at {topic!r}: {reason}"
+    what = "rank {ranks} did not respond within {seconds} s at {topic!r}: {reason}"
     todo = "Check the error of that rank, and restart all ranks."
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from ...dispatch import DispatchPlan
 from ...errors import RankLost, RanksDisagree
+from ...torch_compat.distributed import process_group_store
 from ..config import Config
 
 Facts = Mapping[str, Any]
@@ -50,34 +51,46 @@ def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:
 
 
 class Ranks:
-    """The ranks of `group`, a gloo group of `torch.distributed`, seen from this process.
+    """The ranks of `group`, a process group of `torch.distributed`, seen from this process.
 
-    After a rank was lost or disagreed the group is unusable: every later call raises.
+    Facts go through the store of the group and not over its connections: gloo closes all
+    connections of a process as soon as one times out, and healthy ranks then look lost to others.
+    All ranks must create their `Ranks` of one group in the same order. After a rank was lost or
+    disagreed, every later call raises the same error.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 60.0) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self._group = group
+        self._store = process_group_store(group)
+        created = self._store.add(f"piecegraph/created/{self.rank}", 1)
+        self._prefix = f"piecegraph/{created}"
         self._timeout = timedelta(seconds=timeout_s)
-        self._seconds = timeout_s
         self._count = 0
-        self._broken = False
+        self._failure: RankLost | RanksDisagree | None = None
 
     def exchange(self, topic: str, facts: Facts) -> list[dict[str, Any]]:
         """The `facts` (JSON) of every rank, by rank.
 
-        Raises RankLost with the rank that did not answer, and RanksDisagree if ranks are at
-        different topics or exchanges.
+        Raises RankLost, on all ranks with the same ranks, if some did not state theirs in time,
+        and RanksDisagree if ranks are at different topics or exchanges.
         """
-        if self._broken:
-            self._lost(self.rank, topic, "an earlier exchange failed")
+        if self._failure is not None:
+            raise self._failure
         self._count += 1
-        payload = json.dumps({"topic": [topic, self._count], "facts": facts}).encode()
-        lengths = self._swap(torch.tensor([len(payload)]), lambda peer: 1, torch.int64, topic)
-        mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        texts = self._swap(mine, lambda peer: int(lengths[peer]), torch.uint8, topic)
-        answers = [json.loads(bytes(text.tolist())) for text in texts]
+        stated = json.dumps({"topic": [topic, self._count], "facts": facts})
+        try:
+            self._store.set(self._key(self._count, self.rank), stated)
+            lost = self._lost_ranks()
+            answers = [] if lost else [self._answer(rank) for rank in range(self.size)]
+            if self._count > 1:  # all ranks have read it: they are at this exchange
+                self._store.delete_key(self._key(self._count - 1, self.rank))
+        except RuntimeError as error:
+            reason = f"the store of the process group cannot be reached: {error}".splitlines()[0]
+            self._fail(self._rank_lost([0], topic, reason), told=[])
+        if lost:
+            told = [rank for rank in range(self.size) if rank not in lost]
+            self._fail(self._rank_lost(lost, topic, "it stated nothing"), told)
         self._must_be_equal(topic, [{"exchange": answer["topic"]} for answer in answers])
         return [answer["facts"] for answer in answers]
 
@@ -85,26 +98,33 @@ class Ranks:
         """Raise RanksDisagree, with the ranks that differ, unless all state the same facts."""
         self._must_be_equal(topic, self.exchange(topic, facts))
 
-    def _swap(
-        self, mine: torch.Tensor, length: Callable[[int], int], dtype: torch.dtype, topic: str
-    ) -> list[torch.Tensor]:
-        """Send `mine` to every peer and receive theirs, in pairs: a lost peer can be named."""
-        peers = [peer for peer in range(self.size) if peer != self.rank]
-        theirs = {peer: torch.empty(length(peer), dtype=dtype) for peer in peers}
-        waiting = []
-        for peer in peers:
-            try:
-                waiting.append((peer, dist.isend(mine, group=self._group, group_dst=peer)))
-                waiting.append((peer, dist.irecv(theirs[peer], group=self._group, group_src=peer)))
-            except RuntimeError as error:
-                self._lost(peer, topic, str(error))
-        for peer, work in waiting:
-            try:
-                assert work is not None
-                work.wait(self._timeout)
-            except RuntimeError as error:
-                self._lost(peer, topic, str(error))
-        return [mine if rank == self.rank else theirs[rank] for rank in range(self.size)]
+    def _key(self, *parts: object) -> str:
+        return "/".join(map(str, (self._prefix, *parts)))
+
+    def _answer(self, rank: int) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self._store.get(self._key(self._count, rank)))
+        return answer
+
+    def _lost_ranks(self) -> list[int]:
+        """The ranks that have not stated their facts in time.
+
+        What the first rank finds whose time is over is in the store, and holds for all ranks: one
+        that comes too late, or stops because of this error, is not taken for the cause.
+        """
+        keys = [self._key(self._count, rank) for rank in range(self.size)]
+        found: list[int] = []
+        try:
+            self._store.wait(keys, self._timeout)
+        except RuntimeError:  # the time is over
+            found = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        if found:
+            first = self._store.compare_set(self._key("lost"), "", json.dumps(found))
+        elif self._store.check([self._key("lost")]):
+            first = self._store.get(self._key("lost"))
+        else:
+            return []
+        lost: list[int] = json.loads(first)
+        return lost
 
     def _must_be_equal(self, topic: str, stated: list[dict[str, Any]]) -> None:
         """Name the ranks that differ from what most state (rank 0 breaks a tie), and the fact."""
@@ -113,13 +133,23 @@ class Ranks:
             usual = Counter(texts).most_common(1)[0][0]
             odd = [rank for rank, text in enumerate(texts) if text != usual]
             if odd:
-                self._broken = True
-                raise RanksDisagree(
+                disagreement = RanksDisagree(
                     ranks=", ".join(map(str, odd)), topic=topic, fact=name,
                     stated="; ".join(f"rank {rank}: {texts[rank]}" for rank in odd), usual=usual,
                 )  # fmt: skip
+                self._fail(disagreement, told=list(range(self.size)))
 
-    def _lost(self, peer: int, topic: str, reason: str) -> NoReturn:
-        self._broken = True
-        summary = reason.splitlines()[0] if reason else "no answer"
-        raise RankLost(rank=peer, topic=topic, seconds=self._seconds, reason=summary[:200])
+    def _rank_lost(self, lost: list[int], topic: str, reason: str) -> RankLost:
+        ranks, seconds = ", ".join(map(str, lost)), self._timeout.total_seconds()
+        return RankLost(ranks=ranks, topic=topic, seconds=seconds, reason=reason[:200])
+
+    def _fail(self, failure: RankLost | RanksDisagree, told: list[int]) -> NoReturn:
+        """Raise `failure` once the ranks that are `told` of it too know it.
+
+        The store ends with the process that hosts it, which may be this one.
+        """
+        self._failure = failure
+        with suppress(RuntimeError):
+            self._store.set(self._key("told", self.rank), "")
+            self._store.wait([self._key("told", rank) for rank in told], self._timeout)
+        raise failure

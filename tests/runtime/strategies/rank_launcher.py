@@ -1,6 +1,7 @@
-"""Forks ranks that run one scene over gloo: `rank_launcher.py FOLDER SIZE SCENE SUBJECT`.
+"""Forks ranks that run scenes, one after another: `rank_launcher.py FOLDER SCENE-SIZE-RANK ...`.
 
-Each rank writes what came of it into FOLDER; one that hangs is killed and writes nothing.
+RANK is the one that differs, or SIZE if none does. Each rank writes what came of it into
+FOLDER/SCENE-SIZE-RANK; one that hangs is killed and writes nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from socket import socket
 
 import torch
 import torch.distributed as dist
@@ -28,8 +30,8 @@ from piecegraph.runtime.records import Records
 from piecegraph.runtime.strategy.capturer import Capturer
 from piecegraph.runtime.strategy.ranks import Ranks, start_facts
 
-TIMEOUT_S = 3.0
-DEADLINE_S = 30.0
+TIMEOUT_S = {"stay_away": 4.0, "die": 4.0}  # of the scenes that wait for it
+DEADLINE_S = 60.0
 
 
 def agree(ranks: Ranks, odd: bool) -> list[str]:
@@ -49,7 +51,7 @@ def disagree_on_attention(ranks: Ranks, odd: bool) -> list[str]:
 
 def stay_away(ranks: Ranks, odd: bool) -> list[str]:
     if odd:
-        time.sleep(3 * TIMEOUT_S)
+        time.sleep(TIMEOUT_S["stay_away"])
         return ["slept"]
     start(ranks, (1, 2))
     return ["agreed"]
@@ -134,32 +136,51 @@ SCENES: dict[str, Callable[[Ranks, bool], list[str]]] = {
 }  # fmt: skip
 
 
-def play(folder: Path, rank: int, size: int, scene: str, odd: int) -> None:
-    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=20), size, rank)
-    began = time.monotonic()
+def play(folder: Path, rank: int, size: int, scene: str, odd: int, listening: socket) -> None:
+    """Rank 0 hosts the store, as without a launcher, and ends at once if it fails."""
+    port = listening.getsockname()[1]
+    store = dist.TCPStore(
+        "localhost", port, size, is_master=rank == 0, timeout=timedelta(seconds=DEADLINE_S),
+        master_listen_fd=listening.detach() if rank == 0 else None,
+    )  # fmt: skip
+    dist.init_process_group("gloo", store=store, world_size=size, rank=rank)
     try:
-        outcome = {"result": SCENES[scene](Ranks(timeout_s=TIMEOUT_S), rank == odd)}
+        ranks = Ranks(timeout_s=TIMEOUT_S.get(scene, DEADLINE_S))
+        outcome = {"result": SCENES[scene](ranks, rank == odd)}
     except Exception as error:
         outcome = {"error": type(error).__name__, "message": str(error)}
-    outcome["seconds"] = time.monotonic() - began
-    (folder / f"rank-{rank}.json").write_text(json.dumps(outcome))
+    written = folder / f"rank-{rank}.json"
+    written.with_suffix(".new").write_text(json.dumps(outcome))
+    written.with_suffix(".new").rename(written)
+    while "result" in outcome and len(list(folder.glob("rank-*.json"))) < size:
+        time.sleep(0.02)  # a healthy rank goes on serving
     os._exit(0)
 
 
-def main() -> None:
-    folder, size, scene, odd = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+def play_all(folder: Path, size: int, scene: str, odd: int) -> None:
+    folder.mkdir()
     children = []
-    for rank in range(size):
-        child = os.fork()
-        if child == 0:
-            play(folder, rank, size, scene, odd)
-        children.append(child)
+    with socket() as listening:
+        listening.bind(("localhost", 0))
+        listening.listen()
+        for rank in range(size):
+            child = os.fork()
+            if child == 0:
+                play(folder, rank, size, scene, odd, listening)
+            children.append(child)
     deadline = time.monotonic() + DEADLINE_S
     while children and time.monotonic() < deadline:
         children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
         time.sleep(0.02)
     for child in children:
         os.kill(child, signal.SIGKILL)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        scene, size, odd = name.split("-")
+        play_all(folder / name, int(size), scene, int(odd))
 
 
 if __name__ == "__main__":
