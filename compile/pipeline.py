@@ -9,20 +9,21 @@ Each piece is stored as soon as it is compiled, so an interrupted cold start los
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..cache import Key
 from ..cache.lock import Flight
 from ..errors import BundleMissing
 from .backends.editable_code import editable_inductor
-from .backends.gc_paused import gc_paused
 from .backends.inductor import compile_uncached, compiling
 from .backends.partition import partitioning
 from .backends.registry import Compiler, compiler_named
 from .bundle.key_factors import obstacle, trace_key
-from .ir.compilation import CompileRequest
+from .ir.compilation import BundleOutcome, CompileRequest
 from .ir.config import BundleUse
-from .ir.records import BundleOutcome
 from .lower.compiled_model import CompiledModel, bind
 from .lower.eager_model import eager_model
 from .warm import Loaded, load_bundle, ranks_agree
@@ -36,7 +37,7 @@ def compile_model(request: CompileRequest) -> CompiledModel:
     Raises the errors of tracing, splitting, guards and compilers; BundleMissing where the settings
     require a bundle and none can be used; RankLost where ranks must agree and one does not answer.
     """
-    with gc_paused():
+    with _gc_paused():
         if not request.config.compile:
             request.record_bundle(BundleOutcome(hit=False, reason="compile is off"))
             return eager_model(request)
@@ -118,3 +119,22 @@ def _compiler(request: CompileRequest) -> Compiler:
     else:
         compiler = compiler_named("inductor")
     return partitioning(compiler) if config.use_inductor_graph_partition else compiler
+
+
+@contextmanager
+def _gc_paused() -> Iterator[None]:
+    """Turn off cyclic garbage collection, which takes a tenth of a start.
+
+    Freezing and unfreezing at the end moves new objects to the oldest generation, which saves a
+    collection of 0.2 s.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if gc.get_freeze_count() == 0:  # do not unfreeze objects that the program froze
+            gc.freeze()
+            gc.unfreeze()
+        if enabled:
+            gc.enable()

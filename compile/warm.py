@@ -14,8 +14,7 @@ from .backends.inductor import load_library
 from .backends.registry import Compiler
 from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle
 from .bundle.provenance import num_conditions
-from .ir.compilation import LIBRARY, CompileRequest, PieceFn, kernels
-from .ir.records import BundleOutcome
+from .ir.compilation import LIBRARY, BundleOutcome, CompileRequest, PieceFn, kernels
 from .lower.compiled_model import CompiledModel, bind
 from .lower.report_plan import report_lookup, report_plan
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
-from ..compile.ir.records import CompileRecords
+from ..compile.ir.compilation import CompileRecords
 from ..events import Events, Span
 
 KEPT = 4096

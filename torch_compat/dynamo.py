@@ -15,8 +15,14 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 from .patch import compiler_lock, dynamo_lock, preserve_cache_variables, replaced
+
+enter_autocast = _enter_autocast
+"""How Dynamo writes the start of an autocast block into a graph."""
+exit_autocast = _exit_autocast
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -277,3 +283,9 @@ def registered_backend(name: str) -> Callable[[torch.fx.GraphModule, list[Any]],
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(name)
+
+
+def is_gradient_switch(target: Any) -> bool:
+    """Whether a call of `target` in a graph only decides whether gradients are recorded."""
+    switches = (_enter_inference_mode, _exit_inference_mode, torch._C._set_grad_enabled)
+    return any(target is switch for switch in switches)

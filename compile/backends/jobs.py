@@ -24,11 +24,10 @@ from ...errors import PieceFailed, PiecegraphError
 from ...torch_compat.dynamo import reasoning_about_sizes
 from ..bundle.key_factors import codegen_key, machine_factors
 from ..guards.numerics_check import concrete_inputs, numeric_difference
-from ..ir.compilation import CODE, Blobs, CompileRequest, PieceFn, kernels
+from ..ir.compilation import CODE, Blobs, CompileRequest, PieceBuilt, PieceFn, kernels
 from ..ir.config import TOKENS
 from ..ir.locations import first_line
 from ..ir.plan import CompiledRange
-from ..ir.records import PieceBuilt
 from ..lower.report_plan import report_lookup
 from ..lower.split_model import SplitModel, UniquePiece
 from ..passes.graph_pass import GraphPass, inductor_passes, passes_for

@@ -1,4 +1,4 @@
-"""A request to compile a model, and what compiling one unique piece gives: a callable and blobs.
+"""A request to compile a model, what compiling a unique piece gives, and records of what was done.
 
 An artifact is stored as named blobs. `code`, `kernel.*`, `compiler` and `probe.*` make up the
 standalone artifact of Inductor. `library` is an AOTInductor library, which takes longer to build
@@ -17,7 +17,6 @@ import torch
 from ...cache import Cache
 from ...events import Events
 from .config import CompileConfig
-from .records import BundleOutcome, CompileRecords
 
 ExampleArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """(args, kwargs) of one call."""
@@ -39,6 +38,42 @@ PROBE = "probe."
 COMPILER = "compiler"
 """Version of the C++ compiler that built the kernels."""
 LIBRARY = "library"
+
+
+@dataclass(frozen=True, slots=True)
+class BundleOutcome:
+    """Whether the model came from a bundle: its `bytes` and kernels per artifact, or why not."""
+
+    hit: bool
+    reason: str | None = None
+    detail: str | None = None
+    bytes: int | None = None
+    kernels: list[int] | None = None
+    conditions: int | None = None
+    """How many conditions of the bundle were checked."""
+
+    def facts(self) -> dict[str, Any]:
+        """What is known of it, JSON-able."""
+        shown = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in shown.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class PieceBuilt:
+    """A unique piece that was compiled in this process."""
+
+    piece: int
+    seconds: float
+    kernels: int
+
+
+@dataclass(slots=True)
+class CompileRecords:
+    """Of one `prepare`. `lookups` are kept only where events want details."""
+
+    bundle: BundleOutcome | None = None
+    pieces: list[PieceBuilt] = field(default_factory=list)
+    lookups: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

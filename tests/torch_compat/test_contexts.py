@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.torch_compat import contexts, dynamo
+from piecegraph.torch_compat import dynamo
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,6 @@ def test_contexts_in_a_graph_are_recognized(make: Any, gradients: bool) -> None:
         captured = dynamo.capture_full_graph(Inside(), (torch.zeros(2, 2),), {})
     assert captured is not None
     targets = [node.target for node in captured.graph.graph.nodes if node.op == "call_function"]
-    assert any(map(contexts.is_gradient_switch, targets)) is gradients
-    assert (contexts.enter_autocast in targets) is not gradients
-    assert (contexts.exit_autocast in targets) is not gradients
+    assert any(map(dynamo.is_gradient_switch, targets)) is gradients
+    assert (dynamo.enter_autocast in targets) is not gradients
+    assert (dynamo.exit_autocast in targets) is not gradients
