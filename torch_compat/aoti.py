@@ -34,7 +34,7 @@ def aoti_compile(
     `inputs` are example tensors of one fake mode. `dynamic` has for each the dimensions that vary:
     (symbol, lowest, highest), or None if the size is computed from others.
     """
-    from torch._inductor import aot_compile
+    from torch._inductor import aot_compile, config
     from torch.export import Dim, export
 
     dims: dict[str, Any] = {}
@@ -53,7 +53,12 @@ def aoti_compile(
         path = aot_compile(
             program.module(check_guards=False),
             tuple(inputs),
-            options={"aot_inductor.enable_line_tables": False, **options},
+            options={
+                "aot_inductor.enable_line_tables": False,
+                # torch writes to this setting, which is a factor of the keys of later starts
+                "aot_inductor.metadata": dict(config.aot_inductor.metadata),
+                **options,
+            },
         )
     ranges = {s: (int(r.lower), int(r.upper)) for s, r in program.range_constraints.items()}
     return AheadCompiled(str(path), tuple(guard.expr for guard in env.guards), ranges)

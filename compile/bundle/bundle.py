@@ -68,7 +68,7 @@ def store_bundle(
         for index, artifact in enumerate(artifacts)
         for name, content in artifact.items()
     }
-    place = _free_place(request.cache, key, meta)
+    place = _place(request, key, meta)
     blobs[PLAN] = plan.model_dump_json().encode()
     request.cache.publish("bundle", place, meta, blobs)
     return True
@@ -99,20 +99,27 @@ def candidate_keys(key: Key) -> list[Key]:
     return [key, *others]
 
 
-def _free_place(cache: Cache, key: Key, meta: Mapping[str, Json]) -> Key:
-    """Where a bundle with these conditions is stored: its own place, a free one, else any."""
-    places = candidate_keys(key)
+def _place(request: CompileRequest, key: Key, meta: Mapping[str, Json]) -> Key:
+    """Where a bundle with these conditions is stored.
+
+    It replaces the bundle with the same conditions, or the one that this process would use: a
+    later trace of an equal model may have other guards, and a bundle beside the first would never
+    be used. Else it is stored at a free place, or replaces any.
+    """
+
+    def refusal(manifest: Manifest) -> str | None:
+        same = canonical(dict(manifest.meta)) == canonical(dict(meta))
+        return None if same or not differences(manifest.meta, request.model) else "others hold"
+
+    places, free = candidate_keys(key), []
     for place in places:
-        found = cache.lookup(
-            "bundle", place, refusal=lambda manifest: _other(manifest.meta, meta), count=False
-        )
-        if isinstance(found, Entry) or found.reason != "refused":
+        found = request.cache.lookup("bundle", place, refusal=refusal, count=False)
+        if isinstance(found, Entry):
             return place
-    return places[int(hashlib.sha256(canonical(dict(meta))).hexdigest(), 16) % CANDIDATES]
-
-
-def _other(stored: Mapping[str, Json], meta: Mapping[str, Json]) -> str | None:
-    return None if canonical(dict(stored)) == canonical(dict(meta)) else "other conditions"
+        if found.reason != "refused":
+            free.append(place)
+    any_place = int(hashlib.sha256(canonical(dict(meta))).hexdigest(), 16) % CANDIDATES
+    return free[0] if free else places[any_place]
 
 
 def read_bundle(entry: Entry) -> Bundle:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from piecegraph.cache.inspection import manifests
 from piecegraph.compile import pipeline
-from piecegraph.compile.bundle import key_factors
+from piecegraph.compile.bundle import bundle, key_factors
 
 from ..starts import Start, start, use_text_compiler
 
@@ -67,9 +68,7 @@ def test_f5_a_deployment_during_a_start_stores_no_old_code_as_new(
     """The files are replaced before the key is made, or after the code was compiled."""
     deployment.write(2.0)
     old = deployment.process()
-    module = (
-        pipeline if stage == "trace_key" else sys.modules[pipeline.__package__ + ".bundle.bundle"]
-    )
+    module = pipeline if stage == "trace_key" else bundle
     original = getattr(module, stage)
 
     def deployed(*args: Any, **kwargs: Any) -> Any:
@@ -94,6 +93,28 @@ def test_variants_of_one_model_live_side_by_side(deployment: Deployment, tmp_pat
         made = start(deployment.process(), tmp_path / "cache")
         assert made.hit
         assert result(made) == gain
+
+
+def test_a_bundle_stored_again_replaces_the_one_that_this_process_would_use(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As compiling ahead does, whose trace of the same model may have other guards."""
+    deployment.write(2.0)
+    with monkeypatch.context() as patched:
+        recorded = bundle.provenance
+
+        def another(*args: Any) -> dict[str, Any]:
+            meta = recorded(*args)
+            return {**meta, "conditions": {**meta["conditions"], "environment": {"UNSET": None}}}
+
+        patched.setattr(bundle, "provenance", another)
+        start(deployment.process(), tmp_path / "cache")
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "load_bundle", lambda *_: "absent")
+        assert not start(deployment.process(), tmp_path / "cache").hit
+    (stored,) = manifests(tmp_path / "cache", "bundle")
+    assert stored[0].meta["conditions"]["environment"] == {}
+    assert start(deployment.process(), tmp_path / "cache").hit
 
 
 def test_f7_code_of_another_cpu_is_a_miss_that_names_the_extension(

@@ -60,7 +60,8 @@ def filled_ahead(filled: Path) -> Path:
     """The same with AOTInductor libraries."""
     root = filled.with_name("libraries")
     shutil.copytree(filled, root)
-    starts(root, [{"layers": layers, "ahead": True} for layers in SIZES_OF_MODELS])
+    built = starts(root, [{"layers": layers, "ahead": True} for layers in SIZES_OF_MODELS])
+    assert [outcome["hit"] for outcome in built] == [True, True]
     return root
 
 
