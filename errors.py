@@ -254,8 +254,11 @@ class UnknownSplittingOp(CompileError):
 
 
 class InputNotTraceable(CompileError):
-    what = "the graph reads {source}, which is not a weight, a buffer or an argument"
-    todo = "Pass it as an argument or register it as a buffer."
+    what = (
+        "the graph reads a value ({source}) that is neither an argument nor a tensor which can be "
+        "reached by name from the model, a closure or a global"
+    )
+    todo = "Pass it as an argument, or make it a tensor and register it as a buffer."
 
 
 class ArgumentClassUnknown(CompileError):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.fake_class_registry import FakeScriptObject
+from torch._library.opaque_object import get_opaque_obj_repr, is_opaque_value_type
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -150,6 +152,21 @@ def subclass_parts(tensor: Tensor) -> tuple[dict[str, Tensor], Any]:
         return {}, None
     names, context = flatten()
     return {name: getattr(tensor, name) for name in names}, context
+
+
+def opaque_value(value: Any) -> Any:
+    """The value of an opaque type that a graph input stands for; None for another input."""
+    return getattr(value, "real_obj", None) if isinstance(value, FakeScriptObject) else None
+
+
+def is_opaque_value(kind: type) -> bool:
+    """Whether objects of this class are values that ops take as they are."""
+    return is_opaque_value_type(kind)
+
+
+def opaque_source(value: Any) -> tuple[str, dict[str, type]]:
+    """Python source of a value of an opaque type, and the classes that it names."""
+    return get_opaque_obj_repr(value)
 
 
 def normal_alias(tensor: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ import importlib
 import inspect
 import itertools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -39,6 +40,15 @@ class Missing:
 MISSING = Missing()
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a value is found: a root, the steps from there, and how a person would write it."""
+
+    root: str
+    steps: tuple[Step, ...]
+    name: str
+
+
 def root_value(root: str, model: torch.nn.Module) -> Any:
     """The object at a root. A module that the model has not imported yet is imported."""
     if root == MODEL:
@@ -51,6 +61,19 @@ def root_value(root: str, model: torch.nn.Module) -> Any:
         return importlib.import_module(root)
     except Exception:  # the module's own code may raise anything
         return MISSING
+
+
+def reader(root: str, steps: Sequence[Step], model: torch.nn.Module) -> Callable[[], Any]:
+    """A function that returns what is at a place now; MISSING if there is nothing."""
+    start = root_value(root, model)
+
+    def read() -> Any:
+        value = start
+        for step in steps:
+            value = follow(value, step)
+        return value
+
+    return read
 
 
 def follow(value: Any, step: Step) -> Any:

@@ -18,11 +18,13 @@ from torch.fx import Graph
 
 from ...torch_compat.ops import overload_of
 from ...torch_compat.tensors import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
+from ..conditions.places import Place
 from ..ir.config import TOKENS, CompileConfig
 from ..ir.ops import op_names, tensors_in, written_by
 from ..pieces.split import is_splitting
 from ..trace.dynamo import Trace
 from ..trace.examples import Examples
+from ..trace.mutations import written_placeholders
 from .numerics_check import TOLERANCE
 
 
@@ -32,6 +34,22 @@ def padding_difference(
     """How the model at one of `sizes` differs from itself padded to `low`; None if it does not."""
     ops = _splitting_ops(traced.graph.graph, config)
     padded = _made_up(traced.examples, low)
+    placed = [
+        (traced.tensors[node], traced.tensors[node].clone())
+        for node in written_placeholders(traced)
+        if isinstance(traced.sources[node], Place)
+    ]
+    try:
+        return _difference(model, padded, sizes, low, ops)
+    finally:
+        with torch.inference_mode():  # in which tensors of either kind may be written
+            for tensor, before in placed:
+                tensor.copy_(before)
+
+
+def _difference(
+    model: torch.nn.Module, padded: Examples, sizes: Iterator[int], low: int, ops: set[Any]
+) -> str | None:
     expected = _run(model, padded, ops)
     for size in sizes:
         small = _first_tokens(padded, low, size)

@@ -44,15 +44,18 @@ class Constant(Frozen):
 
 
 class Weight(Frozen):
-    """A parameter or buffer, by qualified name in the model."""
+    """A parameter or buffer by qualified name in the model, or another tensor by its place."""
 
     name: str
     target: str
+    """The qualified name; for another tensor its place as a person would write it."""
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     written: bool = False
     """Whether the model writes to it."""
+    place: tuple[str, list[Any]] | None = None
+    """Root and steps to a tensor that is no parameter or buffer; see `conditions.places`."""
 
 
 class Symbol(Frozen):

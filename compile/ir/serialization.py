@@ -7,6 +7,7 @@ named tuples of a model's result become records. A decoded value can be written 
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import importlib
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from ...errors import NotPortable, ResultNotPortable
+from ...torch_compat.tensors import is_opaque_value, opaque_source
 
 RETURN_TYPES = "torch.return_types"
 
@@ -120,6 +122,11 @@ def encode(value: Any) -> Any:
             return {"device": str(value)}
         case torch.dtype() | torch.layout() | torch.memory_format():
             return {"torch": str(value).removeprefix("torch.")}
+        case _ if is_opaque_value(type(value)):
+            text, classes = opaque_source(value)
+            named = [[name, kind.__module__, kind.__qualname__] for name, kind in classes.items()]
+            if _opaque(text, named) == value:
+                return {"opaque": [text, named]}
     raise NotPortable(value=reprlib.repr(value), kind=type(value).__qualname__)
 
 
@@ -153,6 +160,8 @@ def decode(data: Any) -> Any:
             return getattr(torch, body)
         case "enum":
             return _enum_member(*body)
+        case "opaque":
+            return _opaque(*body)
         case "record":
             module, qualname, fields = body
             kind = _record_class(module, qualname)
@@ -166,6 +175,31 @@ def _enum_member(module: str, qualname: str, name: str) -> enum.Enum:
     if not issubclass(kind, enum.Enum):
         raise NotPortable(value=f"{module}.{qualname}", kind="enum")
     return kind[name]
+
+
+def _opaque(text: str, named: list[list[str]]) -> Any:
+    """A value of an opaque type from its own source: calls of opaque classes, and literals."""
+    classes = {name: _class(module, qualname) for name, module, qualname in named}
+
+    def value(node: ast.expr) -> Any:
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if is_opaque_value(classes.get(name, object)):
+                keywords = {str(each.arg): value(each.value) for each in node.keywords}
+                return classes[name](*map(value, node.args), **keywords)
+            case ast.Attribute(value=ast.Name(id=name), attr=member) if issubclass(
+                classes.get(name, object), enum.Enum
+            ):
+                return classes[name][member]
+            case ast.Tuple():
+                return tuple(map(value, node.elts))
+            case ast.List():
+                return list(map(value, node.elts))
+        return ast.literal_eval(node)
+
+    try:
+        return value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, KeyError) as error:
+        raise NotPortable(value=text, kind="opaque") from error
 
 
 def _record_class(module: str, qualname: str) -> type:

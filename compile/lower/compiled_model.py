@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import ModelMismatch
+from ..conditions.places import reader
 from ..ir.compilation import PieceFn
 from ..ir.plan import CompiledRange, Plan
 from ..ir.serialization import dtype_name
@@ -77,8 +78,8 @@ def weights_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
     }
     weights = {}
     for weight in plan.weights:
-        tensor = tensors.get(weight.target)
-        if tensor is None:
+        tensor = reader(*weight.place, model)() if weight.place else tensors.get(weight.target)
+        if not isinstance(tensor, torch.Tensor):
             raise ModelMismatch(reason=f"it has no weight {weight.target!r}")
         found = (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
         wanted = (weight.dtype, weight.shape, weight.stride)

@@ -12,6 +12,7 @@ from torch.fx import Node
 from ...errors import UnboundSymbol
 from ...torch_compat.ops import overload_name, overload_of
 from ...torch_compat.symbolic import python_text
+from ..conditions.places import Place
 from ..guards.prover import Guard
 from ..ir.config import TOKENS, CompileConfig
 from ..ir.locations import graph_source, short_location
@@ -146,19 +147,20 @@ class PlanBuilder:
             )
         return named
 
-    def _bind(self, node: Node, source: Leaf | str) -> str:
+    def _bind(self, node: Node, source: Leaf | str | Place) -> str:
         value: torch.Tensor = node.meta["example_value"]
         dtype = dtype_name(value.dtype)
-        if isinstance(source, str):
+        if not isinstance(source, Leaf):
             name = f"w{len(self._weights)}"
             self._weights.append(
                 Weight(
                     name=name,
-                    target=source,
+                    target=source.name if isinstance(source, Place) else source,
                     dtype=dtype,
                     shape=tuple(value.shape),
                     stride=tuple(value.stride()),
                     written=node in self._written,
+                    place=(source.root, list(source.steps)) if isinstance(source, Place) else None,
                 )
             )
             return name

@@ -25,12 +25,14 @@ from ...torch_compat.dynamo import (
     user_location,
 )
 from ...torch_compat.symbolic import expression_of
+from ..conditions.locator import Locator, Unlocatable
+from ..conditions.places import Place
 from ..conditions.record import Conditions, record_conditions
 from ..ir.compilation import CompileRequest
 from ..ir.locations import first_line, node_location
 from ..ir.serialization import Ref, with_refs
 from .examples import Examples, Leaf, example_inputs, mark
-from .inline_regions import inline_regions
+from .inline_regions import inline_opaque_values, inline_regions
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class Trace:
 
     graph: GraphModule
     shape_env: Any
-    sources: dict[Node, Leaf | str | None]
-    """An argument, the qualified name of a weight, or None for a size."""
+    sources: dict[Node, Leaf | str | Place | None]
+    """An argument, the qualified name of a weight, the place of a tensor that is neither, or None
+    for a size."""
     tensors: dict[Node, torch.Tensor]
     """The tensor of each placeholder in the trace."""
     structure: Any
@@ -65,8 +68,7 @@ def trace(request: CompileRequest) -> Trace:
     """Trace the model's forward.
 
     Raises TraceFailed with the user's file:line on a graph break or a data-dependent branch,
-    InputNotTraceable for a tensor that is neither weight nor argument, and the errors of
-    `example_inputs`.
+    InputNotTraceable for a tensor that no path leads to, and the errors of `example_inputs`.
     """
     model, config, events = request.model, request.config, request.events
     examples = example_inputs(model, config, request.device, request.examples)
@@ -86,10 +88,10 @@ def trace(request: CompileRequest) -> Trace:
     events.count("dynamo_traces")
     graph = captured.graph
     inline_regions(graph)
+    inline_opaque_values(graph)
     _check_host_reads(graph)
-    scope = {"L": captured.local_scope, "G": captured.global_scope}
-    names = {**scope, "L": {**captured.closure, **captured.local_scope}}
-    sources, tensors = _sources(graph, model, examples, names)
+    locator = Locator(model, captured)
+    sources, tensors = _sources(captured, model, examples, locator)
     return Trace(
         graph=graph,
         shape_env=captured.fake_mode.shape_env,
@@ -97,7 +99,7 @@ def trace(request: CompileRequest) -> Trace:
         tensors=tensors,
         structure=_structure(captured, model, examples),
         examples=examples,
-        conditions=record_conditions(model, scope, captured),
+        conditions=record_conditions(model, captured, locator),
     )
 
 
@@ -118,31 +120,49 @@ def _reason(error: BaseException) -> str:
 
 
 def _sources(
-    graph: GraphModule, model: torch.nn.Module, examples: Examples, scope: dict[str, Any]
-) -> tuple[dict[Node, Leaf | str | None], dict[Node, torch.Tensor]]:
+    captured: Captured, model: torch.nn.Module, examples: Examples, locator: Locator
+) -> tuple[dict[Node, Leaf | str | Place | None], dict[Node, torch.Tensor]]:
     """Evaluate each placeholder's source expression and identify the resulting object."""
+    arguments_of_forward = {**captured.closure, **captured.local_scope}
+    scope = {"L": arguments_of_forward, "G": captured.global_scope}
     weights = {
         id(tensor): name
         for named in (model.named_parameters, model.named_buffers)
         for name, tensor in reversed(list(named(remove_duplicate=False)))
     }
     arguments = {id(leaf.value): leaf for leaf in examples.leaves()}
-    sources: dict[Node, Leaf | str | None] = {}
+    sources: dict[Node, Leaf | str | Place | None] = {}
     tensors: dict[Node, torch.Tensor] = {}
-    for node in graph.graph.find_nodes(op="placeholder"):
+    for node in captured.graph.graph.find_nodes(op="placeholder"):
         if isinstance(node.meta["example_value"], torch.SymInt):
             sources[node] = None
             continue
         expression = input_source(node)
+        where = next(filter(None, map(node_location, node.users)), None)
         try:
             value = eval(expression, {}, scope)
+            source = weights.get(id(value)) or arguments.get(id(value))
+            if not isinstance(source, Leaf):
+                source = _place(expression, source, locator)
         except Exception as error:
-            raise InputNotTraceable(source=expression) from error
-        source = weights.get(id(value)) or arguments.get(id(value))
-        if source is None:
-            raise InputNotTraceable(source=expression)
+            raise InputNotTraceable(where=where, source=expression) from error
         sources[node], tensors[node] = source, value
     return sources, tensors
+
+
+def _place(expression: str, weight: str | None, locator: Locator) -> str | Place:
+    """Where steps find a tensor: by the path that the trace took, which for most is a weight's.
+
+    A list may hold a tensor that is also a parameter: if the parameter is replaced, the model goes
+    on to read the tensor of the list.
+    """
+    try:
+        place = locator.place(expression)
+    except Unlocatable:
+        if weight is None:
+            raise
+        return weight
+    return place if weight is None or not locator.is_registered(place) else weight
 
 
 def _structure(captured: Captured, model: torch.nn.Module, examples: Examples) -> Any:

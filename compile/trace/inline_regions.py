@@ -1,4 +1,4 @@
-"""Put regions that Dynamo traced once back in line, so that they can be cut.
+"""Put regions and values that Dynamo made inputs of the graph back in line.
 
 Under `torch.compiler.nested_compile_region` equal layers are traced once and the graph holds calls
 of one subgraph. A splitting op may be inside, so each call is replaced by the nodes of the region.
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
+
+from ...torch_compat.tensors import opaque_value
 
 
 def inline_regions(graph: GraphModule) -> int:
@@ -31,6 +33,22 @@ def inline_regions(graph: GraphModule) -> int:
         if not reference.users:
             graph.graph.erase_node(reference)
     return len(calls)
+
+
+def inline_opaque_values(graph: GraphModule) -> None:
+    """Replace inputs that are values of an opaque type, such as names of layers, by the values.
+
+    Dynamo makes an input of a value whose type was registered with `hoist=True`. In the arguments
+    of a splitting call it is in no piece, so equal layers stay equal.
+    """
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value = opaque_value(node.meta["example_value"])
+        if value is not None:
+            for user in list(node.users):
+                known: dict[Node, Any] = {each: each for each in user.all_input_nodes}
+                known[node] = value
+                user.args, user.kwargs = map_arg((user.args, user.kwargs), known.__getitem__)
+            graph.graph.erase_node(node)
 
 
 def _copied(graph: GraphModule, region: GraphModule, call: Node) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compile.conditions.places import reader
 from ...compile.ir.config import TOKENS
 from ...compile.ir.plan import Plan
 from ...compile.ir.serialization import dtype_name
@@ -153,8 +154,12 @@ class CapturedGraphs:
         self.compiled = compiled
         self.stitched = compiled.link()
         self._recordable = recordable(compiled, self._splitting_ops)
+        placed = {each.target: each.place for each in compiled.plan.weights if each.place}
+        for name, place in placed.items():
+            self.addresses.watch_read(name, reader(*place, compiled.model))
         # code that is not traced reads the model's weights itself, any of them
-        self.addresses.watch_module(compiled.model, compiled.weights if compiled.traced else None)
+        own = [name for name in compiled.weights if name not in placed]
+        self.addresses.watch_module(compiled.model, own if compiled.traced else None)
         self.unrecorded = self.addresses.snapshot(compiled.weights)
 
     def run(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -69,6 +70,21 @@ class Addresses:
 
         self._watch(name, read)
         self._parts[name] = [name]
+
+    def watch_read(self, name: str, read: Callable[[], Any]) -> None:
+        """Watch the tensor that `read` returns, which may be another one at each call."""
+        address = self.address
+
+        def address_of(part: str) -> int | None:
+            try:
+                return address(attrgetter(part)(read()) if part else read())
+            except (AttributeError, TypeError):
+                return None
+
+        parts = list(_attributes(read()))
+        self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
+        for label, part in zip(self._parts[name], parts, strict=True):
+            self._watch(label, partial(address_of, part))
 
     def watch_module(self, module: nn.Module, names: Iterable[str] | None = None) -> None:
         """Watch parameters and buffers by qualified name, by default all; also replaced ones, and

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from piecegraph.errors import (
-    InputNotTraceable,
     NothingToCompile,
     Specialized,
     TraceFailed,
@@ -18,8 +17,6 @@ from piecegraph.errors import (
 from .models import Body, X, marked_line
 
 pytestmark = pytest.mark.compile
-
-OUTSIDE = torch.randn(8)
 
 
 class Model(nn.Module):
@@ -112,14 +109,6 @@ def test_size_that_depends_on_data_may_live_inside_a_piece(compiled):
     made = compiled(Body(body), inputs=X)
     x = torch.randn(9, 8)
     torch.testing.assert_close(made(x), body(None, x))
-
-
-def test_tensor_from_nowhere_is_named(compiled):
-    def body(m, x):
-        return x + OUTSIDE
-
-    with pytest.raises(InputNotTraceable, match="OUTSIDE"):
-        compiled(Body(body), inputs=X)
 
 
 def test_model_without_tensor_operations(compiled):

@@ -1,0 +1,246 @@
+"""Where Dynamo's expressions lead: from the text of a source to a place that can be found again.
+
+Dynamo names each value that it relied on by an expression over `L` (arguments) and `G` (globals of
+the forward), such as `L['self'].act.__self__.k`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import types
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...torch_compat.dynamo import Captured
+from .places import (
+    CONTAINERS,
+    GLOBALS,
+    MODEL,
+    Place,
+    Step,
+    called_as,
+    encoded_key,
+    follow,
+    forward_function,
+    spelled,
+)
+
+
+class Unlocatable(Exception):
+    """No place can be given for an expression of Dynamo's."""
+
+
+@dataclass(frozen=True)
+class Located:
+    """A value and its place; `root` is None for what hangs below an argument."""
+
+    value: Any
+    root: str | None
+    steps: tuple[Step, ...] = ()
+
+    def then(self, value: Any, *steps: Step) -> Located:
+        return Located(value, self.root, (*self.steps, *steps))
+
+
+@dataclass
+class Locator:
+    """Finds the values of expressions in one trace, and their places."""
+
+    model: torch.nn.Module
+    captured: Captured
+    found: dict[str, Located] = field(default_factory=dict)
+
+    def place(self, expression: str) -> Place:
+        """The place of an expression; raises Unlocatable, also for what hangs below an argument."""
+        located = self.locate(expression)
+        if located.root is None:
+            raise Unlocatable(f"{expression} is part of an argument")
+        name = spelled(located.root, located.steps, self.model)
+        if located.root == MODEL:  # unlike the name of any weight
+            name = f"self{name.removeprefix('model')}"
+        return Place(located.root, located.steps, name)
+
+    def is_registered(self, place: Place) -> bool:
+        """Whether a place is one of a parameter or buffer, and only modules lead to it."""
+        value: Any = self.model
+        above: Step = ""
+        for step in place.steps:
+            if not isinstance(value, torch.nn.Module) and above not in CONTAINERS:
+                return False
+            value, above = follow(value, step), step
+        return place.root == MODEL
+
+    def locate(self, expression: str) -> Located:
+        if expression not in self.found:
+            try:
+                node = ast.parse(expression, mode="eval").body
+            except SyntaxError as error:
+                raise Unlocatable(f"{expression} cannot be located") from error
+            self.found[expression] = self._find(node)
+        return self.found[expression]
+
+    def _find(self, node: ast.expr) -> Located:
+        try:
+            located = self._step(node)
+        except (LookupError, AttributeError, TypeError) as error:
+            raise Unlocatable(f"{ast.unparse(node)} cannot be located") from error
+        if located.value is self.model:
+            return Located(self.model, MODEL)
+        if isinstance(located.value, types.ModuleType):
+            name = located.value.__name__
+            return (
+                Located(located.value, name) if sys.modules.get(name) is located.value else located
+            )
+        return located
+
+    def _step(self, node: ast.expr) -> Located:
+        match node:
+            case ast.Subscript(value=ast.Name(id="L"), slice=ast.Constant(value=name)):
+                return self._local(str(name))
+            case ast.Subscript(value=ast.Name(id="G"), slice=ast.Constant(value=name)):
+                return self._global(str(name))
+            case ast.Call(func=ast.Name(id="__import__"), args=[ast.Constant(value=str(name))]):
+                return Located(sys.modules[name], name)
+            case ast.Call(func=ast.Name(id="type"), args=[inner]):
+                base = self._find(inner)
+                return base.then(type(base.value), ["type", None])
+            case ast.Subscript(
+                value=ast.Call(
+                    func=ast.Name(id="dict"), args=[ast.Attribute(value=inner, attr="__dict__")]
+                ),
+                slice=ast.Constant(value=str(name)),
+            ):
+                return self._class_attribute(inner, name)
+            case ast.Call(
+                func=ast.Name(id="dict"), args=[ast.Attribute(value=inner, attr="__dict__")]
+            ):
+                base = self._find(inner)
+                return base.then(vars(base.value), "__dict__")
+            case ast.Subscript(
+                value=ast.Call(func=ast.Name(id="list"), args=[inner]),
+                slice=ast.Constant(value=int(index)),
+            ):
+                mapping = _argument_of_keys(inner)
+                base = self._find(mapping)
+                return base.then(list(base.value)[index], ["key", index])
+            case ast.Subscript(
+                value=inner, slice=ast.Subscript(slice=ast.Constant(value=int(index)))
+            ):
+                base = self._find(inner)  # `d[list(dict.keys(d))[index]]`
+                return base.then(list(base.value.values())[index], ["value", index])
+            case ast.Subscript(value=inner, slice=key):
+                return self._item(self._find(inner), _literal(key))
+            case ast.Attribute(value=inner, attr=name):
+                base = self._find(inner)
+                return base.then(getattr(base.value, name), name)
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=kind), attr=method), args=[inner, argument]
+            ) if (kind, method) in (
+                ("object", "__getattribute__"),
+                ("dict", "__getitem__"),
+                ("list", "__getitem__"),
+            ):
+                base = self._find(inner)
+                if method == "__getattribute__":
+                    name = str(_literal(argument))
+                    return base.then(getattr(base.value, name), name)
+                if isinstance(argument, ast.Subscript):
+                    index = int(_literal(argument.slice))
+                    return base.then(list(base.value.values())[index], ["value", index])
+                return self._item(base, _literal(argument))
+            case ast.Call(func=ast.Name(id="getattr"), args=[inner, ast.Constant(value=str(name))]):
+                base = self._find(inner)
+                return base.then(getattr(base.value, name), name)
+            case ast.Call(func=inner, args=[]):
+                base = self._find(inner)
+                if base.root is not None and not isinstance(base.value, weakref.ReferenceType):
+                    raise LookupError(ast.unparse(node))
+                return base.then(base.value(), ["call", None])
+        raise LookupError(ast.unparse(node))
+
+    def _item(self, base: Located, key: Any) -> Located:
+        try:
+            return base.then(base.value[key], ["item", encoded_key(key)])
+        except TypeError:
+            index = list(base.value).index(key)
+            return base.then(base.value[key], ["value", index])
+
+    def _class_attribute(self, inner: ast.expr, name: str) -> Located:
+        """`dict(type(x).__mro__[i].__dict__)[name]`: as all bases of the class give it."""
+        match inner:
+            case ast.Subscript(value=ast.Attribute(value=cls, attr="__mro__")):
+                base = self._find(cls)
+                if inspect.getattr_static(base.value, name) is vars(self._find(inner).value)[name]:
+                    return base.then(inspect.getattr_static(base.value, name), ["static", name])
+        base = self._find(inner)
+        return base.then(inspect.getattr_static(base.value, name), ["static", name])
+
+    def _local(self, name: str) -> Located:
+        arguments = self.captured.local_scope
+        if name in arguments:
+            return Located(arguments[name], None)
+        forward = forward_function(self.model)
+        code = getattr(forward, "__code__", None)
+        if code is None or name not in code.co_freevars:
+            raise LookupError(name)  # of the function that replaces a partial
+        index = code.co_freevars.index(name)
+        cell = forward.__closure__[index].cell_contents
+        steps = (called_as(self.model), "__closure__", ["item", index], "cell_contents")
+        return Located(cell, MODEL, steps)
+
+    def _global(self, name: str) -> Located:
+        if name in self.captured.aliases:
+            module = self.captured.aliases[name]
+            return Located(sys.modules[module], module)
+        if name.startswith("__builtins_dict__"):
+            return Located(vars(sys.modules["builtins"]), "builtins", ("__dict__",))
+        value = self.captured.global_scope[name]
+        module = str(value.get("__name__")) if isinstance(value, dict) else ""
+        if module in sys.modules and vars(sys.modules[module]) is value:
+            return Located(value, module, ("__dict__",))
+        if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
+            return Located(value, value.__name__)
+        if _MADE_BY_DYNAMO.search(name):
+            raise LookupError(name)
+        return Located(value, GLOBALS, (["item", name],))
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise LookupError(ast.unparse(node)) from error
+
+
+def _argument_of_keys(node: ast.expr) -> ast.expr:
+    """`d` of `dict.keys(d)`; any other expression itself."""
+    match node:
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="dict"), attr="keys"), args=[inner]):
+            return inner
+    return node
+
+
+def module_place(module: str, qualname: str) -> Located | None:
+    """The place `module.qualname`, if all of it is there."""
+    value: Any = sys.modules.get(module)
+    steps: list[Step] = []
+    for name in qualname.split("."):
+        try:
+            value = (
+                inspect.getattr_static(value, name)
+                if isinstance(value, type)
+                else vars(value)[name]
+            )
+        except (AttributeError, KeyError, TypeError):
+            return None
+        steps.append(["static", name] if steps else name)
+    return Located(value, module, tuple(steps))
+
+
+_MADE_BY_DYNAMO = re.compile(r"^___|^__compiled_fn|_\d+_c\d+(_\d+)?$")

@@ -1,0 +1,154 @@
+"""Values of opaque types, such as names of layers, are arguments of splitting calls."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.compile.ir.serialization import decode, encode
+from piecegraph.errors import NotPortable
+
+from .models import X
+from .starts import start, use_text_compiler
+
+pytestmark = pytest.mark.compile
+
+opaque = pytest.importorskip("torch._library.opaque_object")
+CALLS: list[Any] = []
+
+
+class Kind(enum.Enum):
+    FULL = 1
+
+
+class Name:
+    """The name of a layer, which Dynamo makes an input of the graph."""
+
+    def __init__(self, name: str, kind: Kind = Kind.FULL, parents: tuple[Any, ...] = ()) -> None:
+        self.name, self.kind, self.parents = name, kind, parents
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Name) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        parents = "".join(f"{each.__fx_repr__()[0]}, " for each in self.parents)
+        text = f"Name({self.name!r}, kind=Kind.{self.kind.name}, parents=({parents}))"
+        return text, {"Name": Name, "Kind": Kind}
+
+
+class Lost(Name):
+    """Its representation leads to another value."""
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        return "Name('other')", {"Name": Name}
+
+
+opaque.register_opaque_type(Name, typ="value", hoist=True)
+TYPE = opaque.get_opaque_type_name(Name)
+
+
+def mix(x: torch.Tensor, out: torch.Tensor, name: Name) -> None:
+    CALLS.append(name)
+    out.copy_(x.flip(0) * 2)
+
+
+@pytest.fixture(scope="module")
+def op() -> Iterator[str]:
+    library: Any = torch.library.Library("opaque_tests", "DEF")
+    library.define(f"mix(Tensor x, Tensor(a!) out, {TYPE} name) -> ()")
+    library.impl("mix", mix, "CPU")
+    torch.library.register_fake("opaque_tests::mix", lambda *args: None, lib=library)
+    yield "opaque_tests::mix"
+    library._destroy()
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int, made_in_forward: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+        self.text, self.made_in_forward = f"layers.{index}", made_in_forward
+        self.name = Name(self.text, parents=(Name("model"),))
+
+    def forward(self, x):
+        out = torch.empty_like(x)
+        name = Name(self.text) if self.made_in_forward else self.name
+        torch.ops.opaque_tests.mix(x * self.weight, out, name)
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, made_in_forward: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(i, made_in_forward) for i in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("made_in_forward", [False, True])
+def test_equal_layers_are_equal_pieces(op, compiled, made_in_forward):
+    model, x = Model(made_in_forward), torch.randn(5, 8)
+    made = compiled(model, inputs=X, splitting_ops=(op,))
+    expected = model(x)
+    CALLS.clear()
+    torch.testing.assert_close(made(x), expected)
+    assert [name.name for name in CALLS] == [layer.text for layer in model.layers]
+    assert all(type(name) is Name for name in CALLS)
+    assert made_in_forward or CALLS[0].parents == (Name("model"),)
+    assert made.plan.piece_uses() == [0, 1, 1, 1]
+
+
+def test_the_value_is_stored_in_the_plan(op, tmp_path, monkeypatch):
+    use_text_compiler(monkeypatch)
+    x = torch.randn(5, 8)
+    assert not start(Model(), tmp_path, splitting_ops=(op,)).hit
+    torch.manual_seed(0)
+    model = Model()
+    again = start(model, tmp_path, splitting_ops=(op,))
+    assert again.hit, again.reason
+    torch.testing.assert_close(again(x), model(x))
+    model.layers[2].name = Name("elsewhere")
+    other = start(model, tmp_path, splitting_ops=(op,))
+    assert not other.hit
+    assert "layers.2.name" in other.reason
+
+
+def test_inside_a_piece_it_is_a_constant(op, compiled):
+    model, x = Model(), torch.randn(5, 8)
+    made = compiled(model, inputs=X, splitting_ops=())
+    torch.testing.assert_close(made(x), model(x))
+    assert [name.name for name in CALLS[-4:]] == [layer.text for layer in model.layers]
+
+
+def test_a_region_that_is_traced_once(op, compiled):
+    model, x = Model(), torch.randn(5, 8)
+    expected = model(x)
+    Layer.forward, whole = torch.compiler.nested_compile_region(Layer.forward), Layer.forward
+    try:
+        made = compiled(model, inputs=X, splitting_ops=(op,))
+    finally:
+        Layer.forward = whole
+    CALLS.clear()
+    torch.testing.assert_close(made(x), expected)
+    assert [name.name for name in CALLS] == [layer.text for layer in model.layers]
+    assert made.plan.piece_uses() == [0, 1, 1, 1]
+
+
+def test_source_of_a_value_is_not_run():
+    value = Name("a", parents=(Name("b"), Name("c")))
+    assert decode(encode(value)) == value
+    for text in ("open('x')", "Name(open)", "Name('a').name", "[Name for _ in 'ab']", "Name("):
+        with pytest.raises(NotPortable):
+            decode({"opaque": [text, [["Name", __name__, "Name"], ["open", "builtins", "type"]]]})
+    with pytest.raises(NotPortable):
+        encode(Lost("this"))
