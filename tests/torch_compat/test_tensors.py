@@ -161,3 +161,30 @@ with Mode():
 sys.exit("torch._dynamo" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+class Named:
+    """A value of an opaque type."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        return f"Named({self.name!r})", {"Named": Named}
+
+
+def test_values_of_opaque_types_are_known() -> None:
+    opaque = pytest.importorskip("torch._library.opaque_object")
+    assert not tensors.is_opaque_value(Named)
+    opaque.register_opaque_type(Named, typ="value", hoist=True)
+    assert tensors.is_opaque_value(Named)
+    assert tensors.opaque_source(Named("a")) == ("Named('a')", {"Named": Named})
+    stand_in = torch._library.fake_class_registry.FakeScriptObject(Named("a"), "", None)
+    assert tensors.opaque_value(stand_in) == Named("a")
+    assert tensors.opaque_value(torch.ones(1)) is None
