@@ -186,10 +186,10 @@ def _opaque(text: str, named: list[list[str]]) -> Any:
             case ast.Call(func=ast.Name(id=name)) if is_opaque_value(classes.get(name, object)):
                 keywords = {str(each.arg): value(each.value) for each in node.keywords}
                 return classes[name](*map(value, node.args), **keywords)
-            case ast.Attribute(value=ast.Name(id=name), attr=member) if issubclass(
-                classes.get(name, object), enum.Enum
-            ):
-                return classes[name][member]
+            case ast.Attribute(value=ast.Name(id=name), attr=member):
+                kind = classes.get(name, object)
+                if issubclass(kind, enum.Enum):
+                    return kind[member]
             case ast.Tuple():
                 return tuple(map(value, node.elts))
             case ast.List():

@@ -141,9 +141,8 @@ def _sources(
         where = next(filter(None, map(node_location, node.users)), None)
         try:
             value = eval(expression, {}, scope)
-            source = weights.get(id(value)) or arguments.get(id(value))
-            if not isinstance(source, Leaf):
-                source = _place(expression, source, locator)
+            leaf = arguments.get(id(value))
+            source = leaf or _place(expression, weights.get(id(value)), locator)
         except Exception as error:
             raise InputNotTraceable(where=where, source=expression) from error
         sources[node], tensors[node] = source, value

@@ -185,6 +185,6 @@ def test_values_of_opaque_types_are_known() -> None:
     opaque.register_opaque_type(Named, typ="value", hoist=True)
     assert tensors.is_opaque_value(Named)
     assert tensors.opaque_source(Named("a")) == ("Named('a')", {"Named": Named})
-    stand_in = torch._library.fake_class_registry.FakeScriptObject(Named("a"), "", None)
+    stand_in = tensors.FakeScriptObject(Named("a"), "", Named("a"))
     assert tensors.opaque_value(stand_in) == Named("a")
     assert tensors.opaque_value(torch.ones(1)) is None
