@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cache compile dispatch runtime tools torch_compat
 
-.PHONY: run test unit test-fast coverage lint gpu gpu-wheels cuda-test cuda-mutants mutants clean
+.PHONY: run test unit test-fast coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants mutants clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -52,16 +52,28 @@ VENV_CUDA := .venv-cuda
 STAND_IN := tests/cuda_stand_in
 IN_CUDA := $(VENV_CUDA)/bin/python $(STAND_IN)/run.py
 CUDA_PYTEST := STAND_IN_DEVICES=2 $(IN_CUDA) -m pytest -p tests.cuda_stand_in.plugin -W default -m gpu
-CUDA_RUN := main run --device cuda --requests 8 --model layers=2,hidden=64 --verify all --no-cache
+CUDA_RUN := main run --requests 8 --model layers=2,hidden=64 --verify all
+CUDA_CACHE := $(VENV_CUDA)/cache
 
-cuda-test: $(VENV_CUDA)/.made
+cuda-env: $(VENV_CUDA)/.made
+
+# All tests under two orders of unordered work; the main job on the second of two devices, then with
+# Inductor's kernels interpreted: a cold start, and a warm start from its bundle.
+cuda-test: cuda-env
 	$(VENV_CUDA)/bin/python -c "import torch; print('torch', torch.__version__)"
 	$(CUDA_PYTEST)
 	STAND_IN_SEED=1 $(CUDA_PYTEST) -m "gpu and not slow"
-	$(IN_CUDA) $(CUDA_RUN) --backend eager
-	TRITON_INTERPRET=1 $(IN_CUDA) $(CUDA_RUN) --backend inductor
+	STAND_IN_SEED=2 STAND_IN_DEVICES=2 $(IN_CUDA) $(CUDA_RUN) --device cuda:1 --backend eager --no-cache
+	rm -rf $(CUDA_CACHE)
+	TRITON_INTERPRET=1 $(IN_CUDA) $(CUDA_RUN) --device cuda --backend inductor --cache-dir $(CUDA_CACHE)
+	TRITON_INTERPRET=1 STAND_IN_SEED=3 $(IN_CUDA) $(CUDA_RUN) --device cuda --backend inductor --cache-dir $(CUDA_CACHE)
 
-cuda-mutants: $(VENV_CUDA)/.made
+# What CI runs where the environment is there: captures and memory, and the main job.
+cuda-smoke: cuda-env
+	$(CUDA_PYTEST) -m "gpu and not slow" $(STAND_IN)
+	$(IN_CUDA) $(CUDA_RUN) --device cuda --backend eager --no-cache
+
+cuda-mutants: cuda-env
 	$(VENV_CUDA)/bin/python $(STAND_IN)/mutants.py
 
 $(VENV_CUDA)/.made: pyproject.toml $(STAND_IN)/build.py $(wildcard $(STAND_IN)/src/*)

@@ -420,7 +420,7 @@ class PreparedModel:
         return self.ledger
 
     def _memory_use(self) -> MemoryUse:
-        """Bytes that recordings took when captured; used and free bytes of the device now."""
+        """Bytes that recordings took when captured; bytes in use and free bytes now."""
         taken = sum(recording.bytes for _, recording in self.recordings())
         now = self.backend.memory()
         return MemoryUse(taken, now.used, now.free)

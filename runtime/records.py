@@ -120,7 +120,7 @@ class ForecastAccuracy(Record):
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse(Record):
-    """After `capture`: bytes the recordings took, and the device's used and free bytes."""
+    """After `capture`: bytes the recordings took; bytes that this process uses, and free bytes."""
 
     event = "memory"
     recordings: int

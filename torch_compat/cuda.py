@@ -35,7 +35,10 @@ def nodes_captured() -> int:
 
 
 def clear_cublas_workspaces() -> None:
-    """Free the workspaces that cuBLAS holds for each stream, so that none is cached in a pool."""
+    """Free the workspaces that torch keeps for cuBLAS, one per handle and stream of the process.
+
+    The next matrix multiplication on a stream allocates one, in a capture in the graph's pool.
+    """
     torch._C._cuda_clearCublasWorkspaces()
 
 

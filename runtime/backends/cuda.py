@@ -70,6 +70,8 @@ class CudaCapture:
         self._device = device
         self._tracker = TensorTracker("CUDA", ownership)
         self._graph = torch.cuda.CUDAGraph()
+        # a graph writes to the workspace of its capture, so that must be allocated in the pool
+        clear_cublas_workspaces()
         try:
             self._graph.capture_begin(pool=pool.handle, capture_error_mode=_ERROR_MODE)
         except BaseException:
@@ -187,7 +189,9 @@ class CudaBackend:
 
     def memory(self) -> Memory:
         free, total = torch.cuda.mem_get_info(self._device)
-        return Memory(total - free, free)
+        # not total - free: other processes may use the device
+        used = torch.cuda.memory_reserved(self._device)
+        return Memory(used, free, max(0, total - free - used))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -18,10 +18,19 @@ from .ownership import Ownership
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes in use and bytes still free on the backend's device."""
+    """Bytes of the backend's device.
+
+    `used` by this process's tensors and graphs, cached memory included; `free` for any process;
+    `other`: taken by the driver and by other processes.
+    """
 
     used: int
     free: int
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.used + self.free + self.other
 
     @property
     def measured_free(self) -> int | None:

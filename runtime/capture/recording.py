@@ -45,8 +45,8 @@ class Recording:
     """What one capture produced: `replay()` runs its segments and overwrites its `outputs`.
 
     `graphs` own the pool's memory, `ownership` holds the tensors from outside that they read.
-    `metadata` is what it was captured with, until it is in use. `bytes` is by how much the device's
-    used memory grew.
+    `metadata` is what it was captured with, until it is in use. `bytes` is by how much the memory
+    grew that this process uses on the device.
     """
 
     __slots__ = (

@@ -127,8 +127,8 @@ def plan_memory(
 
     Bytes in use without an owner in the ledger, such as those of other processes, count as used.
     """
-    total = memory.used + memory.free
-    unowned = max(0, memory.used - ledger.total)
+    total = memory.total
+    unowned = max(0, memory.used - ledger.total) + memory.other
     owners = (Owner.WEIGHTS, Owner.STATIC_BUFFERS, Owner.WORKSPACES)
     other = unowned + sum(ledger.bytes(owner.value) for owner in owners)
     return MemoryPlan(

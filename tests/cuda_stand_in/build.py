@@ -16,6 +16,14 @@ HERE = Path(__file__).parent
 BUILT = HERE / "built"
 
 
+EXPORTS = """
+libcudart.so.13 { global: cuda*; __cuda*; cu[A-Z]*; stand_in_*; local: *; };
+libcublas.so.13 { global: cublas[A-KM-Z]*; };
+libcublasLt.so.13 { global: cublasLt*; };
+"""
+"""The versions that torch's libraries look for: a symbol of another version is not found."""
+
+
 def headers() -> Path:
     """The folder of CUDA headers that the triton wheel ships."""
     packages = Path(sysconfig.get_paths()["purelib"])
@@ -25,11 +33,17 @@ def headers() -> Path:
     return found
 
 
+def toolkit_headers() -> Path:
+    """The folder of headers of cuBLAS and of nvidia-cuda-cccl, which CUDA's own headers include."""
+    return Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "include")
+
+
 def build() -> None:
     BUILT.mkdir(exist_ok=True)
-    (BUILT / "exports").write_text("libcudart.so.13 { global: *; };\n")
+    (BUILT / "exports").write_text(EXPORTS)
     runtime, driver = BUILT / "libcudart.so.13", BUILT / "libcuda.so.1"
-    shared = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-Wall", f"-isystem{headers()}"]
+    shared = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-Wall"]
+    shared += [f"-isystem{headers()}", f"-isystem{toolkit_headers()}"]
     sources = [str(path) for path in sorted((HERE / "src").glob("*.cpp"))]
     names = [f"-Wl,-soname,{runtime.name}", f"-Wl,--version-script={BUILT / 'exports'}"]
     subprocess.check_call([*shared, *sources, "-o", str(runtime), *names, "-ldl", "-pthread"])

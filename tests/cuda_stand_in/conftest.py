@@ -31,3 +31,4 @@ def stand_in() -> Iterator[StandIn]:
     yield made
     made.clear_faults()
     made.limit_memory(limit)
+    made.poison_up_to(64 << 20)

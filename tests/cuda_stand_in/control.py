@@ -12,6 +12,8 @@ class StandIn:
         self._library = ctypes.CDLL("libcudart.so.13")
         self._library.stand_in_used.restype = ctypes.c_size_t
         self._library.stand_in_limit_memory.argtypes = [ctypes.c_size_t]
+        self._library.stand_in_poison_up_to.argtypes = [ctypes.c_size_t]
+        self._library.stand_in_other_process.argtypes = [ctypes.c_int, ctypes.c_longlong]
         self._library.stand_in_calls.restype = ctypes.c_long
 
     def inject(self, call: str, error: int, skip: int = 0) -> None:
@@ -27,6 +29,14 @@ class StandIn:
     def limit_memory(self, num_bytes: int) -> None:
         """Bytes of each device."""
         self._library.stand_in_limit_memory(num_bytes)
+
+    def poison_up_to(self, num_bytes: int) -> None:
+        """Larger blocks stay untouched, so that they take no memory of this machine."""
+        self._library.stand_in_poison_up_to(num_bytes)
+
+    def other_process(self, num_bytes: int, device: int = 0) -> None:
+        """Let another process take memory, or with a negative number give it back."""
+        self._library.stand_in_other_process(device, num_bytes)
 
     def calls(self, call: str) -> int:
         """How often an entry point was called."""

@@ -25,36 +25,46 @@ class Mutant(NamedTuple):
     file: str
     old: str
     new: str
+    tests: str
+    """The file of the tests that must notice it."""
     before: tuple[int, int] = (99, 0)
     """The torch version from which on torch itself does what the protection does."""
 
 
 CUDA = "runtime/backends/cuda.py"
+CAPTURES = "tests/cuda_stand_in/test_captures.py"
+MEMORY = "tests/cuda_stand_in/test_memory.py"
+STEPS = "tests/cuda_stand_in/test_steps.py"
+RUNTIME = "tests/runtime"
 MUTANTS = [
     Mutant(
         "no wait at the entry of a session",
         CUDA,
         "            self._stream.wait_stream(current)\n",
         "",
+        CAPTURES,
     ),
     Mutant(
         "no wait at the exit of a session",
         CUDA,
         "                current.wait_stream(self._stream)\n",
         "                pass\n",
+        CAPTURES,
     ),
-    Mutant("no anchor", CUDA, "if pool.anchor is None:", "if False:"),
+    Mutant("no anchor", CUDA, "if pool.anchor is None:", "if False:", RUNTIME),
     Mutant(
         "captures on the current device",
         CUDA,
         "self._device = torch.cuda.current_device() if index is None else index",
         "self._device = torch.cuda.current_device()",
+        CAPTURES,
     ),
     Mutant(
         "no recovery when a capture ends badly",
         CUDA,
         "            self._recover()\n            raise\n        return",
         "            raise\n        return",
+        CAPTURES,
         before=(2, 13),
     ),
     Mutant(
@@ -62,6 +72,7 @@ MUTANTS = [
         CUDA,
         "            self._graph.capture_end()\n        self._recover()\n",
         "            self._graph.capture_end()\n",
+        CAPTURES,
         before=(2, 13),
     ),
     Mutant(
@@ -69,42 +80,77 @@ MUTANTS = [
         CUDA,
         "if self._tracker.computed and not nodes:",
         "if False:",
+        CAPTURES,
     ),
     Mutant(
         "a pool keeps its memory",
         CUDA,
         "            pool.anchor.reset()\n            pool.anchor = None\n",
         "            pass\n",
+        MEMORY,
     ),
     Mutant(
         "probes keep their pool",
         "runtime/memory/forecast.py",
         "backend.release_pool(pool)",
         "backend.prepare()",
+        MEMORY,
     ),
     Mutant(
         "dummy batches leave cached memory",
         "runtime/capture/session.py",
         "                backend.trim()\n",
         "                pass\n",
+        MEMORY,
     ),
     Mutant(
         "tensors between segments are not held",
         "runtime/capture/recorder.py",
         "            self._session.hold(tensor)\n",
         "",
+        RUNTIME,
     ),
     Mutant(
         "a captured graph does not run once",
         "runtime/capture/recorder.py",
         "            replay()\n",
         "",
+        CAPTURES,
     ),
     Mutant(
         "tensors from outside are not held",
         "runtime/backends/ownership.py",
         "Found(tensor.detach(), ref(tensor), tensor.data_ptr())",
         "Found(tensor.new_empty(0), ref(tensor), tensor.data_ptr())",
+        RUNTIME,
+    ),
+    Mutant(
+        "a graph writes to a workspace outside of its pool",
+        CUDA,
+        "        clear_cublas_workspaces()\n        try:\n",
+        "        try:\n",
+        MEMORY,
+    ),
+    Mutant(
+        "memory of other processes counts as ours",
+        CUDA,
+        "used = torch.cuda.memory_reserved(self._device)",
+        "used = total - free",
+        MEMORY,
+    ),
+    Mutant(
+        "a plan gives away the memory of other processes",
+        "runtime/memory/ledger.py",
+        " + memory.other",
+        "",
+        MEMORY,
+    ),
+    Mutant(
+        "metadata is copied from pageable memory",
+        "tools/engine/metadata.py",
+        'if device.type == "cuda" else host',
+        "if False else host",
+        STEPS,
     ),
 ]
 
@@ -119,15 +165,14 @@ def copy_of_the_project(folder: Path) -> None:
     (folder / ".typing" / "piecegraph").symlink_to("..")
 
 
-def passes(folder: Path) -> bool:
+def passes(folder: Path, *tests: str) -> bool:
     run = [sys.executable, str(folder / HERE.relative_to(ROOT) / "run.py"), "-m", "pytest"]
-    options = ["-p", "tests.cuda_stand_in.plugin", "-m", "gpu and not slow", "-q", "-x"]
-    tests = ["tests/cuda_stand_in", "tests/runtime"]
+    options = ["-p", "tests.cuda_stand_in.plugin", "-m", "gpu and not slow", "-qx", "-W", "default"]
     environment = os.environ | {"PYTHONPATH": str(folder / ".typing"), "STAND_IN_DEVICES": "2"}
     command = [*run, *options, "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, timeout=300
+            command, cwd=folder, env=environment, capture_output=True, timeout=900
         )
     except subprocess.TimeoutExpired:
         return False
@@ -141,7 +186,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_of_the_project(folder)
-        if not passes(folder):
+        if not passes(folder, *{mutant.tests for mutant in mutants}):
             print("the tests fail without a mutant")
             return 1
         for mutant in mutants:
@@ -151,7 +196,7 @@ def main() -> int:
                 print(f"not found in {mutant.file}: {mutant.old!r}")
                 return 1
             path.write_text(source.replace(mutant.old, mutant.new, 1))
-            noticed = not passes(folder)
+            noticed = not passes(folder, mutant.tests)
             path.write_text(source)
             print(f"{'noticed ' if noticed else 'SURVIVED'}  {mutant.what}", flush=True)
             survivors += [] if noticed else [mutant.what]

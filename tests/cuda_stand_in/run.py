@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from pathlib import Path
 
-from build import BUILT, headers
-
-CCCL = Path(sysconfig.get_paths()["purelib"], "nvidia", "cu13", "include")
-"""Headers of the wheel nvidia-cuda-cccl, which CUDA's own headers include."""
+from build import BUILT, headers, toolkit_headers
 
 COMMAND = """
 import os, sys
@@ -40,7 +36,7 @@ def main() -> None:
         "LD_PRELOAD": preload,
         "LD_LIBRARY_PATH": str(BUILT),
         "LIBRARY_PATH": str(BUILT),  # AOTInductor links with -lcuda
-        "CPATH": os.pathsep.join(map(str, [headers(), CCCL])),
+        "CPATH": os.pathsep.join(map(str, [headers(), toolkit_headers()])),
         "PYTHONPATH": path,
     }
     os.execve(sys.executable, [sys.executable, *arguments], environment)

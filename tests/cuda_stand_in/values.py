@@ -11,7 +11,8 @@ import ctypes
 import itertools
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ errors: list[BaseException] = []
 """What host functions raised. A kernel has no caller to raise to; tests look here."""
 
 _bodies: dict[int, Callable[[], None]] = {}
+_computing = True
 _keys = itertools.count(1)
 
 
@@ -44,11 +46,26 @@ _host_function = _HOST_FUNCTION(_run)
 def on_stream(name: str, body: Callable[[], None]) -> None:
     """Submit `body` to the current stream, where a kernel called `name` would run."""
     key = next(_keys)
-    _bodies[key] = body  # kept for good: a graph may run it again
+    _bodies[key] = body if _computing else _nothing  # kept for good: a graph may run it again
     stream = torch.cuda.current_stream().cuda_stream
     status = cudart.cudaLaunchHostFunc(stream, _host_function, key)
     if status:
         raise torch.AcceleratorError(f"CUDA error {status} in {name}")
+
+
+def _nothing() -> None:
+    pass
+
+
+@contextmanager
+def without_computing() -> Iterator[None]:
+    """Kernels are launched and do nothing: for models of which only the memory is of interest."""
+    global _computing
+    _computing = False
+    cudart.stand_in_compute(False)
+    yield
+    _computing = True
+    cudart.stand_in_compute(True)
 
 
 class Address:
@@ -221,7 +238,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             late = source.is_pinned() and (non_blocking or capturing)  # read when the copy runs
             held = source if late else source.clone()
             on_stream("copy to the device", lambda: _copy(to.on_cpu(), held))
-            if source.is_pinned() and not late:
+            if not (non_blocking or capturing):
                 stream.synchronize()
         else:
             origin = Address(source)
@@ -258,12 +275,18 @@ NATIVE = (
     "_local_scalar_dense",
     "item",
     "copy_",
+    "mm",
+    "addmm",
+    "_addmm_activation",
+    "bmm",
+    "baddbmm",
     "_foreach_copy_",
     "_fused_sdp_choice",
     "_efficientzerotensor",
     "empty_quantized",
 )
-"""Ops whose own CUDA implementation launches no kernel, or only copies, and is not replaced."""
+"""Ops whose own CUDA implementation launches no kernel, only copies, or only calls cuBLAS, and is
+not replaced."""
 
 
 def install() -> torch.library.Library:

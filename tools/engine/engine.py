@@ -18,7 +18,7 @@ import torch
 
 from ... import Batch, PreparedModel
 from .kv_cache import Defragmenter
-from .metadata import MetadataBuffers
+from .metadata import MetadataBuffers, staged
 from .sampler import Sampler
 from .scheduler import Request, Schedule, Scheduler
 
@@ -143,10 +143,9 @@ class Engine:
         spans = [(share, slice(share.start, share.context_len)) for share in schedule.shares]
         ids = [token for share, span in spans for token in share.request.tokens[span]]
         positions = [position for _, span in spans for position in range(span.start, span.stop)]
-        return (
-            torch.tensor(ids, dtype=torch.int64, device=self.device),
-            torch.tensor(positions, dtype=torch.int64, device=self.device),
-        )
+        host = torch.tensor([ids, positions], dtype=torch.int64)
+        on_device = staged(host, self.device).to(self.device, non_blocking=True)
+        return on_device[0], on_device[1]
 
     def _sample(self, schedule: Schedule, hidden: torch.Tensor) -> list[int]:
         """Next tokens of the shares that sample, from their last rows only."""

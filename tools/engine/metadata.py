@@ -112,6 +112,13 @@ class MetadataBuffers:
             (self.seq_lens, self._host_lens),
         )
         slots, table, lens = (
-            device[:rows].copy_(torch.from_numpy(host[:rows])) for device, host in pairs
+            buffer[:rows].copy_(staged(torch.from_numpy(host[:rows]), buffer.device), True)
+            for buffer, host in pairs
         )
         return AttentionMetadata(decode, slots, table, lens, query_lens, context_lens)
+
+
+def staged(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`host`, or for a GPU a pinned copy of it: a non-blocking copy to the device can read it after
+    `host` was reused. torch keeps pinned memory until the device has read it."""
+    return host.pin_memory() if device.type == "cuda" else host

@@ -14,7 +14,6 @@ namespace {
 
 constexpr unsigned char kFresh = 0xCB;
 constexpr unsigned char kFreed = 0xFD;
-constexpr size_t kPoisonLimit = size_t(64) << 20;  // larger blocks stay untouched, and cost no memory
 
 void* reserve(size_t size) {
   void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE,
@@ -35,7 +34,7 @@ cudaError_t allocate(void** pointer, size_t size, Block::Kind kind, const char* 
   void* memory = reserve(size);
   if (!memory) return failed(cudaErrorMemoryAllocation, call);
   if (on_device) s.used[device] += size;
-  if (size <= kPoisonLimit) memset(memory, kFresh, size);
+  if (size <= s.poison_limit) memset(memory, kFresh, size);
   s.blocks[static_cast<char*>(memory)] = {size, kind, device};
   *pointer = memory;
   return cudaSuccess;
@@ -49,12 +48,15 @@ cudaError_t release(void* pointer, const char* call) {
   if (!pointer) return cudaSuccess;
   if (prohibited(call)) return failed(cudaErrorStreamCaptureUnsupported, call);
   auto found = s.blocks.find(static_cast<char*>(pointer));
-  if (found == s.blocks.end()) return failed(cudaErrorInvalidValue, call);
+  if (found == s.blocks.end() || found->second.freed) return failed(cudaErrorInvalidValue, call);
+  found->second.freed = true;
   Block block = found->second;
-  s.blocks.erase(found);
   if (block.kind == Block::kDevice) s.used[block.device] -= block.size;
+  bool poisoned = block.size <= s.poison_limit;
   submit_last(block.device, [=] {
-    if (block.size <= kPoisonLimit) memset(pointer, kFreed, block.size);
+    Lock lock(state().mutex);
+    state().blocks.erase(static_cast<char*>(pointer));
+    if (poisoned) memset(pointer, kFreed, block.size);
     munmap(pointer, block.size);
   });
   return cudaSuccess;
@@ -198,7 +200,7 @@ EXPORT cudaError_t cudaDeviceSynchronize() {
   int device = current_device();
   if (meets_capture(device)) return failed(cudaErrorStreamCaptureUnsupported, "cudaDeviceSynchronize");
   finish_device(lock, device);
-  return cudaSuccess;
+  return state().broken == cudaSuccess ? cudaSuccess : failed(state().broken, "cudaDeviceSynchronize");
 }
 
 EXPORT cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
@@ -217,6 +219,7 @@ EXPORT const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorMemoryAllocation: return "out of memory";
     case cudaErrorNotReady: return "device not ready";
     case cudaErrorNotSupported: return "operation not supported by the stand-in";
+    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
     case cudaErrorLaunchFailure: return "unspecified launch failure";
     case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
     case cudaErrorStreamCaptureInvalidated: return "operation failed due to a previous error during capture";

@@ -166,6 +166,7 @@ EXPORT void stand_in_inject(const char* call, int error, int skip) {
 EXPORT void stand_in_clear_faults() {
   Lock lock(state().mutex);
   state().faults.clear();
+  state().broken = cudaSuccess;
 }
 
 EXPORT void stand_in_seed(unsigned long long seed) {
@@ -176,6 +177,22 @@ EXPORT void stand_in_seed(unsigned long long seed) {
 EXPORT void stand_in_limit_memory(size_t bytes) {
   Lock lock(state().mutex);
   state().memory_limit = bytes;
+}
+
+EXPORT void stand_in_compute(bool computing) {
+  Lock lock(state().mutex);
+  state().computing = computing;
+}
+
+EXPORT void stand_in_poison_up_to(size_t bytes) {
+  Lock lock(state().mutex);
+  state().poison_limit = bytes;
+}
+
+// Memory that another process takes, or with a negative number gives back.
+EXPORT void stand_in_other_process(int device, long long bytes) {
+  Lock lock(state().mutex);
+  state().used[device] += bytes;
 }
 
 EXPORT long stand_in_calls(const char* call) {

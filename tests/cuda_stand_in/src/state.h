@@ -94,6 +94,7 @@ struct Block {
   size_t size = 0;
   Kind kind = kUnknown;
   int device = 0;
+  bool freed = false;  // but not unmapped, for submitted work may use it
 };
 
 // ---- everything
@@ -108,9 +109,11 @@ struct State {
   std::condition_variable finished;
   std::mt19937_64 random;
   bool log = false;
+  bool computing = true;  // otherwise multiplications do nothing, as kernels
 
   int num_devices = 1;
   size_t memory_limit = 0;
+  size_t poison_limit = size_t(64) << 20;  // larger blocks stay untouched, and cost no memory
   size_t used[kMaxDevices] = {};
   std::map<char*, Block> blocks;
 
@@ -123,6 +126,7 @@ struct State {
   std::unordered_map<const void*, std::string> kernels;
   std::map<std::string, long> calls;
   std::map<std::string, Fault> faults;
+  cudaError_t broken = cudaSuccess;  // a kernel failed: every later wait returns this
 };
 
 State& state();

@@ -117,7 +117,7 @@ EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   if (stream == &state().legacy[stream->device])
     for (auto* other : std::set<Stream*>(state().streams))
       if (other->blocking && other->device == stream->device) finish(lock, other->last);
-  return cudaSuccess;
+  return state().broken == cudaSuccess ? cudaSuccess : failed(state().broken, "cudaStreamSynchronize");
 }
 
 EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle) {

@@ -54,6 +54,13 @@ def test_w17_graphs_are_taken_off_once_and_utilizations_agree() -> None:
     assert added.kv_cache == pytest.approx(without.kv_cache, abs=1)
 
 
+def test_what_other_processes_use_is_left_to_them() -> None:
+    ledger = MemoryLedger()
+    ledger.state(Owner.WEIGHTS, 300)
+    plan = plan_memory(Memory(used=300, free=500, other=200), ledger, graphs=0, utilization=0.9)
+    assert (plan.total, plan.other, plan.kv_cache) == (1000, 500, 400)
+
+
 def test_a_device_that_is_too_small_leaves_nothing() -> None:
     ledger = MemoryLedger()
     ledger.state(Owner.WEIGHTS, 2000)
