@@ -73,6 +73,8 @@ class Events:
         self.counters: Counter[str] = Counter()
         self.dropped = 0
         self.listeners: list[Callable[[Event], None]] = []
+        self.phase_listeners: list[Callable[[str], None]] = []
+        """Called with the name of a phase of the startup when it begins."""
         self._lock = threading.Lock()
         self._open: threading.local = parent._open if parent is not None else threading.local()
 
@@ -120,6 +122,8 @@ class Events:
         start = time.perf_counter() - self.began
         span = Span(name, start, 0.0, depth, facts, phase=level >= logging.INFO)
         self._begin(span)
+        for listener in tuple(self.phase_listeners) if span.phase else ():
+            listener(name)
         try:
             yield span
         finally:

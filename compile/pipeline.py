@@ -26,7 +26,7 @@ from .ir.compilation import BundleOutcome, CompileRequest
 from .ir.config import BundleUse
 from .lower.compiled_model import CompiledModel, bind
 from .lower.eager_model import eager_model
-from .warm import Loaded, load_bundle, ranks_agree
+from .warm import Loaded, NoBundle, load_bundle, ranks_agree
 
 CACHE_OFF = "the cache is off"
 
@@ -42,15 +42,38 @@ def compile_model(request: CompileRequest) -> CompiledModel:
             request.record_bundle(BundleOutcome(hit=False, reason="compile is off"))
             return eager_model(request)
         compiler = _compiler(request)
-        if compiler.load is None:
-            reason = f"compiler {compiler.name!r} keeps no artifacts"
-            return _without_bundle(
-                request, compiler, reason if request.cache.enabled else CACHE_OFF
-            )
-        key = trace_key(request.model, request.config, request.device, request.examples)
-        if undescribable := obstacle(key):
-            return _without_bundle(request, compiler, f"not cacheable: {undescribable}")
+        key = _bundle_key(request, compiler)
+        if isinstance(key, str):
+            return _without_bundle(request, compiler, key)
         return _with_bundle(request, compiler, key)
+
+
+def find_model(request: CompileRequest) -> CompiledModel | NoBundle | str:
+    """The model from its bundle, or that there is none yet, or why its code cannot be stored.
+
+    Compiles nothing. Raises BundleMissing and RankLost as `compile_model` does.
+    """
+    with _gc_paused():
+        compiler = _compiler(request)
+        key = _bundle_key(request, compiler)
+        if isinstance(key, str):
+            return key
+        found = ranks_agree(request, key, load_bundle(request, key, compiler))
+    if isinstance(found, Loaded):
+        return found.compiled
+    if request.config.bundle is BundleUse.FORCE:
+        raise BundleMissing(model=type(request.model).__qualname__, reason=found)
+    return NoBundle(request, key, compiler)
+
+
+def _bundle_key(request: CompileRequest, compiler: Compiler) -> Key | str:
+    """The key of the model's bundles, or why none can be stored."""
+    if compiler.load is None:
+        reason = f"compiler {compiler.name!r} keeps no artifacts"
+        return reason if request.cache.enabled else CACHE_OFF
+    key = trace_key(request.model, request.config, request.device, request.examples)
+    undescribable = obstacle(key)
+    return f"not cacheable: {undescribable}" if undescribable else key
 
 
 def _with_bundle(request: CompileRequest, compiler: Compiler, key: Key) -> CompiledModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..cache import Entry, Key
@@ -14,7 +14,14 @@ from .backends.inductor import load_library
 from .backends.registry import Compiler
 from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle
 from .bundle.provenance import num_conditions
-from .ir.compilation import LIBRARY, BundleOutcome, CompileRequest, PieceFn, kernels
+from .ir.compilation import (
+    LIBRARY,
+    BundleOutcome,
+    CompileRecords,
+    CompileRequest,
+    PieceFn,
+    kernels,
+)
 from .lower.compiled_model import CompiledModel, bind
 from .lower.report_plan import report_lookup, report_plan
 
@@ -79,6 +86,27 @@ def ranks_agree(request: CompileRequest, key: Key, found: Loaded | str) -> Loade
         if plans.setdefault(other["key"], other["plan"]) != other["plan"]:
             return _refused(request, f"rank {rank} has another plan under the same key")
     return found
+
+
+@dataclass(frozen=True)
+class NoBundle:
+    """A model that has no bundle yet, and what is needed to load one that is stored later."""
+
+    request: CompileRequest
+    key: Key
+    compiler: Compiler
+
+    def load(self) -> Loaded | str:
+        """The bundle of this rank, or why there is still none."""
+        return load_bundle(self._apart(), self.key, self.compiler)
+
+    def agree(self, own: Loaded) -> Loaded | str:
+        """`own` if all ranks have loaded the same plan, else the reason."""
+        return ranks_agree(self._apart(), self.key, own)
+
+    def _apart(self) -> CompileRequest:
+        """The records of the start, which had no bundle, stay as they are."""
+        return replace(self.request, records=CompileRecords())
 
 
 def _load(

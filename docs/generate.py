@@ -20,7 +20,7 @@ SETTINGS = {
     "Tracing and compiling": (
         "level", "compile", "compiler", "dynamic_shapes", "guards", "broken_guard",
         "compile_ranges", "compile_sizes", "dedupe", "use_inductor_graph_partition",
-        "inductor_options", "pass_switches", "user_passes", "dump_dir",
+        "inductor_options", "pass_switches", "user_passes", "dump_dir", "cold",
     ),
     "Dispatch": (
         "query_len", "query_lens", "speculation_schedule", "max_loras", "lora_graphs", "axes",

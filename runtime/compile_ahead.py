@@ -8,8 +8,8 @@ from ..compile.ahead import compile_ahead as build
 from ..compile.ir.compilation import ExampleArguments
 from ..events import Events
 from .config import Config
-from .prepare import compile_request
 from .records import Records
+from .request import compile_request
 from .strategy.monitors import allow_compilation
 from .switches import resolve_config
 

@@ -51,6 +51,13 @@ class AfterSeal(StrEnum):
     RAISE = "raise"
 
 
+class ColdStart(StrEnum):
+    """What a start without a bundle does: it compiles, or serves and compiles in a child."""
+
+    COMPILE = "compile"
+    SERVE = "serve"
+
+
 class BrokenGuard(StrEnum):
     """What a step does for sizes that break a guard."""
 
@@ -124,6 +131,10 @@ class Config(CompileConfig):
     )
     """With `guards="check"`, what a step does for sizes that break a guard: raise GuardBroken
     (`"error"`), or run the model itself (`"eager"`)."""
+
+    cold: Annotated[ColdStart, exempt("when code is compiled, not which code")] = ColdStart.COMPILE
+    """A start without a bundle compiles first (`"compile"`), or serves the model uncompiled at once
+    and switches when a child process has compiled it (`"serve"`); see docs/starts.md."""
 
     graph_mode: Annotated[GraphMode | None, SERVING] = None
     """`"NONE"`, `"PIECEWISE"`, `"FULL"`, `"FULL_DECODE_ONLY"` or `"FULL_AND_PIECEWISE"`; `None`

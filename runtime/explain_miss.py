@@ -14,8 +14,8 @@ from ..compile.bundle.key_factors import trace_key
 from ..compile.ir.compilation import ExampleArguments
 from .config import Config
 from .open_cache import cache_root
-from .prepare import compile_request
 from .records import Records
+from .request import compile_request
 from .switches import resolve_config
 
 

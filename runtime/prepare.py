@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,21 +12,22 @@ import torch
 from ..compile.ir.compilation import CompileRequest, ExampleArguments
 from ..compile.ir.config import TOKENS
 from ..compile.lower.compiled_model import CompiledModel
-from ..compile.pipeline import compile_model
-from ..dispatch import Dispatcher, Histogram, PaddingLimit
+from ..compile.lower.eager_model import eager_model, uncompiled_model
+from ..compile.pipeline import compile_model, find_model
+from ..dispatch import Dispatcher, DispatchPlan, Histogram, PaddingLimit, ResolvedMode
 from ..errors import AutocastActive, InvalidSetting
 from ..events import Events
-from ..torch_compat.modules import original_module
 from ..torch_compat.tensors import is_autocast_enabled
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
+from .background import Background, Factory
 from .capture.dummy_batch import model_state, preserve_contents, preserve_rng_state
-from .config import Config, without_tokens
-from .open_cache import open_cache
+from .config import ColdStart, Config, without_tokens
 from .policy import dispatch_plan, resolve_graph_mode
-from .prepared_model import Engine, Policy, PreparedModel, Services
+from .prepared_model import Behind, Engine, Policy, PreparedModel, Services
 from .records import Records, RowsMixed
 from .report import mode_reasons
+from .request import compile_request
 from .step.row_mixing import find_mixed_rows
 from .strategy.monitors import allow_compilation
 from .strategy.ranks import Ranks
@@ -42,6 +44,7 @@ def prepare(
     events: Events | None = None,
     ranks: Ranks | None = None,
     input_buffers: Mapping[str, torch.Tensor] | None = None,
+    factory: Factory | None = None,
 ) -> PreparedModel:
     """Compile `model`, or load it from the cache, and make it ready to capture and to serve.
 
@@ -51,6 +54,8 @@ def prepare(
     `events` is given the events of this model.
     `input_buffers` are inputs that the engine keeps in one place, at their largest size: steps are
     given their first rows, nothing is copied, and a graph replays on them.
+    `factory` makes the same model in another process, for `Config(cold="serve")` on a device; its
+    weights may be on the meta device.
     Graphs are captured by `PreparedModel.capture`.
 
     Raises a PiecegraphError that names the problem with the model or the settings.
@@ -79,32 +84,62 @@ def prepare(
             plan_digest=plan.digest,
         )
         request = compile_request(model, config, records, examples, ranks)
-        compiled = compile_model(request)
-    lows = [symbol.low for symbol in compiled.plan.symbols if symbol.label == TOKENS]
-    if not lows:
-        raise without_tokens(config)
-    if lows[0] > 1:
-        plan = plan.without_sizes_below(lows[0])
-    device = request.device
-    if (
-        plan.entries
-        and config.padding_limit != NO_PADDING
-        and _mixes_rows(compiled, device, records)
-    ):
-        unpadded = dispatch_plan(resolved.mode, config.changed(padding_limit=NO_PADDING))
-        plan = unpadded.without_sizes_below(lows[0]) if lows[0] > 1 else unpadded
+        policy_of = partial(_policy, config, plan, resolved, request.device, records)
+        compiled, behind = _start(request, config, records, factory, policy_of)
     return PreparedModel(
         compiled,
         config,
-        Policy(resolved, Dispatcher(plan, histogram=Histogram())),
+        policy_of(compiled),
         Engine(layers or {}, input_buffers or {}, ranks),
         Services(
-            backend or choose_backend(config.backend_for(device.type), device),
-            device,
+            backend or choose_backend(config.backend_for(request.device.type), request.device),
+            request.device,
             request.cache,
             records,
         ),
+        behind,
     )
+
+
+def _start(
+    request: CompileRequest,
+    config: Config,
+    records: Records,
+    factory: Factory | None,
+    policy_of: Callable[[CompiledModel], Policy],
+) -> tuple[CompiledModel, Behind | None]:
+    """The compiled model, or the uncompiled one and what compiles it."""
+    if config.cold is ColdStart.COMPILE or not config.compile:
+        return compile_model(request), None
+    found = find_model(request)
+    if isinstance(found, CompiledModel):
+        return found, None
+    if isinstance(found, str):
+        records.events.emit("background.impossible", level=logging.WARNING, reason=found)
+        return compile_model(request), None
+    uncompiled = uncompiled_model(request)
+    background = Background(found, config, records, factory, request.exchange)
+    return uncompiled, Behind(background, policy_of, partial(eager_model, request))
+
+
+def _policy(
+    config: Config,
+    plan: DispatchPlan,
+    resolved: ResolvedMode,
+    device: torch.device,
+    records: Records,
+    compiled: CompiledModel,
+) -> Policy:
+    """The dispatch policy for compiled code: without sizes it cannot run or must not pad to."""
+    lows = [symbol.low for symbol in compiled.plan.symbols if symbol.label == TOKENS]
+    if not lows:
+        raise without_tokens(config)
+    plan = plan.without_sizes_below(lows[0])
+    pads = bool(plan.entries) and config.padding_limit != NO_PADDING
+    if pads and _mixes_rows(compiled, device, records):
+        unpadded = dispatch_plan(resolved.mode, config.changed(padding_limit=NO_PADDING))
+        plan = unpadded.without_sizes_below(lows[0])
+    return Policy(resolved, Dispatcher(plan, histogram=Histogram()))
 
 
 NO_PADDING = PaddingLimit(tokens=0)
@@ -117,39 +152,3 @@ def _mixes_rows(compiled: CompiledModel, device: torch.device, records: Records)
     for mixed in found:
         records.add(RowsMixed(mixed.piece, mixed.result, mixed.where))
     return bool(found)
-
-
-def compile_request(
-    model: torch.nn.Module,
-    config: Config,
-    records: Records,
-    examples: ExampleArguments | None,
-    ranks: Ranks | None = None,
-) -> CompileRequest:
-    """What to compile, and with what: `config` as `resolve_config`, the model's device, the cache.
-
-    Raises InvalidSetting for what is no model.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise InvalidSetting(
-            name="model",
-            value=model,
-            reason="it is a class" if isinstance(model, type) else "it is no torch.nn.Module",
-            expected="an instance of torch.nn.Module, and for a function one that calls it",
-        )
-    model = original_module(model)
-    if _device(model).type == "meta":
-        raise InvalidSetting(
-            name="model",
-            value=type(model).__name__,
-            reason="its weights are on the meta device, where they have no values",
-            expected="a model with weights: model.to_empty(device=...), then load_state_dict",
-        )
-    exchange = ranks.exchange if ranks is not None else None
-    cache, events, device = open_cache(config, records.events), records.events, _device(model)
-    return CompileRequest(model, config, cache, events, device, examples, exchange, records.compile)
-
-
-def _device(model: torch.nn.Module) -> torch.device:
-    tensors = [*model.parameters(), *model.buffers()]
-    return tensors[0].device if tensors else torch.device("cpu")

@@ -35,19 +35,20 @@ from ..errors import (
 )
 from ..torch_compat.tensors import is_autocast_enabled, is_grad_enabled, set_grad_enabled
 from .backends.protocol import GraphBackend
+from .background import Background
 from .capture.captured_graphs import CapturedGraph, CapturedGraphs
 from .capture.dummy_batch import MetadataFor
 from .capture.recording import Recording
 from .config import BrokenGuard, Config
 from .memory.ledger import MemoryLedger, MemoryPlan, opening_ledger, plan_memory
-from .records import CaptureFailure, CaptureRecord, MemoryUse, Records
+from .records import CaptureFailure, CaptureRecord, MemoryUse, Records, Switched
 from .report import build_report
 from .step.binding import Bind, binder, packer
 from .step.forward_context import CURRENT, ForwardContext, forward_context
-from .step.static_inputs import allocate_inputs
+from .step.static_inputs import StaticInputs, allocate_inputs
 from .step.usage import Usage
 from .strategy.capturer import Capturer
-from .strategy.monitors import Monitor
+from .strategy.monitors import Monitor, allow_compilation
 from .strategy.ranks import Ranks, single_rank, start_facts
 from .strategy.warmup import (
     AuxiliaryTask,
@@ -64,6 +65,19 @@ class Policy:
 
     resolved: ResolvedMode
     dispatcher: Dispatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """A model that is served uncompiled while `background` compiles it.
+
+    `policy_of` gives the policy for its code. `with_form` is the uncompiled model with the form of
+    its result, which only padding needs and which takes long to find.
+    """
+
+    background: Background
+    policy_of: Callable[[CompiledModel], Policy]
+    with_form: Callable[[], CompiledModel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,33 +115,18 @@ class PreparedModel:
         policy: Policy,
         engine: Engine,
         services: Services,
+        behind: Behind | None = None,
     ) -> None:
-        dispatcher, forward = policy.dispatcher, compiled.model.forward
         self.config = config
-        self.resolved = policy.resolved
-        self.dispatcher = dispatcher
         self.backend = services.backend
         self.records = services.records
         self.events = services.records.events
-        self.usage = Usage(dispatcher.plan)
         self._cache = services.cache
-        self._bind: Bind = binder(compiled.plan, inspect.signature(forward))
-        self._pack = packer(compiled.plan)
-        self._eager = forward if config.broken_guard is BrokenGuard.EAGER else None
-        self._context = ForwardContext(engine.layers)
-        inputs = allocate_inputs(compiled, config, services.device, engine.input_buffers)
-        self._graphs = CapturedGraphs(
-            compiled, config, dispatcher, self.backend, inputs, self._context, self.records
-        )
-        self._captured = self._graphs.captured
-        self._token_symbol = [symbol.label for symbol in compiled.plan.symbols].index(TOKENS)
-        self._min_num_tokens = compiled.plan.symbols[self._token_symbol].low
-        self.ledger = opening_ledger(compiled, inputs)
+        self._device = services.device
         self._ranks = engine.ranks
-        exchange = engine.ranks.exchange if engine.ranks else single_rank
-        self._capturer = Capturer(
-            config, dispatcher, self.backend, self.records, self._graphs, exchange
-        )
+        self._input_buffers = engine.input_buffers
+        self._exchange = engine.ranks.exchange if engine.ranks else single_rank
+        self._context = ForwardContext(engine.layers)
         self._monitor = Monitor(config.after_seal, self.records, self.backend, self._context)
         # a dropped model must not be watched for; the monitor does not refer to the model
         weakref.finalize(self, self._monitor.stop).atexit = False
@@ -138,6 +137,45 @@ class PreparedModel:
         options = getattr(self.backend, "options", None)
         self._poisons = bool(getattr(options, "poison_old_results", False))
         self._last_graph: CapturedGraph | None = None
+        self.usage = Usage(policy.dispatcher.plan)
+        self._behind = behind
+        self._with_form = None if behind is None else behind.with_form
+        self.ledger = opening_ledger(compiled, self._use(compiled, policy))
+        self._captures_after_switch = False
+        if behind is not None:
+            self._stop_background = weakref.finalize(self, behind.background.stop)
+
+    def _use(self, compiled: CompiledModel, policy: Policy) -> StaticInputs:
+        """Run steps with `compiled`, so far without graphs; returns the static inputs."""
+        forward = compiled.model.forward
+        inputs = allocate_inputs(compiled, self.config, self._device, self._input_buffers)
+        self.resolved = policy.resolved
+        self.dispatcher = policy.dispatcher
+        self._bind: Bind = binder(compiled.plan, inspect.signature(forward))
+        self._pack = packer(compiled.plan)
+        self._eager = forward if self.config.broken_guard is BrokenGuard.EAGER else None
+        self._token_symbol = [symbol.label for symbol in compiled.plan.symbols].index(TOKENS)
+        self._min_num_tokens = compiled.plan.symbols[self._token_symbol].low
+        shared = self.config, policy.dispatcher, self.backend
+        self._graphs = CapturedGraphs(compiled, *shared, inputs, self._context, self.records)
+        self._captured = self._graphs.captured
+        self._capturer = Capturer(*shared, self.records, self._graphs, self._exchange)
+        self._capturer.active = (
+            self._behind is not None
+        )  # steps look whether compiled code is ready
+        return inputs
+
+    def _replace(self, compiled: CompiledModel, policy: Policy) -> None:
+        """Run steps with `compiled` from now on; no graph was captured so far."""
+        before = self._graphs
+        self._use(compiled, policy)
+        self._graphs.follow(before)
+
+    def _find_form(self) -> None:
+        """Find the form of the uncompiled model's result, if it is not known."""
+        if self._with_form is not None:
+            self._replace(self._with_form(), Policy(self.resolved, self.dispatcher))
+            self._with_form = None
 
     def __call__(self, *args: Any, batch: Batch, metadata: Any = None, **kwargs: Any) -> Any:
         """Dispatch and run one step.
@@ -175,6 +213,10 @@ class PreparedModel:
                 idle.steps += 1
             else:
                 modes = allowed_modes, excluded_modes
+                if self._behind is not None:
+                    if self._switch_if_ready(self._behind, self._behind.background.poll()):
+                        decision = self.dispatcher.decide(batch, *modes)
+                    return decision
                 if capturer.before_step(batch, decision, *modes):
                     decision = self.dispatcher.decide(batch, *modes)
                 if not self._capturer.active:
@@ -219,6 +261,7 @@ class PreparedModel:
             results: Sequence[Any]
             if captured is None:
                 if num_tokens < self._min_num_tokens:
+                    self._find_form()
                     results = self._graphs.run_padded(tensors, sizes)
                 else:
                     results = self._graphs.run(tensors)
@@ -254,6 +297,38 @@ class PreparedModel:
         self.usage.count_eager(num_tokens)
         return results
 
+    def wait_until_compiled(self, timeout_s: float | None = None) -> bool:
+        """With `cold="serve"`: wait for the compiled code, and switch to it.
+
+        Returns whether compiled code serves now: False after `timeout_s`, and where the model
+        cannot be compiled, for which the report has the reason. With several ranks all must make
+        the same call.
+        """
+        self._must_be_open()
+        if self._behind is not None:
+            self._switch_if_ready(self._behind, self._behind.background.wait(timeout_s))
+        return self.compiled.traced
+
+    def _switch_if_ready(self, behind: Behind, compiled: CompiledModel | None) -> bool:
+        """Between two steps: serve `compiled`, if there is one, and capture by the strategy."""
+        if compiled is not None or behind.background.over:
+            self._stop_background()
+            self._behind, self._capturer.active = None, False
+        if compiled is None:
+            return False
+        with allow_compilation(), self.events.span("switch") as span:
+            policy = behind.policy_of(compiled)
+            if policy.dispatcher.plan.digest == self.dispatcher.plan.digest:
+                policy = Policy(self.resolved, self.dispatcher)
+            self.usage.follow(policy.dispatcher.plan)
+            self._replace(compiled, policy)
+            self._with_form = None
+            if self._captures_after_switch:
+                self._capturer.startup(serving=True)
+        seconds, steps = behind.background.seconds, behind.background.steps
+        self.records.add(Switched(seconds, steps, span.seconds * 1000))
+        return True
+
     def capture(
         self,
         metadata_for: MetadataFor | None = None,
@@ -264,14 +339,19 @@ class PreparedModel:
 
         Without `metadata_for` the function given last is used, as in every method that captures.
         `progress` is called after each capture. A capture that fails is reported, and batches of
-        its size run without a graph. Raises AllCapturesFailed if there is no graph after it,
-        CaptureAfterSeal, and LayerMissing or MetadataFailed if a dummy batch lacks what ops need.
+        its size run without a graph. While the model is served uncompiled nothing is captured:
+        that follows when it switches to compiled code. Raises AllCapturesFailed if there is no
+        graph after it, CaptureAfterSeal, and LayerMissing or MetadataFailed if a dummy batch lacks
+        what ops need.
         """
         if self._sealed:
             raise CaptureAfterSeal(name="the startup set")
         self._make_ready(metadata_for)
         if self._ranks:
             self._ranks.agree("start", start_facts(self.config, self.dispatcher.plan))
+        if self._behind is not None:
+            self._captures_after_switch = True
+            return
         before = len(self.records.of(CaptureFailure))
         with self.events.span("capture", level=logging.INFO):
             self._capturer.startup(progress)
@@ -313,6 +393,7 @@ class PreparedModel:
         LayerMissing and MetadataFailed as `capture` does.
         """
         self._make_ready(metadata_for)
+        self._find_form()
         graphs, margin = self._capturer.expected_bytes()
         ledger = self._stated_ledger()
         return plan_memory(self.backend.memory(), ledger, graphs, utilization, margin)
@@ -342,9 +423,12 @@ class PreparedModel:
     def capture_idle(self, budget_ms: float) -> int:
         """Capture for at most `budget_ms` what DELAYED or LAZY still want; returns how many.
 
-        For an engine that is idle. With several ranks all must make the same call.
+        For an engine that is idle. With several ranks all must make the same call. With
+        `cold="serve"` it also switches to compiled code that is ready.
         """
-        return self._capturer.idle(budget_ms)
+        if self._behind is not None:
+            self._switch_if_ready(self._behind, self._behind.background.poll())
+        return 0 if self._behind is not None else self._capturer.idle(budget_ms)
 
     def seal(self) -> None:
         """From now on nothing compiles, and only the strategy captures."""
@@ -385,6 +469,8 @@ class PreparedModel:
             self._graphs.remove(graph_index)
         self.ledger.state_pools(dict.fromkeys(self._capturer.memory.by_mode, 0))
         self._capturer.begin()
+        self._capturer.active = self._behind is not None
+        self._captures_after_switch = False
         self._monitor.stop()
         self._sealed = False
 
@@ -393,6 +479,9 @@ class PreparedModel:
         if not self._closed:
             self.events.emit("dispatch", rows=self.usage.rows(), reasons=self.usage.reasons())
             self.release()
+            if self._behind is not None:
+                self._stop_background()
+            self._behind = self._with_form = None
             self._closed = True
             self._bind = _refuse
             self._eager = self._last_graph = None

@@ -150,6 +150,39 @@ class RowsMixed(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class BackgroundPhase(Record):
+    """What the child that compiles is doing, `seconds` after the start."""
+
+    event = "background"
+    level = logging.INFO
+    phase: str
+    attempt: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundFailure(Record):
+    """A child did not compile the model; if it is `final`, the model is served uncompiled."""
+
+    event = "background.failed"
+    level = logging.WARNING
+    attempt: int
+    reason: str
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Switched(Record):
+    """Compiled code serves: `steps` ran uncompiled, and the switch took `ms` between two."""
+
+    event = "background.switched"
+    level = logging.INFO
+    seconds: float
+    steps: int
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class WarmupStep(Record):
     """Item `n` `of` warm-up is done."""
 

@@ -10,12 +10,15 @@ from ..compile.ir.plan import Plan
 from ..dispatch import ResolvedMode
 from .memory.ledger import MemoryLedger
 from .records import (
+    BackgroundFailure,
+    BackgroundPhase,
     CaptureRecord,
     ForecastAccuracy,
     Record,
     Records,
     RowsMixed,
     SkippedWarmup,
+    Switched,
     UnwatchedTensors,
     WarmupStep,
 )
@@ -38,6 +41,7 @@ def build_report(
             "phases": [{"name": span.name, "seconds": span.seconds} for span in records.phases],
             "prepare_seconds": records.prepare_seconds,
         },
+        "background": background_facts(records),
         "cache": {
             "hit": bundle is not None and bundle.hit,
             "reason": bundle.reason if bundle is not None else None,
@@ -70,6 +74,21 @@ def build_report(
         "skipped_warmup": _facts(records, SkippedWarmup),
         "dispatch": usage.rows(),
         "reasons": usage.reasons(),
+    }
+
+
+def background_facts(records: Records) -> dict[str, Any] | None:
+    """With `cold="serve"` and no bundle: whether compiled code serves, and what has happened."""
+    phases, failures = records.of(BackgroundPhase), records.of(BackgroundFailure)
+    if not (phases or failures):
+        return None
+    switched = records.of(Switched)
+    failed = bool(failures) and failures[-1].final
+    return {
+        "state": "compiled" if switched else "failed" if failed else "compiling",
+        "phases": [phase.facts() for phase in phases],
+        "failures": [failure.facts() for failure in failures],
+        "switch": switched[0].facts() if switched else None,
     }
 
 

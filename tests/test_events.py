@@ -130,3 +130,10 @@ def test_events_of_one_model_are_its_own_and_its_parents(lines):
     assert (one.counters["steps"], shared.counters["steps"]) == (0, 1)
     assert [span.name for span in shared.phases] == ["prepare"]
     assert len(lines) == 2
+
+
+def test_who_wants_to_know_hears_of_a_phase_when_it_begins():
+    events, begun = Events(), []
+    events.phase_listeners.append(begun.append)
+    with events.span("detail"), events.span("phase", level=logging.INFO):
+        assert begun == ["phase"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -211,3 +212,9 @@ def inductor_options(toolchain: Path) -> Iterator[None]:
         inductor_config.patch({"cpp.vec_isa_ok": True}),
     ):
         yield
+
+
+def forget_threads() -> None:
+    """In a fork: forget Inductor's pool of threads, which exist in the parent only."""
+    if module := sys.modules.get("torch._inductor.async_compile"):
+        module.AsyncCompile.pool.cache_clear()

@@ -39,11 +39,38 @@ def eager_model(request: CompileRequest) -> CompiledModel:
 
     Raises ResultFormUnknown and the errors of `example_inputs`.
     """
-    model, config = request.model, request.config
-    examples = example_inputs(model, config, request.device, request.examples)
-    tensors = [leaf for leaf in examples.leaves() if isinstance(leaf.value, Tensor)]
+    examples = example_inputs(request.model, request.config, request.device, request.examples)
+    symbols = list(_symbols(_tensors(examples), examples, request.config).values())
+    form = _result_form(request.model, examples, symbols)
+    return _with_result(request, examples, form, lambda result: _without_tensors(result)[1])
+
+
+def uncompiled_model(request: CompileRequest) -> CompiledModel:
+    """The model, called eagerly, ready at once: its whole result is one value of unknown form.
+
+    Steps can run it on their real inputs. Padding and captures need the form: `eager_model`.
+    Raises the errors of `example_inputs`.
+    """
+    examples = example_inputs(request.model, request.config, request.device, request.examples)
+    written = [False] * len(_tensors(examples))
+    form = encode(Ref("o0")), (Result(name="t0", dtype="", shape=()),), written
+    return _with_result(request, examples, form, lambda result: [result])
+
+
+ResultForm = tuple[Any, tuple[Result, ...], list[bool]]
+"""The encoded structure of the result, its tensors, and which inputs are written to."""
+
+
+def _with_result(
+    request: CompileRequest,
+    examples: Examples,
+    form: ResultForm,
+    results_of: Callable[[Any], list[Any]],
+) -> CompiledModel:
+    """The model as one piece; `results_of` gives the parts of a result that `form` names."""
+    config, tensors = request.config, _tensors(examples)
     symbols = _symbols(tensors, examples, config)
-    structure, results, written = _result_form(model, examples, list(symbols.values()))
+    structure, results, written = form
     outs = tuple(result.name for result in results)
     plan = Plan(
         inputs=tuple(
@@ -61,17 +88,16 @@ def eager_model(request: CompileRequest) -> CompiledModel:
         structure=structure,
         parameters=tuple(examples.signature.parameters),
     )
-    forward = _forward(model, examples)
-    return CompiledModel(plan, (forward,), {}, model, from_bundle=False, traced=False)
+    forward = _forward(request.model, examples, results_of)
+    return CompiledModel(plan, (forward,), {}, request.model, from_bundle=False, traced=False)
 
 
-def _result_form(
-    model: torch.nn.Module, examples: Examples, symbols: list[Symbol]
-) -> tuple[Any, tuple[Result, ...], list[bool]]:
-    """The encoded structure of the result, its tensors, and which inputs are written to.
+def _tensors(examples: Examples) -> list[Leaf]:
+    return [leaf for leaf in examples.leaves() if isinstance(leaf.value, Tensor)]
 
-    Raises ResultFormUnknown.
-    """
+
+def _result_form(model: torch.nn.Module, examples: Examples, symbols: list[Symbol]) -> ResultForm:
+    """The form of the result, by two runs on fake tensors; raises ResultFormUnknown."""
     sizes = _example_sizes(examples, symbols)
     others = _other_sizes(sizes, symbols)
     (first, written), (second, _) = (
@@ -119,8 +145,8 @@ def _size(one: int, other: int, axes: list[tuple[str, int, int]]) -> int | str:
 
 
 def _example_sizes(examples: Examples, symbols: list[Symbol]) -> dict[str, int]:
-    tensors = [leaf.value for leaf in examples.leaves() if isinstance(leaf.value, Tensor)]
-    return {s.label: tensors[int(s.source[1:])].size(s.dim) for s in symbols}
+    tensors = _tensors(examples)
+    return {s.label: tensors[int(s.source[1:])].value.size(s.dim) for s in symbols}
 
 
 def _other_sizes(sizes: dict[str, int], symbols: list[Symbol]) -> dict[str, int]:
@@ -160,18 +186,20 @@ def _fake_result(
         raise ResultFormUnknown(reason=f"{type(error).__name__}: {error}") from error
 
 
-def _forward(model: torch.nn.Module, examples: Examples) -> Callable[[list[Tensor]], Any]:
-    """The model's forward as a function from its input tensors to its result tensors."""
+def _forward(
+    model: torch.nn.Module, examples: Examples, results_of: Callable[[Any], list[Any]]
+) -> Callable[[list[Tensor]], Any]:
+    """The model's forward as a function from its input tensors to the parts of its result."""
     leaves, form = tree_flatten(examples.arguments)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-    def forward(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    def forward(tensors: list[Tensor]) -> tuple[Any, ...]:
         filled = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
             filled[place] = tensor
         arguments = tree_unflatten(filled, form)
         args, kwargs = replace(examples, arguments=arguments).call_arguments()
-        return tuple(_without_tensors(model(*args, **kwargs))[1])
+        return tuple(results_of(model(*args, **kwargs)))
 
     return forward
 

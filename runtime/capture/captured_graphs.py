@@ -162,6 +162,11 @@ class CapturedGraphs:
         self.addresses.watch_module(compiled.model, own if compiled.traced else None)
         self.unrecorded = self.addresses.snapshot(compiled.weights)
 
+    def follow(self, before: CapturedGraphs) -> None:
+        """Watch what `before` watches, and fill dummy batches in the same way."""
+        self.addresses.follow(before.addresses)
+        self.metadata_for = before.metadata_for
+
     def run(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run one step without a graph. Inputs of other strides than compiled code relies on are
         copied. Raises MovedTensor if a weight was moved."""

@@ -97,6 +97,11 @@ class Addresses:
             for label, part in zip(self._parts[name], parts, strict=True):
                 self._watch(label, address_reader(module, name, self.address, part))
 
+    def follow(self, before: Addresses) -> None:
+        """Also watch all that `before` watches."""
+        self._watched = {**before._watched, **self._watched}
+        self._parts = {**before._parts, **self._parts}
+
     def _watch(self, name: str, read: Read) -> None:
         if name in self._watched:
             self._watched[name].read = read

@@ -38,6 +38,13 @@ class Usage:
         self._without: Counter[int] = Counter()
         self._reasons: tuple[Counter[Reason], ...] = tuple(Counter() for _ in RuntimeMode)
 
+    def follow(self, plan: DispatchPlan) -> None:
+        """Count for another plan from now on; no graph was used so far."""
+        self._sum()
+        self._plan = plan
+        self._steps = [0] * len(plan.entries)
+        self._tokens = [0] * len(plan.entries)
+
     def count(self, decision: Decision, num_tokens: int) -> None:
         """One step of `num_tokens` real tokens, run as decided."""
         tally = self._tallies.get(id(decision))

@@ -106,28 +106,38 @@ class Capturer:
             self._backend.release_pool(self._pool)
             self._pool = None
 
-    def startup(self, progress: Callable[[CaptureRecord], None] | None = None) -> None:
-        """Capture what the strategy wants before serving; `progress` is called per capture."""
+    def startup(
+        self,
+        progress: Callable[[CaptureRecord], None] | None = None,
+        *,
+        serving: bool = False,
+    ) -> None:
+        """Capture what the strategy wants at startup; `progress` is called per capture.
+
+        In `serving`, between two steps, a dummy batch that fails is no error.
+        """
         if self.queue.untouched:
             self._forget_failed_probes()
             if self._config.memory_limit is not None:
                 self._plan_memory()
-        self._capture_startup_set(progress)
+        self._capture_startup_set(progress, serving)
         while self._over_limit:
             self._return_to_limit()
-            self._capture_startup_set(progress)
+            self._capture_startup_set(progress, serving)
         if self._config.strategy is CaptureStrategy.EAGER:
             self._use_room(progress)
         self._refresh_active()
         self._record_accuracy()
 
-    def _capture_startup_set(self, progress: Callable[[CaptureRecord], None] | None) -> None:
+    def _capture_startup_set(
+        self, progress: Callable[[CaptureRecord], None] | None, serving: bool
+    ) -> None:
         with self._session(prepare=True) as session:
             for group in self.queue.startup():
                 for graph_index in group:
                     state = self.queue.states[graph_index]
                     if not state.captured and not state.dropped and self._within_limit(graph_index):
-                        state.kept = self._capture(graph_index, session, serving=False)
+                        state.kept = self._capture(graph_index, session, serving=serving)
                         if state.kept and progress is not None:
                             progress(self._records.of(CaptureRecord)[-1])
                     if self._over_limit:

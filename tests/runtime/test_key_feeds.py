@@ -53,6 +53,7 @@ OTHER: dict[str, Any] = {
     "cache_layers": ("/elsewhere",),
     "cache_bytes": 1 << 20,
     "cache_age_days": 3.0,
+    "cold": "serve",
     "level": 1,
     "graph_mode": "PIECEWISE",
     "attention_support": 3,

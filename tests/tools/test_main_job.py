@@ -132,3 +132,13 @@ def test_what_the_library_refuses_is_one_line_and_exit_status_2(capsys, option, 
     errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert len(errors) == 1
     assert errors[0].startswith("error: ")
+
+
+def test_a_cold_start_serves_while_a_child_compiles(run, tmp_path):
+    empty = str(tmp_path / "empty")
+    report = run("--cold", "serve", "--cache-dir", empty, "--verify", "all", backend="inductor")
+    assert report["verification"]["ok"]
+    assert report["verification"]["steps"] == report["serving"]["steps"] > 5
+    assert report["background"]["state"] in ("compiling", "compiled")
+    assert report["background"]["failures"] == []
+    assert report["counters"]["dynamo_traces"] == report["counters"]["inductor_compiles"] == 0

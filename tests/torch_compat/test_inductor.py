@@ -131,3 +131,11 @@ def test_options_hold_only_inside() -> None:
         assert inductor_config.cpp.vec_isa_ok is True
         assert VecISA.check_build is not before[1]
     assert (inductor_config.cpp.vec_isa_ok, VecISA.check_build) == before
+
+
+def test_forget_threads_gives_a_fork_its_own_pool() -> None:
+    from torch._inductor.async_compile import AsyncCompile
+
+    before = AsyncCompile.pool()
+    inductor.forget_threads()
+    assert AsyncCompile.pool() is not before

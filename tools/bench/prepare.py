@@ -1,8 +1,10 @@
 """How long does a start take, cold and warm, and how does it grow with layers?
 
-Each start runs in its own process. `cold` has an empty cache, `warm` loads Inductor's
-artifacts, `warm_ahead` AOTInductor libraries. They are compared with `torch.compile(fullgraph=True,
-dynamic=True)` of the same model, first with its own empty cache, then with that cache filled.
+Each start runs in its own process. `cold` has an empty cache, `served` too, and serves the model
+uncompiled while a child process compiles it; `warm` loads Inductor's artifacts, `ahead` builds
+AOTInductor libraries, `warm_ahead` loads them. They are compared with
+`torch.compile(fullgraph=True, dynamic=True)` of the same model, first with its own empty cache,
+then with that cache filled.
 Times are from a built model until it can serve; `import torch` is not in them.
 """
 
@@ -14,6 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from ..report.output import figure_class
+from ..serve.report import origin
 
 PHASES = {
     "trace": "trace.dynamo",
@@ -29,7 +34,7 @@ PHASES = {
 
 def run(quick: bool) -> dict[str, Any]:
     """`ratios` compare medians at the largest depth; `slope_…` growth per layer over the depths."""
-    layers = (4, 32) if quick else (4, 16, 32, 64)
+    layers = (4, 32) if quick else (4, 16, 32, 80)
     _warm_up_toolchain()
     rows = [row for depth in layers for row in _rows(depth)]
     seconds = {(row["way"], row["layers"]): row["ready"] for row in rows}
@@ -41,21 +46,49 @@ def run(quick: bool) -> dict[str, Any]:
     most = 32 if 32 in layers else last
     return {
         "ratios": {
+            "served_ready_over_cold": seconds["served", most] / seconds["cold", most],
             "cold_over_torch_compile": seconds["cold", most] / seconds["compile_cold", most],
             "slope_over_torch_compile": slope("cold") / slope("compile_cold"),
             "warm_over_cold": seconds["warm", most] / seconds["cold", most],
             "warm_ahead_over_cold": seconds["warm_ahead", most] / seconds["cold", most],
+            "ahead_over_cold": seconds["ahead", most] / seconds["cold", most],
         },
+        "machine": origin()["machine"],
         "layers": most,
-        "columns": ["way", "layers", "ready", "trace", "compile", "load", "libraries"],
+        "columns": ["way", "layers", "ready", "trace", "compile", "load", "libraries", "switch"],
         "rows": rows,
     }
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Waterfalls: the phases of each start at the largest depth, one after the other."""
+    figure = figure_class()(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    depth = max(row["layers"] for row in result["rows"])
+    rows = [row for row in result["rows"] if row["layers"] == depth][::-1]
+    names = ["import_torch", "model", *PHASES, "rest"]
+    for place, row in enumerate(rows):
+        spent = {name: row.get(name) or 0.0 for name in names[:-1]}
+        end = row["import_torch"] + row["model"] + row["ready"]
+        spent["rest"] = max(0.0, end - sum(spent.values()))
+        start = 0.0
+        for index, (name, seconds) in enumerate(spent.items()):
+            axes.barh(place, seconds, left=start, color=f"C{index}", label=name)
+            start += seconds
+        if row.get("switch"):
+            axes.plot(start + row["switch"] - row["ready"], place, "k|", markersize=14)
+    axes.set_yticks(range(len(rows)), [row["way"] for row in rows])
+    axes.set_xlabel(f"seconds from the start of the process, {depth} layers")
+    shown = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    axes.legend(shown.values(), shown.keys(), fontsize="small")
+    figure.savefig(path)
 
 
 def _rows(layers: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="piecegraph-bench-") as folder:
         ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
         starts = {
+            "served": _start("served", layers, Path(folder) / "served", theirs / "unused"),
             "cold": _start("piecegraph", layers, ours, theirs / "unused"),
             "warm": _start("piecegraph", layers, ours, theirs / "unused"),
             "ahead": _start("ahead", layers, ours, theirs / "unused"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ... import __version__
 from ...runtime.records import CaptureRecord, Records
+from ...runtime.report import background_facts
 from ...runtime.strategy.monitors import Kind
 
 if TYPE_CHECKING:
@@ -110,6 +111,24 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
                 ("compiler", prepared.config.compiler),
             ): 1
         },
+    )
+    behind = background_facts(prepared.records)
+    yield Metric(
+        "piecegraph_serving_uncompiled",
+        "gauge",
+        "1 while the model is served uncompiled because of cold='serve'.",
+        {(): int(behind is not None and behind["state"] != "compiled")},
+    )
+    yield _counter(
+        "piecegraph_background_failures",
+        "Children that did not compile the model.",
+        {(): len(behind["failures"]) if behind else 0},
+    )
+    yield Metric(
+        "piecegraph_switch_seconds",
+        "gauge",
+        "Seconds from the start until compiled code served.",
+        {(): behind["switch"]["seconds"]} if behind and behind["switch"] else {},
     )
     yield Metric(
         "piecegraph_recordings", "gauge", "Recordings that are held.", {(): len(recordings)}

@@ -21,6 +21,7 @@ from .requests import EXCERPT
 
 BACKENDS = ("inductor", "eager")
 DTYPES = ("float32", "float16", "bfloat16")
+COLD = ("compile", "serve")
 VERIFY = ("none", "sample", "all")
 LARGEST_SCALE = 10_000
 SWITCH_NAMES = ("all", "compile", "graphs", "inductor", "cache", "dedupe", "guard-proof")
@@ -167,6 +168,7 @@ OWN_OPTIONS = {
     "level": "--level",
     "cache_dir": "--cache-dir",
     "cache": "--no-cache",
+    "cold": "--cold",
     "dump_dir": "--dump-dir",
 }
 """Settings of Config that an option other than `--set` states."""
@@ -221,6 +223,9 @@ class RunOptions:
     )
     cache: bool = option(
         False, "Neither read nor store.", parse=lambda _, value: not value, flag="--no-cache"
+    )
+    cold: str = option(
+        "compile", "Without a bundle: compile first, or serve meanwhile.", parse=one_of(COLD)
     )
     block_size: int = option(16, "Tokens a KV-cache block.", min=1, max=2**13)
     kv_blocks: int | None = option(

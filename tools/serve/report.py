@@ -249,7 +249,19 @@ def _facts(report: Report) -> dict[str, str]:
         f" in {pieces['segments']} segments; tokens {ranges}",
         "graph mode": f"{mode['resolved']} ({mode['requested'] or 'no mode'} was asked for)",
     }
+    if (background := report["background"]) is not None:
+        facts["compiled behind"] = _background(background)
     return facts | ({"why": "; ".join(mode["reasons"])} if mode["reasons"] else {})
+
+
+def _background(background: Report) -> str:
+    """How a model that was served uncompiled was compiled."""
+    switch, failures = background["switch"], background["failures"]
+    if switch is not None:
+        return f"served after {switch['seconds']:.1f} s and {switch['steps']} steps"
+    if background["state"] == "failed":
+        return f"failed, the model is served uncompiled: {failures[-1]['reason']}"
+    return f"not yet: {background['phases'][-1]['phase']}" if background["phases"] else "not yet"
 
 
 def _dispatch_section(dispatch: Sequence[Report]) -> Section:

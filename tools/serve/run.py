@@ -145,6 +145,7 @@ def library_config(options: RunOptions) -> Config:
         strategy=options.strategy,
         compiler=options.backend,
         cache=options.cache,
+        cold=options.cold,
         attention_support=AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE,
         **chosen,
     )

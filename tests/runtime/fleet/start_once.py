@@ -1,7 +1,8 @@
 """Starts in a separate process: `start_once.py CACHE '{"layers": 4, …}' …` prints a JSON list.
 
 Each argument after CACHE is one start. `ahead` builds libraries afterwards; `rank` is (rank, size,
-rendezvous file) of a start among several; other options are settings of `Config`.
+rendezvous file) of a start among several; `factory` makes the model again in a child; other
+options are settings of `Config`. With `cold="serve"` steps run until compiled code serves.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from small_model import Small
+from small_model import Small, on_meta
 
 from piecegraph import Batch, Config, Events, GraphMode, PiecegraphError, compile_ahead, prepare
 from piecegraph.runtime.strategy.ranks import Ranks
@@ -25,6 +28,7 @@ def start(cache: str, options: dict[str, Any]) -> dict[str, Any]:
     ahead, layers = options.pop("ahead", False), options.pop("layers")
     ranks = _joined(*options.pop("rank")) if "rank" in options else None
     model = Small(layers).eval()
+    factory = partial(on_meta, layers) if options.pop("factory", False) else None
     settings = {
         "inputs": {"x": "float32[num_tokens, 16]"},
         "splitting_ops": ("piecegraph_fleet::mix",),
@@ -35,17 +39,24 @@ def start(cache: str, options: dict[str, Any]) -> dict[str, Any]:
     }
     events = Events()
     try:
-        prepared = prepare(model, Config(**settings), events=events, ranks=ranks)
+        prepared = prepare(model, Config(**settings), events=events, ranks=ranks, factory=factory)
     except PiecegraphError as error:
         return {"error": type(error).__name__, "message": str(error)}
     loaded = [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
     facts = events.named("bundle")[-1].facts
+    hit = prepared.compiled.from_bundle
     if prepared.resolved.mode is not GraphMode.NONE:
         prepared.capture(lambda descriptor, mode: None)
+    uncompiled = 0.0
+    while (prepared.report()["background"] or {}).get("state") == "compiling":
+        uncompiled = max(uncompiled, *(_difference(prepared, model, size) for size in SIZES))
+        time.sleep(0.02)  # leaves time for the child
     if ahead:
         compile_ahead(model, Config(**settings))
     return {
-        "hit": prepared.compiled.from_bundle,
+        "hit": hit,
+        "background": prepared.report()["background"],
+        "error_of_uncompiled": uncompiled,
         "bytes": facts.get("bytes"),
         "reason": f"{facts.get('reason')} {facts.get('detail', '')}",
         "compilers_loaded": loaded,

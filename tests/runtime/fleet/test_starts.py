@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -86,3 +89,52 @@ def test_vllm_57423_no_rank_loads_where_one_lacks_the_bundle(
     assert "rank 1 has none" in outcomes[0]["reason"]
     assert all("inductor_compiles" not in outcome["counters"] for outcome in outcomes)
     assert max(outcome["error_of_results"] for outcome in outcomes) < 1e-4
+
+
+def test_a_child_that_is_no_fork_compiles_a_model_without_weights(
+    start_once: StartOnce, tmp_path: Path
+) -> None:
+    outcome = start_once(tmp_path / "cache", cold="serve", factory=True)
+    assert outcome["background"]["state"] == "compiled", outcome["background"]
+    assert outcome["error_of_results"] < 1e-4
+
+
+def test_a_machine_without_a_compiler_serves_uncompiled(
+    start_once: StartOnce, bare: dict[str, str], tmp_path: Path
+) -> None:
+    outcome = start_once(tmp_path / "cache", bare, cold="serve")
+    assert outcome["background"]["state"] == "failed"
+    assert "compiler" in outcome["background"]["failures"][-1]["reason"].lower()
+    assert outcome["error_of_results"] == 0
+
+
+def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    program = (
+        "import sys, os, signal; sys.argv[1:] = []\n"
+        "import start_once as s\n"
+        "from pathlib import Path\n"
+        "settings = dict(inputs={'x': 'float32[num_tokens, 16]'}, cold='serve', max_num_tokens=64,"
+        f" splitting_ops=('piecegraph_fleet::mix',), cache_dir=Path({str(tmp_path / 'cache')!r}))\n"
+        "prepared = s.prepare(s.Small(4).eval(), s.Config(**settings))\n"
+        "print(prepared._behind.background._child, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parent,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGKILL
+    child = int(done.stdout)
+    while Path(f"/proc/{child}").exists() and not zombie(child):
+        pass
+
+
+def zombie(process: int) -> bool:
+    """Whether a process has ended, and only its parent has not asked for its status."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] == "Z"

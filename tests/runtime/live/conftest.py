@@ -75,11 +75,16 @@ class Model(nn.Module):
 
 
 @pytest.fixture(scope="session")
-def compiled(temporary_op: Callable[..., str]) -> tuple[Config, CompiledModel]:
+def attend_op(temporary_op: Callable[..., str]) -> str:
     schema = "(Tensor x, Tensor(a!) out, str layer_name) -> ()"
+    return temporary_op("live_tests::attend", schema, attend)
+
+
+@pytest.fixture(scope="session")
+def compiled(attend_op: str) -> tuple[Config, CompiledModel]:
     return compile_once(
         Model(),
-        splitting_ops=(temporary_op("live_tests::attend", schema, attend),),
+        splitting_ops=(attend_op,),
         inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
         padding={"x": float("nan")},
         max_num_tokens=MAX_TOKENS,

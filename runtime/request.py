@@ -1,0 +1,49 @@
+"""From a model and its settings to a request to compile it."""
+
+from __future__ import annotations
+
+import torch
+
+from ..compile.ir.compilation import CompileRequest, ExampleArguments
+from ..errors import InvalidSetting
+from ..torch_compat.modules import original_module
+from .config import Config
+from .open_cache import open_cache
+from .records import Records
+from .strategy.ranks import Ranks
+
+
+def compile_request(
+    model: torch.nn.Module,
+    config: Config,
+    records: Records,
+    examples: ExampleArguments | None,
+    ranks: Ranks | None = None,
+) -> CompileRequest:
+    """What to compile, and with what: `config` as `resolve_config`, the model's device, the cache.
+
+    Raises InvalidSetting for what is no model.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidSetting(
+            name="model",
+            value=model,
+            reason="it is a class" if isinstance(model, type) else "it is no torch.nn.Module",
+            expected="an instance of torch.nn.Module, and for a function one that calls it",
+        )
+    model = original_module(model)
+    if _device(model).type == "meta":
+        raise InvalidSetting(
+            name="model",
+            value=type(model).__name__,
+            reason="its weights are on the meta device, where they have no values",
+            expected="a model with weights: model.to_empty(device=...), then load_state_dict",
+        )
+    exchange = ranks.exchange if ranks is not None else None
+    cache, events, device = open_cache(config, records.events), records.events, _device(model)
+    return CompileRequest(model, config, cache, events, device, examples, exchange, records.compile)
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    tensors = [*model.parameters(), *model.buffers()]
+    return tensors[0].device if tensors else torch.device("cpu")

@@ -1,0 +1,318 @@
+"""A model is served uncompiled while a child process compiles it, and switches between two steps.
+
+Results are compared bit for bit before, at and after the switch, on a strict backend.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # so that each fork has it
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from piecegraph import (
+    Batch,
+    Config,
+    ForwardContext,
+    PreparedModel,
+    Ranks,
+    forward_context,
+    prepare,
+)
+from piecegraph.compile.backends import registry
+from piecegraph.compile.backends.registry import Compiler
+from piecegraph.errors import GuardUnproved, InvalidSetting
+from piecegraph.runtime import background
+
+from ..conftest import strict_backend
+from .conftest import HIDDEN, MAX_TOKENS, LiveServed, Model, Stage
+
+
+class Texts:
+    """An entry point of a compiler whose artifact of a piece is the piece's Python source."""
+
+    name = "texts"
+
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+        """`before` is called before each piece is compiled."""
+        self.before = before
+
+    def load(self) -> Compiler:
+        return Compiler(self.name, self.compile, self.load_artifacts)
+
+    def compile(self, graph: Any, inputs: Any, options: Any) -> Any:
+        self.before()
+        blobs = {"code": graph.code.encode()}
+        return lambda: (self.load_artifacts([blobs])[0], blobs)
+
+    def load_artifacts(self, artifacts: Any) -> Any:
+        return [self._loaded(blobs["code"].decode()) for blobs in artifacts]
+
+    def _loaded(self, code: str) -> Callable[[list[Any]], Any]:
+        names: dict[str, Any] = {"torch": torch, "device": torch.device}
+        exec(code, names)
+        return lambda args: names["forward"](None, *args)
+
+
+LENGTHS = ((1,), (1, 1, 1), (5,), (3, 1), (16,), (1,) * 8, (2, 7))
+
+
+@pytest.fixture
+def serve_cold(
+    attend_op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., LiveServed]]:
+    """A model prepared with `cold="serve"` on an empty cache."""
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
+    served: list[PreparedModel] = []
+
+    def serve(
+        model: nn.Module | None = None, ranks: Ranks | None = None, **settings: Any
+    ) -> LiveServed:
+        chosen: dict[str, Any] = {
+            "splitting_ops": (attend_op,),
+            "inputs": {"x": f"float32[num_tokens, {HIDDEN}]"},
+            "padding": {"x": float("nan")},
+            "max_num_tokens": MAX_TOKENS,
+            "max_num_reqs": MAX_TOKENS,
+            "graph_mode": "PIECEWISE",
+            "capture_sizes": (2, 4, 8),
+            "compiler": "texts",
+            "cache_dir": tmp_path / "cache",
+            "cold": "serve",
+            **settings,
+        }
+        model, stage = model or Model(), Stage()
+        prepared = prepare(
+            model, Config(**chosen), layers={"stage": stage}, backend=strict_backend(), ranks=ranks
+        )
+        served.append(prepared)
+
+        def expected(x: Tensor) -> Tensor:
+            with forward_context(ForwardContext({"stage": stage})), torch.no_grad():
+                result: Tensor = model(x)
+            return result
+
+        return LiveServed(prepared, expected, model, stage)
+
+    yield serve
+    for prepared in served:
+        prepared.close()
+
+
+def facts(served: LiveServed) -> dict[str, Any]:
+    found: dict[str, Any] = served.prepared.report()["background"]
+    return found
+
+
+def serve_until_over(served: LiveServed) -> None:
+    """Random steps until compiled code serves, or the model stays uncompiled."""
+    while facts(served)["state"] == "compiling":
+        served.step(*random.choice(LENGTHS))
+        time.sleep(0.003)  # requests that arrive one by one leave time for the child
+
+
+def child_of(served: LiveServed) -> int | None:
+    behind = served.prepared._behind
+    return behind.background._child if behind is not None else None
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("strategy", ["eager", "delayed"])
+def test_steps_are_right_before_and_after_the_switch(
+    serve_cold: Callable[..., LiveServed], strategy: str
+) -> None:
+    served = serve_cold(strategy=strategy, after_seal="raise")
+    served.prepared.capture()
+    served.prepared.seal()
+    kept = torch.zeros(1)
+    served.prepared.watch("kept", kept)
+    assert served.step(3, 1) == "NONE 4"
+    assert served.prepared.report()["counters"]["dynamo_traces"] == 0
+    serve_until_over(served)
+    modes = {served.step(*lengths) for lengths in LENGTHS * 3}
+    assert {"PIECEWISE 2", "PIECEWISE 4", "PIECEWISE 8", "NONE 16"} <= modes
+    found = facts(served)
+    assert (found["state"], found["failures"]) == ("compiled", [])
+    assert found["switch"]["steps"] > 0
+    assert "trace.dynamo" in [phase["phase"] for phase in found["phases"]]
+    report = served.prepared.report()
+    assert report["counters"]["dynamo_traces"] == 0
+    assert not report["cache"]["hit"]
+    assert sum(row["count"] for row in report["dispatch"]) > found["switch"]["steps"]
+    assert "kept" in served.prepared._graphs.addresses._parts
+    assert serve_cold().prepared.compiled.from_bundle  # the next start is warm
+
+
+@pytest.mark.compile
+def test_the_switch_can_be_awaited_and_a_step_without_tokens_runs_before_it(
+    serve_cold: Callable[..., LiveServed],
+) -> None:
+    served = serve_cold(graph_mode="NONE", capture_sizes=None)
+    assert not served.prepared.wait_until_compiled(timeout_s=0)
+    empty = served.prepared(torch.empty(0, HIDDEN), batch=Batch(0, 0))
+    assert empty.shape == (0, HIDDEN)
+    assert served.prepared.wait_until_compiled()
+    assert served.prepared.compiled.from_bundle
+    served.step(3, 1)
+
+
+@pytest.mark.compile
+def test_a_child_that_is_killed_ten_times_leaves_serving_alone(
+    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "ATTEMPTS", 11)
+    served, seen, wait = serve_cold(), set[int](), 0
+    served.prepared.capture()
+    while len(seen) < 10:
+        served.step(*random.choice(LENGTHS))
+        time.sleep(0.003)
+        child = child_of(served)
+        if child is not None and child not in seen and (wait := wait - 1) < 0:
+            seen.add(child)
+            os.kill(child, signal.SIGKILL)
+            wait = random.randrange(100)
+    serve_until_over(served)
+    found = facts(served)
+    assert found["state"] == "compiled"
+    assert [failure["final"] for failure in found["failures"]] == [False] * 10
+    assert "status -9" in found["failures"][0]["reason"]
+    served.step(3, 1)
+
+
+@pytest.mark.compile
+def test_after_three_kills_the_model_stays_uncompiled(
+    serve_cold: Callable[..., LiveServed], caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve_cold()
+    while facts(served)["state"] == "compiling":
+        served.step(2, 7)
+        if (child := child_of(served)) is not None:
+            os.kill(child, signal.SIGKILL)
+    assert [failure["final"] for failure in facts(served)["failures"]] == [False, False, True]
+    assert "status -9" in caplog.text
+    assert not served.prepared.wait_until_compiled()
+    assert served.step(3, 1) == "NONE 4"
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.shape[0] > 8 else x - 1
+
+
+@pytest.mark.compile
+def test_a_model_that_cannot_be_compiled_is_served_uncompiled(
+    serve_cold: Callable[..., LiveServed], caplog: pytest.LogCaptureFixture
+) -> None:
+    alone: dict[str, Any] = {"splitting_ops": (), "graph_mode": "NONE", "capture_sizes": None}
+    served = serve_cold(Branches(), **alone)
+    assert not served.prepared.wait_until_compiled()
+    (failure,) = facts(served)["failures"]
+    assert failure["final"]
+    assert "GuardUnproved" in failure["reason"]
+    assert "GuardUnproved" in caplog.text
+    served.step(3)
+    served.step(12)
+    with pytest.raises(GuardUnproved):
+        serve_cold(Branches(), cold="compile", **alone)
+
+
+@pytest.mark.compile
+def test_a_child_runs_parallel_loops_though_its_parent_did(
+    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parallel = Texts(before=lambda: torch.ones(1 << 20).sum())
+    monkeypatch.setattr(registry, "entry_points", lambda group: [parallel])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.ones(1 << 20).sum()
+        assert serve_cold().prepared.wait_until_compiled(timeout_s=30)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_closed_model_leaves_no_child(serve_cold: Callable[..., LiveServed]) -> None:
+    served = serve_cold()
+    child = child_of(served)
+    assert child is not None
+    served.prepared.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_a_process_that_uses_a_device_needs_a_function_that_makes_the_model(
+    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(InvalidSetting, match="a process that uses a device cannot be forked"):
+        serve_cold()
+
+
+@pytest.mark.compile
+def test_what_cannot_be_stored_is_compiled_at_once(
+    serve_cold: Callable[..., LiveServed], caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve_cold(compiler="eager")
+    assert served.prepared.compiled.traced
+    assert "compiler 'eager' keeps no artifacts" in caplog.text
+    served.step(3, 1)
+
+
+def serve_on_a_rank(rank: int, folder: Path, serve: Callable[..., LiveServed], lost: bool) -> None:
+    """A forked rank: random steps until compiled code serves or all stay uncompiled.
+
+    `lost` kills the child of rank 1.
+    """
+    torch.set_num_threads(1)
+    random.seed(0)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    if lost:
+        background.ATTEMPTS = 1
+    served = serve(ranks=Ranks(), cache_dir=folder / (f"cache {rank}" if lost else "cache"))
+    served.prepared.capture()
+    if lost and rank == 1 and (child := child_of(served)) is not None:
+        os.kill(child, signal.SIGKILL)
+    serve_until_over(served)
+    for lengths in LENGTHS:
+        served.step(*lengths)
+    (folder / f"{rank}.json").write_text(json.dumps(served.prepared.report()))
+    served.prepared.close()
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks
+@pytest.mark.parametrize("lost", [False, True])
+def test_ranks_switch_at_the_same_step_or_not_at_all(
+    serve_cold: Callable[..., LiveServed], tmp_path: Path, lost: bool
+) -> None:
+    fork = multiprocessing.get_context("fork").Process
+    ranks = [fork(target=serve_on_a_rank, args=(i, tmp_path, serve_cold, lost)) for i in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    one, other = (json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2))
+    if lost:
+        assert {report["background"]["state"] for report in (one, other)} == {"failed"}
+        assert (
+            "rank 1: the child ended with status -9" in one["background"]["failures"][0]["reason"]
+        )
+        return
+    assert one["background"]["switch"]["steps"] == other["background"]["switch"]["steps"] > 0
+    assert [c["num_tokens"] for c in one["captures"]] == [
+        c["num_tokens"] for c in other["captures"]
+    ]
+    phases = [phase["phase"] for report in (one, other) for phase in report["background"]["phases"]]
+    assert phases.count("trace.dynamo") == 1  # one child compiled for both
