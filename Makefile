@@ -8,18 +8,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cache compile dispatch runtime tools torch_compat
 
-.PHONY: run test unit test-fast coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants mutants clean
+.PHONY: run test unit test-fast heavy coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants mutants clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
 
 test: lint unit
 
+# A file's tests run in one process, which its fixtures rely on. Files start in the order of tests/conftest.py.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 unit: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not gpu"
+	$(PYTEST) -m "not gpu and not heavy"
 
 test-fast: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not compile and not slow and not gpu"
+	$(PYTEST) -m "not compile and not slow and not gpu and not heavy"
+
+# More cases of what `make test` shows. About ten minutes.
+heavy: $(VENV)/.dev
+	$(PYTEST) -m "heavy and not gpu"
 
 # In one process, since coverage does not follow the worker processes of the tests.
 coverage: $(VENV)/.dev

@@ -18,6 +18,16 @@ settings.load_profile("no-deadline")
 ROOT = Path(piecegraph.__file__).parent
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests first, so that no worker is left with one of them at the end."""
+    cost: dict[Path, int] = {}
+    for item in items:
+        own = 2 * bool(item.get_closest_marker("slow")) + bool(item.get_closest_marker("compile"))
+        cost[item.path] = max(cost.get(item.path, 0), own)
+    items.sort(key=lambda item: -cost[item.path])
+
+
 @pytest.fixture(scope="session")
 def package_sources() -> dict[str, Path]:
     """Every Python file of the package itself, by its name relative to the package."""

@@ -34,11 +34,13 @@ def test_a_model_with_its_own_attention(run):
     assert "8 steps, equal; the last one ran in mode FULL" in output
 
 
+@pytest.mark.heavy
 def test_a_hugging_face_model(run):
     output = run("hugging_face.py", PIECEGRAPH_OFF="inductor")
     assert "mode PIECEWISE, 8 rows" in output
 
 
+@pytest.mark.heavy
 def test_a_container_starts_warm(run, tmp_path):
     """The image's steps: build, make a layer, and start with an empty private directory."""
     run("container/serve.py", "build")

@@ -43,7 +43,7 @@ def autocast() -> Any:
 CONTEXTS = [torch.inference_mode, torch.no_grad, torch.enable_grad, autocast]
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("make", [*CONTEXTS, None])
 def test_context_around_splitting_ops(compiled, make, compiler):
     model = Decorated(None) if make is None else Inside(make)

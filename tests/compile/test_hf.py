@@ -60,7 +60,7 @@ def step(function, *args, query_lens, layers=None):
         return function(*args)
 
 
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family_equals_its_own_attention(compiled, family, compiler):
     own = make(FAMILIES[family](transformers))

@@ -86,6 +86,7 @@ def test_kernel_that_several_pieces_have_is_compiled_once(compiled, monkeypatch)
     torch.testing.assert_close(made(x), Twice()(x))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("body", SOUND, ids=lambda body: body.__name__)
 def test_sound_model_is_not_refused_for_what_inductor_guards_on(compiled, body):
     model = Body(body)
@@ -174,7 +175,14 @@ def in_input(x):
     return x + b
 
 
-@pytest.mark.parametrize("function", [in_product, in_two_views, in_input])
+@pytest.mark.parametrize(
+    "function",
+    [
+        in_product,
+        pytest.param(in_two_views, marks=pytest.mark.heavy),
+        pytest.param(in_input, marks=pytest.mark.heavy),
+    ],
+)
 def test_value_computed_before_a_mutation_is_of_the_old_value(compiled, function):
     """Inductor 2.13 alone computes `b` after the op, from what the op has written."""
     made = compiled(

@@ -76,6 +76,7 @@ def test_each_range_is_cut(compiled):
         torch.testing.assert_close(made(x), model(x).detach())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("way", ["no cache", "dump directory"])
 def test_code_that_is_not_kept_is_cut_too(compiled, tmp_path, way):
     settings = {"cache": False} if way == "no cache" else {"dump_dir": tmp_path}
@@ -206,7 +207,7 @@ def parts_that_are_read_late(x):
 @pytest.mark.parametrize(
     "body", [two_parts, three_parts_before_an_op, parts_used_afterwards, parts_that_are_read_late]
 )
-@pytest.mark.parametrize("reorder", [True, False])
+@pytest.mark.parametrize("reorder", [True, pytest.param(False, marks=pytest.mark.heavy)])
 def test_partitions_write_parts_of_one_tensor(compiled, body, reorder):
     """Each of them allocated the whole tensor, so that all but the last part was garbage."""
     model = Body(body)

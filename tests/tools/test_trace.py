@@ -85,7 +85,7 @@ def test_tlparse_finds_an_artifact_of_every_stage(tmp_path):
 
 
 @pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_a_warm_start_leaves_the_same_and_says_what_a_miss_differs_in(tmp_path):
     arguments = f"{SMALL} --cache-dir {tmp_path / 'cache'}"
     cold = traced_run(arguments, _made(tmp_path / "cold"))

@@ -65,7 +65,7 @@ def filled_ahead(filled: Path) -> Path:
     return root
 
 
-@pytest.fixture(params=["artifacts", "libraries"])
+@pytest.fixture(params=["artifacts", pytest.param("libraries", marks=pytest.mark.heavy)])
 def form(request: pytest.FixtureRequest) -> Path:
     """A filled cache of either form. A test that changes it works on a copy."""
     name = {"artifacts": "filled", "libraries": "filled_ahead"}[request.param]

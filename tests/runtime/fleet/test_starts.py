@@ -33,6 +33,7 @@ def test_starts_without_a_compiler_and_without_torch_caches(
     assert outcome["variables"]["TRITON_CACHE_DIR"] == bare["TRITON_CACHE_DIR"]
 
 
+@pytest.mark.heavy
 def test_code_in_partitions_is_recorded_in_a_process_without_a_compiler(
     start_once: StartOnce, bare: dict[str, str], tmp_path: Path
 ) -> None:
