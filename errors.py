@@ -291,6 +291,11 @@ class UnboundSymbol(CompileError):
     todo = "Move the op with the data-dependent size into a splitting op."
 
 
+class GradientsNeeded(CompileError):
+    what = "torch.compile(backend='piecegraph') is given a graph whose gradients are needed"
+    todo = "Call the model under torch.no_grad(), or turn requires_grad off for its weights."
+
+
 class NothingToCompile(CompileError):
     what = "tracing {model} found no tensor operation"
     todo = "Prepare the module whose forward computes the result."
