@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ... import (
 from ...errors import InvalidSetting, TooLarge
 from ..engine.attention import SPLITTING_OP
 from ..engine.block_manager import BlockManager
+from ..engine.decoder_config import DecoderConfig
 from ..engine.engine import Clock, Engine
 from ..engine.kv_cache import Defragmenter, LayerCache, allocate_layer_caches
 from ..engine.metadata import MetadataBuffers
@@ -77,8 +79,15 @@ def start_service(
     events = events or Events()
     with events.span("build model"), _phase(phases, "build model"), _allocation():
         model, layers, buffers = _build(options, requests, blocks, device)
+    factory = partial(on_meta, options.model, options.dtype)
     with working(console, "preparing: from the cache, or tracing and compiling"):
-        prepared = prepare(model, library_config(options), layers=layers, events=events)
+        prepared = prepare(
+            model,
+            library_config(options),
+            layers=layers,
+            events=events,
+            factory=factory if device.type != "cpu" else None,
+        )
     try:
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers, device)
         caches = [part for cache in layers.values() for part in (cache.keys, cache.values)]
@@ -158,6 +167,12 @@ def build_model(options: RunOptions, device: torch.device) -> Decoder:
     with _allocation():
         model = Decoder(options.model, seed=options.seed)
         return model.to(dtype=getattr(torch, options.dtype)).to(device)
+
+
+def on_meta(config: DecoderConfig, dtype: str) -> Decoder:
+    """The decoder without memory for its weights, which a child process compiles."""
+    with torch.device("meta"):
+        return Decoder(config, seed=0).to(getattr(torch, dtype))
 
 
 def _build(
