@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ Shape = tuple[int, ...]
 _PADDING, _SEED = 3, 0
 _ROUNDING = 1e-2
 """Relative difference that kernels of another size may have, in a low precision."""
-_ALLOCATION = re.compile(r"\b(new_)?empty(_like|_strided|_permuted)?\(")
 _MIXING = re.compile(
     r"\.(sum|mean|amax|amin|max|min|norm|var|std|flip|roll|cumsum|cumprod|sort|topk|argmax|argmin)\("
     r"|\bcat\(|\bpad\(|\.(pad|softmax|t|transpose|permute)\(|\[-1|select\("
@@ -110,7 +109,7 @@ def _mixed(
         target[box] = source[box]
     first, second = run(padded, whole), run(padded, mixed_in)
     alone = run(real, [value[box].clone() for value, box in zip(whole, boxes, strict=True)])
-    unwritten = _unwritten(compiled.plan.pieces[step.piece].text)
+    unwritten = compiled.plan.pieces[step.piece].unwritten
     for at, (name, one, two, three) in enumerate(zip(step.outs, first, second, alone, strict=True)):
         if isinstance(one, Tensor) and at not in unwritten:
             box = _box(tuple(three.shape))
@@ -118,24 +117,6 @@ def _mixed(
             if not same or not _close(one[box], three):
                 return f"{name}: {compiled.plan.shapes.get(name, '')}"
     return None
-
-
-def _unwritten(text: str) -> frozenset[int]:
-    """Positions of results that a piece only allocates, for a splitting op to write into.
-
-    Read from the piece's annotated source, which a bundle holds too. Such a result is whatever the
-    memory held, and says nothing of rows.
-    """
-    code = [line.strip() for _, line in _lines(text)]
-    returned = next((line for line in code if line.startswith("return ")), "return ()")
-    names = [name.strip() for name in returned.removeprefix("return ").strip("()").split(",")]
-    body = [line for line in code if not line.startswith("return ")]
-
-    def only_allocated(name: str) -> bool:
-        uses = [line for line in body if re.search(rf"\b{re.escape(name)}\b", line)]
-        return len(uses) == 1 and bool(_ALLOCATION.search(uses[0]))
-
-    return frozenset(at for at, name in enumerate(names) if name and only_allocated(name))
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
@@ -176,15 +157,11 @@ def _random(dtype: str, shape: Shape, generator: torch.Generator) -> Tensor:
 
 def _line(text: str) -> str | None:
     """The user's line of the first op that may mix rows, from a piece's annotated source."""
-    lines = list(_lines(text))
-    likely = [place for place, code in lines if place and _MIXING.search(code)]
-    return next(iter(likely), next((place for place, _ in lines if place), None))
-
-
-def _lines(text: str) -> Iterator[tuple[str | None, str]]:
-    place = None
+    first = place = None
     for line in text.splitlines():
         if match := re.search(r"# (?:File: )?(\S+:\d+) in ", line):
             place = match[1]
-        else:
-            yield place, line
+            first = first or place
+        elif place and _MIXING.search(line):
+            return place
+    return first
