@@ -100,7 +100,10 @@ class UnknownSetting(InvalidSetting):
 
 class FullModeUnsupported(DispatchError):
     what = "graph mode FULL was requested, but attention group {group!r} can never be captured"
-    todo = "Choose PIECEWISE, which runs attention between the graphs, or NONE."
+    todo = (
+        "Choose PIECEWISE, which runs attention between the graphs, or NONE. If its ops read what "
+        "changes between steps from tensors at fixed addresses, set Config.attention_support."
+    )
 
 
 class CaptureSizeInvalid(DispatchError):

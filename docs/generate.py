@@ -103,7 +103,7 @@ def _section(title: str, *rows: str) -> str:
 
 def _default(name: str) -> str:
     value: Any = Config.model_fields[name].get_default(call_default_factory=True)
-    return value.name if name == "attention_support" else repr(getattr(value, "value", value))
+    return repr(getattr(value, "value", value))
 
 
 def _meaning(name: str) -> str:

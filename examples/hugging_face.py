@@ -35,7 +35,6 @@ def main() -> None:
         max_num_tokens=64,
         max_num_reqs=8,
         capture_sizes=(4, 8),
-        graph_mode="PIECEWISE",
     )
     prepared = pg.prepare(PackedModel(hf_model), config)
     prepared.capture(lambda descriptor, mode: PackedRequests((descriptor.num_tokens,)))

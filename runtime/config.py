@@ -22,6 +22,8 @@ from ..dispatch import (
 from ..errors import InvalidSetting
 from .open_cache import LayerConfig
 
+UNDECLARED = "attention, for which attention_support is not set"
+
 SERVING = Feeds(("capture",), "decided after compilation: the same code serves any of its values")
 
 
@@ -119,12 +121,14 @@ class Config(CompileConfig):
     `encoder_decoder`, and `varlen_decode` for decode steps with different query lengths up to the
     longest one."""
 
-    attention_support: Annotated[Mapping[str, AttentionSupport] | AttentionSupport, SERVING] = (
-        AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    )
+    attention_support: Annotated[
+        Mapping[str, AttentionSupport] | AttentionSupport | None, SERVING
+    ] = None
     """The batches whose attention can run inside a FULL graph, for all attention or as
     `{group: support}`: `"NEVER"`, `"UNIFORM_SINGLE_TOKEN_DECODE"`, `"UNIFORM_BATCH"` or
-    `"ALWAYS"`."""
+    `"ALWAYS"`. Declare it if the splitting ops read what changes between steps from tensors at
+    fixed addresses: a FULL graph does not run their Python again. With `None` a model with
+    splitting ops has no FULL graphs."""
 
     broken_guard: Annotated[BrokenGuard, exempt("decided in the step, by the sizes it has")] = (
         BrokenGuard.ERROR
@@ -240,8 +244,11 @@ class Config(CompileConfig):
         return (policy, 0) if isinstance(policy, Padding) else (Padding.SENTINEL, policy)
 
     def supports(self) -> dict[str, AttentionSupport]:
-        """Attention capability by group."""
+        """Attention capability by group. Ops for which nothing is declared support nothing."""
         support = self.attention_support
+        if support is None:
+            breaks = self.cuts() or not self.compile
+            return {UNDECLARED: AttentionSupport.NEVER} if breaks else {}
         return {"attention": support} if isinstance(support, AttentionSupport) else dict(support)
 
     def backend_for(self, device_type: str) -> str:
