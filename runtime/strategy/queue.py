@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
-from ...dispatch import NO_GRAPH, CaptureStrategy, DispatchPlan
+from ...dispatch import NO_GRAPH, CaptureStrategy, Decision, DispatchPlan
 
 RETRY_STEPS = 64
 """Steps until a failed capture is tried again; each further failure doubles them."""
@@ -25,6 +25,8 @@ GIVE_UP_AFTER = 5
 
 FADE_STEPS = 4096
 """All hits are halved each time this many steps have passed, so that old traffic fades."""
+
+_MOST_IDLE = 4096
 
 
 class GraphState:
@@ -50,8 +52,24 @@ class GraphState:
         return self.captured and not self.kept
 
 
+class Idle:
+    """Steps of one decision for which there is nothing to capture, of `num_reqs` or more."""
+
+    __slots__ = ("decision", "num_reqs", "steps", "wanted")
+
+    def __init__(self, decision: Decision, wanted: int, num_reqs: int) -> None:
+        self.decision = decision
+        self.wanted = wanted
+        self.num_reqs = num_reqs
+        self.steps = 0
+
+
 class CaptureQueue:
-    """What a strategy captures next. `step` counts batches."""
+    """What a strategy captures next. `step` counts batches.
+
+    `idle_steps` are the decisions, by identity, for which a step need not ask the strategy: it only
+    counts itself there. It is emptied whenever a graph changes.
+    """
 
     def __init__(self, strategy: CaptureStrategy, plan: DispatchPlan, min_hits: int) -> None:
         self.states = [GraphState() for _ in plan.entries]
@@ -65,6 +83,7 @@ class CaptureQueue:
         )
         self._pending: list[int] | None = None
         self._next_retry = 0
+        self.idle_steps: dict[int, Idle] = {}
 
     def startup(self) -> list[list[int]]:
         """Groups of graph indices in plan order; of each, the first possible one is captured.
@@ -87,8 +106,24 @@ class CaptureQueue:
             for state in self.states:
                 state.hits >>= fades
 
+    def add_idle(self, decision: Decision, wanted: int, num_reqs: int) -> None:
+        """Further steps of `decision` count themselves."""
+        if len(self.idle_steps) >= _MOST_IDLE:
+            self.count_idle()
+            self.idle_steps.clear()
+        self.idle_steps[id(decision)] = Idle(decision, wanted, num_reqs)
+
+    def count_idle(self) -> None:
+        """Count the steps that counted themselves."""
+        for idle in self.idle_steps.values():
+            if idle.steps:
+                self.see(idle.wanted, idle.steps)
+                idle.steps = 0
+
     def changed(self) -> None:
         """A graph was captured or freed: those that did not fit may fit now."""
+        self.count_idle()
+        self.idle_steps.clear()
         self._pending = None
         for state in self.states:
             state.blocked = False
