@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...compile.ir.ops import tensors_in
 from ...errors import EagerResultChanged, RecordingReleased
+from ...torch_compat.ops import without_frame
 from ...torch_compat.tensors import storage_id, tree_flatten, tree_leaves, tree_unflatten
 from ..backends.ownership import Ownership
 from ..backends.protocol import Graph
@@ -141,7 +142,7 @@ def eager_call(
     The call raises EagerResultChanged when a result has another form than at capture, or when one
     that shared memory with an argument no longer does.
     """
-    call = partial(fn, *args, **kwargs)
+    call = partial(without_frame(fn), *args, **kwargs)
     if static is None:
         return call
 
