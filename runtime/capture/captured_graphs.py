@@ -82,7 +82,7 @@ class CapturedGraph:
 
     def poison(self) -> None:
         """Overwrite the static results, so that code that reads them after the step gets NaN."""
-        for output in self.recording.outputs:
+        for output in self.recording.outputs or ():  # none if the graph was evicted
             if isinstance(output, Tensor) and self.recording.ownership.is_made(output):
                 with torch.inference_mode():
                     poison(output)

@@ -71,7 +71,7 @@ def prepare_on_replay(
     return PreparedModel(
         compiled,
         config,
-        Policy(resolve_mode(mode, support=config.supports(), pieces=True), dispatcher),
+        Policy(resolve_mode(mode, support={}, pieces=True), dispatcher),
         Engine(layers, input_buffers or {}),
         Services(strict_backend(**options), torch.device("cpu"), cache, Records()),
     )
@@ -144,13 +144,18 @@ def temporary_op() -> Iterator[Callable[..., str]]:
     """`temporary_op("ns::op", "(Tensor x, …) -> ()", kernel)` defines an op for this session."""
     libraries: list[Any] = []
 
-    def define(name: str, schema: str, kernel: Callable[..., None]) -> str:
+    def define(
+        name: str,
+        schema: str,
+        kernel: Callable[..., Any],
+        fake: Callable[..., Any] = lambda *args: None,
+    ) -> str:
         namespace, op = name.split("::")
         library: Any = torch.library.Library(namespace, "FRAGMENT")
         libraries.append(library)
         library.define(op + schema)
         library.impl(op, kernel, "CPU")
-        torch.library.register_fake(name, lambda *args: None, lib=library)
+        torch.library.register_fake(name, fake, lib=library)
         return name
 
     yield define
