@@ -78,7 +78,7 @@ def unwritten_results(graph: Graph) -> tuple[int, ...]:
             value = value.args[0]
         return value
 
-    found = enumerate(map(source, output.args[0]))  # type: ignore[arg-type]
+    found = enumerate(map(source, output.args[0]))
     return tuple(
         position
         for position, node in found

@@ -142,6 +142,11 @@ RESULTS: list[Callable[[Tensor, Tensor], Any]] = [
     lambda x, ids: [x.t(), x],
     lambda x, ids: (x, x.sum(0)),
 ]
+OPS = {
+    "heads": "random_models::attend",
+    "op_in_place": "random_models::attend_in_place",
+    "op_result": "random_models::attended",
+}
 HARMLESS = ["scale", "branch_free", "in_place", "reshaped", "heads", "op_in_place", "op_result"]
 
 
@@ -186,10 +191,10 @@ class Steps:
 
     def __init__(self, draw: random.Random) -> None:
         self.draw = draw
-        blocks = [
+        self.blocks = [
             draw.choice(draw.choice([HARMLESS, [*BLOCKS]])) for _ in range(draw.randint(2, 5))
         ]
-        self.plain = Model(blocks, draw.choice(RESULTS))
+        self.plain = Model(self.blocks, draw.choice(RESULTS))
         self.model = copy.deepcopy(self.plain)
         self.starts = torch.arange(MAX_TOKENS)
         self.wide = torch.zeros(3, MAX_TOKENS, dtype=torch.int64)
@@ -203,8 +208,9 @@ class Steps:
                 "x": draw.choice(["zero", "repeat", "keep", float("nan")]),
             },
         }
-        self.what = f"{blocks} {self.facts}"
-        buffers = {"wide": self.wide} if draw.random() < 0.5 else {}
+        self.what = f"{self.blocks} {self.facts}"
+        read = "branch_free" in self.blocks
+        buffers = {"wide": self.wide} if read and draw.random() < 0.5 else {}
         self.prepared: PreparedModel = prepare(
             self.model, self.config(), layers={"starts": self.starts}, input_buffers=buffers,
             backend=strict_backend(poison_old_results=True),
@@ -214,9 +220,7 @@ class Steps:
 
     def config(self) -> Config:
         return Config(
-            splitting_ops=tuple(
-                f"random_models::{op}" for op in ("attend", "attend_in_place", "attended")
-            ),
+            splitting_ops=tuple({OPS[name] for name in self.blocks if name in OPS}),
             inputs={
                 "x": f"float32[num_tokens, {HIDDEN}]",
                 "ids": "int64[num_tokens]",

@@ -132,8 +132,9 @@ def test_a_splitting_op_that_declares_nothing_sees_the_metadata_of_each_step() -
         assert result.unique().item() == 2 * metadata + 1
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-@pytest.mark.parametrize("op", [counted, read])
+@pytest.mark.parametrize(
+    ("op", "compiler"), [(counted, "eager"), (read, "eager"), (read, "inductor")]
+)
 def test_a_host_read_in_a_piece_fails_the_capture_with_its_line(
     op: Callable[..., None], compiler: str
 ) -> None:
