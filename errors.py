@@ -264,6 +264,11 @@ class InputNotTraceable(CompileError):
     todo = "Pass it as an argument, or make it a tensor and register it as a buffer."
 
 
+class ModelNotAdaptable(CompileError):
+    what = "{family} cannot be adapted: {reason}"
+    todo = "{advice}"
+
+
 class ArgumentClassUnknown(CompileError):
     what = "argument {name!r} of class {kind} holds tensors, and its parts are not known"
     todo = "Make it a dataclass and call torch.export.register_dataclass, or pass a dict or tuple."
