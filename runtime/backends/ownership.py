@@ -139,11 +139,10 @@ class TensorTracker(LightDispatchMode):
 
 def _computes(func: OpOverload, fresh: list[Tensor]) -> bool:
     """Whether `func` filled the tensors that it made on a device; an allocation does not."""
-    allocates = func.overloadpacket.__name__ in ALLOCATIONS
+    allocates = func.overloadpacket.__name__ in _ALLOCATIONS
     return not allocates and any(tensor.numel() and tensor.device.type != "cpu" for tensor in fresh)
 
 
-ALLOCATIONS = frozenset(
+_ALLOCATIONS = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 )
-"""Operators that make tensors without filling them, by name."""

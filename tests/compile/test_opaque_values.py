@@ -19,7 +19,6 @@ from .starts import start, use_text_compiler
 pytestmark = pytest.mark.compile
 
 opaque = pytest.importorskip("torch._library.opaque_object")
-opaque_base = pytest.importorskip("torch._opaque_base")
 CALLS: list[Any] = []
 
 
@@ -27,7 +26,7 @@ class Kind(enum.Enum):
     FULL = 1
 
 
-class Name(metaclass=opaque_base.OpaqueBaseMeta):  # torch 2.11 asks for it
+class Name:
     """The name of a layer, which Dynamo makes an input of the graph."""
 
     def __init__(self, name: str, kind: Kind = Kind.FULL, parents: tuple[Any, ...] = ()) -> None:
