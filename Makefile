@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cache compile dispatch runtime tools torch_compat
 
-.PHONY: run test unit test-fast heavy coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants mutants clean
+.PHONY: run test unit test-fast heavy coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-test mutants clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -89,12 +89,21 @@ $(VENV_CUDA)/.made: pyproject.toml $(STAND_IN)/build.py $(wildcard $(STAND_IN)/s
 	$(VENV_CUDA)/bin/python $(STAND_IN)/build.py
 	touch $@
 
+# Real engines, each in an environment of its own; minutes. See docs/engines.md.
+engine-test: .venv-transformers/.made
+	ENGINE_TESTS=1 .venv-transformers/bin/pytest tests/engines
+
+.venv-transformers/.made: pyproject.toml
+	$(PYTHON) -m venv --clear .venv-transformers
+	.venv-transformers/bin/python -m pip install --quiet --editable '.[test]' "$(TORCH)" psutil
+	touch $@
+
 # Removes one protection at a time; each must make a test fail. Minutes; not part of CI.
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants.py
 
 clean:
-	rm -rf $(VENV) $(VENV_CUDA) .typing .wheels build *.egg-info
+	rm -rf $(VENV) $(VENV_CUDA) .venv-transformers .typing .wheels build *.egg-info
 
 # A change of the dependencies recreates the environment.
 $(VENV)/.run: pyproject.toml

@@ -1,0 +1,123 @@
+"""Continuous batching of transformers gives the same tokens after `accelerate`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("psutil")
+
+from piecegraph import Config, Events  # noqa: E402
+from piecegraph.tools.integrations.continuous_batching import accelerate  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+SMALL = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+FAMILIES = {
+    "llama": lambda t: t.LlamaConfig(**SMALL),
+    "qwen3": lambda t: t.Qwen3Config(**SMALL),
+    "gemma3": lambda t: t.Gemma3TextConfig(**SMALL, **SLIDING),
+    "mixtral": lambda t: t.MixtralConfig(**SMALL, **EXPERTS),
+}
+
+
+def model_of(family: str) -> Any:
+    torch.manual_seed(0)
+    config = FAMILIES[family](transformers)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+
+
+def tokens(model: Any) -> list[list[int]]:
+    """64 requests, some of which are prefilled in chunks."""
+    draw = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(3, 256, (length,), generator=draw).tolist() for length in (2, 9, 33, 90) * 16
+    ]
+    settings = transformers.GenerationConfig(
+        max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    batching = transformers.ContinuousBatchingConfig(
+        max_batch_tokens=64, num_blocks=256, page_size=16
+    )
+    made = model.generate_batch(
+        prompts, generation_config=settings, continuous_batching_config=batching
+    )
+    return [
+        made[name].generated_tokens for name in sorted(made, key=lambda n: int(n.split("_")[-1]))
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers(family: str) -> None:
+    expected = tokens(model_of(family))
+    model = model_of(family)
+    config = Config(max_num_tokens=64, graph_mode="NONE", compiler="eager", cache=False)
+    prepared = accelerate(model, config)
+    assert tokens(model) == expected
+    assert sum(row["count"] for row in prepared.usage.rows()) > 8
+
+
+def test_a_warm_start_traces_and_compiles_nothing(tmp_path: Path) -> None:
+    expected = tokens(model_of("qwen3"))
+    for warm in (False, True):
+        model, events = model_of("qwen3"), Events()
+        config = Config(max_num_tokens=64, graph_mode="NONE", cache_dir=tmp_path)
+        prepared = accelerate(model, config, events=events)
+        assert prepared.report()["cache"]["hit"] is warm
+        assert (events.counters["dynamo_traces"] == 0) is warm
+        assert (events.counters["inductor_compiles"] == 0) is warm
+        assert tokens(model) == expected
+        assert not [name for name in events.counters if name.startswith("after_seal")]
+
+
+def test_graphs_between_attention() -> None:
+    expected = tokens(model_of("qwen3"))
+    model = model_of("qwen3")
+    graphs = Config(
+        max_num_tokens=64,
+        graph_mode="PIECEWISE",
+        capture_sizes=(1, 8, 64),
+        compiler="eager",
+        cache=False,
+    )
+    prepared = accelerate(model, graphs)
+    assert tokens(model) == expected
+    assert {row["mode"] for row in prepared.usage.rows()} == {"PIECEWISE"}
+
+
+def test_other_calls_run_the_model_itself() -> None:
+    model, ids = model_of("llama"), torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        accelerate(model, Config(max_num_tokens=64, compiler="eager", cache=False))
+        torch.testing.assert_close(model(ids).logits, expected)
+        assert model.config._attn_implementation == "sdpa"
+        generated = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert generated.shape == (1, 7)
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "continuous_batching.py"
+    environment = {**os.environ, "PIECEGRAPH_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(example)], capture_output=True, text=True, env=environment
+    )
+    assert "the same tokens; warm start: False" in done.stdout, done.stderr

@@ -1,0 +1,122 @@
+"""Continuous batching of transformers through piecegraph: `accelerate(model)`, then as before.
+
+    accelerate(model, Config(max_num_tokens=512))
+    model.generate_batch(inputs, generation_config)
+
+Steps of `generate_batch` and of `ContinuousBatchingManager` run a prepared base model. The paged
+cache, the attention function, the head and the sampling are those of transformers: attention with
+its cache update is the splitting op, and what transformers passes to a step is the metadata. A call
+without a paged cache, or with more tokens than `max_num_tokens`, runs the model as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from ... import Batch, BatchDescriptor, Config, Events, PreparedModel, RuntimeMode, prepare
+from .transformers import INPUTS, SPLITTING_OP, PackedModel, Rule
+
+log = logging.getLogger("piecegraph")
+
+NOT_FOR_ATTENTION = {"attention_mask", "input_ids", "inputs_embeds", "past_key_values", "use_cache"}
+"""Arguments of a model's forward that do not reach its attention function as they are."""
+
+
+def accelerate(
+    model: PreTrainedModel, config: Config | None = None, *, events: Events | None = None
+) -> PreparedModel:
+    """Prepare the base model of `model` and run its steps with a paged cache through it.
+
+    `config` sets limits, cache and graphs; inputs and splitting ops are known. Without it there are
+    PIECEWISE graphs on a GPU and none on a CPU. Raises the errors of `prepare`.
+    """
+    base = model.base_model
+    mode = "NONE" if model.device.type == "cpu" else "PIECEWISE"
+    config = (config or Config(graph_mode=mode)).changed(
+        inputs=INPUTS, splitting_ops=(SPLITTING_OP,), attention_support="NEVER"
+    )
+    attention, use_cache = model.config._attn_implementation, base.config.use_cache
+    try:
+        packed = PackedModel(base)
+        layers = {
+            name: _attend_with(module)
+            for name, module in base.named_modules()
+            if hasattr(module, "layer_idx")
+        }
+        prepared = prepare(packed, config, layers=layers, events=events)
+    finally:
+        model.set_attn_implementation(attention)
+        base.config.use_cache = use_cache
+    if prepared.dispatcher.plan.entries:
+        prepared.capture(_no_requests)
+    prepared.seal()
+    base.forward = _steps_through(prepared, base.forward)
+    return prepared
+
+
+def _no_requests(descriptor: BatchDescriptor, mode: RuntimeMode) -> Mapping[str, Any]:
+    """Metadata of a dummy batch."""
+    return {}
+
+
+def _steps_through(prepared: PreparedModel, forward: Any) -> Any:
+    """The forward of the base model: a prepared step where transformers gives a paged cache."""
+    most = prepared.config.max_num_tokens
+
+    def step(*args: Any, **arguments: Any) -> Any:
+        input_ids = arguments.get("input_ids")
+        if input_ids is None or arguments.get("cache") is None:
+            return forward(*args, **arguments)
+        num_tokens = input_ids.shape[1]
+        if num_tokens > most:
+            log.warning("a step of %d tokens is not prepared: max_num_tokens is %d",
+                        num_tokens, most)  # fmt: skip
+            return forward(*args, **arguments)
+        num_reqs = min(arguments["cu_seq_lens_q"].shape[0] - 1, prepared.config.max_num_reqs)
+        decision = prepared.dispatch(Batch(num_tokens, min(num_reqs, num_tokens)))
+        ids, positions = input_ids[0].long(), arguments["position_ids"][0].long()  # from int32
+        hidden = prepared.run(decision, ids, positions, metadata=arguments)
+        return MoeModelOutputWithPast(last_hidden_state=hidden[None])
+
+    return step
+
+
+def _attend_with(module: Any) -> Any:
+    """The splitting op of one layer: the attention function that transformers has chosen."""
+    functions = AttentionInterface()
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        rule: Rule,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        if not arguments:
+            output.zero_()
+            return
+        rows = arguments["input_ids"].shape[1]
+        mask = arguments["attention_mask"]
+        if isinstance(mask, Mapping):
+            mask = mask[arguments["cache"].layer_to_allocator[module.layer_idx].layer_type]
+        given = {k: v for k, v in arguments.items() if k not in NOT_FOR_ATTENTION}
+        result, _ = functions[module.config._attn_implementation](
+            module,
+            *(x[:rows].transpose(0, 1)[None] for x in (query, key, value)),
+            mask,
+            dropout=0.0,
+            scaling=rule.scale,
+            sliding_window=rule.window or None,
+            **given,
+        )
+        output[:rows] = result[0]
+        output[rows:] = 0
+
+    return attend
