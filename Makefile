@@ -59,6 +59,7 @@ VENV_CUDA := .venv-cuda
 STAND_IN := tests/cuda_stand_in
 IN_CUDA := $(VENV_CUDA)/bin/python $(STAND_IN)/run.py
 CUDA_PYTEST := STAND_IN_DEVICES=2 $(IN_CUDA) -m pytest -p tests.cuda_stand_in.plugin -W default -m gpu
+CUDA_TESTS := $(STAND_IN) tests/runtime tests/torch_compat tests/tools/test_attention_gpu.py
 CUDA_RUN := main run --requests 8 --model layers=2,hidden=64 --verify all
 CUDA_CACHE := $(VENV_CUDA)/cache
 
@@ -68,8 +69,8 @@ cuda-env: $(VENV_CUDA)/.made
 # Inductor's kernels interpreted: a cold start, and a warm start from its bundle.
 cuda-test: cuda-env
 	$(VENV_CUDA)/bin/python -c "import torch; print('torch', torch.__version__)"
-	$(CUDA_PYTEST)
-	STAND_IN_SEED=1 $(CUDA_PYTEST) -m "gpu and not slow"
+	$(CUDA_PYTEST) $(CUDA_TESTS)
+	STAND_IN_SEED=1 $(CUDA_PYTEST) -m "gpu and not slow" $(CUDA_TESTS)
 	STAND_IN_SEED=2 STAND_IN_DEVICES=2 $(IN_CUDA) $(CUDA_RUN) --device cuda:1 --backend eager --no-cache
 	rm -rf $(CUDA_CACHE)
 	TRITON_INTERPRET=1 $(IN_CUDA) $(CUDA_RUN) --device cuda --backend inductor --cache-dir $(CUDA_CACHE)

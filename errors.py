@@ -100,7 +100,10 @@ class UnknownSetting(InvalidSetting):
 
 class FullModeUnsupported(DispatchError):
     what = "graph mode FULL was requested, but attention group {group!r} can never be captured"
-    todo = "Choose PIECEWISE, which runs attention between the graphs, or NONE."
+    todo = (
+        "Choose PIECEWISE, which runs attention between the graphs, or NONE. If its ops read what "
+        "changes between steps from tensors at fixed addresses, set Config.attention_support."
+    )
 
 
 class CaptureSizeInvalid(DispatchError):
@@ -261,6 +264,11 @@ class InputNotTraceable(CompileError):
     todo = "Pass it as an argument, or make it a tensor and register it as a buffer."
 
 
+class ModelNotAdaptable(CompileError):
+    what = "{family} cannot be adapted: {reason}"
+    todo = "{advice}"
+
+
 class ArgumentClassUnknown(CompileError):
     what = "argument {name!r} of class {kind} holds tensors, and its parts are not known"
     todo = "Make it a dataclass and call torch.export.register_dataclass, or pass a dict or tuple."
@@ -289,6 +297,11 @@ class UndeclaredDynamicShape(CompileError):
 class UnboundSymbol(CompileError):
     what = "the size {expression} does not follow from the sizes of the inputs"
     todo = "Move the op with the data-dependent size into a splitting op."
+
+
+class GradientsNeeded(CompileError):
+    what = "torch.compile(backend='piecegraph') is given a graph whose gradients are needed"
+    todo = "Call the model under torch.no_grad(), or turn requires_grad off for its weights."
 
 
 class NothingToCompile(CompileError):
@@ -492,6 +505,11 @@ class RankLost(RunError):
 class RanksDisagree(RunError):
     what = "rank {ranks} disagrees at {topic!r} on {fact}: {stated}, but most ranks have {usual}"
     todo = "Start all ranks with the same model, settings and capabilities."
+
+
+class UnknownWarmupStrategy(ConfigError):
+    what = "unknown bucket warm-up strategy {name!r}"
+    todo = "Known strategies: {known}."
 
 
 # tools

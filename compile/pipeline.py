@@ -13,6 +13,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ..cache import Key
 from ..cache.lock import Flight
@@ -27,6 +28,9 @@ from .ir.config import BundleUse
 from .lower.compiled_model import CompiledModel, bind
 from .lower.eager_model import eager_model
 from .warm import Loaded, NoBundle, load_bundle, ranks_agree
+
+if TYPE_CHECKING:
+    from .guards.trace_with_guards import GuardedTrace
 
 CACHE_OFF = "the cache is off"
 
@@ -76,6 +80,12 @@ def _bundle_key(request: CompileRequest, compiler: Compiler) -> Key | str:
     return f"not cacheable: {undescribable}" if undescribable else key
 
 
+def compile_trace(request: CompileRequest, guarded: GuardedTrace) -> CompiledModel:
+    """The compiled form of a graph that the caller traced; stores artifacts and no bundle."""
+    with _gc_paused():
+        return _compile(request, _compiler(request), guarded, None)
+
+
 def _with_bundle(request: CompileRequest, compiler: Compiler, key: Key) -> CompiledModel:
     """Warm if every rank can load its bundle, else cold; one process per key compiles."""
     own = load_bundle(request, key, compiler)
@@ -103,16 +113,22 @@ def _without_bundle(request: CompileRequest, compiler: Compiler, reason: str) ->
 
 def _cold_start(request: CompileRequest, compiler: Compiler, key: Key | None) -> CompiledModel:
     """Trace, compile what no earlier process compiled, and store a bundle under `key`."""
+    from .guards.trace_with_guards import trace_with_guards
+
+    return _compile(request, compiler, trace_with_guards(request), key)
+
+
+def _compile(
+    request: CompileRequest, compiler: Compiler, guarded: GuardedTrace, key: Key | None
+) -> CompiledModel:
     from .backends.jobs import compile_pieces
     from .bundle.bundle import store_bundle
-    from .guards.trace_with_guards import trace_with_guards
     from .ir.locations import graph_source
     from .lower.dependencies import dependencies, drawing
     from .lower.report_plan import dump_plan, report_plan
     from .lower.split_model import split_model
 
     events = request.events
-    guarded = trace_with_guards(request)
     split = split_model(guarded, events)
     compiled = compile_pieces(request, split, compiler)
     plan = split.plan(compiled.ranges)

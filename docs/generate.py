@@ -25,7 +25,6 @@ SETTINGS = {
     "Dispatch": (
         "query_len", "query_lens", "speculation_schedule", "max_loras", "lora_graphs", "axes",
         "capture_sizes", "size_alignment", "size_ceiling", "interactive_sizes", "padding_limit",
-        "chunked", "buckets", "bucket_limits",
     ),
     "Graphs": (
         "graph_mode", "strategy", "captures_per_step", "capture_ms_per_step",
@@ -104,7 +103,7 @@ def _section(title: str, *rows: str) -> str:
 
 def _default(name: str) -> str:
     value: Any = Config.model_fields[name].get_default(call_default_factory=True)
-    return value.name if name == "attention_support" else repr(getattr(value, "value", value))
+    return repr(getattr(value, "value", value))
 
 
 def _meaning(name: str) -> str:

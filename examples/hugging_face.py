@@ -12,8 +12,6 @@ from transformers import AutoModel, Qwen3Config
 
 import piecegraph as pg
 from piecegraph.tools.integrations.transformers import (
-    INPUTS,
-    SPLITTING_OP,
     PackedModel,
     PackedRequests,
 )
@@ -29,15 +27,9 @@ def main() -> None:
     with torch.no_grad():  # two requests, of three and two tokens, one after the other
         expected = [hf_model(input_ids=t[None]).last_hidden_state[0] for t in tokens.split([3, 2])]
 
-    config = pg.Config(
-        splitting_ops=(SPLITTING_OP,),
-        inputs=INPUTS,
-        max_num_tokens=64,
-        max_num_reqs=8,
-        capture_sizes=(4, 8),
-        graph_mode="PIECEWISE",
-    )
-    prepared = pg.prepare(PackedModel(hf_model), config)
+    model = PackedModel(hf_model)
+    config = pg.Config(**model.settings, max_num_tokens=64, max_num_reqs=8, capture_sizes=(4, 8))
+    prepared = pg.prepare(model, config, layers=model.layers)
     prepared.capture(lambda descriptor, mode: PackedRequests((descriptor.num_tokens,)))
     prepared.seal()
 

@@ -37,6 +37,7 @@ library.impl("attention", attention, "CompositeExplicitAutograd")
 def prepare(**settings: object) -> pg.PreparedModel:
     config = pg.Config(
         splitting_ops=("capture_modes::attention",),
+        attention_support="UNIFORM_SINGLE_TOKEN_DECODE",
         inputs={"x": "float32[num_tokens, 8]"},
         max_num_tokens=16,
         max_num_reqs=16,

@@ -13,8 +13,6 @@ from ..compile.ir.config import LOCATION, TOKENS, CompileConfig
 from ..dispatch import (
     AttentionSupport,
     Axis,
-    Bucket,
-    BucketLimits,
     CaptureStrategy,
     GraphMode,
     ModelTraits,
@@ -23,6 +21,8 @@ from ..dispatch import (
 )
 from ..errors import InvalidSetting
 from .open_cache import LayerConfig
+
+UNDECLARED = "attention, for which attention_support is not set"
 
 SERVING = Feeds(("capture",), "decided after compilation: the same code serves any of its values")
 
@@ -106,8 +106,7 @@ class Config(CompileConfig):
 
     max_loras: Annotated[int, SERVING, Field(ge=0)] = 0
     """The most active LoRA adapters in a step. Without it, steps with adapters run without a
-    graph. `Batch.num_loras` states the active ones; an input
-    dimension `num_loras` has the size that a graph was captured for."""
+    graph. `Batch.num_loras` states the active ones."""
 
     lora_graphs: Annotated[LoraGraphs, SERVING] = LoraGraphs.WITH_AND_WITHOUT
     """The graphs of each size with LoRA: one that serves all steps (`"one"`), another one without
@@ -122,12 +121,14 @@ class Config(CompileConfig):
     `encoder_decoder`, and `varlen_decode` for decode steps with different query lengths up to the
     longest one."""
 
-    attention_support: Annotated[Mapping[str, AttentionSupport] | AttentionSupport, SERVING] = (
-        AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    )
+    attention_support: Annotated[
+        Mapping[str, AttentionSupport] | AttentionSupport | None, SERVING
+    ] = None
     """The batches whose attention can run inside a FULL graph, for all attention or as
     `{group: support}`: `"NEVER"`, `"UNIFORM_SINGLE_TOKEN_DECODE"`, `"UNIFORM_BATCH"` or
-    `"ALWAYS"`."""
+    `"ALWAYS"`. Declare it if the splitting ops read what changes between steps from tensors at
+    fixed addresses: a FULL graph does not run their Python again. With `None` a model with
+    splitting ops has no FULL graphs."""
 
     broken_guard: Annotated[BrokenGuard, exempt("decided in the step, by the sizes it has")] = (
         BrokenGuard.ERROR
@@ -142,14 +143,6 @@ class Config(CompileConfig):
     graph_mode: Annotated[GraphMode | None, SERVING] = None
     """`"NONE"`, `"PIECEWISE"`, `"FULL"`, `"FULL_DECODE_ONLY"` or `"FULL_AND_PIECEWISE"`; `None`
     uses the default of `level`. The report says which mode is used, and why."""
-
-    buckets: Annotated[tuple[Bucket, ...], SERVING] = ()
-    """Padded shapes (requests, query length, blocks of context) that get FULL graphs, instead of
-    sizes in tokens, for an engine that pads its steps to them. Each `Batch` states the axes `query`
-    and `context`."""
-
-    bucket_limits: Annotated[BucketLimits | None, SERVING] = None
-    """With `buckets`, the legal steps of the engine: `prepare` reports those without a bucket."""
 
     capture_sizes: Annotated[tuple[int, ...] | None, SERVING] = None
     """Padded sizes in tokens that get graphs, ascending; `None` uses `default_capture_sizes`."""
@@ -189,10 +182,6 @@ class Config(CompileConfig):
     padding: Annotated[dict[str, Padding | int | float], SERVING] = Field(default_factory=dict)
     """What padding contains, by input: `"zero"` (the default), `"repeat"` (the last real row),
     `"keep"` (the previous contents), or a number, such as the cache slot reserved for padding."""
-
-    chunked: Annotated[bool, SERVING] = False
-    """Steps above the largest size run as PIECEWISE graphs over consecutive chunks of their tokens,
-    with attention over the whole step."""
 
     padding_limit: Annotated[PaddingLimit | None, SERVING] = None
     """The most padding a graph may add, a `PaddingLimit`. Batches that need more use a lower
@@ -255,8 +244,11 @@ class Config(CompileConfig):
         return (policy, 0) if isinstance(policy, Padding) else (Padding.SENTINEL, policy)
 
     def supports(self) -> dict[str, AttentionSupport]:
-        """Attention capability by group."""
+        """Attention capability by group. Ops for which nothing is declared support nothing."""
         support = self.attention_support
+        if support is None:
+            breaks = self.cuts() or not self.compile
+            return {UNDECLARED: AttentionSupport.NEVER} if breaks else {}
         return {"attention": support} if isinstance(support, AttentionSupport) else dict(support)
 
     def backend_for(self, device_type: str) -> str:

@@ -1,7 +1,7 @@
 """Remove one protection at a time and see a test fail: `make mutants`, not part of CI.
 
 Each mutant is (file, text, replacement, tests). A mutant that its tests let pass is a protection
-without a test. Files are restored after each run.
+without a test. Files are restored after each run. An argument selects the mutants that contain it.
 """
 
 from __future__ import annotations
@@ -11,34 +11,86 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LIVE = "tests/runtime/live"
+LIVE, STRATEGIES = "tests/runtime/live", "tests/runtime/strategies"
 DUMMY, STRIDES, RESULTS = (f"{LIVE}/test_{n}.py" for n in ("dummy_batch", "strides", "results"))
-WEIGHTS, FAITHFUL = (f"{LIVE}/test_{n}.py" for n in ("weights", "faithful_replay"))
+WEIGHTS, FAITHFUL, FAILURES = (
+    f"{LIVE}/test_{n}.py" for n in ("weights", "faithful_replay", "failures")
+)
+CURVES, QUEUE = f"{STRATEGIES}/test_memory_curves.py", f"{STRATEGIES}/test_strategies.py"
+LOOP, LIFETIMES = "tests/runtime/test_engine_loop.py", "tests/runtime/test_lifetimes.py"
+POISON = "tests/runtime/test_replay_backend.py -k failure_27"
+RANKS = f"{STRATEGIES}/test_ranks.py"
 CAPTURE, STEP, BACKENDS = "runtime/capture", "runtime/step", "runtime/backends"
 GRAPHS, BATCH = f"{CAPTURE}/captured_graphs.py", f"{CAPTURE}/dummy_batch.py"
 ADDRESSES, INPUTS = f"{STEP}/address_checks.py", f"{STEP}/static_inputs.py"
+CAPTURER, MODEL = "runtime/strategy/capturer.py", "runtime/prepared_model.py"
 
+# A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
-    (BATCH, "self.inputs.fill_padding()", "pass", f"{DUMMY} -k between"),
+    (BATCH, "self.inputs.fill_padding()", "pass", f"{DUMMY} -k between"),  # 7
+    (BATCH, "self.inputs.fill_padding()", "pass", LOOP),
     (BATCH, "*self.state]", "]", f"{DUMMY} -k True"),
     (BATCH, "[*self.inputs.owned, ", "[", f"{DUMMY} -k True"),
+    (BATCH, "context.layers = layers", "pass", f"{FAILURES} -k layers_back"),
     (GRAPHS, "if self._laid_out(*tensors):", "if True:", f"{STRIDES} -k relies"),
     (INPUTS, "if any_layout or (laid_out and whole):", "if True:", f"{STRIDES} -k copied"),
     (INPUTS, "if tensor.stride() != captured.stride() and not", "if False and not",
      f"{STRIDES} -k first_byte"),
+    (INPUTS, "        fill()\n", "        pass\n", LOOP),  # 25
+    (INPUTS, "return torch.zeros(prod(shape)", "return torch.empty(prod(shape)",
+     "tests/runtime/test_static_inputs.py -k failure_26"),
     (GRAPHS, "(normal_alias(result) if result.is_inference() else result).detach",
      "partial(_same, result)", RESULTS),
     (GRAPHS, "del self._by_size[next(iter(self._by_size))]", "pass", f"{RESULTS} -k bounded"),
-    ("runtime/prepared_model.py", "if is_autocast_enabled():", "if False:",
-     f"{RESULTS} -k autocast"),
-    ("runtime/prepared_model.py", "self._graphs.close()", "pass", f"{RESULTS} -k close"),
+    (GRAPHS, "            graph.recording.release()\n", "            pass\n",
+     f"{WEIGHTS} -k failure_18"),
+    (GRAPHS, "self.captured[graph_index] = self.captured[graph_index], None",
+     "self.captured[graph_index] = self.captured[graph_index], self.captured[graph_index]",
+     f"{WEIGHTS} -k failure_18"),
+    (GRAPHS, "warm_up=self.stitched", "warm_up=None", f"{FAITHFUL} -k failure_22"),
+    (GRAPHS, "self.recording.outputs or ()", "self.recording.outputs", LOOP),
+    (MODEL, "self._graphs.bind(self.compiled.rebound())\n        if metadata_for",
+     "pass\n        if metadata_for", f"{WEIGHTS} -k before_the_capture"),  # 18
+    (MODEL, "self._graphs.bind(self.compiled.rebound())\n        self.events",
+     "self.events", LOOP),  # 19
+    (MODEL, "if is_autocast_enabled():", "if False:", f"{RESULTS} -k autocast"),
+    (MODEL, "self._graphs.close()", "pass", f"{RESULTS} -k close"),
+    (MODEL, "        self.backend.synchronize()\n        self._capturer.recapture",
+     "        self._capturer.recapture", f"{WEIGHTS} -k idle_before"),
+    (MODEL, "        self.backend.synchronize()\n        self._last_graph = None",
+     "        self._last_graph = None", f"{WEIGHTS} -k idle_before"),
+    (MODEL, "if stated is not None and stated != num_tokens:", "if False:",
+     f"{RESULTS} -k states_other"),
+    (MODEL, "if captured is None and decision.graph_index != NO_GRAPH:", "if False:",
+     f"{RESULTS} -k freed_reports"),
+    (MODEL, "if batch.num_reqs > self.config.max_num_reqs:", "if False:",
+     f"{LIVE}/test_step.py -k beyond"),
     (ADDRESSES, "if now is not None:\n                return address(now)\n", "", WEIGHTS),
     (ADDRESSES, "if then is not None and tensor.numel()", "if False", f"{WEIGHTS} -k failure_12"),
-    (f"{BACKENDS}/replay.py", "if self._options.poison_before_replay:", "if False:",
-     "tests/runtime/test_replay_backend.py -k failure_27"),
-    (f"{BACKENDS}/tape.py", "if reads.found is not None:", "if False:", f"{FAITHFUL} -k host"),
+    (f"{STEP}/row_mixing.py", "if not same or not _close(one[box], three):", "if False:",
+     f"{LIVE}/test_row_mixing.py -k never_padded"),
+    (f"{STEP}/row_mixing.py", "and at not in unwritten", "and True",
+     f"{LIVE}/test_row_mixing.py -k memory_for"),
+    (f"{BACKENDS}/replay.py", "if self._options.poison_before_replay:", "if False:", POISON),
+    (f"{BACKENDS}/replay.py", "self._made = tuple(tape.made.values())", "self._made = ()", POISON),
+    (f"{BACKENDS}/tape.py", "if reads.found is not None:", "if False:", f"{FAITHFUL} -k swallows"),
+    (f"{BACKENDS}/tape.py", "            raise self.found\n", "            pass\n",
+     f"{FAITHFUL} -k host"),
     (f"{CAPTURE}/recorder.py", "if self._context is not None:", "if False:",
      f"{FAITHFUL} -k failure_23"),
+    (f"{CAPTURE}/session.py", "self._held.append(tensor)", "pass",
+     f"{LIFETIMES} -k failure_17"),  # 16, 17
+    ("runtime/config.py", "return {UNDECLARED: AttentionSupport.NEVER} if breaks else {}",
+     "return {}", f"{FAITHFUL} -k declares_nothing"),  # 10, W12
+    (CAPTURER, "self.active = lazily and not", "self.active = not", f"{FAILURES} -k w14"),
+    (CAPTURER, "if self.memory.exceeded:", "if False:", f"{CURVES} -k holds_on"),
+    (CAPTURER, "            self._evict(graph_index)\n        with",
+     "            pass\n        with", f"{WEIGHTS} -k stale_graphs"),
+    ("runtime/strategy/limits.py", "self._last.ms + self.ms_per_step", "self.ms_per_step",
+     f"{QUEUE} -k accumulates"),
+    ("runtime/strategy/ranks.py",
+     'self._store.compare_set(self._key("lost"), "", json.dumps(found))', "json.dumps(found)",
+     f"{RANKS} -k failure_35"),
 ]  # fmt: skip
 
 
@@ -60,8 +112,10 @@ def survives(file: str, text: str, replacement: str, tests: str) -> bool:
 
 
 def main() -> None:
-    survivors = []
+    survivors, only = [], " ".join(sys.argv[1:])
     for mutant in MUTANTS:
+        if only not in " ".join(mutant):
+            continue
         survived = survives(*mutant)
         survivors += [mutant] if survived else []
         print("survived" if survived else "caught  ", mutant[0], repr(mutant[1]), flush=True)

@@ -79,7 +79,7 @@ def reasoning_about_sizes(dynamic_shapes: str) -> Iterator[None]:
     shapes_config: Any = _config
 
     oblivious = dynamic_shapes == "backed_size_oblivious"
-    with compiler_lock, torch.no_grad(), shapes_config.patch(backed_size_oblivious=oblivious):
+    with compiler_lock(), torch.no_grad(), shapes_config.patch(backed_size_oblivious=oblivious):
         yield
 
 
@@ -263,6 +263,13 @@ def mark_dynamic(
         mark(tensor, dim, shape_id=symbol, **bounds)
     else:
         torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def current_shape_env() -> Any:
+    """The shape environment of the trace whose graph Dynamo gives to a backend."""
+    from torch._guards import TracingContext
+
+    return TracingContext.get().fake_mode.shape_env  # type: ignore[union-attr]
 
 
 def input_source(node: torch.fx.Node) -> str:

@@ -23,7 +23,7 @@ from .tensors import tree_leaves
 @contextmanager
 def repaired_lowering() -> Iterator[None]:
     """Lower graphs with all repairs that change how operators are lowered."""
-    with compiler_lock, reads_before_mutations(), unshared_cat_parts():
+    with compiler_lock(), reads_before_mutations(), unshared_cat_parts():
         yield
 
 

@@ -21,6 +21,11 @@ def is_op(target: Any) -> bool:
     return isinstance(target, (OpOverload, OpOverloadPacket))
 
 
+def without_frame(op: Any) -> Any:
+    """What calling an overload calls: the same without a Python frame. Anything else as it is."""
+    return op._op if type(op) is OpOverload else op
+
+
 def op_name(op: Any) -> str:
     """`ns::op`, for an overload as for the packet."""
     return str(_packet(op)._qualified_op_name)

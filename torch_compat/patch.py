@@ -10,8 +10,17 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-# Dynamo and Inductor keep process-wide state while they run; only one of our threads may be inside.
-compiler_lock = threading.RLock()
+_lock = threading.RLock()
+
+
+@contextmanager
+def compiler_lock() -> Iterator[None]:
+    """Only one thread may be inside: Dynamo and Inductor keep process-wide state while they run.
+
+    Dynamo's own lock comes first, since it is held where `torch.compile` calls a backend.
+    """
+    with dynamo_lock(), _lock:
+        yield
 
 
 @contextmanager
@@ -23,7 +32,7 @@ def preserve_cache_variables() -> Iterator[None]:
     process compiles at the same time.
     """
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-    with compiler_lock, dynamo_lock():
+    with compiler_lock():
         before = {name: os.environ.get(name) for name in names}
         try:
             yield

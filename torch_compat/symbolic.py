@@ -33,6 +33,11 @@ def state_equal(one: int | torch.SymInt, other: int | torch.SymInt) -> None:
     torch._check(one == other)  # type: ignore[no-untyped-call]
 
 
+def state_at_most(size: torch.SymInt, most: int) -> None:
+    """State that a size is never above `most`; whoever guards the trace guards this."""
+    torch._check(size <= most)  # type: ignore[no-untyped-call]
+
+
 def statically_true(condition: Any) -> bool:
     """Whether a condition on sizes is known to hold for all of them; adds no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -92,6 +97,12 @@ def narrowed_range(env: Any, symbol: sympy.Symbol) -> Iterator[Located]:
         yield sympy.Ge(symbol, bounds.lower), user_line(lines.lower)
         if bounds.upper.is_Integer:
             yield sympy.Le(symbol, bounds.upper), user_line(lines.upper)
+
+
+def size_range(env: Any, symbol: sympy.Symbol) -> tuple[int, int]:
+    """The range of a size, inclusive. It has an upper end: see `state_at_most`."""
+    bounds = env.var_to_range[symbol]
+    return int(bounds.lower), int(bounds.upper)
 
 
 def deferred_asserts(env: Any) -> list[sympy.Basic]:

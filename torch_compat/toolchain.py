@@ -64,7 +64,7 @@ def without_compiler(folder: str, version: bytes) -> Iterator[None]:
     import torch._inductor.config as inductor_config
 
     name = inductor_config.cpp.cxx[-1]
-    with compiler_lock:
+    with compiler_lock():
         if shutil.which(name) is not None:
             yield
             return

@@ -114,7 +114,8 @@ class CompileConfig(Settings):
     """`{name: (low, high)}`, inclusive, for dynamic sizes other than `num_tokens`."""
 
     splitting_ops: Annotated[tuple[str, ...], TRACED] = ()
-    """Custom ops at which the graph is split: `"ns::op"` or `"ns::op.overload"`."""
+    """Custom ops at which the graph is split: `"ns::op"` or `"ns::op.overload"`. A model need not
+    have all of them, but one."""
 
     splitting_patterns: Annotated[tuple[str, ...], TRACED] = ()
     """Custom ops at which the graph is split, as patterns such as `"vllm::*attention*"`."""

@@ -43,6 +43,14 @@ def resolve_op(name: str) -> Callable[..., Any]:
     return op
 
 
+def is_registered(name: str) -> bool:
+    """Whether there is an operator called `ns::op` or `ns::op.overload`."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    found = getattr(getattr(torch.ops, namespace), packet, None)
+    return found is not None and (not overload or hasattr(found, overload))
+
+
 class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records which tensors the operators called inside write to."""
 

@@ -102,6 +102,8 @@ class PlanPiece(Frozen):
     nodes: int
     sizes: tuple[int, ...]
     """Positions of its size arguments; the others are tensors."""
+    unwritten: tuple[int, ...] = ()
+    """Positions of results that it only allocates, for a splitting op to write into."""
     text: str = ""
     """Its graph as annotated source, to read."""
 

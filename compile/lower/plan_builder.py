@@ -31,7 +31,7 @@ from ..ir.plan import (
 )
 from ..ir.serialization import Expr, Ref, dtype_name, encode, encode_result
 from ..pieces.contexts import AUTOCAST
-from ..pieces.piece import BaseSymbols, Piece, is_size, size_positions
+from ..pieces.piece import BaseSymbols, Piece, is_size, size_positions, unwritten_results
 from ..pieces.split import Section, takes_element
 from ..trace.dynamo import Trace
 from ..trace.examples import Leaf
@@ -104,6 +104,7 @@ class PlanBuilder:
                     digest=digest,
                     nodes=len(piece.graph.nodes),
                     sizes=size_positions(piece.graph),
+                    unwritten=unwritten_results(piece.graph),
                     text=graph_source(piece.module(self._trace.graph)),
                 )
                 for digest, piece in unique

@@ -167,7 +167,7 @@ class _Writer:
     def _renamed(self, expression: Any) -> str:
         import sympy  # a warm start reads only the sources of ops and needs no sympy
 
-        if not isinstance(expression, sympy.Basic):
+        if not isinstance(expression, sympy.Basic) or expression.is_Integer:
             return str(expression)
         for symbol in sorted(expression.free_symbols, key=str):
             self._symbols.setdefault(symbol, sympy.Symbol(f"S{len(self._symbols)}", integer=True))

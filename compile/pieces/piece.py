@@ -17,7 +17,12 @@ from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.node import map_arg
 
 from ...torch_compat.symbolic import expression_of, fx_nodes_of
+from ..ir.ops import ALLOCATIONS
 from .split import Section
+
+VIEW_METHODS = frozenset(
+    {"view", "view_as", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose"}
+)
 
 BaseSymbols = dict[sympy.Symbol, torch.SymInt]
 
@@ -56,6 +61,29 @@ def size_positions(graph: Graph) -> tuple[int, ...]:
     """Positions of the size inputs of a piece's graph; the others are tensors."""
     inputs = enumerate(graph.find_nodes(op="placeholder"))
     return tuple(i for i, n in inputs if isinstance(n.meta["example_value"], torch.SymInt))
+
+
+def unwritten_results(graph: Graph) -> tuple[int, ...]:
+    """Positions of results that a piece's graph allocates, or views of such, and never writes."""
+    (output,) = graph.find_nodes(op="output")
+
+    def unwritten(node: Node) -> bool:
+        return all(
+            user is output or (user.target in VIEW_METHODS and unwritten(user))
+            for user in node.users
+        )
+
+    def source(value: Any) -> Any:
+        while isinstance(value, Node) and value.target in VIEW_METHODS:
+            value = value.args[0]
+        return value
+
+    found = enumerate(map(source, output.args[0]))
+    return tuple(
+        position
+        for position, node in found
+        if isinstance(node, Node) and node.target in ALLOCATIONS and unwritten(node)
+    )
 
 
 def lift(section: Section, symbols: BaseSymbols) -> Piece:

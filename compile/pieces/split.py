@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from ...errors import InvalidSetting, UnknownSplittingOp
 from ...torch_compat.ops import overload_of
 from ..ir.config import CompileConfig, named_object
-from ..ir.ops import ALLOCATIONS, op_names
+from ..ir.ops import ALLOCATIONS, is_registered, op_names
 
 Predicate = Callable[[Node], bool]
 SPLITTERS = "piecegraph.splitters"
@@ -35,18 +35,22 @@ class Section:
 def is_splitting(graph: Graph, config: CompileConfig) -> Predicate:
     """Whether to split at a node: by its op's name, by a pattern, or by the user's predicate.
 
-    Raises UnknownSplittingOp for a name or pattern that matches no op of `graph`.
+    An engine names the ops of all its models: one that this graph lacks is ignored if it is a
+    registered op and another name matches. Raises UnknownSplittingOp for any other name.
     """
     present = [op_names(node) for node in graph.nodes if node.op == "call_function"]
     known = frozenset().union(*present) if present else frozenset()
-    wanted: set[str] = set()
-    for name in (*config.splitting_ops, *config.splitting_patterns):
-        is_pattern = name in config.splitting_patterns
-        matched = {n for n in known if n == name or (is_pattern and fnmatchcase(n, name))}
-        if not matched:
+    wanted = set(known.intersection(config.splitting_ops))
+    missing = [name for name in config.splitting_ops if name not in known]
+    for pattern in config.splitting_patterns:
+        if matched := {name for name in known if fnmatchcase(name, pattern)}:
+            wanted |= matched
+        else:
+            missing.append(pattern)
+    for name in missing:
+        if not wanted or not is_registered(name):
             custom = sorted(n for n in known if "." not in n and not n.startswith(("aten", "prim")))
             raise UnknownSplittingOp(name=name, known=", ".join(custom) or "none")
-        wanted |= matched
     predicate = splitting_predicate(config)
     return lambda node: (
         not wanted.isdisjoint(op_names(node))

@@ -139,10 +139,11 @@ class TensorTracker(LightDispatchMode):
 
 def _computes(func: OpOverload, fresh: list[Tensor]) -> bool:
     """Whether `func` filled the tensors that it made on a device; an allocation does not."""
-    allocates = func.overloadpacket.__name__ in _ALLOCATIONS
+    allocates = func.overloadpacket.__name__ in ALLOCATIONS
     return not allocates and any(tensor.numel() and tensor.device.type != "cpu" for tensor in fresh)
 
 
-_ALLOCATIONS = frozenset(
+ALLOCATIONS = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 )
+"""Operators that make tensors without filling them, by name."""

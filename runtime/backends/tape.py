@@ -25,12 +25,9 @@ from ...errors import HostReadInCapture
 from ...torch_compat.dynamo import is_torch_file
 from ...torch_compat.ops import OpOverload, is_python_op, run_kernel
 from ...torch_compat.tensors import LightDispatchMode, storage_id, tree_map_only, without_modes
-from .ownership import Ownership, TensorTracker, memory_of
+from .ownership import ALLOCATIONS, Ownership, TensorTracker, memory_of
 
 _RUNTIME = f"{Path(__file__).parents[1]}{os.sep}"
-_UNWRITTEN = frozenset(
-    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-)
 _HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 Operation = Callable[[], None]
@@ -60,7 +57,7 @@ class Tape(TensorTracker):  # type: ignore[no-untyped-call]
         if len(self.operations) > recorded or torch.Tag.inplace_view in func.tags:
             return result
         fresh = self.fresh(result, used)
-        if written or (fresh and func.overloadpacket.__name__ not in _UNWRITTEN):
+        if written or (fresh and func.overloadpacket.__name__ not in ALLOCATIONS):
             self._record(func, args, kwargs, result, fresh)
         return result
 

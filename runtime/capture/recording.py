@@ -6,17 +6,18 @@ arguments bound once; the tensors it returns are copied to where the next graph 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compile.ir.ops import tensors_in
 from ...errors import EagerResultChanged, RecordingReleased
+from ...torch_compat.ops import without_frame
 from ...torch_compat.tensors import storage_id, tree_flatten, tree_leaves, tree_unflatten
 from ..backends.ownership import Ownership
 from ..backends.protocol import Graph
@@ -41,27 +42,17 @@ class Segment:
     copied: list[str] = field(default_factory=list)
 
 
-class CapturedPiece(NamedTuple):
-    """A piece that has a graph of its own: how to replay it, None if it has no operations, and the
-    tensors that it reads and makes."""
-
-    replay: Callable[[], None] | None
-    args: Sequence[Any]
-    results: Sequence[Any]
-
-
 class Recording:
     """What one capture produced: `replay()` runs its segments and overwrites its `outputs`.
 
     `graphs` own the pool's memory, `ownership` holds the tensors from outside that they read.
-    `metadata` is what it was captured with, until it is in use. `pieces` are in the order of the
-    model, if they were asked for. `bytes` is by how much the memory grew that this process uses on
-    the device.
+    `metadata` is what it was captured with, until it is in use. `bytes` is by how much the memory
+    grew that this process uses on the device.
     """
 
     __slots__ = (
-        "bytes", "calls", "graphs", "metadata", "name", "outputs", "ownership", "pieces", "replay",
-        "seconds", "segments",
+        "bytes", "calls", "graphs", "metadata", "name", "outputs", "ownership", "replay", "seconds",
+        "segments",
     )  # fmt: skip
 
     def __init__(
@@ -73,7 +64,6 @@ class Recording:
         self.ownership = ownership
         self.outputs: Any = None
         self.metadata: Any = None
-        self.pieces: Sequence[CapturedPiece] = ()
         self.seconds = 0.0
         self.bytes = 0
         self.calls = tuple(call for segment in segments for call in segment.calls)
@@ -105,7 +95,6 @@ class Recording:
         for graph in self.graphs:
             graph.release()
         self.segments = self.graphs = self.calls = ()
-        self.pieces = ()
         self.ownership = Ownership()
         self.outputs = None
         self.replay = partial(_refuse, self.name)
@@ -153,7 +142,7 @@ def eager_call(
     The call raises EagerResultChanged when a result has another form than at capture, or when one
     that shared memory with an argument no longer does.
     """
-    call = partial(fn, *args, **kwargs)
+    call = partial(without_frame(fn), *args, **kwargs)
     if static is None:
         return call
 

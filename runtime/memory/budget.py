@@ -9,7 +9,7 @@ from typing import Any
 from ...dispatch import DispatchPlan, Histogram, RuntimeMode
 from ...events import Events
 from ..backends.protocol import GraphBackend, Memory
-from ..records import PlannedMemory, Records, UncertainForecast
+from ..records import ForecastAccuracy, PlannedMemory, Records, UncertainForecast
 from .forecast import Forecast, Graph, RecordGraph, forecast_memory
 
 WORST_FIT = 0.1
@@ -138,11 +138,19 @@ class GraphMemory:
         graphs = [graph for graph in graphs if self._forecasts(graph)]
         return self.forecast.total(graphs), self.forecast.margin(graphs)
 
-    def probed_bytes(self, plan: DispatchPlan, indices: Iterable[int]) -> int:
-        """Bytes of `indices` by the probes alone, without corrections by what captures took."""
+    def expected(self, plan: DispatchPlan, indices: Iterable[int]) -> tuple[int, int]:
+        """Bytes once all of `indices` are captured, and by how much that may be wrong."""
+        forecast, margin = self.forecast_of(plan, indices)
+        expected, limit = max(self.used, forecast), self.limit
+        # the limit holds even if the forecast is wrong
+        return expected, margin if limit is None else max(0, min(margin, limit - expected))
+
+    def accuracy(self, plan: DispatchPlan, captured: Iterable[int]) -> ForecastAccuracy:
+        """What the probes alone forecast for the `captured` graphs, and what these took."""
         assert self._probed is not None
-        graphs = [graph_of(plan, i) for i in indices]
-        return self._probed.total([graph for graph in graphs if self._forecasts(graph)])
+        graphs = [graph_of(plan, i) for i in captured]
+        expected = self._probed.total([graph for graph in graphs if self._forecasts(graph)])
+        return ForecastAccuracy(expected, self.used, self.used / expected if expected else None)
 
 
 def graph_of(plan: DispatchPlan, graph_index: int) -> Graph:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 from torch import Tensor, nn
@@ -119,11 +119,13 @@ class Addresses:
 class Snapshot:
     """The addresses that one recording, or the compiled code without a graph, relies on."""
 
-    __slots__ = ("_addresses", "_entries", "_next", "_trusted")
+    __slots__ = ("_addresses", "_entries", "_in_turn", "_next", "_trusted")
 
     def __init__(self, addresses: Addresses, watched: Iterable[_Watched]) -> None:
         self._addresses = addresses
         self._entries = [(each, each.read()) for each in watched]
+        starts = range(0, max(1, len(self._entries)), CHECKED_PER_STEP)
+        self._in_turn = [self._entries[start : start + CHECKED_PER_STEP] for start in starts]
         self._next = 0
         self._trusted = -1  # `changes` when all were last found in place
 
@@ -136,27 +138,25 @@ class Snapshot:
 
         Raises MovedTensor.
         """
-        if self._trusted == self._addresses.changes:
-            self.check_some(CHECKED_PER_STEP)
-        else:
+        if self._trusted != self._addresses.changes:
             self.check()
             self._trusted = self._addresses.changes
+            return
+        for watched, then in self._in_turn[self._next]:
+            if watched.read() != then:
+                self._moved(watched, then)
+        self._next = (self._next + 1) % len(self._in_turn)
 
     def check(self) -> None:
         """Compare all. Raises MovedTensor for the first that was moved or freed."""
-        self.check_some(len(self._entries))
+        for watched, then in self._entries:
+            if watched.read() != then:
+                self._moved(watched, then)
 
-    def check_some(self, count: int) -> None:
-        """Compare the next `count` in turn. Raises MovedTensor."""
-        entries, place = self._entries, self._next
-        for _ in range(min(count, len(entries))):
-            watched, then = entries[place]
-            now = watched.read()
-            if now != then:
-                self._addresses.changes += 1
-                raise MovedTensor(name=watched.name, recorded=_place(then), now=_place(now))
-            place = (place + 1) % len(entries)
-        self._next = place
+    def _moved(self, watched: _Watched, then: int | None) -> NoReturn:
+        self._addresses.changes += 1
+        now = _place(watched.read())
+        raise MovedTensor(name=watched.name, recorded=_place(then), now=now)
 
     def known(self) -> set[int]:
         """The addresses."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ Shape = tuple[int, ...]
 _PADDING, _SEED = 3, 0
 _ROUNDING = 1e-2
 """Relative difference that kernels of another size may have, in a low precision."""
-_ALLOCATION = re.compile(r"\b(new_)?empty(_like|_strided|_permuted)?\(")
 _MIXING = re.compile(
     r"\.(sum|mean|amax|amin|max|min|norm|var|std|flip|roll|cumsum|cumprod|sort|topk|argmax|argmin)\("
     r"|\bcat\(|\bpad\(|\.(pad|softmax|t|transpose|permute)\(|\[-1|select\("
@@ -42,14 +41,9 @@ class MixedRows:
     where: str | None
 
 
-def find_mixed_rows(
-    compiled: CompiledModel, device: torch.device, *, in_chunks: bool = False
-) -> list[MixedRows]:
+def find_mixed_rows(compiled: CompiledModel, device: torch.device) -> list[MixedRows]:
     """The pieces in which padding reaches real rows. A piece that cannot be run alone, because an
-    op in it needs a step, is left out.
-
-    `in_chunks` finds those too in which a row depends on earlier rows, or on its own position.
-    """
+    op in it needs a step, is left out."""
     plan, found = compiled.plan, []
     if not compiled.traced or plan.partition_ops:
         return []
@@ -60,7 +54,7 @@ def find_mixed_rows(
         span, real, padded = sizes
         fn = compiled.pieces[span.artifacts[index]]
         try:
-            result = _mixed(compiled, step, fn, real, padded, device, in_chunks)
+            result = _mixed(compiled, step, fn, real, padded, device)
         except Exception:
             continue
         if result is not None:
@@ -87,11 +81,10 @@ def _mixed(
     real: Mapping[str, int],
     padded: Mapping[str, int],
     device: torch.device,
-    in_chunks: bool,
 ) -> str | None:
     """The first result of a piece whose real rows depend on padding."""
     generator = torch.Generator().manual_seed(_SEED)
-    names = [(name, *form_of(compiled.plan, name)) for name in step.args]
+    names = [(name, *_form(compiled.plan, name)) for name in step.args]
     whole = [
         _random(dtype, _at(shape, padded, compiled.plan), generator) for _, dtype, shape in names
     ]
@@ -116,39 +109,14 @@ def _mixed(
         target[box] = source[box]
     first, second = run(padded, whole), run(padded, mixed_in)
     alone = run(real, [value[box].clone() for value, box in zip(whole, boxes, strict=True)])
-    ends = [_end(_at(shape, real, compiled.plan), tuple(value.shape))
-            for (_, _, shape), value in zip(names, whole, strict=True)]  # fmt: skip
-    last = alone
-    if in_chunks:
-        last = run(real, [value[end].clone() for value, end in zip(whole, ends, strict=True)])
-    unwritten = only_allocated(compiled.plan.pieces[step.piece].text)
-    results = zip(step.outs, first, second, alone, last, strict=True)
-    for at, (name, one, two, three, four) in enumerate(results):
+    unwritten = compiled.plan.pieces[step.piece].unwritten
+    for at, (name, one, two, three) in enumerate(zip(step.outs, first, second, alone, strict=True)):
         if isinstance(one, Tensor) and at not in unwritten:
             box = _box(tuple(three.shape))
             same = torch.equal(one[box].nan_to_num(), two[box].nan_to_num())
-            end = _end(tuple(four.shape), tuple(one.shape)) if in_chunks else box
-            if not (same and _close(one[box], three) and _close(one[end], four)):
+            if not same or not _close(one[box], three):
                 return f"{name}: {compiled.plan.shapes.get(name, '')}"
     return None
-
-
-def only_allocated(text: str) -> frozenset[int]:
-    """Positions of results that a piece only allocates, for a splitting op to write into.
-
-    Read from the piece's annotated source, which a bundle holds too. Such a result is whatever the
-    memory held, and says nothing of rows.
-    """
-    code = [line.strip() for _, line in _lines(text)]
-    returned = next((line for line in code if line.startswith("return ")), "return ()")
-    names = [name.strip() for name in returned.removeprefix("return ").strip("()").split(",")]
-    body = [line for line in code if not line.startswith("return ")]
-
-    def allocated(name: str) -> bool:
-        uses = [line for line in body if re.search(rf"\b{re.escape(name)}\b", line)]
-        return len(uses) == 1 and bool(_ALLOCATION.search(uses[0]))
-
-    return frozenset(at for at, name in enumerate(names) if name and allocated(name))
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
@@ -158,7 +126,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True)
 
 
-def form_of(plan: Plan, name: str) -> tuple[str, tuple[int | str, ...]]:
+def _form(plan: Plan, name: str) -> tuple[str, tuple[int | str, ...]]:
     """Dtype and symbolic shape of a tensor value; sizes and weights have none."""
     for item in plan.inputs:
         if item.name == name:
@@ -180,10 +148,6 @@ def _box(shape: Shape) -> tuple[slice, ...]:
     return tuple(slice(size) for size in shape)
 
 
-def _end(shape: Shape, whole: Shape) -> tuple[slice, ...]:
-    return tuple(slice(total - size, total) for size, total in zip(shape, whole, strict=True))
-
-
 def _random(dtype: str, shape: Shape, generator: torch.Generator) -> Tensor:
     kind: torch.dtype = getattr(torch, dtype)
     if kind.is_floating_point or kind.is_complex:
@@ -193,15 +157,11 @@ def _random(dtype: str, shape: Shape, generator: torch.Generator) -> Tensor:
 
 def _line(text: str) -> str | None:
     """The user's line of the first op that may mix rows, from a piece's annotated source."""
-    lines = list(_lines(text))
-    likely = [place for place, code in lines if place and _MIXING.search(code)]
-    return next(iter(likely), next((place for place, _ in lines if place), None))
-
-
-def _lines(text: str) -> Iterator[tuple[str | None, str]]:
-    place = None
+    first = place = None
     for line in text.splitlines():
         if match := re.search(r"# (?:File: )?(\S+:\d+) in ", line):
             place = match[1]
-        else:
-            yield place, line
+            first = first or place
+        elif place and _MIXING.search(line):
+            return place
+    return first

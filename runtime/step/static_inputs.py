@@ -71,6 +71,8 @@ class StaticInputs:
         self.specs = tuple(specs)
         self.limits = dict(limits)
         self.device = torch.empty(0, device=device).device  # with its index
+        self.loaded: Extent | None = None
+        """What the last load wrote, so that padding that is still there is not written again."""
         self.owned = self._in_place(owned or {}, any_layout)
         with torch.inference_mode(False):  # inference tensors could not be written outside of it
             self._buffers = {
@@ -86,6 +88,7 @@ class StaticInputs:
         """Free the buffers."""
         self._buffers.clear()
         self.owned.clear()
+        self.loaded = None
 
     def _in_place(self, owned: Mapping[str, Tensor], any_layout: bool) -> dict[str, Tensor]:
         """Those of the engine's buffers that graphs can read where they are."""
@@ -156,6 +159,7 @@ class BoundInputs:
         KEEP and REPEAT have no value of their own, so zeros are written. An engine's buffer without
         a dynamic dimension has no padding and stays as it is.
         """
+        self._inputs.loaded = None
         for spec, view in zip(self._inputs.specs, self.views, strict=True):
             if spec.dynamic or spec.name not in self._inputs.owned:
                 view.fill_(spec.sentinel if spec.padding is Padding.SENTINEL else 0)
@@ -177,44 +181,77 @@ class BoundInputs:
                 raise SizeOutOfRange(name=name, size=size, low=0, high=most)
         sizes = dict(zip(self._inputs.limits, real, strict=True))
         takes: list[Callable[[Tensor], object]] = []
+        every_step: list[Callable[[], object]] = []
         fills: list[Callable[[], object]] = []
         for spec, view in zip(self._inputs.specs, self.views, strict=True):
             shape = spec.shape(sizes)
             target = real_part(view, shape)
             owned = spec.name in self._inputs.owned
-            takes.append(partial(_stay, spec.name, target) if owned else target.copy_)
-            fills += _fills(spec, view, shape)
-        return partial(_load, tuple(takes), tuple(fills))
+            takes.append(_stay(spec.name, target) if owned else target.copy_)
+            others_write = owned or spec.written or spec.padding is Padding.REPEAT
+            (every_step if others_write else fills).extend(_fills(spec, view, shape))
+        extent = Extent(self, real)
+        return partial(_load, self._inputs, extent, tuple(takes), (*every_step,), (*fills,))
 
 
 def _load(
+    inputs: StaticInputs,
+    extent: Extent,
     takes: tuple[Callable[[Tensor], object], ...],
+    every_step: tuple[Callable[[], object], ...],
     fills: tuple[Callable[[], object], ...],
     tensors: tuple[Tensor, ...],
 ) -> None:
+    """Copy real rows and write the padding; `fills` are not written again where they still are."""
+    last = inputs.loaded
+    if last is not extent:
+        inputs.loaded = None  # unless this load is completed
     for take, tensor in zip(takes, tensors):  # noqa: B905  equal lengths by the plan; hot path
         take(tensor)
-    for fill in fills:
+    for fill in every_step:
         fill()
+    if last is not extent:
+        if last is None or not extent.covers(last):
+            for fill in fills:
+                fill()
+        inputs.loaded = extent
 
 
-def _stay(name: str, captured: Tensor, tensor: Tensor) -> None:
-    """Check that `tensor` is the real part of the engine's buffer; nothing is copied."""
-    recorded, now = captured.data_ptr(), tensor.data_ptr()
-    if now != recorded:
-        raise MovedTensor(name=f"input {name!r}", recorded=hex(recorded), now=hex(now))
-    if tensor.stride() != captured.stride() and not _same_places(tensor, captured):
-        raise InputMismatch(
-            name=name,
-            got=f"laid out with strides {tensor.stride()}",
-            expected=f"the rows of the engine's buffer, strides {captured.stride()}",
-        )
+@dataclass(frozen=True, slots=True, eq=False)
+class Extent:
+    """Which part of `bound` a load wrote real rows to; the rest is padding."""
+
+    bound: BoundInputs
+    real: tuple[int, ...]
+
+    def covers(self, other: Extent) -> bool:
+        """Whether all padding of this extent is padding of `other` too."""
+        sizes = zip(self.real, other.real, strict=True)
+        return self.bound is other.bound and all(mine >= yours for mine, yours in sizes)
 
 
-def _same_places(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape differ at most in strides that are never used."""
-    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
-    return all(size <= 1 or mine == yours for size, mine, yours in strides)
+def _stay(name: str, captured: Tensor) -> Callable[[Tensor], None]:
+    """A check that a tensor is `captured`, a part of the engine's buffer; nothing is copied."""
+    recorded, strides = captured.data_ptr(), captured.stride()
+
+    def stay(tensor: Tensor) -> None:
+        if tensor.data_ptr() != recorded:
+            now = hex(tensor.data_ptr())
+            raise MovedTensor(name=f"input {name!r}", recorded=hex(recorded), now=now)
+        if tensor.stride() != strides and not _same_places(tensor, strides):
+            raise InputMismatch(
+                name=name,
+                got=f"laid out with strides {tensor.stride()}",
+                expected=f"the rows of the engine's buffer, strides {strides}",
+            )
+
+    return stay
+
+
+def _same_places(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether the strides of `tensor` differ from `strides` at most where they are never used."""
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return all(size <= 1 or mine == other for size, mine, other in pairs)
 
 
 def _form(dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> str:

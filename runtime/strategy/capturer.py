@@ -8,39 +8,23 @@ number, and outcomes of captures, which ranks exchange before any of them uses a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
 
-from ...dispatch import (
-    Batch,
-    CaptureStrategy,
-    Decision,
-    Dispatcher,
-    Histogram,
-    PlanEntry,
-    RuntimeMode,
-)
+from ...dispatch import Batch, CaptureStrategy, Decision, Dispatcher, RuntimeMode
 from ...errors import CaptureFailed, DummyStepFailed
 from ..backends.protocol import GraphBackend
 from ..capture.recording import Recording
 from ..capture.session import CaptureSession, capture_session
 from ..config import Config
 from ..memory.budget import Exchange, GraphMemory, graph_of, limit_in_bytes
-from ..records import (
-    CaptureFailure,
-    CaptureRecord,
-    CaptureRefusal,
-    Eviction,
-    ForecastAccuracy,
-    Records,
-)
+from ..records import CaptureFailure, CaptureRecord, CaptureRefusal, Eviction, Records
 from .limits import CaptureBudget, CaptureCosts, LazyBytes, StepBudgets
 from .monitors import allow_compilation
 from .queue import CaptureQueue
-
-_MOST_IDLE = 4096
+from .ranks import worst_outcome
 
 
 class Graphs(Protocol):
@@ -51,23 +35,10 @@ class Graphs(Protocol):
     def remove(self, graph_index: int) -> None: ...
 
 
-class Idle:
-    """Steps of one decision for which there is nothing to capture, of `num_reqs` or more."""
-
-    __slots__ = ("decision", "num_reqs", "steps", "wanted")
-
-    def __init__(self, decision: Decision, wanted: int, num_reqs: int) -> None:
-        self.decision = decision
-        self.wanted = wanted
-        self.num_reqs = num_reqs
-        self.steps = 0
-
-
 class Capturer:
     """The captures of one prepared model. `active` says whether steps may capture.
 
-    `idle_steps` are the decisions, by identity, for which a step need not call `before_step`: it
-    only counts itself there. It is emptied whenever a graph changes.
+    A step need not call `before_step` for a decision in `idle_steps`, see `CaptureQueue`.
     """
 
     def __init__(
@@ -91,7 +62,6 @@ class Capturer:
         self._clock = clock
         self._changes = 0
         self._pool: Any = None
-        self._retired: frozenset[int] = frozenset()
         self.begin()
 
     def begin(self) -> None:
@@ -100,7 +70,6 @@ class Capturer:
         self.active = False
         self.memory = GraphMemory()
         self.queue = CaptureQueue(strategy, plan, self._config.min_hits)
-        self._drop(())
         self._costs = CaptureCosts()
         lazy_limit = self._config.lazy_bytes if strategy is CaptureStrategy.LAZY else None
         self._lazy = LazyBytes(lazy_limit, self.queue.states, self._entries)
@@ -111,7 +80,7 @@ class Capturer:
         self._pruned: list[int] = []
         self._over_limit = False
         self._warned_of_budget = False
-        self.idle_steps: dict[int, Idle] = {}
+        self.idle_steps = self.queue.idle_steps
         if self._pool is not None:
             self._backend.release_pool(self._pool)
             self._pool = None
@@ -173,58 +142,21 @@ class Capturer:
         if self._changes != changes:
             return True
         if decision is not None and self.queue.nothing_to_capture(wanted):
-            if len(self.idle_steps) >= _MOST_IDLE:
-                self._count_idle_steps()
-                self.idle_steps.clear()
-            self.idle_steps[id(decision)] = Idle(decision, wanted, batch.num_reqs)
+            self.queue.add_idle(decision, wanted, batch.num_reqs)
         return False
 
     def idle(self, budget_ms: float) -> int:
         """Capture for at most `budget_ms` milliseconds, by estimate; returns how many graphs."""
         if not self.active:
             return 0
-        self._count_idle_steps()
+        self.queue.count_idle()
         budget = CaptureBudget(len(self._entries), budget_ms)
         return self._spend(budget, self.queue.in_idle_time())
-
-    def traffic(self, histogram: Histogram, limit: int) -> Iterator[list[int]]:
-        """The older and the newer half of the batches of all ranks, counted by size."""
-        answers = self._exchange("traffic", {"halves": histogram.halves(limit)})
-        for halves in zip(*(answer["halves"] for answer in answers), strict=True):
-            yield [sum(counts) for counts in zip(*halves, strict=True)]
-
-    def change_plan(self, entries: Set[PlanEntry]) -> None:
-        """Make `entries` the graphs of the plan: others are freed, missing ones are captured
-        between the next steps, within the budgets."""
-        known = {entry: index for index, entry in enumerate(self._entries)}
-        new = sorted(entries - known.keys(), key=lambda entry: -entry.descriptor.num_tokens)
-        retired = frozenset(index for entry, index in known.items() if entry not in entries)
-        revived = sorted(self._retired - retired)
-        for graph_index in sorted(retired):
-            if self.queue.states[graph_index].captured:
-                self._evict(graph_index)
-        self._retired = retired
-        added = [*revived, *range(len(known), len(known) + len(new))]
-        self._dispatcher.change_plan(new, retired)
-        self._entries = self._lazy.entries = self._dispatcher.plan.entries
-        self.queue.change_plan(self._dispatcher.plan, added)
-        for graph_index in retired:
-            self.queue.states[graph_index].dropped = True
-        self._changed()
-        self._refresh_active()
 
     def _changed(self) -> None:
         """A graph was captured or freed."""
         self._changes += 1
-        self._count_idle_steps()
-        self.idle_steps.clear()
         self.queue.changed()
-
-    def _count_idle_steps(self) -> None:
-        for idle in self.idle_steps.values():
-            if idle.steps:
-                self.queue.see(idle.wanted, idle.steps)
-                idle.steps = 0
 
     def recapture(self, indices: Collection[int]) -> None:
         """Free stale graphs, all of them before the first is captured again."""
@@ -300,7 +232,8 @@ class Capturer:
             reason = str(error)
         ms = (self._clock() - began) * 1000
         num_bytes = recording.bytes if recording else 0
-        ms, num_bytes, reason = self._outcome(graph_index, ms, num_bytes, reason)
+        topic = f"capture of graph {graph_index} at step {self.queue.step}"
+        ms, num_bytes, reason = worst_outcome(self._exchange, topic, ms, num_bytes, reason)
         self._costs.measured(entry.mode, entry.descriptor.num_tokens, ms)
         if recording is None or reason:
             if recording:
@@ -361,21 +294,6 @@ class Capturer:
                     progress(self._records.of(CaptureRecord)[-1])
                 self._return_to_limit()
 
-    def _outcome(
-        self, graph_index: int, ms: float, num_bytes: int, reason: str
-    ) -> tuple[float, int, str]:
-        """The outcome on all ranks: the longest time, the most bytes, and the failure of any."""
-        outcomes = self._exchange(
-            f"capture of graph {graph_index} at step {self.queue.step}",
-            {"ms": ms, "bytes": num_bytes, "reason": reason},
-        )
-        failures = [f"rank {i}: {o['reason']}" for i, o in enumerate(outcomes) if o["reason"]]
-        return (
-            max(outcome["ms"] for outcome in outcomes),
-            max(outcome["bytes"] for outcome in outcomes),
-            reason if len(outcomes) == 1 else "; ".join(failures),
-        )
-
     def _remember_failure(self, graph_index: int, reason: str) -> None:
         self.queue.failed(graph_index)
         state = self.queue.states[graph_index]
@@ -391,7 +309,7 @@ class Capturer:
 
     def _within_lazy_limit(self, graph_index: int) -> bool:
         if self._lazy.limit is not None:
-            self._count_idle_steps()
+            self.queue.count_idle()
         if self._lazy.make_room(graph_index, self._evict):
             return True
         limit = self._lazy.limit
@@ -419,7 +337,7 @@ class Capturer:
         """Steps capture as long as something can still be captured."""
         was = self.active
         lazily = self._config.strategy is not CaptureStrategy.EAGER
-        self.active = self.queue.adding or (lazily and not self.queue.complete)
+        self.active = lazily and not self.queue.complete
         if was and not self.active:
             self._events.emit("capture.complete", level=logging.INFO, step=self.queue.step)
 
@@ -432,10 +350,7 @@ class Capturer:
         if self.memory.forecast is None or self.queue.complete:
             return self.memory.used, 0
         indices = [i for i, state in enumerate(self.queue.states) if not state.dropped]
-        expected, margin = self.memory.forecast_of(self._dispatcher.plan, indices)
-        expected = max(self.memory.used, expected)
-        limit = self.memory.limit  # it holds even if the forecast is wrong
-        return expected, margin if limit is None else max(0, min(margin, limit - expected))
+        return self.memory.expected(self._dispatcher.plan, indices)
 
     def _forget_failed_probes(self) -> None:
         """Probe again if a probe failed: its dummy batch may have lacked metadata."""
@@ -459,19 +374,13 @@ class Capturer:
 
     def _drop(self, indices: Collection[int]) -> None:
         for graph_index, state in enumerate(self.queue.states):
-            state.dropped = graph_index in indices or graph_index in self._retired
+            state.dropped = graph_index in indices
 
     def _record_accuracy(self) -> None:
         """Record what the startup set was expected to take, and what it took."""
-        if self.memory.forecast is None:
-            return
-        captured = [
-            graph_index for graph_index, state in enumerate(self.queue.states) if state.captured
-        ]
-        expected = self.memory.probed_bytes(self._dispatcher.plan, captured)
-        actual = self.memory.used
-        share = actual / expected if expected else None
-        self._records.add(ForecastAccuracy(expected, actual, share))
+        if self.memory.forecast is not None:
+            captured = [i for i, state in enumerate(self.queue.states) if state.captured]
+            self._records.add(self.memory.accuracy(self._dispatcher.plan, captured))
 
     def _where(self, graph_index: int) -> tuple[str, int, int, int]:
         """The first fields of a GraphRecord."""

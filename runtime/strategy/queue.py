@@ -6,8 +6,6 @@
 | DELAYED  | the largest of each mode  | the wanted graph if missing, then the next largest        |
 | LAZY     | the largest of each mode  | the wanted graph once it has been wanted `min_hits` times |
 
-Under all of them, graphs that a refit of the sizes adds are captured between steps.
-
 Uses are counted per graph, that is per padded size. Everything here depends only on the plan, the
 wanted graphs and the outcomes of captures, so ranks with equal input choose the same.
 """
@@ -17,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
-from ...dispatch import NO_GRAPH, CaptureStrategy, DispatchPlan
+from ...dispatch import NO_GRAPH, CaptureStrategy, Decision, DispatchPlan
 
 RETRY_STEPS = 64
 """Steps until a failed capture is tried again; each further failure doubles them."""
@@ -27,6 +25,8 @@ GIVE_UP_AFTER = 5
 
 FADE_STEPS = 4096
 """All hits are halved each time this many steps have passed, so that old traffic fades."""
+
+_MOST_IDLE = 4096
 
 
 class GraphState:
@@ -52,8 +52,24 @@ class GraphState:
         return self.captured and not self.kept
 
 
+class Idle:
+    """Steps of one decision for which there is nothing to capture, of `num_reqs` or more."""
+
+    __slots__ = ("decision", "num_reqs", "steps", "wanted")
+
+    def __init__(self, decision: Decision, wanted: int, num_reqs: int) -> None:
+        self.decision = decision
+        self.wanted = wanted
+        self.num_reqs = num_reqs
+        self.steps = 0
+
+
 class CaptureQueue:
-    """What a strategy captures next. `step` counts batches."""
+    """What a strategy captures next. `step` counts batches.
+
+    `idle_steps` are the decisions, by identity, for which a step need not ask the strategy: it only
+    counts itself there. It is emptied whenever a graph changes.
+    """
 
     def __init__(self, strategy: CaptureStrategy, plan: DispatchPlan, min_hits: int) -> None:
         self.states = [GraphState() for _ in plan.entries]
@@ -61,28 +77,13 @@ class CaptureQueue:
         self._strategy = strategy
         self._plan = plan
         self._min_hits = min_hits
-        self._by_size = _largest_first(plan)
+        self._by_size = sorted(
+            range(len(plan.entries)),
+            key=lambda graph_index: -plan.entries[graph_index].descriptor.num_tokens,
+        )
         self._pending: list[int] | None = None
         self._next_retry = 0
-        self._added: list[int] = []
-
-    def change_plan(self, plan: DispatchPlan, added: Iterable[int]) -> None:
-        """Follow a plan to which entries were appended; `added` are captured between steps under
-        every strategy."""
-        self._plan = plan
-        self.states += [GraphState() for _ in plan.entries[len(self.states) :]]
-        self._by_size = _largest_first(plan)
-        self._added = list(added)
-        for graph_index in self._added:
-            self.states[graph_index].dropped = False
-            self.states[graph_index].failures = self.states[graph_index].retry_at = 0
-        self._pending = None
-
-    @property
-    def adding(self) -> bool:
-        """Whether a change of the plan still has graphs to capture."""
-        self._added = [i for i in self._added if not _done(self.states[i])]
-        return bool(self._added)
+        self.idle_steps: dict[int, Idle] = {}
 
     def startup(self) -> list[list[int]]:
         """Groups of graph indices in plan order; of each, the first possible one is captured.
@@ -105,8 +106,24 @@ class CaptureQueue:
             for state in self.states:
                 state.hits >>= fades
 
+    def add_idle(self, decision: Decision, wanted: int, num_reqs: int) -> None:
+        """Further steps of `decision` count themselves."""
+        if len(self.idle_steps) >= _MOST_IDLE:
+            self.count_idle()
+            self.idle_steps.clear()
+        self.idle_steps[id(decision)] = Idle(decision, wanted, num_reqs)
+
+    def count_idle(self) -> None:
+        """Count the steps that counted themselves."""
+        for idle in self.idle_steps.values():
+            if idle.steps:
+                self.see(idle.wanted, idle.steps)
+                idle.steps = 0
+
     def changed(self) -> None:
         """A graph was captured or freed: those that did not fit may fit now."""
+        self.count_idle()
+        self.idle_steps.clear()
         self._pending = None
         for state in self.states:
             state.blocked = False
@@ -118,19 +135,12 @@ class CaptureQueue:
 
     def nothing_to_capture(self, wanted: int) -> bool:
         """Whether batches that want graph `wanted` capture nothing until a graph changes."""
-        if self.adding:
-            return False
         if self._strategy is CaptureStrategy.DELAYED and not all(map(_done, self.states)):
             return False
         return wanted == NO_GRAPH or _done(self.states[wanted])
 
     def between_steps(self, wanted: int) -> Iterator[int]:
         """Graphs to capture before a step that wants graph `wanted`, most urgent first."""
-        for graph_index in sorted(self._added, key=lambda added: added != wanted):
-            if self._may_capture(graph_index):
-                yield graph_index
-        if self._strategy is CaptureStrategy.EAGER:
-            return
         delayed = self._strategy is CaptureStrategy.DELAYED
         wants = wanted != NO_GRAPH and self._may_capture(wanted)
         if wants and (delayed or self.states[wanted].hits >= self._min_hits):
@@ -184,11 +194,6 @@ class CaptureQueue:
     def _may_capture(self, graph_index: int) -> bool:
         state = self.states[graph_index]
         return not _done(state) and self.step >= state.retry_at
-
-
-def _largest_first(plan: DispatchPlan) -> list[int]:
-    sizes = [entry.descriptor.num_tokens for entry in plan.entries]
-    return sorted(range(len(sizes)), key=lambda graph_index: -sizes[graph_index])
 
 
 def _done(state: GraphState) -> bool:

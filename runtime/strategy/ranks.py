@@ -20,6 +20,7 @@ from ...dispatch import DispatchPlan
 from ...errors import RankLost, RanksDisagree
 from ...torch_compat.distributed import process_group_store
 from ..config import Config
+from ..memory.budget import Exchange
 
 Facts = Mapping[str, Any]
 
@@ -48,6 +49,19 @@ def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:
         "memory_limit": config.memory_limit,
         "lazy_bytes": config.lazy_bytes,
     }
+
+
+def worst_outcome(
+    exchange: Exchange, topic: str, ms: float, num_bytes: int, reason: str
+) -> tuple[float, int, str]:
+    """The outcome of a capture on all ranks: the longest time, the most bytes, any failure."""
+    outcomes = exchange(topic, {"ms": ms, "bytes": num_bytes, "reason": reason})
+    failures = [f"rank {i}: {o['reason']}" for i, o in enumerate(outcomes) if o["reason"]]
+    return (
+        max(outcome["ms"] for outcome in outcomes),
+        max(outcome["bytes"] for outcome in outcomes),
+        reason if len(outcomes) == 1 else "; ".join(failures),
+    )
 
 
 class Ranks:

@@ -163,7 +163,7 @@ class Mode(enum.Enum):
     FAST = 1
 
 
-def test_constants_that_have_no_source_form_are_bound():
+def test_w22_constants_that_have_no_source_form_are_bound():
     inf = call(
         "x", math.inf, -math.inf, torch.float16, torch.device("cpu"), Mode.FAST, slice(1, None)
     )

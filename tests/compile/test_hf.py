@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 
 from piecegraph import ForwardContext, forward_context
-from piecegraph.errors import MissingMetadata, TraceFailed
+from piecegraph.errors import LayerMissing, MissingMetadata, ModelNotAdaptable
 
 transformers = pytest.importorskip("transformers")
 
@@ -19,40 +20,41 @@ from piecegraph.tools.integrations.transformers import (  # noqa: E402
     PackedRequests,
     adapt,
     attend_packed,
+    families,
 )
+from piecegraph.tools.integrations.transformers.attention import (  # noqa: E402
+    Mask,
+    unknown_argument,
+)
+from piecegraph.tools.integrations.transformers.masks import UnknownMask, mask_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.compile,
     pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
 ]
 
-SIZES = (1, 2, 3, 7, 64, 256)
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-}
-GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
-WINDOW = {"sliding_window": 16, "query_pre_attn_scalar": 8}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-
-FAMILIES = {
-    "llama": lambda t: t.LlamaConfig(**SMALL, **GROUPED),
-    "qwen3": lambda t: t.Qwen3Config(**SMALL, **GROUPED),
-    "gemma2": lambda t: t.Gemma2Config(**SMALL, **GROUPED, **WINDOW),
-    "mixtral": lambda t: t.MixtralConfig(**SMALL, **GROUPED, **EXPERTS),
-    "bert": lambda t: t.BertConfig(**SMALL),
-}
+SAMPLE = (
+    "llama",
+    "qwen3_moe",
+    "gemma3_text",
+    "lfm2",  # a convolution
+    "mamba2",  # no attention
+    "bloom",  # attention that does not use AttentionInterface
+    "llama4_text",  # chunks of 8 tokens in one layer
+    "phimoe",  # a window of 8 tokens that is in the mask alone
+    "gpt_oss",  # sinks
+    "deepseek_v3",  # values of another width than keys
+    "gpt2",
+    "bert",
+    "modernbert",  # a window on both sides
+)
+"""Of the families in docs/models.md."""
 
 
-def make(config):
-    torch.manual_seed(0)
-    settings = {"add_pooling_layer": False} if config.model_type == "bert" else {}
-    model = transformers.AutoModel.from_config(config, attn_implementation="eager", **settings)
-    return model.eval().requires_grad_(False)
+@pytest.fixture(scope="module")
+def own_model():
+    """`own_model(family)`, with random weights and its own attention; not to be changed."""
+    return functools.cache(families.own_model)
 
 
 def step(function, *args, query_lens, layers=None):
@@ -60,47 +62,109 @@ def step(function, *args, query_lens, layers=None):
         return function(*args)
 
 
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.heavy)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_family_equals_its_own_attention(compiled, family, compiler):
-    own = make(FAMILIES[family](transformers))
+@pytest.mark.parametrize("family", SAMPLE)
+def test_family_equals_its_own_attention(compiled, own_model, family):
+    own = own_model(family)
     model = PackedModel(copy.deepcopy(own))
-    settings = {"inputs": INPUTS, "splitting_ops": (SPLITTING_OP,), "max_num_tokens": 256}
-    made = compiled(model, compiler=compiler, **settings)
-    assert len(made.plan.piece_uses()) == 4
-    assert len(made.plan.pieces) == 3
-    for size in SIZES:
+    settings = {"inputs": INPUTS, "max_num_tokens": 64}
+    made = compiled(model, splitting_ops=model.settings["splitting_ops"], **settings)
+    for lengths in ((1,), (2,), (7,), (33,), (3, 1, 20)):
+        ids, positions = torch.randint(64, (sum(lengths),)), packed_positions(lengths)
+        actual = step(made, ids, positions, query_lens=lengths, layers=model.layers)
+        parts = zip(*(x.split(lengths) for x in (ids, positions, actual)), strict=True)
+        for one, place, result in parts:
+            expected = own(input_ids=one[None], position_ids=place[None])[0][0]
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "bert"])
+def test_family_under_inductor(compiled, own_model, family):
+    own = own_model(family)
+    model = PackedModel(copy.deepcopy(own))
+    settings = {"inputs": INPUTS, "splitting_ops": (SPLITTING_OP,), "max_num_tokens": 64}
+    made = compiled(model, compiler="inductor", **settings)
+    for size in (1, 7, 64):
         ids, positions = torch.randint(64, (size,)), torch.arange(size)
-        expected = own(input_ids=ids[None], position_ids=positions[None], use_cache=False)[0][0]
+        expected = own(input_ids=ids[None], position_ids=positions[None])[0][0]
         actual = step(made, ids, positions, query_lens=(size,))
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "bert"])
-def test_packed_requests_do_not_see_each_other(family):
-    own = make(FAMILIES[family](transformers))
-    model = PackedModel(copy.deepcopy(own))
-    lengths = (3, 1, 20)
-    ids = torch.randint(64, (sum(lengths),))
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    packed = step(model, ids, positions, query_lens=lengths)
-    for one, place, result in zip(
-        ids.split(lengths), positions.split(lengths), packed.split(lengths), strict=True
-    ):
-        expected = own(input_ids=one[None], position_ids=place[None], use_cache=False)[0][0]
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+def packed_positions(lengths):
+    return torch.cat([torch.arange(length) for length in lengths])
 
 
-def test_unknown_attention_argument_is_rejected_not_swallowed(compiled):
-    config = transformers.GptOssConfig(**SMALL, **GROUPED, **EXPERTS, rope_parameters=None)
-    with pytest.raises(TraceFailed, match="attention with s_aux") as caught:
-        compiled(PackedModel(make(config)), inputs=INPUTS, splitting_ops=(SPLITTING_OP,))
-    assert "transformers.py" in caught.value.where
+REFUSED = {
+    "doge": r"layers\.0\.self_attn computes with a mask of its own",
+    "xlnet": r"its forward mixes the tokens of packed requests",
+    "bart": r"its decoder attends to another sequence",
+}
 
 
-def test_model_is_compiled_with_its_own_inputs(compiled):
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_the_op_cannot_compute_is_refused(own_model, family):
+    with pytest.raises(ModelNotAdaptable, match=REFUSED[family]):
+        PackedModel(copy.deepcopy(own_model(family)))
+
+
+def test_adapt_refuses_attention_that_it_cannot_route(own_model):
+    for family, reason in (("gptj", "does not go through"), ("mamba", "none of its layers")):
+        with pytest.raises(ModelNotAdaptable, match=reason):
+            adapt(copy.deepcopy(own_model(family)))
+
+
+def test_layers_that_mix_tokens_are_splitting_ops():
+    model = PackedModel(families.own_model("lfm2"))
+    assert model.settings["splitting_ops"] == (SPLITTING_OP, "piecegraph_hf::mixer")
+    assert list(model.layers) == ["layers.0.conv"]
+    with pytest.raises(LayerMissing, match="layers.0.conv"):
+        step(model, torch.arange(3), torch.arange(3), query_lens=(3,))
+
+
+def test_masks_are_read_from_their_functions():
+    from transformers import masking_utils as masks
+
+    window = masks.sliding_window_causal_mask_function(8)
+    packed = masks.packed_sequence_compatibility_function(window, torch.zeros(1), torch.zeros(1))
+    assert mask_of(window) == mask_of(packed) == Mask(causal=True, window=8)
+    both = masks.sliding_window_bidirectional_mask_function(8)
+    assert mask_of(both) == Mask(causal=False, window=9)
+    chunks = masks.chunked_causal_mask_function(16, torch.zeros(1))
+    assert mask_of(chunks) == Mask(causal=True, chunk=16)
+    images = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(torch.zeros(1)))
+    for unknown in (images, masks.and_masks(window, lambda *index: index[0] > 0)):
+        with pytest.raises(UnknownMask):
+            mask_of(unknown)
+
+
+def test_an_argument_that_changes_the_result_is_known():
+    harmless = {"position_ids": 1, "output_attentions": False, "position_bias": None}
+    assert unknown_argument(harmless) is None
+    assert unknown_argument({**harmless, "position_bias": 1}) == "position_bias"
+
+
+def test_a_vision_tower_takes_several_images(compiled):
+    """Each image is a request; a step has any number of them."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "image_size": 16, "patch_size": 8}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.SiglipVisionConfig(**sizes, **layers, vision_use_head=False)
+    torch.manual_seed(0)
+    own = transformers.SiglipVisionModel(config).eval().requires_grad_(False)
+    inputs = {"pixel_values": "float32[num_tokens, 3, 16, 16]"}
+    examples = ((), {"pixel_values": torch.rand(5, 3, 16, 16)})
+    model = adapt(copy.deepcopy(own))
+    made = compiled(model, examples=examples, inputs=inputs, splitting_ops=(SPLITTING_OP,))
+    for count in (1, 3):
+        images = torch.rand(count, 3, 16, 16)
+        with forward_context(ForwardContext({}, PackedRequests((4,) * count))):
+            actual = made(pixel_values=images).last_hidden_state
+        torch.testing.assert_close(actual, own(pixel_values=images).last_hidden_state)
+
+
+def test_model_is_compiled_with_its_own_inputs(compiled, own_model):
     """(1, T) inputs, a decorated forward with keyword arguments, a ModelOutput."""
-    own = make(FAMILIES["llama"](transformers))
+    own = own_model("llama")
     model = adapt(copy.deepcopy(own))
     arguments = {"input_ids": torch.arange(5)[None], "position_ids": torch.arange(5)[None]}
     inputs = {"input_ids": "int64[1, num_tokens]", "position_ids": "int64[1, num_tokens]"}
@@ -113,8 +177,8 @@ def test_model_is_compiled_with_its_own_inputs(compiled):
     torch.testing.assert_close(result.last_hidden_state, expected.last_hidden_state)
 
 
-def test_layers_of_the_engine_replace_the_default_attention():
-    model = PackedModel(make(FAMILIES["llama"](transformers)))
+def test_layers_of_the_engine_replace_the_default_attention(own_model):
+    model = PackedModel(copy.deepcopy(own_model("llama")))
     seen = []
 
     def layer(query, key, value, output, rule, metadata):
@@ -126,7 +190,7 @@ def test_layers_of_the_engine_replace_the_default_attention():
     assert seen == [((5, 4, 8), (5, 2, 8), True)]
 
 
-def test_step_without_metadata_is_refused():
-    model = PackedModel(make(FAMILIES["llama"](transformers)))
+def test_step_without_metadata_is_refused(own_model):
+    model = PackedModel(copy.deepcopy(own_model("llama")))
     with forward_context(ForwardContext({})), pytest.raises(MissingMetadata):
         model(torch.arange(3), torch.arange(3))

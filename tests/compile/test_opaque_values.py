@@ -19,6 +19,7 @@ from .starts import start, use_text_compiler
 pytestmark = pytest.mark.compile
 
 opaque = pytest.importorskip("torch._library.opaque_object")
+opaque_base = pytest.importorskip("torch._opaque_base")
 CALLS: list[Any] = []
 
 
@@ -26,7 +27,7 @@ class Kind(enum.Enum):
     FULL = 1
 
 
-class Name:
+class Name(metaclass=opaque_base.OpaqueBaseMeta):  # torch 2.11 asks for it
     """The name of a layer, which Dynamo makes an input of the graph."""
 
     def __init__(self, name: str, kind: Kind = Kind.FULL, parents: tuple[Any, ...] = ()) -> None:

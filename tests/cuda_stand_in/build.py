@@ -43,7 +43,7 @@ def build() -> None:
     (BUILT / "exports").write_text(EXPORTS)
     runtime, driver = BUILT / "libcudart.so.13", BUILT / "libcuda.so.1"
     shared = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-Wall"]
-    shared += [f"-isystem{headers()}", f"-isystem{toolkit_headers()}"]
+    shared += [f"-isystem{toolkit_headers()}", f"-isystem{headers()}"]
     sources = [str(path) for path in sorted((HERE / "src").glob("*.cpp"))]
     names = [f"-Wl,-soname,{runtime.name}", f"-Wl,--version-script={BUILT / 'exports'}"]
     subprocess.check_call([*shared, *sources, "-o", str(runtime), *names, "-ldl", "-pthread"])

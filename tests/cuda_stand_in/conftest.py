@@ -17,6 +17,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+            if item.get_closest_marker("slow"):  # compiles with ptxas and g++
+                item.add_marker(pytest.mark.timeout(1800))
 
 
 @pytest.fixture

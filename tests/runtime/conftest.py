@@ -18,7 +18,7 @@ from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.lower.compiled_model import CompiledModel
 from piecegraph.compile.pipeline import compile_model
-from piecegraph.dispatch import Histogram, resolve_mode
+from piecegraph.dispatch import resolve_mode
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import GraphBackend
 from piecegraph.runtime.backends.registry import choose_backend
@@ -66,13 +66,12 @@ def prepare_on_replay(
     input_buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> PreparedModel:
     """What `prepare` returns for a compiled model, on a strict backend."""
-    config = config.changed(capture_sizes=tuple(sizes))
-    dispatcher = Dispatcher(dispatch_plan(mode, config), histogram=Histogram())
+    dispatcher = Dispatcher(dispatch_plan(mode, config.changed(capture_sizes=tuple(sizes))))
     cache = Cache(None, Events())
     return PreparedModel(
         compiled,
         config,
-        Policy(resolve_mode(mode, support=config.supports(), pieces=True), dispatcher),
+        Policy(resolve_mode(mode, support={}, pieces=True), dispatcher),
         Engine(layers, input_buffers or {}),
         Services(strict_backend(**options), torch.device("cpu"), cache, Records()),
     )
@@ -145,13 +144,18 @@ def temporary_op() -> Iterator[Callable[..., str]]:
     """`temporary_op("ns::op", "(Tensor x, …) -> ()", kernel)` defines an op for this session."""
     libraries: list[Any] = []
 
-    def define(name: str, schema: str, kernel: Callable[..., None]) -> str:
+    def define(
+        name: str,
+        schema: str,
+        kernel: Callable[..., Any],
+        fake: Callable[..., Any] = lambda *args: None,
+    ) -> str:
         namespace, op = name.split("::")
         library: Any = torch.library.Library(namespace, "FRAGMENT")
         libraries.append(library)
         library.define(op + schema)
         library.impl(op, kernel, "CPU")
-        torch.library.register_fake(name, lambda *args: None, lib=library)
+        torch.library.register_fake(name, fake, lib=library)
         return name
 
     yield define

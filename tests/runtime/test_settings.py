@@ -10,6 +10,7 @@ import pytest
 
 from piecegraph import AttentionSupport, Config
 from piecegraph.errors import CaptureSizeInvalid, ConfigError, PiecegraphError, UnknownSetting
+from piecegraph.runtime.switches import resolve_config
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"foo": 1}, "Config has no setting 'foo'. See"),
@@ -71,3 +72,9 @@ def test_help_shows_each_setting_with_its_default_and_meaning() -> None:
     for name, field in Config.model_fields.items():
         assert field.description, f"{name} has no docstring"
         assert f" |  {name}" in text
+
+
+@pytest.mark.parametrize("settings", [{}, {"level": 0}, {"compiler": "eager", "level": 1}])
+def test_w18_resolving_settings_twice_changes_nothing(settings: dict[str, Any]) -> None:
+    once = resolve_config(Config(**settings))
+    assert resolve_config(once) == once

@@ -36,6 +36,7 @@ LIBRARY_REPORT = {
         "phases": [{"name": "trace", "seconds": 0.5}, {"name": "capture", "seconds": 0.1}],
         "prepare_seconds": 0.5,
     },
+    "background": None,
     "cache": {"hit": False, "reason": "no entry", "entries": 4, "bytes": 40_000},
     "counters": {"dynamo_traces": 1, "inductor_compiles": 3},
     "pieces": {"total": 3, "unique": 3, "segments": 5, "partitions": 0, "ranges": [[1, 128]]},
@@ -193,7 +194,7 @@ def library(monkeypatch):
 
     made = []
 
-    def prepare(model, config, *, layers, events):
+    def prepare(model, config, *, layers, events, factory=None):
         prepared = EagerPrepared(model, layers)
         prepared.config = config
         prepared.report = lambda: LIBRARY_REPORT

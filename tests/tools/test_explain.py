@@ -150,6 +150,7 @@ def test_advice_says_nothing_from_two_steps_or_of_a_cache_that_is_off():
     quiet = {
         "verification": None,
         "settings": {"compile": True, "cache": False},
+        "background": None,
         "cache": {"hit": False, "reason": "the cache is off"},
         "guards": [],
         "policy": "prove",
@@ -295,6 +296,7 @@ def test_advice_is_given_where_it_is_due_and_only_there():
     fine = {
         "verification": {"ok": True},
         "settings": {"compile": True},
+        "background": {"state": "compiled", "failures": [{"reason": "killed"}]},
         "cache": {"hit": True, "reason": None},
         "guards": [{"proved": True}],
         "policy": "prove",
@@ -307,6 +309,7 @@ def test_advice_is_given_where_it_is_due_and_only_there():
     bad = {
         "verification": {"ok": False},
         "settings": {"compile": True},
+        "background": {"state": "failed", "failures": [{"reason": "a guard failed"}]},
         "cache": {"hit": False, "reason": "absent"},
         "guards": [{"proved": False, "expression": "Eq(a, 1)", "where": "m.py:3"}],
         "policy": "drop",
@@ -315,7 +318,7 @@ def test_advice_is_given_where_it_is_due_and_only_there():
         "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 50, "share": 0.5}],
         "captures": [{"captured": True, "steps": 0, "ms": 1.0}],
     }
-    assert len(advise(bad)) == 7
+    assert len(advise(bad)) == 8
     for key, value in bad.items():
         if key not in ("policy", "settings"):
             assert len(advise({**fine, key: value})) == 1

@@ -13,7 +13,7 @@ from rich.console import Console
 from ... import BatchDescriptor, Decision
 from ..engine.block_manager import BlockManager
 from ..engine.engine import to_batch
-from ..engine.metadata import Buffers
+from ..engine.metadata import AttentionMetadata, MetadataBuffers
 from ..engine.scheduler import Request, Schedule
 from ..serve.options import RunOptions
 from ..serve.run import Service, library_config, start_service
@@ -26,9 +26,9 @@ class ScheduledMetadata:
 
     schedule: Schedule
     blocks: BlockManager
-    buffers: Buffers
+    buffers: MetadataBuffers
 
-    def __call__(self, decision: Decision) -> Any:
+    def __call__(self, decision: Decision) -> AttentionMetadata:
         return self.buffers.fill(self.schedule, self.blocks, decision.descriptor)
 
 
@@ -42,7 +42,9 @@ class _StepRecorder:
         service.engine.buffers = self  # type: ignore[assignment]
         service.engine.run = self.run
 
-    def fill(self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor) -> Any:
+    def fill(
+        self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor
+    ) -> AttentionMetadata:
         kept = ScheduledMetadata(copy.deepcopy(schedule), copy.deepcopy(blocks), self._buffers)
         self.steps.append(Step((), to_batch(schedule), kept))
         return self._buffers.fill(schedule, blocks, descriptor)

@@ -15,7 +15,16 @@ ENOUGH_STEPS = 10
 
 def advise(facts: Facts) -> list[Facts]:
     """`{what, todo}` of everything that could be better."""
-    rules = (_verification, _cache, _guards, _failed, _without_graph, _padding, _unused)
+    rules = (
+        _verification,
+        _cache,
+        _background,
+        _guards,
+        _failed,
+        _without_graph,
+        _padding,
+        _unused,
+    )
     return [{"what": what, "todo": todo} for rule in rules for what, todo in rule(facts)]
 
 
@@ -35,6 +44,15 @@ def _cache(facts: Facts) -> Advice:
             f"this start was cold: {cache['reason']}",
             "Build the bundle beforehand with `piecegraph cache warm`;"
             " `piecegraph cache why` tells what a miss differs in.",
+        )
+
+
+def _background(facts: Facts) -> Advice:
+    background = facts["background"]
+    if background and background["state"] == "failed":
+        yield (
+            f"the model is served uncompiled: {background['failures'][-1]['reason']}",
+            "Correct the cause; without cold=serve the same start raises the error.",
         )
 
 

@@ -44,6 +44,7 @@ def collect(
         "options": report.get("options"),
         "startup": report["startup"],
         "timeline": timeline(events or prepared.events),
+        "background": report["background"],
         "cache": report["cache"],
         "counters": report["counters"],
         "lookups": records.compile.lookups,

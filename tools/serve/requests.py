@@ -107,15 +107,14 @@ def read_requests(options: RunOptions) -> list[Request]:
     """
     rows = read_trace(options.trace, limit=options.requests, length_scale=options.length_scale)
     for i, row in enumerate(rows):
-        num_tokens = row.num_prompt + row.num_generate + options.speculate
-        if num_tokens > options.model.max_positions:
+        if row.num_prompt + row.num_generate > options.model.max_positions:
             raise RequestTooLong(
                 request=i,
-                num_tokens=num_tokens,
+                num_tokens=row.num_prompt + row.num_generate,
                 limit=options.model.max_positions,
                 limited_by="the model",
             )
-    draw, loras = random.Random(options.seed), random.Random(options.seed)
+    draw = random.Random(options.seed)
     vocab = range(options.model.vocab)
     return [
         Request(
@@ -123,7 +122,6 @@ def read_requests(options: RunOptions) -> list[Request]:
             tokens=draw.choices(vocab, k=row.num_prompt),
             num_generate=row.num_generate,
             arrival=row.arrival * options.time_scale,
-            lora=loras.choice([None, *range(options.lora)]),
         )
         for i, row in enumerate(rows)
     ]

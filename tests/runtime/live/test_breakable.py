@@ -76,7 +76,7 @@ def prepared_for(model: nn.Module, mode: GraphMode | None, **settings: Any) -> P
         capture_sizes=(2, 4, 8),
         graph_mode=mode,
         cache=False,
-        **settings,
+        **{"attention_support": "UNIFORM_SINGLE_TOKEN_DECODE", **settings},
     )
     prepared = prepare(model, config, backend=strict_backend())
     prepared.capture(lambda descriptor, mode: {"scale": torch.tensor(1.0)})

@@ -24,6 +24,7 @@ from piecegraph.errors import (
 )
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.strategy.monitors import TRACE_LOGGER
+from piecegraph.runtime.strategy.queue import RETRY_STEPS
 
 from ..conftest import prepare_on_replay
 from .conftest import Model, Stage
@@ -229,8 +230,17 @@ def test_w14_nothing_is_captured_while_serving_under_eager(serve: Callable[..., 
     captures = served.backend.counters["captures"]
     for lengths in ((4,), (3,), (1, 1), (12,)):
         served.step(*lengths)
+    for _ in range(2 * RETRY_STEPS):  # after which other strategies try again
+        served.prepared.dispatch(served.batch(4))
     assert served.backend.counters["captures"] == captures
     assert served.step(4) == "NONE 4"  # the one whose capture failed
+
+
+def test_a_dummy_batch_gives_the_context_its_layers_back(serve: Callable[..., Any]) -> None:
+    served = serve()
+    layers = served.prepared._context.layers
+    served.prepared.capture()
+    assert served.prepared._context.layers is layers
 
 
 def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve: Callable[..., Any]) -> None:

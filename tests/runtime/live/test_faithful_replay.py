@@ -32,9 +32,25 @@ def read(x: Tensor, out: Tensor) -> None:
     out.fill_(x.sum().item())
 
 
+def swallowed(x: Tensor, out: Tensor) -> None:
+    try:
+        out.fill_(x.sum().item())
+    except Exception:
+        out.zero_()
+
+
+SET_UP: list[float] = []
+
+
+def set_up_on_first_use(x: Tensor, out: Tensor) -> None:
+    if not SET_UP:
+        SET_UP.append(x.sum().item())
+    out.copy_(x)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def ops(temporary_op: Callable[..., str]) -> None:
-    for op in (scaled, kept, counted, read):
+    for op in (scaled, kept, counted, read, swallowed, set_up_on_first_use):
         schema = "(Tensor x, Tensor(a!) out) -> ()"
         temporary_op(f"faithful_tests::{op.__name__}", schema, op)
 
@@ -59,9 +75,13 @@ def prepared_for(op: Callable[..., None], *, poison: bool = True, **settings: An
         max_num_tokens=8,
         max_num_reqs=8,
         capture_sizes=(2, 4),
-        attention_support=3,
         cache=False,
-        **{"compiler": "eager", "graph_mode": "FULL", **settings},
+        **{
+            "compiler": "eager",
+            "graph_mode": "FULL",
+            "attention_support": "ALWAYS",
+            **settings,
+        },
     )
     backend = ReplayBackend(ReplayOptions(poison_before_replay=poison))
     return prepare(Model(op), config, backend=backend, layers={"factor": 2.0})
@@ -100,8 +120,21 @@ def test_what_is_the_same_object_in_each_step_may_be_read() -> None:
     assert step(prepared, object()).unique().item() == 5
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-@pytest.mark.parametrize("op", [counted, read])
+def test_a_splitting_op_that_declares_nothing_sees_the_metadata_of_each_step() -> None:
+    """By default no graph freezes what the op reads in Python, not even in decode."""
+    settings = {"splitting_ops": ("faithful_tests::scaled",), "attention_support": None}
+    prepared = prepared_for(scaled, graph_mode=None, **settings)
+    prepared.capture(lambda descriptor, mode: 5.0)
+    batch = Batch(2, 2, is_decode=True, query_len=1)
+    assert prepared.dispatch(batch).mode.name == "PIECEWISE"
+    for metadata in (3.0, 4.0):
+        result = prepared(torch.ones(2, 4), batch=batch, metadata=metadata)
+        assert result.unique().item() == 2 * metadata + 1
+
+
+@pytest.mark.parametrize(
+    ("op", "compiler"), [(counted, "eager"), (read, "eager"), (read, "inductor")]
+)
 def test_a_host_read_in_a_piece_fails_the_capture_with_its_line(
     op: Callable[..., None], compiler: str
 ) -> None:
@@ -117,3 +150,17 @@ def test_captures_that_fail_in_part_are_no_error() -> None:
     prepared.backend.options = ReplayOptions(failing_captures=frozenset({1}))  # type: ignore[attr-defined]
     prepared.capture()
     assert len(prepared.recordings()) == 1
+
+
+def test_a_host_read_whose_error_the_op_swallows_fails_the_capture_too() -> None:
+    prepared = prepared_for(swallowed)
+    line = swallowed.__code__.co_firstlineno + 2
+    with pytest.raises(AllCapturesFailed, match=f"on the host .*test_faithful_replay.py:{line}"):
+        prepared.capture()
+
+
+def test_failure_22_what_is_set_up_on_first_use_is_set_up_before_the_first_capture() -> None:
+    prepared = prepared_for(set_up_on_first_use)
+    SET_UP.clear()
+    prepared.capture()
+    assert len(prepared.recordings()) == 2

@@ -28,7 +28,7 @@ from piecegraph import (
 )
 from piecegraph.compile.lower.compiled_model import CompiledModel, bind
 from piecegraph.dispatch import NO_GRAPH, Axis, Reason
-from piecegraph.errors import BatchInvalid, NoModeLeft
+from piecegraph.errors import BatchInvalid, FullModeUnsupported, NoModeLeft
 from piecegraph.runtime.policy import dispatch_plan, resolve_graph_mode
 
 from ..conftest import compile_once, prepare_on_replay
@@ -143,7 +143,7 @@ def decode(num_reqs: int, query_len: int = 1, **facts: Any) -> Batch:
     ("graphs", "cases"),
     [("one", [4, 4, 4, 4]), ("with_and_without", [0, 4, 4, 4]), ("by_count", [0, 1, 2, 4])],
 )
-def test_lora_batches_have_graphs(
+def test_failure_8_lora_batches_have_graphs(
     engine: Callable[..., Engine], graphs: str, cases: list[int]
 ) -> None:
     it = engine(max_loras=3, lora_graphs=graphs)
@@ -156,7 +156,7 @@ def test_lora_batches_have_graphs(
             assert (decision.mode, decision.descriptor.lora_case) == (mode, case)
 
 
-def test_each_query_length_has_its_own_full_graphs(engine: Callable[..., Engine]) -> None:
+def test_failure_4_each_query_length_has_its_own_full_graphs(engine: Callable[..., Engine]) -> None:
     it = engine(query_lens=(1, 3))
     for query_len, num_reqs, padded in ((1, 3, 4), (3, 3, 9), (3, 1, 6)):
         decision = it.step(decode(num_reqs, query_len))
@@ -231,7 +231,11 @@ def test_a_rank_without_requests_runs_the_step_of_the_others(
     assert steps == {("FULL", 4): 2, ("PIECEWISE", 8): 2, ("NONE", 20): 1, ("NONE", 0): 1}
 
 
-SERVING: dict[str, Any] = {"max_num_tokens": 8192, "splitting_ops": ("a::b",)}
+SERVING: dict[str, Any] = {
+    "max_num_tokens": 8192,
+    "splitting_ops": ("a::b",),
+    "attention_support": "UNIFORM_SINGLE_TOKEN_DECODE",
+}
 
 
 def sizes(**settings: Any) -> dict[RuntimeMode, list[int]]:
@@ -263,6 +267,20 @@ def test_a_speculation_schedule_gives_tiers() -> None:
         speculation_schedule=schedule, max_num_reqs=128, attention_support="UNIFORM_BATCH"
     )
     assert {16 * 16, 2 * 128} <= {*found[FULL]}
+
+
+def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing() -> None:
+    config = Config(max_num_tokens=64, splitting_ops=("a::b",))
+    resolved = resolve_graph_mode(config)
+    assert resolved.mode is GraphMode.PIECEWISE
+    assert "attention_support is not set" in resolved.reasons[-1].why
+    with pytest.raises(FullModeUnsupported, match="attention_support is not set"):
+        resolve_graph_mode(config.changed(graph_mode="FULL"))
+    breakable = Config(max_num_tokens=64, compile=False, graph_mode="FULL_AND_PIECEWISE")
+    assert resolve_graph_mode(breakable).mode is GraphMode.PIECEWISE
+    without_attention = Config(max_num_tokens=64)
+    assert resolve_graph_mode(without_attention).mode is GraphMode.FULL_DECODE_ONLY
+    assert resolve_graph_mode(without_attention.changed(graph_mode="FULL")).mode is GraphMode.FULL
 
 
 def test_model_traits_limit_the_mode() -> None:

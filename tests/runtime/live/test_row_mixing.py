@@ -74,7 +74,7 @@ def modes_of_right_steps(prepared: PreparedModel, model: nn.Module) -> list[str]
 
 
 @pytest.mark.parametrize("case", MIXING)
-def test_a_model_that_mixes_rows_is_never_padded(case: str) -> None:
+def test_failure_9_a_model_that_mixes_rows_is_never_padded(case: str) -> None:
     prepared, model = prepared_for(MIXING[case])
     assert modes_of_right_steps(prepared, model) == ["NONE", "FULL", "NONE", "FULL"]
     (found,) = prepared.report()["rows_mixed"]
@@ -127,13 +127,16 @@ torch.library.register_fake("row_mixing::attend", lambda query, output: None, li
 class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         query = x * 2
-        output = torch.empty_like(query)  # a result of the first piece that nothing has written
+        # results of the first piece that nothing has written: a tensor and a view
+        output = torch.empty_like(query)
+        heads = torch.empty_like(query).view(-1, 2, 2)
+        torch.ops.row_mixing.attend(query.view(-1, 2, 2), heads)
+        query = query + heads.view(-1, 4)
         torch.ops.row_mixing.attend(query, output)
         return output + 1
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
-def test_memory_for_a_splitting_op_to_write_says_nothing_of_rows(compiler: str) -> None:
+def test_memory_for_a_splitting_op_to_write_says_nothing_of_rows() -> None:
     junk = [torch.full((5, 4), float(value)) for value in range(64)]
     del junk  # the memory that is allocated next holds another value in each run
     config = Config(
@@ -141,7 +144,7 @@ def test_memory_for_a_splitting_op_to_write_says_nothing_of_rows(compiler: str) 
         inputs={"x": "float32[num_tokens, 4]"},
         max_num_tokens=16,
         max_num_reqs=16,
-        compiler=compiler,
+        compiler="eager",
         cache=False,
     )
     assert prepare(Attention(), config).report()["rows_mixed"] == []

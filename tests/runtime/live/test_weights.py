@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from piecegraph import Batch, Config, prepare
-from piecegraph.errors import ModelMismatch, MovedTensor
+from piecegraph.errors import ModelMismatch, MovedTensor, RecordingReleased
+from piecegraph.runtime.backends.replay import ReplayBackend
+from piecegraph.runtime.capture.recording import Recording
 
 from ..conftest import strict_backend, tensors_alive
 
@@ -168,11 +170,40 @@ def test_release_frees_everything_and_capture_restores_it(serve: Callable[..., A
 
 def test_failure_18_after_release_no_recording_holds_an_address(serve: Callable[..., Any]) -> None:
     served = captured(serve)
+    recordings = [recording for _, recording in served.prepared.recordings()]
     served.prepared.release()
+    assert served.captured() == []
+    for recording in recordings:
+        with pytest.raises(RecordingReleased):
+            recording.replay()
     move_weight(served.model)
     served.prepared.capture()
     served.prepared.run(served.prepared.dispatch(Batch(2, 2, True, 1)), torch.ones(2, 4))
     served.step(1, 1)
+
+
+@pytest.mark.parametrize("action", ["refresh", "release"])
+def test_the_device_is_idle_before_a_graph_is_freed(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    served, order, release = captured(serve), list[str](), Recording.release
+    replace_weight(served.model)
+    monkeypatch.setattr(ReplayBackend, "synchronize", lambda backend: order.append("wait"))
+    monkeypatch.setattr(
+        Recording, "release", lambda recording: (order.append("free"), release(recording))
+    )
+    getattr(served.prepared, action)()
+    assert order[:2] == ["wait", "free"]
+
+
+def test_stale_graphs_are_freed_before_the_first_is_captured_again(
+    serve: Callable[..., Any],
+) -> None:
+    served = captured(serve, options={"limit": captured(serve).used})  # no room for one more
+    before = served.captured()
+    replace_weight(served.model)
+    served.prepared.refresh()
+    assert served.captured() == before
 
 
 def test_without_graphs_a_replaced_module_is_followed_at_the_first_refresh(

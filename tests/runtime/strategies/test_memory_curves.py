@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -164,10 +165,11 @@ def test_the_limit_holds_on_every_curve(curve: str, share: float, mode: GraphMod
         assert len(rig.captured) >= 0.8 * len(whole.captured)
 
 
-cost = st.lists(st.integers(0, 3000), min_size=65, max_size=65)
+# any cost of each size; drawn by a seed, which is much cheaper than a list of numbers
+cost = st.integers(0, 2**32).map(lambda seed: random.Random(seed).choices(range(3001), k=65))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     cost,
     cost,

@@ -1,0 +1,152 @@
+"""`torch.compile(model, backend="piecegraph")`: our split, unique pieces and cache in any program.
+
+Dynamo traces and guards as for every backend, in each process: there are no bundles, no graphs, no
+dispatch and no `seal`. `options` are settings of `Config` that concern compiling.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..compile.conditions.places import Place
+from ..compile.conditions.record import Conditions
+from ..compile.guards.prover import GuardProver
+from ..compile.guards.trace_with_guards import GuardedTrace
+from ..compile.ir.compilation import CompileRequest
+from ..compile.ir.config import TOKENS, DynamicShapes, GuardPolicy
+from ..compile.ir.ops import op_names
+from ..compile.ir.serialization import Ref
+from ..compile.pipeline import compile_trace
+from ..compile.trace.dynamo import Trace
+from ..compile.trace.examples import Examples, Leaf
+from ..compile.trace.inline_regions import inline_regions
+from ..compile.trace.symbols import argument_sizes, symbol_labels
+from ..errors import GradientsNeeded, InvalidSetting, UnboundSymbol
+from ..events import Events
+from ..torch_compat.dynamo import current_shape_env
+from ..torch_compat.symbolic import size_range, state_at_most
+from .config import Config
+from .open_cache import open_cache
+from .switches import resolve_config
+
+OPTIONS = (
+    "splitting_ops", "splitting_patterns", "splitting_predicate", "compiler", "dedupe",
+    "inductor_options", "pass_switches", "user_passes", "dump_dir", "cache", "cache_dir",
+    "cache_layers", "cache_bytes", "cache_age_days",
+)  # fmt: skip
+"""The settings of `Config` that `torch.compile(options=...)` may have."""
+
+MOST = 2**31 - 1
+"""The largest dynamic size. Dynamo's guards hold it, so that artifacts have a range to prove."""
+
+
+def backend(
+    graph: GraphModule, inputs: list[Any], options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo. Also `options["events"]`: an `Events` to report to.
+
+    A splitting op that a graph does not contain is ignored, since a program can have many graphs.
+    Raises GradientsNeeded for a graph whose gradients are needed, and InvalidSetting.
+    """
+    settings = dict(options or {})
+    events = settings.pop("events", None) or Events()
+    if unknown := [name for name in settings if name not in OPTIONS]:
+        raise InvalidSetting(
+            name="options",
+            value=unknown[0],
+            reason="torch.compile(backend='piecegraph') has no such option",
+            expected="among events, " + ", ".join(OPTIONS),
+        )
+    if torch.is_grad_enabled() and any(_needs_gradient(value) for value in inputs):
+        raise GradientsNeeded()
+    inline_regions(graph)
+    names = [name for node in graph.graph.nodes for name in op_names(node)]
+    config = _present(resolve_config(Config(**settings)), names)
+    trace = _adopted(graph)
+    labels = symbol_labels(trace)
+    limits = {label: size_range(trace.shape_env, symbol) for symbol, label in labels.items()}
+    low, high = limits.pop(TOKENS, (config.min_num_tokens, config.max_num_tokens))
+    config = config.model_copy(
+        update={
+            "min_num_tokens": low,
+            "max_num_tokens": high,
+            "symbol_limits": limits,
+            # Dynamo guards what is not proved; an artifact with such a guard is not stored
+            "guards": GuardPolicy.CHECK,
+            "dynamic_shapes": DynamicShapes.BACKED,
+        }
+    )
+    guards = GuardProver(trace.shape_env, labels, config, events)
+    guards.prove_new("dynamo")
+    device = next((v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu"))
+    request = CompileRequest(graph, config, open_cache(config, events), events, device)
+    compiled = compile_trace(request, GuardedTrace(trace, guards, config))
+    step = compiled.link()
+    positions = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        return step(*(args[i] for i in positions))
+
+    return run
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _present(config: Config, names: list[str]) -> Config:
+    """`config` with the splitting ops that a graph has among the ops called `names`."""
+    ops = {
+        name
+        for name in names
+        if name in config.splitting_ops
+        or any(fnmatchcase(name, pattern) for pattern in config.splitting_patterns)
+    }
+    return config.changed(splitting_ops=tuple(sorted(ops)), splitting_patterns=())
+
+
+def _adopted(graph: GraphModule) -> Trace:
+    """A graph of Dynamo as a trace: weights are arguments, its first dynamic size `num_tokens`.
+
+    Raises UnboundSymbol for a dynamic number that is no size of a tensor.
+    """
+    sources: dict[Node, Leaf | str | Place | None] = {}
+    arguments: dict[str, Any] = {}
+    numbers: list[torch.SymInt] = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value = node.meta["example_value"]
+        if isinstance(value, torch.Tensor):
+            arguments[node.name] = value
+            sources[node] = Leaf((node.name,), value)
+        else:
+            sources[node] = None
+            numbers.append(value)
+    parameter = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(name, parameter) for name in arguments])
+    examples = Examples(arguments, signature, {})
+    width = len(graph.graph.output_node().args[0])  # type: ignore[arg-type]
+    trace = Trace(
+        graph=graph,
+        shape_env=current_shape_env(),
+        sources=sources,
+        tensors={},
+        structure=tuple(Ref(f"o{i}") for i in range(width)),
+        examples=examples,
+        conditions=Conditions({}, ()),
+    )
+    labels: dict[Any, str] = {}
+    for leaf, dim, size in argument_sizes(trace):
+        if (symbol := trace.symbol_of(size)).is_Symbol:
+            label = labels.setdefault(symbol, str(symbol) if labels else TOKENS)
+            state_at_most(size, MOST)
+            examples.symbols[leaf.label, dim] = label
+    for number in numbers:
+        if unbound := trace.symbol_of(number).free_symbols - set(labels):
+            raise UnboundSymbol(expression=min(map(str, unbound)))
+    return trace

@@ -1,0 +1,41 @@
+"""A compiled piece against its graph, where memory is left for a splitting op to fill."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import symbolic_trace
+
+from piecegraph.compile.guards.numerics_check import numeric_difference
+
+
+def piece(x):
+    """Like the code before vLLM's attention: the allocation is viewed, half of it is written."""
+    output = torch.empty(4, 6, dtype=x.dtype, device=x.device).view(4, 2, 3)
+    output[:, 0].copy_(x)
+    return x + 1, output
+
+
+def graph():
+    made = symbolic_trace(piece)
+    (node,) = made.graph.find_nodes(op="placeholder")
+    node.meta["example_value"] = torch.empty(4, 3)
+    return made
+
+
+def compiled(left, written):
+    def run(args):
+        (x,) = args
+        output = torch.full((4, 2, 3), left)
+        output[:, 0] = x + written
+        return x + 1, output
+
+    return run
+
+
+def test_memory_that_nobody_wrote_is_not_compared():
+    assert numeric_difference(compiled(float("nan"), 0.0), graph(), {}) is None
+    assert numeric_difference(compiled(7.0, 0.0), graph(), {}) is None
+
+
+def test_what_was_written_there_is_compared():
+    assert "result 1 is off by" in numeric_difference(compiled(7.0, 0.5), graph(), {})

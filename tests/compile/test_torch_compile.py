@@ -1,0 +1,126 @@
+"""`torch.compile(model, backend="piecegraph")`: pieces, cache, limits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import piecegraph as pg
+from piecegraph.errors import GradientsNeeded, InvalidSetting
+
+from . import ops as _registers  # noqa: F401
+
+MIX = "piecegraph_test::mix"
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query = self.up(x)
+        output = torch.empty_like(query)
+        torch.ops.piecegraph_test.mix(query, output, "layer")
+        return x + self.down(output)
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        for layer in self.layers:
+            x = layer(x)
+        return x * x.shape[0], x.shape[0] + 1
+
+
+@pytest.fixture(autouse=True)
+def dynamo_reset() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def compiled(model: nn.Module, **options: Any) -> tuple[Any, pg.Events]:
+    events = pg.Events()
+    options = {"splitting_ops": (MIX,), "events": events, "cache": False} | options
+    return torch.compile(model, backend="piecegraph", dynamic=True, options=options), events
+
+
+@torch.no_grad()
+def test_pieces_are_shared_and_sizes_dynamic() -> None:
+    model = Model()
+    fast, events = compiled(model, compiler="eager")
+    for size in (3, 5, 17):
+        x = torch.randn(size, 8)
+        result, number = fast(x)
+        torch.testing.assert_close(result, model(x)[0])
+        assert number == size + 1
+    (split,) = events.named("split")
+    assert (split.facts["pieces"], split.facts["unique"]) == (5, 3)
+
+
+@pytest.mark.compile
+@torch.no_grad()
+def test_a_second_trace_compiles_nothing(tmp_path: Path) -> None:
+    """Inductor, over one cache directory: what `torch.compiler.reset` forgets, the cache has."""
+    counts = []
+    for _ in range(2):
+        model = Model()
+        fast, events = compiled(model, cache=True, cache_dir=tmp_path)
+        x = torch.randn(6, 8)
+        torch.testing.assert_close(fast(x)[0], model(x)[0])
+        torch.testing.assert_close(fast(x[:4])[0], model(x[:4])[0])
+        counts.append((events.counters["inductor_compiles"], len(events.named("split"))))
+        torch.compiler.reset()
+    assert counts == [(3, 1), (0, 1)]
+
+
+@torch.no_grad()
+def test_graphs_without_the_splitting_op_are_one_piece() -> None:
+    fast, events = compiled(nn.Linear(8, 8), compiler="eager")
+    fast(torch.randn(3, 8))
+    assert events.named("split")[0].facts["pieces"] == 1
+
+
+@torch.no_grad()
+def test_static_sizes() -> None:
+    model = Model()
+    options = {"splitting_ops": (MIX,), "compiler": "eager", "cache": False}
+    fast = torch.compile(model, backend="piecegraph", dynamic=False, options=options)
+    for size in (2, 3):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(fast(x)[0], model(x)[0])
+
+
+def refusal(model: nn.Module, x: torch.Tensor, **options: Any) -> BaseException | None:
+    fast, _ = compiled(model, compiler="eager", **options)
+    with pytest.raises(Exception, match="piecegraph") as caught:
+        fast(x)
+    return getattr(caught.value, "inner_exception", caught.value)
+
+
+def test_gradients_are_refused() -> None:
+    assert isinstance(refusal(Model(), torch.randn(3, 8)), GradientsNeeded)
+    fast, _ = compiled(Model().requires_grad_(False), compiler="eager")
+    fast(torch.randn(3, 8))
+
+
+@torch.no_grad()
+def test_settings_of_serving_are_refused() -> None:
+    error = refusal(Model(), torch.randn(3, 8), max_num_reqs=4)
+    assert isinstance(error, InvalidSetting)
+    assert "max_num_reqs" in str(error)
+
+
+def test_the_sample_of_the_page_runs() -> None:
+    page = Path(pg.__file__).parent / "docs" / "torch_compile.md"
+    (sample,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.M)
+    exec(sample, {})

@@ -1,0 +1,21 @@
+"""Hugging Face models with the library: their attention becomes one splitting op.
+
+`adapt` routes the attention of a transformers model to `piecegraph_hf::attention`; `PackedModel`
+takes the tokens of all requests in one row. For each layer the op calls a function from the forward
+context, by default `attend_packed`. Both run the model on a few tokens first, and refuse it where
+the op would compute something else.
+"""
+
+from .adapt import INPUTS, SETTINGS, PackedModel, adapt
+from .attention import SPLITTING_OP, PackedRequests, Rule, attend_packed
+
+__all__ = [
+    "INPUTS",
+    "SETTINGS",
+    "SPLITTING_OP",
+    "PackedModel",
+    "PackedRequests",
+    "Rule",
+    "adapt",
+    "attend_packed",
+]

@@ -1,0 +1,356 @@
+"""Route the attention of a transformers model to the op, after a look at what it computes.
+
+The model runs on a few tokens, once with its own attention and once with the op's. In that run each
+mask is read from the function that makes it, and requests on both sides of another one are not a
+number: rows of the one in the middle that become so too were mixed by a layer that is no attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
+
+from .... import AttentionSupport
+from ....errors import ModelNotAdaptable
+from .attention import (
+    SPLITTING_OP,
+    Mask,
+    PackedRequests,
+    Rule,
+    attend,
+    attend_packed,
+    unknown_argument,
+)
+from .masks import UnknownMask, mask_of
+from .mixers import MIXER_OP, Mixer, UnknownCall
+
+INPUTS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
+SETTINGS = {
+    "splitting_ops": (SPLITTING_OP,),
+    "inputs": INPUTS,
+    # the numbers of tokens of the requests are host values, which a FULL graph would keep
+    "attention_support": AttentionSupport.NEVER,
+}
+"""Settings of a `PackedModel` with `attend_packed`: `Config(**SETTINGS, max_num_tokens=…)`."""
+
+LENGTHS = (3, 5, 3)
+"""Tokens of the requests of a trial run; together a number that no layer has as its width."""
+TOKENS, MIDDLE = sum(LENGTHS), slice(3, 8)
+ONE_REQUEST = "Make that layer a splitting op that knows requests, or serve one request per batch."
+OWN_OP = "Write its attention as a custom op and list the op in splitting_ops."
+TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
+
+class PackedModel(nn.Module):
+    """A base model over packed tokens: two (T,) int64 tensors to hidden states (T, hidden).
+
+    Layers that mix tokens and do not call AttentionInterface become splitting ops too. `settings`
+    are for `Config`, `layers` for `prepare`. Raises ModelNotAdaptable for a model in which requests
+    would still see each other.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        _begin(model)
+        given = _packed_inputs(model)
+        alone = {name: x[:, MIDDLE] for name, x in given.items()}
+        expected = _result(model, alone)
+        trial, mixers = _Trial(model, LENGTHS), dict[str, Mixer]()
+        with trial.attending():
+            while (found := _mixing_module(model, given, mixers)) is not None:
+                mixers |= _mixers_like(model, found, trial)
+            with _learning(mixers):
+                together = _result(model, given)
+        _compare(model, together[:, MIDDLE], expected)
+        trial.install()
+        for mixer in mixers.values():
+            mixer.install()
+        ops = [(SPLITTING_OP, trial.masks), (MIXER_OP, mixers)]
+        self.model = model
+        self.layers: dict[str, Any] = dict(mixers)
+        """What the ops of mixing layers find in the forward context, by name."""
+        self.settings = {**SETTINGS, "splitting_ops": tuple(op for op, used in ops if used)}
+        """Settings of `Config`: the ops of this model, its inputs, what its attention supports."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        result = self.model(input_ids=input_ids[None], position_ids=positions[None])
+        hidden: Tensor = result.last_hidden_state
+        return hidden[0]
+
+
+def adapt(model: PreTrainedModel, example: Mapping[str, Tensor] | None = None) -> PreTrainedModel:
+    """Route the attention of `model` through the op, in inference; returns `model` itself.
+
+    `example` are the arguments of one call, by default a few tokens or a picture. Raises
+    ModelNotAdaptable where the op would not compute what the model's own attention does.
+    """
+    _begin(model)
+    if not _uses_interface(model):
+        raise _refusal(model, "its attention does not go through AttentionInterface")
+    given = dict(example or _example(model))
+    expected = _result(model, given)
+    trial = _Trial(model)
+    with trial.attending():
+        actual = _result(model, given)
+    if not trial.masks:
+        raise _refusal(model, "none of its layers calls AttentionInterface")
+    _compare(model, actual, expected)
+    trial.install()
+    return model
+
+
+def _begin(model: PreTrainedModel) -> None:
+    if model.config.is_encoder_decoder:
+        advice = "Adapt its encoder: model.get_encoder()."
+        raise _refusal(model, "its decoder attends to another sequence", advice)
+    model.eval().requires_grad_(False)
+    model.config.use_cache = False
+
+
+def _uses_interface(model: PreTrainedModel) -> bool:
+    return bool(model._can_set_attn_implementation())
+
+
+def _no_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> None:
+    """The mask in steps: none, since the op knows it."""
+    if attention_mask is not None:
+        raise NotImplementedError("an attention_mask: rows of a step are requests without padding")
+
+
+def _packed_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Three requests in one row; the one in the middle has numbers of its own."""
+    embedding = model.get_input_embeddings()
+    if not hasattr(embedding, "num_embeddings"):
+        raise _refusal(model, "it has no table of input embeddings")
+    ids = torch.cat([torch.arange(3, 3 + length) for length in LENGTHS])
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    given = {"input_ids": ids % embedding.num_embeddings, "position_ids": positions}
+    return {name: x[None].to(model.device) for name, x in given.items()}
+
+
+def _mixing_module(
+    model: PreTrainedModel, given: Mapping[str, Tensor], mixers: Mapping[str, Mixer]
+) -> str | None:
+    """The first module that lets the request in the middle see the others; None if none does."""
+    found: list[str] = []
+    embedding: nn.Module = model.get_input_embeddings()
+
+    def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        spoiled = torch.full_like(output, float("nan"))
+        spoiled[:, MIDDLE] = output[:, MIDDLE]
+        return spoiled
+
+    def look(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if not found and not _spoiled([*args, *kwargs.values()]) and _spoiled([output]):
+                found.append(name)
+
+        return hook
+
+    hooks = [embedding.register_forward_hook(spoil)]
+    for name, module in model.named_modules():
+        if name and module is not embedding:
+            hooks.append(module.register_forward_hook(look(name), with_kwargs=True))
+    try:
+        with _learning(mixers):
+            result = _result(model, given)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not found and _spoiled([result]):
+        raise _refusal(model, "its forward mixes the tokens of packed requests", ONE_REQUEST)
+    return found[0] if found else None
+
+
+def _spoiled(values: Any) -> bool:
+    """Whether rows of the request in the middle are not a number in a tensor of `values`."""
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    if isinstance(values, Tensor):
+        if not values.is_floating_point() or TOKENS not in values.shape:
+            return False
+        rows = values.movedim(values.shape.index(TOKENS), 0)[MIDDLE]
+        return bool(rows.isnan().any())
+    return isinstance(values, (tuple, list)) and any(map(_spoiled, values))
+
+
+def _mixers_like(model: PreTrainedModel, name: str, trial: _Trial) -> dict[str, Mixer]:
+    """A mixer for the module called `name`, and for all others of its class."""
+    kind = type(model.get_submodule(name))
+    attending = {id(module) for module in trial.masks}
+    found = {n: m for n, m in model.named_modules() if type(m) is kind}
+    inner = [n for n, m in found.items() if any(id(each) in attending for each in m.modules())]
+    if inner or any(isinstance(vars(m).get("forward"), _Learn) for m in found.values()):
+        reason = f"{name} ({kind.__name__}) mixes the tokens of packed requests"
+        raise _refusal(model, reason, ONE_REQUEST)
+    return {n: Mixer(m, n) for n, m in found.items()}
+
+
+@dataclass
+class _Learn:
+    """The forward of a mixing module in a trial run."""
+
+    mixer: Mixer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.mixer.learn(LENGTHS, args, kwargs)
+
+
+@contextmanager
+def _learning(mixers: Mapping[str, Mixer]) -> Iterator[None]:
+    before = {mixer: vars(mixer.module).get("forward") for mixer in mixers.values()}
+    for mixer in before:
+        mixer.module.forward = _Learn(mixer)
+    try:
+        yield
+    finally:
+        for mixer, forward in before.items():
+            if forward is None:
+                del mixer.module.forward
+            else:
+                mixer.module.forward = forward
+
+
+_CURRENT: ContextVar[_Trial] = ContextVar("trial")
+
+
+@dataclass
+class _Trial:
+    """A run that reads masks. Each row of a batch is a request, or consists of `lengths`."""
+
+    model: PreTrainedModel
+    lengths: tuple[int, ...] | None = None
+    masks: dict[nn.Module, Mask] = field(default_factory=dict)
+    names: dict[nn.Module, str] = field(default_factory=dict)
+    made: dict[int, tuple[Tensor, Mask | UnknownMask]] = field(default_factory=dict)
+    """By storage: models hand slices of a mask to their layers."""
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        AttentionInterface.register("piecegraph_trial", _attend_in_trial)
+        AttentionMaskInterface.register("piecegraph_trial", _mask_in_trial)
+        self.names = {module: name for name, module in self.model.named_modules()}
+        own = self.model.config._attn_implementation
+        token = _CURRENT.set(self)
+        if _uses_interface(self.model):
+            self.model.set_attn_implementation("piecegraph_trial")
+        try:
+            yield
+        except UnknownCall as error:
+            raise _refusal(self.model, str(error), ONE_REQUEST) from error
+        finally:
+            _CURRENT.reset(token)
+            if _uses_interface(self.model):
+                self.model.set_attn_implementation(own)
+
+    def install(self) -> None:
+        """Route the attention of each module that was seen to the op, with its mask."""
+        AttentionInterface.register("piecegraph", attend)
+        AttentionMaskInterface.register("piecegraph", _no_mask)
+        module: Any
+        for module, mask in self.masks.items():
+            module.attention_mask_rule, module.layer_name = mask, self.names[module]
+        if self.masks:
+            self.model.set_attn_implementation("piecegraph")
+
+    def mask(self, mask_function: Any, **given: Any) -> Tensor:
+        given["allow_is_bidirectional_skip"] = False
+        mask: Tensor = eager_mask(**given, mask_function=mask_function)
+        read: Mask | UnknownMask
+        try:
+            read = mask_of(mask_function)
+        except UnknownMask as unknown:
+            read = unknown
+        self.made[mask.untyped_storage().data_ptr()] = mask, read
+        return mask
+
+    def mask_for(self, module: nn.Module, given: Any, is_causal: Any, window: Any) -> Mask:
+        """The mask of one call; raises ModelNotAdaptable."""
+        if given is None:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            return Mask(bool(causal), window or 0)
+        _, read = self.made.get(given.untyped_storage().data_ptr(), (None, None))
+        if read is None:
+            raise _refusal(self.model, f"{self.names[module]} computes with a mask of its own")
+        if isinstance(read, UnknownMask):
+            raise _refusal(self.model, f"{self.names[module]} has a mask by {read}")
+        return read
+
+
+def _mask_in_trial(*args: Any, **given: Any) -> Tensor:
+    return _CURRENT.get().mask(*args, **given)
+
+
+def _attend_in_trial(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """As `attend`, without the op."""
+    trial = _CURRENT.get()
+    name = trial.names.get(module, type(module).__name__)
+    if (argument := unknown_argument(others)) is not None:
+        raise _refusal(trial.model, f"{name} calls its attention with {argument}")
+    if query.shape[2] != key.shape[2]:
+        raise _refusal(trial.model, f"{name} attends to another sequence than its own")
+    mask = trial.mask_for(module, attention_mask, is_causal, sliding_window)
+    if trial.masks.setdefault(module, mask) != mask:
+        raise _refusal(trial.model, f"{name} is called with different masks")
+    rows, tokens = query.shape[0], query.shape[2]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    output = q.new_empty((*q.shape[:2], v.shape[2]))
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = Rule(scale, mask.causal, mask.window, softcap or 0.0, mask.chunk, s_aux)
+    attend_packed(q, k, v, output, rule, PackedRequests(trial.lengths or (tokens,) * rows))
+    return output.view(rows, tokens, *output.shape[1:]), None
+
+
+def _example(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Arguments of one call, by the name of the main input."""
+    name, config = model.main_input_name, model.config
+    if name == "input_ids":
+        return {name: torch.arange(3, 8, device=model.device)[None]}
+    if name == "pixel_values":
+        sides = config.image_size
+        height, width = (sides, sides) if isinstance(sides, int) else sides
+        shape = (2, getattr(config, "num_channels", 3), height, width)
+        return {name: torch.rand(shape, device=model.device, dtype=model.dtype)}
+    raise _refusal(model, f"its main input is {name}", "Pass adapt the arguments of one call.")
+
+
+def _result(model: PreTrainedModel, given: Mapping[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        result = model(**given)
+    return next(x for x in result.values() if isinstance(x, Tensor) and x.is_floating_point())
+
+
+def _compare(model: PreTrainedModel, actual: Tensor, expected: Tensor) -> None:
+    """Raise ModelNotAdaptable if two results differ by more than rounding."""
+    difference = float((actual - expected).float().norm() / expected.float().norm())
+    if not difference <= TOLERANCE.get(expected.dtype, 1e-3):
+        reason = f"a request beside others has another result than alone, by {difference:.1e}"
+        if actual.shape != expected.shape or not torch.isfinite(actual).all():
+            reason = "its result through the op is not finite"
+        raise _refusal(model, f"{reason} (positions that are not position_ids do that)")
+
+
+def _refusal(model: PreTrainedModel, reason: str, advice: str = OWN_OP) -> ModelNotAdaptable:
+    family = f"{type(model).__name__} ({model.config.model_type})"
+    return ModelNotAdaptable(family=family, reason=reason, advice=advice)

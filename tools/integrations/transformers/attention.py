@@ -1,0 +1,175 @@
+"""The op that stands for the attention of transformers models, and what it does by default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .... import get_forward_context
+from ....errors import MissingMetadata
+
+SPLITTING_OP = "piecegraph_hf::attention"
+
+# Arguments that models pass to every attention function and that change no result.
+_HARMLESS = {
+    "cache_position",
+    "deterministic",
+    "layer_idx",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+
+LIBRARY: Any = torch.library.Library("piecegraph_hf", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor(a!) output,"
+    " str layer_name, float scale, bool causal, int window, int chunk, float softcap) -> ()"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Which keys a query sees: with `window` those nearer than that, with `chunk` those of its own
+    chunk of the request; 0 turns either off."""
+
+    causal: bool
+    window: int = 0
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How scores are computed; 0 turns `window`, `softcap` or `chunk` off. `sinks` has for each
+    head a score that takes part in the softmax and has no value."""
+
+    scale: float
+    causal: bool
+    window: int
+    softcap: float
+    chunk: int = 0
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRequests:
+    """Metadata of a step: the number of tokens of each request, in order."""
+
+    query_lens: tuple[int, ...]
+
+
+def unknown_argument(others: dict[str, Any]) -> str | None:
+    """The first argument of an attention call that would change the result; None if none does."""
+    return next((n for n, v in others.items() if v is not None and n not in _HARMLESS), None)
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers; `query`, `key`, `value`: (batch, heads, T, head_dim).
+
+    Each row of a batch is a request. What the mask says is known from `adapt`. Raises
+    NotImplementedError for a mask or an argument that was not there then.
+    """
+    others["attention_mask"] = attention_mask
+    if (name := unknown_argument(others)) is not None:
+        # in a trace: Dynamo cannot follow the constructor of the errors of our own tree
+        raise NotImplementedError(f"attention with {name}, which `adapt` has not seen")
+    rows, tokens = query.shape[0], query.shape[2]
+    query, key, value = (
+        x[0].transpose(0, 1) if rows == 1 else x.transpose(1, 2).flatten(0, 1)
+        for x in (query, key, value)
+    )
+    output = query.new_empty((*query.shape[:2], value.shape[2]))
+    mask: Mask = module.attention_mask_rule
+    torch.ops.piecegraph_hf.attention(
+        query,
+        key,
+        value,
+        s_aux,
+        output,
+        module.layer_name,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        mask.causal,
+        mask.window,
+        mask.chunk,
+        softcap or 0.0,
+    )
+    return output.view(rows, tokens, *output.shape[1:]), None
+
+
+def _run(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    output: Tensor,
+    name: str,
+    scale: float,
+    causal: bool,
+    window: int,
+    chunk: int,
+    softcap: float,
+) -> None:
+    """The op: `query`, `output` (T, heads, head_dim), `key`, `value` (T, kv_heads, head_dim)."""
+    context = get_forward_context()
+    if context.metadata is None:
+        raise MissingMetadata(layer_name=name)
+    layer = context.layers.get(name, attend_packed)
+    rule = Rule(scale, causal, window, softcap, chunk, sinks)
+    layer(query, key, value, output, rule, context.metadata)
+
+
+LIBRARY.impl("attention", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("piecegraph_hf::attention", lambda *args: None, lib=LIBRARY)
+
+
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, rule: Rule, metadata: PackedRequests
+) -> None:
+    """Each request over its own tokens of this step; rows beyond the last request become 0."""
+    group = query.shape[1] // key.shape[1]
+    start = 0
+    for length in metadata.query_lens:
+        rows = slice(start, start + length)
+        q = query[rows].transpose(0, 1)
+        k, v = (x[rows].repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
+        scores = (q @ k.transpose(1, 2)).float() * rule.scale
+        if rule.softcap:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        scores = scores.masked_fill(_hidden(length, rule, query.device), float("-inf"))
+        if rule.sinks is not None:
+            scores = torch.cat([scores, rule.sinks.view(-1, 1, 1).expand(-1, length, 1)], -1)
+        weights = scores.softmax(-1)[..., :length].to(v.dtype)
+        output[rows] = (weights @ v).transpose(0, 1)
+        start += length
+    output[start:] = 0
+
+
+def _hidden(length: int, rule: Rule, device: torch.device) -> Tensor:
+    """Which of (query, key) pairs may not see each other: (length, length)."""
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    hidden = distance < 0 if rule.causal else torch.zeros_like(distance, dtype=torch.bool)
+    if rule.window:
+        hidden |= distance.abs() >= rule.window
+    if rule.chunk:
+        hidden |= (place[:, None] // rule.chunk) != (place // rule.chunk)
+    return hidden

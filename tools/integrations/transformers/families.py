@@ -1,0 +1,275 @@
+"""Which families of transformers the adapter serves: a table with one row for each.
+
+python -m piecegraph.tools.integrations.transformers.families RESULTS.json [FAMILY…]
+
+Each family of decoders and text encoders that has a configuration small enough to run here is
+prepared with random weights and compared with its own attention, alone at several sizes and packed
+with other requests, on the replay backend with poisoned memory. Results are added to a JSON file,
+from which `--table` prints the table of docs/models.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import inspect
+import json
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .... import Batch, Config, ReplayBackend, ReplayOptions, RuntimeMode, prepare
+from ....errors import PiecegraphError
+from . import PackedModel, PackedRequests
+
+SIZES = (1, 2, 3, 7, 16, 33, 64)
+PACKED = ((3, 1, 4), (20, 1, 9, 12))
+TOLERANCE = 1e-4
+SECONDS = 150
+LARGEST = 5_000_000
+
+TINY: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "n_words"), 64),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "emb_dim"), 32),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_inner"), 48),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "intermediate_size_mlp"), 48),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
+    **dict.fromkeys(
+        ("sliding_window", "attention_chunk_size", "local_attention", "window_size"), 8
+    ),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("shared_intermediate_size", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "hidden_size_per_layer_input"), 16),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "head_dim", "attention_head_dim"), 8),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size", "mamba_d_head"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "query_pre_attn_scalar"), 8),
+    **dict.fromkeys(
+        ("linear_num_key_heads", "linear_num_value_heads", "encoder_attention_heads"), 4
+    ),
+    **dict.fromkeys(("decoder_attention_heads", "mamba_n_heads", "mamba_num_heads"), 4),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+    "num_key_value_heads": 2,
+    "num_kv_heads": 2,
+    "v_head_dim": 12,
+    "global_head_dim": 8,
+    "chunk_size": 16,
+    "mamba_chunk_size": 16,
+    "mamba_expand": 2,
+    "mamba_head_dim": 16,
+    "n_groups": 1,
+    "mamba_n_groups": 1,
+    "first_k_dense_replace": 1,
+    "type_vocab_size": 2,
+    "rope_dim": 8,
+    "rotary_dim": 4,
+}
+LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
+"""Settings of a small configuration, for those that a configuration has."""
+OWN: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2},
+    "falcon_mamba": {"intermediate_size": 64},
+    "mamba": {"intermediate_size": 64},
+    "llama4_text": {"no_rope_layers": [1, 0], "interleave_moe_layer_step": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "phimoe": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "electra": {"embedding_size": 32},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mobilebert": {"embedding_size": 32, "true_hidden_size": 32},
+}
+
+
+def families() -> list[str]:
+    """Model types with a decoder or a text encoder, as transformers lists them."""
+    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return sorted({*decoders, *encoders} & {*CONFIG_MAPPING.keys()})
+
+
+def tiny_config(family: str) -> Any:
+    """A configuration of the family with two layers, or one for each type of layer it knows."""
+    kind = CONFIG_MAPPING[family]
+    default = kind()
+    fixed = {n for n in dir(kind) if isinstance(inspect.getattr_static(kind, n), property)}
+    known = {n for n in vars(default) if getattr(default, n) is not None} - fixed
+    own = {name: value for name, value in TINY.items() if name in known}
+    if "kv_lora_rank" in known:
+        own["num_key_value_heads"] = TINY["num_attention_heads"]
+    types = list(dict.fromkeys(getattr(default, "layer_types", None) or ()))
+    count = max(2, len(types))
+    own |= {name: count for name in LAYERS if name in known}
+    if types and "layer_types" in known:
+        own["layer_types"] = types if len(types) == count else types * count
+    return kind(**{**own, **OWN.get(family, {})})
+
+
+def own_model(family: str, seed: int = 0) -> Any:
+    """The model with random weights and its own attention."""
+    torch.manual_seed(seed)
+    config = tiny_config(family)
+    with torch.device("meta"):
+        parameters = transformers.AutoModel.from_config(config).parameters()
+    if (count := sum(parameter.numel() for parameter in parameters)) > LARGEST:
+        raise ValueError(f"{count} parameters with the settings of TINY")
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    with torch.no_grad():  # tables that transformers starts with zeros
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.02)
+    return model.eval().requires_grad_(False)
+
+
+def try_family(family: str, compiler: str = "eager") -> dict[str, Any]:
+    """One row: the outcome, the largest difference, or why the family is refused."""
+    began = time.perf_counter()
+    row: dict[str, Any] = {"family": family, "compiler": compiler}
+    try:
+        with limited(SECONDS):
+            own = own_model(family)
+            own(input_ids=torch.arange(5)[None])
+    except Exception as error:
+        return {**row, "outcome": "no small configuration", "reason": _first_line(error)}
+    try:
+        with limited(SECONDS), torch.no_grad():
+            row |= _compared(own, compiler)
+    except PiecegraphError as error:
+        row |= {"outcome": "refused", "error": type(error).__name__, "reason": str(error)}
+    except Exception as error:
+        kind = type(error).__name__
+        row |= {"outcome": "failed", "error": kind, "reason": _first_line(error)}
+    finally:
+        torch._dynamo.reset()
+    return {**row, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def _compared(own: Any, compiler: str) -> dict[str, Any]:
+    model = PackedModel(copy.deepcopy(own))
+    config = Config(
+        **model.settings,
+        max_num_tokens=max(SIZES),
+        max_num_reqs=4,
+        capture_sizes=(4, 64),
+        graph_mode="PIECEWISE",
+        compiler=compiler,
+        cache=False,
+    )
+    backend = ReplayBackend(ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True))
+    prepared = prepare(model, config, backend=backend, layers=model.layers)
+    prepared.capture(lambda descriptor, mode: PackedRequests((descriptor.num_tokens,)))
+    modes = set()
+    worst = 0.0
+    for lengths in [*((size,) for size in SIZES), *PACKED]:
+        requests = [torch.randint(3, 60, (length,)) for length in lengths]
+        places = [torch.arange(length) for length in lengths]
+        batch = Batch(sum(lengths), len(lengths))
+        decision = prepared.dispatch(batch)
+        modes.add(decision.mode)
+        result = prepared.run(
+            decision, torch.cat(requests), torch.cat(places), metadata=PackedRequests(lengths)
+        )
+        for tokens, positions, part in zip(requests, places, result.split(lengths), strict=True):
+            expected = own(input_ids=tokens[None], position_ids=positions[None])[0][0]
+            worst = max(worst, _difference(part, expected))
+    outcome = "equal" if worst <= TOLERANCE else "wrong"
+    if modes != {RuntimeMode.PIECEWISE}:
+        outcome += " (NONE)"
+    mixers = sorted({type(mixer.module).__name__ for mixer in model.layers.values()})
+    return {"outcome": outcome, "difference": worst, "mixers": mixers}
+
+
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in this thread after some seconds."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown: first all that are equal, then those that are not, with the reason."""
+    by = {(row["family"], row["compiler"]): row for row in rows}
+    eager = [row for (_, compiler), row in by.items() if compiler == "eager"]
+    tried = [row for row in eager if row["outcome"] != "no small configuration"]
+    equal = [row for row in tried if row["outcome"].startswith("equal")]
+    inductor = [f for (f, c), r in by.items() if c == "inductor" and r["outcome"] == "equal"]
+    lines = [
+        f"transformers {transformers.__version__}, torch {torch.__version__}, "
+        f"{datetime.date.today().isoformat()}: {len(tried)} families, {len(equal)} equal.",
+        "",
+        "| family | result | largest difference | why |",
+        "|---|---|---|---|",
+    ]
+    for row in sorted(tried, key=lambda r: (not r["outcome"].startswith("equal"), r["family"])):
+        difference = f"{row['difference']:.0e}" if "difference" in row else ""
+        reason = row.get("reason", "").replace("|", "/").replace("\n", " ")
+        mark = " (also Inductor)" if row["family"] in inductor else ""
+        lines.append(f"| {row['family']} | {row['outcome']}{mark} | {difference} | {reason} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--compiler", default="eager")
+    parser.add_argument("--table", action="store_true")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    rows = json.loads(given.results.read_text()) if given.results.exists() else []
+    if given.table:
+        print(table(rows))
+        return
+    done = {(row["family"], row["compiler"]) for row in rows}
+    for family in given.families or families():
+        if (family, given.compiler) in done and not given.families:
+            continue
+        row = try_family(family, given.compiler)
+        rows = [r for r in rows if (r["family"], r["compiler"]) != (family, given.compiler)]
+        rows.append(row)
+        given.results.write_text(json.dumps(rows, indent=1))
+        print(row["family"], row["outcome"], row.get("difference", ""), row.get("reason", ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Layers that mix tokens and do not call AttentionInterface, each as one splitting op.
+
+Such are convolutions, linear attention and recurrences of hybrid models, and attention that a model
+computes itself. The op runs the layer's own forward for each request of the step, which is right
+and slow; an engine with kernels for packed requests and a state cache passes its own layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .... import get_forward_context
+from ....errors import LayerMissing, MissingMetadata
+from .attention import LIBRARY, PackedRequests
+
+MIXER_OP = "piecegraph_hf::mixer"
+
+LIBRARY.define("mixer(Tensor[] inputs, Tensor(a!) output, str layer_name) -> ()")
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class UnknownCall(Exception):
+    """A layer is called or returns in a form that the op cannot express; the message says which."""
+
+
+class Mixer:
+    """The default layer of the op: a module's own forward over each request of a step.
+
+    `learn` is called while the module runs on a known number of tokens, which no width equals:
+    dimensions of that size are those of tokens.
+    """
+
+    def __init__(self, module: Any, name: str) -> None:
+        self.module = module
+        self.name = name
+        self._forward = module.forward
+
+    def learn(self, lengths: Sequence[int], args: Any, kwargs: Any) -> Any:
+        """Run one call, request by request, and remember its form; returns as steps do.
+
+        Raises UnknownCall.
+        """
+        try:
+            return self._learned(lengths, args, kwargs)
+        except (UnknownCall, RuntimeError, ValueError, TypeError, IndexError) as error:
+            kind, reason = type(self.module).__name__, str(error).partition("\n")[0]
+            raise UnknownCall(f"{self.name} ({kind}) mixes packed requests: {reason}") from error
+
+    def _learned(self, lengths: Sequence[int], args: Any, kwargs: Any) -> Any:
+        tokens = sum(lengths)
+        self._template = args, kwargs
+        inputs = list(_tensors([*args, *kwargs.values()]))
+        self._dims = [[d for d, n in enumerate(x.shape) if n == tokens] for x in inputs]
+        for value in _others([*args, *kwargs.values()]):
+            if not isinstance(value, _PLAIN):
+                raise UnknownCall(f"takes a {type(value).__name__}")
+        first = next((i for i, dims in enumerate(self._dims) if dims), None)
+        if first is None:
+            raise UnknownCall("takes no tensor with a row for each token")
+        result = self._called(inputs, 0, lengths[0])
+        items = result if isinstance(result, tuple) else (result,)
+        index = next((i for i, x in enumerate(items) if isinstance(x, Tensor)), None)
+        if index is None:
+            raise UnknownCall(f"returns a {type(result).__name__}")
+        self._index, made = index, items[index]
+        if lengths[0] not in made.shape:
+            raise UnknownCall("returns a tensor without a row for each token")
+        self._dim = made.shape.index(lengths[0])
+        shape = [*made.shape[: self._dim], -1, *made.shape[self._dim + 1 :]]
+        count = len(items) if isinstance(result, tuple) else 0
+        module = self.module
+        module.mixer_form = (first, self._dims[first][0], tuple(shape), made.dtype)
+        module.mixer_result = (self._index, count)
+        output = _empty(module, inputs)
+        self(inputs, output, PackedRequests(tuple(lengths)))
+        return _returned(module, output)
+
+    def install(self) -> None:
+        """Let the module call the op."""
+        self.module.layer_name = self.name
+        self.module.forward = MethodType(_mix, self.module)
+
+    def __call__(self, inputs: list[Tensor], output: Tensor, metadata: PackedRequests) -> None:
+        start = 0
+        for length in metadata.query_lens:
+            if length:
+                result = self._called(inputs, start, length)
+                made = result[self._index] if isinstance(result, tuple) else result
+                output.narrow(self._dim, start, length).copy_(made)
+            start += length
+        output.narrow(self._dim, start, output.shape[self._dim] - start).zero_()
+
+    def _called(self, inputs: Sequence[Tensor], start: int, length: int) -> Any:
+        """The module's own forward on the tokens of one request."""
+        cut = []
+        for tensor, dims in zip(inputs, self._dims, strict=True):
+            for dim in dims:
+                tensor = tensor.narrow(dim, start, length)
+            cut.append(tensor)
+        parts = iter(cut)
+        args, kwargs = self._template
+        filled = [_filled(value, parts) for value in args]
+        named = {name: _filled(value, parts) for name, value in kwargs.items()}
+        return self._forward(*filled, **named)
+
+
+def _mix(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module that is a splitting op in steps."""
+    inputs = list(_tensors([*args, *kwargs.values()]))
+    output = _empty(module, inputs)
+    torch.ops.piecegraph_hf.mixer(inputs, output, module.layer_name)
+    return _returned(module, output)
+
+
+def _empty(module: Any, inputs: list[Tensor]) -> Tensor:
+    first, dim, shape, dtype = module.mixer_form
+    tokens = inputs[first].shape[dim]
+    output: Tensor = inputs[first].new_empty([tokens if n == -1 else n for n in shape], dtype=dtype)
+    return output
+
+
+def _returned(module: Any, output: Tensor) -> Any:
+    index, count = module.mixer_result
+    return tuple(output if i == index else None for i in range(count)) if count else output
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def _others(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from _others(value)
+        elif not isinstance(value, Tensor):
+            yield value
+
+
+def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """`value` with other tensors in the places of its own."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_filled(item, tensors) for item in value)
+    return value
+
+
+def _run(inputs: list[Tensor], output: Tensor, name: str) -> None:
+    context = get_forward_context()
+    if context.metadata is None:
+        raise MissingMetadata(layer_name=name)
+    if name not in context.layers:
+        raise LayerMissing(layer=name, known=", ".join(context.layers) or "none")
+    context.layers[name](inputs, output, context.metadata)
+
+
+LIBRARY.impl("mixer", _run, "CompositeExplicitAutograd")
+torch.library.register_fake(MIXER_OP, lambda *args: None, lib=LIBRARY)
