@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..cache import Key
 from ..cache.lock import Flight
-from ..errors import BundleMissing
+from ..errors import BundleMissing, PieceFailed
 from .backends.editable_code import editable_inductor
 from .backends.inductor import compile_uncached, compiling
 from .backends.partition import partitioning
@@ -113,9 +113,16 @@ def _without_bundle(request: CompileRequest, compiler: Compiler, reason: str) ->
 
 def _cold_start(request: CompileRequest, compiler: Compiler, key: Key | None) -> CompiledModel:
     """Trace, compile what no earlier process compiled, and store a bundle under `key`."""
-    from .guards.trace_with_guards import trace_with_guards
+    from .guards.trace_with_guards import padded_instead, trace_with_guards
 
-    return _compile(request, compiler, trace_with_guards(request), key)
+    guarded = trace_with_guards(request)
+    try:
+        return _compile(request, compiler, guarded, key)
+    except PieceFailed:
+        padded = padded_instead(request, guarded)
+        if padded is None:
+            raise
+        return _compile(request, compiler, padded, key)
 
 
 def _compile(

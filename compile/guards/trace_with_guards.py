@@ -31,6 +31,8 @@ class GuardedTrace:
     trace: Trace
     guards: GuardProver
     config: CompileConfig
+    unproved: GuardUnproved | None = None
+    """The guard of an earlier trace, for which this one was made with unbacked sizes."""
 
 
 def trace_with_guards(request: CompileRequest) -> GuardedTrace:
@@ -50,7 +52,13 @@ def trace_with_guards(request: CompileRequest) -> GuardedTrace:
                 raise unproved from None
             return padded
         request.events.emit("trace.unbacked", reason=str(unproved))
-        return found
+        return replace(found, unproved=unproved)
+
+
+def padded_instead(request: CompileRequest, guarded: GuardedTrace) -> GuardedTrace | None:
+    """A trace to use where a compiler cannot compile one with unbacked sizes; None if there is
+    none. Inductor, for example, cannot lay out a convolution whose length it may not compare."""
+    return guarded.unproved and _padded_trace(request, guarded.unproved)
 
 
 def _padded_trace(request: CompileRequest, unproved: GuardUnproved) -> GuardedTrace | None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
+from piecegraph.compile.backends import registry
+from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.ir.config import DynamicShapes, GuardPolicy
 from piecegraph.errors import GuardBroken, GuardUnproved, ShapesDiffer, Specialized, TraceFailed
 
+from . import starts
 from .models import Body, X, marked_line
 from .size_models import MARK, SOUND, UNSOUND, heads, multiple_of_128, squeezed
 
@@ -89,3 +94,39 @@ def test_unbacked_pieces_hold_no_assertions(compiled, shapes):
 
 def linear_twice(m, x):
     return m.linear(m.linear(x))
+
+
+class Convolution(torch.nn.Module):
+    """As short convolutions of hybrid models: padded on both sides, cut to the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv1d(8, 8, 3, groups=8, padding=2, bias=False)
+
+    def forward(self, x):
+        first, second = torch.cat([x, x], 1)[None].transpose(-1, -2).chunk(2, dim=-2)
+        mixed = self.conv(first * 2)[..., : x.shape[0]]
+        return (second * mixed).transpose(-1, -2).contiguous()[0] + x
+
+
+def test_a_piece_that_cannot_be_compiled_with_unbacked_sizes_is_padded(compiled, monkeypatch):
+    """Inductor cannot lay out this convolution if it may not compare its length."""
+    seen = []
+
+    def compile_backed(graph, inputs, options):
+        symbols = [str(value) for value in inputs if isinstance(value, torch.SymInt)]
+        seen.append(symbols)
+        if any(symbol.startswith("u") for symbol in symbols):
+            raise RuntimeError("data-dependent expression")
+        return starts.compile_text(graph, inputs, options)
+
+    compiler = Compiler("text", compile_backed, starts.load_texts)
+    entry = types.SimpleNamespace(name="text", load=lambda: compiler)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    model = Convolution().requires_grad_(False)
+    made = compiled(model, inputs=X, compiler="text")
+    assert len(seen) == 2
+    assert made.plan.symbols[0].low == 2
+    for size in (2, 3, 7, 64):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(made(x), model(x))
