@@ -58,7 +58,7 @@ def trace_with_guards(request: CompileRequest) -> GuardedTrace:
 def padded_instead(request: CompileRequest, guarded: GuardedTrace) -> GuardedTrace | None:
     """A trace to use where a compiler cannot compile one with unbacked sizes; None if there is
     none. Inductor, for example, cannot lay out a convolution whose length it may not compare."""
-    return guarded.unproved and _padded_trace(request, guarded.unproved)
+    return None if guarded.unproved is None else _padded_trace(request, guarded.unproved)
 
 
 def _padded_trace(request: CompileRequest, unproved: GuardUnproved) -> GuardedTrace | None:
