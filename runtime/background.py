@@ -31,7 +31,7 @@ from ..cache.keys.key import diff
 from ..compile.ir.compilation import ExampleArguments
 from ..compile.lower.compiled_model import CompiledModel
 from ..compile.pipeline import compile_model, find_model
-from ..compile.warm import Loaded, NoBundle
+from ..compile.warm import SHOWN, Loaded, NoBundle
 from ..errors import InvalidSetting, ModelMismatch
 from ..events import Event
 from ..torch_compat.inductor import forget_threads
@@ -214,11 +214,10 @@ class Background:
         return lambda: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
     def _spawn(self, ours: Connection, theirs: Connection) -> Callable[[], int]:
-        main = f"from {__name__} import main; main({theirs.fileno()})"
-        places = os.pathsep.join(place or os.getcwd() for place in sys.path)
+        places = [place or os.getcwd() for place in sys.path]
+        run = f"from {__name__} import main; main({theirs.fileno()})"
         child = subprocess.Popen(
-            [sys.executable, "-P", "-c", main],
-            env={**os.environ, "PYTHONPATH": places},
+            [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {places!r}; {run}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -336,7 +335,8 @@ def _compile(connection: Connection, make: Factory, job: Job) -> None:
             found = find_model(request)
             if isinstance(found, NoBundle):
                 if differences := diff(job.key.factors, found.key.factors):
-                    faults.append(f"the child has another key: {'; '.join(map(str, differences))}")
+                    shown = "; ".join(map(str, differences[:SHOWN]))
+                    faults.append(f"the model of the factory has another key: {shown}")
                 else:
                     compile_model(request)
         tell(end="; ".join(faults))

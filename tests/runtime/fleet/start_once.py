@@ -1,8 +1,9 @@
 """Starts in a separate process: `start_once.py CACHE '{"layers": 4, …}' …` prints a JSON list.
 
 Each argument after CACHE is one start. `ahead` builds libraries afterwards; `rank` is (rank, size,
-rendezvous file) of a start among several; `factory` makes the model again in a child; other
-options are settings of `Config`. With `cold="serve"` steps run until compiled code serves.
+rendezvous file) of a start among several; `factory` is the number of layers of the model that a
+child makes; other options are settings of `Config`. With `cold="serve"` steps run until compiled
+code serves.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def start(cache: str, options: dict[str, Any]) -> dict[str, Any]:
     ahead, layers = options.pop("ahead", False), options.pop("layers")
     ranks = _joined(*options.pop("rank")) if "rank" in options else None
     model = Small(layers).eval()
-    factory = partial(on_meta, layers) if options.pop("factory", False) else None
+    factory = partial(on_meta, options.pop("factory")) if "factory" in options else None
     settings = {
         "inputs": {"x": "float32[num_tokens, 16]"},
         "splitting_ops": ("piecegraph_fleet::mix",),

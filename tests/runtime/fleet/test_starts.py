@@ -95,9 +95,18 @@ def test_vllm_57423_no_rank_loads_where_one_lacks_the_bundle(
 def test_a_child_that_is_no_fork_compiles_a_model_without_weights(
     start_once: StartOnce, tmp_path: Path
 ) -> None:
-    outcome = start_once(tmp_path / "cache", cold="serve", factory=True)
+    outcome = start_once(tmp_path / "cache", cold="serve", factory=4)
     assert outcome["background"]["state"] == "compiled", outcome["background"]
     assert outcome["error_of_results"] < 1e-4
+
+
+def test_a_function_that_makes_another_model_is_named(
+    start_once: StartOnce, tmp_path: Path
+) -> None:
+    outcome = start_once(tmp_path / "cache", cold="serve", factory=5)
+    (failure,) = outcome["background"]["failures"]
+    assert "another key: weights.layers.4.inner.bias: <absent> ->" in failure["reason"]
+    assert outcome["error_of_results"] == 0
 
 
 def test_a_machine_without_a_compiler_serves_uncompiled(
