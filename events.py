@@ -18,7 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .torch_compat.structured_trace import trace_is_on, write_artifact
+from .torch_compat.structured_trace import (
+    compile_unit,
+    in_compile_unit,
+    new_frame,
+    trace_is_on,
+    write_artifact,
+)
 
 log = logging.getLogger("piecegraph")
 
@@ -76,13 +82,20 @@ class Events:
         self.phase_listeners: list[Callable[[str], None]] = []
         """Called with the name of a phase of the startup when it begins."""
         self._lock = threading.Lock()
+        self._frame: int | None = None
+        self._model: tuple[str, str, int] | None = None
+        self._parts: set[int] = set()
         self._open: threading.local = parent._open if parent is not None else threading.local()
 
     def emit(self, name: str, *, level: int = logging.DEBUG, **facts: Any) -> None:
         """Keep and log an event, and put it into torch's structured trace when one is on."""
         if log.isEnabledFor(level):
             log.log(level, "%s%s", name, _shown(facts))
-        trace_artifact(name, facts)
+        if self._frame is not None and trace_is_on() and not in_compile_unit():
+            with compile_unit(self._frame, 0):
+                trace_artifact(name, facts)
+        else:
+            trace_artifact(name, facts)
         self._take(Event(name, time.perf_counter() - self.began, facts))
 
     def _take(self, event: Event) -> None:
@@ -139,6 +152,26 @@ class Events:
                 self.phases.append(span)
         if self.parent is not None:
             self.parent._begin(span)
+
+    @contextmanager
+    def trace_unit(self, part: int, name: str, where: str | None = None) -> Iterator[None]:
+        """If torch is tracing, artifacts inside get a compile id of their own in tlparse's index.
+
+        Part 0 is the model, others are parts of it. `where` is file:line. Entered again, a part
+        goes on.
+        """
+        if not trace_is_on():
+            yield
+            return
+        file, _, line = (where or "").rpartition(":")
+        title = (name, file or "?", int(line) if line.isdigit() else 0)
+        started = self._frame is not None and part in self._parts
+        if self._frame is None:
+            self._frame, self._model = new_frame(), title
+        self._parts.add(part)
+        stack = (self._model, title) if part and self._model is not None else (title,)
+        with compile_unit(self._frame, part, () if started else stack):
+            yield
 
     def named(self, name: str) -> list[Event]:
         """The kept events called `name`, oldest first."""

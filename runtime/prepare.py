@@ -71,7 +71,11 @@ def prepare(
         )
     records = Records(events)
     config = resolve_config(config)
-    with records.events.span("prepare", level=logging.INFO), allow_compilation():
+    with (
+        records.events.span("prepare", level=logging.INFO),
+        allow_compilation(),
+        records.events.trace_unit(0, type(model).__qualname__, _location(model)),
+    ):
         resolved = resolve_graph_mode(config)
         plan = dispatch_plan(resolved.mode, config)
         records.settings = config.model_dump(mode="json")
@@ -152,3 +156,9 @@ def _mixes_rows(compiled: CompiledModel, device: torch.device, records: Records)
     for mixed in found:
         records.add(RowsMixed(mixed.piece, mixed.result, mixed.where))
     return bool(found)
+
+
+def _location(model: torch.nn.Module) -> str | None:
+    """file:line of the model's forward."""
+    code = getattr(getattr(type(model), "forward", None), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else None

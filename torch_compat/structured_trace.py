@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+FIRST_FRAME = 1000
+"""Frame ids of our compile ids begin here; Dynamo's begin at 0."""
+
+_MODEL = "<piecegraph model "
 
 TRACE_LOGGER = "torch.__trace"
 """Name of the logger that gets the records."""
@@ -29,3 +35,41 @@ def write_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None
         payload_fn=payload,
         expect_trace_id=False,  # looking up the caller's stack would import Dynamo
     )
+
+
+def new_frame() -> int:
+    """The frame id for the next model of this process: its artifacts nest under it in tlparse."""
+    from torch._logging.structured import INTERN_TABLE, intern_string
+
+    number = sum(text.startswith(_MODEL) for text in INTERN_TABLE)
+    intern_string(f"{_MODEL}{number}>")
+    return FIRST_FRAME + number
+
+
+@contextmanager
+def compile_unit(
+    frame: int, part: int, stack: Sequence[tuple[str, str, int]] = ()
+) -> Iterator[None]:
+    """Artifacts inside, also torch's own, are those of the compile id `frame`/`part`.
+
+    `stack`, as (name, file, line), outermost first, places it in the tree of tlparse's index.
+    """
+    from torch._guards import CompileContext, CompileId, compile_context
+    from torch._logging._internal import trace_structured
+    from torch._logging.structured import intern_string
+
+    with compile_context(CompileContext(CompileId(frame_id=frame, frame_compile_id=part))):
+        if stack:
+            frames = [
+                {"name": name, "filename": intern_string(file), "line": line, "loc": None}
+                for name, file, line in stack
+            ]
+            trace_structured("dynamo_start", lambda: {"stack": frames})
+        yield
+
+
+def in_compile_unit() -> bool:
+    """Whether artifacts have a compile id here, ours or one of Dynamo."""
+    from torch._guards import CompileContext
+
+    return CompileContext.current_compile_id() is not None

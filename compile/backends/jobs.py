@@ -26,7 +26,7 @@ from ..bundle.key_factors import codegen_key, machine_factors
 from ..guards.numerics_check import concrete_inputs, numeric_difference
 from ..ir.compilation import CODE, Blobs, CompileRequest, PieceBuilt, PieceFn, kernels
 from ..ir.config import TOKENS
-from ..ir.locations import first_line
+from ..ir.locations import first_line, node_location
 from ..ir.plan import CompiledRange
 from ..lower.report_plan import report_lookup
 from ..lower.split_model import SplitModel, UniquePiece
@@ -78,7 +78,7 @@ def compile_pieces(request: CompileRequest, split: SplitModel, compiler: Compile
         if missing and compiler.first_use is not None:
             compiler.first_use(request.device, request.events)
         with compiler.session() if missing else nullcontext():
-            begins = (partial(_begin, request, split, jobs[number], compiler) for number in missing)
+            begins = (partial(_begin, request, split, n, jobs[n], compiler) for n in missing)
             made.update(zip(missing, _overlapped(begins), strict=True))
     done = [each for each in made.values() if each is not None]
     return Compiled(jobs, done, [_served(interval, numbers, done) for interval, numbers in used])
@@ -188,7 +188,7 @@ def compiler_options(request: CompileRequest, split: SplitModel, job: Job) -> di
 
 
 def _begin(
-    request: CompileRequest, split: SplitModel, job: Job, compiler: Compiler
+    request: CompileRequest, split: SplitModel, number: int, job: Job, compiler: Compiler
 ) -> Callable[[], CompiledJob]:
     """Run the compiler on a copy of the piece, and prove the guards that it adds.
 
@@ -201,12 +201,17 @@ def _begin(
         "range": [job.size or job.interval.low, job.size or job.interval.high],
     }
     graph = unique.piece.module(split.trace.graph)
-    events.emit("compile.start", compiler=compiler.name, **about)
+    low, high = about["range"]
+    title = f"piece {unique.index}, tokens {low} to {high}"
+    where = next(filter(None, map(node_location, graph.graph.nodes)), None)
+    unit = partial(events.trace_unit, number + 1, title, where)
     with (
+        unit(),
         events.span("compile.piece", piece=unique.index, digest=unique.digest[:12]) as generation,
         _naming(compiler, unique),
         reasoning_about_sizes(split.config.dynamic_shapes.value),
     ):
+        events.emit("compile.start", compiler=compiler.name, **about)
         options = compiler_options(request, split, job)
         wait = cache(compiler.compile(graph, _inputs(job, graph), options))
 
@@ -219,6 +224,7 @@ def _begin(
 
     def finish() -> CompiledJob:
         with (
+            unit(),
             events.span("compile.kernels", piece=unique.index) as waiting,
             _naming(compiler, unique),
         ):
@@ -228,7 +234,8 @@ def _begin(
             about["partitions"] = partitions_of(fn)
         built = PieceBuilt(unique.index, made.seconds, kernels([blobs])[0])
         request.records.pieces.append(built)
-        events.emit("compile.end", seconds=built.seconds, kernels=built.kernels, **about)
+        with unit():
+            events.emit("compile.end", seconds=built.seconds, kernels=built.kernels, **about)
         events.count(f"{compiler.name}_compiles")
         store_artifact(request, split, job, made)
         return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -102,12 +103,27 @@ def test_a_warm_start_leaves_the_same_and_says_what_a_miss_differs_in(tmp_path):
 
 
 @pytest.mark.compile
-def test_the_command_runs_traces_and_renders(tmp_path, capsys, monkeypatch):
+def test_the_program_of_the_page_is_traced_and_each_piece_has_a_compile_id(
+    tmp_path, capsys, monkeypatch
+):
+    page = (Path(__file__).parents[2] / "docs" / "trace.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "program.py").write_text(program)
     monkeypatch.chdir(tmp_path)
-    run = [sys.executable, "-m", "piecegraph", "run", *SMALL.split(), "--backend", "eager"]
-    assert main(["trace", "--output", "pages", "--", *run, "--no-cache"]) == 0
+    assert main(["trace", "--output", "pages", "--", sys.executable, "program.py"]) == 0
     assert capsys.readouterr().out.endswith(f"rendered: {Path('pages') / 'index.html'}\n")
-    assert "piecegraph_stitched" in (tmp_path / "pages" / "index.html").read_text()
+    pages = tmp_path / "pages"
+    nested = {
+        (page.parent.name, page.stem.rpartition("_")[0]) for page in pages.glob("*/piecegraph_*")
+    }
+    assert {folder for folder, _ in nested} == {"-_1000_0_0", "-_1000_1_0"}
+    assert ("-_1000_0_0", "piecegraph_stitched") in nested
+    assert ("-_1000_0_0", "piecegraph_capture") in nested
+    assert ("-_1000_1_0", "piecegraph_compile_start") in nested
+    assert ("-_1000_1_0", "piecegraph_compile_end") in nested
+    index = (pages / "index.html").read_text()
+    assert "in piece 0, tokens 1 to 64" in index
+    assert "in Model" in index
 
 
 def test_the_commands_status_is_passed_on(tmp_path, capsys):
