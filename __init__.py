@@ -14,7 +14,8 @@ Start with `help(piecegraph.Config)`, `help(piecegraph.prepare)` and
 prepare     prepare, compile_ahead, Config, LayerConfig, SWITCHES, switched_off
 serve       PreparedModel, Batch, Decision, forward_context, get_forward_context, break_graph
 dispatch    GraphMode, RuntimeMode, AttentionSupport, DispatchPlan, PaddingLimit, CaptureStrategy
-explain     Events, CacheForecast, explain_miss, MemoryPlan, errors
+explain     explain, Events, CacheForecast, explain_miss, MemoryPlan, errors
+observe     StepObserver, StepRecorder, Step, load_steps, replay_step, LoggedStep
 test        ReplayBackend, ReplayOptions: graph capture without a GPU
 """
 
@@ -56,10 +57,17 @@ if TYPE_CHECKING:
     from .runtime.step.forward_context import ForwardContext as ForwardContext
     from .runtime.step.forward_context import forward_context as forward_context
     from .runtime.step.forward_context import get_forward_context as get_forward_context
+    from .runtime.step.step_log import LoggedStep as LoggedStep
+    from .runtime.step.step_log import StepObserver as StepObserver
     from .runtime.strategy.ranks import Ranks as Ranks
     from .runtime.strategy.warmup import AuxiliaryTask as AuxiliaryTask
     from .runtime.switches import SWITCHES as SWITCHES
     from .runtime.switches import switched_off as switched_off
+    from .tools.explain import explain as explain
+    from .tools.steps import Step as Step
+    from .tools.steps import StepRecorder as StepRecorder
+    from .tools.steps import load_steps as load_steps
+    from .tools.steps import replay_step as replay_step
 
 __version__ = "0.1.0"
 
@@ -85,9 +93,12 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".runtime.step.forward_context": (
             "ForwardContext", "forward_context", "get_forward_context",
         ),
+        ".runtime.step.step_log": ("LoggedStep", "StepObserver"),
         ".runtime.strategy.ranks": ("Ranks",),
         ".runtime.strategy.warmup": ("AuxiliaryTask",),
         ".runtime.switches": ("SWITCHES", "switched_off"),
+        ".tools.explain": ("explain",),
+        ".tools.steps": ("Step", "StepRecorder", "load_steps", "replay_step"),
     },
 )  # fmt: skip
 __all__ += ["__version__", "errors"]

@@ -51,8 +51,11 @@ NAMES = {
         "BatchDescriptor", "DispatchPlan", "Dispatcher",
     ),
     "Explain": (
-        "Events", "explain_miss", "CacheForecast", "cache_root", "MemoryPlan", "PiecegraphError",
-        "errors", "__version__",
+        "explain", "Events", "explain_miss", "CacheForecast", "cache_root", "MemoryPlan",
+        "PiecegraphError", "errors", "__version__",
+    ),
+    "Observe steps": (
+        "StepObserver", "LoggedStep", "StepRecorder", "Step", "load_steps", "replay_step",
     ),
     "Test without a GPU": ("ReplayBackend", "ReplayOptions"),
 }  # fmt: skip

@@ -38,6 +38,7 @@ from .backends.protocol import GraphBackend
 from .background import Background
 from .capture.captured_graphs import CapturedGraph, CapturedGraphs
 from .capture.dummy_batch import MetadataFor
+from .capture.profiler_ranges import StepRanges
 from .capture.recording import Recording
 from .config import BrokenGuard, Config
 from .memory.ledger import MemoryLedger, MemoryPlan, opening_ledger, plan_memory
@@ -46,6 +47,7 @@ from .report import build_report
 from .step.binding import Bind, binder, packer
 from .step.forward_context import CURRENT, ForwardContext, forward_context
 from .step.static_inputs import StaticInputs, allocate_inputs
+from .step.step_log import ObservableSteps
 from .step.usage import Usage
 from .strategy.capturer import Capturer
 from .strategy.monitors import Monitor, allow_compilation
@@ -100,7 +102,7 @@ class Services:
     records: Records
 
 
-class PreparedModel:
+class PreparedModel(ObservableSteps):
     """A compiled model with its graphs. Made by `prepare`; not to be shared between threads.
 
     A step is `dispatch`, then `run` with metadata built for the decision's padded descriptor;
@@ -117,6 +119,7 @@ class PreparedModel:
         services: Services,
         behind: Behind | None = None,
     ) -> None:
+        super().__init__()
         self.config = config
         self.backend = services.backend
         self.records = services.records
@@ -137,6 +140,7 @@ class PreparedModel:
         options = getattr(self.backend, "options", None)
         self._poisons = bool(getattr(options, "poison_old_results", False))
         self._last_graph: CapturedGraph | None = None
+        self._ranges = StepRanges()
         self.usage = Usage(policy.dispatcher.plan)
         self._behind = behind
         self._with_form = None if behind is None else behind.with_form
@@ -151,6 +155,8 @@ class PreparedModel:
         inputs = allocate_inputs(compiled, self.config, self._device, self._input_buffers)
         self.resolved = policy.resolved
         self.dispatcher = policy.dispatcher
+        if self.step_log is not None:
+            self.step_log.dispatcher = policy.dispatcher
         self._bind: Bind = binder(compiled.plan, inspect.signature(forward))
         self._pack = packer(compiled.plan)
         self._eager = forward if self.config.broken_guard is BrokenGuard.EAGER else None
@@ -221,6 +227,8 @@ class PreparedModel:
                     decision = self.dispatcher.decide(batch, *modes)
                 if not self._capturer.active:
                     self.seal()
+        for observer in self._observers:
+            observer.dispatched(batch, decision)
         return decision
 
     def run(self, decision: Decision, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
@@ -232,6 +240,9 @@ class PreparedModel:
         are a step of padding alone: an idle rank makes one so that its collectives run. Raises
         AutocastActive under torch.autocast.
         """
+        if self._observers:
+            with self._observing(self._context, decision, args, kwargs, metadata):
+                return self.run(decision, *args, metadata=metadata, **kwargs)
         stated, self._stated = self._stated, None
         if is_autocast_enabled():
             raise AutocastActive(action="the step")
@@ -460,6 +471,17 @@ class PreparedModel:
         self.backend.synchronize()
         self._capturer.recapture(list(stale))
         return tuple(stale)
+
+    def profiler_ranges(self, on: bool = True) -> None:
+        """Put steps, graphs, pieces and splitting ops into named ranges for profilers, or no more.
+
+        Without them a step pays nothing for it. Ranges are those of `torch.profiler`.
+        """
+        self._must_be_open()
+        self._graphs.set_ranges(on)
+        self.unobserve(self._ranges)
+        if on:
+            self.observe(self._ranges)
 
     def release(self) -> None:
         """Free all graphs and their memory. Steps run without; `capture` captures again."""

@@ -10,7 +10,14 @@ import pytest
 import piecegraph as pg
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = ["bisect.md", "prepared_model.md", "production.md", "testing-capture-modes.md"]
+PAGES = [
+    "bisect.md",
+    "check.md",
+    "prepared_model.md",
+    "production.md",
+    "steps.md",
+    "testing-capture-modes.md",
+]
 
 
 @pytest.mark.compile
@@ -28,5 +35,5 @@ def test_the_samples_of_a_page_run(name, tmp_path):
 
 def test_every_method_of_a_prepared_model_is_described():
     page = (DOCS / "prepared_model.md").read_text()
-    methods = [name for name in vars(pg.PreparedModel) if not name.startswith("_")]
+    methods = [name for name in dir(pg.PreparedModel) if not name.startswith("_")]
     assert [name for name in methods if f"`{name}" not in page] == []

@@ -33,6 +33,7 @@ from ..step.forward_context import ForwardContext
 from ..step.static_inputs import BoundInputs, Load, StaticInputs, real_part
 from .breaks import recordable
 from .dummy_batch import DummyBatch, MetadataFor, model_state
+from .profiler_ranges import name_segments, range_hooks
 from .recorder import record
 from .recording import Recording, SegmentKind
 from .session import CaptureSession, capture_failure
@@ -120,7 +121,7 @@ class CapturedGraphs:
     __slots__ = (
         "_context", "_dispatcher", "_inputs", "_laid_out", "_recordable", "_records",
         "_splitting_ops", "_unwatched", "addresses", "captured", "compiled", "metadata_for",
-        "stitched", "unrecorded",
+        "ranged", "stitched", "unrecorded",
     )  # fmt: skip
 
     compiled: CompiledModel
@@ -142,6 +143,7 @@ class CapturedGraphs:
         self.captured: list[CapturedGraph | None] = [None] * (len(dispatcher.plan.entries) + 1)
         self.addresses = Addresses(backend.address)
         self.metadata_for: MetadataFor | None = None
+        self.ranged = False
         self._dispatcher = dispatcher
         self._inputs = inputs
         self._context = context
@@ -152,7 +154,7 @@ class CapturedGraphs:
     def bind(self, compiled: CompiledModel) -> None:
         """Use and watch the weights that `compiled` is bound to; recordings stay as they are."""
         self.compiled = compiled
-        self.stitched = compiled.link()
+        self.stitched = compiled.link(*(range_hooks(compiled.plan) if self.ranged else ()))
         self._recordable = recordable(compiled, self._splitting_ops)
         placed = {each.target: each.place for each in compiled.plan.weights if each.place}
         for name, place in placed.items():
@@ -166,6 +168,18 @@ class CapturedGraphs:
         """Watch what `before` watches, and fill dummy batches in the same way."""
         self.addresses.follow(before.addresses)
         self.metadata_for = before.metadata_for
+        if before.ranged:
+            self.set_ranges(on=True)
+
+    def set_ranges(self, on: bool) -> None:
+        """Put what steps run into ranges for profilers, or no longer."""
+        self.ranged = on
+        self.bind(self.compiled)
+        for _, recording in self.recordings():
+            if on:
+                name_segments(recording, self.compiled.plan)
+            else:
+                recording.link()
 
     def run(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         """Run one step without a graph. Inputs of other strides than compiled code relies on are
@@ -262,6 +276,8 @@ class CapturedGraphs:
             known = addresses.known() | {view.data_ptr() for view in inputs.views}
             self._report_unwatched(recording, known)
         recording.metadata = None
+        if self.ranged:
+            name_segments(recording, self.compiled.plan)
         graph = kind(self.compiled.plan, recording, inputs, addresses, metadata)
         self.captured[graph_index] = graph
         self._dispatcher.set_captured(graph_index, True)

@@ -67,9 +67,12 @@ class Recording:
         self.seconds = 0.0
         self.bytes = 0
         self.calls = tuple(call for segment in segments for call in segment.calls)
-        self.replay: Callable[[], None] = (
-            self.calls[0] if len(self.calls) == 1 else partial(_run, self.calls)
-        )
+        self.replay: Callable[[], None]
+        self.link()
+
+    def link(self) -> None:
+        """Let `replay` run the calls of the segments."""
+        self.replay = self.calls[0] if len(self.calls) == 1 else partial(run_calls, self.calls)
 
     def facts(self) -> dict[str, Any]:
         """What the event of its capture reports."""
@@ -100,7 +103,7 @@ class Recording:
         self.replay = partial(_refuse, self.name)
 
 
-def _run(calls: tuple[Callable[[], None], ...]) -> None:
+def run_calls(calls: tuple[Callable[[], None], ...]) -> None:
     for call in calls:
         call()
 

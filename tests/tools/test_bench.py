@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from piecegraph.tools.bench import find, names
+from piecegraph.tools.bench import find
+from piecegraph.tools.cli.bench_commands import COMPARISONS
 
 
-def test_benchmarks_are_found_by_their_file():
-    assert "step" in names()
-    assert not any(name.startswith("_") for name in names())
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_each_comparison_of_the_command_line_exists(name):
+    assert callable(find(name).run)
 
 
 @pytest.mark.compile

@@ -16,6 +16,7 @@ from piecegraph.tools.cli.app import main
 from piecegraph.tools.cli.run_commands import explained
 from piecegraph.tools.explain import explain, rendered
 from piecegraph.tools.explain.advice import advise
+from piecegraph.tools.explain.against import differences
 from piecegraph.tools.explain.picture import HEAD, TAIL, _lanes, _Value, picture
 from piecegraph.tools.serve.options import read_run_options
 
@@ -84,6 +85,39 @@ def test_the_page_is_whole_and_needs_nothing_from_elsewhere(written):
     assert page.ids >= {*SECTIONS, "main", "piece-0", "piece-1", "piece-2"}
     assert {link.removeprefix("#") for link in page.links} <= page.ids
     assert {f"#{section}" for section in SECTIONS} <= set(page.links)
+
+
+@pytest.mark.compile
+def test_two_explanations_are_compared(written, tmp_path, capsys):
+    facts = json.loads((written / "json").read_text())
+    other = json.loads((written / "json").read_text())
+    assert differences(facts, other) == []
+    other["settings"]["min_hits"] = 4
+    other["pieces"][1]["kernels"] = 3
+    other["captures"][0]["captured"] = False
+    other["timeline"][0]["seconds"] += 9
+    other["graph_mode"]["resolved"] = "NONE"
+    hit = {"key": "ab", "hit": True, "layer": "private", "bytes": 1}
+    other["lookups"] = [{"kind": "bundle", "factors": {"torch": "2.99"}, **hit}]
+    found = {(row["part"], row["what"]) for row in differences(facts, other)}
+    digest = facts["pieces"][1]["digest"][:12]
+    first = facts["captures"][0]
+    assert found == {
+        ("settings", "min_hits"),
+        ("keys", "torch"),
+        ("pieces", f"{digest} (piece 1).kernels"),
+        ("graph mode", "resolved"),
+        ("capture plan", f"{first['mode']} {first['num_tokens']}.captured"),
+        ("phases", facts["timeline"][0]["name"]),
+    }
+    (tmp_path / "rank1.json").write_text(json.dumps(other))
+    files = ["--against", str(written / "json"), "--of", str(tmp_path / "rank1.json")]
+    assert main(["explain", *files, "--format", "md", "--output", "-"]) == 0
+    out = capsys.readouterr().out
+    assert "| settings | min_hits | 1 | 4 |" in out
+    assert main(["explain", *files, "--output", str(tmp_path / "page.html")]) == 0
+    assert Page((tmp_path / "page.html").read_text()).ids >= {"against"}
+    assert main(["explain", "--against", str(tmp_path / "page.html")]) == 2
 
 
 @pytest.mark.compile

@@ -52,9 +52,9 @@ def own(config):
 
 def samples(prepared):
     return {
-        (metric.sample_name, *(label for _, label in labels)): value
+        (name, *(label for _, label in labels)): value
         for metric in read_metrics(prepared)
-        for labels, value in metric.samples.items()
+        for name, labels, value in metric.named_samples()
     }
 
 
@@ -66,6 +66,24 @@ def test_steps_rows_and_padding_are_counted(prepared):
     assert found["piecegraph_rows_total", "FULL"] == 4 + 4 + 4 + 8
     assert found["piecegraph_padding_rows_total", "FULL"] == 1 + 2
     assert found["piecegraph_rows_total", "NONE"] == 12
+
+
+def test_durations_of_steps_are_a_histogram_while_steps_are_kept(own):
+    from prometheus_client import CollectorRegistry
+
+    assert not [name for name in samples(own) if name[0].startswith("piecegraph_step_seconds")]
+    own.keep_steps(2)
+    for _ in range(5):
+        own(torch.ones(4, 4), batch=Batch(4, 4))
+    found = samples(own)
+    assert found["piecegraph_step_seconds_bucket", "FULL", "+Inf"] == 5
+    assert found["piecegraph_step_seconds_count", "FULL"] == 5
+    assert found["piecegraph_step_seconds_count", "NONE"] == 0
+    assert found["piecegraph_step_seconds_sum", "FULL"] > 0
+    registry = CollectorRegistry()
+    registry.register(MetricsCollector(own))
+    labels = {"mode": "FULL", "le": "+Inf"}
+    assert registry.get_sample_value("piecegraph_step_seconds_bucket", labels) == 5
 
 
 def test_captures_compiles_and_recordings_are_counted(prepared):

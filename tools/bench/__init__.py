@@ -1,15 +1,14 @@
-"""Benchmarks: one file for each question. Each benchmark compares within one run.
+"""Benchmarks. Those of `load` and `serving` measure an engine under load.
 
-A benchmark is a module with `run(quick: bool)` that returns `ratios`, named medians of paired
-runs, and `rows`, a list of dicts with equal keys: what was measured. It may also return `columns`,
-which of them a table shows, and a `note` for its title, and have a function `plot(result, path)`
-that draws them.
+The others compare two ways of doing something within one run. Such a benchmark is a module with
+`run(quick: bool)` that returns `ratios`, named medians of paired runs, and `rows`, a list of dicts
+with equal keys: what was measured. It may also return `columns`, which of them a table shows, and a
+`note` for its title, and have a function `plot(result, path)` that draws them.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,21 +22,8 @@ class Benchmark(Protocol):
     def run(self, quick: bool) -> dict[str, Any]: ...
 
 
-def names() -> list[str]:
-    """Names of the benchmarks: the package's modules without a leading underscore."""
-    found = (module.name for module in pkgutil.iter_modules(__path__))
-    return sorted(name for name in found if not name.startswith("_"))
-
-
 def find(name: str) -> Benchmark:
-    """The benchmark called `name`; raises InvalidSetting if there is none."""
-    if name not in names():
-        raise InvalidSetting(
-            name="bench",
-            value=name,
-            reason="there is no such benchmark",
-            expected="one of " + ", ".join(names()),
-        )
+    """The benchmark in the module called `name`."""
     return cast(Benchmark, importlib.import_module(f".{name}", __name__))
 
 

@@ -1,7 +1,23 @@
-"""Finds the part of the library that causes a wrong result; see docs/bisect.md."""
+"""Finds the part of the library that causes a wrong result, and checks of a case.
 
-from .case import BisectCase, Step
+See docs/bisect.md and docs/check.md.
+"""
+
+from ..steps import Step
+from .case import BisectCase
 from .finding import Finding
+from .invariance import Invariance, check_invariance
+from .key_check import MissingFromKey, check_keys
 from .search import bisect, reproduce
 
-__all__ = ["BisectCase", "Finding", "Step", "bisect", "reproduce"]
+__all__ = [
+    "BisectCase",
+    "Finding",
+    "Invariance",
+    "MissingFromKey",
+    "Step",
+    "bisect",
+    "check_invariance",
+    "check_keys",
+    "reproduce",
+]

@@ -57,7 +57,7 @@ def splitting_ops(plan: Plan) -> set[str]:
     return {step.op for step in plan.steps if step.kind == "call"}
 
 
-class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies the tensors of custom ops, from any caller."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ def run_eagerly(case: BisectCase) -> list[Ran]:
         decision = step.without_graph()
         metadata = step.metadata_for(decision)
         context = forward_context(ForwardContext(case.layers, metadata))
-        calls = _Calls()
+        calls = Calls()
         with context, torch.no_grad(), calls:
             results = case.model(*step.args, **step.kwargs)
         runs.append(Ran(decision, copies(results), calls.calls))
@@ -116,7 +116,7 @@ def run_prepared(
         decision = prepared.dispatch(step.batch)
         ran = Ran(decision, clobbered=state.changed_since(before) if state is not None else [])
         runs.append(ran)
-        calls = _Calls()
+        calls = Calls()
         try:
             metadata = adjust(decision, step.metadata_for(decision))
             with calls:

@@ -13,16 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ... import Config, Decision, PreparedModel
+from ... import Decision, PreparedModel
 from ...dispatch import default_capture_sizes
 from ...errors import InvalidSetting, PieceFailed
-from .case import BisectCase
+from .case import BisectCase, load_case, write_script
 from .culprit import PieceSearch, find_call, find_guard, find_piece
 from .finding import Finding, Wrong, first_wrong
 from .observe import Ran, run_eagerly, run_prepared
-from .script import write_script
 from .stages import (
     COMPILER,
     EAGER,
@@ -65,7 +62,9 @@ def bisect(
         search = _Search(own, say)
         finding = search.run()
         if finding is not None and script is not None:
-            write_script(case, finding, script, say, Path(folder))
+            write_script(
+                case, finding, script, say, Path(folder) if finding.stage == WARM else None
+            )
     return finding
 
 
@@ -74,8 +73,7 @@ def reproduce(data: Path, stage: str) -> int:
 
     The file is unpickled: run only scripts that you created yourself.
     """
-    facts = torch.load(data, weights_only=False)
-    case = BisectCase(**{**facts, "config": Config(**facts["config"])})
+    case = load_case(data)
     with tempfile.TemporaryDirectory(prefix="piecegraph-bisect-") as folder:
         own = replace(case, config=with_own_cache(case.config, Path(folder)))
         finding = _Search(own, lambda line: None).check_named(stage)

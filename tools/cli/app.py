@@ -10,29 +10,26 @@ import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stderr, suppress
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any, TextIO, cast
 
 import typer
 
 from ...cache.keys.environment import LOG_LEVEL, observed, read
 from ...errors import (
-    BenchmarksMissing,
     CacheError,
     ConfigError,
     DispatchError,
     InvalidSetting,
     PiecegraphError,
 )
-from ..report.output import outputs
+from .bench_commands import bench_app
 from .cache_commands import cache_app
+from .check_commands import check_app
 from .run_commands import (
-    JsonOption,
     bisect_command,
-    console_beside,
     explain_command,
+    profile_command,
     run_command,
-    write_json,
 )
 from .sizes_commands import sizes_app
 from .trace_command import trace_command
@@ -168,40 +165,13 @@ app.command("run")(run_command)
 app.add_typer(sizes_app, name="sizes")
 
 
-@app.command()
-def bench(
-    name: Annotated[str, typer.Argument(help="Which benchmark.")],
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the result into this image.")] = None,
-    json_path: JsonOption = None,
-) -> int:
-    """Run a benchmark: two ways of doing the same, compared within one run."""
-    try:
-        from ..bench import find, plotter
-    except ModuleNotFoundError as error:
-        if error.name != "piecegraph.tools.bench":
-            raise
-        raise BenchmarksMissing from error
-    to_json, to_plot = outputs(
-        {"--json": json_path, "--plot": plot}, stdout=("--json",), plots=("--plot",)
-    )
-    benchmark = find(name)
-    draw = plotter(benchmark, to_plot.path) if to_plot else None
-    result = benchmark.run(quick)
-    from ..report.sections import as_terminal, benchmark_section
-
-    console_beside(to_json).print(*as_terminal(benchmark_section(name, result)), sep="\n")
-    write_json(to_json, result)
-    if to_plot and draw:
-        with to_plot.writing():
-            draw(result)
-    return 0
-
-
+app.add_typer(bench_app, name="bench")
 app.command("bisect")(bisect_command)
 app.command("explain")(explain_command)
+app.command("profile")(profile_command)
 app.command("trace")(trace_command)
 app.add_typer(cache_app, name="cache")
+app.add_typer(check_app, name="check")
 
 
 def _fail(message: str, status: int) -> int:

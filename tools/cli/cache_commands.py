@@ -19,8 +19,8 @@ from ..report.output import outputs
 from ..report.sections import rich_table
 from ..report.sections import size as shown_size
 from ..serve.options import RunOptions
-from .arguments import with_run_options
 from .cache_entries import cache_directory, is_pinned, label, manifests, named
+from .run_commands import with_run_options
 
 if TYPE_CHECKING:
     from ... import Config

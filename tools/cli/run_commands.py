@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from ..explain import FORMATS, rendered
+from ..explain import FORMATS, compared, rendered
+from ..explain.against import read_facts
 from ..report.output import outputs
-from ..serve.options import RunOptions, choice
-from .arguments import with_run_options
+from ..serve.options import RunOptions, choice, declared_options, read_run_options
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from ... import Events
+    from ..bisect import BisectCase
+    from ..engine.scheduler import Request
     from ..report.output import Output
     from ..serve.report import Report
     from ..serve.run import Service
@@ -32,6 +35,40 @@ JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Write the report as JSON; - for standard output.")
 ]
 
+ReplayOption = Annotated[
+    Path | None,
+    typer.Option("--replay", help="Run the steps in this file, of `run --record`, instead."),
+]
+
+
+def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
+    """`command`, whose first parameter is a RunOptions, as a function of the options as typed."""
+    shared = declared_options()
+    _, *rest = inspect.signature(command).parameters.values()
+    hints = get_type_hints(command, include_extras=True)
+    parameters = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in rest]
+    run_hints = get_type_hints(RunOptions)
+    for each in shared:
+        typed = run_hints[each.field] if isinstance(each.typed, str) else each.typed
+        parameters.append(
+            inspect.Parameter(
+                each.parameter,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=each.default or None if each.default == () else each.default,
+                annotation=Annotated[typed, typer.Option(each.flag, **each.typer)],
+            )
+        )
+
+    def run_with_options(**given: Any) -> int:
+        typed = {each.parameter: given.pop(each.parameter) for each in shared}
+        return command(read_run_options(**typed), **given)
+
+    run_with_options.__name__ = command.__name__
+    run_with_options.__doc__ = command.__doc__
+    run_with_options.__annotations__ = {p.name: p.annotation for p in parameters}
+    run_with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run_with_options
+
 
 @with_run_options
 def run_command(
@@ -40,13 +77,17 @@ def run_command(
     metrics: Annotated[
         Path | None, typer.Option(help="Write metrics in Prometheus' text form; - for stdout.")
     ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Record the steps into this file, for `--replay`.")
+    ] = None,
 ) -> int:
     """Bring a model up through the cache and serve a real request trace with it."""
-    to_json, to_metrics = outputs(
-        {"--json": json_path, "--metrics": metrics}, stdout=("--json", "--metrics")
+    to_json, to_metrics, to_record = outputs(
+        {"--json": json_path, "--metrics": metrics, "--record": record},
+        stdout=("--json", "--metrics"),
     )
     options = replace(options, json=to_json, metrics=to_metrics)
-    with served(options) as (service, report):
+    with served(options, record=to_record) as (service, report):
         exposition = ""
         if to_metrics is not None:
             from ..integrations.prometheus import metrics_text
@@ -74,20 +115,47 @@ def explain_command(
     timeline: Annotated[
         Path | None, typer.Option(help="Write a timeline for Perfetto (Chrome trace format).")
     ] = None,
+    replay: ReplayOption = None,
+    against: Annotated[
+        Path | None, typer.Option(help="Show what differs from this `--format json` output.")
+    ] = None,
+    of: Annotated[
+        Path | None,
+        typer.Option(help="Explain this `--format json` output, of another rank, and run nothing."),
+    ] = None,
 ) -> int:
     """Run like `piecegraph run` and explain it: startup, pieces, guards, captures, dispatch."""
     form = choice("--format", format, FORMATS)
+    old, given = (read_facts(path) if path else None for path in (against, of))
     to_output, to_timeline = outputs(
         {"--output": output, "--timeline": timeline}, stdout=("--output",)
     )
     assert to_output is not None
-    facts, trace = explained(options)
+    facts, trace = (given, None) if given is not None else explained(options, replay)
+    facts = facts if old is None else compared(facts, old)
     to_output.write(rendered(facts, form))
     if not to_output.is_stdout:
         print(f"written: {output}", file=sys.stderr)
-    if to_timeline is not None:
+    if to_timeline is not None and trace is not None:
         to_timeline.write(json.dumps(trace))
         print(f"written: {timeline}, for https://ui.perfetto.dev", file=sys.stderr)
+    return 0
+
+
+@with_run_options
+def profile_command(
+    options: RunOptions,
+    output: Annotated[Path, typer.Option(help="The trace, for Perfetto.")] = Path("profile.json"),
+) -> int:
+    """Run like `piecegraph run` under torch's profiler: time by piece, splitting op and graph."""
+    (to_output,) = outputs({"--output": output})
+    assert to_output is not None
+    with served(options, profile=to_output):
+        pass
+    from ..explain.kernel_times import profile_section, time_by_range
+    from ..report.sections import as_terminal
+
+    console_beside().print(*as_terminal(profile_section(time_by_range(output))))
     return 0
 
 
@@ -98,6 +166,7 @@ def bisect_command(
     script: Annotated[
         Path | None, typer.Option(help="Write a Python script that repeats a finding.")
     ] = None,
+    replay: ReplayOption = None,
 ) -> int:
     """Find which part of the library makes a wrong number; status 1 if one does."""
     from ..serve.requests import read_requests
@@ -105,39 +174,114 @@ def bisect_command(
     requests = read_requests(options)
     outputs({"--script": script})
     from ..bisect import bisect
-    from ..bisect.decoder_case import decoder_case
 
-    case = decoder_case(options, requests, steps, stderr())
+    case = decoder_case(options, requests, steps, replay)
     finding = bisect(case, script=script, say=lambda line: print(line, flush=True))
     print(finding.line() if finding else "every stage is right")
     return WRONG_RESULT if finding else 0
 
 
-@contextmanager
-def served(options: RunOptions, events: Events | None = None) -> Iterator[tuple[Service, Report]]:
-    """Serve the trace; gives the service, not closed yet, and the report.
+def decoder_case(
+    options: RunOptions, requests: list[Request], num_steps: int, replay: Path | None
+) -> BisectCase:
+    """The first `num_steps` steps of serving `requests` eagerly, or those in a file.
 
-    Times the import of torch, so nothing may import torch earlier. Raises InvalidSetting for a
-    device that this machine does not have and for settings that the library rejects.
+    The KV cache is empty, as at the first step.
+    """
+    from ... import StepRecorder, load_steps
+    from ..bisect import BisectCase
+    from ..engine.metadata import recorded
+    from ..serve.run import library_config, start_service
+    from ..steps import with_metadata
+
+    eager = replace(options, off=("all",), verify="none")
+    with start_service(eager, requests, [], stderr()) as service:
+        rebuild = service.buffers.refill
+        if replay is not None:
+            steps = load_steps(replay, metadata=rebuild)[:num_steps]
+        else:
+            recorder = StepRecorder(service.prepared, None, metadata=recorded)
+            for _ in service.engine.serve(requests):
+                if len(recorder.steps) == num_steps:
+                    break
+            steps = with_metadata(recorder.steps, rebuild)
+    for layer in service.layers.values():
+        layer.keys.zero_()
+        layer.values.zero_()
+    return BisectCase(
+        model=service.model,
+        config=library_config(options),
+        steps=steps,
+        layers=service.layers,
+        capture_metadata=service.buffers.padding,
+    )
+
+
+@contextmanager
+def served(
+    options: RunOptions,
+    events: Events | None = None,
+    record: Output | None = None,
+    replay: Path | None = None,
+    profile: Output | None = None,
+) -> Iterator[tuple[Service, Report]]:
+    """Serve the trace, or the steps in `replay`; gives the service, not closed yet, and the report.
+
+    Steps are recorded into `record`; a trace of torch's profiler is written to `profile`. Times
+    the import of torch, so nothing may import torch earlier. Raises InvalidSetting for a device
+    that this machine does not have and for settings that the library rejects.
     """
     from ..serve.requests import read_requests
 
     requests, console = read_requests(options), stderr()
     began = time.perf_counter()
     with nullcontext() if events is None else events.span("import torch"):
+        from ..serve.report import origin
         from ..serve.run import serve, service_report, start_service
     phases = [("import torch", time.perf_counter() - began)]
-    with start_service(options, requests, phases, console, events) as service:
-        serve(service, requests, console)
+    with ExitStack() as stack:
+        service = stack.enter_context(start_service(options, requests, phases, console, events))
+        if replay is not None:
+            from ..steps import load_steps, replay_step
+
+            for step in load_steps(replay, metadata=service.buffers.refill):
+                replay_step(service.prepared, step)
+            yield service, {**origin(), **service.prepared.report()}
+            return
+        with ExitStack() as recording:
+            if record is not None:
+                from ..engine.metadata import recorded
+                from ..steps import StepRecorder
+
+                recorder = StepRecorder(service.prepared, record.path, metadata=recorded)
+                recording.enter_context(recorder)
+            if profile is not None:
+                recording.enter_context(_profiled(service, profile))
+            serve(service, requests, console)
         yield service, service_report(service, options, requests, phases)
 
 
-def explained(options: RunOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+@contextmanager
+def _profiled(service: Service, output: Output) -> Iterator[None]:
+    """Under torch's profiler with ranges on; its trace goes to `output`."""
+    from torch.profiler import profile
+
+    service.prepared.profiler_ranges()
+    with profile() as profiler:
+        yield
+    service.prepared.profiler_ranges(on=False)
+    with output.writing() as path:
+        profiler.export_chrome_trace(str(path))
+
+
+def explained(
+    options: RunOptions, replay: Path | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The facts of a run, and its timeline."""
     from ... import Events
 
     events = Events(detailed=True)
-    with served(options, events) as (service, report):
+    with served(options, events, replay=replay) as (service, report):
         from ..explain.collect import collect
         from ..explain.timeline import chrome_trace
 

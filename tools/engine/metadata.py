@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ... import BatchDescriptor, RuntimeMode
+from ... import BatchDescriptor, Decision, RuntimeMode
 from .block_manager import DUMP_BLOCK, BlockManager
 from .scheduler import Schedule
 
@@ -47,6 +47,17 @@ class AttentionMetadata:
         )
 
 
+def recorded(metadata: AttentionMetadata, decision: Decision) -> AttentionMetadata:
+    """What a step recorder keeps of a step's metadata: copies without padding."""
+    real = metadata.unpadded()
+    return replace(
+        real,
+        slot_mapping=real.slot_mapping.clone(),
+        block_table=real.block_table.clone(),
+        seq_lens=real.seq_lens.clone(),
+    )
+
+
 class MetadataBuffers:
     """The persistent buffers and the two ways to fill them: from a schedule, or with padding."""
 
@@ -76,6 +87,25 @@ class MetadataBuffers:
             decode=schedule.is_decode,
             query_lens=tuple(share.query_len for share in schedule.shares),
             context_lens=tuple(share.context_len for share in schedule.shares),
+        )
+
+    def refill(self, recorded: AttentionMetadata, decision: Decision) -> AttentionMetadata:
+        """Write what `recorded` kept of a step, padded for another decision."""
+        descriptor = decision.descriptor
+        self._blank(descriptor.num_tokens)
+        pairs = (
+            (self._host_slots, recorded.slot_mapping),
+            (self._host_table, recorded.block_table),
+            (self._host_lens, recorded.seq_lens),
+        )
+        for host, rows in pairs:
+            part = host[tuple(map(slice, rows.shape))]
+            part[:] = rows.numpy(force=True)
+        return self._upload(
+            descriptor.num_tokens,
+            decode=recorded.decode,
+            query_lens=recorded.query_lens,
+            context_lens=recorded.context_lens,
         )
 
     def padding(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> AttentionMetadata:

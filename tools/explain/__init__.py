@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ...runtime.prepared_model import PreparedModel
@@ -23,6 +24,14 @@ def explain(prepared: PreparedModel, format: str = "html") -> str:
     return rendered(collect({**origin(), **prepared.report()}, prepared), form)
 
 
+def compared(facts: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """`facts` with what differs from `old`, which `explain(prepared, "json")` gave."""
+    from .against import differences
+
+    about = {name: old.get(name) for name in ("created", "command")}
+    return {**facts, "against": {**about, "differences": differences(old, facts)}}
+
+
 FORMATS = ("html", "json", "md")
 
 
@@ -36,6 +45,32 @@ def rendered(facts: dict[str, object], form: str) -> str:
 
         title = "# piecegraph: startup and run explained"
         return "\n\n".join([title, *map(as_markdown, sections(facts))]) + "\n"
-    from .page import page
+    return _page(facts)
 
-    return page(facts)
+
+def _page(facts: dict[str, Any]) -> str:
+    """One self-contained HTML document without scripts and without anything loaded from outside."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup, escape
+
+    from ..report.sections import size
+    from .sections import sections
+
+    def with_code(text: str) -> Markup:
+        """Text with backtick-quoted parts as code."""
+        return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text))))
+
+    templates = Environment(
+        loader=PackageLoader("piecegraph.tools.explain"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters: dict[str, Any] = {
+        "size": size,
+        "percent": lambda share: f"{100 * share:.2f}%",
+        "code": with_code,
+    }
+    templates.filters |= filters
+    return templates.get_template("explain.html").render(facts, sections=sections(facts))

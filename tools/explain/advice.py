@@ -95,7 +95,7 @@ def _padding(facts: Facts) -> Advice:
 
 def _unused(facts: Facts) -> Advice:
     idle = [row for row in facts["captures"] if row["captured"] and not row["steps"]]
-    if idle:
+    if idle and sum(row["count"] for row in facts["reasons"]) >= ENOUGH_STEPS:
         seconds = sum(row["ms"] for row in idle) / 1000
         yield (
             f"{len(idle)} recordings were never replayed; capturing them took {seconds:.2f} s",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..report.sections import Section, Table, columns, size
+from .against import against_section
 from .picture import picture
 
 Facts = dict[str, Any]
@@ -17,7 +18,10 @@ NO_LIMIT = 2**60
 
 def sections(facts: Facts) -> list[Section]:
     """One section for each subject, in the order of a startup and a run."""
+    against = facts.get("against")
+    compared = [against_section(against["differences"], against)] if against else []
     return [
+        *compared,
         Section(
             "Warnings",
             [
@@ -120,7 +124,7 @@ def _startup(facts: Facts) -> Section:
             "\N{NO-BREAK SPACE}" * 4 * span["depth"] + f"{span['name']} {span['facts']}".rstrip(),
             f"{span['start']:.3f}",
             f"{span['seconds']:.3f}",
-            (span["start"] / end, span["seconds"] / end),
+            None if span["name"] == "other" else (span["start"] / end, span["seconds"] / end),
         )
         for span in spans
     ]
@@ -131,7 +135,7 @@ def _startup(facts: Facts) -> Section:
             Table(
                 rows,
                 heads,
-                "Seconds since the first row began; `other` is time that no row below explains",
+                "Seconds since the first row began; “other” is time that no row below explains",
             )
         ],
         id="startup",
@@ -192,10 +196,9 @@ def _lookups(facts: Facts) -> Iterator[tuple[str, str]]:
 
 def _captures(facts: Facts) -> Section:
     memory, rows = facts["memory"], facts["captures"]
-    free = size(memory["free"]) if memory["free"] < NO_LIMIT else "no limit"
+    free = f", {size(memory['free'])} are free" if memory["free"] < NO_LIMIT else ""
     notes = [
-        f"Recordings hold {size(memory['recordings'])}; the device uses {size(memory['used'])}"
-        f" and has {free} free."
+        f"Recordings hold {size(memory['recordings'])}; the device uses {size(memory['used'])}{free}."
     ]
     notes += [
         f"Forecast before the captures: {size(row['forecast'])}; actual: {size(row['actual'])}."

@@ -7,6 +7,7 @@ Values are read when they are requested; they add no cost to a step.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ... import __version__
 from ...runtime.records import CaptureRecord, Records
 from ...runtime.report import background_facts
+from ...runtime.step.step_log import BOUNDS, StepLog
 from ...runtime.strategy.monitors import Kind
 
 if TYPE_CHECKING:
@@ -43,13 +45,21 @@ class Metric:
     """One family: a counter's name is given without its `_total`."""
 
     name: str
-    kind: Literal["counter", "gauge"]
+    kind: Literal["counter", "gauge", "histogram"]
     help: str
     samples: Mapping[Labels, float]
 
     @property
     def sample_name(self) -> str:
         return f"{self.name}_total" if self.kind == "counter" else self.name
+
+    def named_samples(self) -> Iterator[tuple[str, Labels, float]]:
+        """Each sample with its name; those of a histogram have it as the label `sample`."""
+        for labels, value in self.samples.items():
+            if self.kind == "histogram":
+                yield f"{self.name}_{dict(labels)['sample']}", labels[1:], value
+            else:
+                yield self.sample_name, labels, value
 
 
 def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
@@ -65,6 +75,12 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
             (("mode", row["mode"]), ("reason", row["reason"])): row["count"]
             for row in prepared.usage.reasons()
         },
+    )
+    yield Metric(
+        "piecegraph_step_seconds",
+        "histogram",
+        "Seconds of the host in a step, while PreparedModel.keep_steps is on.",
+        _histogram(prepared.step_log),
     )
     yield _counter(
         "piecegraph_rows",
@@ -202,21 +218,45 @@ class MetricsCollector:
             self._models = [(own, prepared)]
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+        )
 
-        families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+        families = {
+            "counter": CounterMetricFamily,
+            "gauge": GaugeMetricFamily,
+            "histogram": HistogramMetricFamily,
+        }
         collected: dict[str, Any] = {}
         for own, prepared in self._models:
             for metric in read_metrics(prepared):
                 made: Any = families[metric.kind](metric.name, metric.help)
                 family = collected.setdefault(metric.name, made)
-                for labels, value in metric.samples.items():
-                    family.add_sample(metric.sample_name, dict(own + labels), value)
+                for name, labels, value in metric.named_samples():
+                    family.add_sample(name, dict(own + labels), value)
         yield from collected.values()
 
 
 def _counter(name: str, help: str, samples: Mapping[Labels, float]) -> Metric:
     return Metric(name, "counter", help, samples)
+
+
+def _histogram(log: StepLog | None) -> dict[Labels, float]:
+    """Cumulative counts of step durations by mode, their sums and counts."""
+    samples: dict[Labels, float] = {}
+    if log is None:
+        return samples
+    for mode, counts in log.counts.items():
+        total = 0
+        for bound, count in zip((*BOUNDS, math.inf), counts, strict=True):
+            total += count
+            le = "+Inf" if bound == math.inf else f"{bound:g}"
+            samples[("sample", "bucket"), ("mode", mode), ("le", le)] = total
+        samples[("sample", "sum"), ("mode", mode)] = log.seconds[mode]
+        samples[("sample", "count"), ("mode", mode)] = total
+    return samples
 
 
 def _counts(
@@ -249,9 +289,9 @@ def _phases(records: Records) -> dict[Labels, float]:
 def _text(metric: Metric) -> str:
     lines = [f"# HELP {metric.sample_name} {metric.help}"]
     lines.append(f"# TYPE {metric.sample_name} {metric.kind}")
-    for labels, value in metric.samples.items():
-        named = ",".join(f'{name}="{_escaped(label)}"' for name, label in labels)
-        lines.append(f"{metric.sample_name}{f'{{{named}}}' if named else ''} {value:.10g}")
+    for name, labels, value in metric.named_samples():
+        named = ",".join(f'{key}="{_escaped(label)}"' for key, label in labels)
+        lines.append(f"{name}{f'{{{named}}}' if named else ''} {value:.10g}")
     return "\n".join(lines) + "\n"
 
 

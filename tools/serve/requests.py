@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -106,6 +106,14 @@ def read_requests(options: RunOptions) -> list[Request]:
     positions.
     """
     rows = read_trace(options.trace, limit=options.requests, length_scale=options.length_scale)
+    return requests_of(rows, options)
+
+
+def requests_of(rows: Sequence[TraceRow], options: RunOptions) -> list[Request]:
+    """One request a row, with a prompt of random tokens.
+
+    Raises RequestTooLong for one that goes beyond the model's positions.
+    """
     for i, row in enumerate(rows):
         if row.num_prompt + row.num_generate > options.model.max_positions:
             raise RequestTooLong(

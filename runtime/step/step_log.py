@@ -1,0 +1,180 @@
+"""What is told about each step, and the log of the last steps that `last_steps` reads."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...dispatch import Batch, BatchDescriptor, Decision, Dispatcher, Reason, RuntimeMode
+from ...dispatch.decision_table import NEARNESS
+from .forward_context import ForwardContext
+
+_MOST_KEPT = 4096
+
+BOUNDS = tuple(scale * unit for unit in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1) for scale in (1, 2.5, 5))
+"""Upper bounds of the buckets of step durations, in seconds."""
+
+
+class StepObserver:
+    """Is told about each step of a prepared model: see `PreparedModel.observe`.
+
+    Subclasses override what they need. Steps are slower while there is an observer.
+    """
+
+    def dispatched(self, batch: Batch, decision: Decision) -> None:
+        """`dispatch` returned `decision` for `batch`."""
+
+    def began(
+        self, decision: Decision, args: tuple[Any, ...], kwargs: Mapping[str, Any], metadata: Any
+    ) -> None:
+        """`run` was called and has not run anything yet."""
+
+    def ended(self, decision: Decision, num_tokens: int, error: BaseException | None) -> None:
+        """`run` returns, or raises `error`. `decision` is the one that was carried out."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStep:
+    """One step: how it ran and why.
+
+    `runner_up` is the graph that came closest to being used, such as `FULL 8: not captured yet`;
+    None if there is no other. `padding` is in tokens. `microseconds` is the host's time in `run`:
+    on a GPU, kernels may still be running then. `error` names what the step raised.
+    """
+
+    mode: str
+    descriptor: BatchDescriptor
+    reason: str
+    runner_up: str | None
+    num_tokens: int
+    padding: int
+    microseconds: float
+    error: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "descriptor": self.descriptor.as_json()}
+
+
+class ObservableSteps:
+    """The part of a prepared model that tells observers about its steps."""
+
+    dispatcher: Dispatcher
+
+    def __init__(self) -> None:
+        self._observers: tuple[StepObserver, ...] = ()
+        self.step_log: StepLog | None = None
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell `observer` about each step from now on."""
+        self._observers = (*self._observers, observer)
+
+    def unobserve(self, observer: StepObserver) -> None:
+        """Stop telling `observer`. Idempotent."""
+        self._observers = tuple(each for each in self._observers if each is not observer)
+
+    def keep_steps(self, count: int) -> None:
+        """Log the last `count` steps for `last_steps`, from none on; 0 ends the log."""
+        if self.step_log is not None:
+            self.unobserve(self.step_log)
+        self.step_log = StepLog(self.dispatcher, count) if count else None
+        if self.step_log is not None:
+            self.observe(self.step_log)
+
+    def last_steps(self) -> list[LoggedStep]:
+        """The last steps, oldest first: how each ran, why, and how long. Needs `keep_steps`."""
+        return list(self.step_log.steps) if self.step_log is not None else []
+
+    @contextmanager
+    def _observing(
+        self, context: ForwardContext, decision: Decision, args: Any, kwargs: Any, metadata: Any
+    ) -> Iterator[None]:
+        """Tell the observers of a step that runs inside, and nobody of its own call of `run`."""
+        observers, self._observers = self._observers, ()
+        raised: BaseException | None = None
+        try:
+            for observer in observers:
+                observer.began(decision, args, kwargs, metadata)
+            yield
+        except BaseException as error:
+            raised = error
+            raise
+        finally:
+            self._observers = observers
+            done = decision if raised is not None else context.decision
+            for observer in reversed(observers):
+                observer.ended(done, context.num_tokens, raised)
+
+
+class StepLog(StepObserver):
+    """The last `keep` steps, and a histogram of the durations of all steps by runtime mode."""
+
+    def __init__(self, dispatcher: Dispatcher, keep: int) -> None:
+        self.steps: deque[LoggedStep] = deque(maxlen=keep)
+        self.counts = {mode.name: [0] * (len(BOUNDS) + 1) for mode in RuntimeMode}
+        self.seconds = {mode.name: 0.0 for mode in RuntimeMode}
+        self.dispatcher = dispatcher
+        self._runners_up: dict[tuple[int, int], tuple[Decision, str | None]] = {}
+        self._runner_up: str | None = None
+        self._began = 0.0
+
+    def dispatched(self, batch: Batch, decision: Decision) -> None:
+        # the dispatcher reuses decision objects, and makes new ones when graphs come and go
+        place = id(decision), batch.num_reqs
+        known = self._runners_up.get(place)
+        if known is None:
+            if len(self._runners_up) >= _MOST_KEPT:
+                self._runners_up.clear()
+            found = runner_up(self.dispatcher, batch, decision)
+            known = self._runners_up[place] = decision, found
+        self._runner_up = known[1]
+
+    def began(self, *step: Any) -> None:
+        self._began = time.perf_counter()
+
+    def ended(self, decision: Decision, num_tokens: int, error: BaseException | None) -> None:
+        seconds = time.perf_counter() - self._began
+        mode, descriptor = decision.mode.name, decision.descriptor
+        self.counts[mode][bisect_left(BOUNDS, seconds)] += 1
+        self.seconds[mode] += seconds
+        self.steps.append(
+            LoggedStep(
+                mode,
+                descriptor,
+                decision.reason.value,
+                self._runner_up,
+                num_tokens,
+                max(descriptor.num_tokens - num_tokens, 0),
+                seconds * 1e6,
+                type(error).__name__ if error is not None else None,
+            )
+        )
+        self._runner_up = None
+
+
+def runner_up(dispatcher: Dispatcher, batch: Batch, decision: Decision) -> str | None:
+    """The preferred graph that came closest, with its obstacle, or else the next usable one.
+
+    A graph that is too small is the closest one only if all are.
+    """
+    candidates = dispatcher.explain(batch)
+    used = decision.chunks or (decision.graph_index,)
+    chosen = next((n for n, each in enumerate(candidates) if each.graph_index in used), None)
+    better = [(each, each.obstacle) for each in candidates[:chosen] if each.obstacle is not None]
+    close = [each for each in better if each[1] is not Reason.ABOVE_LARGEST_SIZE]
+    usable = [each for each in candidates if each.obstacle is None and each.graph_index not in used]
+    if close:
+        closest, obstacle = max(close, key=lambda each: NEARNESS.index(each[1]))
+        why = obstacle.value
+    elif usable:
+        closest, why = usable[0], "less preferred"
+    elif better and chosen is None:
+        closest, obstacle = max(better, key=lambda each: each[0].entry.descriptor.num_tokens)
+        why = obstacle.value
+    else:
+        return None
+    return f"{closest.entry.mode.name} {closest.entry.descriptor.num_tokens}: {why}"

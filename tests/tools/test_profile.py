@@ -1,0 +1,119 @@
+"""Ranges of profilers name steps, graphs, pieces and ops; time is added up by them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import piecegraph as pg
+from piecegraph.errors import InvalidSetting
+from piecegraph.runtime.capture.profiler_ranges import call_names, piece_names
+from piecegraph.tools.explain.kernel_times import profile_section, time_by_range
+
+
+def event(cat, name, ts, dur, tid=1, **args):
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+
+def test_kernels_belong_to_the_range_of_their_launch(tmp_path):
+    trace = {
+        "traceEvents": [
+            event("user_annotation", "step PIECEWISE 8 exact", 0, 100),
+            event("user_annotation", "piece 1 layers 0-1", 10, 20),
+            event("user_annotation", "piece 1 layers 1-2", 50, 10),
+            event("user_annotation", "op attention layer 1", 35, 10),
+            event("cuda_runtime", "launch", 12, 2, correlation=1),
+            event("cuda_runtime", "launch", 52, 2, correlation=2),
+            event("cuda_driver", "launch", 36, 2, correlation=3),
+            event("cuda_runtime", "launch", 90, 2, correlation=4),
+            event("kernel", "fused", 200, 30, tid=7, correlation=1),
+            event("kernel", "fused", 240, 40, tid=7, correlation=2),
+            event("kernel", "flash", 220, 15, tid=7, correlation=3),
+            event("kernel", "outside", 280, 99, tid=7, correlation=4),
+            {"ph": "i", "name": "else", "ts": 0},
+        ]
+    }
+    (tmp_path / "trace.json").write_text(json.dumps(trace))
+    piece, op = time_by_range(tmp_path / "trace.json")
+    assert (piece.name, piece.calls, piece.host, piece.device) == ("piece 1", 2, 30, 70)
+    assert piece.kernels == {"fused": 70}
+    assert (op.name, op.calls, op.device) == ("op attention", 1, 15)
+    (table,) = profile_section([piece, op]).tables
+    assert table.rows[0] == ("piece 1", 2, "0.03", "0.07", "82.4%", "fused")
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text("no")
+    with pytest.raises(InvalidSetting):
+        time_by_range(tmp_path / "a.json")
+
+
+@pytest.mark.compile
+def test_pieces_and_ops_are_named_by_their_layers_and_only_while_ranges_are_on(make_decoder):
+    prepared, step = make_decoder
+    plan = prepared.compiled.plan
+    assert piece_names(plan) == ["piece 0 layer 0", "piece 1 layers 0-1", "piece 2 layer 1"]
+    assert call_names(plan) == ["op paged_attention layer 0", "op paged_attention layer 1"]
+    stitched = prepared._graphs.stitched
+    prepared.profiler_ranges()
+    with torch.profiler.profile() as profiler:
+        for batch in (pg.Batch(2, 1), pg.Batch(3, 1), pg.Batch(2, 2, True, 1)):
+            step(batch)
+    prepared.profiler_ranges(on=False)
+    names = [
+        each.name
+        for each in profiler.events()
+        if each.name.startswith(("step ", "piece ", "graph ", "op "))
+    ]
+    assert sorted(names) == sorted(
+        [
+            *2 * [*piece_names(plan), *call_names(plan)],
+            "graph FULL 2",
+            "step FULL 2 exact",
+            "step NONE 3 above largest size",
+            "step PIECEWISE 2 exact",
+        ]
+    )
+    with torch.profiler.profile() as profiler:
+        step(pg.Batch(2, 1))
+    assert not [each for each in profiler.events() if each.name.startswith(("step ", "piece "))]
+    assert prepared._graphs.stitched is not stitched
+
+
+@pytest.fixture
+def make_decoder():
+    from piecegraph.tools.cli.run_commands import stderr
+    from piecegraph.tools.serve.options import read_run_options
+    from piecegraph.tools.serve.requests import read_requests
+    from piecegraph.tools.serve.run import start_service
+
+    options = read_run_options(
+        model="layers=2,hidden=16,heads=2,vocab=32", requests=1, backend="eager", no_cache=True,
+        capture_sizes="2",
+    )  # fmt: skip
+    with start_service(options, read_requests(options), [], stderr()) as service:
+        prepared = service.prepared
+
+        def step(batch):
+            decision = prepared.dispatch(batch)
+            metadata = service.buffers.padding(decision.descriptor, decision.mode)
+            ids = torch.zeros(batch.num_tokens, dtype=torch.int64)
+            return prepared.run(decision, ids, ids, metadata=metadata)
+
+        yield prepared, step
+
+
+@pytest.mark.compile
+def test_the_command_prints_time_by_piece(tmp_path, capsys):
+    from piecegraph.tools.cli.app import main
+
+    file = tmp_path / "profile.json"
+    small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "1"]
+    options = ["--backend", "eager", "--no-cache", "--capture-sizes", "1", "--output", str(file)]
+    assert main(["profile", *small, *options]) == 0
+    out = capsys.readouterr().out
+    for part in ("piece 0", "piece 1", "op paged_attention", "graph FULL 1"):
+        assert part in out
+    assert json.loads(file.read_text())["traceEvents"]

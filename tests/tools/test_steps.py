@@ -1,0 +1,138 @@
+"""Steps are logged, recorded and replayed; nobody is told about them unless asked for."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+import piecegraph as pg
+from piecegraph.errors import InvalidSetting, SizeOutOfRange
+
+
+@pytest.fixture(scope="module")
+def prepared(small_config):
+    config = small_config(capture_sizes=(2, 4), splitting_ops=(), graph_mode="FULL_DECODE_ONLY")
+    made = pg.prepare(
+        torch.nn.Linear(4, 4), config.changed(inputs={"input": "float32[num_tokens, 4]"})
+    )
+    made.capture()
+    yield made
+    made.close()
+
+
+def decode(size):
+    return pg.Batch(size, size, is_decode=True, query_len=1)
+
+
+def run(prepared, batch, **more):
+    return prepared.run(prepared.dispatch(batch), torch.ones(batch.num_tokens, 4), **more)
+
+
+def test_the_log_says_how_steps_ran_and_why(prepared):
+    prepared.keep_steps(3)
+    for batch in (decode(1), decode(1), decode(3), pg.Batch(3, 1), decode(6)):
+        run(prepared, batch)
+    rows = [
+        (each.mode, each.descriptor.num_tokens, each.num_tokens, each.padding, each.reason)
+        for each in prepared.last_steps()
+    ]
+    assert rows == [
+        ("FULL", 4, 3, 1, "padded"),
+        ("NONE", 3, 3, 0, "no graph for this kind of batch"),
+        ("NONE", 6, 6, 0, "above largest size"),
+    ]
+    assert all(each.microseconds > 0 and each.error is None for each in prepared.last_steps())
+    assert sum(map(sum, prepared.step_log.counts.values())) == 5
+    assert pickle.loads(pickle.dumps(prepared.last_steps())) == prepared.last_steps()
+    prepared.keep_steps(0)
+    assert prepared.last_steps() == []
+
+
+def test_the_runner_up_is_the_graph_that_came_closest(prepared):
+    prepared.keep_steps(9)
+    for batch in (decode(1), decode(3), pg.Batch(3, 1), decode(6)):
+        run(prepared, batch)
+    assert [each.runner_up for each in prepared.last_steps()] == [
+        "FULL 4: less preferred",
+        None,
+        "FULL 2: no graph for this kind of batch",
+        "FULL 4: above largest size",
+    ]
+    prepared.keep_steps(0)
+
+
+def test_a_step_that_raises_is_logged_and_observers_stay(prepared):
+    prepared.keep_steps(9)
+    with pytest.raises(SizeOutOfRange):
+        prepared.run(prepared.dispatch(decode(2)), torch.ones(9, 4))
+    run(prepared, decode(2))
+    assert [each.error for each in prepared.last_steps()] == ["SizeOutOfRange", None]
+    prepared.keep_steps(0)
+
+
+def test_an_observer_that_raises_leaves_the_others(prepared):
+    class Broken(pg.StepObserver):
+        def began(self, *step):
+            raise ValueError
+
+    broken = Broken()
+    prepared.keep_steps(9)
+    prepared.observe(broken)
+    with pytest.raises(ValueError):  # noqa: PT011
+        run(prepared, decode(2))
+    prepared.unobserve(broken)
+    run(prepared, decode(2))
+    assert prepared.last_steps()[-1].error is None
+    prepared.keep_steps(0)
+
+
+def test_recorded_steps_give_the_same_results_again(prepared, tmp_path):
+    file = tmp_path / "steps.pt"
+    x = torch.randn(3, 4)
+    batch = decode(3)
+    with pg.StepRecorder(prepared, file, metadata=lambda metadata, decision: metadata + 1):
+        first = prepared.run(prepared.dispatch(batch), x, metadata=1).clone()
+        x.zero_()
+        batch.num_tokens = 2
+        batch.num_reqs = 2
+        prepared(torch.ones(2, 4), batch=batch, metadata=5)
+    run(prepared, decode(1))
+    one, two = pg.load_steps(file, metadata=lambda kept, decision: (kept, decision.mode.name))
+    assert (one.batch, two.batch.num_tokens) == (decode(3), 2)
+    assert one.metadata_for(prepared.dispatch(one.batch)) == (2, "FULL")
+    torch.testing.assert_close(pg.replay_step(prepared, one), first)
+
+
+def test_a_recorder_stops_at_its_limit(prepared, tmp_path):
+    file = tmp_path / "steps.pt"
+    recorder = pg.StepRecorder(prepared, file, limit=2)
+    for size in (1, 2, 3):
+        run(prepared, decode(size))
+    assert [step.batch.num_tokens for step in pg.load_steps(file)] == [1, 2]
+    recorder.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"no", None])
+def test_a_file_without_steps_is_refused(content, tmp_path):
+    file = tmp_path / "steps.pt"
+    if content is None:
+        torch.save({"other": 1}, file)
+    else:
+        file.write_bytes(content)
+    with pytest.raises(InvalidSetting, match="steps file"):
+        pg.load_steps(file)
+
+
+@pytest.mark.compile
+def test_the_command_records_and_replays(tmp_path, capsys):
+    from piecegraph.tools.cli.app import main
+
+    small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "2"]
+    options = [*small, "--backend", "eager", "--no-cache", "--capture-sizes", "1,2"]
+    file = str(tmp_path / "steps.pt")
+    assert main(["run", *options, "--record", file]) == 0
+    assert main(["bisect", *options, "--replay", file, "--steps", "3"]) == 0
+    assert main(["explain", *options, "--replay", file, "--format", "json", "--output", "-"]) == 0
+    assert '"schema": 1' in capsys.readouterr().out

@@ -1,0 +1,173 @@
+"""Results of `bench serve` and `bench latency`: summed up over rounds, and two files compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ...errors import InvalidSetting
+from ..report.sections import Section, Table, columns
+
+SCHEMA = 1
+
+Facts = dict[str, Any]
+
+HIGHER_IS_BETTER = (
+    "requests_per_second", "output_tokens_per_second", "tokens_per_second", "goodput", "good_share",
+)  # fmt: skip
+NOTICED = 0.05
+"""Medians that differ by less than this share are called equal."""
+
+COMPARED = (
+    ("output_tokens_per_second", None),
+    ("goodput", None),
+    ("ttft_ms", "p50"),
+    ("ttft_ms", "p99"),
+    ("tpot_ms", "p50"),
+    ("tpot_ms", "p99"),
+    ("e2e_ms", "p50"),
+    ("e2e_ms", "p99"),
+)
+
+
+def summed_up(runs: Sequence[Facts], keys: Sequence[str]) -> list[Facts]:
+    """A row for each combination of `keys`: median, least and most of each figure over rounds."""
+    groups: dict[tuple[Any, ...], list[Facts]] = {}
+    for run in runs:
+        groups.setdefault(tuple(run[key] for key in keys), []).append(run)
+    rows = []
+    for names, rounds in groups.items():
+        figures = {
+            name: _over(rounds, name)
+            for name in rounds[0]
+            if name not in (*keys, "round", "errors")
+        }
+        rows.append({**dict(zip(keys, names, strict=True)), "rounds": len(rounds), **figures})
+    return rows
+
+
+def _over(rounds: Sequence[Facts], name: str) -> Any:
+    values = [run[name] for run in rounds]
+    if isinstance(values[0], Mapping):
+        return {part: _over(values, part) for part in values[0]}
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return {"median": median(known), "min": min(known), "max": max(known)}
+
+
+def read_result(path: Path) -> Facts:
+    """A result of `bench serve --json`. Raises InvalidSetting for another file."""
+    try:
+        result: Facts = json.loads(path.read_text())
+        if result["schema"] != SCHEMA or not isinstance(result["summary"], list):
+            raise ValueError("it is of another schema")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidSetting(
+            name="result",
+            value=str(path),
+            reason=f"{type(error).__name__}: {error}",
+            expected="a file that `piecegraph bench serve --json` wrote",
+        ) from error
+    return result
+
+
+def compare(old: Facts, new: Facts) -> Facts:
+    """Each figure of each combination that both have, with a verdict; and what else differs.
+
+    A figure is better or worse if the rounds of the two do not overlap and the medians differ by
+    a twentieth. With fewer than three rounds on a side the verdict says so.
+    """
+    rows = []
+    later = {_place(row): row for row in new["summary"]}
+    for row in old["summary"]:
+        other = later.get(_place(row))
+        if other is None:
+            continue
+        for name, part in COMPARED:
+            one, two = _cell(row, name, part), _cell(other, name, part)
+            if one is not None and two is not None:
+                few = min(row["rounds"], other["rounds"]) < 3
+                rows.append(
+                    {
+                        "place": _place(row),
+                        "figure": f"{name} {part}" if part else name,
+                        "old": one,
+                        "new": two,
+                        "ratio": two["median"] / one["median"] if one["median"] else None,
+                        "verdict": _verdict(name, one, two, few),
+                    }
+                )
+    return {
+        "rows": rows,
+        "differs": [
+            f"{part}.{name}: {old[part].get(name)} -> {new[part].get(name)}"
+            for part in ("versions", "machine", "load")
+            for name in {**old[part], **new[part]}
+            if old[part].get(name) != new[part].get(name) and name != "load"
+        ],
+        "only_old": [_place(row) for row in old["summary"] if _place(row) not in later],
+    }
+
+
+def _place(row: Facts) -> str:
+    names = ("mode", "strategy", "rate", "batch", "input", "output")
+    return " ".join(f"{row[name]}" for name in names if row.get(name) is not None)
+
+
+def _cell(row: Any, name: str, part: str | None) -> Any:
+    cell = row.get(name)
+    return cell.get(part) if cell is not None and part is not None else cell
+
+
+def _verdict(name: str, old: Facts, new: Facts, few: bool) -> str:
+    apart = new["min"] > old["max"] or new["max"] < old["min"]
+    change = abs(new["median"] - old["median"])
+    if not apart or change < NOTICED * abs(old["median"]):
+        return "no difference"
+    better = (new["median"] > old["median"]) == (name in HIGHER_IS_BETTER)
+    return ("better" if better else "worse") + (", fewer than 3 rounds" if few else "")
+
+
+def comparison_section(found: Facts) -> Section:
+    """The comparison as a table, with what else differs as notes."""
+    table = [
+        (
+            row["place"],
+            row["figure"],
+            _spread(row["old"]),
+            _spread(row["new"]),
+            f"{row['ratio']:.2f}" if row["ratio"] else None,
+            row["verdict"],
+        )
+        for row in found["rows"]
+    ]
+    heads = columns("what", "figure", "old", "new", "ratio", "verdict", figure="text")
+    notes = [f"differs: {each}" for each in found["differs"]]
+    notes += [f"only in the first file: {each}" for each in found["only_old"]]
+    return Section("Median (least to most)", [Table(table, heads)], notes)
+
+
+def summary_section(summary: Sequence[Facts]) -> Section:
+    """The figures of a run as a table."""
+    table = [
+        (
+            _place(row),
+            *(_spread(_cell(row, name, part)) for name, part in COMPARED),
+        )
+        for row in summary
+    ]
+    heads = [f"{name.removesuffix('_ms')} {part} ms" if part else name for name, part in COMPARED]
+    names = ["figure", *(row[0] for row in table)]
+    turned = [(head, *(row[n + 1] for row in table)) for n, head in enumerate(heads)]
+    title = "median of the rounds (least to most)"
+    return Section("Serving", [Table(turned, columns(*names), title)])
+
+
+def _spread(cell: Any) -> str:
+    if cell is None:
+        return "-"
+    return f"{cell['median']:.4g} ({cell['min']:.4g} to {cell['max']:.4g})"

@@ -1,0 +1,168 @@
+"""Does the result of a request depend on its company? Alone, batched, padded, in each mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ... import ForwardContext, PreparedModel, RuntimeMode, forward_context
+from ...dispatch import NO_GRAPH
+from ...errors import DispatchError, InvalidSetting
+from ...runtime.capture.profiler_ranges import call_names
+from ..steps import Step
+from .case import BisectCase
+from .observe import Call, Calls, copies, splitting_ops
+from .stages import FULL, Stage, prepared_for
+from .state import State
+
+Compose = Callable[[Sequence[int]], Step]
+
+
+@dataclass(frozen=True, slots=True)
+class Invariance:
+    """A request's rows in one mode and one company, compared with the request alone.
+
+    In every mode but `eager` it is compared with the compiled code without a graph. `difference` is
+    the largest; `where` names the first splitting op whose tensors differ, where it can be seen.
+    """
+
+    mode: str
+    company: str
+    num_tokens: int
+    padded: int
+    equal: bool
+    difference: float
+    where: str | None
+
+    def line(self) -> str:
+        rows = f"{self.num_tokens} tokens"
+        rows += f" padded to {self.padded}" if self.padded != self.num_tokens else ""
+        differs = f"differs by {self.difference:.3g}"
+        differs += f", first at {self.where}" if self.where else ""
+        return f"{self.mode}, {self.company}, {rows}: {'equal' if self.equal else differs}"
+
+
+def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[Invariance]:
+    """Run request 0 alone, batched, in other company, elsewhere in the batch, padded; in each mode.
+
+    `compose(numbers)` gives a uniform decode step of these requests, in this order, whose rows
+    do not depend on the others. The steps of `case` are not used. Raises InvalidSetting for fewer
+    than two requests.
+    """
+    if requests < 2:
+        raise InvalidSetting(
+            name="requests", value=requests, reason="there is no company", expected="2 or more"
+        )
+    state = State(case.model, case.layers)
+    every = list(range(requests))
+    companies = {
+        "alone": [0],
+        "batched": every,
+        "in other company": [0, *every[: requests // 2 : -1]],
+        "last in the batch": [*every[1:], 0],
+    }
+    found = []
+    with prepared_for(case, Stage(FULL, {})) as prepared:
+        names = call_names(prepared.compiled.plan)
+        ops = splitting_ops(prepared.compiled.plan)
+        baseline: dict[str, _Rows] = {}
+        for mode in ("eager", *(each.name for each in RuntimeMode)):
+            for company, numbers in companies.items():
+                step = compose(numbers)
+                for graph_index in _graphs(prepared, step, mode):
+                    state.restore()
+                    padded, results, calls = _run(case, prepared, step, mode, graph_index, ops)
+                    rows = _Rows(results, calls, numbers.index(0), step)
+                    want = baseline.setdefault("eager" if mode == "eager" else "compiled", rows)
+                    difference, where = rows.compare(want, names)
+                    shown = company if graph_index != _LARGEST else f"{company}, padded"
+                    found.append(
+                        Invariance(
+                            mode, shown, step.batch.num_tokens, padded,
+                            difference == 0, difference, where,
+                        )
+                    )  # fmt: skip
+    state.restore()
+    return found
+
+
+_BY_DISPATCH, _LARGEST = -2, -3
+
+
+def _graphs(prepared: PreparedModel, step: Step, mode: str) -> list[int]:
+    """How to run a step in a mode: as dispatched, and if graphs fit also in the largest one."""
+    if mode in ("eager", RuntimeMode.NONE.name):
+        return [_BY_DISPATCH]
+    try:
+        decision = prepared.dispatcher.decide(step.batch, {RuntimeMode[mode]})
+    except DispatchError:
+        return []
+    largest = _largest(prepared, step, mode)
+    return [_BY_DISPATCH] + ([_LARGEST] if largest != decision.graph_index else [])
+
+
+def _largest(prepared: PreparedModel, step: Step, mode: str) -> int:
+    usable = [
+        each.graph_index
+        for each in prepared.dispatcher.explain(step.batch)
+        if each.obstacle is None and each.entry.mode.name == mode
+    ]
+    entries = prepared.dispatcher.plan.entries
+    return max(usable, key=lambda index: entries[index].descriptor.num_tokens, default=NO_GRAPH)
+
+
+def _run(
+    case: BisectCase, prepared: PreparedModel, step: Step, mode: str, how: int, ops: set[str]
+) -> tuple[int, list[Tensor], list[Call]]:
+    """The padded size, the results and the splitting calls of one step."""
+    observed = Calls()
+    if mode == "eager":
+        metadata = step.metadata_for(step.without_graph())
+        context = forward_context(ForwardContext(case.layers, metadata))
+        with context, torch.no_grad(), observed:
+            results = case.model(*step.args, **step.kwargs)
+        padded = step.batch.num_tokens
+    else:
+        if how == _LARGEST:
+            index = _largest(prepared, step, mode)
+            decision = prepared.dispatcher.follow(index, step.batch)
+        else:
+            decision = prepared.dispatcher.decide(step.batch, {RuntimeMode[mode]})
+        metadata = step.metadata_for(decision)
+        with observed:
+            results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
+        padded = decision.descriptor.num_tokens
+    return padded, copies(results), [call for call in observed.calls if call.op in ops]
+
+
+class _Rows:
+    """The rows of one request in the results of a step and in tensors of its splitting calls."""
+
+    def __init__(self, results: list[Tensor], calls: list[Call], place: int, step: Step) -> None:
+        length = step.batch.query_len or 1
+        own = slice(place * length, (place + 1) * length)
+        self.results = [each[own] for each in results if each.dim()]
+        self.calls = [
+            [each[own] for each in (*call.before, *call.after) if each.dim()] for call in calls
+        ]
+
+    def compare(self, want: _Rows, names: Sequence[str]) -> tuple[float, str | None]:
+        """The largest difference of results, and the first call with one."""
+        pairs = zip(want.results, self.results, strict=True)
+        difference = max((_difference(one, two) for one, two in pairs), default=0.0)
+        for name, one, two in zip(names, want.calls, self.calls, strict=False):
+            # whole caches and tables are among the tensors: only what has the same form is compared
+            same = [pair for pair in zip(one, two, strict=False) if pair[0].shape == pair[1].shape]
+            if difference and any(_difference(*pair) for pair in same):
+                return difference, name
+        return difference, None
+
+
+def _difference(one: Tensor, two: Tensor) -> float:
+    if torch.equal(one, two):
+        return 0.0
+    apart = (one.double() - two.double()).abs().nan_to_num(float("inf"))
+    return float(apart.max()) if apart.numel() else 0.0
