@@ -78,7 +78,13 @@ def registered():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("passes", [(models.sin_to_cos,), (models.harmless, models.sin_to_cos)])
+@pytest.mark.parametrize(
+    "passes",
+    [
+        pytest.param((models.sin_to_cos,), marks=pytest.mark.heavy),
+        (models.harmless, models.sin_to_cos),
+    ],
+)
 def test_a_wrong_pass_under_inductor_is_named_with_the_operator(case, found, passes):
     finding, line = found(case(compiler="inductor", user_passes=passes, sizes=(8,)))
     assert (finding.stage, finding.piece, finding.graph_pass) == ("compiler", 0, "sin_to_cos")
@@ -89,6 +95,7 @@ def test_a_wrong_pass_under_inductor_is_named_with_the_operator(case, found, pas
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_a_pass_that_runs_in_one_range_is_found_in_that_range(case, found):
     small = GraphPass("small_only", models.sin_to_cos, max_num_tokens=4)
     finding, _ = found(case(compiler="inductor", user_passes=(small,), sizes=(8, 3)))

@@ -198,7 +198,8 @@ def _captures(facts: Facts) -> Section:
     memory, rows = facts["memory"], facts["captures"]
     free = f", {size(memory['free'])} are free" if memory["free"] < NO_LIMIT else ""
     notes = [
-        f"Recordings hold {size(memory['recordings'])}; the device uses {size(memory['used'])}{free}."
+        f"Recordings hold {size(memory['recordings'])}; the device uses"
+        f" {size(memory['used'])}{free}."
     ]
     notes += [
         f"Forecast before the captures: {size(row['forecast'])}; actual: {size(row['actual'])}."
