@@ -101,7 +101,8 @@ class CompileConfig(Settings):
     """What to trace and how to compile it. Each field is in every key unless it says otherwise."""
 
     inputs: Annotated[dict[str, str], TRACED] = Field(default_factory=dict)
-    """Tensor inputs by parameter name, as `"int64[num_tokens]"`. Examples are built from it."""
+    """Tensor inputs by parameter name, as `"int64[num_tokens]"`. Examples are built from it. A
+    tensor inside a dict, a list or `**kwargs` has a dotted name: `"states.hidden"`, `"aux.0"`."""
 
     max_num_tokens: Annotated[int, TRACED, Field(ge=1)] = 2048
     """Largest number of tokens in a step; guards are proved from min_num_tokens to this."""

@@ -151,19 +151,35 @@ def mark(examples: Examples, config: CompileConfig) -> None:
 def _built(
     signature: inspect.Signature, config: CompileConfig, device: torch.device
 ) -> dict[str, Any]:
-    specs = config.input_specs()
     sizes = symbol_sizes(config)
-    built = {}
+    nested: dict[str, Any] = {}
+    for label, spec in config.input_specs().items():
+        shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+        *outer, last = label.split(".")
+        place = nested
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[last] = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+    built: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():
-        if spec := specs.get(name):
-            shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
-            built[name] = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+        if name in nested:
+            of_keywords = parameter.kind is inspect.Parameter.VAR_KEYWORD
+            built |= nested[name] if of_keywords else {name: _container(nested[name])}
         elif parameter.default is inspect.Parameter.empty and parameter.kind not in (
             inspect.Parameter.VAR_POSITIONAL,
             inspect.Parameter.VAR_KEYWORD,
         ):
             raise ExampleInputsMissing(name=name)
     return built
+
+
+def _container(value: Any) -> Any:
+    """Nested dicts of tensors, as lists where the keys are the positions of one."""
+    if not isinstance(value, dict):
+        return value
+    items = {name: _container(item) for name, item in value.items()}
+    places = [str(place) for place in range(len(items))]
+    return [items[place] for place in places] if {*items} == {*places} else items
 
 
 def symbol_sizes(config: CompileConfig) -> dict[str, int]:

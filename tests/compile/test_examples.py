@@ -160,3 +160,45 @@ def test_input_spec_is_read_as_it_is_written(dtype, shape):
 def test_malformed_spec_is_refused_with_the_setting(text):
     with pytest.raises(InvalidSetting, match="inputs"):
         CompileConfig(inputs={"x": text})
+
+
+def test_dotted_names_are_places_in_dicts_lists_and_keywords():
+    class Nested(nn.Module):
+        def forward(self, x, states, **kwargs):
+            return x
+
+    inputs = {
+        "x": "float32[num_tokens, 8]",
+        "states.hidden": "float32[num_tokens, 8]",
+        "states.aux.0": "float32[num_tokens]",
+        "states.aux.1": "int64[num_tokens]",
+        "kwargs.bias": "float32[8]",
+    }
+    found = examples(Nested(), inputs=inputs)
+    n = symbol_sizes(CompileConfig(inputs=inputs))["num_tokens"]
+    assert shapes(found) == {
+        "x": (n, 8),
+        "states.hidden": (n, 8),
+        "states.aux.0": (n,),
+        "states.aux.1": (n,),
+        "kwargs.bias": (8,),
+    }
+    assert isinstance(found.arguments["states"]["aux"], list)
+    with pytest.raises(UnknownInput, match="state.hidden"):
+        examples(Nested(), inputs={**inputs, "state.hidden": "float32[num_tokens]"})
+
+
+def test_a_model_with_nested_arguments_is_served_without_examples(compiled):
+    class Nested(nn.Module):
+        def forward(self, states, **kwargs):
+            return states["hidden"] * kwargs["bias"] + states["aux"][0][:, None]
+
+    inputs = {
+        "states.hidden": "float32[num_tokens, 8]",
+        "states.aux.0": "float32[num_tokens]",
+        "kwargs.bias": "float32[8]",
+    }
+    made = compiled(Nested(), inputs=inputs)
+    states = {"hidden": torch.randn(3, 8), "aux": [torch.randn(3)]}
+    bias = torch.randn(8)
+    torch.testing.assert_close(made(states, bias=bias), Nested()(states, bias=bias))
