@@ -202,7 +202,13 @@ def _guard_facts(guards: Any) -> tuple[GuardFact, ...]:
     for guard in guards:
         given = guard.create_fn.keywords if isinstance(guard.create_fn, functools.partial) else {}
         named = next((given[name] for name in ("attr", "key", "source_b") if name in given), None)
-        expression, kind = str(guard.originating_source.name), guard.create_fn_name()
+        source, kind = guard.originating_source, guard.create_fn_name()
+        if kind == "HASATTR" and "attr" not in given:  # torch 2.11: the source of the attribute
+            attribute = source if hasattr(source, "member") else source.base
+            if not hasattr(attribute, "member"):
+                continue  # the code of a function: always there
+            source, named = attribute.base, attribute.member
+        expression = str(source.name)
         argument = str(given["source_b"].name) if "source_b" in given else named
         where = _line(guard.user_stack)
         facts[expression, kind, repr(argument)] = GuardFact(expression, kind, argument, where)

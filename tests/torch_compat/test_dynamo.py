@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,3 +123,16 @@ def test_op_without_a_fake_is_named() -> None:
     assert dynamo.unsupported_op(caught.value) == "piecegraph_no_fake::f"
     assert dynamo.unsupported_op(ValueError("unsupported operator: a.b")) is None
     library._destroy()
+
+
+def test_a_guard_on_an_attribute_whose_source_is_the_attribute() -> None:
+    """torch 2.11 states it so; later versions state the owner and the name."""
+    owner = SimpleNamespace(name="L['self']")
+    named = SimpleNamespace(name="L['self'].flag", base=owner, member="flag")
+    guard = SimpleNamespace(
+        create_fn=None,
+        create_fn_name=lambda: "HASATTR",
+        originating_source=named,
+        user_stack=None,
+    )
+    assert dynamo._guard_facts([guard]) == (dynamo.GuardFact("L['self']", "HASATTR", "flag", None),)
