@@ -13,10 +13,7 @@ from .control import StandIn
 HERE = Path(__file__).parent
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # up to torch 2.12, memory is not given back in a process with a capture that was invalidated
-    items.sort(key=lambda item: item.path.name == "test_captures.py")
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
