@@ -76,8 +76,10 @@ def _bundle_key(request: CompileRequest, compiler: Compiler) -> Key | str:
         reason = f"compiler {compiler.name!r} keeps no artifacts"
         return reason if request.cache.enabled else CACHE_OFF
     key = trace_key(request.model, request.config, request.device, request.examples)
-    undescribable = obstacle(key)
-    return f"not cacheable: {undescribable}" if undescribable else key
+    if undescribable := obstacle(key):
+        request.record_not_cacheable([undescribable])
+        return f"not cacheable: {undescribable}"
+    return key
 
 
 def compile_trace(request: CompileRequest, guarded: GuardedTrace) -> CompiledModel:

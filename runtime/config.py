@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from ..cache.keys.annotations import Feeds, exempt
+from ..cache.keys.factors import Feeds, exempt
 from ..compile.ir.config import LOCATION, TOKENS, CompileConfig
 from ..dispatch import (
     AttentionSupport,

@@ -67,8 +67,9 @@ class Inlined:
 
     functions: dict[CodeType, FunctionType | None] = field(default_factory=dict)
     """By code object; None where Dynamo made the function while tracing."""
-    variables: set[str | None] = field(default_factory=set)
-    """Names; None for a name that is only known at run time."""
+    variables: set[str] = field(default_factory=set)
+    unnamed_variables: set[str | None] = field(default_factory=set)
+    """file:line of each read of a variable whose name is not constant."""
 
 
 @contextmanager
@@ -172,6 +173,7 @@ def _inlined_calls() -> Iterator[Inlined]:
     Dynamo's own list lacks functions that raised an exception which their caller handled.
     """
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+    from torch._guards import TracingContext
 
     inlined = Inlined()
     environments = (os.environ, getattr(os, "environb", os.environ))
@@ -183,7 +185,10 @@ def _inlined_calls() -> Iterator[Inlined]:
         function = getattr(func, "fn", None)
         inlined.functions[code] = function if isinstance(function, FunctionType) else None
         if code in reads_variable:
-            inlined.variables.add(_variable_name(args))
+            if (name := _variable_name(args)) is not None:
+                inlined.variables.add(name)
+            else:
+                inlined.unnamed_variables.add(_line(TracingContext.extract_stack()))
         return original(cls, parent, func, args, *rest, **kwargs)
 
     with replaced(InliningInstructionTranslator, "inline_call", classmethod(inline_call)):
@@ -216,7 +221,8 @@ def _guard_facts(guards: Any) -> tuple[GuardFact, ...]:
 
 
 def _line(stack: Any) -> str | None:
-    own = [frame for frame in stack or () if not is_torch_file(frame.filename)]
+    frames = [frame for frame in stack or () if not is_torch_file(frame.filename)]
+    own = [frame for frame in frames if _is_user_file(frame.filename)] or frames
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None
 
 

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch.nn.modules import module as _module
 
+CALL_METHODS = ("_call_impl", "_wrapped_call_impl")
+"""What `Module.__call__` runs; Dynamo takes it as constant."""
+
 
 def forward_hooks(module: torch.nn.Module) -> dict[str, list[Any]]:
     """The forward hooks of one module, by kind."""

@@ -101,6 +101,13 @@ EXEMPT: Mapping[str, str] = {
 """Settings that cannot affect a trace or generated code, each with its reason."""
 
 
+def is_settings(module: Any) -> bool:
+    """Whether a module holds settings of torch, such as `torch._inductor.config`."""
+    from torch.utils._config_module import ConfigModule
+
+    return isinstance(module, ConfigModule)
+
+
 def changed_settings() -> dict[str, Any]:
     """Settings of torch's compilers that this process has changed, by full name.
 

@@ -1,12 +1,7 @@
 """One encoding of Python values as text that is equal in every process where the values are equal.
 
-Two policies share it:
-
-- `stable_text` describes a value: data by content, an object by its class and fields, a function by
-  its name and code. What a function calls is not followed.
-- `code_parts` and `fingerprint` describe code that runs: they also follow closures, defaults, the
-  globals that a function names, methods and base classes. An installed package is a part by its
-  version, and the interpreter and torch are versions in every key; their code is not followed.
+Data is described by content, an object by its class and fields, a function by its name and code.
+What a function calls is not followed; see code.py.
 
 No text holds an address, an order of hashing, a file name or a line number. A value that cannot be
 described raises `Undescribable`: what depends on it must not be cached.
@@ -14,34 +9,33 @@ described raises `Undescribable`: what depends on it must not be cached.
 
 from __future__ import annotations
 
+import abc
 import collections
 import enum
 import functools
 import hashlib
-import importlib.metadata
+import importlib
 import logging
-import os
 import re
 import secrets
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .bytecode import attribute_names, code_digest, global_names, mutated_names
-from .factors import Parts, Stable
+from .factors import Stable
 
-_DATA = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType, range, slice)
+DATA = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType, range, slice)
 _TORCH_DATA = {"dtype", "device", "layout", "memory_format", "Size", "finfo", "iinfo", "SymInt"}
 _NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.ClassMethodDescriptorType)
 _OPAQUE = ("_thread.lock", "_thread.RLock", "_contextvars.ContextVar", "typing.TypeVar")
-_OPAQUE_CLASSES = (logging.Logger, type(re.compile("")))
-_VERSIONED = {*sys.stdlib_module_names, "torch", "triton", "numpy", "sympy", "builtins"}
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_TRITON_FIELDS = ("fn", "configs", "keys", "values", "noinline", "do_not_specialize")
+KNOWN = {*sys.stdlib_module_names, "torch"}
+"""Packages whose code is known by a version that is in every key."""
+_SILENT = {"__init__", "__repr__", "__str__", "__reduce__", "__getstate__", "__setstate__"}
 MAX_DEPTH = 100
+_ABC: Any = importlib.import_module("_abc")  # the only way to list registered classes
 _CACHED: Any = type(functools.lru_cache(len))
 
 
@@ -50,26 +44,12 @@ class Undescribable(Exception):
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where.lstrip('.') or 'the value'} {reason}")
+        self.where, self.reason = where, reason
 
 
 def stable_text(value: Any) -> str:
     """`value` as text; raises Undescribable."""
-    return _Encoder().text(value, "")
-
-
-def code_parts(value: Any, name: str = "") -> dict[str, str]:
-    """What `value` consists of, by path from `name`; raises Undescribable."""
-    follower = _Follower()
-    follower.follow(value, name)
-    return follower.parts
-
-
-def fingerprint(value: Any) -> str:
-    """sha256 in hex of `code_parts`."""
-    digest = hashlib.sha256()
-    for path, text in code_parts(value).items():
-        digest.update(f"{path}\0{text}\0".encode(errors="surrogatepass"))
-    return digest.hexdigest()
+    return Encoder().text(value, "")
 
 
 UNDESCRIBABLE = "undescribable: "
@@ -80,19 +60,26 @@ def described(value: Any) -> Stable:
     try:
         return Stable(stable_text(value))
     except Undescribable as error:
-        return Stable(_once(error))
+        return Stable(unmatched_text(error))
 
 
-def described_code(value: Any) -> Parts:
-    """`code_parts` as a factor; text that occurs once, so that its key finds nothing, if none."""
-    try:
-        return Parts(code_parts(value, "code"))
-    except Undescribable as error:
-        return Parts(code=_once(error))
-
-
-def _once(error: Undescribable) -> str:
+def unmatched_text(error: Undescribable) -> str:
+    """A factor that no other key has, and why."""
     return f"{UNDESCRIBABLE}{error} #{secrets.token_hex(8)}"
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def code_digest(code: types.CodeType) -> str:
+    """sha256 in hex of what a code object does: no file name, no line numbers.
+
+    Two codes that differ only in their lines are equal to Python as well, and share the digest.
+    """
+    counts = (code.co_flags, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    constants = [_constant(const) for const in code.co_consts]
+    digest = hashlib.sha256(repr((counts, names, constants)).encode(errors="surrogatepass"))
+    digest.update(len(code.co_code).to_bytes(8, "big") + code.co_code + code.co_exceptiontable)
+    return digest.hexdigest()
 
 
 def function_text(function: types.FunctionType) -> str:
@@ -103,6 +90,27 @@ def function_text(function: types.FunctionType) -> str:
 
 def class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def class_text(cls: type) -> str:
+    """A class by name, bases and which operators it defines.
+
+    Classes of torch and the standard library are known by their name.
+    """
+    if package_of(cls) in KNOWN:
+        return class_name(cls)
+    bases = [class_name(base) for base in cls.__mro__[1:-1]]
+    operators = {
+        name
+        for each in cls.__mro__
+        if package_of(each) not in KNOWN
+        for name, value in vars(each).items()
+        if name.startswith("__") and isinstance(value, types.FunctionType)
+    }
+    registered = (each() for each in _ABC._get_dump(cls)[0]) if isinstance(cls, abc.ABCMeta) else ()
+    virtual = sorted(f"{class_name(each)} as one" for each in registered if each is not None)
+    shown = ", ".join(bases + sorted(operators - _SILENT) + virtual)
+    return f"{class_name(cls)}({shown})" if shown else class_name(cls)
 
 
 def unwrapped(member: Any) -> Any:
@@ -132,7 +140,7 @@ def _inside_wrapper(member: Any) -> Any:
         return None
 
 
-class _Encoder:
+class Encoder:
     """Text of one value. Objects in progress are numbered, so that cycles end."""
 
     def __init__(self) -> None:
@@ -154,12 +162,12 @@ class _Encoder:
     def plain(self, value: Any, where: str) -> str | None:
         """The text of what has no parts, and of functions, classes and modules; else None."""
         kind = type(value)
-        if kind in _DATA:
+        if kind in DATA:
             return repr(value)
         if isinstance(value, enum.Enum):
             return f"{class_name(kind)}.{value.name} = {self.text(value.value, where)}"
         if isinstance(value, type):
-            return class_name(value)
+            return class_text(value)
         if isinstance(value, types.FunctionType):
             return function_text(value)
         if isinstance(value, types.ModuleType):
@@ -170,10 +178,10 @@ class _Encoder:
             return f"{getattr(value, '__module__', None) or ''}.{value.__qualname__}"
         if isinstance(value, _SLOTS):
             return f"{kind.__name__} {value.__qualname__}"
-        if isinstance(value, _OPAQUE_CLASSES) or class_name(kind) in _OPAQUE:
-            return (
-                f"{class_name(kind)} {getattr(value, 'name', '') or getattr(value, 'pattern', '')}"
-            )
+        if isinstance(value, re.Pattern):
+            return f"{class_name(kind)} {value.pattern!r} {value.flags}"
+        if isinstance(value, logging.Logger) or class_name(kind) in _OPAQUE:
+            return f"{class_name(kind)} {getattr(value, 'name', '')}"
         return _torch_text(value)
 
     def _composite(self, value: Any, where: str) -> str:
@@ -192,97 +200,6 @@ class _Encoder:
     def _items(self, value: Mapping[Any, Any], where: str) -> list[str]:
         named = ((self.text(key, where), item) for key, item in value.items())
         return sorted(f"{key}: {self.text(item, f'{where}[{key}]')}" for key, item in named)
-
-
-class _Follower(_Encoder):
-    """Parts of code, by path. Each object is followed once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: dict[str, str] = {}
-        self._seen: dict[int, tuple[str, Any]] = {}  # kept alive so that ids are not reused
-
-    def follow(self, value: Any, path: str) -> None:
-        if type(value) in _DATA:
-            self.parts[path] = repr(value)
-        elif id(value) in self._seen:
-            self.parts[path] = f"<as {self._seen[id(value)][0]}>"
-        elif path.count(".") + path.count("[") > MAX_DEPTH:
-            raise Undescribable(path, "is nested too deeply")
-        else:
-            self._seen[id(value)] = (path, value)
-            for name, inner in self._inside(value, path):
-                self.follow(inner, path + name)
-
-    def _inside(self, value: Any, path: str) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, types.FunctionType):
-            yield from self._function(value, path)
-        elif isinstance(value, type):
-            yield from self._class(value, path)
-        elif _is_tensor(value):
-            self.parts[path] = f"{_tensor_text(value)} {_tensor_digest(value)}"
-        elif type(value) is object:
-            self.parts[path] = "<a sentinel>"
-        elif (plain := self.plain(value, path)) is not None:
-            self.parts[path] = plain
-        elif isinstance(value, set | frozenset):
-            self.parts[path] = self.text(value, path)
-        elif _package(type(value)) == "triton":
-            self.parts[path] = class_name(type(value))
-            own = vars(value)
-            yield from ((f".{name}", own[name]) for name in _TRITON_FIELDS if name in own)
-        else:
-            label, fields = decomposed(value, path)
-            self.parts[path] = label
-            if not isinstance(value, list | tuple | dict | types.MethodType | functools.partial):
-                yield ".__class__", type(value)
-            yield from fields
-
-    def _function(self, function: types.FunctionType, path: str) -> Iterator[tuple[str, Any]]:
-        self.parts[path] = function_text(function) + _version(function.__module__)
-        if _version(function.__module__) and "<locals>" not in function.__qualname__:
-            return
-        code = function.__code__
-        mutated = mutated_names(code)
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                inner = cell.cell_contents
-            except ValueError:  # not filled yet
-                continue
-            if name not in mutated:
-                yield f".{name}", inner
-        if function.__defaults__:
-            yield ".__defaults__", function.__defaults__
-        if function.__kwdefaults__:
-            yield ".__kwdefaults__", function.__kwdefaults__
-        if (wrapped := getattr(function, "__wrapped__", None)) is not None:
-            yield ".__wrapped__", wrapped
-        if not _version(function.__module__):
-            for name in sorted(global_names(code)):
-                if name in function.__globals__ and name not in mutated:
-                    yield from self._global(f".{name}", function, name)
-
-    def _global(
-        self, path: str, function: types.FunctionType, name: str
-    ) -> Iterator[tuple[str, Any]]:
-        value = function.__globals__[name]
-        if isinstance(value, types.ModuleType):
-            inner = vars(value)
-            used = sorted(attribute_names(function.__code__))
-            yield from ((f"{path}.{each}", inner[each]) for each in used if each in inner)
-        elif isinstance(value, str) and (place := os.path.dirname(_file(function))):
-            yield path, value.replace(place, "<directory>")  # a moved checkout is the same code
-        else:
-            yield path, value
-
-    def _class(self, cls: type, path: str) -> Iterator[tuple[str, Any]]:
-        version = _version(cls.__module__)
-        self.parts[path] = class_name(cls) + version
-        if not version:
-            yield from ((f".__bases__[{i}]", base) for i, base in enumerate(cls.__bases__))
-            yield from (
-                (f".{name}", vars(cls)[name]) for name in sorted(filter(_own(cls), vars(cls)))
-            )
 
 
 def decomposed(value: Any, where: str) -> tuple[str, list[tuple[str, Any]]]:
@@ -314,8 +231,8 @@ def decomposed(value: Any, where: str) -> tuple[str, list[tuple[str, Any]]]:
         fields += [(f"[{index}]", item) for index, item in enumerate(value)]
     elif isinstance(value, set | frozenset):
         fields += [("{}", sorted(map(stable_text, value)))]
-    elif isinstance(value, _DATA):  # a subclass of a number or a string
-        fields += [("()", next(b for b in kind.__mro__ if b in _DATA).__call__(value))]
+    elif isinstance(value, DATA):  # a subclass of a number or a string
+        fields += [("()", next(b for b in kind.__mro__ if b in DATA).__call__(value))]
     own = dict(_own_fields(value))
     fields += [(f".{name}", own[name]) for name in sorted(own)]
     if not fields and not isinstance(value, list | tuple | dict | collections.deque):
@@ -369,52 +286,19 @@ def _is_bound(value: Any) -> bool:
     return own is not None and not isinstance(own, types.ModuleType | type)
 
 
-def _own(cls: type) -> Callable[[str], bool]:
-    """Whether a class's attribute was written in its body."""
-
-    def own(name: str) -> bool:
-        if name.startswith("_abc_"):
-            return False
-        return isinstance(unwrapped(vars(cls)[name]), types.FunctionType) or not name.startswith(
-            "__"
-        )
-
-    return own
-
-
-def _package(value: Any) -> str:
+def package_of(value: Any) -> str:
     return str(getattr(value, "__module__", None) or "").partition(".")[0]
-
-
-@functools.cache
-def _version(module: str | None) -> str:
-    """ " (package version)" for code whose package is known by its version; else empty."""
-    package = (module or "").partition(".")[0]
-    if package in _VERSIONED:
-        return f" ({package})"
-    file = getattr(sys.modules.get(package), "__file__", None) or ""
-    if not any(folder in file for folder in _INSTALLED):
-        return ""
-    try:
-        return f" ({package} {importlib.metadata.version(package)})"
-    except importlib.metadata.PackageNotFoundError:
-        stated = getattr(sys.modules[package], "__version__", None)
-        return f" ({package} {stated})" if isinstance(stated, str) else ""
-
-
-def _file(function: types.FunctionType) -> str:
-    return str(function.__globals__.get("__file__") or "")
 
 
 def _torch_text(value: Any) -> str | None:
     """Text of torch's own values, recognized by name so that torch need not be imported."""
     kind = type(value)
-    if _package(kind) != "torch" and not _is_tensor(value) and not _is_module(value):
+    if package_of(kind) != "torch" and not is_tensor(value) and not _is_module(value):
         return None
     if kind.__name__ in _TORCH_DATA:
         return str(value) if kind.__name__ != "Size" else f"torch.Size({list(value)})"
-    if _is_tensor(value):
-        return _tensor_text(value)
+    if is_tensor(value):
+        return tensor_text(value)
     if _is_module(value):
         return f"a {class_name(kind)}"
     if kind.__name__ in ("OpOverload", "OpOverloadPacket", "Library"):
@@ -422,7 +306,7 @@ def _torch_text(value: Any) -> str | None:
     return None
 
 
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
@@ -432,14 +316,19 @@ def _is_module(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
-def _tensor_text(value: Any) -> str:
+def tensor_text(value: Any) -> str:
     strides = f" strides {tuple(value.stride())}" if not value.is_contiguous() else ""
     grad = " requires_grad" if value.requires_grad else ""
     kind = "" if class_name(type(value)) == "torch.Tensor" else f" {class_name(type(value))}"
     return f"{value.dtype}{list(value.shape)}{strides} {value.device.type}{grad}{kind}"
 
 
-def _tensor_digest(value: Any) -> str:
-    data = value.detach().cpu().contiguous().reshape(-1)
-    torch = sys.modules["torch"]
-    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+def _constant(value: Any) -> str:
+    """A constant of a code object, without a trace of hash order."""
+    if isinstance(value, types.CodeType):
+        return code_digest(value)
+    if isinstance(value, frozenset):
+        return f"frozenset {sorted(map(_constant, value))}"
+    if isinstance(value, tuple):
+        return f"tuple {list(map(_constant, value))}"
+    return f"{type(value).__qualname__}:{value!r}"

@@ -7,7 +7,6 @@ be stored under one trace key; each holds the conditions under which it may be u
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -55,13 +54,13 @@ def store_bundle(
     plan: Plan,
     artifacts: Sequence[Blobs],
 ) -> bool:
-    """Publish a bundle under its trace key beside others, or emit the event why it cannot be."""
+    """Publish a bundle under its trace key beside others, or record why it cannot be."""
     try:
         if not all(artifacts):
             raise NotCacheable("the compiler's own caches are off, so it gives no artifacts")
         meta = provenance(trace, config)
     except NotCacheable as error:
-        request.events.emit("bundle.not_kept", level=logging.WARNING, reason=str(error))
+        request.record_not_cacheable(error.args)
         return False
     blobs = {
         f"a{index}.{name}": content

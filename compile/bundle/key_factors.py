@@ -12,25 +12,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...cache import Key
-from ...cache.keys.annotations import config_factors
-from ...cache.keys.encoder import (
-    UNDESCRIBABLE,
-    class_name,
-    described,
-    described_code,
-    fingerprint,
-)
+from ...cache.keys.code import described_code, fingerprint
+from ...cache.keys.encoder import UNDESCRIBABLE, class_name, described
 from ...cache.keys.environment import environment_factors
-from ...cache.keys.factors import Parts
+from ...cache.keys.factors import Json, Parts, config_factors
 from ...torch_compat.inductor_fixes import REPAIRS
 from ...torch_compat.settings import changed_settings, function_modes, global_state
 from ...torch_compat.tensors import subclass_parts
@@ -74,8 +67,19 @@ def trace_key(
 
 def obstacle(key: Key) -> str | None:
     """The factor that cannot be described, for which nothing is found under `key`; else None."""
-    found = re.search(f'"{UNDESCRIBABLE}([^"]*) #', key.encoded)
-    return found[1] if found else None
+    for factor, value in key.factors.items():
+        for text in _texts(value):
+            if UNDESCRIBABLE in text:
+                return f"{factor}: {text.partition(UNDESCRIBABLE)[2].rpartition(' #')[0]}"
+    return None
+
+
+def _texts(value: Json) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def machine_factors(config: CompileConfig, device: torch.device) -> dict[str, Any]:

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from ...cache.keys.encoder import Undescribable, code_parts
+from ...cache.keys.code import code_parts
+from ...cache.keys.encoder import KNOWN, Undescribable
 from ...cache.keys.factors import Json
 from ...torch_compat.ops import op_name, triton_call
 from ..conditions.conditions import Change, changes, number_of_conditions
 from ..ir.config import CompileConfig
+from ..ir.locations import node_location
 from ..ir.ops import is_custom
 from ..pieces.fingerprint import op_parts, op_signature
 from ..pieces.split import is_splitting
@@ -37,21 +39,25 @@ _DESCRIBE: dict[str, Callable[[Any], dict[str, str]]] = {
 
 
 class NotCacheable(Exception):
-    """Why a bundle must not be stored: the message names each condition and the user's line."""
+    """Why a bundle must not be stored: `args` name each condition and the user's line."""
 
 
 def provenance(trace: Trace, config: CompileConfig) -> dict[str, Json]:
     """What a bundle of `trace` relies on, for its meta; raises NotCacheable."""
-    if trace.conditions.obstacles:
-        raise NotCacheable("; ".join(trace.conditions.obstacles))
-    try:
-        code: dict[str, Json] = {
-            kind: {name: {**_DESCRIBE[kind](value)} for name, value in found.items()}
-            for kind, found in _code_in_graph(trace, config).items()
-        }
-    except Undescribable as error:
-        raise NotCacheable(str(error)) from error
-    return {"conditions": dict(trace.conditions.data), "code": code}
+    code: dict[str, dict[str, Json]] = {CALLED: {}, INLINED: {}, FUNCTION: {}}
+    obstacles = list(trace.conditions.obstacles)
+    for kind, name, value, node in _code_in_graph(trace, config):
+        try:
+            found = _function(name) if kind == FUNCTION else value
+            if found is not value and found is not _innermost(value):
+                raise Undescribable("", "cannot be located by its name")
+            if name not in code[kind]:
+                code[kind][name] = {**_DESCRIBE[kind](value)}
+        except Undescribable as error:
+            obstacles.append(f"{kind} {name}{error.where} {error.reason} ({node_location(node)})")
+    if obstacles:
+        raise NotCacheable(*dict.fromkeys(obstacles))
+    return {"conditions": dict(trace.conditions.data), "code": dict(code)}
 
 
 def differences(meta: Mapping[str, Any], model: torch.nn.Module) -> list[Change]:
@@ -86,41 +92,33 @@ def _different_parts(what: str, old: Mapping[str, str], new: Mapping[str, str]) 
             yield Change(f"{what}{part}", before, after)
 
 
-def _code_in_graph(trace: Trace, config: CompileConfig) -> dict[str, dict[str, Any]]:
-    """Custom ops, kernels and opaque functions of a graph, by kind and name."""
+def _code_in_graph(trace: Trace, config: CompileConfig) -> Iterator[tuple[str, str, Any, Node]]:
+    """Custom ops, Triton kernels and Python functions of a graph: kind, name, value and node."""
     graph = trace.graph.graph
     splits = is_splitting(graph, config)
-    ops = {op_name(node.target): node for node in graph.nodes if is_custom(node.target)}
-    return {
-        CALLED: {name: node.target for name, node in ops.items() if splits(node)},
-        INLINED: {name: node.target for name, node in ops.items() if not splits(node)},
-        FUNCTION: dict(_functions(list(graph.nodes))),
-    }
-
-
-def _functions(nodes: list[Node]) -> Iterator[tuple[str, Any]]:
-    """Triton kernels and the Python functions that the graph calls, by `module:qualified name`."""
-    for node in nodes:
-        if launch := triton_call(node):
-            function = launch[0]
-            while hasattr(function, "fn"):  # an autotuner holds a kernel, which holds a function
-                function = function.fn
-            yield _name(function, launch[0]), launch[0]
+    for node in graph.nodes:
+        if is_custom(node.target):
+            yield CALLED if splits(node) else INLINED, op_name(node.target), node.target, node
+        elif launch := triton_call(node):
+            yield FUNCTION, _name(_innermost(launch[0])), launch[0], node
         elif node.op == "call_function" and _is_users(node.target):
-            yield _name(node.target, node.target), node.target
+            yield FUNCTION, _name(node.target), node.target, node
+
+
+def _innermost(kernel: Any) -> Any:
+    """The function of a Triton kernel: an autotuner holds a kernel, which holds a function."""
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    return kernel
 
 
 def _is_users(target: Any) -> bool:
-    package = str(getattr(target, "__module__", None) or "").partition(".")[0]
-    return hasattr(target, "__code__") and package not in ("torch", *sys.stdlib_module_names)
+    home = getattr(target, "__globals__", {}).get("__name__") or getattr(target, "__module__", "")
+    return hasattr(target, "__code__") and str(home).partition(".")[0] not in KNOWN
 
 
-def _name(function: Any, value: Any) -> str:
-    name = f"{function.__module__}:{function.__qualname__}"
-    found = _function(name)
-    if found is not value and found is not function:
-        raise NotCacheable(f"{name} is called in the graph and cannot be located by its name")
-    return name
+def _name(function: Any) -> str:
+    return f"{function.__module__}:{function.__qualname__}"
 
 
 def _op(name: str) -> Any:

@@ -7,7 +7,9 @@ value at its place, and what was observed when the model was traced.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +17,25 @@ from typing import Any
 import torch
 
 from ...cache.keys import environment
-from ...cache.keys.encoder import Undescribable, class_name, function_text, stable_text, unwrapped
+from ...cache.keys.code import code_parts, mutated_names
+from ...cache.keys.encoder import (
+    MAX_DEPTH,
+    Encoder,
+    Undescribable,
+    class_name,
+    class_text,
+    function_text,
+    stable_text,
+    unwrapped,
+)
 from ...cache.keys.factors import Json, canonical
-from .places import MISSING, Step, follow, key_of, root_value, spelled
+from ...torch_compat.dynamo import is_torch_file
+from .places import HOOKS, MISSING, Step, follow, key_of, root_value, spelled
 
+_NATIVE = (
+    *(type, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.GetSetDescriptorType, types.ClassMethodDescriptorType, types.MemberDescriptorType),
+)
 _CODE = re.compile(r" <code \w+>")
 IDENTITY = "identity"
 """Kind of the condition that two places hold one object exactly if they did in the trace.
@@ -26,13 +43,6 @@ IDENTITY = "identity"
 Dynamo decides `a is b` without a guard. Objects are numbered in the order in which they are found;
 the numbers are stored apart from the tree, so that equal layers stay equal subtrees.
 """
-
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +77,66 @@ def _keys(value: Any, _: Any) -> str:
 
 def _code(value: Any, _: Any) -> str:
     function = unwrapped(value)
-    return function_text(function) if hasattr(function, "__code__") else stable_text(value)
+    return _function(function) if isinstance(function, types.FunctionType) else stable_text(value)
+
+
+def _function(function: types.FunctionType, outer: tuple[int, ...] = ()) -> str:
+    """A function with its defaults and closure, which Dynamo does not guard where it makes objects.
+
+    It guards the objects in them: of those only the class is stated.
+    """
+    outer = (*outer, id(function))
+    varying = mutated_names(function.__code__)
+    bound = {"defaults": function.__defaults__, "keyword defaults": function.__kwdefaults__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a cell that is not filled yet
+            bound[name] = None if name in varying else cell.cell_contents
+    texts = [f"{name}={_bound(each, outer)}" for name, each in bound.items() if each is not None]
+    return function_text(function) + (f" with {', '.join(texts)}" if texts else "")
+
+
+def _bound(value: Any, outer: tuple[int, ...]) -> str:
+    if id(value) in outer or len(outer) > MAX_DEPTH:
+        return "..."
+    if isinstance(value, types.FunctionType):
+        return _function(value, outer)
+    inside = (*outer, id(value))
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(_bound(each, inside) for each in value)}]"
+    if isinstance(value, dict):
+        return _bound(list(value.items()), inside)
+    try:
+        is_set = isinstance(value, set | frozenset)
+        text = stable_text(value) if is_set else Encoder().plain(value, "")
+    except Undescribable:
+        text = None
+    return class_name(type(value)) if text is None else text
+
+
+def _added(value: Any, names: Sequence[str]) -> str:
+    """What code outside of torch has defined of `names` in a class or module, or as operators.
+
+    Dynamo guards neither builtins nor methods of tensors nor metaclasses.
+    """
+    read = frozenset(names)
+    found: dict[str, str] = {}
+    is_class = isinstance(value, type)
+    for holder in reversed(value.__mro__) if is_class else (value,):
+        for name, each in vars(holder).items():
+            if name not in read and not (is_class and name.startswith("__")):
+                continue
+            function = unwrapped(each)
+            if isinstance(function, types.FunctionType):
+                if not is_torch_file(function.__code__.co_filename):
+                    found |= code_parts(function, name)
+            elif name in read and not isinstance(each, _NATIVE):
+                found[name] = _bound(each, ())
+    return stable_text(found)
 
 
 _OBSERVERS: dict[str, Callable[[Any, Any], str]] = {
     "value": lambda value, _: stable_text(value),
-    "type": lambda value, _: class_name(type(value)),
+    "type": lambda value, _: class_text(type(value)),
     "length": lambda value, _: f"{len(value)} items",
     "keys": _keys,
     "contains": lambda value, key: str(key_of(key) in value),
@@ -80,6 +144,7 @@ _OBSERVERS: dict[str, Callable[[Any, Any], str]] = {
     "in __dict__": _is_present,
     "hooks": lambda value, _: f"{sum(len(getattr(value, name, ())) for name in HOOKS)} hooks",
     "code": _code,
+    "added": _added,
     "exists": lambda value, _: str(value is not None),
 }
 
@@ -113,7 +178,11 @@ class Recorder:
             value = follow(value, step)
         if value is MISSING:
             raise Undescribable(spelled(root, steps, self._model), "cannot be located")
-        text = "" if kind == IDENTITY else observed(kind, argument, value)
+        try:
+            text = "" if kind == IDENTITY else observed(kind, argument, value)
+        except Undescribable as error:
+            where = spelled(root, steps, self._model) + error.where
+            raise Undescribable(where, error.reason) from error
         node.conditions.append([kind, argument, text])
 
     def same(self, one: tuple[str, Sequence[Step]], other: tuple[str, Sequence[Step]]) -> None:
@@ -162,8 +231,9 @@ def changes(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[Change]
             nodes, number, root_value(root, model), path, identities
         ):
             name = spelled(root, steps, model)
-            shown = f" {kind}" if kind in ("type", "length", "keys") else ""
-            about = "" if argument is None else f" {kind} {key_of(argument)!r}"
+            shown = f" {kind}" if kind in ("type", "length", "keys", "added") else ""
+            asked = argument is not None and kind != "added"
+            about = f" {kind} {key_of(argument)!r}" if asked else ""
             yield Change(f"{name}{about}{shown}", old, new)
     for one, other in data["same"]:
         if _at(one[0], one[1], model) is not _at(other[0], other[1], model):

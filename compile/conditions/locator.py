@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import sys
 import types
@@ -21,6 +22,7 @@ from ...torch_compat.dynamo import Captured
 from .places import (
     CONTAINERS,
     GLOBALS,
+    HOOK_TABLES,
     MODEL,
     Place,
     Step,
@@ -30,6 +32,10 @@ from .places import (
     forward_function,
     spelled,
 )
+
+VARIABLES: Any = vars(os.environ)["_data"]
+"""The dict inside `os.environ` and `os.environb`, however it is reached."""
+VARIABLES_AT: tuple[Step, ...] = ("environ", "_data")
 
 
 class Unlocatable(Exception):
@@ -92,6 +98,8 @@ class Locator:
             raise Unlocatable(f"{ast.unparse(node)} cannot be located") from error
         if located.value is self.model:
             return Located(self.model, MODEL)
+        if located.value is VARIABLES:
+            return Located(VARIABLES, "os", VARIABLES_AT)
         if isinstance(located.value, types.ModuleType):
             name = located.value.__name__
             return (
@@ -166,6 +174,8 @@ class Locator:
 
     def _item(self, base: Located, key: Any) -> Located:
         try:
+            if base.steps and str(base.steps[-1]).startswith(HOOK_TABLES):
+                raise TypeError
             return base.then(base.value[key], ["item", encoded_key(key)])
         except TypeError:
             index = list(base.value).index(key)
@@ -202,6 +212,8 @@ class Locator:
             return Located(vars(sys.modules["builtins"]), "builtins", ("__dict__",))
         value = self.captured.global_scope[name]
         module = str(value.get("__name__")) if isinstance(value, dict) else ""
+        if module.startswith("namedtuple_"):  # made by the standard library
+            return Located(value, None)
         if module in sys.modules and vars(sys.modules[module]) is value:
             return Located(value, module, ("__dict__",))
         if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:

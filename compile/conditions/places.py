@@ -32,6 +32,10 @@ MODEL, GLOBALS = "", "*"
 
 CONTAINERS = ("_modules", "_parameters", "_buffers")
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOK_TABLES = (*HOOKS, *(f"_global{name}" for name in HOOKS))
+"""Beginnings of the names of dicts of hooks, keyed by numbers that differ from run to run."""
+
 
 class Missing:
     """There is nothing at a place."""

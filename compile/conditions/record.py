@@ -1,7 +1,7 @@
 """The conditions of a trace, from what Dynamo guarded, inlined and read.
 
-Dynamo names each value that it relied on by an expression, which the locator translates into a
-place. What has no place, or no stable description, makes the trace not cacheable.
+Each value that Dynamo relied on becomes a place and what was observed there. A value without a
+place or without a stable description makes the trace not cacheable.
 
 Guards on arguments are left out: a step checks its tensors, and other arguments are in the key.
 """
@@ -11,20 +11,22 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
 
-from ...cache.keys.bytecode import nested_codes
-from ...cache.keys.encoder import Undescribable, unwrapped
+from ...cache.keys.code import attribute_names, global_names, nested_codes
+from ...cache.keys.encoder import KNOWN, Undescribable, package_of, unwrapped
 from ...cache.keys.factors import Json
 from ...torch_compat.dynamo import Captured, GuardFact, is_torch_file
-from .conditions import HOOKS, IDENTITY, Recorder
-from .locator import Located, Locator, Unlocatable, module_place
-from .places import MODEL, Step, called_as, encoded_key, forward_function
+from ...torch_compat.modules import CALL_METHODS
+from ...torch_compat.settings import is_settings
+from .conditions import IDENTITY, Recorder
+from .locator import VARIABLES_AT, Located, Locator, Unlocatable, module_place
+from .places import HOOK_TABLES, MODEL, Step, called_as, encoded_key, forward_function
 
 OF_TORCH = (
     "torch._dynamo",
@@ -54,7 +56,6 @@ _KINDS = {
 """What is observed for a kind of guard; the value itself for all others."""
 
 _WITHOUT_IDENTITY = (bool, int, float, complex, str, bytes, tuple, Enum, type, types.NoneType)
-_HOOK_TABLES = (*HOOKS, *(f"_global{name}" for name in HOOKS))
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ class _TraceConditions:
 
     def _add_guard(self, guard: GuardFact) -> None:
         located = self.locator.locate(guard.expression)
-        if located.root is None or located.root.startswith(OF_TORCH):
+        if located.root is None:
+            return
+        if located.root.startswith(OF_TORCH) and not is_settings(sys.modules[located.root]):
             return
         if guard.kind == "DUPLICATE_INPUT":
             other = self.locator.locate(guard.argument)
@@ -105,15 +108,18 @@ class _TraceConditions:
                 self.recorder.same((located.root, located.steps), (other.root, other.steps))
             return
         value, name = located.value, located.steps[-1] if located.steps else ""
-        if _is_environment(located):
-            return  # recorded by name
+        if (located.root, located.steps[:2]) == ("os", VARIABLES_AT) and len(located.steps) > 2:
+            return  # an environment variable is recorded by name
+        of_all = _KINDS.get(guard.kind) in ("keys", "length")
+        if of_all and (located.root, located.steps) == ("os", VARIABLES_AT):
+            raise Undescribable("os.environ", "is read as a whole")
         of_attribute = guard.kind in ("HASATTR", "NOT_PRESENT_IN_GENERIC_DICT")
         if id(value) in self._weights and not of_attribute:
             return  # the form of each weight is in the key
         if guard.kind == "EMPTY_NN_MODULE_HOOKS_DICT":
             self.recorder.add(located.root, located.steps[:-1], "hooks")
             return
-        if str(name).startswith(_HOOK_TABLES):  # keyed by a number that differs from run to run
+        if str(name).startswith(HOOK_TABLES):
             self.recorder.add(located.root, located.steps, "length")
             return
         self._add_class(located)
@@ -165,6 +171,37 @@ class _TraceConditions:
         for code, function in inlined.items():
             if code not in covered and not any(_contains(each, code) for each in by_guard):
                 self._add_function(code, function)
+        functions = [forward, *filter(None, inlined.values())]
+        self._add_names(each for each in functions if isinstance(each, types.FunctionType))
+
+    def _add_names(self, functions: Iterable[types.FunctionType]) -> None:
+        """Conditions on what Dynamo takes as constant: builtins, operators, methods of tensors."""
+        attributes: set[str] = set()
+        builtin_names: dict[str, set[str]] = {}
+        for function in functions:
+            attributes |= attribute_names(function.__code__)
+            module = sys.modules.get(function.__module__)
+            if module is not None and vars(module) is function.__globals__:
+                names = builtin_names.setdefault(function.__module__, set())
+                names |= global_names(function.__code__) - vars(module).keys()
+        builtin_names["builtins"] = set().union(*builtin_names.values())
+        for module_name, names in sorted(builtin_names.items()):
+            self._try(module_name, [], "added", sorted(names))
+        of_torch: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Module)
+        for cls in of_torch:
+            used = sorted(attributes & {*dir(cls)})
+            if cls is torch.nn.Module:
+                used += CALL_METHODS
+            self._try("torch" if cls is torch.Tensor else "torch.nn", [cls.__name__], "added", used)
+        for cls in self._all_classes():
+            located = self._place_of_class(cls)
+            if located is None or located.root is None:
+                continue
+            if issubclass(cls, torch.nn.Module):
+                self._try(located.root, [*located.steps, ["static", "__call__"]], "code")
+            if package_of(type(cls)) not in KNOWN:
+                used = sorted(attributes & {*dir(type(cls))})
+                self._try(located.root, [*located.steps, ["type", None]], "added", used)
 
     def _all_classes(self) -> dict[type, Located]:
         """Classes that guards are on, and those of submodules, by where they are found."""
@@ -221,30 +258,17 @@ class _TraceConditions:
         where = f"{code.co_filename}:{code.co_firstlineno}"
         self.obstacles.append(f"the code of {code.co_qualname} cannot be located ({where})")
 
-    def _try(self, root: str, steps: list[Step] | tuple[Step, ...], kind: str) -> None:
+    def _try(self, root: str, steps: Sequence[Step], kind: str, argument: Any = None) -> None:
         try:
-            self.recorder.add(root, steps, kind)
+            self.recorder.add(root, steps, kind, argument)
         except Undescribable as error:
             self.obstacles.append(str(error))
 
     def add_variables(self) -> None:
-        for name in sorted(map(str, self.captured.inlined.variables - {None})):
+        for name in sorted(self.captured.inlined.variables):
             self.recorder.variable(name)
-        if None in self.captured.inlined.variables:
-            self.obstacles.append("an environment variable is read whose name is not constant")
-
-
-def _is_environment(located: Located) -> bool:
-    """An item of `os.environ`, whose variable is a separate condition."""
-    return (
-        located.root == "os"
-        and located.steps[:2]
-        in (
-            ("environ", "_data"),
-            ("environb", "_data"),
-        )
-        and len(located.steps) > 2
-    )
+        for where in self.captured.inlined.unnamed_variables:
+            self.obstacles.append(f"an environment variable whose name is not constant ({where})")
 
 
 def _result_is_kept(function: types.FunctionType) -> bool:

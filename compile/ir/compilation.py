@@ -72,6 +72,8 @@ class CompileRecords:
     """Of one `prepare`. `lookups` are kept only where events want details."""
 
     bundle: BundleOutcome | None = None
+    not_cacheable: tuple[str, ...] = ()
+    """What the trace relied on and cannot be stored as a condition, each with the user's line."""
     pieces: list[PieceBuilt] = field(default_factory=list)
     lookups: list[dict[str, Any]] = field(default_factory=list)
 
@@ -97,6 +99,11 @@ class CompileRequest:
         """Record whether a bundle is used; the last outcome holds."""
         self.records.bundle = outcome
         self.events.emit("bundle", level=level, **outcome.facts())
+
+    def record_not_cacheable(self, reasons: Sequence[str]) -> None:
+        """Record why no bundle of this model can be stored."""
+        self.records.not_cacheable = tuple(reasons)
+        self.events.emit("bundle.not_kept", level=logging.WARNING, reason="; ".join(reasons))
 
 
 def kernels(artifacts: Sequence[Blobs]) -> list[int]:

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from ...cache.keys.annotations import Feeds, exempt
+from ...cache.keys.factors import Feeds, exempt
 from ...errors import InvalidSetting
 from .settings import Settings
 

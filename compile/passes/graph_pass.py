@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import Graph
 
-from ...cache.keys.encoder import described_code
+from ...cache.keys.code import described_code
 from ...errors import InvalidSetting
 from ...events import Events, trace_artifact
 from ...torch_compat.inductor import post_grad_pass

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ...cache.keys.encoder import Undescribable, code_parts, function_text, stable_text
-from ...cache.keys.encoder import fingerprint as source_fingerprint
+from ...cache.keys.code import code_parts
+from ...cache.keys.code import fingerprint as source_fingerprint
+from ...cache.keys.encoder import Undescribable, function_text, stable_text, unmatched_text
 from ...torch_compat.dynamo import is_torch_file
 from ...torch_compat.ops import (
     custom_op_function,
@@ -44,7 +45,11 @@ def fingerprint(graph: Graph, root: torch.nn.Module, cut_at: Sequence[str] = ())
 
     `cut_at` names the ops at which Inductor partitions the generated code.
     """
-    return hashlib.sha256(canonical_text(graph, root, cut_at).encode()).hexdigest()
+    try:
+        text = canonical_text(graph, root, cut_at)
+    except Undescribable as error:
+        text = unmatched_text(error)  # compiled on its own, and not found again
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def canonical_text(graph: Graph, root: torch.nn.Module, cut_at: Sequence[str] = ()) -> str:

@@ -92,6 +92,7 @@ def trace(request: CompileRequest) -> Trace:
     _check_host_reads(graph)
     locator = Locator(model, captured)
     sources, tensors = _sources(captured, model, examples, locator)
+    conditions = record_conditions(model, captured, locator)  # before the model's state changes
     return Trace(
         graph=graph,
         shape_env=captured.fake_mode.shape_env,
@@ -99,7 +100,7 @@ def trace(request: CompileRequest) -> Trace:
         tensors=tensors,
         structure=_structure(captured, model, examples),
         examples=examples,
-        conditions=record_conditions(model, captured, locator),
+        conditions=conditions,
     )
 
 

@@ -177,7 +177,7 @@ def test_nesting_without_end_is_refused() -> None:
 
 SCRIPT = """
 from piecegraph.cache import Key
-from piecegraph.cache.keys.encoder import fingerprint
+from piecegraph.cache.keys.code import fingerprint
 from tests_sources import kernel
 print(Key.of("trace", {"ops": {"b", "a", "c", "d"}, "nested": {"x": {(1, "z"), (1, "y")}}}).digest)
 print(fingerprint(kernel))

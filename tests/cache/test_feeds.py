@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel
 
-from piecegraph.cache.keys.annotations import Feeds, config_factors, exempt, exemptions
+from piecegraph.cache.keys.factors import Feeds, config_factors, exempt, exemptions
 from piecegraph.cache.keys.key import Key
 from piecegraph.errors import InvalidFactor
 

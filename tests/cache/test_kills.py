@@ -26,7 +26,6 @@ from piecegraph.events import Events
 from .children import fork, status
 from .conftest import numbered
 
-KILLS = 500
 LIMITS = Limits(size=2 << 20, grace=0)
 ENTRIES = 30
 
@@ -95,8 +94,9 @@ def seconds_of(work: Callable[[], None]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("wanted", [100, pytest.param(500, marks=pytest.mark.heavy)])
 def test_random_kills_leave_nothing_beyond_the_limits(
-    memory_root: Path, monkeypatch: pytest.MonkeyPatch
+    wanted: int, memory_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary, exports = memory_root.parent / "temporary", memory_root.parent / "exports"
     temporary.mkdir(parents=True)
@@ -118,10 +118,10 @@ def test_random_kills_leave_nothing_beyond_the_limits(
     operations.publish()
     durations = {work: seconds_of(work) for work in works}
     chance, kills = random.Random(0), Counter[str]()
-    while kills.total() < KILLS:
+    while kills.total() < wanted:
         work = chance.choice(works)
         kills[work.__name__] += killed_at_random(work, durations[work], chance)
-    assert min(kills.values()) > KILLS / 20
+    assert min(kills.values()) > wanted / 20
 
     cache = Cache(memory_root, Events(), limits=LIMITS)
     assert list((memory_root / "tmp").iterdir()) == []

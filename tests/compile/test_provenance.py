@@ -282,24 +282,34 @@ def test_changed_inductor_setting_is_a_miss_and_a_cold_start_changes_none(
     assert "torch._inductor.config.cpp.simdlen" in after.reason
 
 
-@pytest.mark.parametrize(
-    ("switch", "value"),
-    [("set_default_dtype", torch.float64), ("set_float32_matmul_precision", "medium")],
-)
-def test_process_wide_switch_of_torch_is_a_factor(
-    switch: str, value: Any, checkout: Checkout
-) -> None:
-    before = {
-        "set_default_dtype": torch.get_default_dtype(),
-        "set_float32_matmul_precision": torch.get_float32_matmul_precision(),
-    }
+def set_precision(value: str) -> None:
+    torch.backends.mkldnn.matmul.fp32_precision = value
+
+
+SWITCHES: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
+    "default dtype": (torch.set_default_dtype, torch.float64, torch.float32),
+    "default device": (torch.set_default_device, "meta", None),
+    "precision": (torch.set_float32_matmul_precision, "medium", "highest"),
+    "precision of a backend": (set_precision, "bf16", "none"),
+    "deterministic": (torch.use_deterministic_algorithms, True, False),
+    "flash attention": (torch.backends.cuda.enable_flash_sdp, False, True),
+    "efficient attention": (torch.backends.cuda.enable_mem_efficient_sdp, False, True),
+    "math attention": (torch.backends.cuda.enable_math_sdp, False, True),
+    "cudnn attention": (torch.backends.cuda.enable_cudnn_sdp, False, True),
+    "threads": (torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_process_wide_switch_of_torch_is_a_factor(name: str, checkout: Checkout) -> None:
+    switch, value, usual = SWITCHES[name]
     model = checkout.model()
     key = trace_key_of(model)
     try:
-        getattr(torch, switch)(value)
+        switch(value)
         assert trace_key_of(model) != key
     finally:
-        getattr(torch, switch)(before[switch])
+        switch(usual)
     assert trace_key_of(model) == key
 
 

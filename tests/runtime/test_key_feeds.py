@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.cache.keys.annotations import exemptions
+from piecegraph.cache.keys.factors import exemptions
 from piecegraph.compile.bundle.key_factors import codegen_key, machine_factors, trace_key
 from piecegraph.compile.passes.graph_pass import passes_for
 from piecegraph.dispatch import Axis, PaddingLimit

@@ -64,12 +64,13 @@ print("left after a start:", leftovers())
 """
 
 
-def test_killed_starts_leave_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", ["6", pytest.param("24", marks=pytest.mark.heavy)])
+def test_killed_starts_leave_nothing(wanted: str, tmp_path: Path) -> None:
     """One process imports everything and forks: an import takes longer than a start."""
     root, temporary = tmp_path / "caches", tmp_path / "temporary"
     temporary.mkdir()
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(root), str(temporary), "12"],
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(root), str(temporary), wanted],
         capture_output=True,
         text=True,
         timeout=280,

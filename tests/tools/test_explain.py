@@ -331,7 +331,7 @@ def test_advice_is_given_where_it_is_due_and_only_there():
         "verification": {"ok": True},
         "settings": {"compile": True},
         "background": {"state": "compiled", "failures": [{"reason": "killed"}]},
-        "cache": {"hit": True, "reason": None},
+        "cache": {"hit": True, "reason": None, "not_cacheable": []},
         "guards": [{"proved": True}],
         "policy": "prove",
         "failed": [],
@@ -344,7 +344,7 @@ def test_advice_is_given_where_it_is_due_and_only_there():
         "verification": {"ok": False},
         "settings": {"compile": True},
         "background": {"state": "failed", "failures": [{"reason": "a guard failed"}]},
-        "cache": {"hit": False, "reason": "absent"},
+        "cache": {"hit": False, "reason": "absent", "not_cacheable": []},
         "guards": [{"proved": False, "expression": "Eq(a, 1)", "where": "m.py:3"}],
         "policy": "drop",
         "failed": [{"slot": 3, "reason": "out of memory"}],
@@ -356,3 +356,6 @@ def test_advice_is_given_where_it_is_due_and_only_there():
     for key, value in bad.items():
         if key not in ("policy", "settings"):
             assert len(advise({**fine, key: value})) == 1
+    never = {"hit": False, "reason": "absent", "not_cacheable": ["model.lock (m.py:3)"]}
+    (advice,) = advise({**fine, "cache": never})
+    assert "model.lock (m.py:3)" in advice["what"]

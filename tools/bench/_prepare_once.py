@@ -1,5 +1,6 @@
-"""One timed start of a model in its own process: `python -m … WAY LAYERS CACHE`.
+"""One timed start of a model in its own process: `python -m … WAY LAYERS CACHE [MODEL]`.
 
+MODEL is `reference`, the decoder of the reference engine, or `hugging_face`, a narrow Llama.
 Prints `{"import_torch": s, "model": s, "ready": s, "phases": {name: s}}`. A model is ready when it
 can serve. With `torch.compile` the first call compiles the model, and that call is timed. `served`
 also prints `switch`, the seconds until compiled code served, and `uncompiled_over_eager`, the steps
@@ -19,21 +20,18 @@ HIDDEN = 256
 MAX_NUM_TOKENS = 2048
 
 
-def main(way: str, layers: int, folder: Path) -> dict[str, Any]:
+def main(way: str, layers: int, folder: Path, named: str = "reference") -> dict[str, Any]:
     """Start once: `piecegraph`, `ahead` (build the libraries), `served`, or `torch.compile`."""
     began = time.perf_counter()
     importlib.import_module("torch")
     imported = time.perf_counter()
-    from ..engine.decoder_config import DecoderConfig
-    from ..engine.model import Decoder
-
-    model = Decoder(DecoderConfig(layers=layers, hidden=HIDDEN), seed=0).eval()
+    model, settings = {"reference": _reference, "hugging_face": _hugging_face}[named](layers)
     built = time.perf_counter()
     measured: dict[str, Any] = {}
     if way == "torch.compile":
         phases = _torch_compile(model)
     else:
-        phases, measured = _piecegraph(way, model, folder, built)
+        phases, measured = _piecegraph(way, model, {**settings, "cache_dir": folder}, built)
     ready = time.perf_counter() - built
     if way == "served":
         ready = measured.pop("ready")
@@ -46,18 +44,44 @@ def main(way: str, layers: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def _reference(layers: int) -> tuple[Any, dict[str, Any]]:
+    from ..engine.decoder_config import DecoderConfig
+    from ..engine.model import Decoder
+
+    return Decoder(DecoderConfig(layers=layers, hidden=HIDDEN), seed=0).eval(), {
+        "splitting_ops": ("piecegraph_reference::paged_attention",),
+        "inputs": {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"},
+        "max_num_tokens": MAX_NUM_TOKENS,
+    }
+
+
+def _hugging_face(layers: int) -> tuple[Any, dict[str, Any]]:
+    transformers: Any = importlib.import_module("transformers")
+    from ..integrations.transformers import INPUTS, SPLITTING_OP, PackedModel
+
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_NUM_TOKENS,
+    )
+    own = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    return PackedModel(own.eval().requires_grad_(False)), {
+        "splitting_ops": (SPLITTING_OP,),
+        "inputs": INPUTS,
+        "max_num_tokens": MAX_NUM_TOKENS,
+    }
+
+
 def _piecegraph(
-    way: str, model: Any, folder: Path, began: float
+    way: str, model: Any, settings: dict[str, Any], began: float
 ) -> tuple[dict[str, float], dict[str, Any]]:
     from ... import Config, Events, compile_ahead, prepare
 
-    config = Config(
-        splitting_ops=("piecegraph_reference::paged_attention",),
-        inputs={"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"},
-        max_num_tokens=MAX_NUM_TOKENS,
-        cache_dir=folder,
-        cold="serve" if way == "served" else "compile",
-    )
+    config = Config(**settings, cold="serve" if way == "served" else "compile")
     events = Events()
     if way == "ahead":
         compile_ahead(model, config, events=events)
@@ -145,4 +169,4 @@ def _step_of(model: Any) -> tuple[dict[str, Any], Any, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))))
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])))

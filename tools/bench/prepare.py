@@ -10,6 +10,7 @@ Times are from a built model until it can serve; `import torch` is not in them.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -31,9 +32,16 @@ PHASES = {
 }
 """Columns, and the spans they sum, in seconds; None where a start has no such phase."""
 
+MEASURED = ("conditions_ms", "num_conditions", "switch", "pause_ms", "uncompiled_over_eager")
+"""What only some starts measure."""
+
 
 def run(quick: bool) -> dict[str, Any]:
-    """`ratios` compare medians at the largest depth; `slope_…` growth per layer over the depths."""
+    """`ratios` compare medians at the largest depth; `slope_…` growth per layer over the depths.
+
+    Rows of warm starts say how long the conditions of the bundle are checked, and how many there
+    are; the last is of a Llama.
+    """
     layers = (4, 32) if quick else (4, 16, 32, 80)
     _warm_up_toolchain()
     rows = [row for depth in layers for row in _rows(depth)]
@@ -56,7 +64,7 @@ def run(quick: bool) -> dict[str, Any]:
         "machine": origin()["machine"],
         "layers": most,
         "columns": ["way", "layers", "ready", "trace", "compile", "load", "libraries", "switch"],
-        "rows": rows,
+        "rows": rows + _hugging_face(8 if quick else 80),
     }
 
 
@@ -99,14 +107,28 @@ def _rows(layers: int) -> list[dict[str, Any]]:
     return [{"way": way, "layers": layers, **start} for way, start in starts.items()]
 
 
-def _start(way: str, layers: int, ours: Path, theirs: Path) -> dict[str, Any]:
+def _hugging_face(layers: int) -> list[dict[str, Any]]:
+    """A Llama, if transformers is installed: how long its conditions are checked."""
+    if importlib.util.find_spec("transformers") is None:
+        return []
+    with tempfile.TemporaryDirectory(prefix="piecegraph-bench-") as folder:
+        ours, theirs = Path(folder) / "ours", Path(folder) / "unused"
+        _start("ahead", layers, ours, theirs, "hugging_face")
+        warm = _start("piecegraph", layers, ours, theirs, "hugging_face")
+    return [{"way": "hugging_face", "layers": layers, **warm}]
+
+
+def _start(
+    way: str, layers: int, ours: Path, theirs: Path, model: str = "reference"
+) -> dict[str, Any]:
     theirs.mkdir(parents=True, exist_ok=True)
     program = [sys.executable, "-m", f"{__package__}._prepare_once", way, str(layers), str(ours)]
-    command = ["env", f"TORCHINDUCTOR_CACHE_DIR={theirs}", *program]
+    command = ["env", f"TORCHINDUCTOR_CACHE_DIR={theirs}", *program, model]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     start: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     phases = start.pop("phases")
-    return {**start, **{name: phases.get(span) for name, span in PHASES.items()}}
+    columns = {name: phases.get(span) for name, span in PHASES.items()}
+    return {**dict.fromkeys(MEASURED), **start, **columns}
 
 
 def _warm_up_toolchain() -> None:

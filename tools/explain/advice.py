@@ -39,7 +39,12 @@ def _verification(facts: Facts) -> Advice:
 def _cache(facts: Facts) -> Advice:
     cache = facts["cache"]
     settings = facts["settings"]
-    if not cache["hit"] and settings["compile"] and settings.get("cache", True):
+    if cache["not_cacheable"]:
+        yield (
+            f"no start of this model can be warm: it relies on {'; '.join(cache['not_cacheable'])}",
+            "Let the model read plain values there; see Conditions in docs/cache.md.",
+        )
+    elif not cache["hit"] and settings["compile"] and settings.get("cache", True):
         yield (
             f"this start was cold: {cache['reason']}",
             "Build the bundle beforehand with `piecegraph cache warm`;"

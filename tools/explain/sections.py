@@ -178,7 +178,10 @@ def _cache(facts: Facts) -> Section:
     found = "Hit" if cache["hit"] else f"Miss: {cache['reason']}"
     return Section(
         "Cache",
-        notes=[f"{found}. {cache['entries']} entries, {size(cache['bytes'])} stored."],
+        notes=[
+            f"{found}. {cache['entries']} entries, {size(cache['bytes'])} stored.",
+            *(f"Not cacheable: {each}." for each in cache["not_cacheable"]),
+        ],
         id="cache",
         details=list(_lookups(facts)),
     )

@@ -251,6 +251,8 @@ def _facts(report: Report) -> dict[str, str]:
     }
     if (background := report["background"]) is not None:
         facts["compiled behind"] = _background(background)
+    if cache["not_cacheable"]:
+        facts["not cacheable"] = "\n".join(cache["not_cacheable"])
     return facts | ({"why": "; ".join(mode["reasons"])} if mode["reasons"] else {})
 
 

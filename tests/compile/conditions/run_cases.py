@@ -1,6 +1,8 @@
 """Start all cases of one directory on one cache, and print of each: hit, right, reason.
 
-python -m tests.compile.conditions.run_cases SOURCES CACHE [NAME…]
+python -m tests.compile.conditions.run_cases use|force SOURCES CACHE [NAME…]
+
+With `force` a miss compiles nothing, and there is no result that could be wrong.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from typing import Any
 import torch
 
 from piecegraph.compile.backends import registry
+from piecegraph.errors import BundleMissing
 
 from ..starts import EntryPoint, start
 
 
-def run(name: str, folder: Path, root: Path) -> dict[str, Any]:
+def run(name: str, bundle: str, folder: Path, root: Path) -> dict[str, Any]:
     """One start of a case, compared with eager."""
     sys.modules.pop("helper", None)
     sys.path.insert(0, str(folder / name))
@@ -30,7 +33,7 @@ def run(name: str, folder: Path, root: Path) -> dict[str, Any]:
         getattr(module, "enter", lambda: None)()
         torch.manual_seed(0)
         model = module.build()
-        made = start(model, root)
+        made = start(model, root, bundle=bundle)
         x = torch.arange(24, dtype=torch.float32).reshape(3, 8) / 10
         with torch.no_grad():
             expected, got = model(x), made(x)
@@ -41,6 +44,8 @@ def run(name: str, folder: Path, root: Path) -> dict[str, Any]:
             "reason": made.reason,
             "not_kept": kept[0].facts["reason"] if kept else None,
         }
+    except BundleMissing as error:
+        return {"hit": False, "right": True, "reason": error.facts["reason"], "not_kept": None}
     except Exception as error:
         return {
             "error": f"{type(error).__name__}: {error}",
@@ -49,16 +54,18 @@ def run(name: str, folder: Path, root: Path) -> dict[str, Any]:
     finally:
         getattr(sys.modules.get(f"case_{name}"), "leave", lambda: None)()
         sys.path.remove(str(folder / name))
-        torch._dynamo.reset()
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
 
 
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     registry.entry_points = lambda group: [EntryPoint()]  # type: ignore[assignment]
-    folder, root, *names = sys.argv[1:]
+    bundle, folder, root, *names = sys.argv[1:]
     chosen = names or sorted(path.name for path in Path(folder).iterdir())
-    print(json.dumps({name: run(name, Path(folder), Path(root) / name) for name in chosen}))
+    places = Path(folder), Path(root)
+    print(json.dumps({name: run(name, bundle, places[0], places[1] / name) for name in chosen}))
 
 
 if __name__ == "__main__":

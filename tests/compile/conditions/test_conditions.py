@@ -18,6 +18,9 @@ from .cases import sources, unread_sources
 REPOSITORY = Path(__file__).parents[3]
 NEVER_CACHED = {
     "constant_result": "its result is kept",
+    "environment_iterated": "is read as a whole",
+    "environment_length": "is read as a whole",
+    "substituted_in_the_graph": "the code of g cannot be located",
 }
 """Cases that rely on what cannot be described by value, and a word of the reason."""
 
@@ -32,8 +35,9 @@ def write(folder: Path, variant: int) -> None:
             (folder / name / "helper.py").write_text(helper)
 
 
-def starts(folder: Path, root: Path) -> dict[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.compile.conditions.run_cases", str(folder), str(root)]
+def starts(bundle: str, folder: Path, root: Path) -> dict[str, dict[str, Any]]:
+    program = [sys.executable, "-m", "tests.compile.conditions.run_cases"]
+    command = [*program, bundle, str(folder), str(root)]
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
@@ -53,11 +57,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, di
     write(base / "second", 1)
     shutil.copytree(base / "first", base / "first_moved_elsewhere")
     return {
-        name: starts(base / folder, base / "cache")
-        for name, folder in (
-            ("cold", "first"),
-            ("changed", "second"),
-            ("control", "first_moved_elsewhere"),
+        name: starts(bundle, base / folder, base / "cache")
+        for name, bundle, folder in (
+            ("cold", "use", "first"),
+            ("changed", "force", "second"),
+            ("control", "force", "first_moved_elsewhere"),
         )
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..starts import Start, start, use_text_compiler
 
 pytestmark = pytest.mark.compile
 
+VARIABLES = os.environ
 HELPER = "def f(x):\n    return x * {gain}\n"
 MODEL = """
 import torch, deployed_helper
@@ -129,3 +131,18 @@ def test_f7_code_of_another_cpu_is_a_miss_that_names_the_extension(
     assert not other.hit
     assert "device.extensions.amx_tile: true -> <absent>" in other.reason
     assert other.events.counters["text_compiles"] == 1
+
+
+def test_a_secret_that_the_model_reads_is_stored_as_a_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * len(VARIABLES["PG_TEST_TOKEN"])
+
+    use_text_compiler(monkeypatch)
+    monkeypatch.setenv("PG_TEST_TOKEN", "secret word")
+    start(Model(), tmp_path)
+    (stored,) = manifests(tmp_path, "bundle")
+    assert "PG_TEST_TOKEN" in stored[0].meta["conditions"]["environment"]
+    assert "secret word" not in str(stored[0].meta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
@@ -13,6 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from piecegraph.errors import BundleMissing
 
 from ..starts import start, use_text_compiler
 
@@ -138,9 +141,11 @@ def test_one_changed_leaf_never_gives_the_old_result(
     use_text_compiler(monkeypatch)
     which = data.draw(st.integers(0, leaves(graph) - 1))
     x = torch.ones(3, 8)
-    for variant, must_hit in ((graph, None), (graph, True), (changed(graph, which), None)):
-        torch._dynamo.reset()
-        model = Model(variant)
-        made = start(model, tmp_path)
-        assert torch.allclose(made(x), model(x)), (variant, made.reason)
-        assert must_hit is None or made.hit, made.reason
+    torch._dynamo.reset()
+    model = Model(graph)
+    assert torch.allclose(start(model, tmp_path)(x), model(x))
+    assert start(Model(graph), tmp_path, bundle="force").hit
+    model = Model(changed(graph, which))
+    with contextlib.suppress(BundleMissing):
+        made = start(model, tmp_path, bundle="force")
+        assert torch.allclose(made(x), model(x)), graph

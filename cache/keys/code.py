@@ -1,0 +1,254 @@
+"""Code that runs, as text by part: what a function does, calls, closes over and reads.
+
+`code_parts` follows closures, defaults, the globals that a function names, methods and base classes
+of a value, in addition to what `stable_text` says of it. An installed package is a part by its
+version; the interpreter and torch are versions in every key, and their code is not followed.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import importlib.metadata
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .encoder import (
+    DATA,
+    MAX_DEPTH,
+    Encoder,
+    Undescribable,
+    class_name,
+    decomposed,
+    function_text,
+    is_tensor,
+    package_of,
+    tensor_text,
+    unmatched_text,
+    unwrapped,
+)
+from .factors import Parts
+
+_VERSIONED = {*sys.stdlib_module_names, "torch", "triton", "numpy", "sympy", "builtins"}
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_TRITON_FIELDS = ("fn", "configs", "keys", "values", "noinline", "do_not_specialize")
+_LOADS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"}
+_MUTATORS = {
+    *("append", "extend", "insert", "remove", "clear", "pop", "popitem", "update", "setdefault"),
+    *("add", "discard", "appendleft", "popleft", "__setitem__", "__delitem__"),
+}
+
+
+def code_parts(value: Any, name: str = "") -> dict[str, str]:
+    """What `value` consists of, by path from `name`; raises Undescribable."""
+    follower = _Follower()
+    follower.follow(value, name)
+    return follower.parts
+
+
+def fingerprint(value: Any) -> str:
+    """sha256 in hex of `code_parts`."""
+    digest = hashlib.sha256()
+    for path, text in code_parts(value).items():
+        digest.update(f"{path}\0{text}\0".encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def described_code(value: Any) -> Parts:
+    """`code_parts` as a factor; text that occurs once, so that its key finds nothing, if none."""
+    try:
+        return Parts(code_parts(value, "code"))
+    except Undescribable as error:
+        return Parts(code=unmatched_text(error))
+
+
+class _Follower(Encoder):
+    """Parts of code, by path. Each object is followed once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[str, str] = {}
+        self._seen: dict[int, tuple[str, Any]] = {}  # kept alive so that ids are not reused
+
+    def follow(self, value: Any, path: str) -> None:
+        if type(value) in DATA:
+            self.parts[path] = repr(value)
+        elif id(value) in self._seen:
+            self.parts[path] = f"<as {self._seen[id(value)][0]}>"
+        elif path.count(".") + path.count("[") > MAX_DEPTH:
+            raise Undescribable(path, "is nested too deeply")
+        else:
+            self._seen[id(value)] = (path, value)
+            for name, inner in self._inside(value, path):
+                self.follow(inner, path + name)
+
+    def _inside(self, value: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, types.FunctionType):
+            yield from self._function(value, path)
+        elif isinstance(value, type):
+            yield from self._class(value, path)
+        elif is_tensor(value):
+            self.parts[path] = f"{tensor_text(value)} {_tensor_digest(value)}"
+        elif type(value) is object:
+            self.parts[path] = "<a sentinel>"
+        elif (plain := self.plain(value, path)) is not None:
+            self.parts[path] = plain
+        elif isinstance(value, set | frozenset):
+            self.parts[path] = self.text(value, path)
+        elif package_of(type(value)) == "triton":
+            self.parts[path] = class_name(type(value))
+            own = vars(value)
+            yield from ((f".{name}", own[name]) for name in _TRITON_FIELDS if name in own)
+        else:
+            label, fields = decomposed(value, path)
+            self.parts[path] = label
+            if not isinstance(value, list | tuple | dict | types.MethodType | functools.partial):
+                yield ".__class__", type(value)
+            yield from fields
+
+    def _function(self, function: types.FunctionType, path: str) -> Iterator[tuple[str, Any]]:
+        self.parts[path] = function_text(function) + _version(_home(function))
+        if _version(_home(function)) and "<locals>" not in function.__qualname__:
+            return
+        code = function.__code__
+        mutated = mutated_names(code)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                inner = cell.cell_contents
+            except ValueError:  # not filled yet
+                continue
+            if name not in mutated:
+                yield f".{name}", inner
+        if function.__defaults__:
+            yield ".__defaults__", function.__defaults__
+        if function.__kwdefaults__:
+            yield ".__kwdefaults__", function.__kwdefaults__
+        if (wrapped := getattr(function, "__wrapped__", None)) is not None:
+            yield ".__wrapped__", wrapped
+        if not _version(_home(function)):
+            for name in sorted(global_names(code)):
+                if name in function.__globals__ and name not in mutated:
+                    yield from self._global(f".{name}", function, name)
+
+    def _global(
+        self, path: str, function: types.FunctionType, name: str
+    ) -> Iterator[tuple[str, Any]]:
+        value = function.__globals__[name]
+        if isinstance(value, types.ModuleType):
+            inner = vars(value)
+            used = sorted(attribute_names(function.__code__))
+            yield from ((f"{path}.{each}", inner[each]) for each in used if each in inner)
+        elif isinstance(value, str) and (place := os.path.dirname(_file(function))):
+            yield path, value.replace(place, "<directory>")  # a moved checkout is the same code
+        else:
+            yield path, value
+
+    def _class(self, cls: type, path: str) -> Iterator[tuple[str, Any]]:
+        version = _version(cls.__module__)
+        self.parts[path] = class_name(cls) + version
+        if not version:
+            yield from ((f".__bases__[{i}]", base) for i, base in enumerate(cls.__bases__))
+            yield from (
+                (f".{name}", vars(cls)[name]) for name in sorted(filter(_own(cls), vars(cls)))
+            )
+
+
+def _home(function: types.FunctionType) -> str:
+    """The module a function was written in; its `__module__` may be that of one it wraps."""
+    return str(function.__globals__.get("__name__") or function.__module__)
+
+
+def _own(cls: type) -> Callable[[str], bool]:
+    """Whether a class's attribute was written in its body."""
+
+    def own(name: str) -> bool:
+        if name.startswith("_abc_"):
+            return False
+        return isinstance(unwrapped(vars(cls)[name]), types.FunctionType) or not name.startswith(
+            "__"
+        )
+
+    return own
+
+
+@functools.cache
+def _version(module: str | None) -> str:
+    """ " (package version)" for code whose package is known by its version; else empty."""
+    package = (module or "").partition(".")[0]
+    if package in _VERSIONED:
+        return f" ({package})"
+    file = getattr(sys.modules.get(package), "__file__", None) or ""
+    if not any(folder in file for folder in _INSTALLED):
+        return ""
+    try:
+        return f" ({package} {importlib.metadata.version(package)})"
+    except importlib.metadata.PackageNotFoundError:
+        stated = getattr(sys.modules[package], "__version__", None)
+        return f" ({package} {stated})" if isinstance(stated, str) else ""
+
+
+def _file(function: types.FunctionType) -> str:
+    return str(function.__globals__.get("__file__") or "")
+
+
+def _tensor_digest(value: Any) -> str:
+    data = value.detach().cpu().contiguous().reshape(-1)
+    torch = sys.modules["torch"]
+    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def nested_codes(code: types.CodeType) -> list[types.CodeType]:
+    """The code objects directly inside another: of nested functions, lambdas, comprehensions."""
+    return [const for const in code.co_consts if isinstance(const, types.CodeType)]
+
+
+def attribute_names(code: types.CodeType) -> set[str]:
+    """Every name that a code object or one inside it uses as a global or an attribute."""
+    return set(code.co_names).union(*map(attribute_names, nested_codes(code)))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def global_names(code: types.CodeType) -> frozenset[str]:
+    """The globals that a code object or one inside it reads."""
+    steps = dis.get_instructions(code)
+    read = frozenset(str(s.argval) for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return read.union(*map(global_names, nested_codes(code)))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def mutated_names(code: types.CodeType) -> frozenset[str]:
+    """Globals and closure variables that the code itself writes to: counters, memos, registries.
+
+    They vary while a program runs, so their content is no part of the code.
+    """
+    steps = list(dis.get_instructions(code))
+    found = set()
+    for index, step in enumerate(steps):
+        if step.opname in ("STORE_GLOBAL", "STORE_DEREF") and step.argval not in code.co_cellvars:
+            found.add(str(step.argval))
+        elif step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
+            found |= _container_of(steps, index)
+        elif step.opname in _LOADS and index + 1 < len(steps):
+            then = steps[index + 1]
+            if then.opname in ("LOAD_METHOD", "LOAD_ATTR") and then.argval in _MUTATORS:
+                found.add(str(step.argval))
+    return frozenset(found).union(*map(mutated_names, nested_codes(code)))
+
+
+def _container_of(steps: list[dis.Instruction], store: int) -> set[str]:
+    """The name before the expression of the key, if the container is a plain name."""
+    depth = 0
+    for index in range(store - 1, 0, -1):
+        step = steps[index]
+        if step.opname == "COPY" and steps[index - 1].opname == "COPY":  # container[key] += value
+            before = steps[index - 3] if index >= 3 else step
+            return {str(before.argval)} if before.opname in _LOADS else set()
+        depth += dis.stack_effect(step.opcode, step.arg, jump=False)
+        if depth == 1:
+            before = steps[index - 1]
+            return {str(before.argval)} if before.opname in _LOADS else set()
+    return set()

@@ -1,0 +1,187 @@
+"""Operators, descriptors, bases and metaclasses."""
+
+from __future__ import annotations
+
+from .model import holding, of_result
+
+CASES = {
+    "metaclass_attribute": of_result(
+        """class Meta(type):
+    @property
+    def gain(cls): return <<2.0|3.0>>
+class Options(metaclass=Meta):
+    pass
+""",
+        "x * Options.gain",
+    ),
+    "descriptor": holding(
+        "options",
+        "Options()",
+        "x * self.options.gain",
+        """
+class Gain:
+    def __init__(self, value): self.value = value
+    def __get__(self, owner, cls): return self.value
+class Options:
+    gain = Gain(<<2.0|3.0>>)
+""",
+    ),
+    "getattr_of_object": holding(
+        "options",
+        'Options({"gain": <<2.0|3.0>>})',
+        "x * self.options.gain",
+        """
+class Options:
+    def __init__(self, values): self.values = values
+    def __getattr__(self, name): return self.__dict__["values"][name]
+""",
+    ),
+    "abstract_method": holding(
+        "one",
+        "One()",
+        "x * self.one.gain()",
+        """
+class Base(abc.ABC):
+    @abc.abstractmethod
+    def gain(self): ...
+class One(Base):
+    def gain(self): return <<2.0|3.0>>
+""",
+    ),
+    "metaclass_field": of_result(
+        """class Meta(type):
+    gain = <<2.0|3.0>>
+class Options(metaclass=Meta):
+    pass
+""",
+        "x * Options.gain",
+    ),
+    "metaclass_method": of_result(
+        """class Meta(type):
+    def scaled(cls, x): return x * <<2.0|3.0>>
+class Options(metaclass=Meta):
+    pass
+""",
+        "Options.scaled(x)",
+    ),
+    "operators_of_an_object": holding(
+        "options",
+        "Options()",
+        'x * self.options["a"]',
+        """
+class Options:
+    def __getitem__(self, key): return <<2.0|3.0>>
+    def __len__(self): return <<2|3>>
+    def __bool__(self): return <<True|False>>
+    def __contains__(self, key): return <<True|False>>
+""",
+    ),
+    "length_of_an_object": holding(
+        "options",
+        "Options()",
+        "x * len(self.options)",
+        """
+class Options:
+    def __len__(self): return <<2|3>>
+""",
+    ),
+    "truth_of_an_object": holding(
+        "options",
+        "Options()",
+        "x * 2 if self.options else x",
+        """
+class Options:
+    def __bool__(self): return <<True|False>>
+""",
+    ),
+    "equality_of_an_object": """
+class Options:
+    def __init__(self, gain): self.gain = gain
+    def __eq__(self, other): return self.gain == other.gain
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Options(2.0), Options(<<2.0|3.0>>)
+    def forward(self, x):
+        return x * 2 if self.a == self.b else x
+def build():
+    return Model()
+""",
+    "iterated_object": """
+class Options:
+    def __iter__(self): return iter([<<2.0|3.0>>])
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.options = Options()
+    def forward(self, x):
+        for gain in self.options:
+            x = x * gain
+        return x
+def build():
+    return Model()
+""",
+    "missing_key": holding(
+        "table",
+        "Table()",
+        'x * self.table["a"]',
+        """
+class Table(dict):
+    def __missing__(self, key): return <<2.0|3.0>>
+""",
+    ),
+    "truth_added_to_a_class": holding(
+        "options",
+        "Options()",
+        "x * 2 if self.options else x",
+        """
+class Options:
+    pass
+<<pass|Options.__bool__ = lambda self: False>>
+""",
+    ),
+    "base_of_a_checked_class": holding(
+        "options",
+        "Options()",
+        "x * 2 if isinstance(self.options, Base) else x",
+        """
+class Base:
+    pass
+class Options<<|(Base)>>:
+    pass
+""",
+    ),
+    "registered_base": holding(
+        "options",
+        "Options()",
+        "x * 2 if isinstance(self.options, Base) else x",
+        """
+class Base(abc.ABC):
+    pass
+class Options:
+    pass
+<<pass|Base.register(Options)>>
+""",
+    ),
+    "property_added_to_a_class": holding(
+        "options",
+        "Options()",
+        "x * self.options.gain",
+        """
+class Options:
+    def __init__(self): self.__dict__["gain"] = 2.0
+<<pass|Options.gain = property(lambda self: 3.0)>>
+""",
+    ),
+    "metaclass_of_a_local_class": of_result(
+        """def make(gain):
+    class Meta(type):
+        def scaled(cls, x): return x * gain
+    class Options(metaclass=Meta):
+        pass
+    return Options
+Made = make(<<2.0|3.0>>)
+""",
+        "Made.scaled(x)",
+    ),
+}

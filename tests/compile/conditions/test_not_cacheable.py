@@ -1,0 +1,118 @@
+"""What cannot be described by value is in the report, with the user's line."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from piecegraph import Config, prepare
+
+from ..starts import use_text_compiler
+
+pytestmark = pytest.mark.compile
+
+FORMS = {
+    "kept result": (
+        "@torch._dynamo.assume_constant_result\ndef gain(): return 2.0",
+        "x * gain()  # here",
+        r"gain.* is called while tracing and its result is kept",
+    ),
+    "code that has no name": (
+        "def f(v): return v * 2\n"
+        "@torch.compiler.substitute_in_graph(f)  # here\ndef g(v): return v * 2",
+        "x * f(2.0)",
+        r"the code of g cannot be located",
+    ),
+    "function in the graph": (
+        "def made():\n    def f(x): return x * 2\n    return f\n"
+        "f = torch._dynamo.allow_in_graph(made())",
+        "f(x)  # here",
+        r"function case:made.<locals>.f cannot be located by its name",
+    ),
+    "op": (
+        "STREAM = io.StringIO()\n"
+        "@torch.library.custom_op('pg_forms::scale', mutates_args=())\n"
+        "def scale(x: torch.Tensor) -> torch.Tensor: return x * 2\n"
+        "@scale.register_fake\ndef fake(x):\n    STREAM\n    return torch.empty_like(x)",
+        "scale(x)  # here",
+        r"op pg_forms::scale.*STREAM is a _io.StringIO, which has no description",
+    ),
+    "default": (
+        "STREAM = io.StringIO()",
+        "x * 2",
+        r"model.forward.__func__.__defaults__.* is a _io.StringIO, which has no description",
+    ),
+}
+"""What stands before the model, what its forward returns, and the line of the report."""
+
+SOURCE = """
+import io, torch
+{before}
+class Model(torch.nn.Module):
+    def forward(self, x{default}):
+        return {result}
+"""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_report_names_the_condition_and_the_line(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_text_compiler(monkeypatch)
+    before, result, expected = FORMS[form]
+    file = tmp_path / "case.py"
+    default = ", stream=STREAM" if form == "default" else ""
+    file.write_text(SOURCE.format(before=before, result=result, default=default))
+    spec = importlib.util.spec_from_file_location("case", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "case", module)
+    spec.loader.exec_module(module)
+    config = Config(
+        compiler="text",
+        inputs={"x": "float32[num_tokens, 8]"},
+        max_num_tokens=64,
+        graph_mode="NONE",
+        cache_dir=tmp_path / "cache",
+    )
+    for _ in range(2):
+        torch._dynamo.reset()
+        prepared = prepare(module.Model(), config)
+        report = prepared.report()["cache"]
+        prepared.close()
+        assert not report["hit"]
+        (line,) = report["not_cacheable"]
+        assert re.search(expected, line), line
+        if "# here" in file.read_text():
+            number = file.read_text().split("# here")[0].count("\n") + 1
+            assert f"{file}:{number}" in line
+
+
+def test_report_names_the_setting_that_has_no_description(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pass:
+        def __init__(self) -> None:
+            self.named = {'say "it"': io.StringIO()}
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            pass
+
+    use_text_compiler(monkeypatch)
+    config = Config(
+        compiler="text",
+        inputs={"input": "float32[num_tokens, 8]"},
+        graph_mode="NONE",
+        user_passes=(Pass(),),
+        cache_dir=tmp_path,
+    )
+    prepared = prepare(torch.nn.Linear(8, 8), config)
+    (line,) = prepared.report()["cache"]["not_cacheable"]
+    assert re.search(r"passes: code.* is a _io.StringIO, which has no description", line)
