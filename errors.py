@@ -507,11 +507,6 @@ class RanksDisagree(RunError):
     todo = "Start all ranks with the same model, settings and capabilities."
 
 
-class UnknownWarmupStrategy(ConfigError):
-    what = "unknown bucket warm-up strategy {name!r}"
-    todo = "Known strategies: {known}."
-
-
 # tools
 
 

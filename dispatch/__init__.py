@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .buckets.table import BucketTable as BucketTable
     from .buckets.table import filter_buckets as filter_buckets
     from .buckets.table import plan_buckets as plan_buckets
-    from .buckets.table import with_drafts as with_drafts
     from .dispatcher import Candidate as Candidate
     from .dispatcher import Dispatcher as Dispatcher
     from .modes import AttentionSupport as AttentionSupport
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from .plan import DispatchPlan as DispatchPlan
     from .plan import PaddingLimit as PaddingLimit
     from .plan import PlanEntry as PlanEntry
+    from .plan import bucket_plan as bucket_plan
     from .plan import lora_cases as lora_cases
     from .plan import make_plan as make_plan
     from .resolve import LevelDefaults as LevelDefaults
@@ -60,10 +60,10 @@ if TYPE_CHECKING:
     from .sizing.traffic import Refit as Refit
     from .sizing.traffic import Validated as Validated
     from .sizing.traffic import Waste as Waste
+    from .sizing.traffic import base_sizes as base_sizes
     from .sizing.traffic import fit_validated as fit_validated
     from .sizing.traffic import padding_waste as padding_waste
     from .sizing.traffic import refit as refit
-    from .sizing.traffic import tail_sizes as tail_sizes
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
@@ -73,11 +73,12 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".buckets.coverage": ("Hole", "close_holes", "find_holes"),
         ".buckets.file": ("read_buckets",),
         ".buckets.ranges": ("BucketRanges", "BucketStrategy", "default_ranges"),
-        ".buckets.table": ("BucketTable", "filter_buckets", "plan_buckets", "with_drafts"),
+        ".buckets.table": ("BucketTable", "filter_buckets", "plan_buckets"),
         ".dispatcher": ("Candidate", "Dispatcher"),
         ".modes": ("AttentionSupport", "CaptureStrategy", "GraphMode", "RuntimeMode"),
         ".plan": (
-            "Axis", "DispatchPlan", "PaddingLimit", "PlanEntry", "lora_cases", "make_plan",
+            "Axis", "DispatchPlan", "PaddingLimit", "PlanEntry", "bucket_plan", "lora_cases",
+            "make_plan",
         ),
         ".resolve": (
             "LevelDefaults", "ModeChange", "ModelTraits", "ResolvedMode", "level_defaults",
@@ -89,8 +90,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         ),
         ".sizing.fit": ("fit_sizes",),
         ".sizing.traffic": (
-            "Histogram", "Refit", "Validated", "Waste", "fit_validated", "padding_waste", "refit",
-            "tail_sizes",
+            "Histogram", "Refit", "Validated", "Waste", "base_sizes", "fit_validated",
+            "padding_waste", "refit",
         ),
     },
 )  # fmt: skip

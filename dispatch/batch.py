@@ -98,7 +98,8 @@ class Decision:
     `reason` says how the graph fits or, for NONE, why there is no graph. `missed` says why no
     graph of a better mode was chosen, for the candidate that came closest; it is None if the plan
     has no better mode. `chunks` are the graph indices to replay one after another over
-    consecutive tokens when the batch is above the largest size. `max_reqs` is the largest number
+    consecutive tokens when the batch is above the largest size; the descriptor is then that of the
+    whole batch, unpadded, on which attention runs. `max_reqs` is the largest number
     of requests for which the decision holds.
     """
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import BatchInvalid, DecisionNotPossible, NoModeLeft
 from .batch import NO_GRAPH, Batch, Decision, Reason
-from .batch_class import BatchClass, classify, contradiction
+from .batch_class import BatchClass, class_obstacle, classify, contradiction
 from .decision_table import DecisionTable, Preference, graph_decision, none_decision
 from .modes import RuntimeMode
 from .plan import DispatchPlan, PlanEntry
@@ -108,7 +108,28 @@ class _Tables:
         chunks = (whole.graph_index,) * times + ((table.at(rest).graph_index,) if rest else ())
         if NO_GRAPH in chunks or self.preference.none_is_cheaper(chunks, num_tokens, kind):
             return otherwise
-        return replace(whole, reason=Reason.CHUNKED, missed=otherwise.missed, chunks=chunks)
+        return replace(self._in_chunks(kind, num_tokens, chunks), missed=otherwise.missed)
+
+    def chunked(
+        self, kind: BatchClass, num_tokens: int, chunks: tuple[int, ...]
+    ) -> Decision | None:
+        """The decision to run a batch in these chunks, None if they cannot."""
+        entries = self.preference.plan.entries
+        usable = all(
+            0 <= graph_index < len(entries)
+            and self.captured[graph_index]
+            and class_obstacle(self.preference.plan, entries[graph_index], kind) is None
+            for graph_index in chunks
+        )
+        if not usable or num_tokens > sum(entries[i].descriptor.num_tokens for i in chunks):
+            return None
+        return self._in_chunks(kind, num_tokens, chunks)
+
+    def _in_chunks(self, kind: BatchClass, num_tokens: int, chunks: tuple[int, ...]) -> Decision:
+        entry = self.preference.plan.entries[chunks[0]]
+        decision = graph_decision(entry, chunks[0], kind, num_tokens)
+        whole = replace(entry.descriptor, num_tokens=num_tokens)
+        return replace(decision, descriptor=whole, reason=Reason.CHUNKED, chunks=chunks)
 
 
 class Dispatcher:
@@ -201,16 +222,23 @@ class Dispatcher:
         kind = classify(self.plan, batch, allowed_modes, excluded_modes)
         return self._registered.decide(batch, kind)
 
-    def follow(self, graph_index: int, batch: Batch) -> Decision:
+    def follow(self, graph_index: int, batch: Batch, chunks: tuple[int, ...] = ()) -> Decision:
         """Apply another rank's decision, `graph_index` or NO_GRAPH, to this rank's batch.
 
-        A rank without tokens can follow any decision: its rows are all padding. Raises
-        DecisionNotPossible if that graph cannot serve the batch here.
+        `chunks` are those of the decision, of which a rank with fewer tokens runs the last ones on
+        padding. A rank without tokens can follow any decision: its rows are all padding. Raises
+        DecisionNotPossible if these graphs cannot serve the batch here.
         """
         kind = classify(self.plan, batch)
         if graph_index == NO_GRAPH:
             return none_decision(self.plan, kind, batch.num_tokens, Reason.RANK_DECISION)
         captured = self._live.captured
+        if chunks:
+            whole = self._live.chunked(kind, batch.num_tokens, chunks)
+            if whole is None:
+                reason = "its chunks are not captured here or hold fewer tokens"
+                raise DecisionNotPossible(graph_index=graph_index, batch=batch, reason=reason)
+            return replace(whole, reason=Reason.RANK_DECISION)
         if not batch.num_tokens and graph_index < len(captured) and captured[graph_index]:
             decision = graph_decision(self.plan.entries[graph_index], graph_index, kind, 0)
             return replace(decision, reason=Reason.RANK_DECISION)
@@ -250,6 +278,22 @@ class Dispatcher:
             flags = list(self._live.captured)
             flags[graph_index] = captured
             self._live = _Tables(self._live.preference, tuple(flags))
+            self._drop_fast_path()
+
+    def change_plan(self, added: Iterable[PlanEntry], retired: Collection[int]) -> None:
+        """Append entries to the plan; `retired` graphs are not wanted from now on.
+
+        Indices of earlier entries stay. Measured costs are forgotten: they do not cover new ones.
+        """
+        with self._lock:
+            self.plan = replace(self.plan, entries=(*self.plan.entries, *added))
+            indices = range(len(self.plan.entries))
+            preference = Preference(self.plan)
+            captured = self._live.captured
+            self._registered = _Tables(preference, tuple(i not in retired for i in indices))
+            self._live = _Tables(
+                preference, tuple(i < len(captured) and captured[i] for i in indices)
+            )
             self._drop_fast_path()
 
     def is_captured(self, graph_index: int) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
 from ..errors import BatchInvalid, InvalidSetting, PlanInvalid
 from .batch import Batch, BatchDescriptor
+from .buckets.bucket import Bucket
 from .modes import GraphMode, RuntimeMode
 
 
@@ -205,6 +206,31 @@ def make_plan(
     ordered = sorted(entries, key=lambda entry: (entry.mode, -entry.descriptor.num_tokens))
     limit = padding or PaddingLimit()
     return DispatchPlan(tuple(ordered), max_num_reqs, tuple(axes), limit, chunked)
+
+
+def bucket_plan(buckets: Iterable[Bucket], max_num_reqs: int) -> DispatchPlan:
+    """The plan with a FULL graph for each bucket, largest first.
+
+    A step that an engine has padded to a bucket states its rows, its requests, and the axes `query`
+    and `context`.
+    """
+    ordered = sorted(set(buckets), key=lambda bucket: (-bucket.batch * bucket.query, bucket))
+    entries = (
+        PlanEntry(
+            RuntimeMode.FULL,
+            BatchDescriptor(
+                bucket.batch * bucket.query,
+                bucket.batch,
+                axes=(("query", bucket.query), ("context", bucket.context)),
+            ),
+        )
+        for bucket in ordered
+    )
+    axes = (
+        Axis("query", tuple(sorted({bucket.query for bucket in ordered}))),
+        Axis("context", tuple(sorted({bucket.context for bucket in ordered}))),
+    )
+    return DispatchPlan(tuple(entries), max_num_reqs, axes)
 
 
 def lora_cases(

@@ -13,6 +13,8 @@ from ..compile.ir.config import LOCATION, TOKENS, CompileConfig
 from ..dispatch import (
     AttentionSupport,
     Axis,
+    Bucket,
+    BucketLimits,
     CaptureStrategy,
     GraphMode,
     ModelTraits,
@@ -106,7 +108,8 @@ class Config(CompileConfig):
 
     max_loras: Annotated[int, SERVING, Field(ge=0)] = 0
     """The most active LoRA adapters in a step. Without it, steps with adapters run without a
-    graph. `Batch.num_loras` states the active ones."""
+    graph. `Batch.num_loras` states the active ones; an input
+    dimension `num_loras` has the size that a graph was captured for."""
 
     lora_graphs: Annotated[LoraGraphs, SERVING] = LoraGraphs.WITH_AND_WITHOUT
     """The graphs of each size with LoRA: one that serves all steps (`"one"`), another one without
@@ -143,6 +146,14 @@ class Config(CompileConfig):
     graph_mode: Annotated[GraphMode | None, SERVING] = None
     """`"NONE"`, `"PIECEWISE"`, `"FULL"`, `"FULL_DECODE_ONLY"` or `"FULL_AND_PIECEWISE"`; `None`
     uses the default of `level`. The report says which mode is used, and why."""
+
+    buckets: Annotated[tuple[Bucket, ...], SERVING] = ()
+    """Padded shapes (requests, query length, blocks of context) that get FULL graphs, instead of
+    sizes in tokens, for an engine that pads its steps to them. Each `Batch` states the axes `query`
+    and `context`."""
+
+    bucket_limits: Annotated[BucketLimits | None, SERVING] = None
+    """With `buckets`, the legal steps of the engine: `prepare` reports those without a bucket."""
 
     capture_sizes: Annotated[tuple[int, ...] | None, SERVING] = None
     """Padded sizes in tokens that get graphs, ascending; `None` uses `default_capture_sizes`."""
@@ -182,6 +193,10 @@ class Config(CompileConfig):
     padding: Annotated[dict[str, Padding | int | float], SERVING] = Field(default_factory=dict)
     """What padding contains, by input: `"zero"` (the default), `"repeat"` (the last real row),
     `"keep"` (the previous contents), or a number, such as the cache slot reserved for padding."""
+
+    chunked: Annotated[bool, SERVING] = False
+    """Steps above the largest size run as PIECEWISE graphs over consecutive chunks of their tokens,
+    with attention over the whole step."""
 
     padding_limit: Annotated[PaddingLimit | None, SERVING] = None
     """The most padding a graph may add, a `PaddingLimit`. Batches that need more use a lower

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..dispatch import (
     DENSE_END,
     DispatchPlan,
     GraphMode,
     ResolvedMode,
     align_sizes,
+    bucket_plan,
     decode_tiers,
     default_capture_sizes,
     lora_cases,
@@ -31,23 +34,15 @@ def resolve_graph_mode(config: Config) -> ResolvedMode:
     )
 
 
-def dispatch_plan(mode: GraphMode, config: Config) -> DispatchPlan:
-    """The graphs to capture for `mode`; none for mode NONE."""
-    sizes: tuple[int, ...] = ()
+def dispatch_plan(
+    mode: GraphMode, config: Config, sizes: Sequence[int] | None = None
+) -> DispatchPlan:
+    """The graphs to capture for `mode`, for the sizes of `config` or others; none for mode NONE."""
+    if config.buckets and mode is not GraphMode.NONE:
+        return bucket_plan(config.buckets, config.max_num_reqs)
     lengths = query_lens(config)
-    if mode is not GraphMode.NONE and config.capture_sizes is not None:
-        sizes = user_capture_sizes(config.capture_sizes, max_num_tokens=config.max_num_tokens)
-        sizes = align_sizes(sizes, config.size_alignment, limit=config.max_num_tokens)
-    elif mode is not GraphMode.NONE:
-        sizes = default_capture_sizes(
-            config.max_num_reqs,
-            config.max_num_tokens,
-            query_len=max(lengths),
-            tiers=decode_tiers(config.speculation_schedule) if config.speculation_schedule else (),
-            ceiling=config.size_ceiling,
-            interactive=config.interactive_sizes,
-            alignment=config.size_alignment,
-        )
+    if sizes is None:
+        sizes = capture_sizes(mode, config)
     return make_plan(
         mode,
         sizes,
@@ -61,8 +56,30 @@ def dispatch_plan(mode: GraphMode, config: Config) -> DispatchPlan:
         ),
         axes=config.axes,
         padding=config.padding_limit,
+        chunked=config.chunked,
         mixed_end=(config.size_ceiling or DENSE_END) if config.capture_sizes is None else None,
     )
+
+
+def capture_sizes(mode: GraphMode, config: Config) -> tuple[int, ...]:
+    """The sizes of `config`, or the default sizes; none for mode NONE and with buckets."""
+    sizes: tuple[int, ...] = ()
+    if config.buckets:
+        return sizes
+    if mode is not GraphMode.NONE and config.capture_sizes is not None:
+        sizes = user_capture_sizes(config.capture_sizes, max_num_tokens=config.max_num_tokens)
+        sizes = align_sizes(sizes, config.size_alignment, limit=config.max_num_tokens)
+    elif mode is not GraphMode.NONE:
+        sizes = default_capture_sizes(
+            config.max_num_reqs,
+            config.max_num_tokens,
+            query_len=max(query_lens(config)),
+            tiers=decode_tiers(config.speculation_schedule) if config.speculation_schedule else (),
+            ceiling=config.size_ceiling,
+            interactive=config.interactive_sizes,
+            alignment=config.size_alignment,
+        )
+    return sizes
 
 
 def query_lens(config: Config) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,18 +14,28 @@ from ..compile.ir.config import TOKENS
 from ..compile.lower.compiled_model import CompiledModel
 from ..compile.lower.eager_model import eager_model, uncompiled_model
 from ..compile.pipeline import compile_model, find_model
-from ..dispatch import Dispatcher, DispatchPlan, Histogram, PaddingLimit, ResolvedMode
+from ..dispatch import (
+    Dispatcher,
+    DispatchPlan,
+    Histogram,
+    PaddingLimit,
+    Phase,
+    ResolvedMode,
+    close_holes,
+    find_holes,
+)
 from ..errors import AutocastActive, InvalidSetting
 from ..events import Events
 from ..torch_compat.tensors import is_autocast_enabled
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
 from .background import Background, Factory
+from .capture.chunks import chunk_obstacle
 from .capture.dummy_batch import model_state, preserve_contents, preserve_rng_state
 from .config import ColdStart, Config, without_tokens
 from .policy import dispatch_plan, resolve_graph_mode
 from .prepared_model import Behind, Engine, Policy, PreparedModel, Services
-from .records import Records, RowsMixed
+from .records import BucketHole, BucketsMissing, Records, RowsMixed
 from .report import mode_reasons
 from .request import compile_request
 from .step.row_mixing import find_mixed_rows
@@ -88,8 +98,11 @@ def prepare(
             plan_digest=plan.digest,
         )
         request = compile_request(model, config, records, examples, ranks)
-        policy_of = partial(_policy, config, plan, resolved, request.device, records)
+        policy_of = partial(
+            _policy, config, plan, resolved, request.device, records, tuple(input_buffers or {})
+        )
         compiled, behind = _start(request, config, records, factory, policy_of)
+        _find_bucket_holes(config, records)
     return PreparedModel(
         compiled,
         config,
@@ -132,6 +145,7 @@ def _policy(
     resolved: ResolvedMode,
     device: torch.device,
     records: Records,
+    owned: Collection[str],
     compiled: CompiledModel,
 ) -> Policy:
     """The dispatch policy for compiled code: without sizes it cannot run or must not pad to."""
@@ -139,20 +153,50 @@ def _policy(
     if not lows:
         raise without_tokens(config)
     plan = plan.without_sizes_below(lows[0])
-    pads = bool(plan.entries) and config.padding_limit != NO_PADDING
-    if pads and _mixes_rows(compiled, device, records):
+    if config.chunked and (obstacle := chunk_obstacle(compiled, owned)):
+        raise _not_chunked(obstacle)
+    pads = config.chunked or config.padding_limit != NO_PADDING
+    if plan.entries and pads and _mixes_rows(compiled, device, records, config.chunked):
+        if config.chunked:
+            raise _not_chunked("a row of its results depends on other rows")
         unpadded = dispatch_plan(resolved.mode, config.changed(padding_limit=NO_PADDING))
         plan = unpadded.without_sizes_below(lows[0])
     return Policy(resolved, Dispatcher(plan, histogram=Histogram()))
 
 
+def _find_bucket_holes(config: Config, records: Records) -> None:
+    """Prove that every legal step has a bucket, or record those that have none."""
+    if config.bucket_limits is None:
+        return
+    for phase in Phase:
+        buckets = [bucket for bucket in config.buckets if bucket.phase is phase]
+        holes = find_holes(phase, config.bucket_limits, buckets)
+        closed = close_holes(phase, config.bucket_limits, buckets) if holes else ()
+        for hole in holes:
+            records.add(BucketHole(phase.value, tuple(hole.first), tuple(hole.last)))
+        if closed:
+            missing = sorted(set(closed) - set(buckets))
+            records.add(BucketsMissing(phase.value, [tuple(bucket) for bucket in missing]))
+
+
+def _not_chunked(obstacle: str) -> InvalidSetting:
+    return InvalidSetting(
+        name="chunked",
+        value=True,
+        reason=f"this model cannot run in chunks: {obstacle}",
+        expected="False, or a model whose pieces compute each row by itself",
+    )
+
+
 NO_PADDING = PaddingLimit(tokens=0)
 
 
-def _mixes_rows(compiled: CompiledModel, device: torch.device, records: Records) -> bool:
+def _mixes_rows(
+    compiled: CompiledModel, device: torch.device, records: Records, in_chunks: bool
+) -> bool:
     """Whether padding would change real rows; then graphs serve batches of their exact size."""
     with preserve_rng_state(), torch.no_grad(), preserve_contents(model_state(compiled)):
-        found = find_mixed_rows(compiled, device)
+        found = find_mixed_rows(compiled, device, in_chunks=in_chunks)
     for mixed in found:
         records.add(RowsMixed(mixed.piece, mixed.result, mixed.where))
     return bool(found)

@@ -18,11 +18,14 @@ from ..dispatch import (
     NO_GRAPH,
     Batch,
     BatchDescriptor,
+    CaptureStrategy,
     Decision,
     Dispatcher,
     Reason,
+    Refit,
     ResolvedMode,
     RuntimeMode,
+    refit,
 )
 from ..errors import (
     AllCapturesFailed,
@@ -42,6 +45,7 @@ from .capture.profiler_ranges import StepRanges
 from .capture.recording import Recording
 from .config import BrokenGuard, Config
 from .memory.ledger import MemoryLedger, MemoryPlan, opening_ledger, plan_memory
+from .policy import capture_sizes, dispatch_plan
 from .records import CaptureFailure, CaptureRecord, MemoryUse, Records, Switched
 from .report import build_report
 from .step.binding import Bind, binder, packer
@@ -135,6 +139,8 @@ class PreparedModel(ObservableSteps):
         weakref.finalize(self, self._monitor.stop).atexit = False
         self._sealed = False
         self._closed = False
+        self._sizes: tuple[int, ...] = ()
+        """The capture sizes of the last refit."""
         self._stated: int | None = None
         """Tokens that the batch of the step in progress states, where it is known."""
         options = getattr(self.backend, "options", None)
@@ -225,7 +231,7 @@ class PreparedModel(ObservableSteps):
                     return decision
                 if capturer.before_step(batch, decision, *modes):
                     decision = self.dispatcher.decide(batch, *modes)
-                if not self._capturer.active:
+                if not self._capturer.active and self.config.strategy is not CaptureStrategy.EAGER:
                     self.seal()
         for observer in self._observers:
             observer.dispatched(batch, decision)
@@ -257,6 +263,8 @@ class PreparedModel(ObservableSteps):
         if stated is not None and stated != num_tokens:
             raise BatchMismatch(stated=stated, actual=num_tokens)
         captured = self._captured[decision.graph_index]
+        if decision.chunks and None in [self._captured[index] for index in decision.chunks]:
+            captured = None
         if captured is None and decision.graph_index != NO_GRAPH:
             descriptor = BatchDescriptor(num_tokens)
             decision = Decision(RuntimeMode.NONE, descriptor, NO_GRAPH, Reason.NOT_CAPTURED)
@@ -270,7 +278,9 @@ class PreparedModel(ObservableSteps):
             set_grad_enabled(False)
         try:
             results: Sequence[Any]
-            if captured is None:
+            if decision.chunks:
+                results = self._graphs.run_chunks(decision.chunks, tensors, num_tokens)
+            elif captured is None:
                 if num_tokens < self._min_num_tokens:
                     self._find_form()
                     results = self._graphs.run_padded(tensors, sizes)
@@ -440,6 +450,38 @@ class PreparedModel(ObservableSteps):
         if self._behind is not None:
             self._switch_if_ready(self._behind, self._behind.background.poll())
         return 0 if self._behind is not None else self._capturer.idle(budget_ms)
+
+    def refit(self, max_graphs: int | None = None) -> Refit:
+        """Fit the capture sizes to the batches since the last refit, between two steps.
+
+        Graphs of sizes that are dropped are freed at once; those of new ones are captured between
+        the next steps, under every strategy and within its budgets. There are at most `max_graphs`
+        sizes, by default as many as at the start. The sizes at the start are kept or come back if
+        they do better on the newer half of the batches. With several ranks all must make the same
+        call; they add up their batches.
+        """
+        self._must_be_open()
+        default, histogram = (
+            capture_sizes(self.resolved.mode, self.config),
+            self.dispatcher.histogram,
+        )
+        if not default or histogram is None or self._behind is not None:
+            return Refit((), (), (), 0.0, 0.0)
+        older, newer = self._capturer.traffic(histogram, default[-1])
+        sizes, most = self._sizes or default, max_graphs or len(default)
+        change = refit(sizes, older, newer, default=default, max_graphs=most)
+        histogram.clear()
+        if change.add or change.drop:
+            plan = dispatch_plan(self.resolved.mode, self.config, change.sizes)
+            plan = plan.without_sizes_below(self._min_num_tokens)
+            self.backend.synchronize()
+            self._last_graph = None
+            self._capturer.change_plan(set(plan.entries))
+            self._graphs.extend()
+            self.usage.extend(self.dispatcher.plan)
+            self._sizes = change.sizes
+        self.events.emit("refit", level=logging.INFO, add=change.add, drop=change.drop)
+        return change
 
     def seal(self) -> None:
         """From now on nothing compiles, and only the strategy captures."""

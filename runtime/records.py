@@ -56,6 +56,27 @@ class CaptureRecord(GraphRecord):
 
 
 @dataclass(frozen=True, slots=True)
+class BucketHole(Record):
+    """Legal steps without a bucket: the smallest, and the largest of each dimension."""
+
+    event = "buckets.hole"
+    level = logging.INFO
+    phase: str
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketsMissing(Record):
+    """Buckets that would close all holes of a phase."""
+
+    event = "buckets.missing"
+    level = logging.INFO
+    phase: str
+    buckets: list[tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class CaptureFailure(GraphRecord):
     """A capture failed; it is tried again at `retry_at_step`, or never."""
 

@@ -12,6 +12,8 @@ from .memory.ledger import MemoryLedger
 from .records import (
     BackgroundFailure,
     BackgroundPhase,
+    BucketHole,
+    BucketsMissing,
     CaptureRecord,
     ForecastAccuracy,
     Record,
@@ -65,6 +67,10 @@ def build_report(
             "requested": resolved.requested and resolved.requested.value,
             "resolved": resolved.mode.value,
             "reasons": mode_reasons(resolved),
+        },
+        "buckets": {
+            "holes": _facts(records, BucketHole),
+            "missing": _facts(records, BucketsMissing),
         },
         "captures": _facts(records, CaptureRecord),
         "rows_mixed": _facts(records, RowsMixed),

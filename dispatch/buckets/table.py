@@ -8,7 +8,6 @@ from itertools import product
 
 from ...errors import BeyondLimits, InvalidSetting, NoBuckets
 from .bucket import LONG_CONTEXT, Bucket, BucketLimits, Phase
-from .coverage import close_holes
 from .ranges import BucketRanges, BucketStrategy, default_ranges
 
 
@@ -18,17 +17,14 @@ def plan_buckets(
     strategy: BucketStrategy = BucketStrategy.EXPONENTIAL,
     *,
     ranges: BucketRanges | None = None,
-    covering: bool = False,
 ) -> tuple[Bucket, ...]:
     """All combinations of the ranges that some legal batch may need, corrected, ascending.
 
-    `covering` adds the buckets that close every hole. Raises NoBuckets with the rejected buckets
-    if none is left.
+    Raises NoBuckets with the rejected buckets if none is left.
     """
     ranges = ranges or default_ranges(phase, limits, strategy)
     every = _prompts(limits, ranges) if phase is Phase.PROMPT else _decodes(limits, ranges)
-    buckets = filter_buckets(every, limits)
-    return close_holes(phase, limits, buckets) if covering else buckets
+    return filter_buckets(every, limits)
 
 
 def filter_buckets(every: Iterable[Bucket], limits: BucketLimits) -> tuple[Bucket, ...]:
@@ -38,18 +34,6 @@ def filter_buckets(every: Iterable[Bucket], limits: BucketLimits) -> tuple[Bucke
     if not kept:
         raise NoBuckets(rejected=", ".join(map(str, map(tuple, every))) or "none")
     return tuple(sorted(kept))
-
-
-def with_drafts(buckets: Iterable[Bucket], limits: BucketLimits, drafts: int) -> tuple[Bucket, ...]:
-    """Decode buckets for `drafts` speculative tokens per request, which run as extra requests."""
-    width = 1 + drafts
-    wide = [
-        bucket._replace(batch=bucket.batch * width, context=context)
-        for bucket in buckets
-        for context in (bucket.context, bucket.context * width)
-        if context > bucket.context or bucket.batch * width <= context
-    ]
-    return tuple(sorted({_corrected(bucket, limits) for bucket in wide}))
 
 
 def _prompts(limits: BucketLimits, ranges: BucketRanges) -> Iterable[Bucket]:

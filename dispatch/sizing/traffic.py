@@ -13,6 +13,10 @@ from .fit import fit_sizes
 DRIFT = 0.5
 """By what share traffic may change, up or down, between the fit and its use."""
 
+GROWTH = (2, 3, 4)
+UNEXPECTED = 0.5
+"""By what factors the load may grow as well, and how much that counts in a fit."""
+
 
 class Histogram:
     """The numbers of tokens of the last `window` batches, in bounded memory.
@@ -26,15 +30,29 @@ class Histogram:
 
     def counts(self, limit: int) -> list[int]:
         """How often each number of tokens from 0 to `limit` occurred."""
-        seen = Counter(self._last.copy())
-        return [seen[num_tokens] for num_tokens in range(limit + 1)]
+        return _counted(self._last.copy(), limit)
+
+    def halves(self, limit: int) -> tuple[list[int], list[int]]:
+        """The counts of the older and of the newer half of the batches."""
+        last = list(self._last.copy())
+        middle = len(last) // 2
+        return _counted(last[:middle], limit), _counted(last[middle:], limit)
+
+    def clear(self) -> None:
+        """Forget all batches."""
+        self._last.clear()
+
+
+def _counted(batches: Iterable[int], limit: int) -> list[int]:
+    seen = Counter(batches)
+    return [seen[num_tokens] for num_tokens in range(limit + 1)]
 
 
 def blur(counts: Sequence[float], drift: float = DRIFT) -> list[float]:
     """`counts` with the weight of n tokens spread evenly over n - drift·n to n + drift·n.
 
-    A fit on raw counts places its sizes exactly where past batches were, and is worse than the
-    default sizes once the load changes. Spreading the counts keeps sizes on both sides.
+    A fit on raw counts places its sizes exactly where past batches were. Spreading the counts keeps
+    sizes on both sides.
     """
     steps = [0.0] * (len(counts) + 1)
     for tokens, count in enumerate(counts):
@@ -47,11 +65,40 @@ def blur(counts: Sequence[float], drift: float = DRIFT) -> list[float]:
     return [level if level > rounding else 0.0 for level in accumulate(steps[:-1])]
 
 
-def tail_sizes(counts: Sequence[float], largest: int) -> tuple[int, ...]:
-    """Sizes for batches that were not seen: powers of two above all of `counts`, and `largest`."""
-    seen = max((tokens for tokens, count in enumerate(counts) if count), default=0)
-    powers = (1 << bit for bit in range(seen.bit_length(), largest.bit_length()))
-    return (*(power for power in powers if power < largest), largest)
+def expect(counts: Sequence[float], drift: float = DRIFT) -> list[float]:
+    """The traffic to fit sizes to: half of it as observed, blurred, and half after growth.
+
+    Growth is two to four times as many tokens in a batch, and a little of every size. Without it a
+    fit wastes several times as much as the default sizes as soon as the load grows. A `drift` of 0
+    leaves `counts` as they are.
+    """
+    if not drift:
+        return list(counts)
+    grown = [_share(blur(_times(counts, factor), drift)) for factor in GROWTH]
+    unseen = _share([1 / tokens if tokens else 0.0 for tokens in range(len(counts))])
+    return [
+        (1 - UNEXPECTED) * seen + UNEXPECTED * (0.8 * sum(each) / len(GROWTH) + 0.2 * anything)
+        for seen, anything, *each in zip(_share(blur(counts, drift)), unseen, *grown, strict=True)
+    ]
+
+
+def _times(counts: Sequence[float], factor: int) -> list[float]:
+    """Every batch `factor` times as large, at most the largest."""
+    grown = [0.0] * len(counts)
+    for tokens, count in enumerate(counts):
+        grown[min(len(counts) - 1, tokens * factor)] += count if tokens else 0
+    return grown
+
+
+def _share(counts: Sequence[float]) -> list[float]:
+    total = sum(counts) or 1
+    return [count / total for count in counts]
+
+
+def base_sizes(default: Sequence[int], max_graphs: int) -> tuple[int, ...]:
+    """The default sizes that every fit keeps: one in four, at most half of `max_graphs`."""
+    stride = max(4, -(-len(default) // max(1, max_graphs // 2)))
+    return tuple(default[::-1][::stride][::-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +172,7 @@ def fit_validated(
     number. The sizes of `base` are always kept.
     """
     default = _thinned(default, max_graphs)
-    fitted = fit_sizes(blur(counts, drift), max_graphs=max_graphs, base=base, cost=cost)
+    fitted = fit_sizes(expect(counts, drift), max_graphs=max_graphs, base=base, cost=cost)
     waste, default_waste = padding_waste(held_out, fitted), padding_waste(held_out, default)
     ours, theirs = cost_per_row(held_out, fitted, cost), cost_per_row(held_out, default, cost)
     better = waste.without_graph <= default_waste.without_graph and (
@@ -141,14 +188,17 @@ def fit_validated(
 
 def _thinned(sizes: Sequence[int], most: int) -> Sequence[int]:
     """At most `most` of `sizes`, evenly chosen, the largest among them."""
-    step = -(-len(sizes) // most)
-    return sizes[::-1][::step][::-1]
+    if len(sizes) <= most or most < 2:
+        return sizes[-most:]
+    return [sizes[round(place * (len(sizes) - 1) / (most - 1))] for place in range(most)]
 
 
 @dataclass(frozen=True, slots=True)
 class Refit:
-    """A change to a list of sizes, and the cost of each real row before and after."""
+    """New sizes for a live plan, what they add and drop, and the cost of each real row before and
+    after, on the newer part of the traffic."""
 
+    sizes: tuple[int, ...]
     add: tuple[int, ...]
     drop: tuple[int, ...]
     cost_before: float
@@ -157,25 +207,28 @@ class Refit:
 
 def refit(
     sizes: Sequence[int],
-    counts: Sequence[float],
+    older: Sequence[float],
+    newer: Sequence[float],
     *,
+    default: Sequence[int],
     max_graphs: int,
-    base: Iterable[int] = (),
     drift: float = DRIFT,
     cost: Callable[[int], float] = float,
     gain: float = 0.02,
 ) -> Refit:
-    """The change from `sizes` to a fit of `counts`; empty if it saves less than `gain`.
+    """The change from `sizes` to a fit of the `older` traffic, or to the `default` sizes if these
+    do better on the `newer`; nothing if that saves less than `gain`, a share of the cost.
 
-    `counts` come from the dispatcher's `Histogram`. `gain` is the share of the cost that the
-    change must save to be worth the new captures. `base` and the largest of `sizes` are always
-    kept; batches above them are ignored.
+    Both come from the dispatcher's `Histogram`. Batches above the largest default size are ignored.
     """
-    kept = {*base, sizes[-1]}
-    seen = counts[: max(kept) + 1]
-    fitted = fit_sizes(blur(seen, drift), max_graphs=max_graphs, base=kept, cost=cost)
-    before, after = cost_per_row(seen, sizes, cost), cost_per_row(seen, fitted, cost)
+    base = base_sizes(default, max_graphs)
+    limit = default[-1] + 1
+    fit = fit_validated(
+        older[:limit], newer[:limit], default=default, max_graphs=max_graphs, base=base,
+        drift=drift, cost=cost,
+    )  # fmt: skip
+    before, after = cost_per_row(newer, sizes, cost), cost_per_row(newer, fit.sizes, cost)
     if after > (1 - gain) * before:
-        return Refit((), (), before, before)
-    add, drop = set(fitted) - set(sizes), set(sizes) - set(fitted)
-    return Refit(tuple(sorted(add)), tuple(sorted(drop)), before, after)
+        return Refit(tuple(sizes), (), (), before, before)
+    add, drop = set(fit.sizes) - set(sizes), set(sizes) - set(fit.sizes)
+    return Refit(fit.sizes, tuple(sorted(add)), tuple(sorted(drop)), before, after)

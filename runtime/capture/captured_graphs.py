@@ -32,6 +32,7 @@ from ..step.binding import laid_out, lay_out
 from ..step.forward_context import ForwardContext
 from ..step.static_inputs import BoundInputs, Load, StaticInputs, real_part
 from .breaks import recordable
+from .chunks import Chunk, ChunkedStep
 from .dummy_batch import DummyBatch, MetadataFor, model_state
 from .profiler_ranges import name_segments, range_hooks
 from .recorder import record
@@ -81,6 +82,10 @@ class CapturedGraph:
         self.recording.replay()
         return [fresh() for fresh in results]
 
+    def load_of(self, sizes: tuple[int, ...]) -> Load:
+        """What copies inputs of these sizes to the static inputs."""
+        return (self._by_size.get(sizes) or self._prepare(sizes))[0]
+
     def poison(self) -> None:
         """Overwrite the static results, so that code that reads them after the step gets NaN."""
         for output in self.recording.outputs or ():  # none if the graph was evicted
@@ -119,7 +124,7 @@ class CapturedGraphs:
     """
 
     __slots__ = (
-        "_context", "_dispatcher", "_inputs", "_laid_out", "_recordable", "_records",
+        "_chunked", "_context", "_dispatcher", "_inputs", "_laid_out", "_recordable", "_records",
         "_splitting_ops", "_unwatched", "addresses", "captured", "compiled", "metadata_for",
         "ranged", "stitched", "unrecorded",
     )  # fmt: skip
@@ -159,6 +164,7 @@ class CapturedGraphs:
         placed = {each.target: each.place for each in compiled.plan.weights if each.place}
         for name, place in placed.items():
             self.addresses.watch_read(name, reader(*place, compiled.model))
+        self._chunked = ChunkedStep(compiled) if self._dispatcher.plan.chunked else None
         # code that is not traced reads the model's weights itself, any of them
         own = [name for name in compiled.weights if name not in placed]
         self.addresses.watch_module(compiled.model, own if compiled.traced else None)
@@ -195,11 +201,17 @@ class CapturedGraphs:
                 tensor.copy_(copy)
         return results
 
+    def extend(self) -> None:
+        """Follow a plan to which entries were appended; the last item stays that of NO_GRAPH."""
+        more = len(self._dispatcher.plan.entries) + 1 - len(self.captured)
+        self.captured += [None] * more
+
     def close(self) -> None:
         """Free code, weights and buffers; only the plan is left. All recordings were removed."""
         model = torch.nn.Module()
         self.compiled = replace(self.compiled, pieces=(), weights={}, model=model)
         self.stitched = self._recordable = _closed
+        self._chunked = None
         self.addresses = Addresses(self.addresses.address)
         self.unrecorded = self.addresses.snapshot()
         self.metadata_for = None
@@ -237,6 +249,28 @@ class CapturedGraphs:
             inputs.copy_back(tensors)
         return _real_results(plan, outputs, sizes)
 
+    def run_chunks(
+        self, graph_indices: Sequence[int], tensors: tuple[Any, ...], num_tokens: int
+    ) -> tuple[Any, ...]:
+        """Run a step of more tokens than a graph has: these graphs over consecutive chunks.
+
+        Later graphs may have no tokens left; they run on padding, as on the other ranks. Raises
+        MovedTensor if a tensor that a graph reads was moved, BatchExceeded for too many tokens.
+        """
+        assert self._chunked is not None
+        chunks: list[Chunk] = []
+        end = 0
+        for graph_index in graph_indices:
+            graph, start = self.captured[graph_index], min(end, num_tokens)
+            assert graph is not None
+            graph.addresses.check_step()
+            end += self._dispatcher.plan.entries[graph_index].descriptor.num_tokens
+            stop = min(end, num_tokens)
+            chunks.append(Chunk(start, stop, graph.recording, graph.load_of((stop - start,))))
+        if end < num_tokens:
+            raise BatchExceeded(name=TOKENS, size=num_tokens, most=end)
+        return self._chunked.run(chunks, tensors)
+
     def record(self, graph_index: int, session: CaptureSession) -> Recording:
         """Capture a dummy batch that fills the graph's descriptor.
 
@@ -252,6 +286,7 @@ class CapturedGraphs:
                 recording = record(
                     self._recordable, views, session,
                     name=name, breaks=breaks, warm_up=self.stitched,
+                    keep_pieces=breaks and self._dispatcher.plan.chunked,
                 )  # fmt: skip
                 recording.metadata = self._context.metadata
         except (CaptureFailed, DummyStepFailed):
@@ -322,6 +357,8 @@ class CapturedGraphs:
         sizes = dict(self._inputs.limits)
         if descriptor.num_reqs is not None and "num_reqs" in sizes:
             sizes["num_reqs"] = descriptor.num_reqs
+        if "num_loras" in sizes:
+            sizes["num_loras"] = descriptor.lora_case
         known = {TOKENS: descriptor.num_tokens, **dict(descriptor.axes)}
         return sizes | {n: size for n, size in known.items() if n in sizes}
 

@@ -26,7 +26,7 @@ from ...torch_compat.tensors import tree_map_only
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
 from ..step.forward_context import CURRENT, CapturedContext, ForwardContext
-from .recording import Recording, Segment, SegmentKind, eager_call, static_results
+from .recording import CapturedPiece, Recording, Segment, SegmentKind, eager_call, static_results
 from .session import CaptureSession, capture_failure
 
 Fn = Callable[..., Any]
@@ -43,10 +43,12 @@ def record(
     name: str,
     breaks: bool,
     warm_up: Fn | None = None,
+    keep_pieces: bool = False,
 ) -> Recording:
     """Capture `fn(*inputs)` and execute it once; `warm_up`, if given, is called first.
 
-    `breaks` makes the recording PIECEWISE, otherwise it is FULL. Raises CaptureFailed or its
+    `breaks` makes the recording PIECEWISE, otherwise it is FULL. `keep_pieces` notes the tensors
+    of each piece, for steps in chunks. Raises CaptureFailed or its
     subclass CaptureOutOfMemory; an interrupt and what `warm_up` raises pass unchanged. After any
     error no capture is open and no graph is kept.
     """
@@ -54,7 +56,7 @@ def record(
         raise NestedCapture(name=name)
     if warm_up is not None:
         warm_up(*inputs)
-    recorder = Recorder(session, breaks)
+    recorder = Recorder(session, breaks, keep_pieces)
     token = ACTIVE.set(recorder)
     used, began = session.backend.memory().used, perf_counter()
     try:
@@ -71,6 +73,7 @@ def record(
         ACTIVE.reset(token)
     recording = Recording(name, recorder.segments, recorder.graphs, recorder.ownership)
     recording.outputs = outputs
+    recording.pieces = recorder.pieces
     recording.seconds = perf_counter() - began
     recording.bytes = session.backend.memory().used - used
     session.events.emit("capture.recorded", **recording.facts())
@@ -80,8 +83,11 @@ def record(
 class Recorder:
     """One capture in progress: the segments so far and the graph that is open, if any."""
 
-    def __init__(self, session: CaptureSession, breaks: bool) -> None:
+    def __init__(self, session: CaptureSession, breaks: bool, keep_pieces: bool) -> None:
         self.breaks = breaks
+        self.pieces: list[CapturedPiece] = []
+        self._keep_pieces = keep_pieces
+        self._piece: tuple[Any, Any] | None = None
         self.segments: list[Segment] = []
         self.graphs: list[Graph] = []
         self.ownership = Ownership()
@@ -101,10 +107,15 @@ class Recorder:
         capture, self._open = self._open, None
         graph = capture.end()
         self.graphs.append(graph)  # also an empty one: it owns memory
-        if graph.operations:
-            replay = graph.replay
+        replay = graph.replay if graph.operations else None
+        if replay is not None:
             replay()
             self.segments.append(Segment(SegmentKind.GRAPH, [replay], graph.operations))
+        if self._piece is not None:
+            # not held: a replay's results are read before any later segment is replayed
+            args, results = tree_map_only(Tensor, self._alias, self._piece)
+            self.pieces.append(CapturedPiece(replay, args, results))
+            self._piece = None
 
     def splitting_op(self, name: str, fn: Fn, args: Any, kwargs: Any) -> Any:
         """End the open graph, run `fn` eagerly and keep the call, open the next graph."""
@@ -126,9 +137,13 @@ class Recorder:
         """Call a compiled piece as one operation, which reads the context of its capture."""
         if self._open is None:
             return fn(*args)
+        given = list(args[0]) if self._keep_pieces else []  # compiled code empties its list
         if self._context is not None:
             fn = partial(self._context.call, fn)
-        return self._open.opaque(fn, args)
+        result = self._open.opaque(fn, args)
+        if self._keep_pieces:
+            self._piece = given, result
+        return result
 
     def abort(self) -> None:
         """Drop the open graph and all others."""
@@ -148,3 +163,7 @@ class Recorder:
             return self._session.backend.weak(tensor)
 
         return tree_map_only(Tensor, weaken, value)
+
+    def _alias(self, tensor: Tensor) -> Tensor:
+        made = self.ownership.is_made(tensor)
+        return self._session.backend.weak(tensor) if made else tensor

@@ -41,9 +41,14 @@ class MixedRows:
     where: str | None
 
 
-def find_mixed_rows(compiled: CompiledModel, device: torch.device) -> list[MixedRows]:
+def find_mixed_rows(
+    compiled: CompiledModel, device: torch.device, *, in_chunks: bool = False
+) -> list[MixedRows]:
     """The pieces in which padding reaches real rows. A piece that cannot be run alone, because an
-    op in it needs a step, is left out."""
+    op in it needs a step, is left out.
+
+    `in_chunks` finds those too in which a row depends on earlier rows, or on its own position.
+    """
     plan, found = compiled.plan, []
     if not compiled.traced or plan.partition_ops:
         return []
@@ -54,7 +59,7 @@ def find_mixed_rows(compiled: CompiledModel, device: torch.device) -> list[Mixed
         span, real, padded = sizes
         fn = compiled.pieces[span.artifacts[index]]
         try:
-            result = _mixed(compiled, step, fn, real, padded, device)
+            result = _mixed(compiled, step, fn, real, padded, device, in_chunks)
         except Exception:
             continue
         if result is not None:
@@ -81,10 +86,11 @@ def _mixed(
     real: Mapping[str, int],
     padded: Mapping[str, int],
     device: torch.device,
+    in_chunks: bool,
 ) -> str | None:
     """The first result of a piece whose real rows depend on padding."""
     generator = torch.Generator().manual_seed(_SEED)
-    names = [(name, *_form(compiled.plan, name)) for name in step.args]
+    names = [(name, *form_of(compiled.plan, name)) for name in step.args]
     whole = [
         _random(dtype, _at(shape, padded, compiled.plan), generator) for _, dtype, shape in names
     ]
@@ -109,12 +115,19 @@ def _mixed(
         target[box] = source[box]
     first, second = run(padded, whole), run(padded, mixed_in)
     alone = run(real, [value[box].clone() for value, box in zip(whole, boxes, strict=True)])
+    ends = [_end(_at(shape, real, compiled.plan), tuple(value.shape))
+            for (_, _, shape), value in zip(names, whole, strict=True)]  # fmt: skip
+    last = alone
+    if in_chunks:
+        last = run(real, [value[end].clone() for value, end in zip(whole, ends, strict=True)])
     unwritten = compiled.plan.pieces[step.piece].unwritten
-    for at, (name, one, two, three) in enumerate(zip(step.outs, first, second, alone, strict=True)):
+    results = zip(step.outs, first, second, alone, last, strict=True)
+    for at, (name, one, two, three, four) in enumerate(results):
         if isinstance(one, Tensor) and at not in unwritten:
             box = _box(tuple(three.shape))
             same = torch.equal(one[box].nan_to_num(), two[box].nan_to_num())
-            if not same or not _close(one[box], three):
+            end = _end(tuple(four.shape), tuple(one.shape)) if in_chunks else box
+            if not (same and _close(one[box], three) and _close(one[end], four)):
                 return f"{name}: {compiled.plan.shapes.get(name, '')}"
     return None
 
@@ -126,7 +139,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True)
 
 
-def _form(plan: Plan, name: str) -> tuple[str, tuple[int | str, ...]]:
+def form_of(plan: Plan, name: str) -> tuple[str, tuple[int | str, ...]]:
     """Dtype and symbolic shape of a tensor value; sizes and weights have none."""
     for item in plan.inputs:
         if item.name == name:
@@ -146,6 +159,10 @@ def _at(shape: tuple[int | str, ...], sizes: Mapping[str, int], plan: Plan) -> S
 
 def _box(shape: Shape) -> tuple[slice, ...]:
     return tuple(slice(size) for size in shape)
+
+
+def _end(shape: Shape, whole: Shape) -> tuple[slice, ...]:
+    return tuple(slice(total - size, total) for size, total in zip(shape, whole, strict=True))
 
 
 def _random(dtype: str, shape: Shape, generator: torch.Generator) -> Tensor:

@@ -28,7 +28,7 @@ class Usage:
     objects. Decisions are summed when counts are read, or when there are many.
     """
 
-    __slots__ = ("_plan", "_reasons", "_steps", "_tallies", "_tokens", "_without")
+    __slots__ = ("_chunked", "_plan", "_reasons", "_steps", "_tallies", "_tokens", "_without")
 
     def __init__(self, plan: DispatchPlan) -> None:
         self._plan = plan
@@ -36,6 +36,7 @@ class Usage:
         self._steps = [0] * len(plan.entries)
         self._tokens = [0] * len(plan.entries)
         self._without: Counter[int] = Counter()
+        self._chunked: dict[tuple[int, ...], _Tally] = {}
         self._reasons: tuple[Counter[Reason], ...] = tuple(Counter() for _ in RuntimeMode)
 
     def follow(self, plan: DispatchPlan) -> None:
@@ -44,6 +45,13 @@ class Usage:
         self._plan = plan
         self._steps = [0] * len(plan.entries)
         self._tokens = [0] * len(plan.entries)
+
+    def extend(self, plan: DispatchPlan) -> None:
+        """Count by a plan to which entries were appended."""
+        more = len(plan.entries) - len(self._plan.entries)
+        self._plan = plan
+        self._steps += [0] * more
+        self._tokens += [0] * more
 
     def count(self, decision: Decision, num_tokens: int) -> None:
         """One step of `num_tokens` real tokens, run as decided."""
@@ -61,7 +69,10 @@ class Usage:
         self._reasons[RuntimeMode.NONE][Reason.CAPABILITY] += 1
 
     def rows(self) -> list[dict[str, Any]]:
-        """`{mode, num_tokens, count, padded_tokens}`: graphs first, each sorted by size."""
+        """`{mode, num_tokens, count, padded_tokens}`: graphs first, each sorted by size.
+
+        Rows of graphs have their `descriptor`, rows of steps in chunks the sizes of the `chunks`.
+        """
         self._sum()
         used = [
             {
@@ -69,6 +80,7 @@ class Usage:
                 "num_tokens": entry.descriptor.num_tokens,
                 "count": steps,
                 "padded_tokens": steps * entry.descriptor.num_tokens - tokens,
+                "descriptor": entry.descriptor.as_json(),
             }
             for entry, steps, tokens in zip(
                 self._plan.entries, self._steps, self._tokens, strict=True
@@ -76,10 +88,29 @@ class Usage:
             if steps
         ]
         used.sort(key=lambda row: (row["mode"], row["num_tokens"]))
-        return used + [
-            {"mode": "NONE", "num_tokens": size, "count": count, "padded_tokens": 0}
-            for size, count in sorted(self._without.items())
-        ]
+        return (
+            used
+            + self._chunked_rows()
+            + [
+                {"mode": "NONE", "num_tokens": size, "count": count, "padded_tokens": 0}
+                for size, count in sorted(self._without.items())
+            ]
+        )
+
+    def _chunked_rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for chunks, tally in sorted(self._chunked.items()):
+            sizes = [self._plan.entries[index].descriptor.num_tokens for index in chunks]
+            rows.append(
+                {
+                    "mode": tally.decision.mode.name,
+                    "num_tokens": sum(sizes),
+                    "count": tally.steps,
+                    "padded_tokens": tally.steps * sum(sizes) - tally.tokens,
+                    "chunks": sizes,
+                }
+            )
+        return rows
 
     def reasons(self) -> list[dict[str, Any]]:
         """`{mode, reason, count}`: how often each reason was decisive."""
@@ -95,7 +126,11 @@ class Usage:
         for tally in tallies.values():
             decision, graph_index = tally.decision, tally.decision.graph_index
             self._reasons[decision.mode][decision.reason] += tally.steps
-            if graph_index == NO_GRAPH:
+            if decision.chunks:
+                chunked = self._chunked.setdefault(decision.chunks, _Tally(decision))
+                chunked.steps += tally.steps
+                chunked.tokens += tally.tokens
+            elif graph_index == NO_GRAPH:
                 self._without[decision.descriptor.num_tokens] += tally.steps
             else:
                 self._steps[graph_index] += tally.steps

@@ -8,12 +8,20 @@ number, and outcomes of captures, which ranks exchange before any of them uses a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
 
-from ...dispatch import Batch, CaptureStrategy, Decision, Dispatcher, RuntimeMode
+from ...dispatch import (
+    Batch,
+    CaptureStrategy,
+    Decision,
+    Dispatcher,
+    Histogram,
+    PlanEntry,
+    RuntimeMode,
+)
 from ...errors import CaptureFailed, DummyStepFailed
 from ..backends.protocol import GraphBackend
 from ..capture.recording import Recording
@@ -62,6 +70,7 @@ class Capturer:
         self._clock = clock
         self._changes = 0
         self._pool: Any = None
+        self._retired: frozenset[int] = frozenset()
         self.begin()
 
     def begin(self) -> None:
@@ -70,6 +79,7 @@ class Capturer:
         self.active = False
         self.memory = GraphMemory()
         self.queue = CaptureQueue(strategy, plan, self._config.min_hits)
+        self._drop(())
         self._costs = CaptureCosts()
         lazy_limit = self._config.lazy_bytes if strategy is CaptureStrategy.LAZY else None
         self._lazy = LazyBytes(lazy_limit, self.queue.states, self._entries)
@@ -152,6 +162,32 @@ class Capturer:
         self.queue.count_idle()
         budget = CaptureBudget(len(self._entries), budget_ms)
         return self._spend(budget, self.queue.in_idle_time())
+
+    def traffic(self, histogram: Histogram, limit: int) -> Iterator[list[int]]:
+        """The older and the newer half of the batches of all ranks, counted by size."""
+        answers = self._exchange("traffic", {"halves": histogram.halves(limit)})
+        for halves in zip(*(answer["halves"] for answer in answers), strict=True):
+            yield [sum(counts) for counts in zip(*halves, strict=True)]
+
+    def change_plan(self, entries: Set[PlanEntry]) -> None:
+        """Make `entries` the graphs of the plan: others are freed, missing ones are captured
+        between the next steps, within the budgets."""
+        known = {entry: index for index, entry in enumerate(self._entries)}
+        new = sorted(entries - known.keys(), key=lambda entry: -entry.descriptor.num_tokens)
+        retired = frozenset(index for entry, index in known.items() if entry not in entries)
+        revived = sorted(self._retired - retired)
+        for graph_index in sorted(retired):
+            if self.queue.states[graph_index].captured:
+                self._evict(graph_index)
+        self._retired = retired
+        added = [*revived, *range(len(known), len(known) + len(new))]
+        self._dispatcher.change_plan(new, retired)
+        self._entries = self._lazy.entries = self._dispatcher.plan.entries
+        self.queue.change_plan(self._dispatcher.plan, added)
+        for graph_index in retired:
+            self.queue.states[graph_index].dropped = True
+        self._changed()
+        self._refresh_active()
 
     def _changed(self) -> None:
         """A graph was captured or freed."""
@@ -337,7 +373,7 @@ class Capturer:
         """Steps capture as long as something can still be captured."""
         was = self.active
         lazily = self._config.strategy is not CaptureStrategy.EAGER
-        self.active = lazily and not self.queue.complete
+        self.active = self.queue.adding or (lazily and not self.queue.complete)
         if was and not self.active:
             self._events.emit("capture.complete", level=logging.INFO, step=self.queue.step)
 
@@ -374,7 +410,7 @@ class Capturer:
 
     def _drop(self, indices: Collection[int]) -> None:
         for graph_index, state in enumerate(self.queue.states):
-            state.dropped = graph_index in indices
+            state.dropped = graph_index in indices or graph_index in self._retired
 
     def _record_accuracy(self) -> None:
         """Record what the startup set was expected to take, and what it took."""

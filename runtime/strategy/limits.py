@@ -89,14 +89,14 @@ class LazyBytes:
     ) -> None:
         self.limit = limit
         self._states = states
-        self._entries = entries
+        self.entries = entries
         self._expected: dict[RuntimeMode, int] = {}
 
     def make_room(self, graph_index: int, evict: Callable[[int], None]) -> bool:
         """Evict what is worth less than graph `graph_index` until it fits; whether it fits."""
         if self.limit is None:
             return True
-        mode = self._entries[graph_index].mode
+        mode = self.entries[graph_index].mode
         expected = self._expected.get(mode, 0)
         if expected > self.limit:
             return False
@@ -104,7 +104,7 @@ class LazyBytes:
         launches = max(
             (
                 state.launches
-                for state, entry in zip(self._states, self._entries, strict=True)
+                for state, entry in zip(self._states, self.entries, strict=True)
                 if entry.mode is mode
             ),
             default=1,
@@ -121,7 +121,7 @@ class LazyBytes:
         """Learn from a capture, and evict what is worth least while the limit is exceeded."""
         if self.limit is None:
             return
-        self._expected[self._entries[graph_index].mode] = self._states[graph_index].bytes
+        self._expected[self.entries[graph_index].mode] = self._states[graph_index].bytes
         while self._used() > self.limit:
             least = self._least_worth()
             assert least is not None

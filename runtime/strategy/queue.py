@@ -6,6 +6,8 @@
 | DELAYED  | the largest of each mode  | the wanted graph if missing, then the next largest        |
 | LAZY     | the largest of each mode  | the wanted graph once it has been wanted `min_hits` times |
 
+Under all of them, graphs that a refit of the sizes adds are captured between steps.
+
 Uses are counted per graph, that is per padded size. Everything here depends only on the plan, the
 wanted graphs and the outcomes of captures, so ranks with equal input choose the same.
 """
@@ -77,13 +79,29 @@ class CaptureQueue:
         self._strategy = strategy
         self._plan = plan
         self._min_hits = min_hits
-        self._by_size = sorted(
-            range(len(plan.entries)),
-            key=lambda graph_index: -plan.entries[graph_index].descriptor.num_tokens,
-        )
+        self._by_size = _largest_first(plan)
         self._pending: list[int] | None = None
         self._next_retry = 0
         self.idle_steps: dict[int, Idle] = {}
+        self._added: list[int] = []
+
+    def change_plan(self, plan: DispatchPlan, added: Iterable[int]) -> None:
+        """Follow a plan to which entries were appended; `added` are captured between steps under
+        every strategy."""
+        self._plan = plan
+        self.states += [GraphState() for _ in plan.entries[len(self.states) :]]
+        self._by_size = _largest_first(plan)
+        self._added = list(added)
+        for graph_index in self._added:
+            self.states[graph_index].dropped = False
+            self.states[graph_index].failures = self.states[graph_index].retry_at = 0
+        self._pending = None
+
+    @property
+    def adding(self) -> bool:
+        """Whether a change of the plan still has graphs to capture."""
+        self._added = [i for i in self._added if not _done(self.states[i])]
+        return bool(self._added)
 
     def startup(self) -> list[list[int]]:
         """Groups of graph indices in plan order; of each, the first possible one is captured.
@@ -135,12 +153,19 @@ class CaptureQueue:
 
     def nothing_to_capture(self, wanted: int) -> bool:
         """Whether batches that want graph `wanted` capture nothing until a graph changes."""
+        if self.adding:
+            return False
         if self._strategy is CaptureStrategy.DELAYED and not all(map(_done, self.states)):
             return False
         return wanted == NO_GRAPH or _done(self.states[wanted])
 
     def between_steps(self, wanted: int) -> Iterator[int]:
         """Graphs to capture before a step that wants graph `wanted`, most urgent first."""
+        for graph_index in sorted(self._added, key=lambda added: added != wanted):
+            if self._may_capture(graph_index):
+                yield graph_index
+        if self._strategy is CaptureStrategy.EAGER:
+            return
         delayed = self._strategy is CaptureStrategy.DELAYED
         wants = wanted != NO_GRAPH and self._may_capture(wanted)
         if wants and (delayed or self.states[wanted].hits >= self._min_hits):
@@ -194,6 +219,11 @@ class CaptureQueue:
     def _may_capture(self, graph_index: int) -> bool:
         state = self.states[graph_index]
         return not _done(state) and self.step >= state.retry_at
+
+
+def _largest_first(plan: DispatchPlan) -> list[int]:
+    sizes = [entry.descriptor.num_tokens for entry in plan.entries]
+    return sorted(range(len(sizes)), key=lambda graph_index: -sizes[graph_index])
 
 
 def _done(state: GraphState) -> bool:

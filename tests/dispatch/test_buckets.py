@@ -9,16 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.dispatch import (
+    NO_GRAPH,
+    Batch,
     Bucket,
     BucketLimits,
     BucketRanges,
     BucketStrategy,
     BucketTable,
+    Dispatcher,
     Phase,
+    bucket_plan,
     default_ranges,
     filter_buckets,
     plan_buckets,
-    with_drafts,
 )
 from piecegraph.dispatch.buckets.ranges import exponential, linear, padding_aware
 from piecegraph.dispatch.buckets.table import coarse
@@ -195,10 +198,19 @@ def test_no_bucket_left_is_an_error_with_what_was_rejected():
         filter_buckets([], EXP_4096)
 
 
-def test_drafts_widen_decode_buckets():
-    wide = with_drafts([Bucket(2, 1, 4), Bucket(2, 1, 8)], EXP_4096, 2)
-    assert wide == (Bucket(6, 1, 8), Bucket(6, 1, 12), Bucket(6, 1, 24))
-    assert with_drafts([Bucket(1, 1, 32)], EXP_4096, 1) == (Bucket(2, 1, 32), Bucket(2, 1, 64))
+def test_a_plan_has_one_full_graph_for_each_bucket():
+    plan = bucket_plan([Bucket(2, 8, 1), Bucket(4, 1, 6), Bucket(2, 8, 1), Bucket(1, 16, 0)], 4)
+    keys = [
+        (e.descriptor.num_tokens, e.descriptor.num_reqs, e.descriptor.axes) for e in plan.entries
+    ]
+    assert keys == [
+        (16, 1, (("query", 16), ("context", 0))),
+        (16, 2, (("query", 8), ("context", 1))),
+        (4, 4, (("query", 1), ("context", 6))),
+    ]
+    it = Dispatcher(plan, captured=range(3))
+    assert it.dispatch(Batch(16, 2, axes={"query": 8, "context": 1})).graph_index == 1
+    assert it.dispatch(Batch(16, 2, axes={"query": 8, "context": 0})).graph_index == NO_GRAPH
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_the_holes_of_the_worked_example_are_named_and_closed():
     for shape in ((5, 300, 1), (3, 700, 0)):
         batch = Bucket(*shape)
         assert any(batch.holds(hole.first) and hole.last.holds(batch) for hole in holes)
-    closed = plan_buckets(Phase.PROMPT, EXP_4096, covering=True)
+    closed = close_holes(Phase.PROMPT, EXP_4096, buckets)
     assert find_holes(Phase.PROMPT, EXP_4096, closed) == ()
     assert all(EXP_4096.keeps(bucket) for bucket in closed if bucket.query > 1)
 
@@ -109,7 +109,7 @@ def test_one_hole_within_the_budget_is_closed_by_one_bucket():
 
 def test_closing_keeps_queries_in_chunks():
     limits = replace(EXP_4096, chunk_size=256)
-    closed = plan_buckets(Phase.PROMPT, limits, covering=True)
+    closed = close_holes(Phase.PROMPT, limits, plan_buckets(Phase.PROMPT, limits))
     assert find_holes(Phase.PROMPT, limits, closed) == ()
     assert all(bucket.query % 256 == 0 for bucket in closed)
 

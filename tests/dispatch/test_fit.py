@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from piecegraph.dispatch import fit_sizes, fit_validated, padding_waste, refit, tail_sizes
+from piecegraph.dispatch import base_sizes, fit_sizes, fit_validated, padding_waste, refit
 from piecegraph.dispatch.sizing import fit
-from piecegraph.dispatch.sizing.traffic import blur
+from piecegraph.dispatch.sizing.traffic import blur, expect
 from piecegraph.errors import InvalidSetting
 
 
@@ -139,10 +139,22 @@ def test_blurring_leaves_nothing_where_nothing_was_near():
     assert spread[183:] == [0] * 217
 
 
-def test_a_tail_reaches_from_the_largest_batch_seen_to_the_limit():
-    assert tail_sizes([9, 0, 1, 0, 0, 3, 0], 100) == (8, 16, 32, 64, 100)
-    assert tail_sizes([0] * 8 + [1], 32) == (16, 32)
-    assert tail_sizes([0] * 100 + [1], 100) == (100,)
+def test_every_fit_keeps_one_default_size_in_four():
+    default = (1, 2, 4, *range(8, 257, 8))
+    assert base_sizes(default, 32)[-1] == 256
+    assert len(base_sizes(default, 32)) == 9
+    for most in (2, 3, 8, 24):
+        assert len(base_sizes(default, most)) <= max(1, most // 2)
+
+
+def test_traffic_is_expected_to_grow():
+    counts = [0] * 129
+    counts[10] = 100
+    expected = expect(counts)
+    assert sum(expected[5:16]) > 0.5
+    assert all(expected[5:61])  # up to four times as many, half as many again
+    assert sum(expected) == pytest.approx(1)
+    assert expect(counts, 0.0) == counts
 
 
 def test_a_fit_replaces_the_default_where_it_is_better():
@@ -175,24 +187,33 @@ def test_the_default_is_kept_where_the_fit_leaves_batches_without_a_graph():
 def test_refit_says_what_to_add_and_what_to_drop():
     counts = [0] * 65
     counts[21] = 1000
-    change = refit((8, 16, 32, 64), counts, max_graphs=4, drift=0.0)
-    assert (change.add, change.drop) == ((21,), (8, 16, 32))
+    default = (8, 16, 32, 64)
+    change = refit(default, counts, counts, default=default, max_graphs=4, drift=0.0)
+    assert (change.sizes, change.add, change.drop) == ((21, 64), (21,), (8, 16, 32))
     assert (change.cost_before, change.cost_after) == (pytest.approx(32 / 21), 1)
-    after = refit((21, 64), counts, max_graphs=4, drift=0.0)
-    assert (after.add, after.drop) == ((), ())
+    after = refit((21, 64), counts, counts, default=default, max_graphs=4, drift=0.0)
+    assert (after.sizes, after.add, after.drop) == ((21, 64), (), ())
+
+
+def test_refit_returns_to_the_default_where_newer_traffic_has_moved():
+    older, newer = [0] * 65, [0] * 65
+    older[63], newer[7] = 1000, 1000
+    change = refit((63, 64), older, newer, default=(8, 64), max_graphs=2, drift=0.0)
+    assert (change.sizes, change.add, change.drop) == ((8, 64), (8,), (63,))
 
 
 def test_refit_needs_a_gain_that_repays_captures():
     counts = [0] * 65
     counts[63] = 1000
-    assert refit((8, 64), counts, max_graphs=2, drift=0.0, gain=0.02).add == ()
-    assert refit((8, 64), counts, max_graphs=2, drift=0.0, gain=0.01).add == (63,)
+    facts = {"default": (8, 64), "max_graphs": 2, "drift": 0.0}
+    assert refit((8, 64), counts, counts, gain=0.02, **facts).add == ()
+    assert refit((8, 64), counts, counts, gain=0.01, **facts).add == (63,)
 
 
 def test_refit_knows_measured_costs():
     counts = [0] * 65
     counts[21] = 1000
-    flat = refit((8, 64), counts, max_graphs=4, cost=lambda size: 1.0)
+    flat = refit((8, 64), counts, counts, default=(8, 64), max_graphs=4, cost=lambda size: 1.0)
     assert (flat.add, flat.drop) == ((), ())
 
 

@@ -15,7 +15,9 @@ def test_the_dispatcher_counts_every_batch_and_refits():
     counts = it.histogram.counts(32)
     assert len(counts) == 33
     assert (counts[12], sum(counts)) == (100, 100)
-    change = refit((8, 32), counts, max_graphs=3, drift=0.0)
+    older, newer = it.histogram.halves(32)
+    assert [a + b for a, b in zip(older, newer, strict=True)] == counts
+    change = refit((8, 32), older, newer, default=(8, 32), max_graphs=3, drift=0.0)
     assert (change.add, change.drop) == ((12,), (8,))
 
 

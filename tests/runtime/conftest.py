@@ -18,7 +18,7 @@ from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.lower.compiled_model import CompiledModel
 from piecegraph.compile.pipeline import compile_model
-from piecegraph.dispatch import resolve_mode
+from piecegraph.dispatch import Histogram, resolve_mode
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import GraphBackend
 from piecegraph.runtime.backends.registry import choose_backend
@@ -66,7 +66,8 @@ def prepare_on_replay(
     input_buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> PreparedModel:
     """What `prepare` returns for a compiled model, on a strict backend."""
-    dispatcher = Dispatcher(dispatch_plan(mode, config.changed(capture_sizes=tuple(sizes))))
+    config = config.changed(capture_sizes=tuple(sizes))
+    dispatcher = Dispatcher(dispatch_plan(mode, config), histogram=Histogram())
     cache = Cache(None, Events())
     return PreparedModel(
         compiled,

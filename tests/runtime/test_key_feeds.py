@@ -12,7 +12,7 @@ import torch
 from piecegraph.cache.keys.factors import exemptions
 from piecegraph.compile.bundle.key_factors import codegen_key, machine_factors, trace_key
 from piecegraph.compile.passes.graph_pass import passes_for
-from piecegraph.dispatch import Axis, PaddingLimit
+from piecegraph.dispatch import Axis, BucketLimits, PaddingLimit
 from piecegraph.errors import InvalidSetting
 from piecegraph.runtime.config import Config
 
@@ -66,6 +66,9 @@ OTHER: dict[str, Any] = {
     "axes": (Axis("micro_batches", (1, 2)),),
     "traits": {"pooling": True},
     "size_alignment": 2,
+    "chunked": True,
+    "buckets": ((1, 8, 0),),
+    "bucket_limits": BucketLimits(16, 64, 128, 4),
     "size_ceiling": 64,
     "interactive_sizes": True,
     "capture_sizes": (1, 2),

@@ -10,7 +10,7 @@ import typer
 
 from ..report.output import outputs
 
-MAX_NUM_TOKENS, MAX_NUM_REQS = 2048, 256
+MAX_NUM_TOKENS, MAX_NUM_REQS, MAX_GRAPHS = 2048, 256, 48
 
 sizes_app = typer.Typer(
     help="Capture sizes fitted to traffic.", no_args_is_help=True, rich_markup_mode=None
@@ -25,7 +25,7 @@ def sizes() -> None:
 @sizes_app.command()
 def fit(
     trace: Annotated[Path, typer.Argument(help="Request trace, as `run` takes it.")],
-    max_graphs: Annotated[int, typer.Option(min=1, help="Most sizes to fit.")] = 24,
+    max_graphs: Annotated[int, typer.Option(min=1, help="Most sizes to fit.")] = MAX_GRAPHS,
     rate: Annotated[float, typer.Option(help="Factor on the arrival rate.")] = 1.0,
     max_num_tokens: Annotated[
         int, typer.Option(min=1, help="Token budget of a step.")

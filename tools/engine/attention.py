@@ -18,6 +18,7 @@ import torch
 
 from ... import get_forward_context
 from ...errors import MissingMetadata
+from .bucket_attention import BucketMetadata
 from .kv_cache import LayerCache
 from .metadata import AttentionMetadata
 
@@ -44,10 +45,12 @@ def paged_attention(
     """
     context = get_forward_context()
     cache: LayerCache = context.layers[layer_name]
-    metadata: AttentionMetadata | None = context.metadata
+    metadata: AttentionMetadata | BucketMetadata | None = context.metadata
     if metadata is None:
         raise MissingMetadata(layer_name=layer_name)
-    if metadata.decode:
+    if isinstance(metadata, BucketMetadata):
+        metadata.attend(query, key, value, output, cache)
+    elif metadata.decode:
         _decode(query, key, value, output, cache, metadata)
     else:
         _mixed(query, key, value, output, cache, metadata)

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from ... import Batch, PreparedModel
+from ... import Batch, BatchDescriptor, Decision, PreparedModel, Ranks
+from ...dispatch import Refit
 from .kv_cache import Defragmenter
-from .metadata import MetadataBuffers, staged
+from .metadata import Buffers, staged
 from .sampler import Sampler
-from .scheduler import Request, Schedule, Scheduler
+from .scheduler import Request, SamplingParams, Schedule, Scheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +72,27 @@ class Clock:
 
 
 class Engine:
-    """Serves with one prepared model; `run` is its `run`, or a replacement."""
+    """Serves with one prepared model; `run` is its `run`, or a replacement.
+
+    `ranks` serve in step with each other. `refits` has each change of the capture sizes, with the
+    number of steps before it.
+    """
 
     def __init__(
         self,
         prepared: PreparedModel,
         logits: Callable[[torch.Tensor], torch.Tensor],
         scheduler: Scheduler,
-        buffers: MetadataBuffers,
+        buffers: Buffers,
         *,
         clock: Clock,
         device: torch.device,
         run: Callable[..., Any],
         sampler: Sampler,
         defragmenter: Defragmenter,
+        max_loras: int = 0,
+        refit_every: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         self.prepared = prepared
         self.logits = logits
@@ -96,6 +104,10 @@ class Engine:
         self.run = run
         self.sampler = sampler
         self.defragmenter = defragmenter
+        self.max_loras = max_loras
+        self.refit_every = refit_every
+        self.ranks = ranks
+        self.refits: list[tuple[int, Refit]] = []
 
     def serve(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Serve requests in the order of their arrival; yields after each step what it completed.
@@ -105,8 +117,8 @@ class Engine:
         """
         self.clock.start()
         arriving = deque(requests)
-        while arriving or not self.scheduler.idle:
-            if self.scheduler.idle:
+        while self._work_left(bool(arriving) or not self.scheduler.idle):
+            if arriving and self.scheduler.idle:
                 self.clock.skip_to(arriving[0].arrival)
             while arriving and arriving[0].arrival <= self.clock.now():
                 self.scheduler.add(arriving.popleft())
@@ -116,14 +128,13 @@ class Engine:
         """Run one step; returns the requests it completed."""
         began = self.clock.now()
         schedule = self.scheduler.schedule()
-        decision = self.prepared.dispatch(to_batch(schedule))
+        decision = self._decide(self.batch(schedule))
         metadata = self.buffers.fill(schedule, self.scheduler.blocks, decision.descriptor)
-        hidden = self.run(decision, *self._inputs(schedule), metadata=metadata)
-        sampled = self._sample(schedule, hidden)
+        inputs = self.inputs(schedule, decision.descriptor)
+        hidden = self.run(decision, *inputs, metadata=metadata)
+        rows, params = self.sampled_rows(schedule, decision.descriptor)
+        sampled = self.sampler.sample(self.logits(hidden[rows]), params) if rows else []
         now = self.clock.now()
-        for share in schedule.shares:
-            if share.samples:
-                self.served.token_times.setdefault(share.request.id, []).append(now)
         self.served.steps.append(
             StepRecord(
                 mode=decision.mode.name,
@@ -134,35 +145,102 @@ class Engine:
                 seconds=now - began,
             )
         )
+        before = [len(share.request.tokens) for share in schedule.shares]
         completed = self.scheduler.finish(schedule, sampled)
+        for share, known in zip(schedule.shares, before, strict=True):
+            if generated := len(share.request.tokens) - known:
+                times = self.served.token_times.setdefault(share.request.id, [])
+                times.extend([now] * generated)
         self.defragmenter.run()
+        self._refit()
         return completed
 
-    def _inputs(self, schedule: Schedule) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and positions of the real rows, (num_tokens,) int64."""
-        spans = [(share, slice(share.start, share.context_len)) for share in schedule.shares]
-        ids = [token for share, span in spans for token in share.request.tokens[span]]
-        positions = [position for _, span in spans for position in range(span.start, span.stop)]
-        host = torch.tensor([ids, positions], dtype=torch.int64)
-        on_device = staged(host, self.device).to(self.device, non_blocking=True)
-        return on_device[0], on_device[1]
+    def _work_left(self, here: bool) -> bool:
+        """Whether any data-parallel rank has requests; the others run steps without tokens."""
+        if self.ranks is None:
+            return here
+        return any(answer["left"] for answer in self.ranks.exchange("work", {"left": here}))
 
-    def _sample(self, schedule: Schedule, hidden: torch.Tensor) -> list[int]:
-        """Next tokens of the shares that sample, from their last rows only."""
-        rows, params, end = [], [], 0
+    def _decide(self, batch: Batch) -> Decision:
+        """Dispatch the step. Data-parallel ranks all use the graph of the largest batch: it is
+        uniform decode if those of all ranks are."""
+        if self.ranks is None:
+            return self.prepared.dispatch(batch)
+        query_len = batch.query_len if batch.is_decode else None
+        facts = {"num_tokens": batch.num_tokens, "num_reqs": batch.num_reqs, "query_len": query_len}
+        busy = [each for each in self.ranks.exchange("step", facts) if each["num_tokens"]]
+        lengths = {each["query_len"] for each in busy}
+        common = Batch(
+            num_tokens=max((each["num_tokens"] for each in busy), default=0),
+            num_reqs=max((each["num_reqs"] for each in busy), default=0),
+            is_decode=len(lengths) == 1 and None not in lengths,
+            query_len=lengths.pop() if len(lengths) == 1 else None,
+        )
+        decision = self.prepared.dispatch(common)
+        return self.prepared.dispatcher.follow(decision.graph_index, batch, decision.chunks)
+
+    def _refit(self) -> None:
+        """Let the capture sizes follow the traffic, every `refit_every` steps; 0 is never."""
+        steps = len(self.served.steps)
+        if self.refit_every and steps % self.refit_every == 0:
+            change = self.prepared.refit()
+            if change.add or change.drop:
+                self.refits.append((steps, change))
+
+    def batch(self, schedule: Schedule) -> Batch:
+        return to_batch(schedule)
+
+    def inputs(self, schedule: Schedule, descriptor: BatchDescriptor) -> tuple[torch.Tensor, ...]:
+        """The model's inputs, int64: ids and positions of the real rows, and with LoRA the index
+        tensors: each row's place among the active adapters (-1: none), and these adapters."""
+        shares = schedule.shares
+        ids = [token for share in shares for token in share.tokens]
+        positions = [at for share in shares for at in range(share.start, share.context_len)]
+        inputs = [ids, positions]
+        if self.max_loras:
+            adapters = active_adapters(schedule)
+            places = {adapter: place for place, adapter in enumerate(adapters)}
+            used = [share.request.lora for share in shares for _ in share.tokens]
+            rows = [-1 if adapter is None else places[adapter] for adapter in used]
+            inputs += [rows, adapters]
+        return tuple(
+            staged(torch.tensor(each, dtype=torch.int64), self.device).to(
+                self.device, non_blocking=True
+            )
+            for each in inputs
+        )
+
+    def sampled_rows(
+        self, schedule: Schedule, descriptor: BatchDescriptor
+    ) -> tuple[list[int], list[SamplingParams]]:
+        """The rows from which next tokens are sampled: of the last known tokens and of drafts."""
+        rows, params, end = list[int](), list[SamplingParams](), 0
         for share in schedule.shares:
             end += share.query_len
             if share.samples:
-                rows.append(end - 1)
-                params.append(share.request.sampling)
-        return self.sampler.sample(self.logits(hidden[rows]), params) if rows else []
+                sampled = range(end - 1 - len(share.drafts), end)
+                rows += sampled
+                params += [share.request.sampling] * len(sampled)
+        return rows, params
 
 
 def to_batch(schedule: Schedule) -> Batch:
-    """What the library needs to know about a step."""
+    """What the library needs to know about a step. The base model counts as an adapter where it
+    shares the step with others."""
+    decode, lengths = schedule.is_decode, {share.query_len for share in schedule.shares}
+    adapters = active_adapters(schedule)
+    with_base = any(share.request.lora is None for share in schedule.shares)
     return Batch(
         num_tokens=schedule.num_tokens,
         num_reqs=len(schedule.shares),
-        is_decode=schedule.is_decode,
-        query_len=1 if schedule.is_decode else None,
+        is_decode=decode,
+        query_len=next(iter(lengths)) if decode and len(lengths) == 1 else None,
+        num_loras=len(adapters) + with_base if adapters else 0,
+        max_query_len=max(lengths) if decode and lengths else None,
     )
+
+
+def active_adapters(schedule: Schedule) -> list[int]:
+    """The LoRA adapters of a step, ascending."""
+    adapters = {share.request.lora for share in schedule.shares}
+    return sorted(adapter for adapter in adapters if adapter is not None)

@@ -8,6 +8,7 @@ padding block-table entries point into the dump block.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +24,9 @@ DUMP_SLOT = 0
 class AttentionMetadata:
     """What paged attention needs to know about one step; the tensors are views of the buffers.
 
-    In a decode step every row is a separate request: `block_table` (rows, max_blocks) and
-    `seq_lens` (rows,) have one row per padded token, and only the tensors are read.
+    In a decode step every token, drafts included, is handled like a request of its own whose
+    context ends with it: `block_table` (rows, max_blocks) and `seq_lens` (rows,) have one row per
+    padded token, and only the tensors are read.
     Otherwise they have one row per request, and the host's lists, one entry per real request, say
     how the rows of the batch are divided. `slot_mapping` (tokens,) is where each token's key and
     value go. All tensors are int64.
@@ -39,11 +41,13 @@ class AttentionMetadata:
 
     def unpadded(self) -> AttentionMetadata:
         """The same step without its padding, for a model that runs on only the real rows."""
+        tokens = sum(self.query_lens)
+        rows = tokens if self.decode else len(self.query_lens)
         return replace(
             self,
-            slot_mapping=self.slot_mapping[: sum(self.query_lens)],
-            block_table=self.block_table[: len(self.query_lens)],
-            seq_lens=self.seq_lens[: len(self.query_lens)],
+            slot_mapping=self.slot_mapping[:tokens],
+            block_table=self.block_table[:rows],
+            seq_lens=self.seq_lens[:rows],
         )
 
 
@@ -56,6 +60,16 @@ def recorded(metadata: AttentionMetadata, decision: Decision) -> AttentionMetada
         block_table=real.block_table.clone(),
         seq_lens=real.seq_lens.clone(),
     )
+
+
+class Buffers(Protocol):
+    """The persistent buffers of an engine's metadata."""
+
+    def fill(self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor) -> Any:
+        """A step's metadata, padded to `descriptor`."""
+
+    def padding(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> Any:
+        """Metadata of a step without a request, for captures."""
 
 
 class MetadataBuffers:
@@ -78,10 +92,15 @@ class MetadataBuffers:
         for row, share in enumerate(schedule.shares):
             table = blocks.table(share.request.id)
             slots = blocks.slots(share.request.id, share.start, share.context_len)
-            self._host_slots[token : token + share.query_len] = slots
-            self._host_table[row, : len(table)] = table
-            self._host_lens[row] = share.context_len
-            token += share.query_len
+            stop = token + share.query_len
+            self._host_slots[token:stop] = slots
+            if schedule.is_decode:
+                self._host_table[token:stop, : len(table)] = table
+                self._host_lens[token:stop] = range(share.start + 1, share.context_len + 1)
+            else:
+                self._host_table[row, : len(table)] = table
+                self._host_lens[row] = share.context_len
+            token = stop
         return self._upload(
             descriptor.num_tokens,
             decode=schedule.is_decode,

@@ -13,6 +13,7 @@ from torch import nn
 
 from . import attention as _registers_the_op  # noqa: F401
 from .decoder_config import DecoderConfig
+from .lora import LoraIndex, LoraLinear
 
 INPUTS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
 
@@ -30,26 +31,28 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: DecoderConfig, layer_name: str) -> None:
+    def __init__(self, config: DecoderConfig, layer_name: str, max_loras: int) -> None:
         super().__init__()
         self.layer_name = layer_name
         self.num_heads = config.heads
         self.num_kv_heads = config.kv_heads
         self.head_dim = config.head_dim
         kv_size = config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.q_proj = LoraLinear(config.hidden, config.hidden, adapters=max_loras)
         self.k_proj = nn.Linear(config.hidden, kv_size, bias=False)
         self.v_proj = nn.Linear(config.hidden, kv_size, bias=False)
-        self.o_proj = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.o_proj = LoraLinear(config.hidden, config.hidden, adapters=max_loras)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        query = self.q_proj(x).view(-1, self.num_heads, self.head_dim)
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lora: LoraIndex | None
+    ) -> torch.Tensor:
+        query = self.q_proj(x, lora).view(-1, self.num_heads, self.head_dim)
         key = self.k_proj(x).view(-1, self.num_kv_heads, self.head_dim)
         value = self.v_proj(x).view(-1, self.num_kv_heads, self.head_dim)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         output = torch.empty_like(query)
         torch.ops.piecegraph_reference.paged_attention(query, key, value, output, self.layer_name)
-        return self.o_proj(output.flatten(1))  # type: ignore[no-any-return]
+        return self.o_proj(output.flatten(1), lora)  # type: ignore[no-any-return]
 
 
 class SwiGLU(nn.Module):
@@ -64,30 +67,37 @@ class SwiGLU(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: DecoderConfig, layer_name: str) -> None:
+    def __init__(self, config: DecoderConfig, layer_name: str, max_loras: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden, config.norm_eps)
-        self.attention = Attention(config, layer_name)
+        self.attention = Attention(config, layer_name, max_loras)
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, lora: LoraIndex | None
+    ) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, lora)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
-    """A decoder with random weights: the same seed gives the same weights on every device."""
+    """A decoder with random weights: the same seed gives the same weights on every device.
+
+    With `max_loras` it has that many LoRA adapters.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, config: DecoderConfig, *, seed: int) -> None:
+    def __init__(self, config: DecoderConfig, *, seed: int, max_loras: int = 0) -> None:
         super().__init__()
         self.config = config
         self.layer_names = [f"layers.{i}.attention" for i in range(config.layers)]
         self.embedding = nn.Embedding(config.vocab, config.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(config, name) for name in self.layer_names)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, name, max_loras) for name in self.layer_names
+        )
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.head = nn.Linear(config.hidden, config.vocab, bias=False)
         cos, sin = rotary_table(config)
@@ -96,12 +106,24 @@ class Decoder(nn.Module):
         self._draw_weights(seed)
         self.requires_grad_(False)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`input_ids` and `positions`: (T,) int64. Returns hidden states (T, hidden_size)."""
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lora_rows: torch.Tensor | None = None,
+        lora_adapters: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`input_ids` and `positions`: (T,) int64. Returns hidden states (T, hidden_size).
+
+        With LoRA also each row's place in `lora_adapters`, or -1, and the active adapters.
+        """
+        lora = None
+        if lora_rows is not None and lora_adapters is not None:
+            lora = lora_rows, lora_adapters
         x = self.embedding(input_ids)
         cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, lora)
         return self.norm(x)  # type: ignore[no-any-return]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -112,9 +134,10 @@ class Decoder(nn.Module):
         """Normal weights, scaled so that activations keep their size through a linear map."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.dim() == 2:
-                    parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
+            for dims in (2, 3):  # the weights of adapters last: without them the others are equal
+                for parameter in self.parameters():
+                    if parameter.dim() == dims:
+                        parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
 
 
 def rotary_table(config: DecoderConfig) -> tuple[torch.Tensor, torch.Tensor]:

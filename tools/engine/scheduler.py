@@ -1,9 +1,9 @@
 """Continuous batching: which tokens of which requests the next step computes.
 
-Decoding requests come first, one token each; what is left of the token budget goes to prompts in
-chunks, running ones before waiting ones, in the order of arrival. When blocks run out the request
-admitted last gives up its blocks and is computed again later (preemption by recomputation): what
-it has generated is kept and becomes part of what must be prefilled.
+Decoding requests come first, one token and its drafts each; what is left of the token budget goes
+to prompts in chunks, running ones before waiting ones, in the order of arrival. When blocks run out
+the request admitted last gives up its blocks and is computed again later (preemption by
+recomputation): what it has generated is kept and becomes part of what must be prefilled.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 from ...errors import InvalidSetting, RequestTooLong
 from .block_manager import BlockManager
+from .drafts import Drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Request:
     num_generate: int
     arrival: float = 0.0
     sampling: SamplingParams = GREEDY
+    lora: int | None = None
     num_prompt: int = field(init=False)
     num_prefill: int = field(init=False)
     num_computed: int = field(init=False, default=0)
@@ -63,22 +66,35 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A request's part of one step: its tokens at positions `start` … `start` + `query_len` - 1."""
+    """A request's part of one step: its tokens at positions `start` … `start` + `query_len` - 1.
+
+    The last of them may be `drafts`, guesses of the tokens that follow.
+    """
 
     request: Request
     start: int
     query_len: int
     decoding: bool
+    drafts: tuple[int, ...] = ()
 
     @property
     def context_len(self) -> int:
-        """Tokens of the request that are in the cache once the step has run."""
+        """Tokens of the request, drafts included, that are in the cache once the step has run."""
         return self.start + self.query_len
 
     @property
+    def tokens(self) -> list[int]:
+        """What the step computes: known tokens, then drafts."""
+        known = self.context_len - len(self.drafts)
+        return [*self.request.tokens[self.start : known], *self.drafts]
+
+    @property
     def samples(self) -> bool:
-        """Whether the step computes the request's last known token, so that a next one follows."""
-        return self.context_len == len(self.request.tokens)
+        """Whether the step computes the request's last known token, so that a next one follows.
+
+        The rows of that token and of its drafts are sampled.
+        """
+        return self.context_len - len(self.drafts) == len(self.request.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +116,14 @@ class Schedule:
 class Scheduler:
     """Requests waiting and running under a token budget, a request limit and a block budget."""
 
-    def __init__(self, blocks: BlockManager, *, max_num_tokens: int, max_num_reqs: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        max_num_tokens: int,
+        max_num_reqs: int,
+        drafter: Drafter | None = None,
+    ) -> None:
         if max_num_tokens < max_num_reqs:
             raise InvalidSetting(
                 name="max_num_tokens",
@@ -111,6 +134,7 @@ class Scheduler:
         self.blocks = blocks
         self.max_num_tokens = max_num_tokens
         self.max_num_reqs = max_num_reqs
+        self.drafter = drafter
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -120,10 +144,11 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raise RequestTooLong when the whole cache could not hold the request."""
-        if request.num_tokens_at_end > self.blocks.capacity:
+        num_tokens = request.num_tokens_at_end + (self.drafter.longest if self.drafter else 0)
+        if num_tokens > self.blocks.capacity:
             raise RequestTooLong(
                 request=request.id,
-                num_tokens=request.num_tokens_at_end,
+                num_tokens=num_tokens,
                 limit=self.blocks.capacity,
                 limited_by="the KV cache",
             )
@@ -139,9 +164,10 @@ class Scheduler:
         preempted: list[Request] = []
         budget = self.max_num_tokens
         decode_first = sorted(self.running, key=lambda request: not request.decoding)
+        drafts = self._drafts()
         for request in decode_first:
             if budget and request not in preempted:
-                share = self._share(request, budget)
+                share = self._share(request, budget, drafts.get(request.id, ()))
                 if self._make_room(share, shares, preempted):
                     shares.append(share)
                     budget -= share.query_len
@@ -150,24 +176,45 @@ class Scheduler:
         return Schedule(tuple(shares), tuple(preempted))
 
     def finish(self, schedule: Schedule, sampled: Iterable[int]) -> list[Request]:
-        """Record a step that has run; `sampled` has one token for each share that samples.
+        """Record a step that has run; `sampled` has one token for each sampled row.
 
-        Returns the requests that are complete; their blocks are free again.
+        A draft is accepted if it is the token sampled before it; the sampled tokens up to the first
+        rejected draft are the request's. Returns the requests that are complete; their blocks are
+        free again.
         """
         tokens = iter(sampled)
         for share in schedule.shares:
-            next_token = [next(tokens)] if share.samples else []
-            share.request.num_computed = share.context_len
-            share.request.tokens.extend(next_token)
+            found = [next(tokens) for _ in range(share.samples + len(share.drafts))]
+            pairs = zip(share.drafts, found, strict=False)
+            accepted = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            share.request.num_computed = share.context_len - len(share.drafts) + accepted
+            missing = share.request.num_tokens_at_end - len(share.request.tokens)
+            share.request.tokens.extend(found[: min(accepted + 1, missing)])
+            if self.drafter is not None:
+                self.drafter.count(len(share.drafts), accepted)
         done = [share.request for share in schedule.shares if share.request.finished]
         for request in done:
             self.running.remove(request)
             self.blocks.free(request.id)
         return done
 
-    def _share(self, request: Request, budget: int) -> Share:
-        query_len = min(len(request.tokens) - request.num_computed, budget)
-        return Share(request, request.num_computed, query_len, request.decoding)
+    def _drafts(self) -> dict[int, tuple[int, ...]]:
+        """Drafts by request, if the budget has room for them beside the prompts that wait."""
+        decoding = [request for request in self.running if request.decoding]
+        if self.drafter is None or not decoding:
+            return {}
+        most = self.drafter.most(len(decoding))
+        prompts = [each for each in self.running if not each.decoding]
+        prompts += islice(self.waiting, self.max_num_reqs - len(self.running))
+        pending = sum(len(each.tokens) - each.num_computed for each in prompts)
+        if (1 + most) * len(decoding) + pending > self.max_num_tokens:
+            return {}
+        greedy = {each.id: each.tokens for each in decoding if each.sampling.temperature == 0}
+        return self.drafter.propose(greedy, most)
+
+    def _share(self, request: Request, budget: int, drafts: tuple[int, ...] = ()) -> Share:
+        query_len = min(len(request.tokens) - request.num_computed + len(drafts), budget)
+        return Share(request, request.num_computed, query_len, request.decoding, drafts)
 
     def _make_room(self, share: Share, shares: list[Share], preempted: list[Request]) -> bool:
         """Reserve the share's blocks, preempting requests without a share, the newest first."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...cache.keys import environment
-from ...dispatch import CaptureStrategy, GraphMode
+from ...dispatch import BucketStrategy, CaptureStrategy, GraphMode
 from ...errors import CacheNotWritable, InvalidSetting
 from ..engine.decoder_config import DecoderConfig, parse_decoder_config
 from ..report.output import Output, folder_fault
@@ -68,6 +68,13 @@ def parse_sizes(name: str, value: str) -> tuple[int, ...]:
             reason="it is not a list of numbers",
             expected="sizes separated by commas, such as 1,2,4,8",
         ) from None
+
+
+def bucket_source(name: str, value: str) -> str:
+    """A strategy for buckets, or a file that contains some. Raises InvalidSetting."""
+    if Path(value).is_file():
+        return value
+    return choice(name, value, [strategy.value for strategy in BucketStrategy])
 
 
 def scale(*, above_zero: bool) -> Parse:
@@ -231,6 +238,20 @@ class RunOptions:
     kv_blocks: int | None = option(
         None, "KV-cache blocks; too few force preemption.", min=1, max=2**22
     )
+    speculate: int = option(
+        0,
+        "Drafts for each decoding request, from its own tokens; half as many under load.",
+        min=0,
+        max=64,
+    )
+    lora: int = option(0, "LoRA adapters that requests use, at random.", min=0, max=1024)
+    buckets: str | None = option(
+        None,
+        "Serve in padded buckets: exponential, linear, padding-aware, or a file of buckets.",
+        parse=lambda name, value: bucket_source(name, value),
+        metavar="STRATEGY|FILE",
+    )
+    refit: bool = option(False, "Fit capture sizes to the traffic while serving.")
     verify: str = option("sample", "Compare none, sample or all steps.", parse=one_of(VERIFY))
     off: tuple[str, ...] = option(
         (),
@@ -299,7 +320,21 @@ def read_run_options(**given: Any) -> RunOptions:
     assert not given, f"no such options: {', '.join(given)}"
     options = RunOptions(**values)
     _check_off(options)
+    _check_buckets(options)
     return _check_sizes(options, typed.get("capture_sizes"))
+
+
+def _check_buckets(options: RunOptions) -> None:
+    """Reject options that the engine with buckets does not have. Raises InvalidSetting."""
+    for name in ("mode", "capture_sizes", "kv_blocks", "speculate", "lora", "refit"):
+        value = getattr(options, name)
+        if options.buckets and value:
+            raise InvalidSetting(
+                name="--" + name.replace("_", "-"),
+                value=value.name if isinstance(value, Enum) else value,
+                reason="the engine that --buckets starts has no such option",
+                expected="one of the two",
+            )
 
 
 def _check_off(options: RunOptions) -> None:

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
@@ -18,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...dispatch import Refit
 from ..engine.decoder_config import DecoderConfig
-from ..engine.engine import Served
+from ..engine.engine import Served, StepRecord
 from ..engine.scheduler import Request
 from ..report.output import Output
 from ..report.sections import Section, Table, columns, size
@@ -39,6 +41,8 @@ def build_report(
     requests: Sequence[Request],
     served: Served,
     verification: Verification,
+    speculation: Report | None = None,
+    refits: Sequence[tuple[int, Refit]] = (),
 ) -> Report:
     """Combine the library's report (`prepared`) with the engine's measurements.
 
@@ -53,6 +57,9 @@ def build_report(
         "options": _options(options),
         **prepared,
         "startup": {**startup, "phases": own_phases + startup["phases"]},
+        "lora": _lora(options, prepared["dispatch"]),
+        "speculation": speculation,
+        "refit": _refit(served.steps, refits) if options.refit else None,
         "serving": _serving(requests, served),
         "latency": {
             **token_latencies(arrivals, served.token_times),
@@ -117,6 +124,38 @@ def _serving(requests: Sequence[Request], served: Served) -> Report:
         "generated_tokens_per_second": generated / seconds,
         "requests_per_second": len(requests) / seconds,
     }
+
+
+def _lora(options: RunOptions, dispatch: Sequence[Report]) -> Report | None:
+    """How many steps each LoRA case's graphs served."""
+    if not options.lora:
+        return None
+    used: Counter[int] = Counter()
+    for row in dispatch:
+        if "descriptor" in row:
+            used[row["descriptor"]["lora_case"]] += row["count"]
+    cases = [{"case": case, "steps": steps} for case, steps in sorted(used.items())]
+    return {"adapters": options.lora, "cases_used": cases}
+
+
+def _refit(steps: Sequence[StepRecord], refits: Sequence[tuple[int, Refit]]) -> Report:
+    """The changes of the capture sizes, and the padding of graph steps before and after them."""
+    first = refits[0][0] if refits else len(steps)
+    return {
+        "changes": [
+            {"step": step, "add": list(change.add), "drop": list(change.drop)}
+            for step, change in refits
+        ],
+        "waste_before": _waste(steps[:first]),
+        "waste_after": _waste(steps[first:]),
+    }
+
+
+def _waste(steps: Sequence[StepRecord]) -> float | None:
+    """Padding rows over all rows of steps with a graph; None if there are none."""
+    graphs = [step for step in steps if step.mode != "NONE"]
+    padded = sum(step.padded_tokens for step in graphs)
+    return 1 - sum(step.num_tokens for step in graphs) / padded if padded else None
 
 
 def _verification(verification: Verification) -> Report:
@@ -253,6 +292,24 @@ def _facts(report: Report) -> dict[str, str]:
         facts["compiled behind"] = _background(background)
     if cache["not_cacheable"]:
         facts["not cacheable"] = "\n".join(cache["not_cacheable"])
+    if report["options"]["buckets"]:
+        missing = sum(len(each["buckets"]) for each in report["buckets"]["missing"])
+        holes = len(report["buckets"]["holes"])
+        facts["buckets"] = f"{holes} holes" + (f", closed by {missing} buckets" if holes else "")
+    if lora := report["lora"]:
+        used = ", ".join(f"{each['case']}: {each['steps']} steps" for each in lora["cases_used"])
+        facts["LoRA cases"] = used or "none used"
+    if speculation := report["speculation"]:
+        saved = speculation["steps_saved"]
+        facts["speculation"] = (
+            f"{speculation['accepted']} of {speculation['proposed']} drafts accepted"
+            + ("" if saved is None else f", {saved} steps saved")
+        )
+    if refit := report["refit"]:
+        before, after = refit["waste_before"], refit["waste_after"]
+        facts["refits"] = f"{len(refit['changes'])}" + (
+            f", padding {before:.1%} before and {after:.1%} after" if before and after else ""
+        )
     return facts | ({"why": "; ".join(mode["reasons"])} if mode["reasons"] else {})
 
 

@@ -115,14 +115,15 @@ def requests_of(rows: Sequence[TraceRow], options: RunOptions) -> list[Request]:
     Raises RequestTooLong for one that goes beyond the model's positions.
     """
     for i, row in enumerate(rows):
-        if row.num_prompt + row.num_generate > options.model.max_positions:
+        num_tokens = row.num_prompt + row.num_generate + options.speculate
+        if num_tokens > options.model.max_positions:
             raise RequestTooLong(
                 request=i,
-                num_tokens=row.num_prompt + row.num_generate,
+                num_tokens=num_tokens,
                 limit=options.model.max_positions,
                 limited_by="the model",
             )
-    draw = random.Random(options.seed)
+    draw, loras = random.Random(options.seed), random.Random(options.seed)
     vocab = range(options.model.vocab)
     return [
         Request(
@@ -130,6 +131,7 @@ def requests_of(rows: Sequence[TraceRow], options: RunOptions) -> list[Request]:
             tokens=draw.choices(vocab, k=row.num_prompt),
             num_generate=row.num_generate,
             arrival=row.arrival * options.time_scale,
+            lora=loras.choice([None, *range(options.lora)]),
         )
         for i, row in enumerate(rows)
     ]

@@ -20,18 +20,31 @@ from ... import (
     AuxiliaryTask,
     Config,
     Events,
+    GraphMode,
     PreparedModel,
     RuntimeMode,
     prepare,
     switched_off,
 )
+from ...dispatch import (
+    Bucket,
+    BucketLimits,
+    BucketStrategy,
+    Phase,
+    filter_buckets,
+    plan_buckets,
+    read_buckets,
+)
 from ...errors import InvalidSetting, TooLarge
+from ..engine import lora
 from ..engine.attention import SPLITTING_OP
 from ..engine.block_manager import BlockManager
+from ..engine.buckets import BucketEngine, Buckets, BucketScheduler
 from ..engine.decoder_config import DecoderConfig
+from ..engine.drafts import Drafter
 from ..engine.engine import Clock, Engine
 from ..engine.kv_cache import Defragmenter, LayerCache, allocate_layer_caches
-from ..engine.metadata import MetadataBuffers
+from ..engine.metadata import Buffers, MetadataBuffers
 from ..engine.model import INPUTS, Decoder
 from ..engine.sampler import Sampler, sampler_warmup
 from ..engine.scheduler import Request, Scheduler
@@ -40,6 +53,9 @@ from .options import RunOptions
 from .progress import counting, working
 from .report import Report, build_report
 from .verify import SAMPLE_EVERY, TOLERANCE, Verification, Verifier
+
+REFIT_EVERY = 16
+"""Steps between two refits of the capture sizes."""
 
 Phases = list[tuple[str, float]]
 
@@ -51,7 +67,7 @@ class Service:
     prepared: PreparedModel
     model: Decoder
     layers: dict[str, LayerCache]
-    buffers: MetadataBuffers
+    buffers: Buffers
     engine: Engine
     verification: Verification
 
@@ -71,19 +87,30 @@ def start_service(
     """
     device = find_device(options.device)
     blocks = BlockManager(_num_blocks(options, requests), options.block_size)
-    scheduler = Scheduler(
-        blocks, max_num_tokens=options.max_num_tokens, max_num_reqs=options.max_num_reqs
+    scheduler = (BucketScheduler if options.buckets else Scheduler)(
+        blocks,
+        max_num_tokens=options.max_num_tokens,
+        max_num_reqs=options.max_num_reqs,
+        drafter=Drafter(draft_schedule(options)) if options.speculate else None,
     )
     for request in requests:
         scheduler.check(request)
     events = events or Events()
     with events.span("build model"), _phase(phases, "build model"), _allocation():
         model, layers, buffers = _build(options, requests, blocks, device)
-    factory = partial(on_meta, options.model, options.dtype)
+    factory = partial(on_meta, options.model, options.dtype, options.lora)
     with working(console, "preparing: from the cache, or tracing and compiling"):
+        config = library_config(options)
+        if isinstance(buffers, Buckets):
+            config = config.changed(
+                buckets=buffers.planned,
+                bucket_limits=buffers.limits,
+                graph_mode=GraphMode.FULL,
+                attention_support=AttentionSupport.ALWAYS,
+            )
         prepared = prepare(
             model,
-            library_config(options),
+            config,
             layers=layers,
             events=events,
             factory=factory if device.type != "cpu" else None,
@@ -111,7 +138,20 @@ def service_report(
     service: Service, options: RunOptions, requests: Sequence[Request], phases: Phases
 ) -> Report:
     """The report of what was served."""
+    drafter, speculation = service.engine.scheduler.drafter, None
+    if drafter is not None:
+        saved = None
+        if options.time_scale == 0:  # else the steps depend on the time that each takes
+            without = steps_without_drafts(options, requests)
+            saved = without - len(service.engine.served.steps)
+        speculation = {
+            "proposed": drafter.proposed,
+            "accepted": drafter.accepted,
+            "steps_saved": saved,
+        }
     return build_report(
+        speculation=speculation,
+        refits=service.engine.refits,
         options=options,
         prepared=service.prepared.report(),
         phases=phases,
@@ -119,6 +159,24 @@ def service_report(
         served=service.engine.served,
         verification=service.verification,
     )
+
+
+def steps_without_drafts(options: RunOptions, requests: Sequence[Request]) -> int:
+    """Steps that serve `requests`, which all arrive at once, without speculative decoding."""
+    scheduler = Scheduler(
+        BlockManager(_num_blocks(options, requests), options.block_size),
+        max_num_tokens=options.max_num_tokens,
+        max_num_reqs=options.max_num_reqs,
+    )
+    for request in requests:
+        prompt = request.tokens[: request.num_prompt]
+        scheduler.add(Request(request.id, prompt, request.num_generate))
+    steps = 0
+    while not scheduler.idle:
+        schedule = scheduler.schedule()
+        scheduler.finish(schedule, [0] * len(schedule.shares))
+        steps += 1
+    return steps
 
 
 def find_device(name: str) -> torch.device:
@@ -146,38 +204,75 @@ def library_config(options: RunOptions) -> Config:
         "dump_dir": options.dump_dir,
     }
     chosen = {name: value for name, value in left_to_the_library.items() if value is not None}
+    inputs, support = INPUTS, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    if options.speculate:
+        support = AttentionSupport.UNIFORM_BATCH
+        chosen |= {"query_lens": (1,), "speculation_schedule": draft_schedule(options)}
+    if options.lora:
+        inputs = {**INPUTS, **lora.INPUTS}
+        chosen |= {"max_loras": options.lora, "lora_graphs": "by_count"}
+        chosen |= {"symbol_limits": {"num_loras": (0, options.lora + 1)}}
+        chosen |= {"padding": {"lora_rows": -1}}
     config = Config(
         splitting_ops=(SPLITTING_OP,),
-        inputs=INPUTS,
+        inputs=inputs,
         max_num_tokens=options.max_num_tokens,
         max_num_reqs=options.max_num_reqs,
         strategy=options.strategy,
         compiler=options.backend,
         cache=options.cache,
         cold=options.cold,
-        attention_support=AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+        attention_support=support,
         **chosen,
     )
     return switched_off(config.changed(**dict(options.set)), options.off)
+
+
+def plan_of(options: RunOptions, requests: Sequence[Request], device: torch.device) -> Buckets:
+    """The buckets of `--buckets`: planned by a strategy, or read from a file."""
+    assert options.buckets is not None
+    limits = BucketLimits(
+        block_size=options.block_size,
+        max_num_tokens=options.max_num_tokens,
+        max_model_len=max(request.num_tokens_at_end for request in requests),
+        max_num_reqs=options.max_num_reqs,
+        max_prefill_reqs=min(BucketScheduler.max_prefill_reqs, options.max_num_reqs),
+    )
+    buckets: list[Bucket] = []
+    if options.buckets in list(BucketStrategy):
+        for phase in Phase:
+            buckets += plan_buckets(phase, limits, BucketStrategy(options.buckets))
+    else:
+        lines = Path(options.buckets).read_text().splitlines()
+        buckets += filter_buckets(read_buckets(lines, source=options.buckets), limits)
+    return Buckets(buckets, limits, device)
+
+
+def draft_schedule(options: RunOptions) -> tuple[int, ...]:
+    """Drafts of a request by number of requests: all of them up to half the requests, then half."""
+    half = options.max_num_reqs - options.max_num_reqs // 2
+    return (options.speculate,) * half + ((options.speculate + 1) // 2,) * (
+        options.max_num_reqs - half
+    )
 
 
 def build_model(options: RunOptions, device: torch.device) -> Decoder:
     """The reference decoder on `device`; raises TooLarge if it does not fit into memory."""
     require_memory(options.model.num_weights * torch.float32.itemsize)  # drawn on the host
     with _allocation():
-        model = Decoder(options.model, seed=options.seed)
+        model = Decoder(options.model, seed=options.seed, max_loras=options.lora)
         return model.to(dtype=getattr(torch, options.dtype)).to(device)
 
 
-def on_meta(config: DecoderConfig, dtype: str) -> Decoder:
+def on_meta(config: DecoderConfig, dtype: str, max_loras: int = 0) -> Decoder:
     """The decoder without memory for its weights, which a child process compiles."""
     with torch.device("meta"):
-        return Decoder(config, seed=0).to(getattr(torch, dtype))
+        return Decoder(config, seed=0, max_loras=max_loras).to(getattr(torch, dtype))
 
 
 def _build(
     options: RunOptions, requests: Sequence[Request], blocks: BlockManager, device: torch.device
-) -> tuple[Decoder, dict[str, LayerCache], MetadataBuffers]:
+) -> tuple[Decoder, dict[str, LayerCache], Buffers]:
     """The model with its KV cache, and the metadata's buffers: all that takes memory."""
     dtype = getattr(torch, options.dtype)
     model = build_model(options, device)
@@ -194,6 +289,8 @@ def _build(
         dtype=dtype,
         device=device,
     )
+    if options.buckets:
+        return model, layers, plan_of(options, requests, device)
     buffers = MetadataBuffers(
         max_rows=options.max_num_tokens,
         max_blocks=_blocks_of_longest(options, requests),
@@ -219,7 +316,7 @@ def _engine(
     model: Decoder,
     layers: dict[str, LayerCache],
     scheduler: Scheduler,
-    buffers: MetadataBuffers,
+    buffers: Buffers,
     device: torch.device,
 ) -> tuple[Engine, Verification]:
     """The engine, running its steps through a verifier unless verification is off."""
@@ -233,7 +330,7 @@ def _engine(
         every=1 if options.verify == "all" else SAMPLE_EVERY,
     )
     run = prepared.run if options.verify == "none" else verifier.run
-    engine = Engine(
+    engine = (BucketEngine if options.buckets else Engine)(
         prepared,
         model.logits,
         scheduler,
@@ -243,12 +340,14 @@ def _engine(
         run=run,
         sampler=Sampler(seed=options.seed, device=device),
         defragmenter=Defragmenter(scheduler.blocks, layers),
+        max_loras=options.lora,
+        refit_every=REFIT_EVERY if options.refit else 0,
     )
     return engine, verifier.result
 
 
 def _blocks_of_longest(options: RunOptions, requests: Sequence[Request]) -> int:
-    longest = max(request.num_tokens_at_end for request in requests)
+    longest = max(request.num_tokens_at_end for request in requests) + options.speculate
     return -(-longest // options.block_size)
 
 

@@ -1,0 +1,134 @@
+"""What dispatch decides, in the reference engine: adapters, drafts, refits, buckets, ranks."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from piecegraph.errors import InvalidSetting
+from piecegraph.tools.cli.app import main
+from piecegraph.tools.serve.options import read_run_options
+from piecegraph.tools.serve.requests import read_requests
+from piecegraph.tools.serve.run import serve, start_service
+
+pytestmark = pytest.mark.compile
+
+SMALL = "layers=1,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"
+OPTIONS = ["--model", SMALL, "--backend", "eager", "--no-cache", "--verify", "all"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(*options):
+        path = tmp_path / "report.json"
+        assert main(["run", *OPTIONS, "--json", str(path), *options]) == 0
+        report = json.loads(path.read_text())
+        assert report["verification"]["ok"]
+        assert report["verification"]["steps"] == report["serving"]["steps"]
+        return report
+
+    return run
+
+
+def test_adapters_drafts_and_refits_together(run):
+    report = run(
+        *("--lora", "2", "--speculate", "2", "--refit", "--requests", "12"),
+        *("--length-scale", "0.1", "--max-num-reqs", "4", "--max-num-tokens", "32"),
+        *("--capture-sizes", "4,12"),
+    )
+    cases = {each["case"]: each["steps"] for each in report["lora"]["cases_used"]}
+    assert set(cases) <= {0, 1, 2, 3}
+    assert len(cases) > 1
+    speculation = report["speculation"]
+    assert 0 < speculation["accepted"] < speculation["proposed"]
+    assert report["refit"]["waste_before"] > 0
+    keys = [row["descriptor"] for row in report["dispatch"] if row["mode"] == "FULL"]
+    assert 3 in {key["uniform_query_len"] for key in keys}
+
+
+def outputs(mode, **options):
+    """What each step returned, and the tokens of each request; no step is padded."""
+    given = read_run_options(
+        model=SMALL, requests=6, length_scale=0.1, max_num_reqs=3, max_num_tokens=12, mode=mode,
+        capture_sizes=",".join(map(str, range(1, 13))), backend="eager", no_cache=True,
+        verify="none", **options,
+    )  # fmt: skip
+    requests, console, found = read_requests(given), Console(file=io.StringIO()), []
+    with start_service(given, requests, [], console) as service:
+        run, modes = service.engine.run, Counter()
+
+        def recorded(decision, *inputs, metadata):
+            result = run(decision, *inputs, metadata=metadata)
+            assert decision.descriptor.num_tokens == len(inputs[0])
+            modes[decision.mode.name] += 1
+            found.append(result.clone())
+            return result
+
+        service.engine.run = recorded
+        serve(service, requests, console)
+    return found, [request.tokens for request in requests], modes
+
+
+@pytest.mark.parametrize("feature", ["speculate", "lora"])
+def test_full_graphs_are_bit_equal_to_no_graphs(feature):
+    with_graphs, tokens, modes = outputs("full-decode-only", **{feature: 3})
+    without, same_tokens, _ = outputs("none", **{feature: 3})
+    assert modes["FULL"] > 5
+    assert tokens == same_tokens
+    assert all(map(torch.equal, with_graphs, without))
+    if feature == "speculate":
+        assert outputs("none")[1] == tokens
+
+
+def test_steps_in_buckets(run, tmp_path):
+    lengths = [
+        "--requests",
+        "6",
+        "--max-num-reqs",
+        "4",
+        "--max-num-tokens",
+        "64",
+        "--block-size",
+        "32",
+    ]
+    report = run(*lengths, "--buckets", "exponential")
+    assert report["serving"]["generated_tokens"] == 19
+    full = [row for row in report["dispatch"] if row["mode"] == "FULL"]
+    assert len(full) > 2
+    assert all(set(row["descriptor"]["axes"]) == {"query", "context"} for row in full)
+    file = tmp_path / "buckets.txt"
+    file.write_text("(1, 16, [0, 8])  # prompts\n([1, 2], 1, [1, 16])\n")
+    report = run(*lengths, "--buckets", str(file))
+    assert report["buckets"]["holes"]
+    assert {each["phase"] for each in report["buckets"]["missing"]} == {"prompt", "decode"}
+    assert {row["mode"] for row in report["dispatch"]} == {"FULL", "NONE"}
+
+
+def test_the_engine_with_buckets_has_no_other_features():
+    with pytest.raises(InvalidSetting, match="--lora"):
+        read_run_options(buckets="exponential", lora=2)
+    with pytest.raises(InvalidSetting, match="padding-aware"):
+        read_run_options(buckets="fibonacci")
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.heavy)])
+def test_data_parallel_ranks_serve_the_trace_in_step(tmp_path, size):
+    script = Path(__file__).with_name("serving_ranks.py")
+    subprocess.run([sys.executable, script, tmp_path, str(size)], check=True, timeout=120)
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(size)]
+    steps = list(zip(*(each["steps"] for each in ranks), strict=True))
+    for step in steps:
+        assert len({mode for mode, _, _ in step}) == 1
+        assert len({padded for mode, padded, _ in step if mode != "NONE"}) <= 1
+    assert any(0 in [tokens for _, _, tokens in step] for step in steps)
+    assert {mode for step in steps for mode, _, _ in step} >= {"FULL", "PIECEWISE"}
+    served = {i: tokens for each in ranks for i, tokens in each["tokens"].items()}
+    assert served == ranks[0]["alone"]

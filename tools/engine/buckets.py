@@ -1,0 +1,173 @@
+"""A second reference engine: steps in padded shapes of three dimensions.
+
+Engines for accelerators without dynamic shapes compile and capture a bucket: a number of requests,
+a query length, and blocks of context. Prompts and decodes are separate steps. The engine pads each
+step to a bucket itself; a step without one gets a shape of a coarse grid and runs without a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from ... import Batch, BatchDescriptor, RuntimeMode
+from ...dispatch import Bucket, BucketLimits, BucketTable, Phase
+from .block_manager import DUMP_BLOCK, BlockManager
+from .bucket_attention import NOBODY, BucketMetadata
+from .engine import Engine
+from .scheduler import SamplingParams, Schedule, Scheduler, Share
+
+
+class BucketScheduler(Scheduler):
+    """Prompts first, a few at a time; decodes in steps of their own. No preemption."""
+
+    max_prefill_reqs = 4
+
+    def schedule(self) -> Schedule:
+        prompts = [request for request in self.running if not request.decoding]
+        room = min(self.max_num_reqs - len(self.running), self.max_prefill_reqs - len(prompts))
+        for request in list(islice(self.waiting, max(0, room))):
+            self.running.append(request)
+            self.waiting.remove(request)
+            prompts.append(request)
+        chosen = prompts[: self.max_prefill_reqs] or self.running
+        shares = [self._share(request, self.max_num_tokens // len(chosen)) for request in chosen]
+        for share in shares:
+            if not self.blocks.grow(share.request.id, share.context_len):
+                raise AssertionError("the KV cache has room for every request")
+        return Schedule(tuple(shares), ())
+
+
+class Buckets:
+    """The buckets of both phases and the buffers of their metadata."""
+
+    def __init__(
+        self, buckets: Iterable[Bucket], limits: BucketLimits, device: torch.device
+    ) -> None:
+        self.limits = limits
+        self.planned = tuple(buckets)
+        self.tables = {
+            phase: BucketTable([b for b in self.planned if b.phase is phase], limits)
+            for phase in Phase
+        }
+        blocks = max((self._num_blocks(bucket) for bucket in self.planned), default=1)
+        rows = limits.max_num_tokens
+        lengths = (rows,) * 3 + (blocks,) * 3
+        self._buffers = [torch.zeros(size, dtype=torch.int64, device=device) for size in lengths]
+
+    def find(self, schedule: Schedule) -> Bucket:
+        """The bucket of a step, or a shape of the coarse grid, or else the step's own."""
+        size, shares = self.limits.block_size, schedule.shares
+        if schedule.is_decode:
+            context = sum(-(-share.context_len // size) for share in shares)
+            phase, real = Phase.DECODE, Bucket(len(shares), 1, context)
+        else:  # a query length of 1 means decode
+            context = max(-(-share.start // size) for share in shares)
+            query = max(2, *(share.query_len for share in shares))
+            phase, real = Phase.PROMPT, Bucket(len(shares), query, context)
+        if found := self.tables[phase].find(*real):
+            return found
+        coarse = self.tables[phase].fallback(phase, *real)
+        return coarse if coarse.batch * coarse.query <= self.limits.max_num_tokens else real
+
+    def fill(
+        self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor
+    ) -> BucketMetadata:
+        """A step's metadata, padded to the bucket that `descriptor` states."""
+        bucket = _bucket_of(descriptor)
+        host = self._padding(bucket)
+        slots, row_owner, position, ids, block_owner, block_start = host
+        block = 0
+        for owner, share in enumerate(schedule.shares):
+            rows = slice(owner * bucket.query, owner * bucket.query + share.query_len)
+            slots[rows] = blocks.slots(share.request.id, share.start, share.context_len)
+            row_owner[rows] = owner
+            position[rows] = range(share.start, share.context_len)
+            used = -(-share.context_len // self.limits.block_size)
+            ids[block : block + used] = blocks.table(share.request.id)[:used]
+            block_owner[block : block + used] = owner
+            block_start[block : block + used] = np.arange(used) * self.limits.block_size
+            block += used
+        return self._upload(host)
+
+    def padding(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> BucketMetadata:
+        """Metadata of a step without a request, for captures."""
+        return self._upload(self._padding(_bucket_of(descriptor)))
+
+    def _num_blocks(self, bucket: Bucket) -> int:
+        """Blocks that attention reads: the context, and those that a prompt fills itself."""
+        if bucket.phase is Phase.DECODE:
+            return max(bucket.context, 1)
+        return bucket.batch * (bucket.context + self.limits.blocks(bucket.query))
+
+    def _padding(self, bucket: Bucket) -> list[np.ndarray[Any, Any]]:
+        rows, blocks = bucket.batch * bucket.query, self._num_blocks(bucket)
+        size = self.limits.block_size
+        return [
+            np.full(length, value, dtype=np.int64)
+            for length, value in (
+                (rows, DUMP_BLOCK * size), (rows, NOBODY), (rows, 0),
+                (blocks, DUMP_BLOCK), (blocks, NOBODY - 1), (blocks, 0),
+            )
+        ]  # fmt: skip
+
+    def _upload(self, host: list[np.ndarray[Any, Any]]) -> BucketMetadata:
+        """In the buffers that graphs read; larger shapes have no graph."""
+        pairs = zip(self._buffers, map(torch.from_numpy, host), strict=True)
+        return BucketMetadata(
+            *(
+                buffer[: len(values)].copy_(values)
+                if len(values) <= len(buffer)
+                else values.to(buffer.device)
+                for buffer, values in pairs
+            )
+        )
+
+
+def _bucket_of(descriptor: BatchDescriptor) -> Bucket:
+    axes = dict(descriptor.axes)
+    query = axes.get("query", 1)
+    return Bucket(descriptor.num_tokens // query, query, axes.get("context", 0))
+
+
+class BucketEngine(Engine):
+    """Serves like `Engine`, each step padded to a bucket. Its buffers are `Buckets`."""
+
+    buffers: Buckets
+
+    def batch(self, schedule: Schedule) -> Batch:
+        """The padded step: its requests include those of padding."""
+        bucket = self.buffers.find(schedule)
+        return Batch(
+            bucket.batch * bucket.query,
+            bucket.batch,
+            is_decode=schedule.is_decode,
+            axes={"query": bucket.query, "context": bucket.context},
+        )
+
+    def inputs(self, schedule: Schedule, descriptor: BatchDescriptor) -> tuple[torch.Tensor, ...]:
+        """Ids and positions of all rows of the bucket; padding is token 0 at position 0."""
+        query = _bucket_of(descriptor).query
+        ids, positions = [0] * descriptor.num_tokens, [0] * descriptor.num_tokens
+        for owner, share in enumerate(schedule.shares):
+            rows = slice(owner * query, owner * query + share.query_len)
+            ids[rows] = share.tokens
+            positions[rows] = range(share.start, share.context_len)
+        return tuple(
+            torch.tensor(each, dtype=torch.int64, device=self.device) for each in (ids, positions)
+        )
+
+    def sampled_rows(
+        self, schedule: Schedule, descriptor: BatchDescriptor
+    ) -> tuple[list[int], list[SamplingParams]]:
+        query = _bucket_of(descriptor).query
+        sampling: list[tuple[int, Share]] = [
+            (owner * query + share.query_len - 1, share)
+            for owner, share in enumerate(schedule.shares)
+            if share.samples
+        ]
+        return [row for row, _ in sampling], [share.request.sampling for _, share in sampling]
