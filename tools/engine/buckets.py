@@ -8,13 +8,14 @@ step to a bucket itself; a step without one gets a shape of a coarse grid and ru
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from ... import Batch, BatchDescriptor, RuntimeMode
+from ... import Batch, BatchDescriptor, Decision, RuntimeMode
 from ...dispatch import Bucket, BucketLimits, BucketTable, Phase
 from .block_manager import DUMP_BLOCK, BlockManager
 from .bucket_attention import NOBODY, BucketMetadata
@@ -93,6 +94,12 @@ class Buckets:
             block_start[block : block + used] = np.arange(used) * self.limits.block_size
             block += used
         return self._upload(host)
+
+    def refill(self, recorded: BucketMetadata, decision: Decision) -> BucketMetadata:
+        """The step's own metadata: the engine has padded it to its bucket, whatever the mode."""
+        return self._upload(
+            [getattr(recorded, each.name).numpy(force=True) for each in fields(recorded)]
+        )
 
     def padding(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> BucketMetadata:
         """Metadata of a step without a request, for captures."""

@@ -7,7 +7,7 @@ padding block-table entries point into the dump block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,15 +51,15 @@ class AttentionMetadata:
         )
 
 
-def recorded(metadata: AttentionMetadata, decision: Decision) -> AttentionMetadata:
-    """What a step recorder keeps of a step's metadata: copies without padding."""
+def recorded(metadata: Any, decision: Decision) -> Any:
+    """What a step recorder keeps of a step's metadata: copies of its tensors, without padding."""
     real = metadata.unpadded()
-    return replace(
-        real,
-        slot_mapping=real.slot_mapping.clone(),
-        block_table=real.block_table.clone(),
-        seq_lens=real.seq_lens.clone(),
-    )
+    tensors = {
+        field.name: value.clone()
+        for field in fields(real)
+        if isinstance(value := getattr(real, field.name), torch.Tensor)
+    }
+    return replace(real, **tensors)
 
 
 class Buffers(Protocol):
@@ -67,6 +67,9 @@ class Buffers(Protocol):
 
     def fill(self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor) -> Any:
         """A step's metadata, padded to `descriptor`."""
+
+    def refill(self, recorded: Any, decision: Decision) -> Any:
+        """The metadata of a step that `recorded` describes, for another decision."""
 
     def padding(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> Any:
         """Metadata of a step without a request, for captures."""
