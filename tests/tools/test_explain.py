@@ -185,7 +185,7 @@ def test_advice_says_nothing_from_two_steps_or_of_a_cache_that_is_off():
         "verification": None,
         "settings": {"compile": True, "cache": False},
         "background": None,
-        "cache": {"hit": False, "reason": "the cache is off"},
+        "cache": {"hit": False, "reason": "the cache is off", "not_cacheable": []},
         "guards": [],
         "policy": "prove",
         "failed": [],
