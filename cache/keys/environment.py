@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from ...errors import UndeclaredVariable
 from .factors import is_place, varies_per_run
@@ -53,6 +54,9 @@ EXEMPT: Mapping[str, str] = {
     ),
 }
 """Patterns of names that are no factor though they have a prefix, each with its reason."""
+
+VARIABLES: Any = vars(os.environ)["_data"]
+"""The dict inside `os.environ` and `os.environb`, by which a read of any variable is known."""
 
 
 def read(name: str) -> str | None:

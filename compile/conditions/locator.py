@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import re
 import sys
 import types
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...cache.keys.environment import VARIABLES
 from ...torch_compat.dynamo import Captured
 from .places import (
     CONTAINERS,
@@ -33,8 +33,6 @@ from .places import (
     spelled,
 )
 
-VARIABLES: Any = vars(os.environ)["_data"]
-"""The dict inside `os.environ` and `os.environb`, however it is reached."""
 VARIABLES_AT: tuple[Step, ...] = ("environ", "_data")
 
 
