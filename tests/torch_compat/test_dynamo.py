@@ -136,3 +136,38 @@ def test_a_guard_on_an_attribute_whose_source_is_the_attribute() -> None:
         user_stack=None,
     )
     assert dynamo._guard_facts([guard]) == (dynamo.GuardFact("L['self']", "HASATTR", "flag", None),)
+
+
+@pytest.mark.parametrize(
+    ("make", "gradients"),
+    [
+        (torch.inference_mode, True),
+        (torch.enable_grad, True),
+        (lambda: torch.autocast("cpu", torch.bfloat16), False),
+    ],
+)
+def test_contexts_in_a_graph_are_recognized(make: Any, gradients: bool) -> None:
+    class Inside(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with make():
+                return x @ x
+
+    with dynamo.dynamo_tracing("backed"):
+        captured = dynamo.capture_full_graph(Inside(), (torch.zeros(2, 2),), {})
+    assert captured is not None
+    targets = [node.target for node in captured.graph.graph.nodes if node.op == "call_function"]
+    assert any(map(dynamo.is_gradient_switch, targets)) is gradients
+    assert (dynamo.enter_autocast in targets) is not gradients
+    assert (dynamo.exit_autocast in targets) is not gradients
+
+
+def test_current_shape_env_is_that_of_the_sizes_a_backend_gets() -> None:
+    found = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        env = dynamo.current_shape_env()
+        found.extend(env is x.node.shape_env for x in inputs if isinstance(x, torch.SymInt))
+        return graph
+
+    torch.compile(lambda x: x + 1, backend=backend, dynamic=True)(torch.zeros(5))
+    assert found == [True]

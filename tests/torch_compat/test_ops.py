@@ -132,3 +132,9 @@ def test_ops_with_their_own_cpu_kernel_are_known(library: Any) -> None:
     library.impl("two", torch.clone, "CPU")
     assert ops.is_python_op(torch.ops.piecegraph_ops.two.default)
     assert not ops.is_python_op(aten.reshape.default)
+
+
+def test_without_frame_is_the_same_operator() -> None:
+    x = torch.ones(2)
+    assert torch.equal(ops.without_frame(aten.add.Tensor)(x, x), x + x)
+    assert ops.without_frame(len) is len

@@ -61,3 +61,24 @@ def test_cache_variables_set_inside_are_gone(monkeypatch: pytest.MonkeyPatch) ->
         for name in NAMES:
             os.environ[name] = "/set by torch"
     assert not any(name in os.environ for name in NAMES)
+
+
+def test_compiler_lock_takes_the_lock_of_dynamo_first() -> None:
+    """A thread in `torch.compile` holds Dynamo's lock and takes ours in a backend."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    waiting, inside = threading.Event(), threading.Event()
+
+    def enter() -> None:
+        waiting.set()
+        with patch.compiler_lock():
+            inside.set()
+
+    thread = threading.Thread(target=enter)
+    with compile_lock:
+        thread.start()
+        assert waiting.wait(10)
+        with patch.compiler_lock():
+            assert not inside.is_set()
+    assert inside.wait(10)
+    thread.join()

@@ -114,3 +114,10 @@ def test_function_modes_are_stated_and_the_default_device_is_not_one() -> None:
         assert settings.function_modes() == []
         with Mode() as mode:
             assert settings.function_modes() == [mode]
+
+
+def test_is_settings_of_torch() -> None:
+    import torch._inductor.config as inductor_config
+
+    assert settings.is_settings(inductor_config)
+    assert not settings.is_settings(torch)

@@ -46,3 +46,25 @@ def test_asking_does_not_import_torch() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_compile_unit_nests_artifacts_under_an_id_of_its_own(tmp_path: Path) -> None:
+    code = (
+        "from piecegraph.torch_compat import structured_trace as trace\n"
+        "first, second = trace.new_frame(), trace.new_frame()\n"
+        "assert second == first + 1\n"
+        "assert not trace.in_compile_unit()\n"
+        "with trace.compile_unit(second, 3, [('piece', 'model.py', 7)]):\n"
+        "    assert trace.in_compile_unit()\n"
+        "    trace.write_artifact('one', 'string', lambda: 'text')\n"
+        "assert not trace.in_compile_unit()\n"
+        "print(second)\n"
+    )
+    environment = {"TORCH_TRACE": str(tmp_path), "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
+    )
+    (trace,) = tmp_path.iterdir()
+    (line,) = [line for line in trace.read_text().splitlines() if '"one"' in line]
+    assert f'"frame_id": {done.stdout.strip()}' in line
+    assert '"frame_compile_id": 3' in line

@@ -96,7 +96,10 @@ def _run(arguments: Sequence[str]) -> int:
         # usage errors of click, which typer vendors from 0.26 on
         if not hasattr(error, "format_message"):
             raise
-        return _fail(error.format_message(), BAD_VALUE)
+        message, context = error.format_message(), getattr(error, "ctx", None)
+        if message.startswith("No such command") and context is not None:
+            message += f" Choose one of {', '.join(context.command.list_commands(context))}."
+        return _fail(message, BAD_VALUE)
     return status if isinstance(status, int) else 0
 
 

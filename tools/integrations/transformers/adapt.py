@@ -353,4 +353,4 @@ def _compare(model: PreTrainedModel, actual: Tensor, expected: Tensor) -> None:
 
 def _refusal(model: PreTrainedModel, reason: str, advice: str = OWN_OP) -> ModelNotAdaptable:
     family = f"{type(model).__name__} ({model.config.model_type})"
-    return ModelNotAdaptable(family=family, reason=reason, advice=advice)
+    return ModelNotAdaptable(family=family, reason=reason, advice=advice.removesuffix("."))

@@ -161,7 +161,7 @@ def try_family(family: str, compiler: str = "eager") -> dict[str, Any]:
         kind = type(error).__name__
         row |= {"outcome": "failed", "error": kind, "reason": _first_line(error)}
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     return {**row, "seconds": round(time.perf_counter() - began, 1)}
 
 

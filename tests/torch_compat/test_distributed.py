@@ -1,0 +1,27 @@
+"""The store of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from piecegraph.torch_compat.distributed import process_group_store
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", timedelta(seconds=20), 1, 0)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_process_group_store_is_the_one_of_all_ranks(group: None, named: bool) -> None:
+    store = process_group_store(dist.new_group([0]) if named else None)
+    store.set("key", "value")
+    assert process_group_store(dist.new_group([0]) if named else None).clone() is not store
+    assert store.get("key") == b"value"
