@@ -18,7 +18,10 @@ from .size_models import MARK, SOUND, UNSOUND, heads, multiple_of_128, squeezed
 
 pytestmark = pytest.mark.compile
 
-SHAPES = list(DynamicShapes)
+HEAVY = pytest.mark.heavy
+
+DEFAULT = DynamicShapes.BACKED_SIZE_OBLIVIOUS
+SHAPES = [DEFAULT, *(pytest.param(s, marks=HEAVY) for s in DynamicShapes if s is not DEFAULT)]
 
 
 def name(body):
@@ -45,7 +48,7 @@ def test_sound_model_is_served_at_every_size(compiled, body, shapes):
         torch.testing.assert_close(made(x), model(x))
 
 
-@pytest.mark.parametrize("shapes", [s for s in SHAPES if s is not DynamicShapes.UNBACKED])
+@pytest.mark.parametrize("shapes", [s for s in DynamicShapes if s is not DynamicShapes.UNBACKED])
 def test_error_names_expression_and_sizes(compiled, shapes):
     with pytest.raises(GuardUnproved, match=r"Mod\(num_tokens, 128\).*128, 256, 384 \(16 in all"):
         compiled(Body(multiple_of_128), inputs=X, dynamic_shapes=shapes)

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.compile
 CPU = torch.device("cpu")
 MODES, STRATEGIES = tuple(GraphMode.__members__), tuple(CaptureStrategy.__members__)
 
+HEAVY = pytest.mark.heavy
+
 SMALL = ["--requests", "12", "--model", "layers=3,hidden=32,heads=2,kv_heads=1,vocab=64"]
 
 
@@ -44,8 +46,14 @@ def run(cache_dir, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "strategy"),
+    [
+        pytest.param(mode, strategy, marks=[] if strategy == "EAGER" or "AND" in mode else HEAVY)
+        for mode in MODES
+        for strategy in STRATEGIES
+    ],
+)
 def test_every_mode_and_strategy_serves_and_verifies(run, mode, strategy):
     report = run("--mode", mode, "--strategy", strategy, "--verify", "all")
     assert report["verification"]["ok"]

@@ -46,9 +46,8 @@ def test_every_command_is_one_we_know_how_to_run():
 
 @pytest.mark.compile
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", [OURS[0], *(pytest.param(each, marks=pytest.mark.heavy) for each in OURS[1:])]
-)
+@pytest.mark.heavy
+@pytest.mark.parametrize("command", OURS)
 def test_a_command_succeeds(command, environment, tmp_path):
     arguments = [sys.executable, "-m", *shlex.split(command)]
     done = subprocess.run(

@@ -47,6 +47,7 @@ def test_code_in_partitions_is_recorded_in_a_process_without_a_compiler(
     assert outcome["segments"] == [7]
 
 
+@pytest.mark.heavy
 def test_w29_torch_cache_variables_are_not_left_behind(
     filled: Path, start_once: StartOnce, tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ def start_together(start_once: StartOnce, caches: list[Path], meeting: Path) -> 
         return [start.result(timeout=240) for start in starts]
 
 
+@pytest.mark.heavy
 def test_all_ranks_load_where_all_have_the_bundle(
     filled: Path, start_once: StartOnce, tmp_path: Path
 ) -> None:
@@ -92,6 +94,7 @@ def test_vllm_57423_no_rank_loads_where_one_lacks_the_bundle(
     assert max(outcome["error_of_results"] for outcome in outcomes) < 1e-4
 
 
+@pytest.mark.heavy
 def test_a_child_that_is_no_fork_compiles_a_model_without_weights(
     start_once: StartOnce, tmp_path: Path
 ) -> None:
@@ -100,6 +103,7 @@ def test_a_child_that_is_no_fork_compiles_a_model_without_weights(
     assert outcome["error_of_results"] < 1e-4
 
 
+@pytest.mark.heavy
 def test_a_function_that_makes_another_model_is_named(
     start_once: StartOnce, tmp_path: Path
 ) -> None:

@@ -348,6 +348,7 @@ def test_inner_tensors_of_a_tensor_subclass_are_followed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_200_captures_and_closes_leak_nothing(serve: Callable[..., Any]) -> None:
     def cycle() -> None:
         served = serve(sizes=(2,))
