@@ -136,7 +136,7 @@ def test_a_compiler_that_fails_on_a_piece_is_named_with_the_piece(case, found, r
 )
 def test_rows_that_mix_are_found_however_the_graph_is_split(case, found, splitting, monkeypatch):
     # `prepare` finds such a model and never pads it; without that its rows are wrong
-    monkeypatch.setattr("piecegraph.runtime.prepare.find_mixed_rows", lambda *_: [])
+    monkeypatch.setattr("piecegraph.runtime.prepare.find_mixed_rows", lambda *_, **__: [])
     finding, line = found(case(models.MixedRows(), sizes=(4, 3), **splitting))
     assert (finding.stage, finding.piece) == ("PIECEWISE", 1)
     assert "mean" in finding.operator
