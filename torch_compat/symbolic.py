@@ -34,7 +34,7 @@ def state_equal(one: int | torch.SymInt, other: int | torch.SymInt) -> None:
 
 
 def state_at_most(size: torch.SymInt, most: int) -> None:
-    """State that a size is never above `most`; whoever guards the trace guards this."""
+    """State that a size is never above `most`; the guards of the trace hold this too."""
     torch._check(size <= most)  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""After seal(), each kind of late work that a CPU can provoke is seen, with its shape and place."""
+"""After seal(), each kind of compile or capture that a CPU can provoke is seen, with its place."""
 
 from __future__ import annotations
 
