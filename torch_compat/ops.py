@@ -154,8 +154,12 @@ def is_composite(op: OpOverload) -> bool:
 
 
 def is_python_op(op: torch._ops.OpOverload) -> bool:
-    """Whether the CPU kernel of `op` is its own, so that running it runs the user's code."""
-    return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU))
+    """Whether running `op` on a CPU runs a kernel that was registered for it, not its parts.
+
+    `torch.library.custom_op` without device types registers a kernel for all devices.
+    """
+    keys = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CompositeExplicitAutograd
+    return any(op.has_kernel_for_dispatch_key(key) for key in keys)
 
 
 def run_kernel(op: OpOverload, device: str, args: Any, kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from piecegraph import Batch
-from piecegraph.errors import InvalidSetting
+from piecegraph.errors import InvalidSetting, PiecegraphError
 from piecegraph.tools.bisect import BisectCase, Step, check_invariance, check_keys
 from piecegraph.tools.cli.app import main
 
@@ -93,6 +94,11 @@ def test_only_the_fields_asked_for_are_changed(scaling):
     wrong = lambda descriptor, mode: models.Weights(buffer.fill_(1), 9.0)  # noqa: E731
     found, changed = check_keys(scaling, variants={"another": wrong})
     assert (changed, {row.fact for row in found}) == (["another"], {"another"})
+
+
+def test_captures_that_fail_without_a_change_are_an_error(scaling):
+    with pytest.raises(PiecegraphError, match="capture"):
+        check_keys(dataclasses.replace(scaling, capture_metadata=lambda descriptor, mode: None))
 
 
 def test_the_commands_check_the_reference_engine(capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def check_keys(
     arguments as far as Python sees them, and the results of the steps of `case` in both. By default
     each field of what `capture_metadata` returns is changed in turn, or those named `fields`: leave
     out what the runtime mode determines. `variants` are other `capture_metadata` by name instead.
-    The second result names what was changed.
+    The second result names what was changed. A capture that fails without a change raises.
     """
     if case.capture_metadata is None:
         return [], []
@@ -58,9 +59,10 @@ def check_keys(
     base = _captured(case, case.capture_metadata, state)
     for name, metadata_for in given.items():
         state.restore()
-        other = _captured(case, metadata_for, state)
-        if isinstance(other, str) or isinstance(base, str):
-            how = f"the capture fails: {other if isinstance(other, str) else base}"
+        try:
+            other = _captured(case, metadata_for, state)
+        except PiecegraphError as error:
+            how = f"the capture fails: {' '.join(str(error).split())}"
             found.append(MissingFromKey("all", 0, name, how))
             continue
         for place, mine in base.items():
@@ -84,7 +86,7 @@ class _Graph:
             return "there is no graph"
         if self.segments != other.segments:
             return f"segments {self.segments} and {other.segments}"
-        for one, two in zip(self.operations, other.operations, strict=False):
+        for one, two in zip_longest(self.operations, other.operations, fillvalue="nothing more"):
             if one != two:
                 return f"it captures {one} and {two}"
         for number, results in self.results.items():
@@ -96,33 +98,31 @@ class _Graph:
 
 def _captured(
     case: BisectCase, metadata_for: MetadataFor | None, state: State
-) -> dict[tuple[str, int], _Graph] | str:
-    """The graphs captured with some metadata by mode and size, or why captures fail."""
+) -> dict[tuple[str, int], _Graph]:
+    """The graphs captured with some metadata, by mode and size."""
     seen: dict[tuple[str, int], list[str]] = {}
 
     def noted(descriptor: BatchDescriptor, mode: RuntimeMode) -> Any:
         assert metadata_for is not None
+        watching.operations = []  # what makes the metadata is no part of a capture
         made = metadata_for(descriptor, mode)
         watching.operations = seen[mode.name, descriptor.num_tokens] = []
         return made
 
-    try:
-        with _Watching() as watching, prepared_for(case, Stage(FULL, {}), noted) as prepared:
-            entries = prepared.dispatcher.plan.entries
-            graphs = {}
-            for index, recording in prepared.recordings():
-                place = entries[index].mode.name, entries[index].descriptor.num_tokens
-                segments = [(each.kind.value, each.operations) for each in recording.segments]
-                graphs[place] = _Graph(segments, list(seen.get(place, ())), {})
-            watching.operations = []
-            for number, step in enumerate(case.steps):
-                state.restore()
-                decision = prepared.dispatcher.decide(step.batch)
-                place = decision.mode.name, decision.descriptor.num_tokens
-                if place in graphs:
-                    graphs[place].results[number] = copies(replay_step(prepared, step))
-    except PiecegraphError as error:
-        return " ".join(str(error).split())
+    with _Watching() as watching, prepared_for(case, Stage(FULL, {}), noted) as prepared:
+        entries = prepared.dispatcher.plan.entries
+        graphs = {}
+        for index, recording in prepared.recordings():
+            place = entries[index].mode.name, entries[index].descriptor.num_tokens
+            segments = [(each.kind.value, each.operations) for each in recording.segments]
+            graphs[place] = _Graph(segments, list(seen.get(place, ())), {})
+        watching.operations = []
+        for number, step in enumerate(case.steps):
+            state.restore()
+            decision = prepared.dispatcher.decide(step.batch)
+            place = decision.mode.name, decision.descriptor.num_tokens
+            if place in graphs:
+                graphs[place].results[number] = copies(replay_step(prepared, step))
     return graphs
 
 

@@ -145,6 +145,18 @@ def test_a_host_read_in_a_piece_fails_the_capture_with_its_line(
     assert step(prepared, None).shape == (2, 4)
 
 
+def test_a_host_read_in_an_op_for_all_devices_fails_the_capture() -> None:
+    """`torch.library.custom_op` without device types registers no kernel of the CPU's own."""
+
+    def read_anywhere(x: Tensor, out: Tensor) -> None:
+        out.fill_(x.sum().item())
+
+    torch.library.custom_op("faithful_tests::read_anywhere", read_anywhere, mutates_args={"out"})
+    line = read_anywhere.__code__.co_firstlineno + 1
+    with pytest.raises(AllCapturesFailed, match=f"on the host .*test_faithful_replay.py:{line}"):
+        prepared_for(read_anywhere).capture()
+
+
 def test_captures_that_fail_in_part_are_no_error() -> None:
     prepared = prepared_for(kept)
     prepared.backend.options = ReplayOptions(failing_captures=frozenset({1}))  # type: ignore[attr-defined]
