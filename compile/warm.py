@@ -11,12 +11,12 @@ from ..cache import Entry, Key
 from ..cache.inspection import nearest_entries
 from ..errors import ModelMismatch
 from .backends.inductor import load_library
-from .backends.registry import Compiler
 from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle
 from .bundle.provenance import num_conditions
 from .ir.compilation import (
     LIBRARY,
     BundleOutcome,
+    Compiler,
     CompileRecords,
     CompileRequest,
     PieceFn,
@@ -90,11 +90,15 @@ def ranks_agree(request: CompileRequest, key: Key, found: Loaded | str) -> Loade
 
 @dataclass(frozen=True)
 class NoBundle:
-    """A model that has no bundle yet, and what is needed to load one that is stored later."""
+    """A model that has no bundle yet, and what is needed to load one that is stored later.
+
+    `missing` is False where this rank has one, and another rank has none.
+    """
 
     request: CompileRequest
     key: Key
     compiler: Compiler
+    missing: bool
 
     def load(self) -> Loaded | str:
         """The bundle of this rank, or why there is still none."""

@@ -23,10 +23,9 @@ from ...torch_compat.inductor import (
     inductor_load_from,
     inductor_options,
 )
-from ..ir.compilation import Finish
+from ..ir.compilation import Compiler, Finish
 from ..ir.locations import graph_source
 from .inductor import scratch, toolchain_directory
-from .registry import Compiler
 
 DIGESTS = "digests.json"
 """File next to the code with the sha256 of each generated file."""

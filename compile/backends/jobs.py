@@ -24,7 +24,7 @@ from ...errors import PieceFailed, PiecegraphError
 from ...torch_compat.dynamo import reasoning_about_sizes
 from ..bundle.key_factors import codegen_key, machine_factors
 from ..guards.numerics_check import concrete_inputs, numeric_difference
-from ..ir.compilation import CODE, Blobs, CompileRequest, PieceBuilt, PieceFn, kernels
+from ..ir.compilation import CODE, Blobs, Compiler, CompileRequest, PieceBuilt, PieceFn, kernels
 from ..ir.config import TOKENS
 from ..ir.locations import first_line, node_location
 from ..ir.plan import CompiledRange
@@ -33,7 +33,6 @@ from ..lower.split_model import SplitModel, UniquePiece
 from ..passes.graph_pass import GraphPass, inductor_passes, passes_for
 from ..pieces.compile_ranges import CompileRange, compile_ranges
 from .partition import partition_options, partitions_of
-from .registry import Compiler
 
 
 @dataclass(frozen=True)

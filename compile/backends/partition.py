@@ -19,9 +19,8 @@ from torch.fx import GraphModule
 from ...errors import NotPartitioned
 from ...torch_compat.ops import is_decomposed
 from ...torch_compat.partition import Partitions, inductor_partitions
-from ..ir.compilation import Blobs, Finish, PieceFn
+from ..ir.compilation import Blobs, Compiler, Finish, PieceFn
 from ..ir.ops import resolve_op
-from .registry import Compiler
 
 PartitionHook = Callable[[PieceFn], PieceFn]
 PARTITION_OPS = "custom_should_partition_ops"

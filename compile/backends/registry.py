@@ -6,43 +6,20 @@ leave the process, so a model compiled by them is traced at each start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from ...errors import UnknownCompiler
-from ...events import Events
 from ...torch_compat.dynamo import registered_backend, registered_backends
-from ..ir.compilation import Blobs, Finish, PieceFn
+from ..ir.compilation import CompilePiece, Compiler, CompileRequest, Finish
 from . import inductor
+from .editable_code import editable_inductor
+from .partition import partitioning
 
 ENTRY_POINTS = "piecegraph.compilers"
-
-CompilePiece = Callable[[GraphModule, list[Any], Mapping[str, Any]], Finish]
-
-
-@dataclass(frozen=True)
-class Compiler:
-    """`compile(graph, inputs, options)` starts; the function it returns finishes.
-
-    Finishing gives a callable and blobs, which are empty if nothing can be stored. The next piece
-    may be started before one is finished. `load` rebuilds the callables of several artifacts at
-    once; None for a compiler without artifacts.
-    """
-
-    name: str
-    compile: CompilePiece
-    load: Callable[[Sequence[Blobs]], list[PieceFn]] | None = None
-    first_use: Callable[[torch.device, Events], None] | None = None
-    """Does work that is needed once per machine, so that it is not timed as part of a piece."""
-    session: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A context that is open while the pieces of one model are compiled."""
-
 
 INDUCTOR = Compiler(
     "inductor",
@@ -51,6 +28,23 @@ INDUCTOR = Compiler(
     inductor.first_use,
     inductor.compiling,
 )
+
+
+def compiler_for(request: CompileRequest) -> Compiler:
+    """The compiler that the settings name, in the form that dumping, the cache and partitions need.
+
+    Raises UnknownCompiler.
+    """
+    config = request.config
+    if config.compiler != "inductor":
+        return compiler_named(config.compiler)
+    if config.dump_dir is not None:
+        compiler = editable_inductor(config.dump_dir, request.events)
+    elif not request.cache.enabled:
+        compiler = Compiler("inductor", inductor.compile_uncached, session=inductor.compiling)
+    else:
+        compiler = INDUCTOR
+    return partitioning(compiler) if config.use_inductor_graph_partition else compiler
 
 
 def compiler_named(name: str) -> Compiler:

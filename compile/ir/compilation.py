@@ -1,4 +1,4 @@
-"""A request to compile a model, what compiling a unique piece gives, and records of what was done.
+"""Compiling as data: request, compiler, what a unique piece gives, records of what was done.
 
 An artifact is stored as named blobs. `code`, `kernel.*`, `compiler` and `probe.*` make up the
 standalone artifact of Inductor. `library` is an AOTInductor library, which takes longer to build
@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from ...cache import Cache
 from ...events import Events
@@ -29,6 +31,27 @@ Blobs = Mapping[str, bytes]
 
 Finish = Callable[[], tuple[PieceFn, Blobs]]
 """Waits for the compiler to finish one piece; returns its callable and the artifact to store."""
+
+CompilePiece = Callable[[GraphModule, list[Any], Mapping[str, Any]], Finish]
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """`compile(graph, inputs, options)` starts; the function it returns finishes.
+
+    Finishing gives a callable and blobs, which are empty if nothing can be stored. The next piece
+    may be started before one is finished. `load` rebuilds the callables of several artifacts at
+    once; None for a compiler without artifacts.
+    """
+
+    name: str
+    compile: CompilePiece
+    load: Callable[[Sequence[Blobs]], list[PieceFn]] | None = None
+    first_use: Callable[[torch.device, Events], None] | None = None
+    """Does work that is needed once per machine, so that it is not timed as part of a piece."""
+    session: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A context that is open while the pieces of one model are compiled."""
+
 
 CODE = "code"
 KERNEL = "kernel."

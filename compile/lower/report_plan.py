@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch.fx import GraphModule
+
 from ...cache import Cache, Entry, Key, Miss
 from ...cache.inspection import nearest_entries
 from ...events import Events, trace_artifact
 from ..ir.compilation import CompileRequest
+from ..ir.locations import graph_source
 from ..ir.plan import CallStep, Plan, PlanPiece, UserInput, Weight
 from .codegen import step_source, used
 
@@ -33,11 +36,12 @@ def _report_piece(index: int, piece: PlanPiece, uses: list[int], events: Events)
     trace_artifact(f"piece_{index}", lambda: piece.text)
 
 
-def dump_plan(plan: Plan, directory: Path) -> None:
-    """Write `piece_<n>.py`, `stitched.py` and `plan.json` to `directory`, replacing older ones."""
+def dump_plan(plan: Plan, graph: GraphModule, directory: Path) -> None:
+    """Write `graph.py`, `piece_<n>.py`, `stitched.py` and `plan.json`, replacing older ones."""
     directory.mkdir(parents=True, exist_ok=True)
     for index, piece in enumerate(plan.pieces):
         (directory / f"piece_{index}.py").write_text(piece.text)
+    (directory / "graph.py").write_text(graph_source(graph))
     (directory / "stitched.py").write_text(step_source(plan)[0])
     (directory / "plan.json").write_text(plan.model_dump_json(indent=1))
 

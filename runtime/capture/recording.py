@@ -41,6 +41,12 @@ class Segment:
     operations: int = 0
     copied: list[str] = field(default_factory=list)
 
+    def add(self, call: Callable[[], None], copied: Sequence[str]) -> None:
+        """Append the call of one operation."""
+        self.calls.append(call)
+        self.operations += 1
+        self.copied += copied
+
 
 class CapturedPiece(NamedTuple):
     """A piece that has a graph of its own: how to replay it, None if it has no operations, and the
@@ -146,10 +152,10 @@ def _copy(tensor: Tensor) -> Tensor:
 def eager_call(
     name: str,
     fn: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
     static: Any,
     targets: dict[int, Tensor],
+    args: Any,
+    kwargs: Any,
 ) -> Callable[[], None]:
     """Calls `fn` on static arguments and copies fresh results to `targets`, which the next graph
     reads.

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from ...errors import OutsideStep, StaleContext
@@ -85,6 +86,14 @@ class CapturedContext:
 CURRENT: ContextVar[ForwardContext | CapturedContext | None] = ContextVar(
     "piecegraph_forward", default=None
 )
+
+
+def keep_context(strict: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function that always runs in the present context; see CapturedContext."""
+    context = CURRENT.get()
+    if not isinstance(context, ForwardContext):
+        return lambda fn: fn
+    return partial(partial, CapturedContext(context, strict).call)
 
 
 def get_forward_context() -> ForwardContext | CapturedContext:

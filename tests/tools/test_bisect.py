@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from piecegraph import Batch
-from piecegraph.compile import pipeline as compile_model
+from piecegraph.compile.backends import registry
 from piecegraph.compile.backends.registry import Compiler, compiler_named
 from piecegraph.compile.lower import plan_builder as planning
 from piecegraph.compile.lower import split_model
@@ -162,8 +162,7 @@ def test_a_swapped_artifact_is_found_in_the_warm_cache(case, found, monkeypatch,
         return [kept[artifacts[place]["code"]] for place in order]
 
     fake = Compiler("inductor", keep, load)
-    choose = lambda name: fake if name == "inductor" else compiler_named(name)  # noqa: E731
-    monkeypatch.setattr(compile_model, "compiler_named", choose)
+    monkeypatch.setattr(registry, "INDUCTOR", fake)
     cached = {"compiler": "inductor", "cache": True, "cache_dir": tmp_path / "cache"}
     finding, line = found(case(models.Twice(), **cached))
     assert (finding.stage, finding.piece) == ("warm cache", 1)
@@ -173,9 +172,8 @@ def test_a_swapped_artifact_is_found_in_the_warm_cache(case, found, monkeypatch,
 def test_inductors_own_cut_is_a_rung_after_that_of_pieces(case, found, monkeypatch):
     """A compiler that is right on pieces, and does not cut what it is to cut."""
     eager = compiler_named("eager")
-    choose = lambda name: eager if name == "inductor" else compiler_named(name)  # noqa: E731
-    monkeypatch.setattr(compile_model, "compiler_named", choose)
-    monkeypatch.setattr(compile_model, "compile_uncached", eager.compile)
+    monkeypatch.setattr(registry, "INDUCTOR", eager)
+    monkeypatch.setattr(registry.inductor, "compile_uncached", eager.compile)
     said = []
     settings = {"compiler": "inductor", "use_inductor_graph_partition": True}
     finding, line = found(case(models.Twice(), **settings), say=said.append)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from piecegraph import Batch, PreparedModel
-from piecegraph.compile import pipeline
-from piecegraph.compile.backends.registry import Compiler, compiler_named
+from piecegraph.compile.backends import registry
+from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.passes.graph_pass import GraphPass
 from piecegraph.tools.bisect import BisectCase, Step, bisect
 
@@ -214,8 +214,7 @@ def stored(monkeypatch):
         fake = Compiler(
             "inductor", keep, lambda artifacts: load([kept[a["code"]] for a in artifacts])
         )
-        choose = lambda name: fake if name == "inductor" else compiler_named(name)  # noqa: E731
-        monkeypatch.setattr(pipeline, "compiler_named", choose)
+        monkeypatch.setattr(registry, "INDUCTOR", fake)
 
     return install
 
