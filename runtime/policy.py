@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..dispatch import (
     DENSE_END,
+    Dispatcher,
     DispatchPlan,
     GraphMode,
     ResolvedMode,
@@ -19,6 +21,14 @@ from ..dispatch import (
     user_capture_sizes,
 )
 from .config import Config, LoraGraphs
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How batches are dispatched: the graph mode, with the reasons for it, and the dispatcher."""
+
+    resolved: ResolvedMode
+    dispatcher: Dispatcher
 
 
 def resolve_graph_mode(config: Config) -> ResolvedMode:

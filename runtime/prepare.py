@@ -33,8 +33,9 @@ from .background import Background, Factory
 from .capture.chunks import chunk_obstacle
 from .capture.dummy_batch import model_state, preserve_contents, preserve_rng_state
 from .config import ColdStart, Config, without_tokens
-from .policy import dispatch_plan, resolve_graph_mode
-from .prepared_model import Behind, Engine, Policy, PreparedModel, Services
+from .model_steps import Behind, Engine, Services
+from .policy import Policy, dispatch_plan, resolve_graph_mode
+from .prepared_model import PreparedModel
 from .records import BucketHole, BucketsMissing, Records, RowsMixed
 from .report import mode_reasons
 from .request import compile_request

@@ -22,8 +22,10 @@ POISON = "tests/runtime/test_replay_backend.py -k failure_27"
 RANKS = f"{STRATEGIES}/test_ranks.py"
 CAPTURE, STEP, BACKENDS = "runtime/capture", "runtime/step", "runtime/backends"
 GRAPHS, BATCH = f"{CAPTURE}/captured_graphs.py", f"{CAPTURE}/dummy_batch.py"
+GRAPH = f"{CAPTURE}/captured_graph.py"
 ADDRESSES, INPUTS = f"{STEP}/address_checks.py", f"{STEP}/static_inputs.py"
 CAPTURER, MODEL = "runtime/strategy/capturer.py", "runtime/prepared_model.py"
+STEPS = "runtime/model_steps.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
@@ -39,31 +41,31 @@ MUTANTS = [
     (INPUTS, "        fill()\n", "        pass\n", LOOP),  # 25
     (INPUTS, "return torch.zeros(prod(shape)", "return torch.empty(prod(shape)",
      "tests/runtime/test_static_inputs.py -k failure_26"),
-    (GRAPHS, "(normal_alias(result) if result.is_inference() else result).detach",
+    (GRAPH, "(normal_alias(result) if result.is_inference() else result).detach",
      "partial(_same, result)", RESULTS),
-    (GRAPHS, "del self._by_size[next(iter(self._by_size))]", "pass", f"{RESULTS} -k bounded"),
+    (GRAPH, "del self._by_size[next(iter(self._by_size))]", "pass", f"{RESULTS} -k bounded"),
     (GRAPHS, "            graph.recording.release()\n", "            pass\n",
      f"{WEIGHTS} -k failure_18"),
     (GRAPHS, "self.captured[graph_index] = self.captured[graph_index], None",
      "self.captured[graph_index] = self.captured[graph_index], self.captured[graph_index]",
      f"{WEIGHTS} -k failure_18"),
     (GRAPHS, "warm_up=self.stitched", "warm_up=None", f"{FAITHFUL} -k failure_22"),
-    (GRAPHS, "self.recording.outputs or ()", "self.recording.outputs", LOOP),
+    (GRAPH, "self.recording.outputs or ()", "self.recording.outputs", LOOP),
     (MODEL, "self._graphs.bind(self.compiled.rebound())\n        if metadata_for",
      "pass\n        if metadata_for", f"{WEIGHTS} -k before_the_capture"),  # 18
     (MODEL, "self._graphs.bind(self.compiled.rebound())\n        self.events",
      "self.events", LOOP),  # 19
-    (MODEL, "if is_autocast_enabled():", "if False:", f"{RESULTS} -k autocast"),
+    (STEPS, "if is_autocast_enabled():", "if False:", f"{RESULTS} -k autocast"),
     (MODEL, "self._graphs.close()", "pass", f"{RESULTS} -k close"),
     (MODEL, "        self.backend.synchronize()\n        self._capturer.recapture",
      "        self._capturer.recapture", f"{WEIGHTS} -k idle_before"),
     (MODEL, "        self.backend.synchronize()\n        self._last_graph = None",
      "        self._last_graph = None", f"{WEIGHTS} -k idle_before"),
-    (MODEL, "if stated is not None and stated != num_tokens:", "if False:",
+    (STEPS, "if stated is not None and stated != num_tokens:", "if False:",
      f"{RESULTS} -k states_other"),
-    (MODEL, "if captured is None and decision.graph_index != NO_GRAPH:", "if False:",
+    (STEPS, "if captured is None and decision.graph_index != NO_GRAPH:", "if False:",
      f"{RESULTS} -k freed_reports"),
-    (MODEL, "if batch.num_reqs > self.config.max_num_reqs:", "if False:",
+    (STEPS, "if batch.num_reqs > self.config.max_num_reqs:", "if False:",
      f"{LIVE}/test_step.py -k beyond"),
     (ADDRESSES, "if now is not None:\n                return address(now)\n", "", WEIGHTS),
     (ADDRESSES, "if then is not None and tensor.numel()", "if False", f"{WEIGHTS} -k failure_12"),

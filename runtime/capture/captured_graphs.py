@@ -1,15 +1,10 @@
-"""The graphs of a prepared model: how one is captured from a dummy batch, and how a step uses it.
-
-A captured graph is a recording with the static inputs it reads, views of its results, and the
-addresses it relies on.
-"""
+"""The graphs of a prepared model: how one is captured from a dummy batch, which there are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,21 +12,19 @@ from torch import Tensor
 
 from ...compile.conditions.places import reader
 from ...compile.ir.config import TOKENS
-from ...compile.ir.plan import Plan
 from ...compile.ir.serialization import dtype_name
 from ...compile.lower.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, Dispatcher, RuntimeMode
-from ...errors import BatchExceeded, CaptureFailed, DummyStepFailed, ModelClosed, SizeOutOfRange
-from ...torch_compat.tensors import normal_alias
+from ...errors import BatchExceeded, CaptureFailed, DummyStepFailed, ModelClosed
 from ..backends.protocol import GraphBackend
-from ..backends.tape import poison
 from ..config import Config
 from ..records import Records, UnwatchedTensors
 from ..step.address_checks import Addresses, MetadataAddresses, Snapshot
 from ..step.binding import laid_out, lay_out
 from ..step.forward_context import ForwardContext
-from ..step.static_inputs import BoundInputs, Load, StaticInputs, real_part
+from ..step.static_inputs import BoundInputs, StaticInputs
 from .breaks import recordable
+from .captured_graph import CapturedGraph, WritingGraph, real_results
 from .chunks import Chunk, ChunkedStep
 from .dummy_batch import DummyBatch, MetadataFor, model_state
 from .profiler_ranges import name_segments, range_hooks
@@ -43,78 +36,6 @@ NOTHING_BREAKS = (
     "no splitting function was called, so attention would be inside the graph: decorate it with "
     "break_graph, or choose a graph mode without PIECEWISE"
 )
-_MOST_KEPT = 256
-
-FreshResults = tuple[Callable[[], Any], ...]
-"""A function for each result: a new tensor on static memory, so that what a caller does to it,
-such as `unsqueeze_`, changes no later step."""
-
-
-class CapturedGraph:
-    """A recording as steps use it. Loaders and results are kept per real size, the last 256."""
-
-    __slots__ = ("_by_size", "_inputs", "_plan", "addresses", "metadata", "recording")
-
-    def __init__(
-        self,
-        plan: Plan,
-        recording: Recording,
-        inputs: BoundInputs,
-        addresses: Snapshot,
-        metadata: MetadataAddresses | None,
-    ) -> None:
-        self.recording = recording
-        self.addresses = addresses
-        self.metadata = metadata
-        self._plan = plan
-        self._inputs = inputs
-        self._by_size: dict[tuple[int, ...], tuple[Load, FreshResults]] = {}
-
-    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> Sequence[Any]:
-        """Run one step on the real inputs; returns the real rows of the static results.
-
-        Raises MovedTensor if a tensor that the recording reads was moved, BatchExceeded for inputs
-        larger than the padded sizes.
-        """
-        self.addresses.check_step()
-        load, results = self._by_size.get(sizes) or self._prepare(sizes)
-        load(tensors)
-        self.recording.replay()
-        return [fresh() for fresh in results]
-
-    def load_of(self, sizes: tuple[int, ...]) -> Load:
-        """What copies inputs of these sizes to the static inputs."""
-        return (self._by_size.get(sizes) or self._prepare(sizes))[0]
-
-    def poison(self) -> None:
-        """Overwrite the static results, so that code that reads them after the step gets NaN."""
-        for output in self.recording.outputs or ():  # none if the graph was evicted
-            if isinstance(output, Tensor) and self.recording.ownership.is_made(output):
-                with torch.inference_mode():
-                    poison(output)
-
-    def _prepare(self, sizes: tuple[int, ...]) -> tuple[Load, FreshResults]:
-        if len(self._by_size) >= _MOST_KEPT:
-            del self._by_size[next(iter(self._by_size))]
-        try:
-            load = self._inputs.loader(sizes)
-        except SizeOutOfRange as error:
-            name, size, most = (error.facts[fact] for fact in ("name", "size", "high"))
-            raise BatchExceeded(name=name, size=size, most=most) from None
-        results = tuple(map(_fresh, _real_results(self._plan, self.recording.outputs, sizes)))
-        self._by_size[sizes] = load, results
-        return load, results
-
-
-class WritingGraph(CapturedGraph):
-    """A graph of a model that writes to its inputs; what it wrote is copied to the caller's."""
-
-    __slots__ = ()
-
-    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> Sequence[Any]:
-        results = super().replay(tensors, sizes)
-        self._inputs.copy_back(tensors)
-        return results
 
 
 class CapturedGraphs:
@@ -247,7 +168,7 @@ class CapturedGraphs:
         outputs = self.stitched(*inputs.views)
         if inputs.written:
             inputs.copy_back(tensors)
-        return _real_results(plan, outputs, sizes)
+        return real_results(plan, outputs, sizes)
 
     def run_chunks(
         self, graph_indices: Sequence[int], tensors: tuple[Any, ...], num_tokens: int
@@ -363,17 +284,6 @@ class CapturedGraphs:
         return sizes | {n: size for n, size in known.items() if n in sizes}
 
 
-def _fresh(result: Any) -> Callable[[], Any]:
-    """A function that returns `result`, a tensor each time as a new object."""
-    if not isinstance(result, Tensor):
-        return partial(_same, result)
-    return (normal_alias(result) if result.is_inference() else result).detach
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
 def _closed(*args: Any) -> Any:
     raise ModelClosed()
 
@@ -384,18 +294,3 @@ def _any_layout(*tensors: Any) -> bool:
 
 def _breaks(recording: Recording) -> bool:
     return any(segment.kind is SegmentKind.EAGER for segment in recording.segments)
-
-
-def _real_results(plan: Plan, outputs: Sequence[Any], sizes: Sequence[int]) -> tuple[Any, ...]:
-    """Static outputs cut to the real `sizes`, which are in the order of the plan's symbols."""
-    names = {symbol.name: size for symbol, size in zip(plan.symbols, sizes, strict=True)}
-
-    def size(dim: int | str) -> int:
-        return dim if isinstance(dim, int) else int(eval(dim, {}, dict(names)))
-
-    return tuple(
-        real_part(output, [size(dim) for dim in result.shape])
-        if isinstance(output, Tensor)
-        else size(result.name)
-        for output, result in zip(outputs, plan.results, strict=True)
-    )

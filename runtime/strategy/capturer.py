@@ -13,22 +13,15 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
 
-from ...dispatch import (
-    Batch,
-    CaptureStrategy,
-    Decision,
-    Dispatcher,
-    Histogram,
-    PlanEntry,
-    RuntimeMode,
-)
+from ...dispatch import Batch, CaptureStrategy, Decision, Dispatcher, PlanEntry, RuntimeMode
 from ...errors import CaptureFailed, DummyStepFailed
 from ..backends.protocol import GraphBackend
 from ..capture.recording import Recording
 from ..capture.session import CaptureSession, capture_session
 from ..config import Config
 from ..memory.budget import Exchange, GraphMemory, graph_of, limit_in_bytes
-from ..records import CaptureFailure, CaptureRecord, CaptureRefusal, Eviction, Records
+from ..records import CaptureRecord, Records
+from .capture_log import CaptureLog
 from .limits import CaptureBudget, CaptureCosts, LazyBytes, StepBudgets
 from .monitors import allow_compilation
 from .queue import CaptureQueue
@@ -86,10 +79,9 @@ class Capturer:
         self._budgets = StepBudgets(
             self._config.captures_per_step, self._config.capture_ms_per_step
         )
-        self._refused: set[int] = set()
+        self._log = CaptureLog(self._records, self._dispatcher, self.queue)
         self._pruned: list[int] = []
         self._over_limit = False
-        self._warned_of_budget = False
         self.idle_steps = self.queue.idle_steps
         if self._pool is not None:
             self._backend.release_pool(self._pool)
@@ -116,7 +108,9 @@ class Capturer:
         if self._config.strategy is CaptureStrategy.EAGER:
             self._use_room(progress)
         self._refresh_active()
-        self._record_accuracy()
+        if self.memory.forecast is not None:
+            captured = [i for i, state in enumerate(self.queue.states) if state.captured]
+            self._records.add(self.memory.accuracy(self._dispatcher.plan, captured))
 
     def _capture_startup_set(
         self, progress: Callable[[CaptureRecord], None] | None, serving: bool
@@ -162,12 +156,6 @@ class Capturer:
         self.queue.count_idle()
         budget = CaptureBudget(len(self._entries), budget_ms)
         return self._spend(budget, self.queue.in_idle_time())
-
-    def traffic(self, histogram: Histogram, limit: int) -> Iterator[list[int]]:
-        """The older and the newer half of the batches of all ranks, counted by size."""
-        answers = self._exchange("traffic", {"halves": histogram.halves(limit)})
-        for halves in zip(*(answer["halves"] for answer in answers), strict=True):
-            yield [sum(counts) for counts in zip(*halves, strict=True)]
 
     def change_plan(self, entries: Set[PlanEntry]) -> None:
         """Make `entries` the graphs of the plan: others are freed, missing ones are captured
@@ -230,24 +218,12 @@ class Capturer:
                 return
             estimate = self._estimate(graph_index)
             if estimate > budget.ms:
-                self._wait_for_budget(graph_index, estimate)
+                self._budgets.wait_for(estimate, self._events)
+                reason = f"it takes about {estimate:.1f} ms, more than the budget has"
+                self._log.refused(graph_index, reason)
                 return
             if self._within_limit(graph_index) and self._within_lazy_limit(graph_index):
                 yield graph_index
-
-    def _wait_for_budget(self, graph_index: int, estimate: float) -> None:
-        """The most urgent capture waits for time to accumulate; a warning is logged once."""
-        self._budgets.needed = estimate
-        self._refuse(graph_index, f"it takes about {estimate:.1f} ms, more than the budget has")
-        if estimate > self._budgets.ms_per_step and not self._warned_of_budget:
-            self._warned_of_budget = True
-            self._events.emit(
-                "capture.small_budget",
-                level=logging.WARNING,
-                capture_ms_per_step=self._budgets.ms_per_step,
-                capture_ms=round(estimate, 1),
-                steps_per_capture=self._budgets.steps_for(estimate),
-            )
 
     def _estimate(self, graph_index: int) -> float:
         entry = self._entries[graph_index]
@@ -274,16 +250,14 @@ class Capturer:
         if recording is None or reason:
             if recording:
                 recording.release()
-            self._remember_failure(graph_index, reason)
+            self.queue.failed(graph_index)
+            self._log.failed(graph_index, reason)
             return False
         self._graphs.install(graph_index, recording)
         self._changed()
         state.captured, state.bytes, state.launches = True, num_bytes, recording.operations
         self.memory.took(graph_of(self._dispatcher.plan, graph_index), num_bytes)
-        self._refused.discard(graph_index)
-        segments, descriptor = len(recording.segments), entry.descriptor.as_json()
-        where = self._where(graph_index)
-        self._records.add(CaptureRecord(*where, ms, num_bytes, segments, descriptor))
+        self._log.captured(graph_index, ms, num_bytes, len(recording.segments))
         if self.memory.exceeded:
             self._give_up(graph_index, num_bytes)
         return state.captured
@@ -293,7 +267,9 @@ class Capturer:
         limit = self.memory.limit
         self._evict(graph_index)
         self.queue.states[graph_index].dropped = True
-        self._refuse(graph_index, f"it took {num_bytes} bytes and exceeded the limit of {limit}")
+        self._log.refused(
+            graph_index, f"it took {num_bytes} bytes and exceeded the limit of {limit}"
+        )
         self._over_limit = self.memory.exceeded
 
     def _return_to_limit(self) -> None:
@@ -330,16 +306,12 @@ class Capturer:
                     progress(self._records.of(CaptureRecord)[-1])
                 self._return_to_limit()
 
-    def _remember_failure(self, graph_index: int, reason: str) -> None:
-        self.queue.failed(graph_index)
-        state = self.queue.states[graph_index]
-        retry_at = None if state.dropped else state.retry_at
-        self._records.add(CaptureFailure(*self._where(graph_index), reason, retry_at))
-
     def _within_limit(self, graph_index: int) -> bool:
         if self.memory.admits(graph_of(self._dispatcher.plan, graph_index)):
             return True
-        self._refuse(graph_index, f"it would pass the memory limit of {self.memory.limit} bytes")
+        self._log.refused(
+            graph_index, f"it would pass the memory limit of {self.memory.limit} bytes"
+        )
         self.queue.block(graph_index)
         return False
 
@@ -349,7 +321,9 @@ class Capturer:
         if self._lazy.make_room(graph_index, self._evict):
             return True
         limit = self._lazy.limit
-        self._refuse(graph_index, f"lazy recordings may take {limit} bytes, and none is worth less")
+        self._log.refused(
+            graph_index, f"lazy recordings may take {limit} bytes, and none is worth less"
+        )
         return False
 
     def _evict(self, graph_index: int) -> None:
@@ -359,15 +333,9 @@ class Capturer:
         answers = self._exchange(f"eviction of graph {graph_index}", {"freed": freed})
         freed = min(answer["freed"] for answer in answers)
         self.memory.freed(graph_of(self._dispatcher.plan, graph_index), freed)
-        self._records.add(Eviction(*self._where(graph_index), freed))
+        self._log.evicted(graph_index, freed)
         state.captured, state.bytes = False, 0
         self._changed()
-
-    def _refuse(self, graph_index: int, reason: str) -> None:
-        """Record a refusal once per graph, and again after it was captured."""
-        if graph_index not in self._refused:
-            self._refused.add(graph_index)
-            self._records.add(CaptureRefusal(*self._where(graph_index), reason))
 
     def _refresh_active(self) -> None:
         """Steps capture as long as something can still be captured."""
@@ -411,17 +379,6 @@ class Capturer:
     def _drop(self, indices: Collection[int]) -> None:
         for graph_index, state in enumerate(self.queue.states):
             state.dropped = graph_index in indices or graph_index in self._retired
-
-    def _record_accuracy(self) -> None:
-        """Record what the startup set was expected to take, and what it took."""
-        if self.memory.forecast is not None:
-            captured = [i for i, state in enumerate(self.queue.states) if state.captured]
-            self._records.add(self.memory.accuracy(self._dispatcher.plan, captured))
-
-    def _where(self, graph_index: int) -> tuple[str, int, int, int]:
-        """The first fields of a GraphRecord."""
-        entry = self._entries[graph_index]
-        return entry.mode.name, entry.descriptor.num_tokens, graph_index, self.queue.step
 
     @contextmanager
     def _session(self, *, prepare: bool) -> Iterator[CaptureSession]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 
 from ...dispatch import PlanEntry, RuntimeMode
+from ...events import Events
 from .queue import GraphState
 
 
@@ -45,24 +47,36 @@ class StepBudgets:
     """The budgets of successive gaps. Time that is not spent accumulates (a token bucket).
 
     So a capture that takes longer than `ms_per_step` follows after enough steps. What accumulates
-    is bounded by `needed`, the time of the capture that waits. None is no limit.
+    is bounded by the time of the capture that waits. None is no limit.
     """
 
     def __init__(self, captures_per_step: int, ms_per_step: float | None) -> None:
         self.ms_per_step = math.inf if ms_per_step is None else ms_per_step
-        self.needed = 0.0
+        self._needed = 0.0
+        self._warned = False
         self._captures = captures_per_step
         self._last = CaptureBudget(0, 0.0)
 
     def next_step(self) -> CaptureBudget:
         """The budget before one more step."""
-        most = max(self.ms_per_step, self.needed)
+        most = max(self.ms_per_step, self._needed)
         self._last = CaptureBudget(self._captures, min(self._last.ms + self.ms_per_step, most))
         return self._last
 
-    def steps_for(self, ms: float) -> float:
-        """Steps after which a capture of `ms` milliseconds fits."""
-        return math.ceil(ms / self.ms_per_step) if self.ms_per_step else math.inf
+    def wait_for(self, ms: float, events: Events) -> None:
+        """Let time accumulate for a capture of `ms`. The first that takes several gaps is logged."""
+        self._needed = ms
+        if ms > self.ms_per_step and not self._warned:
+            self._warned = True
+            events.emit(
+                "capture.small_budget",
+                level=logging.WARNING,
+                capture_ms_per_step=self.ms_per_step,
+                capture_ms=round(ms, 1),
+                steps_per_capture=math.ceil(ms / self.ms_per_step)
+                if self.ms_per_step
+                else math.inf,
+            )
 
 
 def worth(hits: int, launches: int, num_bytes: int) -> float:

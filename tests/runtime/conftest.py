@@ -26,8 +26,8 @@ from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.recording import Recording
 from piecegraph.runtime.capture.session import capture_session
-from piecegraph.runtime.policy import dispatch_plan
-from piecegraph.runtime.prepared_model import Engine, Policy, Services
+from piecegraph.runtime.model_steps import Engine, Services
+from piecegraph.runtime.policy import Policy, dispatch_plan
 from piecegraph.runtime.records import Records
 
 

@@ -269,7 +269,7 @@ def test_what_cannot_go_to_stdout_is_refused(arguments, capsys, monkeypatch, tmp
 def test_a_model_beyond_the_memory_there_is_is_refused_before_it_is_built(
     command, capsys, monkeypatch
 ):
-    monkeypatch.setattr("piecegraph.tools.serve.run.available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("piecegraph.tools.serve.host_memory.available_bytes", lambda: 1 << 20)
     monkeypatch.setattr("piecegraph.tools.serve.run.Decoder", lambda *_, **__: pytest.fail("built"))
     assert main(command) == 2
     assert "are needed, 1.0 MiB are available" in capsys.readouterr().err
@@ -302,3 +302,21 @@ def test_sizes_that_cannot_be_allocated_are_a_bad_value(library, capsys, monkeyp
     error = capsys.readouterr().err.splitlines()[-1]
     assert "do not fit into memory: DefaultCPUAllocator: can't allocate memory" in error
     assert "backtrace" not in error
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "writer"),
+    [
+        (["explain", "--against"], "--against", "piecegraph explain --format json"),
+        (["explain", "--of"], "--of", "piecegraph explain --format json"),
+        (["bench", "compare", "new.json"], "result", "piecegraph bench serve --json"),
+    ],
+)
+@pytest.mark.parametrize("text", ["{}", '{"schema": 0}', '{"schema": 1}', "[]", "x", None])
+def test_a_file_of_another_command_is_refused(command, option, writer, text, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / "a.json").write_text(text)
+    assert main([*command, str(tmp_path / "a.json")]) == 2
+    error = capsys.readouterr().err
+    assert f"invalid setting {option} = " in error
+    assert f"a file that `{writer}` wrote" in error

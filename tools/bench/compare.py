@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...errors import InvalidSetting
 from ..report.sections import Section, Table, columns
 
 SCHEMA = 1
@@ -57,22 +54,6 @@ def _over(rounds: Sequence[Facts], name: str) -> Any:
     if not known:
         return None
     return {"median": median(known), "min": min(known), "max": max(known)}
-
-
-def read_result(path: Path) -> Facts:
-    """A result of `bench serve --json`. Raises InvalidSetting for another file."""
-    try:
-        result: Facts = json.loads(path.read_text())
-        if result["schema"] != SCHEMA or not isinstance(result["summary"], list):
-            raise ValueError("it is of another schema")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidSetting(
-            name="result",
-            value=str(path),
-            reason=f"{type(error).__name__}: {error}",
-            expected="a file that `piecegraph bench serve --json` wrote",
-        ) from error
-    return result
 
 
 def compare(old: Facts, new: Facts) -> Facts:

@@ -13,7 +13,7 @@ import typer
 
 from ...dispatch import CaptureStrategy, GraphMode
 from ...errors import BenchmarksMissing, InvalidSetting
-from ..report.output import outputs
+from ..report.output import outputs, read_facts
 from ..serve.options import RunOptions, choice
 from .run_commands import JsonOption, console_beside, stderr, with_run_options, write_json
 
@@ -239,8 +239,10 @@ def compare_command(
     """Compare two results: better, worse or no difference, by the spread of their rounds."""
     (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
     with _benchmarks():
-        from ..bench.compare import compare, comparison_section, read_result
-    found = compare(read_result(old), read_result(new))
+        from ..bench.compare import SCHEMA, compare, comparison_section
+    command = "piecegraph bench serve --json"
+    results = (read_facts(path, "result", command, SCHEMA, "summary") for path in (old, new))
+    found = compare(*results)
     from ..report.sections import as_terminal
 
     console_beside(to_json).print(*as_terminal(comparison_section(found)), sep="\n")

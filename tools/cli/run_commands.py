@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..explain import FORMATS, compared, rendered
-from ..explain.against import read_facts
-from ..report.output import outputs
+from ..explain.against import SCHEMA
+from ..report.output import outputs, read_facts
 from ..serve.options import RunOptions, choice, declared_options, read_run_options
 
 if TYPE_CHECKING:
@@ -126,7 +126,11 @@ def explain_command(
 ) -> int:
     """Run like `piecegraph run` and explain it: startup, pieces, guards, captures, dispatch."""
     form = choice("--format", format, FORMATS)
-    old, given = (read_facts(path) if path else None for path in (against, of))
+    command = "piecegraph explain --format json"
+    old, given = (
+        read_facts(path, option, command, SCHEMA, "settings") if path else None
+        for option, path in (("--against", against), ("--of", of))
+    )
     to_output, to_timeline = outputs(
         {"--output": output, "--timeline": timeline}, stdout=("--output",)
     )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from ...errors import InvalidSetting
 from ..report.sections import Section, Table, columns
 
 Facts = dict[str, Any]
@@ -18,22 +15,6 @@ SCHEMA = 1
 SLOWER, FASTER = 1.25, 0.8
 NOTICED_SECONDS = 0.05
 """A phase is listed if it changed by these factors and by at least this time."""
-
-
-def read_facts(path: Path) -> Facts:
-    """What `piecegraph explain --format json` wrote. Raises InvalidSetting for another file."""
-    try:
-        facts: Facts = json.loads(path.read_text())
-        if facts["schema"] != SCHEMA:
-            raise ValueError(f"its schema is {facts['schema']}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidSetting(
-            name="--against",
-            value=str(path),
-            reason=f"{type(error).__name__}: {error}",
-            expected="a file that `piecegraph explain --format json` wrote",
-        ) from error
-    return facts
 
 
 def differences(old: Facts, new: Facts) -> list[Facts]:

@@ -1,7 +1,8 @@
-"""Files that a command writes: checked before the work begins, written at its end."""
+"""Files of a command: read, or checked before the work begins and written at its end."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -91,6 +92,26 @@ def outputs(
             )
         seen[place] = option
     return made
+
+
+def read_facts(path: Path, name: str, command: str, schema: int, key: str) -> dict[str, Any]:
+    """What `command` wrote: JSON of this schema with `key`. `name` is the option of the file.
+
+    Raises InvalidSetting for another file.
+    """
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text())
+        if facts["schema"] != schema:
+            raise ValueError(f"its schema is {facts['schema']}")
+        facts[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidSetting(
+            name=name,
+            value=str(path),
+            reason=f"{type(error).__name__}: {error}",
+            expected=f"a file that `{command}` wrote",
+        ) from error
+    return facts
 
 
 def folder_fault(folder: Path) -> str:

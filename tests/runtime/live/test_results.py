@@ -13,7 +13,7 @@ from torch import Tensor
 
 from piecegraph import Batch, BatchDescriptor, RuntimeMode
 from piecegraph.errors import AutocastActive, BatchInvalid, BatchMismatch
-from piecegraph.runtime.capture import captured_graphs
+from piecegraph.runtime.capture import captured_graph
 
 DECODE = Batch(2, 2, is_decode=True, query_len=1)
 
@@ -185,7 +185,7 @@ def test_close_frees_buffers_code_and_weights(serve: Callable[..., Any]) -> None
 def test_what_is_kept_per_size_is_bounded(
     serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_graphs, "_MOST_KEPT", 2)
+    monkeypatch.setattr(captured_graph, "_MOST_KEPT", 2)
     served = ready(serve, sizes=(8,))
     for num_tokens in (1, 2, 3, 4, 3, 5):
         assert torch.equal(*run(served, (num_tokens, 1)))
