@@ -64,18 +64,17 @@ class StepBudgets:
         return self._last
 
     def wait_for(self, ms: float, events: Events) -> None:
-        """Let time accumulate for a capture of `ms`. The first that takes several gaps is logged."""
+        """Let time accumulate for a capture of `ms`. The first above a gap's time is logged."""
         self._needed = ms
         if ms > self.ms_per_step and not self._warned:
             self._warned = True
+            steps = math.ceil(ms / self.ms_per_step) if self.ms_per_step else math.inf
             events.emit(
                 "capture.small_budget",
                 level=logging.WARNING,
                 capture_ms_per_step=self.ms_per_step,
                 capture_ms=round(ms, 1),
-                steps_per_capture=math.ceil(ms / self.ms_per_step)
-                if self.ms_per_step
-                else math.inf,
+                steps_per_capture=steps,
             )
 
 
