@@ -3,7 +3,7 @@
 A graph runs a batch padded to its size. That is right only if each row of a result depends on the
 same row of the inputs. Attention, which does mix rows, runs between pieces or is given the real
 sizes by its metadata. Each unique piece is run three times on random inputs: padded, padded with
-other values, and at the real size.
+rows that are a maximum, a minimum or zero, and at the real size.
 """
 
 from __future__ import annotations
@@ -94,10 +94,8 @@ def _mixed(
     whole = [
         _random(dtype, _at(shape, padded, compiled.plan), generator) for _, dtype, shape in names
     ]
-    other = [
-        _random(dtype, _at(shape, padded, compiled.plan), generator) for _, dtype, shape in names
-    ]
     boxes = [_box(_at(shape, real, compiled.plan)) for _, _, shape in names]
+    mixed_in = [_extreme_padding(one, box) for one, box in zip(whole, boxes, strict=True)]
 
     def run(sizes: Mapping[str, int], values: list[Tensor]) -> list[Any]:
         symbols = {symbol.name: sizes[symbol.label] for symbol in compiled.plan.symbols}
@@ -110,9 +108,6 @@ def _mixed(
         torch.manual_seed(_SEED)
         return list(fn(args))
 
-    mixed_in = [one.clone() for one in other]
-    for target, source, box in zip(mixed_in, whole, boxes, strict=True):
-        target[box] = source[box]
     first, second = run(padded, whole), run(padded, mixed_in)
     alone = run(real, [value[box].clone() for value, box in zip(whole, boxes, strict=True)])
     ends = [_end(_at(shape, real, compiled.plan), tuple(value.shape))
@@ -170,6 +165,22 @@ def _random(dtype: str, shape: Shape, generator: torch.Generator) -> Tensor:
     if kind.is_floating_point or kind.is_complex:
         return (torch.rand(shape, generator=generator) + 0.5).to(kind)
     return torch.randint(0, 2, shape, generator=generator).to(kind)
+
+
+def _extreme_padding(values: Tensor, real: tuple[slice, ...]) -> Tensor:
+    """`values` with other rows outside of `real`: integers flipped, the rest large of either sign
+    and zero in turn, so that no maximum or minimum over all rows is one of a real row."""
+    if not (values.is_floating_point() or values.is_complex()):
+        padded = (values == 0).to(values.dtype)
+    else:
+        padded = values.to(torch.float32, copy=True)
+        for dim, part in enumerate(real):
+            padding = padded.narrow(dim, part.stop, values.shape[dim] - part.stop)
+            for row, each in enumerate(padding.unbind(dim)):
+                each.mul_((16, -16, 0)[row % 3])
+        padded = padded.to(values.dtype)
+    padded[real] = values[real]
+    return padded
 
 
 def _line(text: str) -> str | None:

@@ -43,6 +43,7 @@ def prepared(device: str = "cuda", hidden: int = HIDDEN, **settings: Any) -> pg.
         "max_num_reqs": 8,
         "compiler": "eager",
         "cache_dir": None,
+        "attention_support": "ALWAYS",
         **settings,
     }
     model = Model(hidden).to(device)

@@ -82,6 +82,14 @@ def test_failure_9_a_model_that_mixes_rows_is_never_padded(case: str) -> None:
     assert found["where"].endswith(f"test_row_mixing.py:{line}")
 
 
+@pytest.mark.parametrize("seed", [2, 7])
+def test_a_maximum_of_all_rows_is_found_wherever_it_is(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = Model(lambda y: y / y.amax())
+    model.weight.copy_(torch.randn(4))
+    assert find_mixed_rows_of(model) != []
+
+
 @pytest.mark.parametrize("case", ROW_WISE)
 def test_a_model_that_does_not_is_padded(case: str) -> None:
     prepared, model = prepared_for(ROW_WISE[case])
