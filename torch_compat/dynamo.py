@@ -29,6 +29,11 @@ _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = sysconfig.get_path("purelib") + os.sep
 
 
+def import_dynamo() -> None:
+    """Import what tracing needs, about 1 s, so that it can be timed apart from the trace."""
+    import torch._dynamo.functional_export  # noqa: F401
+
+
 @dataclass(frozen=True)
 class Captured:
     """Result of Dynamo's full-graph capture, without its version-dependent types."""

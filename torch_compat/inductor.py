@@ -47,6 +47,11 @@ def cache_directory() -> str:
     return cache_dir()
 
 
+def import_inductor() -> None:
+    """Import Inductor's compiler, about 1 s, so that it can be timed apart from its work."""
+    import torch._inductor.compile_fx  # noqa: F401
+
+
 def inductor_compile(
     graph: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]
 ) -> tuple[Any, Callable[[], list[Path]]]:

@@ -25,6 +25,7 @@ from ...events import Events
 from ...torch_compat.aoti import aoti_load
 from ...torch_compat.inductor import (
     cache_directory,
+    import_inductor,
     inductor_cache_directory,
     inductor_callable,
     inductor_compile,
@@ -86,7 +87,9 @@ def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str
 
 
 def first_use(device: torch.device, events: Events) -> None:
-    """Build the precompiled C++ headers if this machine lacks them, as a separate phase."""
+    """Import Inductor, and build the precompiled C++ headers if this machine lacks them."""
+    with events.span("import inductor"):
+        import_inductor()
     if device.type != "cpu":
         return
     with scratch() as folder:

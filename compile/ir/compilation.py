@@ -48,7 +48,7 @@ class Compiler:
     compile: CompilePiece
     load: Callable[[Sequence[Blobs]], list[PieceFn]] | None = None
     first_use: Callable[[torch.device, Events], None] | None = None
-    """Does work that is needed once per machine, so that it is not timed as part of a piece."""
+    """What is needed once per process or machine, so that no piece is timed with it."""
     session: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context that is open while the pieces of one model are compiled."""
 

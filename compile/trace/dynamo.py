@@ -20,6 +20,7 @@ from ...torch_compat.dynamo import (
     Captured,
     capture_full_graph,
     dynamo_tracing,
+    import_dynamo,
     input_source,
     unsupported_op,
     user_location,
@@ -71,6 +72,8 @@ def trace(request: CompileRequest) -> Trace:
     InputNotTraceable for a tensor that no path leads to, and the errors of `example_inputs`.
     """
     model, config, events = request.model, request.config, request.events
+    with events.span("import dynamo"):
+        import_dynamo()
     examples = example_inputs(model, config, request.device, request.examples)
     mark(examples, config)
     args, kwargs = examples.call_arguments()

@@ -193,12 +193,15 @@ def test_value_computed_before_a_mutation_is_of_the_old_value(compiled, function
         torch.testing.assert_close(made(x.clone()), function(x.clone()))
 
 
-def test_what_the_toolchain_costs_once_a_machine_is_a_phase_of_its_own(monkeypatch):
+def test_what_is_needed_once_has_spans_of_its_own(monkeypatch):
     compiled = []
     monkeypatch.setattr(inductor, "compile_piece", lambda *given: lambda: compiled.append(given))
     for ready in (True, False):
         events = Events()
         monkeypatch.setattr(inductor, "cpp_headers_ready", lambda _, ready=ready: ready)
         inductor.first_use(torch.device("cpu"), events)
-        assert [span.name for span in events.spans] == ([] if ready else ["toolchain"])
+        assert [span.name for span in events.spans] == [
+            "import inductor",
+            *([] if ready else ["toolchain"]),
+        ]
         assert len(compiled) == (0 if ready else 1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,3 +173,13 @@ def test_current_shape_env_is_that_of_the_sizes_a_backend_gets() -> None:
 
     torch.compile(lambda x: x + 1, backend=backend, dynamic=True)(torch.zeros(5))
     assert found == [True]
+
+
+def test_what_tracing_and_compiling_need_can_be_imported_before() -> None:
+    program = (
+        "import sys; from piecegraph.torch_compat import dynamo, inductor;"
+        "before = set(sys.modules);"
+        "dynamo.import_dynamo(); assert 'torch._dynamo.convert_frame' in set(sys.modules) - before;"
+        "inductor.import_inductor(); assert 'torch._inductor.graph' in set(sys.modules) - before"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
