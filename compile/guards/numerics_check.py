@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from ..ir.compilation import PieceFn
 from ..ir.ops import ALLOCATIONS
+from ..pieces.piece import HANDLE
 from ..trace.symbols import Sizes, input_at
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
@@ -53,7 +54,10 @@ class _Filled(Interpreter):
 
 
 def concrete_inputs(graph: GraphModule, sizes: Sizes) -> list[Any]:
-    """Generated inputs with the shapes and dtypes of the graph's inputs at `sizes`."""
+    """Generated inputs with the shapes and dtypes of the graph's inputs at `sizes`.
+
+    A handle of the model has its own value: an op would follow an address of zero.
+    """
     return [_generated(node, sizes) for node in graph.graph.find_nodes(op="placeholder")]
 
 
@@ -75,6 +79,8 @@ def _clones(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _generated(node: Node, sizes: Sizes) -> Any:
+    if (handle := node.meta.get(HANDLE)) is not None:
+        return handle.clone()
     value = input_at(node, sizes)
     if not isinstance(value, torch.Tensor):
         return value

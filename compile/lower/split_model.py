@@ -15,9 +15,10 @@ from ..ir.locations import graph_source
 from ..ir.plan import CompiledRange, Plan
 from ..pieces.contexts import check_contexts, resolve_contexts
 from ..pieces.fingerprint import fingerprint
-from ..pieces.piece import Piece, is_size, lift
+from ..pieces.piece import Piece, is_size, lift, may_be_handle
 from ..pieces.split import Predicate, is_splitting, partition_ops, split
 from ..trace.dynamo import Trace
+from ..trace.examples import Leaf
 from .plan_builder import PlanBuilder, base_symbols
 
 
@@ -75,13 +76,18 @@ def _unique_pieces(
     """Lift each piece and compare it by content; the planner records the steps on the way."""
     graph = traced.graph.graph
     symbols = base_symbols(traced)
+    handles = {
+        node: tensor
+        for node, tensor in traced.tensors.items()
+        if not isinstance(traced.sources[node], Leaf) and may_be_handle(tensor)
+    }
     unique: dict[str, UniquePiece] = {}
     total = 0
     for section in split(graph, splits, lambda node: is_size(node, symbols)):
         if section.splitting:
             planner.calls(section)
             continue
-        piece = lift(section, symbols)
+        piece = lift(section, symbols, handles)
         check_contexts(piece.outputs)
         digest = fingerprint(piece.graph, traced.graph, ops)
         if not config.dedupe:

@@ -7,7 +7,7 @@ piece returns a tuple.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,15 @@ VIEW_METHODS = frozenset(
 )
 
 BaseSymbols = dict[sympy.Symbol, torch.SymInt]
+
+HANDLE = "handle"
+"""The tensor of the model, in the meta of a placeholder, if it may be a handle: ops take objects
+such as packed weights by their address, as an integer."""
+
+
+def may_be_handle(tensor: torch.Tensor) -> bool:
+    """Whether an op may follow the value of `tensor` as an address."""
+    return tensor.numel() == 1 and not (tensor.dtype.is_floating_point or tensor.is_meta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +95,13 @@ def unwritten_results(graph: Graph) -> tuple[int, ...]:
     )
 
 
-def lift(section: Section, symbols: BaseSymbols) -> Piece:
-    """Copy a compute section into a piece. `symbols` has a SymInt for each base symbol."""
+def lift(section: Section, symbols: BaseSymbols, handles: Mapping[Node, torch.Tensor]) -> Piece:
+    """Copy a compute section into a piece. `symbols` has a SymInt for each base symbol.
+
+    `handles` are tensors that may hold an address; see HANDLE.
+    """
     inside = set(section.nodes)
-    builder = _Builder(symbols)
+    builder = _Builder(symbols, handles)
     for node in section.nodes:
         builder.copy(node)
     outputs = tuple(
@@ -117,9 +129,10 @@ def is_size(node: Node, symbols: Collection[sympy.Symbol]) -> bool:
 class _Builder:
     """Copies nodes into a new graph; values from outside become inputs or recomputed sizes."""
 
-    def __init__(self, symbols: BaseSymbols) -> None:
+    def __init__(self, symbols: BaseSymbols, handles: Mapping[Node, torch.Tensor]) -> None:
         self.graph = Graph()
         self.inputs: list[Node | sympy.Symbol] = []
+        self._handles = handles
         self.values: dict[Node, Any] = {}
         self._placeholders: dict[Node | sympy.Symbol, Node] = {}
         self._symbols = symbols
@@ -162,6 +175,8 @@ class _Builder:
         if key not in self._placeholders:
             node = self.graph.placeholder(f"a{len(self.inputs)}")
             node.meta["example_value"] = value
+            if isinstance(key, Node) and key in self._handles:
+                node.meta[HANDLE] = self._handles[key]
             self._placeholders[key] = node
             self.inputs.append(key)
         return self._placeholders[key]

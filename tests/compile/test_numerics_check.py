@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.fx import symbolic_trace
 
+from piecegraph import Config
+from piecegraph.compile.debug import debug_pieces
 from piecegraph.compile.guards.numerics_check import numeric_difference
 
 
@@ -39,3 +42,25 @@ def test_memory_that_nobody_wrote_is_not_compared():
 
 def test_what_was_written_there_is_compared():
     assert "result 1 is off by" in numeric_difference(compiled(7.0, 0.5), graph(), {})
+
+
+class Handled(torch.nn.Module):
+    """An op of an engine follows `handle` as an address, and takes `table` as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("handle", torch.tensor(7))
+        self.register_buffer("table", torch.tensor([5, 6]))
+
+    def forward(self, x):
+        return x * self.handle + self.table
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning")
+def test_a_handle_of_the_model_has_its_own_value():
+    config = Config(inputs={"x": "float32[num_tokens, 2]"}, max_num_tokens=8)
+    (piece,) = debug_pieces(Handled(), config, torch.device("cpu"))
+    values = piece.generated_inputs(piece.sizes(config, 3))
+    whole = {str(each.tolist()) for each in values if getattr(each, "dtype", None) is torch.int64}
+    assert whole == {"7", "[0, 0]"}
