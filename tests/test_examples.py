@@ -66,7 +66,8 @@ def test_each_program_is_run_here():
     assert programs == {
         "own_model.py",
         "hugging_face.py",
-        "continuous_batching.py",  # by tests/engines, in an environment of its own
+        "continuous_batching.py",  # these by tests/engines, in environments of their own
+        "vllm_offline.py",
         "container/serve.py",
         "test_capture_modes.py",
     }

@@ -1,0 +1,180 @@
+"""Runs vLLM engines in one process: `python vllm_engine.py FOLDER JOBS`.
+
+JOBS is a list in JSON: each job has a `family`, and may have `settings` of piecegraph (without them
+vLLM runs alone) and options of `LLM` in `engine`. Prints a line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+import torch
+from safetensors.torch import save_file
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.lora.request import LoRARequest
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "tie_word_embeddings": True,
+    },
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "conv_L_cache": 3,
+        "norm_eps": 1e-6,
+        "block_dim": 64,
+        "block_ff_dim": 128,
+        "block_multiple_of": 32,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "bamba": {
+        "architectures": ["BambaForCausalLM"],
+        "model_type": "bamba",
+        "attn_layer_indices": [1],
+        "attn_rotary_emb": 32,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 64,
+    },
+    "bert": {
+        "architectures": ["BertModel"],
+        "model_type": "bert",
+        "hidden_act": "gelu",
+        "num_key_value_heads": 4,
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-6,
+    },
+}
+ENGINE: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "load_format": "dummy",
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_batched_tokens": 128,
+    "max_num_seqs": 16,
+    "enable_prefix_caching": True,
+    "enable_chunked_prefill": True,
+}
+
+
+def prompts() -> list[dict[str, list[int]]]:
+    """64 requests: a third share a prefix that is longer than a step, and others are short."""
+    draw = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(3, 500) for _ in range(count)]
+
+    shared = tokens(140)
+    own = (1, 5, 17, 60)
+    return [
+        {"prompt_token_ids": (shared if i % 3 == 0 else []) + tokens(own[i % 4])} for i in range(64)
+    ]
+
+
+def adapter(folder: Path) -> LoRARequest:
+    """A LoRA adapter with random weights for the query, key, value and output projections."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, width = SMALL["hidden_size"], SMALL["head_dim"]
+    outputs = {
+        "q_proj": (hidden, SMALL["num_attention_heads"] * width),
+        "v_proj": (hidden, SMALL["num_key_value_heads"] * width),
+        "o_proj": (SMALL["num_attention_heads"] * width, hidden),
+    }
+    weights = {}
+    for layer in range(SMALL["num_hidden_layers"]):
+        for name, (rows, columns) in outputs.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn(8, rows, generator=draw)
+            weights[f"{place}.lora_B.weight"] = torch.randn(columns, 8, generator=draw)
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    facts = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": list(outputs)}
+    (folder / "adapter_config.json").write_text(json.dumps({**facts, "bias": "none"}))
+    return LoRARequest("adapter", 1, str(folder))
+
+
+def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Start an engine, generate, and report."""
+    model = folder / job["family"]
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps({**SMALL, **FAMILIES[job["family"]]}))
+    options = {**ENGINE, **job.get("engine", {})}
+    if (settings := job.get("settings")) is not None:
+        options["worker_cls"] = "piecegraph.tools.integrations.vllm.Worker"
+        options["additional_config"] = {"piecegraph": settings}
+    began = time.perf_counter()
+    llm = LLM(model=str(model), **options)
+    ready = time.perf_counter() - began
+    if options.get("runner") == "pooling":
+        made = [each.outputs.embedding for each in llm.embed(prompts(), use_tqdm=False)]
+    else:
+        lora = [adapter(folder / "adapter"), None] * 32 if options.get("enable_lora") else None
+        sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+        outputs = llm.generate(prompts(), sampling, use_tqdm=False, lora_request=lora)
+        made = [list(output.outputs[0].token_ids) for output in outputs]
+    result: dict[str, Any] = {"ready": ready, "made": made}
+    if settings is not None:
+        reports = llm.collective_rpc("piecegraph_report")
+        result["report"], result["reports"] = reports[0], len(reports)
+        result["explained"] = len(llm.collective_rpc("piecegraph_explain", args=("md",))[0])
+        result["metrics"] = llm.collective_rpc("piecegraph_metrics")[0]
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return result
+
+
+if __name__ == "__main__":
+    faulthandler.enable()  # vLLM has handlers of its own, without Python's stack
+    for each in json.loads(sys.argv[2]):
+        print("RESULT", json.dumps(run(each, Path(sys.argv[1]))), flush=True)

@@ -1,0 +1,237 @@
+"""vLLM runs its model through piecegraph: one option, `--worker-cls`.
+
+    vllm serve MODEL --worker-cls piecegraph.tools.integrations.vllm.Worker
+    LLM(MODEL, worker_cls="piecegraph.tools.integrations.vllm.Worker")
+
+Settings of `Config` are in vLLM's `additional_config`, under the name `piecegraph`. Scheduler, KV
+cache, attention and sampler are vLLM's: the module that vLLM would give to torch.compile is
+prepared instead, and split at vLLM's attention ops, which find their metadata in vLLM's forward
+context. A model that cannot be prepared runs as in vLLM alone, after one warning with the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed import get_world_group
+from vllm.forward_context import get_forward_context, override_forward_context, set_forward_context
+from vllm.platforms import current_platform
+
+from ... import (
+    Batch,
+    BatchDescriptor,
+    Config,
+    PaddingLimit,
+    PiecegraphError,
+    PreparedModel,
+    Ranks,
+    RuntimeMode,
+    explain,
+    prepare,
+)
+from ...errors import AllCapturesFailed
+from .prometheus import metrics_text
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+log = logging.getLogger("piecegraph")
+
+ATTENTION_OPS = (
+    "vllm::unified_attention_with_output", "vllm::unified_kv_cache_update",
+    "vllm::unified_mla_attention_with_output", "vllm::unified_mla_kv_cache_update",
+    "vllm::mamba_mixer", "vllm::mamba_mixer2", "vllm::short_conv", "vllm::linear_attention",
+    "vllm::qwen_gdn_attention_core", "vllm::cpu_gdn_attention_core",
+    "vllm::olmo_hybrid_gdn_full_forward",
+    "vllm::sparse_attn_indexer",
+)  # fmt: skip
+"""Splitting ops where vLLM's `splitting_ops` is empty, as it is on a CPU."""
+
+
+class Worker(PlatformWorker):  # type: ignore[misc]
+    """vLLM's worker for this platform, with a prepared model."""
+
+    prepared: PreparedModel | None = None
+    """The prepared model; None before the first run, and for a model that could not be prepared."""
+
+    refusal: str | None = None
+    """Why the model was not prepared."""
+
+    def load_model(self, **options: Any) -> None:
+        """Load the model; its first run, with vLLM's dummy inputs, prepares it."""
+        super().load_model(**options)
+        _log_as_vllm_does()
+        if self.model_config.enforce_eager:
+            self._refuse("enforce_eager is set")
+            return
+        module: Any = compiled_module(self.model_runner.get_model())
+        if module is None:
+            self._refuse("vLLM compiles no module of this model, or several")
+            return
+        compiles_itself = not module.do_not_compile
+        module.do_not_compile = True
+        module.forward = partial(self._prepare_and_run, module, compiles_itself)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's warm-up, then captures. From here on nothing is compiled."""
+        if self.prepared is None and self.refusal is None:
+            self.model_runner.profile_run()
+        times = super().compile_or_warm_up_model()
+        if self.prepared is not None:
+            if self.prepared.dispatcher.plan.entries:
+                try:
+                    with set_forward_context(None, self.vllm_config):
+                        self.prepared.capture(_no_requests)
+                except AllCapturesFailed as error:
+                    log.warning("vLLM serves without graphs: %s", error)
+            self.prepared.seal()
+        return times
+
+    def _prepare_and_run(
+        self, module: Any, compiles_itself: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """The first call of the module: prepare it for calls of this form."""
+        del module.forward
+        arguments = _by_name(module, args, kwargs)
+        group = get_world_group()
+        try:
+            inputs = {
+                name: InputForm(name, value)
+                for name, value in arguments.items()
+                if isinstance(value, torch.Tensor)
+            }
+            with override_forward_context(None):
+                self.prepared = prepare(
+                    module,
+                    config_for(self.vllm_config, {n: each.spec for n, each in inputs.items()}),
+                    examples=((), {**arguments, **{n: e.example for n, e in inputs.items()}}),
+                    ranks=Ranks(group.cpu_group) if group.world_size > 1 else None,
+                )
+        except PiecegraphError as error:
+            module.do_not_compile = not compiles_itself
+            self._refuse(str(error))
+        else:
+            module.forward = steps_through(self.prepared, module, tuple(inputs))
+        return module(*args, **kwargs)
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        log.warning("vLLM runs this model without piecegraph: %s", reason)
+
+    def piecegraph_report(self) -> dict[str, Any]:
+        """The report of the prepared model, and why there is none. For `collective_rpc`."""
+        report = {} if self.prepared is None else self.prepared.report()
+        return {"refusal": self.refusal, **report}
+
+    def piecegraph_explain(self, format: str = "html") -> str:
+        """The page of `explain`, or why there is none. For `collective_rpc`."""
+        return str(self.refusal) if self.prepared is None else explain(self.prepared, format)
+
+    def piecegraph_metrics(self) -> str:
+        """Metrics in Prometheus' text format. For `collective_rpc`."""
+        return "" if self.prepared is None else metrics_text(self.prepared)
+
+
+def compiled_module(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The one module of `model` that vLLM gives to torch.compile, encoders apart."""
+    found: list[torch.nn.Module] = []
+    for module in model.modules():
+        compiles = hasattr(module, "do_not_compile") and not getattr(module, "_is_encoder", False)
+        if compiles and not any(module in {*outer.modules()} for outer in found):
+            found.append(module)
+    return found[0] if len(found) == 1 else None
+
+
+def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
+    """`Config` for a vLLM engine: its limits and capture sizes, then what the user has set."""
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    piecewise = (
+        not current_platform.is_cpu() and compilation.cudagraph_mode.has_piecewise_cudagraphs()
+    )
+    given = vllm_config.additional_config
+    splitting_ops = tuple(compilation.splitting_ops or ATTENTION_OPS)
+    return Config(
+        **{
+            "max_num_tokens": scheduler.max_num_batched_tokens,
+            "max_num_reqs": scheduler.max_num_seqs,
+            # vLLM registers the ops of a layer with the first model that has it
+            "splitting_ops": tuple(name for name in splitting_ops if _is_registered(name)),
+            "attention_support": "NEVER",
+            "padding_limit": PaddingLimit(tokens=0),  # vLLM pads, and its metadata with it
+            "graph_mode": "PIECEWISE" if piecewise else "NONE",
+            "capture_sizes": tuple(compilation.cudagraph_capture_sizes) if piecewise else None,
+            **(given.get("piecegraph", {}) if isinstance(given, dict) else {}),
+            "inputs": inputs,
+        }
+    )
+
+
+def _is_registered(op: str) -> bool:
+    namespace, _, name = op.partition("::")
+    return hasattr(getattr(torch.ops, namespace), name)
+
+
+class InputForm:
+    """One tensor argument: its spec, and an example with a number of tokens nothing depends on."""
+
+    def __init__(self, name: str, value: torch.Tensor) -> None:
+        tokens = value.dim() - 1 if name == "positions" else 0
+        shape: list[int | str] = list(value.shape)
+        shape[tokens] = "num_tokens"
+        self.spec = f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
+        self.example = value.narrow(tokens, 0, min(17, value.shape[tokens])).clone()
+
+
+def steps_through(
+    prepared: PreparedModel, module: torch.nn.Module, inputs: tuple[str, ...]
+) -> Callable[..., Any]:
+    """A forward that runs steps of the prepared form, and others as `module` alone would."""
+    forward = module.forward
+    most, most_reqs = prepared.config.max_num_tokens, prepared.config.max_num_reqs
+    names = tuple(inspect.signature(forward).parameters)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensors = tuple(n for n, value in arguments.items() if isinstance(value, torch.Tensor))
+        num_tokens = arguments["positions"].shape[-1]
+        if tensors != inputs or num_tokens > most:
+            log.warning("not a prepared step: %s, %d tokens", ", ".join(tensors), num_tokens)
+            return forward(*args, **kwargs)
+        context = get_forward_context()
+        num_reqs = min(num_tokens, most_reqs)
+        modes = NO_GRAPHS if context.cudagraph_runtime_mode == CUDAGraphMode.FULL else None
+        decision = prepared.dispatch(Batch(num_tokens, num_reqs), allowed_modes=modes)
+        return prepared.run(decision, *args, **kwargs)
+
+    return step
+
+
+NO_GRAPHS = (RuntimeMode.NONE,)
+"""The modes allowed while vLLM captures a whole step itself."""
+
+
+def _by_name(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+
+
+def _no_requests(descriptor: BatchDescriptor, mode: RuntimeMode) -> None:
+    """Metadata of a dummy batch: vLLM's attention finds none and writes nothing to its cache."""
+
+
+def _log_as_vllm_does() -> None:
+    """Startup phases and warnings go where vLLM's own log goes, unless the user decides it."""
+    vllm_log = logging.getLogger("vllm")
+    if not log.handlers and vllm_log.handlers:
+        log.handlers = list(vllm_log.handlers)
+        log.setLevel(vllm_log.level)
+        log.propagate = False
