@@ -36,6 +36,9 @@ FAMILIES = {
     "qwen3": lambda t: t.Qwen3Config(**SMALL),
     "gemma3": lambda t: t.Gemma3TextConfig(**SMALL, **SLIDING),
     "mixtral": lambda t: t.MixtralConfig(**SMALL, **EXPERTS),
+    "qwen3_moe": lambda t: t.Qwen3MoeConfig(
+        **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
 }
 
 

@@ -16,7 +16,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
 HELPER = Path(__file__).with_name("vllm_engine.py")
-FAMILIES = ("qwen3", "llama")
+FAMILIES = ("qwen3", "llama", "qwen3_moe", "gemma3")
 NO_COMPILER = {"compiler": "eager", "cache": False}
 WARNING = "vLLM runs this model without piecegraph: "
 

@@ -20,6 +20,10 @@ os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": 
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
@@ -121,6 +125,17 @@ def prompts() -> list[dict[str, list[int]]]:
     ]
 
 
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of bytes: pooling models must have one, also for prompts of token ids."""
+    letters = sorted(ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate([*letters, "<s>", "</s>"])}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    ).save_pretrained(folder)
+
+
 def adapter(folder: Path) -> LoRARequest:
     """A LoRA adapter with random weights for the query, key, value and output projections."""
     draw = torch.Generator().manual_seed(0)
@@ -149,6 +164,8 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps({**SMALL, **FAMILIES[job["family"]]}))
     options = {**ENGINE, **job.get("engine", {})}
+    if not options["skip_tokenizer_init"]:
+        write_tokenizer(model)
     if (settings := job.get("settings")) is not None:
         options["worker_cls"] = "piecegraph.tools.integrations.vllm.Worker"
         options["additional_config"] = {"piecegraph": settings}

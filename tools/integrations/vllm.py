@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.distributed import get_world_group
-from vllm.forward_context import get_forward_context, override_forward_context, set_forward_context
+from vllm.distributed import get_tp_group
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.platforms import current_platform
 
 from ... import (
@@ -67,10 +67,14 @@ class Worker(PlatformWorker):  # type: ignore[misc]
 
     def load_model(self, **options: Any) -> None:
         """Load the model; its first run, with vLLM's dummy inputs, prepares it."""
+        config_for(self.vllm_config, {})  # raises InvalidSetting for a wrong setting
         super().load_model(**options)
         _log_as_vllm_does()
         if self.model_config.enforce_eager:
             self._refuse("enforce_eager is set")
+            return
+        if self.parallel_config.pipeline_parallel_size > 1:
+            self._refuse("pipeline parallel stages exchange objects that hold tensors")
             return
         module: Any = compiled_module(self.model_runner.get_model())
         if module is None:
@@ -101,23 +105,25 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         """The first call of the module: prepare it for calls of this form."""
         del module.forward
         arguments = _by_name(module, args, kwargs)
-        group = get_world_group()
+        group = get_tp_group()
         try:
             inputs = {
                 name: InputForm(name, value)
                 for name, value in arguments.items()
                 if isinstance(value, torch.Tensor)
             }
-            with override_forward_context(None):
+            # a context without a step: the model may find its layers in it
+            with set_forward_context(None, self.vllm_config):
                 self.prepared = prepare(
                     module,
                     config_for(self.vllm_config, {n: each.spec for n, each in inputs.items()}),
                     examples=((), {**arguments, **{n: e.example for n, e in inputs.items()}}),
                     ranks=Ranks(group.cpu_group) if group.world_size > 1 else None,
                 )
-        except PiecegraphError as error:
+        except Exception as error:  # whatever it is, vLLM can still serve
             module.do_not_compile = not compiles_itself
-            self._refuse(str(error))
+            named = isinstance(error, PiecegraphError)
+            self._refuse(str(error) if named else f"{type(error).__name__}: {error}")
         else:
             module.forward = steps_through(self.prepared, module, tuple(inputs))
         return module(*args, **kwargs)
@@ -197,18 +203,22 @@ def steps_through(
     forward = module.forward
     most, most_reqs = prepared.config.max_num_tokens, prepared.config.max_num_reqs
     names = tuple(inspect.signature(forward).parameters)
+    warned = set()
 
     def step(*args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         tensors = tuple(n for n, value in arguments.items() if isinstance(value, torch.Tensor))
         num_tokens = arguments["positions"].shape[-1]
         if tensors != inputs or num_tokens > most:
-            log.warning("not a prepared step: %s, %d tokens", ", ".join(tensors), num_tokens)
+            if tensors not in warned:
+                log.warning("not a prepared step: %s, %d tokens", ", ".join(tensors), num_tokens)
+                warned.add(tensors)
             return forward(*args, **kwargs)
-        context = get_forward_context()
-        num_reqs = min(num_tokens, most_reqs)
-        modes = NO_GRAPHS if context.cudagraph_runtime_mode == CUDAGraphMode.FULL else None
-        decision = prepared.dispatch(Batch(num_tokens, num_reqs), allowed_modes=modes)
+        captured_by_vllm = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
+        decision = prepared.dispatch(
+            Batch(num_tokens, min(num_tokens, most_reqs)),
+            allowed_modes=NO_GRAPHS if captured_by_vllm else None,
+        )
         return prepared.run(decision, *args, **kwargs)
 
     return step
