@@ -499,7 +499,10 @@ class WorkAfterSeal(RunError):
 
 class RankLost(RunError):
     what = "rank {ranks} did not respond within {seconds} s at {topic!r}: {reason}"
-    todo = "Check the error of that rank, and restart all ranks."
+    todo = (
+        "Check the error of a rank that has ended. If one is late, give Ranks a longer timeout_s. "
+        "Restart all ranks."
+    )
 
 
 class RanksDisagree(RunError):

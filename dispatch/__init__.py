@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from .sizing.traffic import Refit as Refit
     from .sizing.traffic import Validated as Validated
     from .sizing.traffic import Waste as Waste
-    from .sizing.traffic import base_sizes as base_sizes
     from .sizing.traffic import fit_validated as fit_validated
     from .sizing.traffic import padding_waste as padding_waste
     from .sizing.traffic import refit as refit
@@ -90,7 +89,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ),
         ".sizing.fit": ("fit_sizes",),
         ".sizing.traffic": (
-            "Histogram", "Refit", "Validated", "Waste", "base_sizes", "fit_validated",
+            "Histogram", "Refit", "Validated", "Waste", "fit_validated",
             "padding_waste", "refit",
         ),
     },

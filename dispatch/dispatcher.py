@@ -296,9 +296,6 @@ class Dispatcher:
             )
             self._drop_fast_path()
 
-    def is_captured(self, graph_index: int) -> bool:
-        return self._live.captured[graph_index]
-
     def set_costs(
         self, costs: Mapping[int, float], none_cost: Callable[[int], float] | None = None
     ) -> None:

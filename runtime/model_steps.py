@@ -180,8 +180,8 @@ class ModelSteps(ObservableSteps):
         """Decide how to run `batch`. Under DELAYED and LAZY this may capture graphs.
 
         `allowed_modes` and `excluded_modes` hold for this step only; by default every mode may be
-        used. `dispatcher.follow` applies another rank's decision, `dispatcher.set_costs` makes
-        measured costs decide, `dispatcher.explain` lists the candidates.
+        used. `dispatcher.follow` applies another rank's decision, `dispatcher.explain` lists the
+        candidates.
 
         Raises BatchInvalid for a batch beyond `max_num_reqs` or with contradictory facts, and
         NoModeLeft if no allowed mode can serve it.

@@ -11,6 +11,7 @@ from ..dispatch import (
     DispatchPlan,
     GraphMode,
     ResolvedMode,
+    RuntimeMode,
     align_sizes,
     bucket_plan,
     decode_tiers,
@@ -90,6 +91,16 @@ def capture_sizes(mode: GraphMode, config: Config) -> tuple[int, ...]:
             alignment=config.size_alignment,
         )
     return sizes
+
+
+def largest_size(mode: GraphMode, config: Config) -> int:
+    """The largest size that a refit may choose: the last of the user's, or where default sizes may
+    end. Without graphs for mixed steps it is the last default size."""
+    last = capture_sizes(mode, config)[-1]
+    if config.capture_sizes is not None or mode.mixed is RuntimeMode.NONE:
+        return last
+    end = min(config.size_ceiling or DENSE_END, config.max_num_tokens)
+    return max(last, end - end % config.size_alignment)
 
 
 def query_lens(config: Config) -> tuple[int, ...]:

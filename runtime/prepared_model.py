@@ -12,12 +12,14 @@ from ..dispatch import Refit, refit
 from ..errors import AllCapturesFailed, AutocastActive, CaptureAfterSeal, ModelClosed
 from ..torch_compat.tensors import is_autocast_enabled
 from .capture.dummy_batch import MetadataFor
+from .capture.measured_costs import interpolated, measure_costs
 from .capture.recording import Recording
 from .memory.ledger import MemoryLedger, MemoryPlan, plan_memory
 from .model_steps import ModelSteps
-from .policy import capture_sizes, dispatch_plan
+from .policy import capture_sizes, dispatch_plan, largest_size, query_lens
 from .records import CaptureFailure, CaptureRecord, MemoryUse
 from .report import build_report
+from .strategy.monitors import allow_compilation
 from .strategy.ranks import start_facts, traffic
 from .strategy.warmup import (
     AuxiliaryTask,
@@ -133,18 +135,27 @@ class PreparedModel(ModelSteps):
 
         Graphs of sizes that are dropped are freed at once; those of new ones are captured between
         the next steps, under every strategy and within its budgets. There are at most `max_graphs`
-        sizes, by default as many as at the start. The sizes at the start are kept or come back if
-        they do better on the newer half of the batches. With several ranks all must make the same
-        call; they add up their batches.
+        sizes, by default as many as at the start. They follow batches above the default sizes, up
+        to where default sizes may end; sizes that the user chose stay the largest. The sizes at the
+        start are kept or come back if they do better on the newer half of the batches. With several
+        ranks all must make the same call; they add up their batches.
         """
         self._must_be_open()
         default = capture_sizes(self.resolved.mode, self.config)
         histogram = self.dispatcher.histogram
         if not default or histogram is None or self._behind is not None:
             return Refit((), (), (), 0.0, 0.0)
-        older, newer = traffic(self._exchange, histogram, default[-1])
-        sizes, most = self._sizes or default, max_graphs or len(default)
-        change = refit(sizes, older, newer, default=default, max_graphs=most)
+        largest = largest_size(self.resolved.mode, self.config)
+        older, newer = traffic(self._exchange, histogram, largest)
+        change = refit(
+            self._sizes or default,
+            older,
+            newer,
+            default=default,
+            max_graphs=max_graphs or len(default),
+            widest=self.config.max_num_reqs * max(query_lens(self.config)),
+            alignment=self.config.size_alignment,
+        )
         histogram.clear()
         if change.add or change.drop:
             plan = dispatch_plan(self.resolved.mode, self.config, change.sizes)
@@ -157,6 +168,23 @@ class PreparedModel(ModelSteps):
             self._sizes = change.sizes
         self.events.emit("refit", level=logging.INFO, add=change.add, drop=change.drop)
         return change
+
+    def measure_costs(self, repeats: int = 5) -> None:
+        """Let measured seconds decide between graphs, and between a graph and none, from now on.
+
+        Measures a dummy batch in each captured graph, and without a graph at some sizes. A graph
+        that is captured later is not used until costs are measured again; `refit` forgets them.
+        With several ranks all must make the same call; the slowest rank counts.
+        """
+        self._make_ready(None)
+        if self._behind is not None or not self.dispatcher.plan.entries:
+            return
+        plan, exchange = self.dispatcher.plan, self._exchange
+        with allow_compilation():
+            costs, without = measure_costs(self._graphs, plan, self.backend, exchange, repeats)
+        self.dispatcher.set_costs(costs, interpolated(without))
+        captured = {graph_index: costs[graph_index] for graph_index, _ in self.recordings()}
+        self.events.emit("costs", level=logging.INFO, graphs=captured, without_graph=without)
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """Check in steps that a long-lived tensor (KV cache, workspace) stays at its address.

@@ -152,3 +152,29 @@ def test_every_error_is_raised_somewhere(package_sources: dict[str, Path]) -> No
         path.read_text() for name, path in package_sources.items() if name != "errors.py"
     )
     assert [cls.__name__ for cls in catalog() if cls.__name__ not in sources] == []
+
+
+def test_every_public_function_of_dispatch_has_a_caller() -> None:
+    """Policy that nothing but tests uses cannot be reached by an engine."""
+    uses: dict[str, set[tuple[Path, int]]] = {}
+    defined: list[tuple[Path, ast.FunctionDef]] = []
+    for layer in ("dispatch", "compile", "runtime", "tools"):
+        for path in (ROOT / layer).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            for node in ast.walk(tree):
+                name = getattr(node, "attr", None) or getattr(node, "id", None)
+                if name is not None:
+                    uses.setdefault(name, set()).add((path, node.lineno))  # type: ignore[attr-defined]
+            if layer == "dispatch":
+                functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+                defined += [(path, each) for each in functions if not each.name.startswith("_")]
+    lonely = [
+        function.name
+        for path, function in defined
+        if all(
+            file == path and function.lineno <= line <= (function.end_lineno or 0)
+            for file, line in uses.get(function.name, ())
+        )
+    ]
+    assert len(defined) > 60
+    assert lonely == []

@@ -10,12 +10,14 @@ from itertools import accumulate
 
 from .fit import fit_sizes
 
-DRIFT = 0.5
-"""By what share traffic may change, up or down, between the fit and its use."""
+DRIFT = 0.4
+"""By what share single batches may differ, up or down, from those of the fit."""
 
-GROWTH = (2, 3, 4)
-UNEXPECTED = 0.5
-"""By what factors the load may grow as well, and how much that counts in a fit."""
+LOADS = (0.4, 2.5)
+UNEXPECTED = 0.6
+UNEXPECTED_BY_REFIT = 0.2
+"""By what factors the load may change, and how much all that was not observed counts in a fit. It
+counts less where the next refit follows soon."""
 
 
 class Histogram:
@@ -65,40 +67,48 @@ def blur(counts: Sequence[float], drift: float = DRIFT) -> list[float]:
     return [level if level > rounding else 0.0 for level in accumulate(steps[:-1])]
 
 
-def expect(counts: Sequence[float], drift: float = DRIFT) -> list[float]:
-    """The traffic to fit sizes to: half of it as observed, blurred, and half after growth.
+def expect(
+    counts: Sequence[float],
+    *,
+    default: Sequence[int],
+    widest: int,
+    drift: float = DRIFT,
+    unexpected: float = UNEXPECTED,
+) -> list[float]:
+    """The traffic to fit sizes to: as observed, blurred, and as it is under other loads.
 
-    Growth is two to four times as many tokens in a batch, and a little of every size. Without it a
-    fit wastes several times as much as the default sizes as soon as the load grows. A `drift` of 0
-    leaves `counts` as they are.
+    Under another load batches are smaller or larger by a factor, those of decode up to the `widest`
+    one, and a little of every size is added. Each of these counts by the padding that the `default`
+    sizes have under it: what is compared later is the share of padding, and small batches, which
+    have few rows, would otherwise hardly count. A `drift` of 0 leaves `counts` as they are.
     """
     if not drift:
         return list(counts)
-    grown = [_share(blur(_times(counts, factor), drift)) for factor in GROWTH]
-    unseen = _share([1 / tokens if tokens else 0.0 for tokens in range(len(counts))])
+    sizes = {*default, len(counts) - 1}
+    loads = [_by_padding(blur(_times(counts, load, widest), drift), sizes) for load in LOADS]
+    anything = _by_padding([1 / max(1, tokens) for tokens in range(len(counts))], sizes)
+    observed = _by_padding(blur(counts, drift), sizes)
     return [
-        (1 - UNEXPECTED) * seen + UNEXPECTED * (0.8 * sum(each) / len(GROWTH) + 0.2 * anything)
-        for seen, anything, *each in zip(_share(blur(counts, drift)), unseen, *grown, strict=True)
+        (1 - unexpected) * seen + unexpected * (0.8 * sum(each) / len(LOADS) + 0.2 * some)
+        for seen, some, *each in zip(observed, anything, *loads, strict=True)
     ]
 
 
-def _times(counts: Sequence[float], factor: int) -> list[float]:
-    """Every batch `factor` times as large, at most the largest."""
-    grown = [0.0] * len(counts)
+def _times(counts: Sequence[float], factor: float, widest: int) -> list[float]:
+    """Every batch `factor` times as large, at most the largest of its kind."""
+    changed = [0.0] * len(counts)
+    end = len(counts) - 1
     for tokens, count in enumerate(counts):
-        grown[min(len(counts) - 1, tokens * factor)] += count if tokens else 0
-    return grown
+        if tokens and count:
+            most = min(widest, end) if tokens <= widest else end
+            changed[min(most, max(1, round(tokens * factor)))] += count
+    return changed
 
 
-def _share(counts: Sequence[float]) -> list[float]:
-    total = sum(counts) or 1
+def _by_padding(counts: Sequence[float], sizes: Iterable[int]) -> list[float]:
+    waste = padding_waste(counts, sizes)
+    total = waste.padded - waste.real or waste.real or 1
     return [count / total for count in counts]
-
-
-def base_sizes(default: Sequence[int], max_graphs: int) -> tuple[int, ...]:
-    """The default sizes that every fit keeps: one in four, at most half of `max_graphs`."""
-    stride = max(4, -(-len(default) // max(1, max_graphs // 2)))
-    return tuple(default[::-1][::stride][::-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +171,29 @@ def fit_validated(
     *,
     default: Sequence[int],
     max_graphs: int,
-    base: Iterable[int] = (),
+    widest: int | None = None,
     drift: float = DRIFT,
+    unexpected: float = UNEXPECTED,
     cost: Callable[[int], float] = float,
+    alignment: int = 1,
 ) -> Validated:
     """Sizes fitted to `counts` if they do better on `held_out` than `default`, else `default`.
 
-    Better means: no more batches without a graph, and a lower cost for each real row, or the same
-    cost with fewer graphs. A `default` of more than `max_graphs` sizes is thinned out to that
-    number. The sizes of `base` are always kept.
+    Better means: fewer batches without a graph; if as many, a lower cost for each real row, or the
+    same cost with fewer graphs. A `default` of more than `max_graphs` sizes is thinned out to that
+    number. A fit keeps the `widest` decode batch, by default the largest size, and the largest.
     """
+    base = sorted({default[-1], min(widest or default[-1], default[-1])})
+    expected = expect(counts, default=default, widest=base[0], drift=drift, unexpected=unexpected)
+    fitted = fit_sizes(
+        expected, max_graphs=max_graphs, base=base[: max_graphs - 1], cost=cost, alignment=alignment
+    )
     default = _thinned(default, max_graphs)
-    fitted = fit_sizes(expect(counts, drift), max_graphs=max_graphs, base=base, cost=cost)
     waste, default_waste = padding_waste(held_out, fitted), padding_waste(held_out, default)
     ours, theirs = cost_per_row(held_out, fitted, cost), cost_per_row(held_out, default, cost)
-    better = waste.without_graph <= default_waste.without_graph and (
-        (ours, len(fitted)) < (theirs, len(default))
-    )
+    better = (waste.without_graph, ours, len(fitted)) < (
+        default_waste.without_graph, theirs, len(default)
+    )  # fmt: skip
     return Validated(
         fitted if better else tuple(default),
         fitted,
@@ -212,23 +228,34 @@ def refit(
     *,
     default: Sequence[int],
     max_graphs: int,
+    widest: int | None = None,
     drift: float = DRIFT,
     cost: Callable[[int], float] = float,
-    gain: float = 0.02,
+    alignment: int = 1,
+    gain: float = 0.01,
 ) -> Refit:
     """The change from `sizes` to a fit of the `older` traffic, or to the `default` sizes if these
-    do better on the `newer`; nothing if that saves less than `gain`, a share of the cost.
+    do better on the `newer`; nothing if that serves at most `gain` more of the batches with a
+    graph, and saves less than `gain` of the cost.
 
-    Both come from the dispatcher's `Histogram`. Batches above the largest default size are ignored.
+    Both come from the dispatcher's `Histogram`, counted up to the largest size that may have a
+    graph. A fit ends at the largest batch that occurred, or at the largest default size.
     """
-    base = base_sizes(default, max_graphs)
-    limit = default[-1] + 1
+    largest = max(
+        (n for each in (older, newer) for n, count in enumerate(each) if count), default=0
+    )
+    limit = -(-max(largest, default[-1]) // alignment) * alignment + 1
     fit = fit_validated(
-        older[:limit], newer[:limit], default=default, max_graphs=max_graphs, base=base,
-        drift=drift, cost=cost,
+        _up_to(limit, older), _up_to(limit, newer), default=default, max_graphs=max_graphs,
+        widest=widest, drift=drift, unexpected=UNEXPECTED_BY_REFIT, cost=cost, alignment=alignment,
     )  # fmt: skip
     before, after = cost_per_row(newer, sizes, cost), cost_per_row(newer, fit.sizes, cost)
-    if after > (1 - gain) * before:
+    lost = padding_waste(newer, fit.sizes).without_graph - padding_waste(newer, sizes).without_graph
+    if lost >= -gain * sum(newer) and (lost > 0 or after > (1 - gain) * before):
         return Refit(tuple(sizes), (), (), before, before)
     add, drop = set(fit.sizes) - set(sizes), set(sizes) - set(fit.sizes)
     return Refit(fit.sizes, tuple(sorted(add)), tuple(sorted(drop)), before, after)
+
+
+def _up_to(limit: int, counts: Sequence[float]) -> list[float]:
+    return [*counts[:limit], *[0] * (limit - len(counts))]

@@ -149,7 +149,7 @@ class CapturedGraphs:
 
     def run_dummy(self, sizes: Mapping[str, int]) -> None:
         """Run the compiled code without a graph on a dummy batch."""
-        with self._dummy_batch(BatchDescriptor(sizes[TOKENS]), RuntimeMode.NONE, sizes) as views:
+        with self.dummy_batch(BatchDescriptor(sizes[TOKENS]), RuntimeMode.NONE, sizes) as views:
             self.stitched(*views)
 
     def run_padded(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
@@ -197,13 +197,13 @@ class CapturedGraphs:
 
         Raises CaptureFailed, and DummyStepFailed if the caller did not provide what ops need.
         """
-        entry, sizes = self._dispatcher.plan.entries[graph_index], self._sizes_of(graph_index)
+        entry, sizes = self._dispatcher.plan.entries[graph_index], self.sizes_of(graph_index)
         name = f"{entry.mode.name} {entry.descriptor.num_tokens}"
         breaks = entry.mode is RuntimeMode.PIECEWISE
         if broken := self.compiled.plan.broken(sizes):
             raise CaptureFailed(name=name, reason=f"it needs {broken.expression}")
         try:
-            with self._dummy_batch(entry.descriptor, entry.mode, sizes) as views:
+            with self.dummy_batch(entry.descriptor, entry.mode, sizes) as views:
                 recording = record(
                     self._recordable, views, session,
                     name=name, breaks=breaks, warm_up=self.stitched,
@@ -258,30 +258,36 @@ class CapturedGraphs:
             self._dispatcher.set_captured(graph_index, False)
             graph.recording.release()
 
-    def _present(self) -> Iterator[tuple[int, CapturedGraph]]:
-        for index, graph in enumerate(self.captured):
-            if graph is not None:
-                yield index, graph
-
-    def _dummy_batch(
+    def dummy_batch(
         self, descriptor: BatchDescriptor, mode: RuntimeMode, sizes: Mapping[str, int]
     ) -> AbstractContextManager[tuple[Tensor, ...]]:
+        """The static inputs of `sizes`, with a batch of padding in the forward context."""
         batch = DummyBatch(descriptor, mode, self._inputs.at(sizes), model_state(self.compiled))
         return batch.in_context(self._context, self.metadata_for)
 
-    def _inputs_of(self, graph_index: int) -> BoundInputs:
-        return self._inputs.at(self._sizes_of(graph_index))
-
-    def _sizes_of(self, graph_index: int) -> dict[str, int]:
+    def sizes_of(self, graph_index: int) -> dict[str, int]:
         """The graph's size of each symbol; the largest where the descriptor does not state one."""
         descriptor = self._dispatcher.plan.entries[graph_index].descriptor
-        sizes = dict(self._inputs.limits)
+        sizes = self.largest_sizes
         if descriptor.num_reqs is not None and "num_reqs" in sizes:
             sizes["num_reqs"] = descriptor.num_reqs
         if "num_loras" in sizes:
             sizes["num_loras"] = descriptor.lora_case
         known = {TOKENS: descriptor.num_tokens, **dict(descriptor.axes)}
         return sizes | {n: size for n, size in known.items() if n in sizes}
+
+    @property
+    def largest_sizes(self) -> dict[str, int]:
+        """The largest size of each symbol."""
+        return dict(self._inputs.limits)
+
+    def _present(self) -> Iterator[tuple[int, CapturedGraph]]:
+        for index, graph in enumerate(self.captured):
+            if graph is not None:
+                yield index, graph
+
+    def _inputs_of(self, graph_index: int) -> BoundInputs:
+        return self._inputs.at(self.sizes_of(graph_index))
 
 
 def _closed(*args: Any) -> Any:

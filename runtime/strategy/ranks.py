@@ -8,10 +8,14 @@ capture.
 from __future__ import annotations
 
 import json
+import os
+import socket
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -89,6 +93,7 @@ class Ranks:
         self._timeout = timedelta(seconds=timeout_s)
         self._count = 0
         self._failure: RankLost | RanksDisagree | None = None
+        self._store.set(self._key("process", self.rank), json.dumps([_machine(), os.getpid()]))
 
     def exchange(self, topic: str, facts: Facts) -> list[dict[str, Any]]:
         """The `facts` (JSON) of every rank, by rank.
@@ -111,7 +116,8 @@ class Ranks:
             self._fail(self._rank_lost([0], topic, reason), told=[])
         if lost:
             told = [rank for rank in range(self.size) if rank not in lost]
-            self._fail(self._rank_lost(lost, topic, "it stated nothing"), told)
+            reason = "; ".join(f"rank {rank} {why}" for rank, why in lost.items())
+            self._fail(self._rank_lost(list(lost), topic, reason), told)
         self._must_be_equal(topic, [{"exchange": answer["topic"]} for answer in answers])
         return [answer["facts"] for answer in answers]
 
@@ -126,26 +132,37 @@ class Ranks:
         answer: dict[str, Any] = json.loads(self._store.get(self._key(self._count, rank)))
         return answer
 
-    def _lost_ranks(self) -> list[int]:
-        """The ranks that have not stated their facts in time.
+    def _lost_ranks(self) -> dict[int, str]:
+        """The ranks that have not stated their facts in time, and what is known of each.
 
         What the first rank finds whose time is over is in the store, and holds for all ranks: one
         that comes too late, or stops because of this error, is not taken for the cause.
         """
         keys = [self._key(self._count, rank) for rank in range(self.size)]
-        found: list[int] = []
+        found: dict[int, str] = {}
         try:
             self._store.wait(keys, self._timeout)
         except RuntimeError:  # the time is over
-            found = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            found = {rank: self._whereabouts(rank) for rank in missing}
         if found:
             first = self._store.compare_set(self._key("lost"), "", json.dumps(found))
         elif self._store.check([self._key("lost")]):
             first = self._store.get(self._key("lost"))
         else:
-            return []
-        lost: list[int] = json.loads(first)
-        return lost
+            return {}
+        return {int(rank): why for rank, why in json.loads(first).items()}
+
+    def _whereabouts(self, rank: int) -> str:
+        """Whether a rank that stated nothing is late or has ended, as far as this process sees."""
+        if not self._store.check([key := self._key("process", rank)]):
+            return "has not created its Ranks"
+        machine, process = json.loads(self._store.get(key))
+        if machine != _machine():
+            return f"is process {process} on {machine[0]}, which cannot be seen from here"
+        if _is_running(process):
+            return f"is late: its process {process} is still running"
+        return f"has ended: there is no process {process}"
 
     def _must_be_equal(self, topic: str, stated: list[dict[str, Any]]) -> None:
         """Name the ranks that differ from what most state (rank 0 breaks a tie), and the fact."""
@@ -162,7 +179,7 @@ class Ranks:
 
     def _rank_lost(self, lost: list[int], topic: str, reason: str) -> RankLost:
         ranks, seconds = ", ".join(map(str, lost)), self._timeout.total_seconds()
-        return RankLost(ranks=ranks, topic=topic, seconds=seconds, reason=reason[:200])
+        return RankLost(ranks=ranks, topic=topic, seconds=seconds, reason=reason[:500])
 
     def _fail(self, failure: RankLost | RanksDisagree, told: list[int]) -> NoReturn:
         """Raise `failure` once the ranks that are `told` of it too know it.
@@ -174,3 +191,21 @@ class Ranks:
             self._store.set(self._key("told", self.rank), "")
             self._store.wait([self._key("told", rank) for rank in told], self._timeout)
         raise failure
+
+
+def _machine() -> list[str]:
+    """Two processes see each other if these are equal: the host and its table of processes."""
+    table = "/proc/self/ns/pid"
+    return [socket.gethostname(), os.readlink(table) if sys.platform == "linux" else ""]
+
+
+def _is_running(process: int) -> bool:
+    """Whether a process of this machine runs; one that ended and waits for its parent does not."""
+    try:
+        os.kill(process, 0)
+        stat = Path(f"/proc/{process}/stat")
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except PermissionError:
+        return True
+    except OSError:
+        return False

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from piecegraph.dispatch import base_sizes, fit_sizes, fit_validated, padding_waste, refit
+from piecegraph.dispatch import fit_sizes, fit_validated, padding_waste, refit
 from piecegraph.dispatch.sizing import fit
-from piecegraph.dispatch.sizing.traffic import blur, expect
+from piecegraph.dispatch.sizing.traffic import _by_padding, blur, expect
 from piecegraph.errors import InvalidSetting
 
 
@@ -139,28 +139,40 @@ def test_blurring_leaves_nothing_where_nothing_was_near():
     assert spread[183:] == [0] * 217
 
 
-def test_every_fit_keeps_one_default_size_in_four():
-    default = (1, 2, 4, *range(8, 257, 8))
-    assert base_sizes(default, 32)[-1] == 256
-    assert len(base_sizes(default, 32)) == 9
-    for most in (2, 3, 8, 24):
-        assert len(base_sizes(default, most)) <= max(1, most // 2)
+def test_every_fit_keeps_the_widest_decode_batch_and_the_largest_size():
+    default = (1, 2, 4, *range(8, 257, 8), 512)
+    counts = [0] * 513
+    counts[20] = 100
+    for most in (3, 8, 24):
+        fitted = fit_validated(counts, counts, default=default, max_graphs=most, widest=64).fitted
+        assert {64, 512} <= set(fitted)
+    assert len(fit_validated(counts, counts, default=default, max_graphs=1).fitted) == 1
 
 
-def test_traffic_is_expected_to_grow():
+def test_other_loads_are_expected():
     counts = [0] * 129
-    counts[10] = 100
-    expected = expect(counts)
-    assert sum(expected[5:16]) > 0.5
-    assert all(expected[5:61])  # up to four times as many, half as many again
-    assert sum(expected) == pytest.approx(1)
-    assert expect(counts, 0.0) == counts
+    counts[20] = 100
+    expected = expect(counts, default=(32, 64, 128), widest=40)
+    assert all(expected[6:41])
+    assert sum(expected[12:29]) > sum(expected[60:])  # the widest decode batch is not passed
+    assert all(weight > 0 for weight in expected[1:])
+    assert expect(counts, default=(128,), widest=128, drift=0.0) == counts
+
+
+def test_a_load_counts_by_its_share_of_padding_and_not_by_its_rows():
+    """Of two kinds of traffic that pad the same share, the one with few rows counts the same."""
+    few, many = [0] * 513, [0] * 513
+    few[10], many[400] = 100, 100
+    default = (20, 40, 512)
+    weights = [sum(_by_padding(counts, default)) for counts in (few, many)]
+    rows = [weight * n for weight, n in zip(weights, (10, 400), strict=True)]
+    assert rows[0] / rows[1] == pytest.approx((10 / 10) / (400 / 112))
 
 
 def test_a_fit_replaces_the_default_where_it_is_better():
     counts = [0] * 65
     counts[20] = counts[40] = 100
-    result = fit_validated(counts, counts, default=(1, 8, 32, 64), max_graphs=8, base=[64])
+    result = fit_validated(counts, counts, default=(1, 8, 32, 64), max_graphs=8)
     assert not result.kept_default
     assert len(result.sizes) <= 8
     assert result.waste.share < result.default_waste.share
@@ -169,19 +181,10 @@ def test_a_fit_replaces_the_default_where_it_is_better():
 def test_the_default_is_kept_where_the_fit_does_not_beat_it():
     counts, held_out = [0] * 65, [0] * 65
     counts[60], held_out[5] = 100, 100
-    result = fit_validated(counts, held_out, default=(8, 64), max_graphs=8, drift=0.1)
+    result = fit_validated(counts, held_out, default=(8, 64), max_graphs=2, drift=0.1)
     assert result.kept_default
     assert result.sizes == (8, 64)
     assert result.waste == result.default_waste
-
-
-def test_the_default_is_kept_where_the_fit_leaves_batches_without_a_graph():
-    counts, held_out = [0] * 65, [0] * 65
-    counts[9] = 100
-    held_out[9], held_out[64] = 100, 1
-    result = fit_validated(counts, held_out, default=(16, 64), max_graphs=8, drift=0.0)
-    assert result.fitted == (9,)
-    assert result.kept_default
 
 
 def test_refit_says_what_to_add_and_what_to_drop():
@@ -220,7 +223,7 @@ def test_refit_knows_measured_costs():
 def test_a_kept_default_has_no_more_sizes_than_asked_for():
     default = [1, 2, 4, *range(8, 257, 8)]
     held_out = [1] * 257
-    chosen = fit_validated([0, 100], held_out, default=default, max_graphs=8, base=[256])
+    chosen = fit_validated([0, 100], held_out, default=default, max_graphs=8)
     assert chosen.kept_default
     assert len(chosen.sizes) <= 8
     assert chosen.sizes[-1] == 256
@@ -230,3 +233,16 @@ def test_on_a_tie_fewer_graphs_are_chosen():
     counts = [0] * 8 + [5]
     chosen = fit_validated(counts, counts, default=[4, 8], max_graphs=8, drift=0.0)
     assert chosen.sizes == (8,)
+
+
+def test_a_refit_follows_batches_above_every_size():
+    counts = [0] * 129
+    counts[4], counts[100], counts[120] = 10, 30, 20
+    default = (1, 2, 4, 8, 16, 32)
+    change = refit(default, counts, counts, default=default, max_graphs=6, widest=16)
+    assert change.sizes[-1] == 120
+    assert len(change.sizes) <= 6
+    aligned = refit(default, counts, counts, default=(8, 16, 32), max_graphs=6, alignment=8)
+    assert all(size % 8 == 0 for size in aligned.sizes)
+    quiet = [*counts[:5], *[0] * 124]
+    assert refit(change.sizes, quiet, quiet, default=default, max_graphs=6).sizes[-1] == 32

@@ -54,6 +54,21 @@ def test_adapters_drafts_and_refits_together(run):
     assert 3 in {key["uniform_query_len"] for key in keys}
 
 
+def test_a_refit_follows_the_steps_of_the_shipped_trace(run):
+    """Prompts fill steps of more tokens than the default sizes have."""
+    refit = run("--refit")["refit"]
+    assert refit["unchanged"] is None
+    assert refit["changes"][0]["step"] == 16
+    assert max(refit["changes"][0]["add"]) == 128
+    assert 0 <= refit["waste_before"] < 1
+    assert 0 <= refit["waste_after"] < 1
+    assert refit["graph_steps_before"] < 0.5 < refit["graph_steps_after"]
+
+
+def test_the_report_says_why_no_refit_changed_anything(run):
+    assert "before the first refit" in run("--refit", "--requests", "2")["refit"]["unchanged"]
+
+
 def outputs(mode, **options):
     """What each step returned, and the tokens of each request; no step is padded."""
     given = read_run_options(

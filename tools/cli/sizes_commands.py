@@ -54,6 +54,7 @@ def fit(
     )
     result = fit_trace(
         read_trace(trace),
+        name=trace.stem,
         max_graphs=max_graphs,
         rate=rate,
         max_num_tokens=max_num_tokens,

@@ -74,8 +74,8 @@ class Clock:
 class Engine:
     """Serves with one prepared model; `run` is its `run`, or a replacement.
 
-    `ranks` serve in step with each other. `refits` has each change of the capture sizes, with the
-    number of steps before it.
+    `ranks` serve in step with each other. `refits` has the outcome of each refit, with the number
+    of steps before it.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Engine:
             StepRecord(
                 mode=decision.mode.name,
                 num_tokens=schedule.num_tokens,
-                padded_tokens=decision.descriptor.num_tokens,
+                padded_tokens=self._padded_tokens(decision),
                 num_reqs=len(schedule.shares),
                 num_preempted=len(schedule.preempted),
                 seconds=now - began,
@@ -179,13 +179,18 @@ class Engine:
         decision = self.prepared.dispatch(common)
         return self.prepared.dispatcher.follow(decision.graph_index, batch, decision.chunks)
 
+    def _padded_tokens(self, decision: Decision) -> int:
+        """The rows that a step runs: those of its chunks, if it has any."""
+        if not decision.chunks:
+            return decision.descriptor.num_tokens
+        entries = self.prepared.dispatcher.plan.entries
+        return sum(entries[graph_index].descriptor.num_tokens for graph_index in decision.chunks)
+
     def _refit(self) -> None:
         """Let the capture sizes follow the traffic, every `refit_every` steps; 0 is never."""
         steps = len(self.served.steps)
         if self.refit_every and steps % self.refit_every == 0:
-            change = self.prepared.refit()
-            if change.add or change.drop:
-                self.refits.append((steps, change))
+            self.refits.append((steps, self.prepared.refit()))
 
     def batch(self, schedule: Schedule) -> Batch:
         return to_batch(schedule)

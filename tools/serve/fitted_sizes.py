@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ...dispatch import (
-    base_sizes,
     default_capture_sizes,
     fit_validated,
     padding_waste,
@@ -102,6 +101,7 @@ def traffic(requests: Sequence[TraceRow], rate: float, largest: int, **limits: i
 def fit_trace(
     requests: Sequence[TraceRow],
     *,
+    name: str = "trace",
     max_graphs: int = MAX_GRAPHS,
     rate: float = 1.0,
     max_num_tokens: int = MAX_NUM_TOKENS,
@@ -133,7 +133,7 @@ def fit_trace(
     seen, chosen_on, held_out = (traffic(part, rate, default[-1], **limits) for part in parts)
     fits = {
         graphs: fit_validated(
-            seen, chosen_on, default=default, max_graphs=graphs, base=base_sizes(default, graphs)
+            seen, chosen_on, default=default, max_graphs=graphs, widest=max_num_reqs
         )
         for graphs in sorted({*CURVE, max_graphs})
     }
@@ -148,8 +148,16 @@ def fit_trace(
         traffic(part, DRIFTED * rate, default[-1], **limits)
         for part in (parts[2][: half or 1], parts[2][half:])
     )
-    again = refit(chosen.sizes, drifted, drifted, default=default, max_graphs=max_graphs)
+    again = refit(
+        chosen.sizes,
+        drifted,
+        drifted,
+        default=default,
+        max_graphs=max_graphs,
+        widest=max_num_reqs,
+    )
     return {
+        "trace": name,
         "rate": rate,
         "max_graphs": max_graphs,
         "steps": sum(held_out),
@@ -228,6 +236,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for name, mark in (("default", "s"), ("powers_of_two", "^")):
         label = name.replace("_", " ")
         axes.plot(result["graphs"][name], 100 * result["waste"][name], mark, label=label)
+    chosen = len(result["sizes"]), 100 * result["waste"]["fitted"]
+    kept = "default sizes kept" if result["kept_default"] else "fit taken"
+    axes.plot(*chosen, "o", ms=12, mfc="none", label=f"chosen: {kept}")
     axes.set(xlabel="graphs", ylabel="padding rows, % of padded rows", ylim=(0, None))
+    axes.set_title(f"{result['trace']}, held-out third, arrivals at {result['rate']:g} x")
     axes.legend()
     figure.savefig(path)

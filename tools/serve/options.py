@@ -252,6 +252,7 @@ class RunOptions:
         metavar="STRATEGY|FILE",
     )
     refit: bool = option(False, "Fit capture sizes to the traffic while serving.")
+    measure_costs: bool = option(False, "Let measured times decide which graph a step uses.")
     verify: str = option("sample", "Compare none, sample or all steps.", parse=one_of(VERIFY))
     off: tuple[str, ...] = option(
         (),
@@ -326,7 +327,15 @@ def read_run_options(**given: Any) -> RunOptions:
 
 def _check_buckets(options: RunOptions) -> None:
     """Reject options that the engine with buckets does not have. Raises InvalidSetting."""
-    for name in ("mode", "capture_sizes", "kv_blocks", "speculate", "lora", "refit"):
+    for name in (
+        "mode",
+        "capture_sizes",
+        "kv_blocks",
+        "speculate",
+        "lora",
+        "refit",
+        "measure_costs",
+    ):
         value = getattr(options, name)
         if options.buckets and value:
             raise InvalidSetting(

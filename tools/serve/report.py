@@ -139,16 +139,38 @@ def _lora(options: RunOptions, dispatch: Sequence[Report]) -> Report | None:
 
 
 def _refit(steps: Sequence[StepRecord], refits: Sequence[tuple[int, Refit]]) -> Report:
-    """The changes of the capture sizes, and the padding of graph steps before and after them."""
-    first = refits[0][0] if refits else len(steps)
+    """The changes of the capture sizes, and what steps took before the first and after it.
+
+    `unchanged` says why there is nothing after it.
+    """
+    changes: list[Report] = [
+        {"step": step, "add": list(change.add), "drop": list(change.drop)}
+        for step, change in refits
+        if change.add or change.drop
+    ]
+    first = changes[0]["step"] if changes else len(steps)
+    before, after = steps[:first], steps[first:]
+    unchanged = None
+    if not refits:
+        unchanged = f"the {len(steps)} steps ended before the first refit"
+    elif not changes:
+        unchanged = f"in none of {len(refits)} refits did other sizes do better"
+    elif _waste(after) is None:
+        unchanged = f"none of the {len(after)} steps after the change had a graph"
     return {
-        "changes": [
-            {"step": step, "add": list(change.add), "drop": list(change.drop)}
-            for step, change in refits
-        ],
-        "waste_before": _waste(steps[:first]),
-        "waste_after": _waste(steps[first:]),
+        "refits": len(refits),
+        "changes": changes,
+        "unchanged": unchanged,
+        "waste_before": _waste(before),
+        "waste_after": _waste(after),
+        "graph_steps_before": _graph_steps(before),
+        "graph_steps_after": _graph_steps(after),
     }
+
+
+def _graph_steps(steps: Sequence[StepRecord]) -> float | None:
+    """The share of steps with a graph; None if there are no steps."""
+    return sum(step.mode != "NONE" for step in steps) / len(steps) if steps else None
 
 
 def _waste(steps: Sequence[StepRecord]) -> float | None:
@@ -306,11 +328,16 @@ def _facts(report: Report) -> dict[str, str]:
             + ("" if saved is None else f", {saved} steps saved")
         )
     if refit := report["refit"]:
-        before, after = refit["waste_before"], refit["waste_after"]
-        facts["refits"] = f"{len(refit['changes'])}" + (
-            f", padding {before:.1%} before and {after:.1%} after" if before and after else ""
+        facts["refits"] = refit["unchanged"] or (
+            f"{len(refit['changes'])} changes; padding {_percent(refit['waste_before'])} before"
+            f" and {_percent(refit['waste_after'])} after, steps with a graph"
+            f" {_percent(refit['graph_steps_before'])} and {_percent(refit['graph_steps_after'])}"
         )
     return facts | ({"why": "; ".join(mode["reasons"])} if mode["reasons"] else {})
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _background(background: Report) -> str:

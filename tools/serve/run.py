@@ -120,6 +120,8 @@ def start_service(
         prepared.ledger.own("KV cache", caches)
         with working(console, "warming up and capturing"):
             prepared.warm_up(buffers.padding, _warmup_tasks(prepared, model, engine))
+            if options.measure_costs:
+                prepared.measure_costs()
             prepared.seal()
         yield Service(prepared, model, layers, buffers, engine, verification)
     finally:

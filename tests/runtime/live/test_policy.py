@@ -6,8 +6,11 @@ dispatch key gives a wrong result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -17,10 +20,12 @@ from torch import Tensor, nn
 from piecegraph import (
     Batch,
     BatchDescriptor,
+    CaptureStrategy,
     Config,
     Decision,
     ForwardContext,
     GraphMode,
+    PaddingLimit,
     PreparedModel,
     RuntimeMode,
     forward_context,
@@ -28,7 +33,14 @@ from piecegraph import (
 )
 from piecegraph.compile.lower.compiled_model import CompiledModel, bind
 from piecegraph.dispatch import NO_GRAPH, Axis, Reason
-from piecegraph.errors import BatchInvalid, FullModeUnsupported, NoModeLeft
+from piecegraph.errors import (
+    BatchInvalid,
+    DecisionNotPossible,
+    FullModeUnsupported,
+    NoModeLeft,
+)
+from piecegraph.runtime.capture import measured_costs
+from piecegraph.runtime.config import LoraGraphs
 from piecegraph.runtime.policy import dispatch_plan, resolve_graph_mode
 
 from ..conftest import compile_once, prepare_on_replay
@@ -43,28 +55,34 @@ class Host:
 
     loras: int = 0
     micro_batches: int = 1
+    prefix_chunks: int = 0
 
     @classmethod
     def of(cls, descriptor: BatchDescriptor, mode: RuntimeMode = FULL) -> Host:
-        return cls(descriptor.lora_case, dict(descriptor.axes).get("micro_batches", 1))
+        return cls(descriptor.lora_case, **dict(descriptor.axes))
 
 
 @dataclass
 class Adapters:
-    """The layer: a weight for each adapter, and the adapter of each row (-1: none)."""
+    """The layer: a weight for each adapter, the adapter of each row (-1: none), and chunks of a
+    prefix, zeros from the last one of the step on."""
 
     weights: Tensor
     of_row: Tensor
+    prefix: Tensor
 
 
 def mix(x: Tensor, out: Tensor, layer_name: str) -> None:
-    """Add each row's adapter, looping over adapters on the host; scale by the micro-batches."""
+    """Add each row's adapter and the prefix, looping over adapters and chunks on the host; scale by
+    the micro-batches."""
     context = get_forward_context()
     layer, host = context.layers[layer_name], context.metadata
     result = x.clone()
     for adapter in range(min(host.loras, len(layer.weights))):
         mine = (layer.of_row[: len(x)] == adapter)[:, None]
         result += mine * (x * layer.weights[adapter])
+    for chunk in range(host.prefix_chunks):
+        result += layer.prefix[chunk]
     out.copy_(result * host.micro_batches)
 
 
@@ -106,17 +124,44 @@ class Engine:
             -1, batch.num_loras, (batch.num_tokens,)
         )
         host = host or Host(batch.num_loras)
+        self.adapters.prefix[: host.prefix_chunks] = torch.rand(host.prefix_chunks, HIDDEN)
+        self.adapters.prefix[host.prefix_chunks :] = 0
         decision = self.prepared.dispatch(batch, **modes)
         if decision.graph_index != NO_GRAPH and decision.mode is FULL:
             metadata = Host.of(decision.descriptor)
         else:
             metadata = host
         result = self.prepared.run(decision, x, metadata=metadata).clone()
+        assert torch.equal(result, self.expected(x, host))
+        return decision
+
+    def follow(self, decision: Decision, batch: Batch, num_reqs: int) -> None:
+        """Another rank runs a step of fewer requests by this decision."""
+        num_tokens = batch.num_tokens * num_reqs // batch.num_reqs
+        if batch.query_len is None and batch.max_query_len is not None:
+            num_tokens = min(num_tokens, num_reqs * batch.max_query_len)
+        theirs = replace(batch, num_tokens=num_tokens, num_reqs=num_reqs)
+        try:
+            followed = self.prepared.dispatcher.follow(
+                decision.graph_index, theirs, decision.chunks
+            )
+        except DecisionNotPossible:  # too much padding
+            assert self.prepared.config.padding_limit is not None
+            return
+        x, host = torch.randn(num_tokens, HIDDEN), Host(batch.num_loras, **(batch.axes or {}))
+        whole = followed.graph_index != NO_GRAPH and followed.mode is FULL
+        metadata = Host.of(followed.descriptor) if whole else host
+        result = self.prepared.run(followed, x, metadata=metadata).clone()
+        assert followed.mode is decision.mode
+        assert torch.equal(result, self.expected(x, host))
+
+    def expected(self, x: Tensor, host: Host) -> Tensor:
+        """What the plain model returns."""
         context = ForwardContext({"adapters": self.adapters})
         context.metadata = host
         with forward_context(context):
-            assert torch.equal(result, self.model(x))
-        return decision
+            result: Tensor = self.model(x)
+        return result
 
 
 @pytest.fixture
@@ -124,7 +169,9 @@ def engine(compiled: tuple[Config, CompiledModel]) -> Callable[..., Engine]:
     def make(mode: str = "FULL_AND_PIECEWISE", sizes: Any = (4, 8, 12), **settings: Any) -> Engine:
         base, traced = compiled
         model = Model()
-        adapters = Adapters(torch.rand(4, HIDDEN), torch.full((MAX_TOKENS,), -1))
+        adapters = Adapters(
+            torch.rand(4, HIDDEN), torch.full((MAX_TOKENS,), -1), torch.ones(8, HIDDEN)
+        )
         prepared = prepare_on_replay(
             bind(traced.plan, traced.pieces, model, from_bundle=False),
             base.changed(**settings), GraphMode(mode), sizes, {"adapters": adapters}, {},
@@ -172,7 +219,7 @@ def test_decode_of_different_query_lengths_up_to_a_bound(engine: Callable[..., E
     assert it.step(Batch(7, 2, is_decode=True, max_query_len=4)).mode is PIECEWISE
 
 
-def test_a_host_value_is_in_the_key(engine: Callable[..., Engine]) -> None:
+def test_the_number_of_micro_batches_is_in_the_key(engine: Callable[..., Engine]) -> None:
     it = engine("FULL", axes=(Axis("micro_batches", (1, 2)),))
     for micro in (2, 1, 2):
         decision = it.step(Batch(5, 2, axes={"micro_batches": micro}), Host(0, micro))
@@ -181,6 +228,31 @@ def test_a_host_value_is_in_the_key(engine: Callable[..., Engine]) -> None:
     assert (missing.mode, missing.reason) == (NONE, Reason.AXIS)
     with pytest.raises(BatchInvalid, match="micro_batches"):
         it.step(Batch(5, 2))
+
+
+def test_the_number_of_prefix_chunks_is_in_the_key(engine: Callable[..., Engine]) -> None:
+    """A graph that loops over more chunks than a step has is right: the others are empty."""
+    it = engine("FULL", axes=(Axis("prefix_chunks", (0, 1, 4), rounds_up=True),))
+    for chunks, captured in ((0, 0), (1, 1), (2, 4), (4, 4), (0, 0)):
+        batch = Batch(5, 2, axes={"prefix_chunks": chunks})
+        decision = it.step(batch, Host(prefix_chunks=chunks))
+        assert (decision.mode, decision.descriptor.axes) == (FULL, (("prefix_chunks", captured),))
+    missing = it.step(Batch(5, 2, axes={"prefix_chunks": 5}), Host(prefix_chunks=5))
+    assert (missing.mode, missing.reason) == (NONE, Reason.AXIS)
+
+
+@pytest.mark.parametrize("host", [Host(micro_batches=2), Host(prefix_chunks=2), Host(loras=2)])
+def test_failure_5_a_host_value_that_is_not_in_the_key_gives_a_wrong_result(
+    engine: Callable[..., Engine], host: Host
+) -> None:
+    """The graph keeps the value of its capture: the replay backend does not read it again."""
+    it = engine("FULL")
+    it.adapters.of_row[:] = 0
+    x = torch.randn(4, HIDDEN)
+    decision = it.prepared.dispatch(Batch(4, 2))
+    result = it.prepared.run(decision, x, metadata=host)
+    assert not torch.allclose(result, it.expected(x, host))
+    assert torch.equal(result, it.expected(x, Host()))
 
 
 def test_modes_are_allowed_and_excluded_for_one_step(engine: Callable[..., Engine]) -> None:
@@ -206,6 +278,31 @@ def test_measured_costs_decide(engine: Callable[..., Engine]) -> None:
     it.prepared.dispatcher.set_costs(costs, none_cost=lambda tokens: 0.5 * tokens)
     assert it.step(decode(4)).mode is PIECEWISE
     assert it.step(decode(1)).mode is NONE
+
+
+def test_costs_are_measured_on_dummy_batches(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock for which each run takes longer than the one before: the graph that is measured
+    first is the cheapest, and any graph is cheaper than none."""
+
+    def clock() -> Iterator[float]:
+        now = 0.0
+        for seconds in count(1):
+            yield now
+            now += seconds
+            yield now
+
+    monkeypatch.setattr(measured_costs, "perf_counter", partial(next, clock()))
+    it = engine()
+    assert it.step(decode(4)).mode is FULL
+    it.prepared.measure_costs()
+    cheapest = it.prepared.recordings()[0][0]
+    assert [it.step(each).graph_index for each in (decode(4), Batch(7, 2))] == [cheapest] * 2
+    assert it.step(decode(4)).reason is Reason.RELAXED
+    it.prepared.release()
+    it.prepared.capture()
+    assert it.step(decode(4)).graph_index == cheapest
 
 
 def test_another_ranks_decision_is_followed(engine: Callable[..., Engine]) -> None:
@@ -288,3 +385,71 @@ def test_model_traits_limit_the_mode() -> None:
     assert resolve_graph_mode(config).mode is GraphMode.PIECEWISE
     config = Config(**SERVING, traits={"encoder_decoder": True})
     assert resolve_graph_mode(config).mode is GraphMode.FULL_DECODE_ONLY
+
+
+def random_settings(draw: random.Random) -> dict[str, Any]:
+    axes = {
+        "micro_batches": Axis("micro_batches", (1, 2)),
+        "prefix_chunks": Axis("prefix_chunks", (0, 2, 4), rounds_up=True),
+    }
+    lengths = sorted(draw.sample(range(1, 5), draw.randint(1, 2)))
+    return {
+        "mode": draw.choice(list(GraphMode)),
+        "sizes": sorted(draw.sample(range(1, 20), draw.randint(1, 3))),
+        "max_loras": draw.choice((0, 1, 3)),
+        "lora_graphs": draw.choice(list(LoraGraphs)),
+        "query_lens": lengths,
+        "traits": {"varlen_decode": draw.random() < 0.3},
+        "axes": [axes[name] for name in sorted(axes) if draw.random() < 0.4],
+        "chunked": draw.random() < 0.5,
+        "padding_limit": draw.choice((None, PaddingLimit(factor=1.5), PaddingLimit(tokens=2))),
+        "strategy": draw.choice(list(CaptureStrategy)),
+        "size_alignment": draw.choice((1, 1, 2)),
+    }
+
+
+def random_batch(draw: random.Random, axes: Sequence[Axis]) -> Batch:
+    host = {axis.name: draw.choice((*axis.values, max(axis.values) - 1)) for axis in axes}
+    num_loras = draw.choice((0, 0, 1, 2, 3, 4))
+    lengths = [draw.randint(1, 4) for _ in range(draw.randint(1, 8))]
+    kind = draw.choice(("mixed", "uniform", "bounded", "unknown"))
+    if kind == "uniform":
+        lengths = [lengths[0]] * len(lengths)
+    return Batch(
+        sum(lengths),
+        len(lengths),
+        is_decode=kind != "mixed",
+        query_len=lengths[0] if kind == "uniform" else None,
+        num_loras=num_loras,
+        max_query_len=max(lengths) if kind == "bounded" else None,
+        cascade=draw.random() < 0.1,
+        axes=host or None,
+    )
+
+
+MORE = [pytest.param(seed, marks=pytest.mark.heavy) for seed in range(6, 300)]
+
+
+@pytest.mark.parametrize("seed", [*range(6), *MORE])
+def test_all_of_it_together(engine: Callable[..., Engine], seed: int) -> None:
+    """Random plans, batches, modes of one step, ranks that follow, refits and released graphs."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    settings = random_settings(draw)
+    it = engine(**settings)
+    for _ in range(25):
+        batch = random_batch(draw, settings["axes"])
+        modes = set(RuntimeMode) if draw.random() < 0.8 else {NONE, draw.choice(list(RuntimeMode))}
+        host = Host(batch.num_loras, **(batch.axes or {}))
+        decision = it.step(batch, host, allowed_modes=modes)
+        it.follow(decision, batch, draw.randint(0, batch.num_reqs))
+        event = draw.random()
+        if event < 0.05:
+            it.prepared.refit()
+        elif event < 0.08:
+            it.prepared.measure_costs(repeats=1)
+        elif event < 0.1:
+            it.prepared.release()
+            it.prepared.capture()
+    steps = sum(row["count"] for row in it.prepared.usage.rows())
+    assert steps == sum(row["count"] for row in it.prepared.usage.reasons())

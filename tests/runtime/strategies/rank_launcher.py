@@ -30,7 +30,7 @@ from piecegraph.runtime.records import Records
 from piecegraph.runtime.strategy.capturer import Capturer
 from piecegraph.runtime.strategy.ranks import Ranks, start_facts
 
-TIMEOUT_S = {"stay_away": 4.0, "die": 4.0}  # of the scenes that wait for it
+TIMEOUT_S = {"come_late": 4.0, "die": 4.0}  # of the scenes that wait for it
 DEADLINE_S = 60.0
 
 
@@ -49,10 +49,10 @@ def disagree_on_attention(ranks: Ranks, odd: bool) -> list[str]:
     return ["agreed"]
 
 
-def stay_away(ranks: Ranks, odd: bool) -> list[str]:
+def come_late(ranks: Ranks, odd: bool) -> list[str]:
+    """The odd rank comes when the others have given it up."""
     if odd:
-        time.sleep(TIMEOUT_S["stay_away"])
-        return ["slept"]
+        ranks._store.wait([ranks._key("lost")], timedelta(seconds=DEADLINE_S))
     start(ranks, (1, 2))
     return ["agreed"]
 
@@ -130,7 +130,7 @@ def double(x: Tensor) -> Tensor:
 SCENES: dict[str, Callable[[Ranks, bool], list[str]]] = {
     scene.__name__: scene
     for scene in (
-        agree, disagree_on_sizes, disagree_on_attention, stay_away, die, one_cannot_capture,
+        agree, disagree_on_sizes, disagree_on_attention, come_late, die, one_cannot_capture,
         one_sees_another_batch, limits_differ,
     )
 }  # fmt: skip

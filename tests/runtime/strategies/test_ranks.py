@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # processes, and time-outs that are waited for
 
 LAUNCHER = Path(__file__).with_name("rank_launcher.py")
 SCENES = (
-    "agree-2-2", "disagree_on_sizes-4-2", "disagree_on_attention-2-1", "stay_away-4-1", "die-4-3",
+    "agree-2-2", "disagree_on_sizes-4-2", "disagree_on_attention-2-1", "come_late-4-1", "die-4-3",
     "agree-4-4", "die-2-0", "one_cannot_capture-2-1", "one_sees_another_batch-4-3",
     "limits_differ-2-1",
 )  # fmt: skip
@@ -58,12 +58,12 @@ def test_a_rank_with_another_attention_is_named_by_all(outcomes: Callable[[str],
         assert '"NEVER"' in outcome["message"]
 
 
-def test_failure_35_a_silent_rank_is_named(outcomes: Callable[[str], Outcomes]) -> None:
-    of_rank = outcomes("stay_away-4-1")
-    assert of_rank.pop(1)["result"] == ["slept"]
-    for outcome in of_rank.values():
+def test_failure_35_a_late_rank_is_named(outcomes: Callable[[str], Outcomes]) -> None:
+    """By the others, and by itself when it comes."""
+    for outcome in outcomes("come_late-4-1").values():
         assert outcome["error"] == "RankLost"
         assert outcome["message"].startswith("rank 1 did not respond within 4.0 s at 'start'")
+        assert "rank 1 is late: its process" in outcome["message"]
 
 
 def test_failure_35_a_killed_rank_is_named_and_a_restart_works(
@@ -73,6 +73,7 @@ def test_failure_35_a_killed_rank_is_named_and_a_restart_works(
     for outcome in outcomes("die-4-3").values():
         assert outcome["error"] == "RankLost"
         assert "rank 3 did not respond" in outcome["message"]
+        assert "rank 3 has ended" in outcome["message"]
     assert all(o["result"] == ["agreed"] for o in outcomes("agree-4-4").values())  # played after
 
 

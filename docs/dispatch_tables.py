@@ -1,0 +1,123 @@
+"""Write the measured tables of docs/dispatch.md: `python docs/dispatch_tables.py [drift|features]`.
+
+`drift` is computed from the excerpt of a trace that ships with the package. `features` serves it
+with the reference engine, each step verified against the eager model: minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import piecegraph
+from piecegraph.tools.serve.fitted_sizes import fit_trace
+from piecegraph.tools.serve.requests import EXCERPT, read_trace
+
+PAGE = Path(piecegraph.__file__).parent / "docs" / "dispatch.md"
+RATES, GRAPHS = (1.0, 2.0, 3.0, 6.0), (48, 24)
+
+FEATURES = (
+    (),
+    ("--lora", "4"),
+    ("--speculate", "3"),
+    ("--refit",),
+    ("--measure-costs",),
+    ("--set", "chunked=true"),
+    ("--lora", "4", "--speculate", "3"),
+    ("--lora", "4", "--refit"),
+    ("--speculate", "3", "--refit"),
+    ("--lora", "4", "--speculate", "3", "--refit"),
+    ("--lora", "4", "--speculate", "3", "--refit", "--set", "chunked=true"),
+    ("--buckets", "exponential"),
+    ("--buckets", "linear"),
+    ("--buckets", "padding-aware"),
+)
+
+
+def drift_table() -> list[str]:
+    requests = read_trace(EXCERPT)
+    rows = [
+        "| graphs | rate | fitted on | chosen on | held out | drift: default | drift: fitted |"
+        " after a refit | fitted / default |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for graphs in GRAPHS:
+        for rate in RATES:
+            result = fit_trace(requests, rate=rate, max_graphs=graphs)
+            drift = result["drift"]
+            parts = (
+                f"{part['default']:.1%} / {part['fitted']:.1%}" for part in result["parts"].values()
+            )
+            met = (f"{drift[name]:.1%}" for name in ("default", "fitted", "refitted"))
+            ratio = f"{drift['fitted'] / drift['default']:.2f}"
+            rows.append(" | ".join([f"| {graphs}", f"{rate:g} x", *parts, *met, f"{ratio} |"]))
+    return rows
+
+
+def features_table() -> list[str]:
+    rows = [
+        "| options | steps | FULL | PIECEWISE | padding | speculation | LoRA cases | refit |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for options in FEATURES:
+        report = run(*options)
+        steps = Counter[str]()
+        for row in report["dispatch"]:
+            steps[row["mode"]] += row["count"]
+        shares = (f"{steps[mode] / steps.total():.0%}" for mode in ("FULL", "PIECEWISE"))
+        computed = sum(row["count"] * row["num_tokens"] for row in report["dispatch"])
+        padding = sum(row["padded_tokens"] for row in report["dispatch"]) / computed
+        cells = [f"{steps.total()}", *shares, f"{padding:.1%}", *features(report)]
+        title = " ".join(options) or "none of these"
+        rows.append(" | ".join([f"| `{title}`" if options else f"| {title}", *cells]) + " |")
+    return rows
+
+
+def features(report: dict[str, Any]) -> list[str]:
+    speculation, lora, refit = (report[name] for name in ("speculation", "lora", "refit"))
+    drafts = adapters = sizes = ""
+    if speculation:
+        accepted, proposed = speculation["accepted"], speculation["proposed"]
+        drafts = f"{accepted} of {proposed} accepted, {speculation['steps_saved']} steps saved"
+    if lora:
+        adapters = ", ".join(f"{each['case']}: {each['steps']}" for each in lora["cases_used"])
+    if refit:
+        names = ("graph_steps_before", "graph_steps_after", "waste_before", "waste_after")
+        before, after, waste, later = (
+            "-" if refit[name] is None else f"{refit[name]:.0%}" for name in names
+        )
+        sizes = refit["unchanged"] or f"graphs {before} → {after}, padding {waste} → {later}"
+    return [drafts, adapters, sizes]
+
+
+def run(*options: str) -> dict[str, Any]:
+    """The report of a run that verified each of its steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "piecegraph", "run", "--backend", "eager", "--no-cache"]
+        command += ["--verify", "all", "--json", str(path), *options]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        report: dict[str, Any] = json.loads(path.read_text())
+    assert report["verification"]["ok"]
+    assert report["verification"]["steps"] == report["serving"]["steps"]
+    return report
+
+
+TABLES = {"drift": drift_table, "features": features_table}
+
+
+def with_table(page: str, name: str, rows: list[str]) -> str:
+    """`page` with the lines between the two comments `name` replaced."""
+    before, start, rest = page.partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition(f"<!-- end of {name} -->\n")
+    return before + start + "\n" + "\n".join(rows) + "\n\n" + end + after
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or TABLES:
+        PAGE.write_text(with_table(PAGE.read_text(), name, TABLES[name]()))
