@@ -32,7 +32,7 @@ FEATURES = (
     ("--lora", "4", "--refit"),
     ("--speculate", "3", "--refit"),
     ("--lora", "4", "--speculate", "3", "--refit"),
-    ("--lora", "4", "--speculate", "3", "--refit", "--set", "chunked=true"),
+    ("--speculate", "3", "--refit", "--set", "chunked=true"),
     ("--buckets", "exponential"),
     ("--buckets", "linear"),
     ("--buckets", "padding-aware"),
@@ -60,22 +60,24 @@ def drift_table() -> list[str]:
 
 
 def features_table() -> list[str]:
-    rows = [
+    return [
         "| options | steps | FULL | PIECEWISE | padding | speculation | LoRA cases | refit |",
         "|---|---|---|---|---|---|---|---|",
+        *map(features_row, FEATURES),
     ]
-    for options in FEATURES:
-        report = run(*options)
-        steps = Counter[str]()
-        for row in report["dispatch"]:
-            steps[row["mode"]] += row["count"]
-        shares = (f"{steps[mode] / steps.total():.0%}" for mode in ("FULL", "PIECEWISE"))
-        computed = sum(row["count"] * row["num_tokens"] for row in report["dispatch"])
-        padding = sum(row["padded_tokens"] for row in report["dispatch"]) / computed
-        cells = [f"{steps.total()}", *shares, f"{padding:.1%}", *features(report)]
-        title = " ".join(options) or "none of these"
-        rows.append(" | ".join([f"| `{title}`" if options else f"| {title}", *cells]) + " |")
-    return rows
+
+
+def features_row(options: tuple[str, ...]) -> str:
+    report = run(*options)
+    steps = Counter[str]()
+    for row in report["dispatch"]:
+        steps[row["mode"]] += row["count"]
+    shares = (f"{steps[mode] / steps.total():.0%}" for mode in ("FULL", "PIECEWISE"))
+    computed = sum(row["count"] * row["num_tokens"] for row in report["dispatch"])
+    padding = sum(row["padded_tokens"] for row in report["dispatch"]) / computed
+    title = f"`{' '.join(options)}`" if options else "none of these"
+    cells = [title, f"{steps.total()}", *shares, f"{padding:.1%}", *features(report)]
+    return f"| {' | '.join(cells)} |"
 
 
 def features(report: dict[str, Any]) -> list[str]:
