@@ -268,18 +268,13 @@ class CapturedGraphs:
     def sizes_of(self, graph_index: int) -> dict[str, int]:
         """The graph's size of each symbol; the largest where the descriptor does not state one."""
         descriptor = self._dispatcher.plan.entries[graph_index].descriptor
-        sizes = self.largest_sizes
+        sizes = dict(self._inputs.limits)
         if descriptor.num_reqs is not None and "num_reqs" in sizes:
             sizes["num_reqs"] = descriptor.num_reqs
         if "num_loras" in sizes:
             sizes["num_loras"] = descriptor.lora_case
         known = {TOKENS: descriptor.num_tokens, **dict(descriptor.axes)}
         return sizes | {n: size for n, size in known.items() if n in sizes}
-
-    @property
-    def largest_sizes(self) -> dict[str, int]:
-        """The largest size of each symbol."""
-        return dict(self._inputs.limits)
 
     def _present(self) -> Iterator[tuple[int, CapturedGraph]]:
         for index, graph in enumerate(self.captured):

@@ -33,15 +33,9 @@ from piecegraph import (
 )
 from piecegraph.compile.lower.compiled_model import CompiledModel, bind
 from piecegraph.dispatch import NO_GRAPH, Axis, Reason
-from piecegraph.errors import (
-    BatchInvalid,
-    DecisionNotPossible,
-    FullModeUnsupported,
-    NoModeLeft,
-)
+from piecegraph.errors import BatchInvalid, DecisionNotPossible, NoModeLeft
 from piecegraph.runtime.capture import measured_costs
 from piecegraph.runtime.config import LoraGraphs
-from piecegraph.runtime.policy import dispatch_plan, resolve_graph_mode
 
 from ..conftest import compile_once, prepare_on_replay
 
@@ -326,65 +320,6 @@ def test_a_rank_without_requests_runs_the_step_of_the_others(
         assert result.shape == (0, HIDDEN)
     steps = {(row["mode"], row["num_tokens"]): row["count"] for row in it.prepared.usage.rows()}
     assert steps == {("FULL", 4): 2, ("PIECEWISE", 8): 2, ("NONE", 20): 1, ("NONE", 0): 1}
-
-
-SERVING: dict[str, Any] = {
-    "max_num_tokens": 8192,
-    "splitting_ops": ("a::b",),
-    "attention_support": "UNIFORM_SINGLE_TOKEN_DECODE",
-}
-
-
-def sizes(**settings: Any) -> dict[RuntimeMode, list[int]]:
-    config = Config(**{**SERVING, **settings})
-    plan = dispatch_plan(resolve_graph_mode(config).mode, config)
-    found: dict[RuntimeMode, list[int]] = {FULL: [], PIECEWISE: []}
-    for entry in reversed(plan.entries):
-        found[entry.mode].append(entry.descriptor.num_tokens)
-    return found
-
-
-def test_default_sizes_above_512_serve_decode_only() -> None:
-    found = sizes(max_num_reqs=2048)
-    assert found[PIECEWISE][-1] == 512
-    assert found[FULL][-2:] == [1024, 2048]
-    assert sizes(max_num_reqs=2048, capture_sizes=(8, 1024))[PIECEWISE] == [8, 1024]
-
-
-def test_the_sizes_follow_alignment_ceiling_and_interactive_use() -> None:
-    assert all(size % 4 == 0 for size in sizes(size_alignment=4)[PIECEWISE])
-    assert sizes(size_alignment=4, capture_sizes=(1, 6, 8))[PIECEWISE] == [4, 8]
-    assert sizes(size_ceiling=64, max_num_reqs=512)[FULL][-1] == 64
-    assert sizes(interactive_sizes=True)[FULL][:9] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-
-
-def test_a_speculation_schedule_gives_tiers() -> None:
-    schedule = (15,) * 16 + (1,) * 112
-    found = sizes(
-        speculation_schedule=schedule, max_num_reqs=128, attention_support="UNIFORM_BATCH"
-    )
-    assert {16 * 16, 2 * 128} <= {*found[FULL]}
-
-
-def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing() -> None:
-    config = Config(max_num_tokens=64, splitting_ops=("a::b",))
-    resolved = resolve_graph_mode(config)
-    assert resolved.mode is GraphMode.PIECEWISE
-    assert "attention_support is not set" in resolved.reasons[-1].why
-    with pytest.raises(FullModeUnsupported, match="attention_support is not set"):
-        resolve_graph_mode(config.changed(graph_mode="FULL"))
-    breakable = Config(max_num_tokens=64, compile=False, graph_mode="FULL_AND_PIECEWISE")
-    assert resolve_graph_mode(breakable).mode is GraphMode.PIECEWISE
-    without_attention = Config(max_num_tokens=64)
-    assert resolve_graph_mode(without_attention).mode is GraphMode.FULL_DECODE_ONLY
-    assert resolve_graph_mode(without_attention.changed(graph_mode="FULL")).mode is GraphMode.FULL
-
-
-def test_model_traits_limit_the_mode() -> None:
-    config = Config(**SERVING, traits={"pooling": True})
-    assert resolve_graph_mode(config).mode is GraphMode.PIECEWISE
-    config = Config(**SERVING, traits={"encoder_decoder": True})
-    assert resolve_graph_mode(config).mode is GraphMode.FULL_DECODE_ONLY
 
 
 def random_settings(draw: random.Random) -> dict[str, Any]:
