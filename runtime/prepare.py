@@ -17,6 +17,7 @@ from ..compile.pipeline import compile_model, find_model
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,
+    GraphMode,
     Histogram,
     PaddingLimit,
     Phase,
@@ -32,7 +33,7 @@ from .backends.registry import choose_backend
 from .background import Background, Factory
 from .capture.chunks import chunk_obstacle
 from .capture.dummy_batch import model_state, preserve_contents, preserve_rng_state
-from .config import ColdStart, Config, without_tokens
+from .config import ColdStart, Config, Padding, without_tokens
 from .model_steps import Behind, Engine, Services
 from .policy import Policy, dispatch_plan, resolve_graph_mode
 from .prepared_model import PreparedModel
@@ -157,11 +158,15 @@ def _policy(
     if config.chunked and (obstacle := chunk_obstacle(compiled, owned)):
         raise _not_chunked(obstacle)
     pads = config.chunked or config.padding_limit != NO_PADDING
-    if plan.entries and pads and _mixes_rows(compiled, device, records, config.chunked):
+    if plan.entries and pads and _mixes_rows(compiled, config, device, records):
         if config.chunked:
             raise _not_chunked("a row of its results depends on other rows")
         unpadded = dispatch_plan(resolved.mode, config.changed(padding_limit=NO_PADDING))
         plan = unpadded.without_sizes_below(lows[0])
+    for size in _padded_whole(compiled, config, owned) if plan.entries else ():
+        if _mixes_rows(compiled, config, device, records, size):
+            plan = dispatch_plan(GraphMode.NONE, config)  # no graph has the size of a step
+            break
     return Policy(resolved, Dispatcher(plan, histogram=Histogram()))
 
 
@@ -193,14 +198,34 @@ NO_PADDING = PaddingLimit(tokens=0)
 
 
 def _mixes_rows(
-    compiled: CompiledModel, device: torch.device, records: Records, in_chunks: bool
+    compiled: CompiledModel,
+    config: Config,
+    device: torch.device,
+    records: Records,
+    size: str = TOKENS,
 ) -> bool:
-    """Whether padding would change real rows; then graphs serve batches of their exact size."""
+    """Whether padding of `size` would change real rows."""
+    labels = [".".join(map(str, item.path)) for item in compiled.plan.inputs]
+    padding = {label: config.padding_of(label) for label in labels}
+    sentinels = {n: value for n, (kind, value) in padding.items() if kind is Padding.SENTINEL}
+    chunked = config.chunked and size == TOKENS
     with preserve_rng_state(), torch.no_grad(), preserve_contents(model_state(compiled)):
-        found = find_mixed_rows(compiled, device, in_chunks=in_chunks)
+        found = find_mixed_rows(compiled, device, in_chunks=chunked, size=size, sentinels=sentinels)
     for mixed in found:
-        records.add(RowsMixed(mixed.piece, mixed.result, mixed.where))
+        records.add(RowsMixed(mixed.piece, mixed.result, mixed.where, mixed.size))
     return bool(found)
+
+
+def _padded_whole(compiled: CompiledModel, config: Config, owned: Collection[str]) -> list[str]:
+    """The sizes beside the tokens that every graph has at their largest, and that the library pads:
+    no axis states them, and the engine does not write their inputs itself."""
+    plan = compiled.plan
+    sizes = {symbol.label: symbol.name for symbol in plan.symbols if symbol.label != TOKENS}
+    for axis in config.axes:
+        if not axis.rounds_up:
+            sizes.pop(axis.name, None)
+    written = [item for item in plan.inputs if ".".join(map(str, item.path)) not in owned]
+    return [n for n, symbol in sizes.items() if any(symbol in item.shape for item in written)]
 
 
 def _location(model: torch.nn.Module) -> str | None:

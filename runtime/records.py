@@ -161,13 +161,14 @@ class UnwatchedTensors(Record):
 
 @dataclass(frozen=True, slots=True)
 class RowsMixed(Record):
-    """Padding would change real rows of a piece's result, so no batch is padded."""
+    """Padding of `size` would change real rows of a piece's result, so no batch is padded."""
 
     event = "rows_mixed"
     level = logging.WARNING
     piece: int
     result: str
     where: str | None
+    size: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,9 @@ Shape = tuple[int, ...]
 _PADDING, _SEED = 3, 0
 _ROUNDING = 1e-2
 """Relative difference that kernels of another size may have, in a low precision."""
+_LAST_BITS = 64
+"""Largest relative difference at the same size, in units of the dtype's precision. Rows that are
+grouped by expert are multiplied in groups whose sizes depend on the other rows."""
 _MIXING = re.compile(
     r"\.(sum|mean|amax|amin|max|min|norm|var|std|flip|roll|cumsum|cumprod|sort|topk|argmax|argmin)\("
     r"|\bcat\(|\bpad\(|\.(pad|softmax|t|transpose|permute)\(|\[-1|select\("
@@ -39,43 +42,54 @@ class MixedRows:
     piece: int
     result: str
     where: str | None
+    size: str = TOKENS
+    """The size whose padding does."""
 
 
 def find_mixed_rows(
-    compiled: CompiledModel, device: torch.device, *, in_chunks: bool = False
+    compiled: CompiledModel,
+    device: torch.device,
+    *,
+    in_chunks: bool = False,
+    size: str = TOKENS,
+    sentinels: Mapping[str, float] = {},
 ) -> list[MixedRows]:
-    """The pieces in which padding reaches real rows. A piece that cannot be run alone, because an
-    op in it needs a step, is left out.
+    """The pieces in which padding of `size` reaches real rows. A piece that cannot be run alone,
+    because an op in it needs a step, is left out.
 
     `in_chunks` finds those too in which a row depends on earlier rows, or on its own position.
+    `sentinels` are values of padding by input.
     """
     plan, found = compiled.plan, []
     if not compiled.traced or plan.partition_ops:
         return []
-    sizes = _sizes(plan)
+    fixed = {item.name: sentinels[label] for item in plan.inputs
+             if (label := ".".join(map(str, item.path))) in sentinels}  # fmt: skip
+    sizes = _sizes(plan, size)
     steps = {step.piece: step for step in plan.steps if isinstance(step, PieceStep)}
     for index, step in sorted(steps.items()) if sizes else ():
         assert sizes is not None
         span, real, padded = sizes
         fn = compiled.pieces[span.artifacts[index]]
         try:
-            result = _mixed(compiled, step, fn, real, padded, device, in_chunks)
+            result = _mixed(compiled, step, fn, real, padded, device, in_chunks, fixed)
         except Exception:
             continue
         if result is not None:
-            found.append(MixedRows(index, result, _line(plan.pieces[index].text)))
+            found.append(MixedRows(index, result, _line(plan.pieces[index].text), size))
     return found
 
 
-def _sizes(plan: Plan) -> tuple[CompiledRange, dict[str, int], dict[str, int]] | None:
+def _sizes(plan: Plan, padded: str) -> tuple[CompiledRange, dict[str, int], dict[str, int]] | None:
     """A span of token counts that allows padding, and real and padded sizes by symbol."""
     for span in plan.ranges:
         symbols = plan.symbols
         low = max([span.low, 2, *(s.low for s in symbols if s.label == TOKENS)])
         high = min([span.high, *(s.high for s in symbols if s.label == TOKENS)])
-        if high >= low + _PADDING:
-            real = {symbol.label: max(symbol.low, min(symbol.high, 3)) for symbol in symbols}
-            return span, real | {TOKENS: low}, real | {TOKENS: low + _PADDING}
+        real = {s.label: max(s.low, min(s.high, 3)) for s in symbols} | {TOKENS: low}
+        most = high if padded == TOKENS else max(s.high for s in symbols if s.label == padded)
+        if low <= high and real[padded] + _PADDING <= most:
+            return span, real, real | {padded: real[padded] + _PADDING}
     return None
 
 
@@ -87,6 +101,7 @@ def _mixed(
     padded: Mapping[str, int],
     device: torch.device,
     in_chunks: bool,
+    fixed: Mapping[str, float],
 ) -> str | None:
     """The first result of a piece whose real rows depend on padding."""
     generator = torch.Generator().manual_seed(_SEED)
@@ -96,6 +111,11 @@ def _mixed(
     ]
     boxes = [_box(_at(shape, real, compiled.plan)) for _, _, shape in names]
     mixed_in = [_extreme_padding(one, box) for one, box in zip(whole, boxes, strict=True)]
+    for (name, _, _), box, *values in zip(names, boxes, whole, mixed_in, strict=True):
+        if name in fixed:
+            for value in values:
+                rows = value[box].clone()
+                value.fill_(fixed[name])[box] = rows
 
     def run(sizes: Mapping[str, int], values: list[Tensor]) -> list[Any]:
         symbols = {symbol.name: sizes[symbol.label] for symbol in compiled.plan.symbols}
@@ -120,18 +140,19 @@ def _mixed(
     for at, (name, one, two, three, four) in enumerate(results):
         if isinstance(one, Tensor) and at not in unwritten:
             box = _box(tuple(three.shape))
-            same = torch.equal(one[box].nan_to_num(), two[box].nan_to_num())
+            precision = torch.finfo(one.dtype).eps if one.dtype.is_floating_point else 0.0
+            same = _close(one[box], two[box], _LAST_BITS * precision)
             end = _end(tuple(four.shape), tuple(one.shape)) if in_chunks else box
             if not (same and _close(one[box], three) and _close(one[end], four)):
                 return f"{name}: {compiled.plan.shapes.get(name, '')}"
     return None
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
+def _close(one: Tensor, other: Tensor, rounding: float = _ROUNDING) -> bool:
     if not one.dtype.is_floating_point:
         return torch.equal(one, other)
     one, other = one.double(), other.double()
-    return torch.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True)
+    return torch.allclose(one, other, rtol=rounding, atol=rounding, equal_nan=True)
 
 
 def form_of(plan: Plan, name: str) -> tuple[str, tuple[int | str, ...]]:

@@ -43,6 +43,8 @@ ROW_WISE: dict[str, Callable[[Tensor], Any]] = {
     "running sum": lambda y: y.cumsum(0),
     "two": lambda y: (y[:, :2], y @ y.new_ones(4, 4)),
     "random": lambda y: y + torch.rand_like(y) * 0,
+    # as rows of one expert, which are multiplied in groups of another size
+    "other last bits in other company": lambda y: y * (1 + 5e-7 * torch.sin(y.sum() * 100)),
 }
 
 
@@ -156,3 +158,40 @@ def test_memory_for_a_splitting_op_to_write_says_nothing_of_rows() -> None:
         cache=False,
     )
     assert prepare(Attention(), config).report()["rows_mixed"] == []
+
+
+class Attends(nn.Module):
+    """Tokens attend to the rows of an image, or look some of them up."""
+
+    def __init__(self, lookup: bool) -> None:
+        super().__init__()
+        self.lookup = lookup
+
+    def forward(self, x: Tensor, image: Tensor, places: Tensor) -> Tensor:
+        if self.lookup:
+            return x + image[places]
+        return x + (x @ image.t()).softmax(-1) @ image
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_padding_of_another_size_reaches_no_row(lookup: bool) -> None:
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]", "image": "float32[num_patches, 4]",
+                "places": "int64[num_tokens]"},
+        symbol_limits={"num_patches": (1, 8)},
+        max_num_tokens=8,
+        capture_sizes=(4, 8),
+        graph_mode="FULL",
+        attention_support=3,
+        compiler="eager",
+        cache=False,
+    )  # fmt: skip
+    model = Attends(lookup)
+    prepared = prepare(model, config, backend=strict_backend())
+    prepared.capture()
+    found = prepared.report()["rows_mixed"]
+    assert [each["size"] for each in found] == ([] if lookup else ["num_patches"])
+    x, image, places = torch.randn(3, 4), torch.randn(2, 4), torch.randint(2, (3,))
+    decision = prepared.dispatch(Batch(3, 1))
+    assert decision.mode.name == ("FULL" if lookup else "NONE")
+    torch.testing.assert_close(prepared.run(decision, x, image, places), model(x, image, places))
