@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,6 +53,9 @@ class Captured:
     """Variables that the traced function closes over; `L` has them too."""
     global_scope: dict[str, Any]
     """The meaning of `G`: the globals of the traced function."""
+    effects: tuple[tuple[str, str], ...] = ()
+    """What the forward changes besides tensors: the name of an attribute or global, and file:line
+    of code that changes it."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,45 @@ def capture_full_graph(
         local_scope=_local_scope(function, bound, args, kwargs),
         closure=dict(inspect.getclosurevars(function).nonlocals),
         global_scope=function.__globals__,
+        effects=_effects(
+            output.graph_capture_output.bytecode, [function.__code__, *inlined.functions]
+        ),
     )
+
+
+_CHANGING = {"append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault", "add"}
+
+
+def _effects(bytecode: CodeType, traced: Iterable[CodeType]) -> tuple[tuple[str, str], ...]:
+    """The changes of Python objects that Dynamo's bytecode makes after the graph has run, by the
+    user's code, except to objects that the forward makes itself."""
+    made = list(dis.get_instructions(bytecode))
+    operations = {each.opname for each in made}
+    names = {str(each.argval) for each in made if isinstance(each.argval, str)}
+    contents = "STORE_SUBSCR" in operations or "update" in names
+    stores = {"STORE_ATTR", "STORE_GLOBAL"} & operations
+    if not (contents or stores or "object_setattr_ignore_descriptor" in names):
+        return ()
+    found: dict[str, str] = {}
+    for code in traced:
+        if code.co_name in ("__init__", "__post_init__"):
+            continue
+        if code.co_filename.startswith(("<", _STDLIB, _PACKAGES)):  # state of libraries
+            continue
+        line, before = code.co_firstlineno, ""
+        for each in dis.get_instructions(code):
+            line = each.starts_line if each.starts_line else line
+            name, where = str(each.argval), f"{code.co_filename}:{line}"
+            changes = each.opname == "STORE_SUBSCR" or name in _CHANGING
+            if each.opname in ("STORE_ATTR", "STORE_GLOBAL") and name in names:
+                found.setdefault(name, where)
+            elif contents and changes and before in names:
+                found.setdefault(before, where)
+            if each.opname in ("LOAD_ATTR", "LOAD_GLOBAL"):
+                before = name
+            elif each.opname == "STORE_SUBSCR":
+                before = ""
+    return tuple(found.items())
 
 
 @contextmanager

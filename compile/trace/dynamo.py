@@ -89,6 +89,8 @@ def trace(request: CompileRequest) -> Trace:
     if captured is None:
         raise NothingToCompile(model=type(model).__name__)
     events.count("dynamo_traces")
+    for name, where in captured.effects:
+        events.emit("effect_dropped", level=logging.WARNING, changed=name, where=where)
     graph = captured.graph
     inline_regions(graph)
     inline_opaque_values(graph)

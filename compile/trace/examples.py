@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, is_dataclass
+from typing import Any, get_type_hints
 
 import torch
 
@@ -86,12 +86,20 @@ def example_inputs(
     """
     signature = inspect.signature(model.forward)
     if given is None:
-        given = (), _built(signature, config, device)
+        given = (), _built(_evaluated(model, signature), config, device)
     bound = _bound(signature, given)
     _check_classes(bound.arguments)
     specs = config.input_specs() or _inferred(leaves(bound.arguments))
     symbols = _declared(specs, leaves(bound.arguments), config)
     return Examples(_contiguous(dict(bound.arguments), symbols), signature, symbols)
+
+
+def _evaluated(model: torch.nn.Module, signature: inspect.Signature) -> inspect.Signature:
+    """`signature` with the classes that annotations name, if all of them can be evaluated."""
+    try:
+        return inspect.signature(model.forward, eval_str=True)
+    except Exception:  # a name that is imported for type checkers alone
+        return signature
 
 
 def _bound(signature: inspect.Signature, given: Any) -> inspect.BoundArguments:
@@ -160,11 +168,13 @@ def _built(
         for part in outer:
             place = place.setdefault(part, {})
         place[last] = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
+    kinds = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     built: dict[str, Any] = {}
     for name, parameter in signature.parameters.items():
         if name in nested:
             of_keywords = parameter.kind is inspect.Parameter.VAR_KEYWORD
-            built |= nested[name] if of_keywords else {name: _container(nested[name])}
+            given = nested[name] if of_keywords else _container(nested[name], kinds.get(name))
+            built |= given if of_keywords else {name: given}
         elif parameter.default is inspect.Parameter.empty and parameter.kind not in (
             inspect.Parameter.VAR_POSITIONAL,
             inspect.Parameter.VAR_KEYWORD,
@@ -173,10 +183,23 @@ def _built(
     return built
 
 
-def _container(value: Any) -> Any:
-    """Nested dicts of tensors, as lists where the keys are the positions of one."""
+def _container(value: Any, kind: Any = None) -> Any:
+    """Nested dicts of tensors as `kind`, a dataclass or NamedTuple that the forward's annotation
+    names; else as lists where the keys are the positions of one."""
     if not isinstance(value, dict):
         return value
+    if isinstance(kind, type) and (is_dataclass(kind) or hasattr(kind, "_fields")):
+        fields = get_type_hints(kind)
+        given = {name: _container(item, fields.get(name)) for name, item in value.items()}
+        try:
+            return kind(**given)
+        except TypeError as error:
+            raise InvalidSetting(
+                name="inputs",
+                value=", ".join(value),
+                reason=f"{kind.__name__} cannot be made of these: {error}",
+                expected="names of all its fields without a default, or pass examples",
+            ) from None
     items = {name: _container(item) for name, item in value.items()}
     places = [str(place) for place in range(len(items))]
     return [items[place] for place in places] if {*items} == {*places} else items

@@ -33,6 +33,7 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
     names: dict[str, Any] = {
         "Tensor": torch.Tensor,
         "math": math,
+        "at": at,
         "mismatch": _mismatch,
         "fixed": _fixed,
         "beyond": _beyond,
@@ -119,8 +120,18 @@ def lay_out(item: UserInput, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _access(path: tuple[str | int, ...]) -> str:
-    first, *rest = path
-    return f"{first}{''.join(f'[{step!r}]' for step in rest)}"
+    text = str(path[0])
+    for step in path[1:]:
+        text = f"at({text}, {step!r})" if isinstance(step, str) else f"{text}[{step}]"
+    return text
+
+
+def at(value: Any, step: str | int) -> Any:
+    """What `value` holds under a key or position, or as an attribute."""
+    try:
+        return value[step]
+    except TypeError:  # no mapping, or a NamedTuple
+        return getattr(value, str(step))
 
 
 def _parameters(signature: inspect.Signature) -> tuple[str, dict[str, Any]]:

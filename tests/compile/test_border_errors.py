@@ -177,3 +177,33 @@ def test_unsupported_argument_names_argument_and_class(compiled):
     with pytest.raises(CompileError, match=r"argument 'x' of class .*Opaque") as caught:
         compiled(model, inputs={}, examples=((Opaque(torch.zeros(5, 8)),), {}))
     assert "Pass it as an argument" not in str(caught.value)
+
+
+TOTAL = 0
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls, self.log, self.seen, self.unread = 0, [], {}, 0
+
+    def forward(self, x):
+        global TOTAL
+        self.calls += 1
+        self.log.append(len(self.log))
+        self.seen["last"] = x.shape[1]
+        TOTAL = TOTAL + 1
+        local = [self.unread]
+        local.append(1)
+        return x * 2
+
+
+def test_changes_of_python_objects_are_reported_once(compiled):
+    events = compiled(Counts(), inputs=X).events
+    dropped = events.named("effect_dropped")
+    found = {event.facts["changed"]: event.facts["where"] for event in dropped}
+    first = Counts.forward.__code__.co_firstlineno
+    lines = {"calls": 2, "log": 3, "seen": 4, "TOTAL": 5}
+    assert found == {name: f"{__file__}:{first + line}" for name, line in lines.items()}
+    made = compiled(Body(lambda m, x: Item(m.linear(x))), inputs=X)
+    assert not made.events.named("effect_dropped")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import pytest
 import torch
 from hypothesis import given
@@ -202,3 +205,41 @@ def test_a_model_with_nested_arguments_is_served_without_examples(compiled):
     states = {"hidden": torch.randn(3, 8), "aux": [torch.randn(3)]}
     bias = torch.randn(8)
     torch.testing.assert_close(made(states, bias=bias), Nested()(states, bias=bias))
+
+
+@dataclass
+class States:
+    hidden: torch.Tensor
+    scale: torch.Tensor
+
+
+class Pair(NamedTuple):
+    states: States
+    bias: torch.Tensor
+
+
+torch.export.register_dataclass(States)
+
+
+class TakesObjects(nn.Module):
+    def forward(self, pair: Pair, states: States) -> torch.Tensor:
+        return pair.states.hidden * states.scale + states.hidden + pair.bias
+
+
+def test_dataclasses_and_named_tuples_are_arguments(compiled):
+    rows = "float32[num_tokens, 8]"
+    inputs = {
+        "pair.states.hidden": rows,
+        "pair.states.scale": "float32[8]",
+        "pair.bias": "float32[8]",
+        "states.hidden": rows,
+        "states.scale": "float32[8]",
+    }
+    made = compiled(TakesObjects(), inputs=inputs)
+    for size in (1, 5):
+        states = States(torch.randn(size, 8), torch.randn(8))
+        pair = Pair(States(torch.randn(size, 8), torch.randn(8)), torch.randn(8))
+        torch.testing.assert_close(made(pair, states), TakesObjects()(pair, states))
+    del inputs["states.scale"]
+    with pytest.raises(InvalidSetting, match="States cannot be made of these"):
+        compiled(TakesObjects(), inputs=inputs)

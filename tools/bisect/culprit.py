@@ -5,6 +5,7 @@ An operator or a pass is named only if the piece was run without it and was righ
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ... import ForwardContext, PreparedModel, forward_context
 from ...compile.debug import DebugPiece, compile_graph, debug_pieces, passes_of, static_sizes
+from ...runtime.step.binding import at
 from ...torch_compat.tensors import TorchDispatchMode, tree_leaves, tree_map_only
 from .case import BisectCase
 from .finding import first_wrong
@@ -228,9 +230,7 @@ def _arguments(case: BisectCase, step: int) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def _at(arguments: Any, path: Sequence[str | int]) -> Any:
-    for part in path:
-        arguments = arguments[part]
-    return arguments
+    return functools.reduce(at, path, arguments)
 
 
 def _beginning(graph: GraphModule, nodes: Sequence[Node]) -> GraphModule:
