@@ -8,7 +8,15 @@ import functools
 import pytest
 import torch
 
-from piecegraph import ForwardContext, forward_context
+from piecegraph import (
+    Batch,
+    Config,
+    ForwardContext,
+    ReplayBackend,
+    ReplayOptions,
+    forward_context,
+    prepare,
+)
 from piecegraph.errors import LayerMissing, MissingMetadata, ModelNotAdaptable
 
 transformers = pytest.importorskip("transformers")
@@ -39,13 +47,13 @@ SAMPLE = (
     "gemma3_text",
     "lfm2",  # a convolution
     "mamba2",  # no attention
-    "bloom",  # attention that does not use AttentionInterface
+    "megatron-bert",  # attention that does not use AttentionInterface, without a mask
+    "convbert",  # a convolution inside of such attention
+    "biogpt",  # makes a padding mask of ones
     "llama4_text",  # chunks of 8 tokens in one layer
     "phimoe",  # a window of 8 tokens that is in the mask alone
     "gpt_oss",  # sinks
     "deepseek_v3",  # values of another width than keys
-    "gpt2",
-    "bert",
     "modernbert",  # a window on both sides
 )
 """Of the families in docs/models.md."""
@@ -144,22 +152,66 @@ def test_an_argument_that_changes_the_result_is_known():
     assert unknown_argument({**harmless, "position_bias": 1}) == "position_bias"
 
 
-def test_a_vision_tower_takes_several_images(compiled):
-    """Each image is a request; a step has any number of them."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "image_size": 16, "patch_size": 8}
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.SiglipVisionConfig(**sizes, **layers, vision_use_head=False)
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+VISION = {**SIZES, "intermediate_size": 48, "image_size": 16, "patch_size": 8}
+ENCODERS = {
+    "siglip": (
+        lambda: transformers.SiglipVisionModel(
+            transformers.SiglipVisionConfig(**VISION, vision_use_head=False)
+        ),
+        (3, 16, 16),
+        4,
+    ),
+    "clip": (
+        lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**VISION)),
+        (3, 16, 16),
+        5,
+    ),
+    "whisper": (
+        lambda: transformers.WhisperModel(
+            transformers.WhisperConfig(
+                d_model=32, encoder_layers=2, decoder_layers=1, encoder_attention_heads=4,
+                decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
+                vocab_size=64, max_source_positions=6, num_mel_bins=8, pad_token_id=0,
+            )
+        ).get_encoder(),
+        (8, 12),
+        6,
+    ),
+}  # fmt: skip
+"""An encoder, the form of an image or a sound, and its number of tokens."""
+
+
+@pytest.mark.parametrize("name", ["siglip", *(pytest.param(n, marks=pytest.mark.heavy)
+                                              for n in ("clip", "whisper"))])  # fmt: skip
+def test_encoder_has_graphs_by_number_of_images(name):
+    """A budget of images in a batch, and of tokens in an image: each image is a request."""
+    make, form, tokens = ENCODERS[name]
     torch.manual_seed(0)
-    own = transformers.SiglipVisionModel(config).eval().requires_grad_(False)
-    inputs = {"pixel_values": "float32[num_tokens, 3, 16, 16]"}
-    examples = ((), {"pixel_values": torch.rand(5, 3, 16, 16)})
-    model = adapt(copy.deepcopy(own))
-    made = compiled(model, examples=examples, inputs=inputs, splitting_ops=(SPLITTING_OP,))
-    for count in (1, 3):
-        images = torch.rand(count, 3, 16, 16)
-        with forward_context(ForwardContext({}, PackedRequests((4,) * count))):
-            actual = made(pixel_values=images).last_hidden_state
-        torch.testing.assert_close(actual, own(pixel_values=images).last_hidden_state)
+    own = make().eval().requires_grad_(False)
+    main = own.main_input_name
+    model = adapt(copy.deepcopy(own), {main: torch.rand(2, *form)})
+    config = Config(
+        inputs={main: f"float32[num_tokens, {', '.join(map(str, form))}]"},
+        splitting_ops=(SPLITTING_OP,),
+        max_num_tokens=4,
+        max_num_reqs=4,
+        capture_sizes=(2, 4),
+        graph_mode="PIECEWISE",
+        compiler="eager",
+        cache=False,
+    )
+    backend = ReplayBackend(ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True))
+    examples = ((), {main: torch.rand(3, *form)})
+    prepared = prepare(model, config, examples=examples, backend=backend)
+    prepared.capture(lambda descriptor, mode: PackedRequests((tokens,) * descriptor.num_tokens))
+    for count in (1, 2, 3):
+        images = torch.rand(count, *form)
+        decision = prepared.dispatch(Batch(count, count))
+        assert decision.mode.name == "PIECEWISE"
+        metadata = PackedRequests((tokens,) * count)
+        actual = prepared.run(decision, **{main: images}, metadata=metadata).last_hidden_state
+        torch.testing.assert_close(actual, own(images).last_hidden_state, rtol=1e-4, atol=1e-5)
 
 
 def test_model_is_compiled_with_its_own_inputs(compiled, own_model):

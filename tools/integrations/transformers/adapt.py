@@ -7,6 +7,7 @@ number: rows of the one in the middle that become so too were mixed by a layer t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import eager_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 
 from .... import AttentionSupport
 from ....errors import ModelNotAdaptable
@@ -63,20 +64,25 @@ class PackedModel(nn.Module):
         given = _packed_inputs(model)
         alone = {name: x[:, MIDDLE] for name, x in given.items()}
         expected = _result(model, alone)
-        trial, mixers = _Trial(model, LENGTHS), dict[str, Mixer]()
+        trial = _Trial(model, LENGTHS)
         with trial.attending():
-            while (found := _mixing_module(model, given, mixers)) is not None:
-                mixers |= _mixers_like(model, found, trial)
+            mixers = _find_mixers(model, given, trial)
             with _learning(mixers):
                 together = _result(model, given)
+                pad = getattr(model.config, "pad_token_id", None)
+                if trial.own_mask and pad is not None:  # a mask of the ids would hide this one
+                    ids = torch.full_like(given["input_ids"], pad)
+                    _result(model, {**given, "input_ids": ids})
         _compare(model, together[:, MIDDLE], expected)
         trial.install()
         for mixer in mixers.values():
             mixer.install()
         ops = [(SPLITTING_OP, trial.masks), (MIXER_OP, mixers)]
         self.model = model
-        self.layers: dict[str, Any] = dict(mixers)
+        self.layers = mixers
         """What the ops of mixing layers find in the forward context, by name."""
+        self.kv_shapes = {trial.names[each]: form for each, form in trial.kv_shapes.items()}
+        """Key heads, and dimensions of keys and values, of each attention layer, by name."""
         self.settings = {**SETTINGS, "splitting_ops": tuple(op for op, used in ops if used)}
         """Settings of `Config`: the ops of this model, its inputs, what its attention supports."""
 
@@ -125,15 +131,52 @@ def _no_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> None:
         raise NotImplementedError("an attention_mask: rows of a step are requests without padding")
 
 
+def _all_seen(*args: Any, **kwargs: Any) -> None:
+    """The mask in steps of a model that makes a padding mask itself, which hides nothing."""
+
+
+def _whole_mask(make: Any, *args: Any, **given: Any) -> Any:
+    """The mask that `make` would leave out where it hides nothing."""
+    given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return make(*args, **given)
+
+
 def _packed_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     """Three requests in one row; the one in the middle has numbers of its own."""
     embedding = model.get_input_embeddings()
     if not hasattr(embedding, "num_embeddings"):
-        raise _refusal(model, "it has no table of input embeddings")
+        advice = "Prepare it with inputs and splitting ops of your own."
+        raise _refusal(model, "its input embeddings are no nn.Embedding", advice)
     ids = torch.cat([torch.arange(3, 3 + length) for length in LENGTHS])
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     given = {"input_ids": ids % embedding.num_embeddings, "position_ids": positions}
     return {name: x[None].to(model.device) for name, x in given.items()}
+
+
+def _find_mixers(
+    model: PreTrainedModel, given: Mapping[str, Tensor], trial: _Trial
+) -> dict[str, Mixer]:
+    """The layers that let the request in the middle see the others, as mixers. Where one cannot be
+    called for each request, the module around it is. Raises UnknownCall, ModelNotAdaptable."""
+    mixers: dict[str, Mixer] = {}
+    while True:
+        unknown = None
+        try:
+            name = _mixing_module(model, given, mixers)
+        except UnknownCall as error:
+            unknown, name = error, error.layer.rpartition(".")[0]
+        if name is None:
+            return mixers
+        callable_ = name and not isinstance(model.get_submodule(name), nn.ModuleList)
+        more = _mixers_like(model, name, trial) if callable_ and name not in mixers else None
+        if more is None and unknown is not None:
+            raise unknown
+        if more is None:
+            kind = type(model.get_submodule(name)).__name__
+            reason = f"{name} ({kind}) mixes the tokens of packed requests"
+            raise _refusal(model, reason, ONE_REQUEST)
+        outer = tuple(f"{each}." for each in more)
+        mixers = {n: m for n, m in mixers.items() if not n.startswith(outer)} | more
 
 
 def _mixing_module(
@@ -182,15 +225,14 @@ def _spoiled(values: Any) -> bool:
     return isinstance(values, (tuple, list)) and any(map(_spoiled, values))
 
 
-def _mixers_like(model: PreTrainedModel, name: str, trial: _Trial) -> dict[str, Mixer]:
-    """A mixer for the module called `name`, and for all others of its class."""
+def _mixers_like(model: PreTrainedModel, name: str, trial: _Trial) -> dict[str, Mixer] | None:
+    """A mixer for the module called `name`, and for all others of its class. None if attention
+    that goes through the op is in them."""
     kind = type(model.get_submodule(name))
-    attending = {id(module) for module in trial.masks}
     found = {n: m for n, m in model.named_modules() if type(m) is kind}
-    inner = [n for n, m in found.items() if any(id(each) in attending for each in m.modules())]
-    if inner or any(isinstance(vars(m).get("forward"), _Learn) for m in found.values()):
-        reason = f"{name} ({kind.__name__}) mixes the tokens of packed requests"
-        raise _refusal(model, reason, ONE_REQUEST)
+    inner = {id(each) for module in found.values() for each in module.modules()}
+    if any(id(module) in inner for module in trial.masks):
+        return None
     return {n: Mixer(m, n) for n, m in found.items()}
 
 
@@ -230,8 +272,11 @@ class _Trial:
     lengths: tuple[int, ...] | None = None
     masks: dict[nn.Module, Mask] = field(default_factory=dict)
     names: dict[nn.Module, str] = field(default_factory=dict)
+    kv_shapes: dict[nn.Module, tuple[int, int, int]] = field(default_factory=dict)
     made: dict[int, tuple[Tensor, Mask | UnknownMask]] = field(default_factory=dict)
     """By storage: models hand slices of a mask to their layers."""
+    own_mask: bool = False
+    """Whether the model makes a padding mask itself; it hides nothing."""
 
     @contextmanager
     def attending(self) -> Iterator[None]:
@@ -242,6 +287,9 @@ class _Trial:
         token = _CURRENT.set(self)
         if _uses_interface(self.model):
             self.model.set_attn_implementation("piecegraph_trial")
+        elif own in ALL_MASK_ATTENTION_FUNCTIONS:  # as in a trace, where no mask is left out
+            make = ALL_MASK_ATTENTION_FUNCTIONS[own]
+            ALL_MASK_ATTENTION_FUNCTIONS[own] = functools.partial(_whole_mask, make)
         try:
             yield
         except UnknownCall as error:
@@ -250,19 +298,26 @@ class _Trial:
             _CURRENT.reset(token)
             if _uses_interface(self.model):
                 self.model.set_attn_implementation(own)
+            elif own in ALL_MASK_ATTENTION_FUNCTIONS:
+                ALL_MASK_ATTENTION_FUNCTIONS[own] = make
 
     def install(self) -> None:
         """Route the attention of each module that was seen to the op, with its mask."""
-        AttentionInterface.register("piecegraph", attend)
-        AttentionMaskInterface.register("piecegraph", _no_mask)
+        implementation = "piecegraph_own_mask" if self.own_mask else "piecegraph"
+        AttentionInterface.register(implementation, attend)
+        AttentionMaskInterface.register(implementation, _all_seen if self.own_mask else _no_mask)
         module: Any
         for module, mask in self.masks.items():
             module.attention_mask_rule, module.layer_name = mask, self.names[module]
         if self.masks:
-            self.model.set_attn_implementation("piecegraph")
+            self.model.set_attn_implementation(implementation)
 
     def mask(self, mask_function: Any, **given: Any) -> Tensor:
         given["allow_is_bidirectional_skip"] = False
+        if self.lengths and (own := given.get("attention_mask")) is not None:
+            self.own_mask = True
+            if not own.all():
+                raise _refusal(self.model, "it hides tokens by their values")
         mask: Tensor = eager_mask(**given, mask_function=mask_function)
         read: Mask | UnknownMask
         try:
@@ -313,6 +368,7 @@ def _attend_in_trial(
     mask = trial.mask_for(module, attention_mask, is_causal, sliding_window)
     if trial.masks.setdefault(module, mask) != mask:
         raise _refusal(trial.model, f"{name} is called with different masks")
+    trial.kv_shapes[module] = key.shape[1], key.shape[3], value.shape[3]
     rows, tokens = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     output = q.new_empty((*q.shape[:2], v.shape[2]))

@@ -145,31 +145,39 @@ def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, output: Tensor, rule: Rule, metadata: PackedRequests
 ) -> None:
     """Each request over its own tokens of this step; rows beyond the last request become 0."""
-    group = query.shape[1] // key.shape[1]
     start = 0
     for length in metadata.query_lens:
         rows = slice(start, start + length)
-        q = query[rows].transpose(0, 1)
-        k, v = (x[rows].repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
-        scores = (q @ k.transpose(1, 2)).float() * rule.scale
-        if rule.softcap:
-            scores = rule.softcap * torch.tanh(scores / rule.softcap)
-        scores = scores.masked_fill(_hidden(length, rule, query.device), float("-inf"))
-        if rule.sinks is not None:
-            scores = torch.cat([scores, rule.sinks.view(-1, 1, 1).expand(-1, length, 1)], -1)
-        weights = scores.softmax(-1)[..., :length].to(v.dtype)
-        output[rows] = (weights @ v).transpose(0, 1)
+        output[rows] = attend_request(query[rows], key[rows], value[rows], rule)
         start += length
     output[start:] = 0
 
 
-def _hidden(length: int, rule: Rule, device: torch.device) -> Tensor:
-    """Which of (query, key) pairs may not see each other: (length, length)."""
-    place = torch.arange(length, device=device)
-    distance = place[:, None] - place
+def attend_request(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    """The last tokens of a request over all of its tokens: `query` (Q, heads, dim), `key` and
+    `value` (C, kv_heads, dim) to (Q, heads, value dim)."""
+    length, context = query.shape[0], key.shape[0]
+    group = query.shape[1] // key.shape[1]
+    q = query.transpose(0, 1)
+    k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
+    scores = (q @ k.transpose(1, 2)).float() * rule.scale
+    if rule.softcap:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    scores = scores.masked_fill(_hidden(length, context, rule, query.device), float("-inf"))
+    if rule.sinks is not None:
+        scores = torch.cat([scores, rule.sinks.view(-1, 1, 1).expand(-1, length, 1)], -1)
+    weights = scores.softmax(-1)[..., :context].to(v.dtype)
+    return (weights @ v).transpose(0, 1)
+
+
+def _hidden(length: int, context: int, rule: Rule, device: torch.device) -> Tensor:
+    """Which keys the last `length` of `context` tokens may not see: (length, context)."""
+    keys = torch.arange(context, device=device)
+    queries = keys[context - length :, None]
+    distance = queries - keys
     hidden = distance < 0 if rule.causal else torch.zeros_like(distance, dtype=torch.bool)
     if rule.window:
         hidden |= distance.abs() >= rule.window
     if rule.chunk:
-        hidden |= (place[:, None] // rule.chunk) != (place // rule.chunk)
+        hidden |= (queries // rule.chunk) != (keys // rule.chunk)
     return hidden

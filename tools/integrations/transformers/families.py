@@ -15,6 +15,7 @@ import copy
 import datetime
 import inspect
 import json
+import re
 import signal
 import time
 import warnings
@@ -78,6 +79,7 @@ TINY: dict[str, Any] = {
     "rope_dim": 8,
     "rotary_dim": 4,
 }
+"""Settings of a small configuration, for those that a configuration has."""
 LAYERS = (
     "num_hidden_layers",
     "n_layer",
@@ -86,27 +88,98 @@ LAYERS = (
     "encoder_layers",
     "decoder_layers",
 )
-"""Settings of a small configuration, for those that a configuration has."""
+_MAMBA2 = {"mamba_d_head": 16, "mamba_n_heads": 4}
+_FEW_EXPERTS: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2}
+_FEW_EXPERTS |= {"topk_group": 1, "n_group": 1}
+_LINEAR = {"linear_head_dim": 8, "linear_num_heads": 4, "num_experts_per_token": 2}
 OWN: dict[str, dict[str, Any]] = {
-    "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2},
-    "falcon_mamba": {"intermediate_size": 64},
-    "mamba": {"intermediate_size": 64},
-    "llama4_text": {"no_rope_layers": [1, 0], "interleave_moe_layer_step": 1},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
-    "phimoe": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "bailing_hybrid": {**_LINEAR, "num_expert_group": 1, "layer_group_size": 2},
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "deepseek_v2": _FEW_EXPERTS,
+    "distilbert": {"dim": 32, "hidden_dim": 48},
+    "dots1": {**_FEW_EXPERTS, "n_shared_experts": 1},
     "electra": {"embedding_size": 32},
+    "esm": {"vocab_size": 64, "mask_token_id": 32, "pad_token_id": 1},
+    "esmc": {"num_key_value_heads": 4, "head_dim": 8},
+    "falcon_h1": {**_MAMBA2, "mamba_d_ssm": 64},
+    "falcon_mamba": {"intermediate_size": 64},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [48] * 4,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": {"per_layer_config": {}},
+    "gemma4_unified_text": {"per_layer_config": {}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "granitemoehybrid": {**_MAMBA2, "layer_types": ["mamba", "attention"]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1},
+    "kimi_linear": _LINEAR,
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mobilebert": {"embedding_size": 32, "true_hidden_size": 32},
+    "llama4_text": {"no_rope_layers": [1, 0], "interleave_moe_layer_step": 1},
+    "luke": {"entity_vocab_size": 8, "entity_emb_size": 16, "use_entity_aware_attention": False},
+    "mamba": {"intermediate_size": 64},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "expand": 2},
+    "ministral": {"head_dim": 8},
+    "mobilebert": {
+        "embedding_size": 32,
+        "intra_bottleneck_size": 32,
+        "true_hidden_size": 32,
+    },
+    "nemotron": {"num_key_value_heads": 2},
+    "phimoe": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "recurrent_gemma": {
+        "lru_width": 32,
+        "attention_window_size": 8,
+        "num_hidden_layers": 3,
+        "block_types": ["recurrent", "recurrent", "attention"],
+    },
+    "roc_bert": {
+        "pronunciation_embed_dim": 16,
+        "pronunciation_vocab_size": 64,
+        "shape_embed_dim": 16,
+        "shape_vocab_size": 64,
+    },
+    "xlstm": {"embedding_dim": 32, "num_blocks": 2, "chunk_size": 16},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "n_mamba_heads": 2,
+        "mamba_dt_rank": 4,
+    },
+    "zamba2": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "linear_attention", "hybrid"],
+        "num_mem_blocks": 1,
+        "n_mamba_heads": 4,
+        "mamba_headdim": 16,
+        "num_key_value_heads": 4,
+    },
+    "zaya": {"num_experts_per_tok": 1},
 }
+"""Settings of families for which those of TINY do not fit together."""
 
 
 def families() -> list[str]:
-    """Model types with a decoder or a text encoder, as transformers lists them."""
+    """Model types with a decoder or a text encoder, as transformers lists them. The text model of
+    one with several modalities is a type of its own."""
     decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return sorted({*decoders, *encoders} & {*CONFIG_MAPPING.keys()})
+    known = {*decoders, *encoders} & {*CONFIG_MAPPING.keys()}
+    return sorted(f for f in known if "vision_config" not in CONFIG_MAPPING[f].sub_configs)
 
 
 def tiny_config(family: str) -> Any:
@@ -114,7 +187,7 @@ def tiny_config(family: str) -> Any:
     kind = CONFIG_MAPPING[family]
     default = kind()
     fixed = {n for n in dir(kind) if isinstance(inspect.getattr_static(kind, n), property)}
-    known = {n for n in vars(default) if getattr(default, n) is not None} - fixed
+    known = {n for n, value in vars(default).items() if value is not None} - fixed
     own = {name: value for name, value in TINY.items() if name in known}
     if "kv_lora_rank" in known:
         own["num_key_value_heads"] = TINY["num_attention_heads"]
@@ -149,14 +222,19 @@ def try_family(family: str, compiler: str = "eager") -> dict[str, Any]:
     try:
         with limited(SECONDS):
             own = own_model(family)
-            own(input_ids=torch.arange(5)[None])
+            if not own.config.is_encoder_decoder:
+                own(input_ids=torch.arange(5)[None])
     except Exception as error:
         return {**row, "outcome": "no small configuration", "reason": _first_line(error)}
     try:
         with limited(SECONDS), torch.no_grad():
             row |= _compared(own, compiler)
     except PiecegraphError as error:
-        row |= {"outcome": "refused", "error": type(error).__name__, "reason": str(error)}
+        row |= {
+            "outcome": "refused",
+            "error": type(error).__name__,
+            "reason": _without_folders(error),
+        }
     except Exception as error:
         kind = type(error).__name__
         row |= {"outcome": "failed", "error": kind, "reason": _first_line(error)}
@@ -225,25 +303,34 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
 
+def _without_folders(error: BaseException) -> str:
+    """The message with the places of files relative to the package they are in."""
+    return re.sub(r"(?<=at )/\S*?/(?=transformers/|tools/)", "", str(error))
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown: first all that are equal, then those that are not, with the reason."""
-    by = {(row["family"], row["compiler"]): row for row in rows}
+    by = {(row["family"], row["compiler"]): row for row in rows if row["family"] in families()}
     eager = [row for (_, compiler), row in by.items() if compiler == "eager"]
     tried = [row for row in eager if row["outcome"] != "no small configuration"]
+    others = sorted({row["family"] for row in eager} - {row["family"] for row in tried})
     equal = [row for row in tried if row["outcome"].startswith("equal")]
     inductor = [f for (f, c), r in by.items() if c == "inductor" and r["outcome"] == "equal"]
     lines = [
         f"transformers {transformers.__version__}, torch {torch.__version__}, "
-        f"{datetime.date.today().isoformat()}: {len(tried)} families, {len(equal)} equal.",
+        f"{datetime.date.today().isoformat()}: {len(tried)} families, {len(equal)} equal, "
+        f"{len(inductor)} of them also under Inductor, where that was tried. "
+        f"Without a small configuration here: {', '.join(others)}.",
         "",
-        "| family | result | largest difference | why |",
+        "| family | result | largest difference | layers as mixers, or why it is refused |",
         "|---|---|---|---|",
     ]
     for row in sorted(tried, key=lambda r: (not r["outcome"].startswith("equal"), r["family"])):
         difference = f"{row['difference']:.0e}" if "difference" in row else ""
-        reason = row.get("reason", "").replace("|", "/").replace("\n", " ")
-        mark = " (also Inductor)" if row["family"] in inductor else ""
-        lines.append(f"| {row['family']} | {row['outcome']}{mark} | {difference} | {reason} |")
+        why = row.get("reason") or ", ".join(row.get("mixers", ()))
+        why = why.replace("|", "/").replace("\n", " ")
+        mark = ", Inductor" if row["family"] in inductor else ""
+        lines.append(f"| {row['family']} | {row['outcome']}{mark} | {difference} | {why} |")
     return "\n".join(lines)
 
 
@@ -253,7 +340,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*")
     parser.add_argument("--compiler", default="eager")
     parser.add_argument("--table", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     rows = json.loads(given.results.read_text()) if given.results.exists() else []

@@ -20,13 +20,17 @@ from .attention import LIBRARY, PackedRequests
 
 MIXER_OP = "piecegraph_hf::mixer"
 
-LIBRARY.define("mixer(Tensor[] inputs, Tensor(a!) output, str layer_name) -> ()")
+LIBRARY.define("mixer(Tensor?[] inputs, Tensor(a!) output, str layer_name) -> ()")
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class UnknownCall(Exception):
     """A layer is called or returns in a form that the op cannot express; the message says which."""
+
+    def __init__(self, reason: str, layer: str = "") -> None:
+        super().__init__(reason)
+        self.layer = layer
 
 
 class Mixer:
@@ -39,6 +43,8 @@ class Mixer:
     def __init__(self, module: Any, name: str) -> None:
         self.module = module
         self.name = name
+        self.width: int | None = None
+        """Numbers that the inputs have for each token; None if one has a value for each pair."""
         self._forward = module.forward
 
     def learn(self, lengths: Sequence[int], args: Any, kwargs: Any) -> Any:
@@ -50,58 +56,86 @@ class Mixer:
             return self._learned(lengths, args, kwargs)
         except (UnknownCall, RuntimeError, ValueError, TypeError, IndexError) as error:
             kind, reason = type(self.module).__name__, str(error).partition("\n")[0]
-            raise UnknownCall(f"{self.name} ({kind}) mixes packed requests: {reason}") from error
+            message = f"{self.name} ({kind}) mixes packed requests: {reason}"
+            raise UnknownCall(message, self.name) from error
 
     def _learned(self, lengths: Sequence[int], args: Any, kwargs: Any) -> Any:
         tokens = sum(lengths)
         self._template = args, kwargs
-        inputs = list(_tensors([*args, *kwargs.values()]))
-        self._dims = [[d for d, n in enumerate(x.shape) if n == tokens] for x in inputs]
-        for value in _others([*args, *kwargs.values()]):
-            if not isinstance(value, _PLAIN):
+        leaves = list(_leaves([*args, *kwargs.values()]))
+        for value in leaves:
+            if not isinstance(value, (Tensor, *_PLAIN)):
                 raise UnknownCall(f"takes a {type(value).__name__}")
+        module = self.module
+        module.mixer_inputs = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
+        inputs = _inputs(module, args, kwargs)
+        self._dims = [[d for d, n in enumerate(x.shape) if n == tokens] for x in inputs]
         first = next((i for i, dims in enumerate(self._dims) if dims), None)
         if first is None:
             raise UnknownCall("takes no tensor with a row for each token")
         result = self._called(inputs, 0, lengths[0])
-        items = result if isinstance(result, tuple) else (result,)
+        items = result if isinstance(result, (tuple, list)) else (result,)
         index = next((i for i, x in enumerate(items) if isinstance(x, Tensor)), None)
         if index is None:
             raise UnknownCall(f"returns a {type(result).__name__}")
         self._index, made = index, items[index]
         if lengths[0] not in made.shape:
             raise UnknownCall("returns a tensor without a row for each token")
-        self._dim = made.shape.index(lengths[0])
-        shape = [*made.shape[: self._dim], -1, *made.shape[self._dim + 1 :]]
-        count = len(items) if isinstance(result, tuple) else 0
-        module = self.module
+        self.dim = made.shape.index(lengths[0])
+        shape = [*made.shape[: self.dim], -1, *made.shape[self.dim + 1 :]]
+        widths = [x.numel() // tokens for x, dims in zip(inputs, self._dims, strict=True) if dims]
+        pairs = any(len(dims) > 1 for dims in self._dims)
+        self.width = None if pairs else sum(widths)
+        count = 0 if items[0] is result else len(items)
         module.mixer_form = (first, self._dims[first][0], tuple(shape), made.dtype)
-        module.mixer_result = (self._index, count)
+        module.mixer_result = (self._index, count, isinstance(result, list))
         output = _empty(module, inputs)
         self(inputs, output, PackedRequests(tuple(lengths)))
         return _returned(module, output)
+
+    def rows(self, inputs: Sequence[Tensor | None]) -> Tensor:
+        """The inputs that have a value for each token, next to each other: (T, width)."""
+        given = [(x, dims[0]) for x, dims in zip(inputs, self._dims, strict=True)
+                 if x is not None and dims]  # fmt: skip
+        return torch.cat([x.movedim(dim, 0).flatten(1) for x, dim in given], 1)
+
+    def over_rows(self, rows: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
+        """The result for one request with these `rows`; `inputs` are those of a step, for what has
+        no value for each token."""
+        filled, start = list[Tensor | None](), 0
+        for x, dims in zip(inputs, self._dims, strict=True):
+            if x is not None and dims:
+                form = x.movedim(dims[0], 0)
+                part = rows[:, start : start + form[0].numel()].to(x.dtype)
+                start += part.shape[1]
+                x = part.reshape(-1, *form.shape[1:]).movedim(0, dims[0])
+            filled.append(x)
+        result = self._called(filled, 0, len(rows))
+        return result if isinstance(result, Tensor) else result[self._index]
 
     def install(self) -> None:
         """Let the module call the op."""
         self.module.layer_name = self.name
         self.module.forward = MethodType(_mix, self.module)
 
-    def __call__(self, inputs: list[Tensor], output: Tensor, metadata: PackedRequests) -> None:
+    def __call__(
+        self, inputs: Sequence[Tensor | None], output: Tensor, metadata: PackedRequests
+    ) -> None:
         start = 0
         for length in metadata.query_lens:
             if length:
                 result = self._called(inputs, start, length)
-                made = result[self._index] if isinstance(result, tuple) else result
-                output.narrow(self._dim, start, length).copy_(made)
+                made = result if isinstance(result, Tensor) else result[self._index]
+                output.narrow(self.dim, start, length).copy_(made)
             start += length
-        output.narrow(self._dim, start, output.shape[self._dim] - start).zero_()
+        output.narrow(self.dim, start, output.shape[self.dim] - start).zero_()
 
-    def _called(self, inputs: Sequence[Tensor], start: int, length: int) -> Any:
+    def _called(self, inputs: Sequence[Tensor | None], start: int, length: int) -> Any:
         """The module's own forward on the tokens of one request."""
         cut = []
         for tensor, dims in zip(inputs, self._dims, strict=True):
             for dim in dims:
-                tensor = tensor.narrow(dim, start, length)
+                tensor = None if tensor is None else tensor.narrow(dim, start, length)
             cut.append(tensor)
         parts = iter(cut)
         args, kwargs = self._template
@@ -112,10 +146,16 @@ class Mixer:
 
 def _mix(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module that is a splitting op in steps."""
-    inputs = list(_tensors([*args, *kwargs.values()]))
+    inputs = _inputs(module, args, kwargs)
     output = _empty(module, inputs)
     torch.ops.piecegraph_hf.mixer(inputs, output, module.layer_name)
     return _returned(module, output)
+
+
+def _inputs(module: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors of a call; None for one that this call does without, such as a mask of zeros."""
+    leaves = list(_leaves([*args, *kwargs.values()]))
+    return [leaves[i] for i in module.mixer_inputs]
 
 
 def _empty(module: Any, inputs: list[Tensor]) -> Tensor:
@@ -126,27 +166,20 @@ def _empty(module: Any, inputs: list[Tensor]) -> Tensor:
 
 
 def _returned(module: Any, output: Tensor) -> Any:
-    index, count = module.mixer_result
-    return tuple(output if i == index else None for i in range(count)) if count else output
+    index, count, is_list = module.mixer_result
+    items = [output if i == index else None for i in range(count)]
+    return output if not count else items if is_list else tuple(items)
 
 
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
-
-
-def _others(values: Sequence[Any]) -> Iterator[Any]:
+def _leaves(values: Sequence[Any]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, (tuple, list)):
-            yield from _others(value)
-        elif not isinstance(value, Tensor):
+            yield from _leaves(value)
+        else:
             yield value
 
 
-def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
+def _filled(value: Any, tensors: Iterator[Tensor | None]) -> Any:
     """`value` with other tensors in the places of its own."""
     if isinstance(value, Tensor):
         return next(tensors)
@@ -155,7 +188,7 @@ def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
     return value
 
 
-def _run(inputs: list[Tensor], output: Tensor, name: str) -> None:
+def _run(inputs: list[Tensor | None], output: Tensor, name: str) -> None:
     context = get_forward_context()
     if context.metadata is None:
         raise MissingMetadata(layer_name=name)
