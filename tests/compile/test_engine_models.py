@@ -1,0 +1,114 @@
+"""Models as engines write them: equal in PIECEWISE mode with poisoned memory, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from piecegraph import Batch, Config, PiecegraphError, ReplayBackend, ReplayOptions, prepare
+
+from .engine_models import MODELS, Model
+from .models import marked_line
+
+pytestmark = pytest.mark.compile
+
+SIZES = (1, 3, 4, 7, 16)
+QUICK = {
+    "cache_written_in_a_piece",
+    "experts_sorted",
+    "int4_weights_as_a_subclass",
+    "loop_over_tokens",
+    "lora_op_with_a_list",
+    "mla_with_slice_assignment",
+    "pipeline_stage",
+    "rows_that_are_sampled",
+    "value_on_the_host",
+    "vision_tower",
+}
+"""One of each kind is in every run."""
+
+
+def prepared(model: Model) -> tuple[Any, Any]:
+    used = {"num_image_tokens": (1, 16)} if "num_image_tokens" in str(model.inputs) else {}
+    config = Config(
+        inputs=model.inputs,
+        splitting_ops=model.splits,
+        symbol_limits=used,
+        max_num_tokens=16,
+        max_num_reqs=8,
+        capture_sizes=(4, 16),
+        graph_mode="PIECEWISE",
+        compiler="eager",
+        cache=False,
+        **model.settings,
+    )
+    backend = ReplayBackend(ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True))
+    module = model.build()
+    return module, prepare(module, config, backend=backend)
+
+
+def arguments(model: Model, tokens: int) -> tuple[dict[str, Any], int]:
+    """Inputs of a step, nested as the forward takes them, and its number of requests."""
+    num_reqs = min(tokens, 3)
+    sizes = {"num_tokens": tokens, "num_reqs": num_reqs, "num_image_tokens": 1}
+    given: dict[str, Any] = {}
+    for name, spec in model.inputs.items():
+        dtype, dims = spec.removesuffix("]").split("[")
+        shape = [sizes.get(dim) or int(dim) for dim in dims.split(", ")]
+        value: Tensor = torch.randn(shape)
+        if dtype == "int64":
+            value = torch.arange(value.numel()).view(shape) % 3 if tokens < 3 else (
+                torch.randperm(value.numel()).view(shape) % min(tokens, 3))  # fmt: skip
+        if name == "slots":
+            value = torch.randperm(70)[:tokens]
+        outer, _, inner = name.partition(".")
+        if inner:
+            given.setdefault(outer, {})[inner] = value
+        else:
+            given[name] = value.bool() if dtype == "bool" else value
+    return given, num_reqs
+
+
+def cases(*, refused: bool) -> list[Any]:
+    return [
+        pytest.param(model, id=name, marks=[] if name in QUICK else pytest.mark.heavy)
+        for name, model in MODELS.items()
+        if (model.refused is not None) == refused
+    ]
+
+
+@pytest.mark.parametrize("model", cases(refused=False))
+def test_model_of_an_engine_equals_its_forward(model):
+    module, served = prepared(model)
+    served.capture()
+    for tokens in SIZES:
+        torch.manual_seed(tokens)
+        given, num_reqs = arguments(model, tokens)
+        with torch.no_grad():
+            expected = module(**given)
+        actual = served(**given, batch=Batch(tokens, num_reqs))
+        torch.testing.assert_close(leaves(actual), leaves(expected), rtol=2e-3, atol=2e-4)
+        assert type(actual) is type(expected)
+
+
+def leaves(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    values = result if isinstance(result, (list, tuple)) else (
+        result.values() if isinstance(result, dict) else vars(result).values())  # fmt: skip
+    return [leaf for value in values for leaf in leaves(value)]
+
+
+@pytest.mark.parametrize("model", cases(refused=True))
+def test_model_that_is_no_graph_is_refused_at_its_line(model):
+    with pytest.raises(PiecegraphError) as caught:
+        prepared(model)
+    assert type(caught.value) is model.refused
+    assert f"engine_models.py:{marked_line(model.forward, '# here')}" in str(caught.value)
+
+
+def test_at_least_sixty_models():
+    assert len(MODELS) >= 60
