@@ -214,7 +214,7 @@ def decoder_case(
         layer.values.zero_()
     return BisectCase(
         model=service.model,
-        config=library_config(options),
+        config=library_config(options, service.model),
         steps=steps,
         layers=service.layers,
         capture_metadata=service.buffers.padding,

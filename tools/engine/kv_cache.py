@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
@@ -21,8 +22,8 @@ class LayerCache:
     keys: torch.Tensor
     values: torch.Tensor
 
-    def clone(self) -> LayerCache:
-        return LayerCache(self.keys.clone(), self.values.clone())
+    def clone(self) -> Self:
+        return replace(self, keys=self.keys.clone(), values=self.values.clone())
 
 
 def allocate_layer_caches(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 from ...cache.keys import environment
 from ...dispatch import BucketStrategy, CaptureStrategy, GraphMode
-from ...errors import CacheNotWritable, InvalidSetting
+from ...errors import CacheNotWritable, InvalidSetting, ToolMissing
 from ..engine.decoder_config import DecoderConfig, parse_decoder_config
 from ..report.output import Output, folder_fault
 from .requests import EXCERPT
@@ -75,6 +76,15 @@ def bucket_source(name: str, value: str) -> str:
     if Path(value).is_file():
         return value
     return choice(name, value, [strategy.value for strategy in BucketStrategy])
+
+
+def hf_config(name: str, text: str) -> Any:
+    """The configuration of transformers that `text` names. Raises InvalidSetting."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ToolMissing(name="transformers", extra="hf")
+    from .hugging_face import parse_hf_config
+
+    return parse_hf_config(name, text)
 
 
 def scale(*, above_zero: bool) -> Parse:
@@ -191,6 +201,14 @@ class RunOptions:
         typed=str,
         parse=lambda _, value: parse_decoder_config(value),
     )
+    hf: Any = option(
+        None,
+        "Serve a model of transformers with random weights instead: a config.json, or a class and"
+        " settings such as LlamaConfig,num_hidden_layers=2.",
+        typed=str | None,
+        parse=hf_config,
+        metavar="CONFIG",
+    )
     dtype: str = option("float32", "float32, float16 or bfloat16.", parse=one_of(DTYPES))
     device: str = option("cpu", "cpu or cuda.")
     seed: int = option(0, "Draws weights and prompts.", min=0, max=2**63 - 1)
@@ -277,6 +295,11 @@ class RunOptions:
     json: Output | None = None
     metrics: Output | None = None
 
+    @property
+    def served_model(self) -> Any:
+        """What `hf` or `model` describes: vocab, max_positions, num_weights."""
+        return self.hf or self.model
+
 
 @dataclass(frozen=True, slots=True)
 class Declared:
@@ -322,6 +345,7 @@ def read_run_options(**given: Any) -> RunOptions:
     options = RunOptions(**values)
     _check_off(options)
     _check_buckets(options)
+    _check_hf(options)
     return _check_sizes(options, typed.get("capture_sizes"))
 
 
@@ -342,6 +366,18 @@ def _check_buckets(options: RunOptions) -> None:
                 name="--" + name.replace("_", "-"),
                 value=value.name if isinstance(value, Enum) else value,
                 reason="the engine that --buckets starts has no such option",
+                expected="one of the two",
+            )
+
+
+def _check_hf(options: RunOptions) -> None:
+    """Reject options of the reference decoder alone. Raises InvalidSetting."""
+    for name in ("lora", "buckets"):
+        if options.hf is not None and getattr(options, name):
+            raise InvalidSetting(
+                name="--" + name,
+                value=getattr(options, name),
+                reason="a model of --hf is served without",
                 expected="one of the two",
             )
 

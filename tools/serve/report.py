@@ -42,6 +42,7 @@ def build_report(
     served: Served,
     verification: Verification,
     speculation: Report | None = None,
+    generated: Any = None,
     refits: Sequence[tuple[int, Refit]] = (),
 ) -> Report:
     """Combine the library's report (`prepared`) with the engine's measurements.
@@ -65,7 +66,7 @@ def build_report(
             **token_latencies(arrivals, served.token_times),
             "step": summarize([step.seconds for step in served.steps]),
         },
-        "verification": _verification(verification),
+        "verification": _verification(verification, generated),
     }
 
 
@@ -180,12 +181,13 @@ def _waste(steps: Sequence[StepRecord]) -> float | None:
     return 1 - sum(step.num_tokens for step in graphs) / padded if padded else None
 
 
-def _verification(verification: Verification) -> Report:
+def _verification(verification: Verification, generated: Any) -> Report:
     return {
-        "ok": verification.ok,
+        "ok": verification.ok and (generated is None or generated.difference is None),
         "steps": verification.steps,
         "max_abs_diff": verification.max_abs_diff,
         "mismatch": verification.mismatch and verification.mismatch.as_json(),
+        "generate": generated and generated.as_json(),
     }
 
 
@@ -198,6 +200,8 @@ def _options(options: RunOptions) -> Report:
             value = value.name
         elif isinstance(value, Path | Output):
             value = str(value)
+        if each.name == "hf":
+            value = value and value.text
         plain[each.name] = asdict(value) if isinstance(value, DecoderConfig) else value
     return plain
 
@@ -384,6 +388,9 @@ def _served(serving: Report) -> str:
 
 
 def _verdict(verification: Report) -> str:
+    generate = verification["generate"]
+    if generate is not None and generate["difference"]:
+        return f"verification FAILED against generate: {generate['difference']}"
     if not verification["ok"]:
         mismatch = verification["mismatch"]
         return (
@@ -395,4 +402,8 @@ def _verdict(verification: Report) -> str:
     return (
         f"verified {verification['steps']} steps against the eager model:"
         f" largest difference {verification['max_abs_diff']:.2g}"
+    ) + (
+        f"; {generate['tokens']} tokens of {generate['requests']} requests are those of generate"
+        if generate is not None
+        else ""
     )

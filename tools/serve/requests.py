@@ -116,15 +116,15 @@ def requests_of(rows: Sequence[TraceRow], options: RunOptions) -> list[Request]:
     """
     for i, row in enumerate(rows):
         num_tokens = row.num_prompt + row.num_generate + options.speculate
-        if num_tokens > options.model.max_positions:
+        if num_tokens > options.served_model.max_positions:
             raise RequestTooLong(
                 request=i,
                 num_tokens=num_tokens,
-                limit=options.model.max_positions,
+                limit=options.served_model.max_positions,
                 limited_by="the model",
             )
     draw, loras = random.Random(options.seed), random.Random(options.seed)
-    vocab = range(options.model.vocab)
+    vocab = range(options.served_model.vocab)
     return [
         Request(
             id=i,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -53,6 +53,9 @@ from .progress import counting, working
 from .report import Report, build_report
 from .verify import SAMPLE_EVERY, TOLERANCE, Verification, Verifier
 
+SAMPLED_REQUESTS = 4
+"""Requests that are compared with the model's own `generate`, unless all are."""
+
 REFIT_EVERY = 16
 """Steps between two refits of the capture sizes."""
 
@@ -64,8 +67,8 @@ class Service:
     """A model that is ready, and the engine that serves with it."""
 
     prepared: PreparedModel
-    model: Decoder
-    layers: dict[str, LayerCache]
+    model: Any
+    layers: Mapping[str, LayerCache]
     buffers: Buffers
     engine: Engine
     verification: Verification
@@ -97,9 +100,11 @@ def start_service(
     events = events or Events()
     with events.span("build model"), _phase(phases, "build model"), _allocation():
         model, layers, buffers = _build(options, requests, blocks, device)
-    factory = partial(on_meta, options.model, options.dtype, options.lora)
+    factory = None
+    if device.type != "cpu" and options.hf is None:
+        factory = partial(on_meta, options.model, options.dtype, options.lora)
     with working(console, "preparing: from the cache, or tracing and compiling"):
-        config = library_config(options)
+        config = library_config(options, model)
         if isinstance(buffers, Buckets):
             config = config.changed(
                 buckets=buffers.planned,
@@ -112,7 +117,7 @@ def start_service(
             config,
             layers=layers,
             events=events,
-            factory=factory if device.type != "cpu" else None,
+            factory=factory,
         )
     try:
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers, device)
@@ -150,7 +155,15 @@ def service_report(
             "accepted": drafter.accepted,
             "steps_saved": saved,
         }
+    generated = None
+    if options.hf is not None and options.verify != "none":
+        from .hugging_face import compare_with_generate
+
+        some = requests if options.verify == "all" else requests[:SAMPLED_REQUESTS]
+        model = own_model(options, find_device(options.device))
+        generated = compare_with_generate(model, some)
     return build_report(
+        generated=generated,
         speculation=speculation,
         refits=service.engine.refits,
         options=options,
@@ -195,8 +208,9 @@ def find_device(name: str) -> torch.device:
     )
 
 
-def library_config(options: RunOptions) -> Config:
-    """The library's configuration for the reference decoder and its attention op."""
+def library_config(options: RunOptions, model: Any = None) -> Config:
+    """The library's configuration for the reference decoder and its attention op, or for a model of
+    transformers, which has its own settings."""
     left_to_the_library: dict[str, Any] = {
         "graph_mode": options.mode,
         "level": options.level,
@@ -214,16 +228,15 @@ def library_config(options: RunOptions) -> Config:
         chosen |= {"max_loras": options.lora, "lora_graphs": "by_count"}
         chosen |= {"symbol_limits": {"num_loras": (0, options.lora + 1)}}
         chosen |= {"padding": {"lora_rows": -1}}
+    own = {"splitting_ops": (SPLITTING_OP,), "inputs": inputs, "attention_support": support}
     config = Config(
-        splitting_ops=(SPLITTING_OP,),
-        inputs=inputs,
+        **(own if options.hf is None else model.settings),
         max_num_tokens=options.max_num_tokens,
         max_num_reqs=options.max_num_reqs,
         strategy=options.strategy,
         compiler=options.backend,
         cache=options.cache,
         cold=options.cold,
-        attention_support=support,
         **chosen,
     )
     return switched_off(config.changed(**dict(options.set)), options.off)
@@ -257,12 +270,22 @@ def draft_schedule(options: RunOptions) -> tuple[int, ...]:
     )
 
 
-def build_model(options: RunOptions, device: torch.device) -> Decoder:
-    """The reference decoder on `device`; raises TooLarge if it does not fit into memory."""
-    require_memory(options.model.num_weights * torch.float32.itemsize)  # drawn on the host
+def build_model(options: RunOptions, device: torch.device) -> Any:
+    """The decoder on `device`; raises TooLarge if it does not fit into memory."""
+    weights = options.served_model.num_weights * torch.float32.itemsize  # drawn on the host
+    require_memory(weights)
     with _allocation():
+        if options.hf is not None:
+            from .hugging_face import HfDecoder
+
+            return HfDecoder(own_model(options, device))
         model = Decoder(options.model, seed=options.seed, max_loras=options.lora)
         return model.to(dtype=getattr(torch, options.dtype)).to(device)
+
+
+def own_model(options: RunOptions, device: torch.device) -> Any:
+    """The model of transformers that `--hf` describes, as it is."""
+    return options.hf.causal_model(options.seed, getattr(torch, options.dtype), device)
 
 
 def on_meta(config: DecoderConfig, dtype: str, max_loras: int = 0) -> Decoder:
@@ -273,10 +296,16 @@ def on_meta(config: DecoderConfig, dtype: str, max_loras: int = 0) -> Decoder:
 
 def _build(
     options: RunOptions, requests: Sequence[Request], blocks: BlockManager, device: torch.device
-) -> tuple[Decoder, dict[str, LayerCache], Buffers]:
+) -> tuple[Any, Mapping[str, LayerCache], Buffers]:
     """The model with its KV cache, and the metadata's buffers: all that takes memory."""
     dtype = getattr(torch, options.dtype)
     model = build_model(options, device)
+    if options.hf is not None:
+        from ..integrations.transformers.paged import paged_layers
+
+        size_of = {"num_blocks": blocks.num_blocks, "block_size": blocks.block_size}
+        layers = paged_layers(model, **size_of, dtype=dtype)
+        return model, layers, _metadata_buffers(options, requests, device)
     if device.type == "cpu":
         slots = blocks.num_blocks * blocks.block_size
         row = options.model.kv_heads * options.model.head_dim * dtype.itemsize
@@ -292,21 +321,26 @@ def _build(
     )
     if options.buckets:
         return model, layers, plan_of(options, requests, device)
-    buffers = MetadataBuffers(
+    return model, layers, _metadata_buffers(options, requests, device)
+
+
+def _metadata_buffers(
+    options: RunOptions, requests: Sequence[Request], device: torch.device
+) -> MetadataBuffers:
+    return MetadataBuffers(
         max_rows=options.max_num_tokens,
         max_blocks=_blocks_of_longest(options, requests),
         device=device,
     )
-    return model, layers, buffers
 
 
-def _warmup_tasks(prepared: PreparedModel, model: Decoder, engine: Engine) -> list[AuxiliaryTask]:
+def _warmup_tasks(prepared: PreparedModel, model: Any, engine: Engine) -> list[AuxiliaryTask]:
     """Warm-up tasks outside of the model: sampling for decode sizes, and moving blocks."""
     plan = prepared.dispatcher.plan
     sizes = [
         entry.descriptor.num_tokens for entry in plan.entries if entry.mode == RuntimeMode.FULL
     ]
-    hidden = model.norm.weight[None]
+    hidden = model.head.weight.new_zeros(1, model.head.weight.shape[1])
     sampling = sampler_warmup(engine.sampler, model.logits, sizes, hidden)
     return [sampling, engine.defragmenter.warmup()]
 
@@ -314,8 +348,8 @@ def _warmup_tasks(prepared: PreparedModel, model: Decoder, engine: Engine) -> li
 def _engine(
     options: RunOptions,
     prepared: PreparedModel,
-    model: Decoder,
-    layers: dict[str, LayerCache],
+    model: Any,
+    layers: Mapping[str, LayerCache],
     scheduler: Scheduler,
     buffers: Buffers,
     device: torch.device,

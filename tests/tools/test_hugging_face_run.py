@@ -1,0 +1,106 @@
+"""`piecegraph run --hf`: models of transformers with the paged cache, equal to their `generate`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from piecegraph.errors import InvalidSetting
+from piecegraph.tools.cli.app import main
+from piecegraph.tools.engine.scheduler import Request
+from piecegraph.tools.serve.hugging_face import (
+    compare_with_generate,
+    parse_hf_config,
+)
+from piecegraph.tools.serve.options import read_run_options
+
+pytestmark = pytest.mark.compile
+
+SMALL = (
+    "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4,"
+    "num_key_value_heads=2,vocab_size=96,head_dim=8"
+)
+MODELS = {
+    "llama": f"LlamaConfig,{SMALL}",
+    "qwen3_moe": f"Qwen3MoeConfig,{SMALL},num_experts=4,num_experts_per_tok=2,"
+    "moe_intermediate_size=16",
+    "gemma3": f'Gemma3TextConfig,{SMALL},sliding_window=8,layer_types=["sliding_attention",'
+    '"full_attention"]',
+    "lfm2": f'Lfm2Config,{SMALL.replace(",head_dim=8", "")},layer_types=["conv","full_attention"]',
+    "qwen3_next": f"Qwen3NextConfig,{SMALL},num_experts=4,num_experts_per_tok=2,"
+    'layer_types=["linear_attention","full_attention"],linear_key_head_dim=8,'
+    "linear_value_head_dim=8,linear_num_key_heads=2,linear_num_value_heads=4,"
+    "moe_intermediate_size=16,shared_expert_intermediate_size=16",
+}
+FEW = ["--requests", "6", "--length-scale", "0.04", "--max-num-tokens", "32", "--no-cache"]
+FEW += ["--max-num-reqs", "4", "--mode", "piecewise", "--verify", "all"]
+
+
+def served(tmp_path, *options):
+    path = tmp_path / "report.json"
+    assert main(["run", *FEW, "--json", str(path), *options]) == 0
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("lfm2", ["--speculate", "2"]),
+        pytest.param(
+            "gemma3", ["--kv-blocks", "12", "--block-size", "4"], marks=pytest.mark.heavy
+        ),  # preempts
+        pytest.param("llama", [], marks=pytest.mark.heavy),
+        pytest.param("qwen3_moe", [], marks=pytest.mark.heavy),
+        pytest.param("qwen3_next", [], marks=pytest.mark.heavy),
+    ],
+)
+def test_tokens_are_those_of_generate(tmp_path, family, more):
+    report = served(tmp_path, "--hf", MODELS[family], "--backend", "eager", *more)
+    generate = report["verification"]["generate"]
+    assert report["verification"]["ok"]
+    assert generate["requests"] == 6
+    assert generate["tokens"] == report["serving"]["generated_tokens"]
+    assert {row["mode"] for row in report["dispatch"]} >= {"PIECEWISE"}
+
+
+def test_a_file_is_read_and_a_difference_is_found(tmp_path):
+    config = parse_hf_config("--hf", MODELS["llama"])
+    config.config.to_json_file(tmp_path / "config.json")
+    again = parse_hf_config("--hf", f"{tmp_path}/config.json,num_hidden_layers=1")
+    assert (again.vocab, again.config.num_hidden_layers) == (96, 1)
+    model = again.causal_model(0, torch.float32, torch.device("cpu"))
+    request = Request(0, [3, 4, 5], 4)
+    prompt = torch.tensor([request.tokens])
+    made = model.generate(
+        prompt, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    request.tokens = made[0].tolist()
+    assert compare_with_generate(model, [request]).difference is None
+    request.tokens[4] = (request.tokens[4] + 1) % 96
+    found = compare_with_generate(model, [request]).difference
+    assert found is not None
+    assert found.startswith("token 1 of request 0")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("LlamaConfi", "LlamaConfi"),
+        ("BertForMaskedLM", "no configuration"),
+        ("SiglipVisionConfig", "causal"),
+        ("LlamaConfig,num_attention_heads=many", ""),
+    ],
+)
+def test_what_is_no_configuration_is_refused(text, said):
+    with pytest.raises(InvalidSetting, match="--hf") as caught:
+        read_run_options(hf=text)
+    assert said in str(caught.value)
+
+
+def test_options_of_the_reference_decoder_are_refused():
+    with pytest.raises(InvalidSetting, match="--lora"):
+        read_run_options(hf=MODELS["llama"], lora=2)

@@ -1,0 +1,105 @@
+"""Layers of a `PackedModel` with the paged cache of the reference engine.
+
+Attention keeps keys and values. A layer that mixes tokens in another way keeps its inputs, and runs
+over the whole context of a request in each step: right for any such layer, and slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ....errors import ModelNotAdaptable
+from ...engine.kv_cache import LayerCache
+from ...engine.metadata import AttentionMetadata
+from .adapt import PackedModel
+from .attention import Rule, attend_request
+from .mixers import Mixer
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention(LayerCache):
+    """Attention by `Rule` over the cached context of each request."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        rule: Rule,
+        metadata: AttentionMetadata,
+    ) -> None:
+        _write(self.keys, key, metadata)
+        _write(self.values, value, metadata)
+        start = 0
+        for place, length in enumerate(metadata.query_lens):
+            rows = slice(start, start + length)
+            keys, values = (_read(x, metadata, place, start) for x in (self.keys, self.values))
+            output[rows] = attend_request(query[rows], keys, values, rule)
+            start += length
+        output[start:] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PagedMixer(LayerCache):
+    """A layer's own forward over the cached inputs of each request; `keys` has these inputs."""
+
+    mixer: Mixer
+
+    def __call__(
+        self, inputs: Sequence[Tensor | None], output: Tensor, metadata: AttentionMetadata
+    ) -> None:
+        mixer = self.mixer
+        _write(self.keys, mixer.rows(inputs)[:, None], metadata)
+        start = 0
+        for place, length in enumerate(metadata.query_lens):
+            context = _read(self.keys, metadata, place, start)[:, 0]
+            made = mixer.over_rows(context, inputs)
+            tail = made.narrow(mixer.dim, made.shape[mixer.dim] - length, length)
+            output.narrow(mixer.dim, start, length).copy_(tail)
+            start += length
+        output.narrow(mixer.dim, start, output.shape[mixer.dim] - start).zero_()
+
+
+def paged_layers(
+    model: PackedModel, *, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> dict[str, LayerCache]:
+    """What the ops of `model` find in the forward context, by layer name, with zeroed caches.
+
+    Raises ModelNotAdaptable for a layer with an input that a cache of tokens cannot hold.
+    """
+
+    def cache(*row: int) -> Tensor:
+        device = next(model.parameters()).device
+        return torch.zeros((num_blocks, block_size, *row), dtype=dtype, device=device)
+
+    layers: dict[str, LayerCache] = {}
+    for name, (heads, key_dim, value_dim) in model.kv_shapes.items():
+        layers[name] = PagedAttention(cache(heads, key_dim), cache(heads, value_dim))
+    for name, mixer in model.layers.items():
+        if mixer.width is None:
+            raise ModelNotAdaptable(
+                family=type(model.model).__name__,
+                reason=f"{name} takes a value for each pair of tokens, such as a mask",
+                advice="Give its op a layer of your own",
+            )
+        layers[name] = PagedMixer(cache(1, mixer.width), cache(1, 0), mixer)
+    return layers
+
+
+def _write(cache: Tensor, rows: Tensor, metadata: AttentionMetadata) -> None:
+    """The rows of real tokens into their slots."""
+    count = sum(metadata.query_lens)
+    cache.flatten(0, 1).index_copy_(0, metadata.slot_mapping[:count], rows[:count].to(cache.dtype))
+
+
+def _read(cache: Tensor, metadata: AttentionMetadata, place: int, start: int) -> Tensor:
+    """The context of one request, whose first token is row `start`; steps of decode have a block
+    table for each token, the others for each request."""
+    context_len = metadata.context_lens[place]
+    table = metadata.block_table[start if metadata.decode else place]
+    return cache[table[: -(-context_len // cache.shape[1])]].flatten(0, 1)[:context_len]

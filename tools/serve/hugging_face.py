@@ -1,0 +1,145 @@
+"""Models of transformers for `piecegraph run --hf`: their configuration, form and verification."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from ...errors import InvalidSetting
+from ..engine.scheduler import Request
+from ..integrations.transformers import PackedModel
+
+UNBOUNDED = 2**20
+"""Positions of a model that has no limit of its own."""
+TIE = 1e-4
+"""Scores that differ by less, relative to the largest, are equal up to rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class HfConfig:
+    """A configuration of transformers; `text` is how the user gave it."""
+
+    text: str
+    config: Any
+
+    @property
+    def vocab(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def max_positions(self) -> int:
+        return getattr(self.config, "max_position_embeddings", None) or UNBOUNDED
+
+    @property
+    def num_weights(self) -> int:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(self.config)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    def causal_model(self, seed: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """The model with its own attention; the same seed gives the same weights."""
+        torch.manual_seed(seed)
+        made = transformers.AutoModelForCausalLM.from_config(
+            self.config, attn_implementation="eager"
+        )
+        with torch.no_grad():  # activations keep their size through a linear map
+            for parameter in made.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+        return made.eval().requires_grad_(False).to(dtype).to(device)
+
+
+class HfDecoder(PackedModel):
+    """A causal model of transformers, as the engine runs a decoder."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model.base_model)
+        self.head = model.get_output_embeddings()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores over the vocabulary for the given rows."""
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+def parse_hf_config(name: str, text: str) -> HfConfig:
+    """`LlamaConfig,num_hidden_layers=2` or `folder/config.json`: a class of transformers or a file,
+    then settings that differ from it. Raises InvalidSetting."""
+    source, *rest = re.split(r",(?=\w+=)", text)
+    try:
+        given = dict(item.split("=", 1) for item in rest)
+        settings = {setting: _value(value) for setting, value in given.items()}
+        if Path(source).exists():
+            config = transformers.AutoConfig.from_pretrained(source, **settings)
+        else:
+            kind = getattr(transformers, source)
+            if not issubclass(kind, transformers.PreTrainedConfig):
+                raise TypeError(f"{source} is no configuration")
+            config = kind(**settings)
+        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise ValueError("transformers has no causal model for it")
+        if not hasattr(config, "vocab_size"):
+            raise ValueError("it has no vocab_size; take the configuration of its text model")
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        expected = "a config.json, or a class such as LlamaConfig, with NAME=VALUE after commas"
+        raise InvalidSetting(name=name, value=text, reason=reason, expected=expected) from error
+    return HfConfig(text, config)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """How served tokens compare with the model's own `generate`."""
+
+    requests: int
+    tokens: int
+    difference: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {"requests": self.requests, "tokens": self.tokens, "difference": self.difference}
+
+
+def compare_with_generate(model: Any, requests: Sequence[Request]) -> Generated:
+    """Serve each request alone with greedy `generate` of transformers. A token that differs is a
+    difference unless its score is that of the other one up to rounding."""
+    tokens = 0
+    for request in requests:
+        prompt = torch.tensor([request.tokens[: request.num_prompt]], device=model.device)
+        own = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=request.num_generate,
+            do_sample=False,
+            use_cache=True,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0].tolist()
+        served = request.tokens
+        tokens += len(own) - request.num_prompt
+        pairs = enumerate(zip(own, served, strict=True))
+        at = next((i for i, (one, other) in pairs if one != other), None)
+        if at is not None:
+            with torch.no_grad():
+                scores = model(torch.tensor([own[:at]], device=model.device)).logits[0, -1]
+            gap = float((scores[own[at]] - scores[served[at]]).abs() / scores.abs().max())
+            if gap > TIE:
+                place = f"token {at - request.num_prompt} of request {request.id}"
+                what = (
+                    f"{place} is {served[at]}, generate has {own[at]} (scores differ by {gap:.1e})"
+                )
+                return Generated(len(requests), tokens, what)
+    return Generated(len(requests), tokens, None)
