@@ -35,6 +35,7 @@ from piecegraph.tools.integrations.transformers.attention import (  # noqa: E402
     unknown_argument,
 )
 from piecegraph.tools.integrations.transformers.masks import UnknownMask, mask_of  # noqa: E402
+from piecegraph.tools.integrations.transformers.mixers import Mixer, UnknownCall  # noqa: E402
 
 pytestmark = [
     pytest.mark.compile,
@@ -128,6 +129,23 @@ def test_layers_that_mix_tokens_are_splitting_ops():
     assert list(model.layers) == ["layers.0.conv"]
     with pytest.raises(LayerMissing, match="layers.0.conv"):
         step(model, torch.arange(3), torch.arange(3), query_lens=(3,))
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (lambda x: (x, x * 2), "several tensors"),
+        (lambda x: x[0] @ x[0].T, "one row"),
+        (lambda x: {"x": x}, "dict"),
+        (lambda x: x.sum(1), "one row"),
+    ],
+)
+def test_results_that_a_mixer_cannot_give_are_refused(result, said):
+    module = torch.nn.Module()
+    module.forward = result
+    with pytest.raises(UnknownCall, match=said) as caught:
+        Mixer(module, "layers.0").learn((3, 5, 3), (torch.randn(1, 11, 3),), {})
+    assert caught.value.layer == "layers.0"
 
 
 def test_masks_are_read_from_their_functions():

@@ -199,8 +199,9 @@ def _mixing_module(
         return hook
 
     hooks = [embedding.register_forward_hook(spoil)]
+    inside = tuple(f"{name}." for name in mixers)
     for name, module in model.named_modules():
-        if name and module is not embedding:
+        if name and module is not embedding and not name.startswith(inside):
             hooks.append(module.register_forward_hook(look(name), with_kwargs=True))
     try:
         with _learning(mixers):

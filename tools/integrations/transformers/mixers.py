@@ -73,15 +73,18 @@ class Mixer:
         first = next((i for i, dims in enumerate(self._dims) if dims), None)
         if first is None:
             raise UnknownCall("takes no tensor with a row for each token")
-        result = self._called(inputs, 0, lengths[0])
+        result = self._called(inputs, 0, tokens)  # for its form alone
         items = result if isinstance(result, (tuple, list)) else (result,)
         index = next((i for i, x in enumerate(items) if isinstance(x, Tensor)), None)
         if index is None:
             raise UnknownCall(f"returns a {type(result).__name__}")
         self._index, made = index, items[index]
-        if lengths[0] not in made.shape:
-            raise UnknownCall("returns a tensor without a row for each token")
-        self.dim = made.shape.index(lengths[0])
+        rows = [x for x in items if isinstance(x, Tensor) and [*x.shape].count(tokens) == 1]
+        if len(rows) > 1:
+            raise UnknownCall("returns several tensors with a row for each token")
+        if [*made.shape].count(tokens) != 1:
+            raise UnknownCall("returns a tensor without one row for each token")
+        self.dim = made.shape.index(tokens)
         shape = [*made.shape[: self.dim], -1, *made.shape[self.dim + 1 :]]
         widths = [x.numel() // tokens for x, dims in zip(inputs, self._dims, strict=True) if dims]
         pairs = any(len(dims) > 1 for dims in self._dims)
