@@ -221,6 +221,21 @@ class HostRead(CompileError):
     todo = "Compute it on the device, or read it in a custom op and list the op in splitting_ops."
 
 
+class StateChanged(CompileError):
+    what = (
+        "the model keeps tensors in {name} for its next forward, which a compiled step does not do"
+    )
+    todo = (
+        "Keep it in a tensor that is a buffer and is changed in place, or change it outside of "
+        "the forward."
+    )
+
+
+class TransformInForward(CompileError):
+    what = "the model uses a function transform, such as torch.vmap, in its forward"
+    todo = "Write that line with batched operations, or move it into a custom op."
+
+
 class FakeMissing(CompileError):
     what = "op {op} has no fake implementation, so it cannot be traced"
     todo = (
@@ -422,6 +437,14 @@ class HostReadInCapture(RunError):
 class EagerResultChanged(RunError):
     what = "splitting op {op} returned {got} at replay, but {expected} at capture"
     todo = "The results of a splitting op must have the same form at each padded size."
+
+
+class StepInProgress(RunError):
+    what = "a step or a change of graphs was started while a step of the same prepared model runs"
+    todo = (
+        "A prepared model serves one step at a time: prepare another one for a second thread, or "
+        "for a step inside a splitting op."
+    )
 
 
 class RecordingReleased(RunError):

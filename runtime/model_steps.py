@@ -28,6 +28,7 @@ from ..errors import (
     BatchMismatch,
     GuardBroken,
     ModelClosed,
+    StepInProgress,
 )
 from ..torch_compat.tensors import is_autocast_enabled, is_grad_enabled, set_grad_enabled
 from .backends.protocol import GraphBackend
@@ -110,10 +111,9 @@ class ModelSteps(ObservableSteps):
         weakref.finalize(self, self._monitor.stop).atexit = False
         self._sealed = False
         self._closed = False
+        self._running = False
         self._sizes: tuple[int, ...] = ()
         """The capture sizes of the last refit."""
-        self._stated: int | None = None
-        """Tokens that the batch of the step in progress states, where it is known."""
         options = getattr(self.backend, "options", None)
         self._poisons = bool(getattr(options, "poison_old_results", False))
         self._last_graph: CapturedGraph | None = None
@@ -168,8 +168,7 @@ class ModelSteps(ObservableSteps):
         """
         decision = self.dispatch(batch)
         made = metadata(decision) if callable(metadata) else metadata
-        self._stated = batch.num_tokens
-        return self.run(decision, *args, metadata=made, **kwargs)
+        return self._step(decision, args, kwargs, made, batch.num_tokens)
 
     def dispatch(
         self,
@@ -191,6 +190,8 @@ class ModelSteps(ObservableSteps):
         decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
         capturer = self._capturer
         if capturer.active:
+            if self._running:
+                raise StepInProgress()
             idle = capturer.idle_steps.get(id(decision))
             if idle is not None and batch.num_reqs >= idle.num_reqs:
                 idle.steps += 1
@@ -217,10 +218,20 @@ class ModelSteps(ObservableSteps):
         are a step of padding alone: an idle rank makes one so that its collectives run. Raises
         AutocastActive under torch.autocast.
         """
+        return self._step(decision, args, kwargs, metadata, None)
+
+    def _step(
+        self,
+        decision: Decision,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        metadata: Any,
+        stated: int | None,
+    ) -> Any:
+        """Run one step; `stated` are the tokens that its batch states, where that is known."""
         if self._observers:
             with self._observing(self._context, decision, args, kwargs, metadata):
-                return self.run(decision, *args, metadata=metadata, **kwargs)
-        stated, self._stated = self._stated, None
+                return self._step(decision, args, kwargs, metadata, stated)
         if is_autocast_enabled():
             raise AutocastActive(action="the step")
         try:
@@ -239,15 +250,19 @@ class ModelSteps(ObservableSteps):
         if captured is None and decision.graph_index != NO_GRAPH:
             descriptor = BatchDescriptor(num_tokens)
             decision = Decision(RuntimeMode.NONE, descriptor, NO_GRAPH, Reason.NOT_CAPTURED)
-        context = self._context
+        if self._running:
+            raise StepInProgress()
+        self._running = True
+        context, token = self._context, None
         context.metadata = metadata
         context.decision = decision
         context.num_tokens = num_tokens
-        token = CURRENT.set(context)
         with_grad = is_grad_enabled()
-        if with_grad:
-            set_grad_enabled(False)
         try:
+            if captured is None or captured.runs_python:
+                token = CURRENT.set(context)
+            if with_grad:
+                set_grad_enabled(False)
             results: Sequence[Any]
             if decision.chunks:
                 results = self._graphs.run_chunks(decision.chunks, tensors, num_tokens)
@@ -262,7 +277,9 @@ class ModelSteps(ObservableSteps):
                     captured.metadata = None
                 results = captured.replay(tensors, sizes)
         finally:
-            CURRENT.reset(token)
+            self._running = False
+            if token is not None:
+                CURRENT.reset(token)
             if with_grad:
                 set_grad_enabled(True)
         self.usage.count(decision, num_tokens)
@@ -281,10 +298,16 @@ class ModelSteps(ObservableSteps):
     ) -> Any:
         """Run the model itself, for sizes at which the compiled code would be wrong."""
         assert self._eager is not None
+        if self._running:
+            raise StepInProgress()
+        self._running = True
         context = self._context
         context.metadata, context.decision, context.num_tokens = metadata, decision, num_tokens
-        with forward_context(context), torch.no_grad():
-            results = self._eager(*args, **kwargs)
+        try:
+            with forward_context(context), torch.no_grad():
+                results = self._eager(*args, **kwargs)
+        finally:
+            self._running = False
         self.events.count("eager_steps")
         self.usage.count_eager(num_tokens)
         return results
@@ -331,6 +354,8 @@ class ModelSteps(ObservableSteps):
     def _must_be_open(self) -> None:
         if self._closed:
             raise ModelClosed()
+        if self._running:
+            raise StepInProgress()
 
     @property
     def compiled(self) -> CompiledModel:

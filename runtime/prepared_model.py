@@ -9,7 +9,13 @@ from typing import Any, NoReturn
 import torch
 
 from ..dispatch import Refit, refit
-from ..errors import AllCapturesFailed, AutocastActive, CaptureAfterSeal, ModelClosed
+from ..errors import (
+    AllCapturesFailed,
+    AutocastActive,
+    CaptureAfterSeal,
+    ModelClosed,
+    StepInProgress,
+)
 from ..torch_compat.tensors import is_autocast_enabled
 from .capture.dummy_batch import MetadataFor
 from .capture.measured_costs import interpolated, measure_costs
@@ -223,6 +229,8 @@ class PreparedModel(ModelSteps):
 
     def release(self) -> None:
         """Free all graphs and their memory. Steps run without; `capture` captures again."""
+        if self._running:
+            raise StepInProgress()
         self.backend.synchronize()
         self._last_graph = None
         for graph_index, _ in self.recordings():

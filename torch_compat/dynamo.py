@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,9 +52,20 @@ class Captured:
     """Variables that the traced function closes over; `L` has them too."""
     global_scope: dict[str, Any]
     """The meaning of `G`: the globals of the traced function."""
-    effects: tuple[tuple[str, str], ...] = ()
-    """What the forward changes besides tensors: the name of an attribute or global, and file:line
-    of code that changes it."""
+    changes: tuple[StateChange, ...]
+    """What the model changes in objects that were there before; running `call` does not."""
+
+
+@dataclass(frozen=True)
+class StateChange:
+    """A change of Python state: of `attribute` of the object at `expression`, or of a container."""
+
+    expression: str
+    attribute: str | None
+    where: str | None
+    """file:line of the user's code."""
+    tensors: bool
+    """Whether the new value holds tensors."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +114,8 @@ def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
 
         stack.enter_context(dynamo_lock())
         stack.enter_context(reasoning_about_sizes(dynamic_shapes))
-        stack.enter_context(dynamo_config.patch(automatic_dynamic_shapes=False))
+        settings: dict[str, Any] = {"automatic_dynamic_shapes": False, "replay_side_effects": False}
+        stack.enter_context(dynamo_config.patch(settings))
         stack.enter_context(replaced(symbolic_shapes, "format_frame", _full_frame))
         stack.enter_context(get_metrics_context())
         stack.enter_context(dynamo_timed("piecegraph.trace", log_pt2_compile_event=True))
@@ -123,9 +134,10 @@ def capture_full_graph(
     """One Dynamo graph of `model.forward`, or None if it holds no tensor operation."""
     from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
 
-    with _inlined_calls() as inlined, _forward_as_function(model):
+    with _inlined_calls() as inlined, _state_changes() as changes, _forward_as_function(model):
         output = fullgraph_capture(model, args, kwargs)
         function, bound = get_traced_fn(model)
+    own_kwargs = inspect.getfullargspec(function).varkw
     if output.backend_input is None:
         return None
 
@@ -145,45 +157,8 @@ def capture_full_graph(
         local_scope=_local_scope(function, bound, args, kwargs),
         closure=dict(inspect.getclosurevars(function).nonlocals),
         global_scope=function.__globals__,
-        effects=_effects(
-            output.graph_capture_output.bytecode, [function.__code__, *inlined.functions]
-        ),
+        changes=tuple(change for change in changes if change.expression != f"L[{own_kwargs!r}]"),
     )
-
-
-_CHANGING = {"append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault", "add"}
-
-
-def _effects(bytecode: CodeType, traced: Iterable[CodeType]) -> tuple[tuple[str, str], ...]:
-    """The changes of Python objects that Dynamo's bytecode makes after the graph has run, by the
-    user's code, except to objects that the forward makes itself."""
-    made = list(dis.get_instructions(bytecode))
-    operations = {each.opname for each in made}
-    names = {str(each.argval) for each in made if isinstance(each.argval, str)}
-    contents = "STORE_SUBSCR" in operations or "update" in names
-    stores = {"STORE_ATTR", "STORE_GLOBAL"} & operations
-    if not (contents or stores or "object_setattr_ignore_descriptor" in names):
-        return ()
-    found: dict[str, str] = {}
-    for code in traced:
-        if code.co_name in ("__init__", "__post_init__"):
-            continue
-        if code.co_filename.startswith(("<", _STDLIB, _PACKAGES)):  # state of libraries
-            continue
-        line, before = code.co_firstlineno, ""
-        for each in dis.get_instructions(code):
-            line = each.starts_line if each.starts_line else line
-            name, where = str(each.argval), f"{code.co_filename}:{line}"
-            changes = each.opname == "STORE_SUBSCR" or name in _CHANGING
-            if each.opname in ("STORE_ATTR", "STORE_GLOBAL") and name in names:
-                found.setdefault(name, where)
-            elif contents and changes and before in names:
-                found.setdefault(before, where)
-            if each.opname in ("LOAD_ATTR", "LOAD_GLOBAL"):
-                before = name
-            elif each.opname == "STORE_SUBSCR":
-                before = ""
-    return tuple(found.items())
 
 
 @contextmanager
@@ -240,6 +215,56 @@ def _inlined_calls() -> Iterator[Inlined]:
 
     with replaced(InliningInstructionTranslator, "inline_call", classmethod(inline_call)):
         yield inlined
+
+
+@contextmanager
+def _state_changes() -> Iterator[dict[StateChange, None]]:
+    """Record what Dynamo would change after the graph has run, if it replayed side effects."""
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    found: dict[StateChange, None] = {}
+    original = SideEffects.codegen_update_mutated
+
+    def codegen_update_mutated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for variable in self._get_modified_vars():
+            existing = (AttributeMutationExisting, ValueMutationExisting)
+            if not isinstance(variable.mutation_type, existing):
+                continue
+            try:
+                expression = str(variable.source.name)
+            except NotImplementedError:  # a variable of an enclosing function
+                expression = str(getattr(variable, "local_name", None))
+            where = next(map(_line, self.mutation_user_stacks.get(variable, [])), None)
+            written = self.store_attr_mutations.get(variable, {})
+            for attribute, value in written.items():
+                if not _is_now(variable, attribute, value):
+                    changed = None if attribute == "cell_contents" else attribute
+                    found[StateChange(expression, changed, where, _has_tensors(value))] = None
+            if not written:
+                found[StateChange(expression, None, where, _has_tensors(variable))] = None
+        return original(self, *args, **kwargs)
+
+    with replaced(SideEffects, "codegen_update_mutated", codegen_update_mutated):
+        yield found
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether a value of Dynamo is a tensor, or a container with one inside."""
+    from torch._dynamo.variables import TensorVariable, VariableTracker
+
+    inside: list[Any] = []
+    VariableTracker.visit(inside.append, value)
+    return any(isinstance(each, TensorVariable) for each in inside)
+
+
+def _is_now(variable: Any, attribute: str, value: Any) -> bool:
+    """Whether the attribute of an object is set to the constant that it holds already."""
+    try:
+        now = inspect.getattr_static(variable.value, attribute)
+        return bool(value.as_python_constant() is now)
+    except Exception:  # not a constant, or not an object of its own
+        return False
 
 
 def _variable_name(args: Any) -> str | None:

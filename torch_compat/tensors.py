@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._library.opaque_object import get_opaque_obj_repr, is_opaque_value_type
 from torch._subclasses.fake_tensor import (
@@ -76,6 +77,27 @@ def _step(entry: Any) -> str | int:
 def is_fake(tensor: Tensor) -> bool:
     """Whether `tensor` has a shape but no memory."""
     return isinstance(tensor, FakeTensor)
+
+
+def form_test(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function of as many tensors: whether each has the class, dtype, device and sizes of these.
+
+    One call of torch's C++ instead of ten attribute reads. It may be False for equal forms, for
+    example in inference mode or where gradients are required.
+    """
+    sizes = [list(tensor.shape) for tensor in tensors]
+    any_strides: Any = [[None] * tensor.dim() for tensor in tensors]
+    guards: Any = TensorGuards
+    test: Callable[..., bool] = guards(
+        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=any_strides
+    ).check
+    return test
+
+
+def is_transformed(value: Any) -> bool:
+    """Whether `value` is a tensor inside a function transform, such as `torch.vmap`."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return isinstance(value, Tensor) and bool(wrapped(value))
 
 
 def writes_counted(tensor: Tensor) -> int:

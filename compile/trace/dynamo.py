@@ -8,6 +8,7 @@ the result is found by running Dynamo's bytecode with a stand-in for each output
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,19 @@ import sympy
 import torch
 from torch.fx import GraphModule, Node
 
-from ...errors import FakeMissing, HostRead, InputNotTraceable, NothingToCompile, TraceFailed
+from ...errors import (
+    FakeMissing,
+    HostRead,
+    InputNotTraceable,
+    NothingToCompile,
+    StateChanged,
+    TraceFailed,
+    TransformInForward,
+)
+from ...events import Events
 from ...torch_compat.dynamo import (
     Captured,
+    StateChange,
     capture_full_graph,
     dynamo_tracing,
     import_dynamo,
@@ -26,6 +37,7 @@ from ...torch_compat.dynamo import (
     user_location,
 )
 from ...torch_compat.symbolic import expression_of
+from ...torch_compat.tensors import is_transformed
 from ..conditions.locator import Locator, Unlocatable
 from ..conditions.places import Place
 from ..conditions.record import Conditions, record_conditions
@@ -89,15 +101,15 @@ def trace(request: CompileRequest) -> Trace:
     if captured is None:
         raise NothingToCompile(model=type(model).__name__)
     events.count("dynamo_traces")
-    for name, where in captured.effects:
-        events.emit("effect_dropped", level=logging.WARNING, changed=name, where=where)
     graph = captured.graph
     inline_regions(graph)
     inline_opaque_values(graph)
     _check_host_reads(graph)
+    _check_transforms(graph)
+    _check_state(captured, events)
     locator = Locator(model, captured)
     sources, tensors = _sources(captured, model, examples, locator)
-    conditions = record_conditions(model, captured, locator)  # before the model's state changes
+    conditions = record_conditions(model, captured, locator)
     return Trace(
         graph=graph,
         shape_env=captured.fake_mode.shape_env,
@@ -113,6 +125,46 @@ def _check_host_reads(graph: GraphModule) -> None:
     """Raise HostRead for a node that needs a tensor's value: no CUDA graph can hold it."""
     for node in graph.graph.find_nodes(op="call_method", target="item"):
         raise HostRead(where=node_location(node), op="item()")
+
+
+def _check_transforms(graph: GraphModule) -> None:
+    """Raise TransformInForward: what a transformed function writes to cannot be found."""
+    for node in graph.graph.nodes:
+        if is_transformed(node.meta.get("example_value")):
+            raise TransformInForward(where=node_location(node))
+
+
+def _check_state(captured: Captured, events: Events) -> None:
+    """Warn of each change of a Python object, which no step makes.
+
+    Raises StateChanged where the trace also reads it and tensors are kept in it: a step would need
+    those of the step before.
+    """
+    read = {
+        f"{guard.expression}.{guard.argument}" if guard.kind == "HASATTR" else guard.expression
+        for guard in captured.guards
+        if guard.kind != "TYPE_MATCH"
+    }
+    read |= set(map(input_source, captured.graph.graph.find_nodes(op="placeholder")))
+    for change in captured.changes:
+        name, owner = _changed_name(change), change.expression
+        ends = f".{change.attribute}", f"['{change.attribute}']"
+        is_read = any(
+            each.startswith(owner) if change.attribute is None
+            else owner in each and each.endswith(ends)
+            for each in read
+        )  # fmt: skip
+        if is_read and change.tensors:
+            raise StateChanged(where=change.where, name=name)
+        events.emit("effect_dropped", level=logging.WARNING, changed=name, where=change.where)
+
+
+def _changed_name(change: StateChange) -> str:
+    """`L['self']._modules['proj'].scores` as the user writes it: `self.proj.scores`."""
+    owner = re.sub(r"[LG]\['(\w+)'\]", r"\1", change.expression)
+    kinds = r"(?:\.__dict__\['_(?:modules|buffers|parameters)'\]|\._(?:modules|buffers|parameters))"
+    owner = re.sub(kinds + r"(?:\['(\w+)'\])?", lambda m: f".{m[1]}" if m[1] else "", owner)
+    return owner if change.attribute in (None, owner) else f"{owner}.{change.attribute}"
 
 
 def _reason(error: BaseException) -> str:

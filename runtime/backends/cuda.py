@@ -129,6 +129,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    runs_python = False
 
     def __init__(self, device: torch.device | None = None) -> None:
         if torch.version.hip is not None:

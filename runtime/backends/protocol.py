@@ -70,6 +70,8 @@ class GraphBackend(Protocol):
     """A way to capture and replay on one device."""
 
     name: str
+    runs_python: bool
+    """Whether a replay runs Python of the captured region again, as an emulation does."""
 
     def new_pool(self) -> Any:
         """A handle of new memory that captures share."""

@@ -181,6 +181,7 @@ class ReplayBackend:
 
     options: ReplayOptions = field(default_factory=ReplayOptions)
     name: str = "replay"
+    runs_python: bool = True
     counters: Counter[str] = field(default_factory=Counter)
     pools: WeakSet[ModeledPool] = field(default_factory=WeakSet)
 

@@ -120,7 +120,7 @@ class Tape(TensorTracker):  # type: ignore[no-untyped-call]
 
 
 class HostReads(LightDispatchMode):
-    """Finds reads on the host by operators inside a compiled piece, and in custom ops it calls."""
+    """Notes the first read on the host inside a compiled piece, also in custom ops it calls."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,7 +132,6 @@ class HostReads(LightDispatchMode):
         given = kwargs or {}
         if _reads_host(func, args, given):
             self.found = self.found or HostReadInCapture(where=_user_line(), op=func)
-            raise self.found
         if func.namespace in _TORCH_NAMESPACES or not is_python_op(func):
             return func(*args, **given)
         with self:

@@ -28,7 +28,9 @@ such as `unsqueeze_`, changes no later step."""
 class CapturedGraph:
     """A recording as steps use it. Loaders and results are kept per real size, the last 256."""
 
-    __slots__ = ("_by_size", "_inputs", "_plan", "addresses", "metadata", "recording")
+    __slots__ = (
+        "_by_size", "_inputs", "_plan", "addresses", "metadata", "recording", "runs_python",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -37,8 +39,10 @@ class CapturedGraph:
         inputs: BoundInputs,
         addresses: Snapshot,
         metadata: MetadataAddresses | None,
+        runs_python: bool,
     ) -> None:
         self.recording = recording
+        self.runs_python = runs_python  # also between its graphs
         self.addresses = addresses
         self.metadata = metadata
         self._plan = plan
@@ -55,7 +59,7 @@ class CapturedGraph:
         load, results = self._by_size.get(sizes) or self._prepare(sizes)
         load(tensors)
         self.recording.replay()
-        return [fresh() for fresh in results]
+        return (results[0](),) if len(results) == 1 else [fresh() for fresh in results]
 
     def load_of(self, sizes: tuple[int, ...]) -> Load:
         """What copies inputs of these sizes to the static inputs."""

@@ -46,8 +46,8 @@ class CapturedGraphs:
 
     __slots__ = (
         "_chunked", "_context", "_dispatcher", "_inputs", "_laid_out", "_recordable", "_records",
-        "_splitting_ops", "_unwatched", "addresses", "captured", "compiled", "metadata_for",
-        "ranged", "stitched", "unrecorded",
+        "_runs_python", "_splitting_ops", "_unwatched", "addresses", "captured", "compiled",
+        "metadata_for", "ranged", "stitched", "unrecorded",
     )  # fmt: skip
 
     compiled: CompiledModel
@@ -65,6 +65,7 @@ class CapturedGraphs:
         records: Records,
     ) -> None:
         self._records = records
+        self._runs_python = backend.runs_python
         self._unwatched: set[int] = set()
         self.captured: list[CapturedGraph | None] = [None] * (len(dispatcher.plan.entries) + 1)
         self.addresses = Addresses(backend.address)
@@ -234,7 +235,8 @@ class CapturedGraphs:
         recording.metadata = None
         if self.ranged:
             name_segments(recording, self.compiled.plan)
-        graph = kind(self.compiled.plan, recording, inputs, addresses, metadata)
+        python = self._runs_python or _breaks(recording)
+        graph = kind(self.compiled.plan, recording, inputs, addresses, metadata, python)
         self.captured[graph_index] = graph
         self._dispatcher.set_captured(graph_index, True)
 

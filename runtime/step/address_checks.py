@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import cycle
 from operator import attrgetter
 from typing import Any, NoReturn
 from weakref import ref
@@ -119,14 +120,14 @@ class Addresses:
 class Snapshot:
     """The addresses that one recording, or the compiled code without a graph, relies on."""
 
-    __slots__ = ("_addresses", "_entries", "_in_turn", "_next", "_trusted")
+    __slots__ = ("_addresses", "_entries", "_in_turn", "_trusted")
 
     def __init__(self, addresses: Addresses, watched: Iterable[_Watched]) -> None:
         self._addresses = addresses
         self._entries = [(each, each.read()) for each in watched]
         starts = range(0, max(1, len(self._entries)), CHECKED_PER_STEP)
-        self._in_turn = [self._entries[start : start + CHECKED_PER_STEP] for start in starts]
-        self._next = 0
+        in_turn = [self._entries[start : start + CHECKED_PER_STEP] for start in starts]
+        self._in_turn = cycle(in_turn)
         self._trusted = -1  # `changes` when all were last found in place
 
     def moved(self) -> list[str]:
@@ -142,10 +143,9 @@ class Snapshot:
             self.check()
             self._trusted = self._addresses.changes
             return
-        for watched, then in self._in_turn[self._next]:
+        for watched, then in next(self._in_turn):
             if watched.read() != then:
                 self._moved(watched, then)
-        self._next = (self._next + 1) % len(self._in_turn)
 
     def check(self) -> None:
         """Compare all. Raises MovedTensor for the first that was moved or freed."""

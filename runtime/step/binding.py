@@ -9,6 +9,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ...compile.ir.config import TOKENS
 from ...compile.ir.plan import Check, Constant, Plan, Symbol, UserInput
 from ...compile.ir.serialization import Ref, decode, source
 from ...errors import ArgumentFixed, GuardBroken, InputMismatch, SizeOutOfRange
+from ...torch_compat.tensors import form_test
 
 Bind = Callable[..., tuple[tuple[Any, ...], tuple[int, ...]]]
 Pack = Callable[[Sequence[Any], tuple[Any, ...]], Any]
@@ -26,10 +28,12 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
     """A function with the parameters of the model's forward.
 
     It returns the plan's input tensors and the real size of each symbol, after checking dtype,
-    device and shape. It raises InputMismatch, SizeOutOfRange, GuardBroken (with `sizes` in its
-    facts), and ArgumentFixed if a number or string differs from the traced one. Zero tokens are in
-    range: an idle rank of several has none.
+    device and shape. Inputs of a form that was checked before are recognized by one test. It raises
+    InputMismatch, SizeOutOfRange, GuardBroken (with `sizes` in its facts), and ArgumentFixed if a
+    number or string differs from the traced one. Zero tokens are in range: an idle rank of several
+    has none.
     """
+    forms: Forms = {}
     names: dict[str, Any] = {
         "Tensor": torch.Tensor,
         "math": math,
@@ -38,8 +42,11 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         "fixed": _fixed,
         "beyond": _beyond,
         "broken": _broken,
+        "_pg_forms": forms,
+        "_pg_remember": partial(_remember, forms),
     }
     body = [f"{item.name} = {_access(item.path)}" for item in plan.inputs]
+    sources = {symbol.source for symbol in plan.symbols}
     for index, constant in enumerate(plan.constants):
         names[f"k{index}"] = decode(constant.value)
         names[f"K{index}"] = constant
@@ -47,15 +54,24 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         differs = "is not" if names[f"k{index}"] is None else "!="
         body.append(f"if {value} {differs} k{index}: fixed(K{index}, {value})")
     tensors = "".join(f"{item.name}, " for item in plan.inputs)
+    tokens = next((symbol.name for symbol in plan.symbols if symbol.label == TOKENS), "1")
+    if tokens != "1":
+        position, dim = plan.token_source()
+        body += [
+            "try:",
+            f"    _pg_same, _pg_sizes = _pg_forms[{plan.inputs[position].name}.shape[{dim}]]",
+            f"    if _pg_same({tensors}): return ({tensors}), _pg_sizes",
+            "except (KeyError, AttributeError, IndexError, TypeError): pass",
+        ]
     for index, item in enumerate(plan.inputs):
         names[f"u{index}"] = (".".join(map(str, item.path)), _form(item, plan))
         names[f"d{index}"] = _torch_dtype(item)
+        rank = f"len(h_{item.name} := {item.name}.shape) != {len(item.shape)}"
         body.append(
             f"if not isinstance({item.name}, Tensor) or {item.name}.dtype is not d{index}"
-            f" or len(h_{item.name} := {item.name}.shape) != {len(item.shape)}"
+            f"{f' or {rank}' if item.name in sources else ''}"
             f" or {_device_test(item)}: mismatch(u{index}, {item.name})"
         )
-    tokens = next((symbol.name for symbol in plan.symbols if symbol.label == TOKENS), "1")
     # the token count, which other sizes are checked with, is read first
     for index, symbol in sorted(enumerate(plan.symbols), key=lambda each: each[1].name != tokens):
         names[f"S{index}"] = symbol
@@ -71,12 +87,30 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         body.append(f"if not ({holds}) and {tokens}: broken(C{index}, ({sizes}))")
     for index, item in enumerate(plan.inputs):
         shape = "".join(f"{size}, " for size in item.shape)
-        body.append(f"if h_{item.name} != ({shape}): mismatch(u{index}, {item.name})")
+        actual = f"h_{item.name}" if item.name in sources else f"{item.name}.shape"
+        body.append(f"if {actual} != ({shape}): mismatch(u{index}, {item.name})")
+    if tokens != "1":
+        body.append(f"_pg_remember({tokens}, ({tensors}), ({sizes}))")
     body.append(f"return ({tensors}), ({sizes})")
     parameters, defaults = _parameters(signature)
     text = "\n".join([f"def forward({parameters}):", *(f"    {line}" for line in body)])
     bind: Bind = _made(text, "forward", {**names, **defaults})
     return bind
+
+
+Forms = dict[int, tuple[Callable[..., bool], tuple[int, ...]]]
+"""For a number of tokens, a test for the form of inputs that were checked, and their sizes."""
+
+_MOST_FORMS = 256
+
+
+def _remember(
+    forms: Forms, num_tokens: int, tensors: tuple[torch.Tensor, ...], sizes: tuple[int, ...]
+) -> None:
+    if len(forms) >= _MOST_FORMS:
+        del forms[next(iter(forms))]
+    if all(type(tensor) is torch.Tensor for tensor in tensors):
+        forms[num_tokens] = form_test(tensors), sizes
 
 
 def packer(plan: Plan) -> Pack:

@@ -180,34 +180,53 @@ class BoundInputs:
             if size > most:
                 raise SizeOutOfRange(name=name, size=size, low=0, high=most)
         sizes = dict(zip(self._inputs.limits, real, strict=True))
-        takes: list[Callable[[Tensor], object]] = []
+        copies: list[tuple[int, Callable[[Tensor], object]]] = []
+        stays: list[Stay] = []
         every_step: list[Callable[[], object]] = []
         fills: list[Callable[[], object]] = []
-        for spec, view in zip(self._inputs.specs, self.views, strict=True):
+        for position, (spec, view) in enumerate(zip(self._inputs.specs, self.views, strict=True)):
             shape = spec.shape(sizes)
             target = real_part(view, shape)
             owned = spec.name in self._inputs.owned
-            takes.append(_stay(spec.name, target) if owned else target.copy_)
+            if owned and target.is_contiguous():
+                stays.append((position, target.data_ptr(), target.stride()))
+            elif owned:
+                place = target.data_ptr(), target.stride()
+                copies.append((position, partial(_must_stay, spec.name, *place)))
+            else:
+                copies.append((position, target.copy_))
             others_write = owned or spec.written or spec.padding is Padding.REPEAT
             (every_step if others_write else fills).extend(_fills(spec, view, shape))
         extent = Extent(self, real)
-        return partial(_load, self._inputs, extent, tuple(takes), (*every_step,), (*fills,))
+        return partial(
+            _load, self._inputs, extent, tuple(stays), tuple(copies), (*every_step,), (*fills,)
+        )
+
+
+Stay = tuple[int, int, tuple[int, ...]]
+"""Position, address and strides of an input that must be a part of the engine's buffer, which is
+contiguous."""
 
 
 def _load(
     inputs: StaticInputs,
     extent: Extent,
-    takes: tuple[Callable[[Tensor], object], ...],
+    stays: tuple[Stay, ...],
+    copies: tuple[tuple[int, Callable[[Tensor], object]], ...],
     every_step: tuple[Callable[[], object], ...],
     fills: tuple[Callable[[], object], ...],
     tensors: tuple[Tensor, ...],
 ) -> None:
     """Copy real rows and write the padding; `fills` are not written again where they still are."""
+    for position, address, strides in stays:
+        tensor = tensors[position]
+        if tensor.data_ptr() != address or not tensor.is_contiguous():
+            _must_stay(inputs.specs[position].name, address, strides, tensor)
     last = inputs.loaded
     if last is not extent:
         inputs.loaded = None  # unless this load is completed
-    for take, tensor in zip(takes, tensors):  # noqa: B905  equal lengths by the plan; hot path
-        take(tensor)
+    for position, copy in copies:
+        copy(tensors[position])
     for fill in every_step:
         fill()
     if last is not extent:
@@ -230,22 +249,17 @@ class Extent:
         return self.bound is other.bound and all(mine >= yours for mine, yours in sizes)
 
 
-def _stay(name: str, captured: Tensor) -> Callable[[Tensor], None]:
-    """A check that a tensor is `captured`, a part of the engine's buffer; nothing is copied."""
-    recorded, strides = captured.data_ptr(), captured.stride()
-
-    def stay(tensor: Tensor) -> None:
-        if tensor.data_ptr() != recorded:
-            now = hex(tensor.data_ptr())
-            raise MovedTensor(name=f"input {name!r}", recorded=hex(recorded), now=now)
-        if tensor.stride() != strides and not _same_places(tensor, strides):
-            raise InputMismatch(
-                name=name,
-                got=f"laid out with strides {tensor.stride()}",
-                expected=f"the rows of the engine's buffer, strides {strides}",
-            )
-
-    return stay
+def _must_stay(name: str, address: int, strides: tuple[int, ...], tensor: Tensor) -> None:
+    """Raise MovedTensor or InputMismatch unless `tensor` is where and as the engine's buffer is."""
+    now = tensor.data_ptr()
+    if now != address and tensor.numel():
+        raise MovedTensor(name=f"input {name!r}", recorded=hex(address), now=hex(now))
+    if not _same_places(tensor, strides):
+        raise InputMismatch(
+            name=name,
+            got=f"laid out with strides {tensor.stride()}",
+            expected=f"the rows of the engine's buffer, strides {strides}",
+        )
 
 
 def _same_places(tensor: Tensor, strides: tuple[int, ...]) -> bool:

@@ -203,7 +203,7 @@ def test_changes_of_python_objects_are_reported_once(compiled):
     dropped = events.named("effect_dropped")
     found = {event.facts["changed"]: event.facts["where"] for event in dropped}
     first = Counts.forward.__code__.co_firstlineno
-    lines = {"calls": 2, "log": 3, "seen": 4, "TOTAL": 5}
+    lines = {"self.calls": 2, "self.log": 3, "self.seen": 4, "TOTAL": 5}
     assert found == {name: f"{__file__}:{first + line}" for name, line in lines.items()}
     made = compiled(Body(lambda m, x: Item(m.linear(x))), inputs=X)
     assert not made.events.named("effect_dropped")

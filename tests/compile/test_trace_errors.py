@@ -9,7 +9,9 @@ from torch import nn
 from piecegraph.errors import (
     NothingToCompile,
     Specialized,
+    StateChanged,
     TraceFailed,
+    TransformInForward,
     UnboundSymbol,
     UnknownCompiler,
 )
@@ -92,6 +94,86 @@ def test_error_names_the_line_and_gives_the_reason(compiled, body, said):
     assert file.endswith("test_trace_errors.py")
     assert int(line) == marked_line(body, "# here")
     assert caught.value.where in str(caught.value)
+
+
+class Stateful(nn.Module):
+    def __init__(self, body):
+        super().__init__()
+        self.body, self.linear = body, nn.Linear(8, 8)
+        self.calls, self.last, self.cache, self.rows = 0, None, {}, []
+        self.register_buffer("state", torch.zeros(8))
+
+    def forward(self, x, **kwargs):
+        kwargs.pop("unused", None)
+        return self.linear(self.body(self, x))
+
+
+def value_of_last_step(m, x):
+    before, m.last = m.last, x  # here
+    return x if before is None else x + before
+
+
+def attribute_that_may_be_missing(m, x):
+    if hasattr(m, "scale"):
+        x = x * m.scale
+    m.scale = x.sum(0)  # here
+    return x
+
+
+def cache_in_a_dict(m, x):
+    before = m.cache.get("keys", x)
+    m.cache["keys"] = x  # here
+    return x + before
+
+
+def replaced_buffer(m, x):
+    m.state = m.state + x.sum(0)  # here
+    return x + m.state
+
+
+CHANGES = [
+    (value_of_last_step, "self.last"), (attribute_that_may_be_missing, "self.scale"),
+    (cache_in_a_dict, "self.cache"), (replaced_buffer, "self"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "name"), CHANGES, ids=lambda each: getattr(each, "__name__", ""))
+def test_tensors_kept_in_python_for_the_next_step_are_refused(compiled, body, name):
+    model = Stateful(body)
+    with pytest.raises(StateChanged, match=f"keeps tensors in {name} ") as caught:
+        compiled(model, inputs=X)
+    assert caught.value.where.endswith(f"test_trace_errors.py:{marked_line(body, '# here')}")
+    assert (model.last, model.cache, hasattr(model, "scale")) == (None, {}, False)
+
+
+def test_other_changes_of_python_state_are_warnings_and_change_nothing(compiled):
+    number = 0
+
+    def body(m, x):
+        nonlocal number
+        m.last = x * 2
+        m.calls += 1
+        m.calls = 0  # what it was
+        number += 1
+        m.rows.append(1)
+        return x
+
+    model = Stateful(body)
+    warnings = compiled(model, inputs=X).events.named("effect_dropped")
+    changed = {warning.facts["changed"]: warning.facts["where"] for warning in warnings}
+    first = body.__code__.co_firstlineno
+    lines = {"self.last": 2, "self.rows": 6, "self.body.__closure__[0]": 5}
+    assert changed == {name: f"{__file__}:{first + line}" for name, line in lines.items()}
+    assert (model.last, model.calls, model.rows, number) == (None, 0, [], 0)
+
+
+def test_a_function_transform_is_refused_with_its_line(compiled):
+    def body(m, x):
+        return torch.vmap(lambda row: row * 2)(x)  # here
+
+    with pytest.raises(TransformInForward) as caught:
+        compiled(Model(body), inputs=X)
+    assert f"test_trace_errors.py:{marked_line(body, '# here')}" in caught.value.where
 
 
 def test_size_that_depends_on_data_cannot_leave_the_model(compiled):

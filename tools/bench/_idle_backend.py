@@ -36,6 +36,7 @@ class IdleGraph:
 
 class IdleBackend:
     name = "idle"
+    runs_python = False
 
     def new_pool(self) -> Any:
         return None

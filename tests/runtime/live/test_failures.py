@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from piecegraph.errors import (
     MetadataFailed,
     ModelClosed,
     OutsideStep,
+    StepInProgress,
 )
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.runtime.strategy.monitors import TRACE_LOGGER
@@ -223,10 +225,43 @@ def test_two_models_in_two_threads_are_independent(serve: Callable[..., Any]) ->
     assert all(served.captured() for served in both)
 
 
+def in_a_thread(action: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(action).result()
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda prepared: prepared(torch.ones(3, 4), batch=Batch(3, 1)),
+        lambda prepared: in_a_thread(lambda: prepared(torch.ones(3, 4), batch=Batch(3, 1))),
+        lambda prepared: prepared.refresh(),
+        lambda prepared: prepared.release(),
+    ],
+    ids=["step", "step of a thread", "refresh", "release"],
+)
+@pytest.mark.parametrize("lengths", [(3,), (12,)])
+def test_what_starts_in_the_middle_of_a_step_is_refused(
+    serve: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    action: Callable[[Any], Any],
+    lengths: tuple[int, ...],
+) -> None:
+    served = serve()
+    served.prepared.capture()
+    served.step(*lengths)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(served.stage), "fault", property(lambda s: action(served.prepared)))
+        with pytest.raises(StepInProgress, match="one step at a time"):
+            served.step(*lengths)
+    served.step(*lengths)
+
+
 def test_w14_nothing_is_captured_while_serving_under_eager(serve: Callable[..., Any]) -> None:
     served = serve(sizes=(2, 4), options={"failing_captures": frozenset({1})})
     served.prepared.capture()
     served.prepared.seal()
+    assert not served.prepared._capturer.active  # no step asks
     captures = served.backend.counters["captures"]
     for lengths in ((4,), (3,), (1, 1), (12,)):
         served.step(*lengths)

@@ -134,7 +134,9 @@ def test_a_batch_that_states_other_tokens_than_its_inputs_have_is_refused(
 def test_counts_that_contradict_are_refused_cold_and_hot(serve: Callable[..., Any]) -> None:
     served = ready(serve)
     for _ in range(2):
-        for batch in (Batch(3, -1), Batch(2, 3), Batch(3, 3, is_decode=True, query_len=2)):
+        most = served.prepared.config.max_num_reqs
+        wrong = (Batch(3, -1), Batch(2, 3), Batch(most + 1, most + 1))
+        for batch in (*wrong, Batch(3, 3, is_decode=True, query_len=2)):
             with pytest.raises(BatchInvalid):
                 served.prepared.dispatch(batch)
         served.prepared.dispatch(Batch(3, 1))

@@ -14,6 +14,7 @@ from torch import nn
 from piecegraph import Batch, Config, prepare
 from piecegraph.errors import ModelMismatch, MovedTensor, RecordingReleased
 from piecegraph.runtime.backends.replay import ReplayBackend
+from piecegraph.runtime.capture.captured_graphs import CapturedGraphs
 from piecegraph.runtime.capture.recording import Recording
 
 from ..conftest import strict_backend, tensors_alive
@@ -197,13 +198,34 @@ def test_the_device_is_idle_before_a_graph_is_freed(
 
 
 def test_stale_graphs_are_freed_before_the_first_is_captured_again(
-    serve: Callable[..., Any],
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = captured(serve, options={"limit": captured(serve).used})  # no room for one more
-    before = served.captured()
+    before, order = served.captured(), []
+    for name in ("remove", "record"):
+        method = getattr(CapturedGraphs, name)
+        monkeypatch.setattr(
+            CapturedGraphs, name, lambda *a, n=name, m=method: (order.append(n), m(*a))[1]
+        )
     replace_weight(served.model)
-    served.prepared.refresh()
+    stale = served.prepared.refresh()
+    assert order == ["remove"] * len(stale) + ["record"] * len(stale)
+    assert len(stale) > 1
     assert served.captured() == before
+
+
+def test_a_watched_tensor_that_is_given_other_memory_is_noticed(serve: Callable[..., Any]) -> None:
+    served = serve()
+    cache = torch.zeros(4, 8)
+    served.prepared.watch("kv_cache", cache)
+    served.prepared.capture()
+    served.step(1, 1)
+    kept = cache.detach()
+    cache.data = torch.zeros(4, 8)
+    with pytest.raises(MovedTensor, match="kv_cache"):
+        served.step(3)  # the first step of this graph compares all
+    cache.data = kept
+    served.step(1, 1)
 
 
 def test_without_graphs_a_replaced_module_is_followed_at_the_first_refresh(

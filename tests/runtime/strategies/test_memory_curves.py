@@ -58,6 +58,7 @@ class CurveBackend:
     """A device on which a curve gives the bytes of each capture; it does nothing else."""
 
     name = "curves"
+    runs_python = False
 
     def __init__(self) -> None:
         self.pools: list[Pool] = []

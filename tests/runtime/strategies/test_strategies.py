@@ -122,6 +122,14 @@ def test_a_capture_is_foretold_by_the_nearest_size_of_its_mode() -> None:
     assert costs.estimate(RuntimeMode.FULL, 4) == 11
 
 
+def test_an_eager_queue_has_nothing_between_steps() -> None:
+    plan = make_plan(GraphMode.FULL, (1, 2), max_num_reqs=2)
+    queues = {s: CaptureQueue(s, plan, min_hits=0) for s in CaptureStrategy}
+    assert {s: list(queue.between_steps(0)) for s, queue in queues.items()} == {
+        CaptureStrategy.EAGER: [], CaptureStrategy.DELAYED: [0, 1], CaptureStrategy.LAZY: [0],
+    }  # fmt: skip
+
+
 def test_old_hits_fade() -> None:
     plan = make_plan(GraphMode.FULL, (1, 2), max_num_reqs=2)
     queue = CaptureQueue(CaptureStrategy.LAZY, plan, 1)
