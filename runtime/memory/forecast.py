@@ -185,13 +185,15 @@ def fit(measured: Sequence[tuple[int, int]], alone: int | None = None) -> ModeFo
     (largest, opening), *rest = measured
     if not rest:
         return ModeForecast(((largest, 0.0),), ((largest, float(opening)),))
-    added = tuple(sorted((size, float(num_bytes)) for size, num_bytes in rest))
+    added: Points = ()
+    for size, num_bytes in rest:  # LoRA cases and axes have several graphs of one size
+        added = _with(added, size, max(float(num_bytes), dict(added).get(size, 0.0)))
     own = _with(added, largest, min(float(opening), _interpolate(added, largest)))
     smallest, of_smallest = added[0]
     working = opening - dict(own)[largest]
     of_least = working * smallest / largest if alone is None else max(0.0, alone - of_smallest)
     error = 0.0
-    if len(rest) == 4:
+    if len(added) == 4:
         line = (added[0], added[2])
         error = max(abs(num_bytes - _interpolate(line, n)) for n, num_bytes in added[1::2])
-    return ModeForecast(own, ((smallest, of_least), (largest, working)), error)
+    return ModeForecast(own, _with(((smallest, of_least),), largest, working), error)

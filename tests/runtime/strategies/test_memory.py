@@ -47,6 +47,16 @@ def test_own_bytes_are_what_later_captures_add_and_the_rest_is_shared() -> None:
     assert exact.growth((FULL, 64), [(FULL, 2)]) == 900 - 50
 
 
+def test_several_graphs_of_one_size_count_as_the_largest_of_them() -> None:
+    """LoRA cases and axes give a size several graphs."""
+    forecast = Forecast({FULL: fit([(4, 900), (4, 42), (4, 12)], alone=62)})
+    assert forecast.modes[FULL].own == ((4, 42.0),)
+    assert forecast.total([(FULL, 4)] * 3) == 900 + 2 * 42
+    mixed = Forecast({FULL: fit([(8, 900), (8, 42), (4, 30), (4, 20), (2, 12)], alone=62)})
+    assert mixed.modes[FULL].own == ((2, 12.0), (4, 30.0), (8, 42.0))
+    assert mixed.total([(FULL, 8), (FULL, 4)]) == 900 + 30
+
+
 def test_a_test_probe_off_the_line_is_the_margin_of_what_was_not_measured() -> None:
     straight = [(64, 900), (48, 58), (32, 42), (16, 26), (2, 12)]
     assert fit(straight).error == 0
