@@ -25,6 +25,7 @@ CAPTURE, STEP, BACKENDS = "runtime/capture", "runtime/step", "runtime/backends"
 GRAPHS, BATCH = f"{CAPTURE}/captured_graphs.py", f"{CAPTURE}/dummy_batch.py"
 GRAPH = f"{CAPTURE}/captured_graph.py"
 ADDRESSES, INPUTS = f"{STEP}/address_checks.py", f"{STEP}/static_inputs.py"
+CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
 CAPTURER, MODEL = "runtime/strategy/capturer.py", "runtime/prepared_model.py"
 STEPS = "runtime/model_steps.py"
 
@@ -95,6 +96,10 @@ MUTANTS = [
     ("runtime/strategy/ranks.py",
      'self._store.compare_set(self._key("lost"), "", json.dumps(found))', "json.dumps(found)",
      RANKS),
+    (CLASSES, "            return Reason.AXIS\n", "            pass\n",
+     f"{POLICY} -k in_the_key"),  # 5
+    (CLASSES, "        return Reason.LORA_CASE_MISSING\n", "        pass\n",
+     f"{POLICY} -k lora_batches"),  # 8
 ]  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""Forks data-parallel ranks that serve parts of the trace: `serving_ranks.py FOLDER SIZE`.
+"""Forks data-parallel ranks that serve parts of the trace: `serving_ranks.py FOLDER SIZE FEATURES`.
+
+FEATURES are more options of `piecegraph run`, as JSON.
 
 Each rank writes its steps and the tokens of its requests into FOLDER. The last one has one request
 and is idle afterwards. Rank 0 also serves all requests alone.
@@ -28,12 +30,12 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def served(chosen, ranks=None):
+def served(features, chosen, ranks=None):
     """Mode, padded size and tokens of each step, and the tokens of each request."""
-    options, console, steps = read_run_options(**OPTIONS), Console(file=io.StringIO()), []
+    options = read_run_options(**OPTIONS, **features)
+    console, steps = Console(file=io.StringIO()), []
     requests = [each for each in read_requests(options) if chosen(each.id)]
-    with start_service(options, requests, [], console) as service:
-        service.engine.ranks = ranks
+    with start_service(options, requests, [], console, ranks=ranks) as service:
         run = service.engine.run
 
         def recorded(decision, *inputs, metadata):
@@ -45,22 +47,22 @@ def served(chosen, ranks=None):
     return steps, {request.id: request.tokens for request in requests}
 
 
-def play(folder: Path, rank: int, size: int) -> None:
+def play(folder: Path, rank: int, size: int, features: dict) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), size, rank)
     owner = {i: size - 1 if i == 0 else i % (size - 1) for i in range(OPTIONS["requests"])}
-    steps, tokens = served(lambda i: owner[i] == rank, Ranks(timeout_s=60.0))
-    alone = served(lambda i: True)[1] if rank == 0 else {}
+    steps, tokens = served(features, lambda i: owner[i] == rank, Ranks(timeout_s=60.0))
+    alone = served(features, lambda i: True)[1] if rank == 0 else {}
     result = {"steps": steps, "tokens": tokens, "alone": alone}
     (folder / f"rank-{rank}.json").write_text(json.dumps(result))
 
 
 def main() -> int:
-    folder, size = Path(sys.argv[1]), int(sys.argv[2])
+    folder, size, features = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     children = []
     for rank in range(size):
         child = os.fork()
         if child == 0:
-            play(folder, rank, size)
+            play(folder, rank, size, features)
             os._exit(0)
         children.append(child)
     return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)

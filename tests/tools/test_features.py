@@ -134,10 +134,22 @@ def test_the_engine_with_buckets_has_no_other_features():
         read_run_options(buckets="fibonacci")
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.heavy)])
-def test_data_parallel_ranks_serve_the_trace_in_step(tmp_path, size):
+ALL = {"lora": 2, "speculate": 2, "refit": True}
+
+
+@pytest.mark.parametrize(
+    ("size", "features"),
+    [
+        (2, {}),
+        pytest.param(2, ALL, marks=pytest.mark.heavy),
+        pytest.param(4, {}, marks=pytest.mark.heavy),
+        pytest.param(4, {**ALL, "strategy": "lazy"}, marks=pytest.mark.heavy),
+    ],
+)
+def test_data_parallel_ranks_serve_the_trace_in_step(tmp_path, size, features):
     script = Path(__file__).with_name("serving_ranks.py")
-    subprocess.run([sys.executable, script, tmp_path, str(size)], check=True, timeout=120)
+    command = [sys.executable, script, tmp_path, str(size), json.dumps(features)]
+    subprocess.run(command, check=True, timeout=120)
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(size)]
     steps = list(zip(*(each["steps"] for each in ranks), strict=True))
     for step in steps:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -163,18 +163,23 @@ class Engine:
 
     def _decide(self, batch: Batch) -> Decision:
         """Dispatch the step. Data-parallel ranks all use the graph of the largest batch: it is
-        uniform decode if those of all ranks are."""
+        decode of one query length, or of lengths up to a bound, if those of all ranks are."""
         if self.ranks is None:
             return self.prepared.dispatch(batch)
-        query_len = batch.query_len if batch.is_decode else None
-        facts = {"num_tokens": batch.num_tokens, "num_reqs": batch.num_reqs, "query_len": query_len}
-        busy = [each for each in self.ranks.exchange("step", facts) if each["num_tokens"]]
+        busy = [each for each in self.ranks.exchange("step", asdict(batch)) if each["num_tokens"]]
+        decode = bool(busy) and all(each["is_decode"] for each in busy)
         lengths = {each["query_len"] for each in busy}
+        most: dict[str, int] = {
+            name: max((each[name] or 0 for each in busy), default=0)
+            for name in ("num_tokens", "num_reqs", "num_loras", "max_query_len")
+        }
         common = Batch(
-            num_tokens=max((each["num_tokens"] for each in busy), default=0),
-            num_reqs=max((each["num_reqs"] for each in busy), default=0),
-            is_decode=len(lengths) == 1 and None not in lengths,
-            query_len=lengths.pop() if len(lengths) == 1 else None,
+            most["num_tokens"],
+            most["num_reqs"],
+            is_decode=decode,
+            query_len=lengths.pop() if decode and len(lengths) == 1 else None,
+            num_loras=most["num_loras"],
+            max_query_len=most["max_query_len"] if decode else None,
         )
         decision = self.prepared.dispatch(common)
         return self.prepared.dispatcher.follow(decision.graph_index, batch, decision.chunks)

@@ -21,6 +21,7 @@ from ... import (
     Events,
     GraphMode,
     PreparedModel,
+    Ranks,
     RuntimeMode,
     prepare,
     switched_off,
@@ -81,11 +82,13 @@ def start_service(
     phases: Phases,
     console: Console,
     events: Events | None = None,
+    ranks: Ranks | None = None,
 ) -> Iterator[Service]:
     """The model prepared and captured, and an engine that can serve `requests`; closed at the end.
 
-    `phases` contains the startup times so far and is extended. Raises InvalidSetting for a device
-    that is missing and for settings that the library rejects.
+    `phases` contains the startup times so far and is extended. `ranks` serve in step with each
+    other. Raises InvalidSetting for a device that is missing and for settings that the library
+    rejects.
     """
     device = find_device(options.device)
     blocks = BlockManager(_num_blocks(options, requests), options.block_size)
@@ -117,10 +120,12 @@ def start_service(
             config,
             layers=layers,
             events=events,
+            ranks=ranks,
             factory=factory,
         )
     try:
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers, device)
+        engine.ranks = ranks
         caches = [part for cache in layers.values() for part in (cache.keys, cache.values)]
         prepared.ledger.own("KV cache", caches)
         with working(console, "warming up and capturing"):
