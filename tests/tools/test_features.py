@@ -33,6 +33,7 @@ def run(tmp_path):
         report = json.loads(path.read_text())
         assert report["verification"]["ok"]
         assert report["verification"]["steps"] == report["serving"]["steps"]
+        assert report["unwatched"] == []
         return report
 
     return run

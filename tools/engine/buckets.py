@@ -60,6 +60,11 @@ class Buckets:
         lengths = (rows,) * 3 + (blocks,) * 3
         self._buffers = [torch.zeros(size, dtype=torch.int64, device=device) for size in lengths]
 
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        names = (each.name for each in fields(BucketMetadata))
+        return dict(zip(names, self._buffers, strict=True))
+
     def find(self, schedule: Schedule) -> Bucket:
         """The bucket of a step, or a shape of the coarse grid, or else the step's own."""
         size, shares = self.limits.block_size, schedule.shares

@@ -65,6 +65,10 @@ def recorded(metadata: Any, decision: Decision) -> Any:
 class Buffers(Protocol):
     """The persistent buffers of an engine's metadata."""
 
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that graphs read, by name."""
+
     def fill(self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor) -> Any:
         """A step's metadata, padded to `descriptor`."""
 
@@ -85,6 +89,11 @@ class MetadataBuffers:
         self.slot_mapping = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.block_table = torch.zeros((max_rows, max_blocks), dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        names = "slot_mapping", "block_table", "seq_lens"
+        return {name: getattr(self, name) for name in names}
 
     def fill(
         self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor

@@ -128,6 +128,11 @@ def start_service(
         engine.ranks = ranks
         caches = [part for cache in layers.values() for part in (cache.keys, cache.values)]
         prepared.ledger.own("KV cache", caches)
+        for name, cache in layers.items():
+            prepared.watch(f"keys of {name}", cache.keys)
+            prepared.watch(f"values of {name}", cache.values)
+        for name, tensor in buffers.tensors.items():
+            prepared.watch(name, tensor)
         with working(console, "warming up and capturing"):
             prepared.warm_up(buffers.padding, _warmup_tasks(prepared, model, engine))
             if options.measure_costs:
