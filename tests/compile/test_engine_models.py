@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +111,23 @@ def test_model_that_is_no_graph_is_refused_at_its_line(model):
         prepared(model)
     assert type(caught.value) is model.refused
     assert f"engine_models.py:{marked_line(model.forward, '# here')}" in str(caught.value)
+
+
+@pytest.mark.heavy
+def test_two_ranks_of_a_tensor_parallel_model(tmp_path):
+    """Functional collectives of gloo inside of pieces."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "tests.compile.tensor_parallel", str(tmp_path)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2"], cwd=root, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    results = [rank.communicate(timeout=300) for rank in ranks]
+    for out, error in results:
+        assert out.split() == ["FULL", "PIECEWISE"], error
 
 
 def test_at_least_sixty_models():
