@@ -457,6 +457,13 @@ class MovedTensor(RunError):
     todo = "Update it in place, or call refresh() to capture again the graphs that read it."
 
 
+class InputsShareMemory(RunError):
+    what = "input {name!r} shares memory with {other}, and the model writes to one of them"
+    todo = (
+        "Pass a clone of the input: compiled code and graphs cannot let one see the other change."
+    )
+
+
 class InputMismatch(RunError):
     what = "input {name!r} is {got}, but the model was prepared for {expected}"
     todo = "Pass the input in that form."

@@ -244,6 +244,8 @@ class ModelSteps(ObservableSteps):
         num_tokens = sizes[self._token_symbol]
         if stated is not None and stated != num_tokens:
             raise BatchMismatch(stated=stated, actual=num_tokens)
+        if self._graphs.memory_check is not None:
+            self._graphs.memory_check(tensors)
         captured = self._captured[decision.graph_index]
         if decision.chunks and None in [self._captured[index] for index in decision.chunks]:
             captured = None

@@ -18,6 +18,7 @@ WEIGHTS, FAITHFUL, FAILURES = (
 )
 CURVES, QUEUE = f"{STRATEGIES}/test_memory_curves.py", f"{STRATEGIES}/test_strategies.py"
 LOOP, LIFETIMES = "tests/runtime/test_engine_loop.py -k 24", "tests/runtime/test_lifetimes.py"
+SHARED = f"{LIVE}/test_shared_memory.py"
 STATIC = "tests/runtime/test_static_inputs.py"
 POISON = "tests/runtime/test_replay_backend.py -k failure_27"
 RANKS = f"{STRATEGIES}/test_late_rank.py"
@@ -69,6 +70,13 @@ MUTANTS = [
      f"{RESULTS} -k freed_reports"),
     (STEPS, "if batch.num_reqs > self.config.max_num_reqs:", "if False:",
      f"{RESULTS} -k contradict"),
+    (STEPS, "        self._running = True\n        context, token", "        context, token",
+     f"{FAILURES} -k middle"),
+    (STEPS, "self._graphs.memory_check is not None", "False", SHARED),
+    (GRAPH, "if of_input:", "if False:", SHARED),
+    (GRAPHS, "result.clone() if inputs.holds(result) else result", "result",
+     f"{LIVE}/test_low_end.py"),
+    (f"{STEP}/binding.py", "is_neg()", "is_sparse", f"{STRIDES} -k negated"),
     (ADDRESSES, "if now is not None:", "if False:", f"{WEIGHTS} -k other_memory"),
     (ADDRESSES, "if then is not None and tensor.numel()", "if False", f"{WEIGHTS} -k failure_12"),
     (f"{STEP}/row_mixing.py", "if not (same and", "if False and not (same and",

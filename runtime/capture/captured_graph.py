@@ -80,7 +80,8 @@ class CapturedGraph:
         except SizeOutOfRange as error:
             name, size, most = (error.facts[fact] for fact in ("name", "size", "high"))
             raise BatchExceeded(name=name, size=size, most=most) from None
-        results = tuple(map(_fresh, real_results(self._plan, self.recording.outputs, sizes)))
+        real = real_results(self._plan, self.recording.outputs, sizes)
+        results = tuple(_fresh(result, self._inputs.holds(result)) for result in real)
         self._by_size[sizes] = load, results
         return load, results
 
@@ -111,10 +112,16 @@ def real_results(plan: Plan, outputs: Sequence[Any], sizes: Sequence[int]) -> tu
     )
 
 
-def _fresh(result: Any) -> Callable[[], Any]:
-    """A function that returns `result`, a tensor each time as a new object."""
+def _fresh(result: Any, of_input: bool) -> Callable[[], Any]:
+    """A function that returns `result`, a tensor each time as a new object.
+
+    A view of a static input is copied: an engine that passes it on as an input of the next step
+    would find the next step's rows in it.
+    """
     if not isinstance(result, Tensor):
         return partial(_same, result)
+    if of_input:
+        return result.clone
     return (normal_alias(result) if result.is_inference() else result).detach
 
 

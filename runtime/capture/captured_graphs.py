@@ -22,6 +22,7 @@ from ..records import Records, UnwatchedTensors
 from ..step.address_checks import Addresses, MetadataAddresses, Snapshot
 from ..step.binding import laid_out, lay_out
 from ..step.forward_context import ForwardContext
+from ..step.shared_memory import memory_check
 from ..step.static_inputs import BoundInputs, StaticInputs
 from .breaks import recordable
 from .captured_graph import CapturedGraph, WritingGraph, real_results
@@ -47,7 +48,7 @@ class CapturedGraphs:
     __slots__ = (
         "_chunked", "_context", "_dispatcher", "_inputs", "_laid_out", "_recordable", "_records",
         "_runs_python", "_splitting_ops", "_unwatched", "addresses", "captured", "compiled",
-        "metadata_for", "ranged", "stitched", "unrecorded",
+        "memory_check", "metadata_for", "ranged", "stitched", "unrecorded",
     )  # fmt: skip
 
     compiled: CompiledModel
@@ -91,6 +92,7 @@ class CapturedGraphs:
         own = [name for name in compiled.weights if name not in placed]
         self.addresses.watch_module(compiled.model, own if compiled.traced else None)
         self.unrecorded = self.addresses.snapshot(compiled.weights)
+        self.memory_check = memory_check(compiled) if compiled.traced else None
 
     def follow(self, before: CapturedGraphs) -> None:
         """Watch what `before` watches, and fill dummy batches in the same way."""
@@ -169,7 +171,8 @@ class CapturedGraphs:
         outputs = self.stitched(*inputs.views)
         if inputs.written:
             inputs.copy_back(tensors)
-        return real_results(plan, outputs, sizes)
+        results = real_results(plan, outputs, sizes)
+        return tuple(result.clone() if inputs.holds(result) else result for result in results)
 
     def run_chunks(
         self, graph_indices: Sequence[int], tensors: tuple[Any, ...], num_tokens: int

@@ -130,13 +130,16 @@ def packer(plan: Plan) -> Pack:
 
 
 def laid_out(plan: Plan) -> Callable[..., bool]:
-    """Whether the plan's input tensors have the strides that compiled code relies on."""
-    tests = [
-        f"{item.name}.stride() == {item.stride!r}"
-        if item.stride
-        else f"{item.name}.is_contiguous()"
-        for item in plan.inputs
-    ]
+    """Whether the plan's input tensors have the memory that compiled code relies on: the strides,
+    and values that are not to be negated or conjugated when they are read."""
+    tests = []
+    for item in plan.inputs:
+        strides = f"stride() == {item.stride!r}" if item.stride else "is_contiguous()"
+        tests.append(f"{item.name}.{strides}")
+        if item.dtype.startswith(("float", "bfloat", "complex")):
+            tests.append(f"not {item.name}.is_neg()")
+        if item.dtype.startswith("complex"):
+            tests.append(f"not {item.name}.is_conj()")
     parameters = ", ".join(item.name for item in plan.inputs)
     text = f"def laid_out({parameters}):\n    return {' and '.join(tests) or 'True'}"
     test: Callable[..., bool] = _made(text, "laid_out", {})
@@ -144,7 +147,8 @@ def laid_out(plan: Plan) -> Callable[..., bool]:
 
 
 def lay_out(item: UserInput, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, or a copy of it, with the strides that compiled code relies on."""
+    """`tensor`, or a copy of it, in the memory that compiled code relies on."""
+    tensor = tensor.resolve_conj().resolve_neg()
     if not item.stride:
         return tensor.contiguous()
     if tensor.stride() == item.stride:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compile.lower.compiled_model import CompiledModel
 from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
+from ...torch_compat.tensors import storage_id
 from ..config import Config, Padding, check_choice
 
 Load = Callable[[tuple[Tensor, ...]], None]
@@ -83,6 +85,10 @@ class StaticInputs:
         """The inputs of the padded `sizes`, ready to be captured and loaded."""
         views = tuple(self._view(spec, spec.shape(sizes)) for spec in self.specs)
         return BoundInputs(self, views, tuple(sizes[symbol] for symbol in self.limits))
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in one of the buffers, but not in one of the engine's."""
+        return storage_id(tensor) in map(storage_id, self._buffers.values())
 
     def close(self) -> None:
         """Free the buffers."""
@@ -163,6 +169,10 @@ class BoundInputs:
         for spec, view in zip(self._inputs.specs, self.views, strict=True):
             if spec.dynamic or spec.name not in self._inputs.owned:
                 view.fill_(spec.sentinel if spec.padding is Padding.SENTINEL else 0)
+
+    def holds(self, value: Any) -> bool:
+        """Whether `value` is a tensor in the memory of an input that is copied."""
+        return isinstance(value, Tensor) and self._inputs.owns(value)
 
     def copy_back(self, tensors: tuple[Tensor, ...]) -> None:
         """Copy what a replay wrote to the caller's tensors, without the padding."""

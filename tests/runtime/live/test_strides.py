@@ -56,6 +56,7 @@ INPUTS: dict[str, Callable[[int], dict[str, Tensor]]] = {
     "expanded rows": lambda n: {"positions": torch.arange(n).expand(3, n)},
     "transposed positions": lambda n: {"positions": torch.randint(9, (n, 3)).t()},
     "a slice of wider positions": lambda n: {"positions": torch.randint(9, (3, 20))[:, :n]},
+    "negated when it is read": lambda n: {"x": torch._neg_view(torch.randn(n, 4))},
     "a fixed shape": lambda n: {"table": torch.randn(5, 3).t()},
 }
 

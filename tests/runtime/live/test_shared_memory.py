@@ -1,0 +1,123 @@
+"""Tensors of a step that share memory: equal to the model itself, or an error that names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import Batch, Config, PreparedModel, prepare
+from piecegraph.errors import InputsShareMemory
+
+from ..conftest import strict_backend
+
+pytestmark = pytest.mark.compile
+
+MODES = {"PIECEWISE": Batch(3, 1), "FULL": Batch(3, 3, is_decode=True, query_len=1)}
+MODES["NONE"] = Batch(12, 1)
+
+
+class Model(nn.Module):
+    """Writes to `x` and to its buffer; its first result is a view of `y`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(16, 4))
+        self.register_buffer("scale", torch.ones(16, 4))
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        x.add_(1)
+        out = torch.empty_like(x)
+        torch.ops.shared_memory_tests.attend(x, out)
+        self.seen.add_(1)
+        return y[:, :2], out + y + z.repeat(1, 2) * self.scale[0]
+
+
+def attend(x: Tensor, out: Tensor) -> None:
+    out.copy_(x * 2)
+
+
+@pytest.fixture(scope="module")
+def prepared(temporary_op: Callable[..., str]) -> PreparedModel:
+    op = temporary_op("shared_memory_tests::attend", "(Tensor x, Tensor(a!) out) -> ()", attend)
+    config = Config(
+        splitting_ops=(op,),
+        inputs={name: f"float32[num_tokens, {n}]" for name, n in {"x": 4, "y": 4, "z": 2}.items()},
+        max_num_tokens=16,
+        max_num_reqs=16,
+        capture_sizes=(4, 8),
+        attention_support="ALWAYS",
+        compiler="eager",
+        cache=False,
+    )
+    prepared = prepare(Model(), config, backend=strict_backend())
+    prepared.capture()
+    return prepared
+
+
+def inputs(n: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(n, 4), "y": torch.randn(n, 4), "z": torch.randn(n, 2)}
+
+
+def run(prepared: PreparedModel, mode: str, given: dict[str, Tensor]) -> Any:
+    decision = prepared.dispatch(MODES[mode])
+    assert decision.mode.name == mode
+    return prepared.run(decision, **given)
+
+
+def columns(n: int) -> dict[str, Tensor]:
+    both = torch.randn(n, 8)
+    return {"x": both[:, :4], "y": both[:, 4:]}
+
+
+FINE: dict[str, Callable[[int], dict[str, Tensor]]] = {
+    "columns of one tensor": columns,
+    "inputs that are only read": lambda n: {"y": (y := torch.randn(n, 4)), "z": y[:, 2:]},
+    "rows one after another": lambda n: {"x": (t := torch.randn(2 * n, 4))[:n], "y": t[n:]},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", FINE)
+def test_inputs_that_share_memory_and_are_not_written(
+    prepared: PreparedModel, case: str, mode: str
+) -> None:
+    n = MODES[mode].num_tokens
+    given = inputs(n) | FINE[case](n)
+    alone = {name: tensor.clone() for name, tensor in given.items()}
+    results, expected = run(prepared, mode, given), Model()(**alone)
+    torch.testing.assert_close(tuple(results), expected)
+    torch.testing.assert_close(given, alone)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_input_that_shares_written_memory_is_refused_by_name(
+    prepared: PreparedModel, mode: str
+) -> None:
+    n = MODES[mode].num_tokens
+    rows, model = torch.randn(n + 1, 4), prepared.compiled.model
+    cases = {
+        "'x' shares memory with input 'y'": {"x": rows[:n], "y": rows[:n]},
+        "'x' shares memory with input 'z'": {"x": rows[:n], "z": rows[1:, 2:]},
+        "'y' shares memory with 'seen'": {"y": model.seen[:n]},
+        "'x' shares memory with 'scale'": {"x": model.scale[:n]},
+    }
+    for message, changed in cases.items():
+        with pytest.raises(InputsShareMemory, match=message):
+            run(prepared, mode, inputs(n) | changed)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_result_that_is_a_view_of_an_input_can_be_the_next_steps_input(
+    prepared: PreparedModel, mode: str
+) -> None:
+    plain, n = Model(), MODES[mode].num_tokens
+    got = expected = torch.randn(n, 2)
+    for _ in range(4):
+        given = inputs(n) | {"z": got}
+        alone = {name: tensor.clone() for name, tensor in given.items()} | {"z": expected}
+        (got, out), (expected, wanted) = run(prepared, mode, given), plain(**alone)
+        torch.testing.assert_close((got, out), (expected, wanted))
