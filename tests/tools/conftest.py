@@ -200,7 +200,7 @@ def library(monkeypatch):
 
     made = []
 
-    def prepare(model, config, *, layers, events, factory=None):
+    def prepare(model, config, *, layers, events, ranks=None, factory=None):
         prepared = EagerPrepared(model, layers)
         prepared.config = config
         prepared.report = lambda: LIBRARY_REPORT

@@ -296,7 +296,7 @@ def test_the_command_names_a_fault_in_a_line_of_the_decoder(capsys, monkeypatch,
     from piecegraph.tools.serve import run
 
     right = run.library_config
-    faulty = lambda options: right(options).changed(compiler=wrong_pass)  # noqa: E731
+    faulty = lambda *given: right(*given).changed(compiler=wrong_pass)  # noqa: E731
     monkeypatch.setattr("piecegraph.tools.serve.run.library_config", faulty)
     small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "2", "--no-cache"]
     assert main(["bisect", *small, "--steps", "2"]) == 1
