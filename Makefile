@@ -107,8 +107,8 @@ engine-test: engine-env
 
 # What CI runs where the environments could be made: the tokens of one model with each engine.
 engine-smoke: engine-env
-	$(ENGINE_PYTEST) $(VENV_TRANSFORMERS)/bin/python -m pytest tests/engines/test_transformers.py -k "tokens and llama"
-	$(ENGINE_PYTEST) $(VENV_VLLM)/bin/python -m pytest --timeout 900 tests/engines/test_vllm.py -k "tokens and llama"
+	$(ENGINE_PYTEST) $(VENV_TRANSFORMERS)/bin/python -m pytest tests/engines/test_transformers.py -k "those_of and llama"
+	$(ENGINE_PYTEST) $(VENV_VLLM)/bin/python -m pytest --timeout 900 tests/engines/test_vllm.py -k "those_of and llama"
 
 $(VENV_TRANSFORMERS)/bin/transformers:
 	$(PYTHON) -m venv --clear $(VENV_TRANSFORMERS)

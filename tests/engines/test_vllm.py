@@ -5,18 +5,37 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from piecegraph.cache.names import entry_names
+
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed here", allow_module_level=True)
 
 HELPER = Path(__file__).with_name("vllm_engine.py")
-FAMILIES = ("qwen3", "llama", "qwen3_moe", "gemma3")
+ENCODER = {
+    "runner": "pooling",
+    "skip_tokenizer_init": False,
+    "enable_prefix_caching": False,
+    "enable_chunked_prefill": False,
+    "max_num_batched_tokens": 256,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "llama": {},
+    "qwen3_moe": {},
+    "gemma3": {},
+    "bert": ENCODER,
+}
+"""Options of the engine by family."""
 NO_COMPILER = {"compiler": "eager", "cache": False}
 WARNING = "vLLM runs this model without piecegraph: "
 
@@ -28,11 +47,18 @@ class Engines:
         stored = {"after_seal": "raise", "cache_dir": str(folder / "cache")}
         graphs = {**NO_COMPILER, "graph_mode": "PIECEWISE", "capture_sizes": [1, 8, 16, 128]}
         self.jobs: dict[str, dict[str, Any]] = {
-            **{name: {"family": name, "engine": {"enforce_eager": True}} for name in FAMILIES},
-            **{f"{name} prepared": {"family": name, "settings": NO_COMPILER} for name in FAMILIES},
+            **{
+                name: {"family": name, "engine": {**engine, "enforce_eager": True}}
+                for name, engine in FAMILIES.items()
+            },
+            **{
+                f"{name} prepared": {"family": name, "settings": NO_COMPILER, "engine": engine}
+                for name, engine in FAMILIES.items()
+            },
             "graphs": {"family": "qwen3", "settings": graphs},
             "cold": {"family": "qwen3", "settings": stored},
             "warm": {"family": "qwen3", "settings": {**stored, "bundle": "force"}},
+            "killed": {"family": "qwen3", "settings": {"cache_dir": str(folder / "killed")}},
             "refused": {
                 "family": "qwen3",
                 "settings": {"splitting_ops": ["vllm::nothing"]},
@@ -43,15 +69,14 @@ class Engines:
         self.results: dict[str, Any] = {}
         self.log = ""
 
+    def command(self, names: Sequence[str]) -> list[str]:
+        jobs = json.dumps([self.jobs[name] for name in names])
+        return [sys.executable, str(HELPER), str(self.folder), jobs]
+
     def __call__(self, *names: str) -> list[Any]:
         missing = [name for name in names if name not in self.results]
         if missing:
-            jobs = json.dumps([self.jobs[name] for name in missing])
-            done = subprocess.run(
-                [sys.executable, str(HELPER), str(self.folder), jobs],
-                capture_output=True,
-                text=True,
-            )
+            done = subprocess.run(self.command(missing), capture_output=True, text=True)
             self.log += done.stdout + done.stderr
             found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
             assert len(found) == len(missing), done.stderr[-3000:]
@@ -66,7 +91,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_vllm(engines: Engines, family: str) -> None:
+def test_results_are_those_of_vllm(engines: Engines, family: str) -> None:
     alone, prepared = engines(family, f"{family} prepared")
     assert len({tuple(tokens) for tokens in alone["made"]}) > 30
     assert prepared["made"] == alone["made"]
@@ -86,6 +111,23 @@ def test_a_warm_start_traces_and_compiles_nothing(engines: Engines) -> None:
         assert (report["counters"]["inductor_compiles"] > 0) is compiles
         assert report["pieces"]["unique"] < report["pieces"]["total"]
     assert "prepare: " in engines.log
+
+
+def test_a_start_after_one_that_was_killed(engines: Engines) -> None:
+    """It compiles what the first one had not stored."""
+    (alone,) = engines("qwen3")
+    cache = engines.folder / "killed"
+    with open(engines.folder / "log", "w") as log:
+        first = subprocess.Popen(
+            engines.command(["killed"]), stdout=log, stderr=log, start_new_session=True
+        )
+        while first.poll() is None and not [*entry_names(cache)]:
+            time.sleep(0.05)
+        os.killpg(first.pid, signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    (second,) = engines("killed")
+    assert second["made"] == alone["made"]
+    assert 0 < second["report"]["counters"]["inductor_compiles"] < 3
 
 
 def test_without_any_graph_steps_run_without(engines: Engines) -> None:
