@@ -308,9 +308,9 @@ def ops(temporary_op: Callable[..., str]) -> None:
     temporary_op("engine_loop::store_and_attend", schema, store_and_attend)
 
 
-@pytest.mark.parametrize("steps", [24, pytest.param(500, marks=pytest.mark.heavy)])
+@pytest.mark.parametrize("steps", [24, pytest.param(1000, marks=pytest.mark.heavy)])
 def test_each_step_of_an_engine_equals_eager(steps: int) -> None:
-    """`steps` of each of four models, 2,000 in all in the long form."""
+    """`steps` of each of two threads, each with two models: 2,000 in the long form."""
     torch.manual_seed(0)
     target, draft = Model(3), Model(2)
     of_target, of_draft = compiled(target), compiled(draft)

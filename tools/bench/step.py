@@ -6,7 +6,7 @@ without dispatch, inputs and results; with one wrapper per piece; and, without g
 compiled code called directly. No GPU is used.
 
 `Idle` has one input and no weights, so its FULL step is a lower bound. `Served` is what an engine
-has: 32 weights, 32 watched caches, three inputs, a new `Batch` and metadata each step, through
+has: 32 weights, 32 watched caches, four inputs, a new `Batch` and metadata each step, through
 `prepared(...)`. The long form adds real pieces on the CPU, see `_real_pieces`.
 """
 
@@ -54,7 +54,7 @@ class Idle(torch.nn.Module):
 
 
 class Served(torch.nn.Module):
-    """`Idle` with a weight per layer and two more inputs."""
+    """`Idle` with a weight per layer and three more inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,9 +62,13 @@ class Served(torch.nn.Module):
         self.scales = torch.nn.ParameterList(torch.ones(HIDDEN) for _ in range(LAYERS))
 
     def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        adapter_ids: torch.Tensor,
     ) -> torch.Tensor:
-        x = x + positions.unsqueeze(-1)
+        x = x + positions.unsqueeze(-1) + adapter_ids.unsqueeze(-1)
         for layer_name, scale in zip(self.layer_names, self.scales, strict=True):
             x = x * scale
             output = torch.empty_like(x)
@@ -157,6 +161,7 @@ def _served(rounds: int, steps: int) -> list[dict[str, Any]]:
             "x": torch.zeros(NUM_TOKENS, HIDDEN),
             "positions": torch.zeros(NUM_TOKENS, dtype=torch.int64),
             "slot_mapping": torch.zeros(NUM_TOKENS, dtype=torch.int64),
+            "adapter_ids": torch.zeros(NUM_TOKENS, dtype=torch.int64),
         }
         caches = [torch.zeros(2, NUM_TOKENS, HIDDEN) for _ in range(LAYERS)]
         config = _config(
@@ -164,6 +169,7 @@ def _served(rounds: int, steps: int) -> list[dict[str, Any]]:
             x=f"float32[num_tokens, {HIDDEN}]",
             positions="int64[num_tokens]",
             slot_mapping="int64[num_tokens]",
+            adapter_ids="int64[num_tokens]",
         )
         prepared = prepare(
             Served(), config, backend=IdleBackend(), input_buffers=inputs if own else None
