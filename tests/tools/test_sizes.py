@@ -135,6 +135,7 @@ def test_the_command_prints_plots_and_writes_a_sizes_file(tmp_path):
     done = CliRunner().invoke(sizes_app, arguments, catch_exceptions=False)
     assert done.exit_code == 0
     assert "powers of two" in done.output
+    assert all(part in done.output for part in ("fitted on", "chosen on", "held out"))
     assert "are kept" in done.output or "the fit is taken" in done.output
     result = json.loads(figures.read_text())
     assert {"default", "fitted", "powers_of_two"} == set(result["waste"])

@@ -213,6 +213,9 @@ def render(result: dict[str, Any]) -> str:
         f"{name:<14}{count:>7}{share:>8.1%} {'#' * round(scale * share)}"
         for name, count, share in bars
     ]
+    for part, shares in result["parts"].items():
+        name = part.replace("_", " ")
+        lines += [f"{name:<21}{shares['default']:>8.1%} default {shares['fitted']:>8.1%} fitted"]
     drift = result["drift"]
     lines += [
         f"{'at ' + format(drift['rate'], 'g') + ' x the rate':<21}{drift[name]:>8.1%} {name}"
