@@ -17,6 +17,7 @@ import inspect
 import json
 import re
 import signal
+import textwrap
 import time
 import warnings
 from collections.abc import Iterator
@@ -316,11 +317,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     others = sorted({row["family"] for row in eager} - {row["family"] for row in tried})
     equal = [row for row in tried if row["outcome"].startswith("equal")]
     inductor = [f for (f, c), r in by.items() if c == "inductor" and r["outcome"] == "equal"]
+    compiled = f", {len(inductor)} of them under Inductor too" if inductor else ""
     lines = [
         f"transformers {transformers.__version__}, torch {torch.__version__}, "
-        f"{datetime.date.today().isoformat()}: {len(tried)} families, {len(equal)} equal, "
-        f"{len(inductor)} of them also under Inductor, where that was tried. "
-        f"Without a small configuration here: {', '.join(others)}.",
+        f"{datetime.date.today().isoformat()}: {len(tried)} families, "
+        f"{len(equal)} equal{compiled}.",
+        "",
+        *textwrap.wrap(f"Without a small configuration here: {', '.join(others)}.", 140),
         "",
         "| family | result | largest difference | layers as mixers, or why it is refused |",
         "|---|---|---|---|",
