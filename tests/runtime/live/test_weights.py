@@ -104,6 +104,15 @@ def test_refresh_captures_again_what_reads_replaced_weights(
     assert served.prepared.refresh() == ()
 
 
+def test_swapped_tensors_are_refused_by_torch(serve: Callable[..., Any]) -> None:
+    """Graphs hold weak references to what they read, and torch swaps no tensor that has one."""
+    served = captured(serve)
+    weight = served.model.layers[1].weight
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(weight, nn.Parameter(weight + 1, requires_grad=False))
+    served.step(3)
+
+
 def test_refresh_captures_again_only_what_is_stale(serve: Callable[..., Any]) -> None:
     served = serve()
     first, second = torch.zeros(4), torch.zeros(4)
