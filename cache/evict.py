@@ -54,13 +54,14 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """An entry with its seconds since the last use."""
+    """An entry with its seconds since the last use, and whether all its blobs are there."""
 
     name: str
     idle: float
     size: int
     blobs: frozenset[BlobRef]
     pinned: bool
+    whole: bool
 
 
 def pin(root: Path, kind: str, key_digest: str) -> None:
@@ -107,7 +108,9 @@ def _stored(root: Path) -> Iterator[_Stored]:
         with contextlib.suppress(FileNotFoundError):
             size, idle = (root / name).lstat().st_size, _idle(root / name)
             pinned = (root / note_name(PIN_AREA, kind, digest)).exists()
-            yield _Stored(name, idle, size, _blobs(root / name), pinned)
+            blobs = _blobs(root / name)
+            whole = all((root / blob_name(ref.sha256)).exists() for ref in blobs)
+            yield _Stored(name, idle, size, blobs, pinned, whole)
 
 
 def _blobs(path: Path) -> frozenset[BlobRef]:
@@ -124,7 +127,8 @@ def _blobs(path: Path) -> frozenset[BlobRef]:
 def _divided(entries: Iterable[_Stored], limits: Limits) -> tuple[list[_Stored], list[_Stored]]:
     """Of entries, most recently used first, those to keep and those to remove.
 
-    A shared blob counts once.
+    A shared blob counts once. An entry that lost a blob is of no use, pinned or not; one that is
+    just being published may lack a blob for a moment.
     """
     kept: list[_Stored] = []
     removed: list[_Stored] = []
@@ -132,8 +136,9 @@ def _divided(entries: Iterable[_Stored], limits: Limits) -> tuple[list[_Stored],
     total = 0
     for entry in sorted(entries, key=lambda entry: not entry.pinned):
         size = entry.size + sum(ref.size for ref in entry.blobs - blobs)
-        keep = entry.pinned or entry.idle < limits.grace
-        if keep or (total + size <= limits.size and entry.idle < limits.age):
+        keep = entry.idle < limits.grace or (entry.pinned and entry.whole)
+        fits = entry.whole and total + size <= limits.size and entry.idle < limits.age
+        if keep or fits:
             total += size
             blobs |= entry.blobs
             kept.append(entry)

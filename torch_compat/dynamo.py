@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,6 +80,16 @@ class GuardFact:
     """file:line of the user's code that made Dynamo add it."""
 
 
+@dataclass(frozen=True)
+class FoldedCall:
+    """A call of a function that reads the state of the process, such as the rank."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    where: str | None
+    """file:line of the user's code."""
+
+
 @dataclass
 class Inlined:
     """The functions that a trace ran through, and the environment variables that they read."""
@@ -89,6 +99,8 @@ class Inlined:
     variables: set[str] = field(default_factory=set)
     unnamed_variables: set[str | None] = field(default_factory=set)
     """file:line of each read of a variable whose name is not constant."""
+    results: list[FoldedCall] = field(default_factory=list)
+    """Calls that Dynamo made while tracing, whose results it took as constant without a guard."""
 
 
 @contextmanager
@@ -195,6 +207,8 @@ def _inlined_calls() -> Iterator[Inlined]:
     Dynamo's own list lacks functions that raised an exception which their caller handled.
     """
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+    from torch._dynamo.variables.functions import PolyfilledFunctionVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
     from torch._guards import TracingContext
 
     inlined = Inlined()
@@ -213,7 +227,25 @@ def _inlined_calls() -> Iterator[Inlined]:
                 inlined.unnamed_variables.add(_line(TracingContext.extract_stack()))
         return original(cls, parent, func, args, *rest, **kwargs)
 
-    with replaced(InliningInstructionTranslator, "inline_call", classmethod(inline_call)):
+    def watched(folding: Any, function_of: str) -> Any:
+        original_call = folding.call_function
+
+        def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            function = getattr(self, function_of)
+            if self.can_constant_fold_through() and _reads_state(function):
+                given = _constants([*args, *kwargs.values()])
+                if given is not None:
+                    where = _line(TracingContext.extract_stack())
+                    inlined.results.append(FoldedCall(function, given, where))
+            return original_call(self, tx, args, kwargs)
+
+        return replaced(folding, "call_function", call_function)
+
+    with (
+        replaced(InliningInstructionTranslator, "inline_call", classmethod(inline_call)),
+        watched(TorchInGraphFunctionVariable, "value"),
+        watched(PolyfilledFunctionVariable, "fn"),
+    ):
         yield inlined
 
 
@@ -265,6 +297,40 @@ def _is_now(variable: Any, attribute: str, value: Any) -> bool:
         return bool(value.as_python_constant() is now)
     except Exception:  # not a constant, or not an object of its own
         return False
+
+
+_BY_ARGUMENTS = "decided by the arguments, and by the device, which is a factor of the key"
+_IN_KEY = "a factor of the key"
+STATELESS: Mapping[str, str] = {
+    **dict.fromkeys(
+        [
+            *("is_complex", "is_floating_point", "promote_types", "get_enum", "_assert", "intern"),
+            *("get_device_properties", "_get_device_index"),
+        ],
+        _BY_ARGUMENTS,
+    ),
+    **dict.fromkeys(
+        [
+            *("is_autocast_enabled", "is_autocast_cpu_enabled", "_is_any_autocast_enabled"),
+            *("get_autocast_dtype", "get_autocast_gpu_dtype", "get_default_dtype"),
+        ],
+        _IN_KEY,
+    ),
+}
+"""Functions that Dynamo calls while tracing whose results need no condition, each with a reason."""
+
+
+def _reads_state(function: Any) -> bool:
+    """Whether a function that Dynamo calls while tracing depends on more than its arguments."""
+    home = str(getattr(function, "__module__", None) or "torch").partition(".")[0]
+    return home in ("torch", "sys") and function.__name__ not in STATELESS
+
+
+def _constants(variables: Any) -> tuple[Any, ...] | None:
+    try:
+        return tuple(each.as_python_constant() for each in variables)
+    except Exception:  # not a constant: Dynamo does not call the function
+        return None
 
 
 def _variable_name(args: Any) -> str | None:

@@ -165,9 +165,10 @@ def global_state() -> dict[str, str]:
     """
     state = {name: _read(getter) for name, getter in _GETTERS.items()}
     state |= {name: _read(lambda name=name: _flag(name)) for name in _FLAGS}  # type: ignore[misc]
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            state[f"autocast.{device}"] = str(torch.get_autocast_dtype(device))
+    for device, default in (("cpu", torch.bfloat16), ("cuda", torch.float16)):
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        if enabled or dtype is not default:
+            state[f"autocast.{device}"] = f"{dtype}" if enabled else f"off, {dtype}"
     if (shapes := sys.modules.get("torch.fx.experimental._config")) is not None:
         state["use_duck_shape"] = str(getattr(shapes, "use_duck_shape", None))
     unset = {"none", "ieee"}  # full precision of a product, by default or as stated

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import abc
 import collections
+import collections.abc
 import enum
 import functools
 import hashlib
 import importlib
 import logging
+import numbers
 import re
 import secrets
 import sys
@@ -109,8 +111,25 @@ def class_text(cls: type) -> str:
     }
     registered = (each() for each in _ABC._get_dump(cls)[0]) if isinstance(cls, abc.ABCMeta) else ()
     virtual = sorted(f"{class_name(each)} as one" for each in registered if each is not None)
+    virtual += sorted(f"registered as {class_name(each)}" for each in _registered_as(cls))
     shown = ", ".join(bases + sorted(operators - _SILENT) + virtual)
     return f"{class_name(cls)}({shown})" if shown else class_name(cls)
+
+
+def _registered_as(cls: type) -> Iterator[type]:
+    """Abstract classes of the standard library that `cls` or a base of it was registered with.
+
+    Not those that it inherits from, or fits by its methods.
+    """
+    for module in (collections.abc, numbers):
+        for name in module.__all__:
+            each: Any = getattr(module, name)
+            if (
+                each not in cls.__mro__
+                and issubclass(cls, each)
+                and each.__subclasshook__(cls) is not True
+            ):
+                yield each
 
 
 def unwrapped(member: Any) -> Any:
@@ -301,6 +320,9 @@ def _torch_text(value: Any) -> str | None:
         return tensor_text(value)
     if _is_module(value):
         return f"a {class_name(kind)}"
+    if kind.__name__ == "ProcessGroup":
+        ranks = sys.modules["torch.distributed"].get_process_group_ranks(value)
+        return f"ProcessGroup {value.group_name} {value.name()} rank {value.rank()} of {ranks}"
     if kind.__name__ in ("OpOverload", "OpOverloadPacket", "Library"):
         return f"{kind.__name__} {getattr(value, 'ns', value)}"
     return None

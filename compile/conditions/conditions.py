@@ -134,6 +134,16 @@ def _added(value: Any, names: Sequence[str]) -> str:
     return stable_text(found)
 
 
+def _result(function: Any, arguments: Sequence[Any]) -> str:
+    """What a function that reads the state of the process returns; only for those of torch."""
+    try:
+        return stable_text(function(*arguments))
+    except Undescribable:
+        raise
+    except Exception as error:  # no process group, …
+        return f"raises {type(error).__name__}"
+
+
 _OBSERVERS: dict[str, Callable[[Any, Any], str]] = {
     "value": lambda value, _: stable_text(value),
     "type": lambda value, _: class_text(type(value)),
@@ -145,6 +155,7 @@ _OBSERVERS: dict[str, Callable[[Any, Any], str]] = {
     "hooks": lambda value, _: f"{sum(len(getattr(value, name, ())) for name in HOOKS)} hooks",
     "code": _code,
     "added": _added,
+    "result": _result,
     "exists": lambda value, _: str(value is not None),
 }
 
@@ -231,8 +242,8 @@ def changes(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[Change]
             nodes, number, root_value(root, model), path, identities
         ):
             name = spelled(root, steps, model)
-            shown = f" {kind}" if kind in ("type", "length", "keys", "added") else ""
-            asked = argument is not None and kind != "added"
+            shown = f" {kind}" if kind in ("type", "length", "keys", "added", "result") else ""
+            asked = argument is not None and kind not in ("added", "result")
             about = f" {kind} {key_of(argument)!r}" if asked else ""
             yield Change(f"{name}{about}{shown}", old, new)
     for one, other in data["same"]:
@@ -255,12 +266,22 @@ def number_of_conditions(data: Mapping[str, Any]) -> int:
 
 
 class _Identities:
-    """Numbers objects by the order in which they are first found."""
+    """Numbers objects by the order in which they are first found; texts of their classes."""
 
     def __init__(self, recorded: Sequence[int]) -> None:
         self._recorded = recorded
         self._numbers: dict[int, tuple[int, Any]] = {}  # kept alive so that ids are not reused
+        self._classes: dict[type, str] = {}
         self.found: list[int] = []
+
+    def observed(self, kind: str, argument: Any, value: Any) -> str:
+        """As `observed`; a class is described once."""
+        if kind != "type" or value is MISSING:
+            return observed(kind, argument, value)
+        cls = type(value)
+        if cls not in self._classes:
+            self._classes[cls] = class_text(cls)
+        return self._classes[cls]
 
     def is_as_recorded(self, value: Any) -> bool:
         number, _ = self._numbers.setdefault(id(value), (len(self._numbers), value))
@@ -280,7 +301,7 @@ def _below(
                 yield list(path), [kind, argument, "the object it was"], "another"
             continue
         try:
-            new = observed(kind, argument, value)
+            new = identities.observed(kind, argument, value)
         except Undescribable as error:
             new = f"undescribable: {error}"
         except Exception as error:  # the user's `__len__`, `__contains__`, … may raise anything

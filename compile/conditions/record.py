@@ -71,6 +71,7 @@ def record_conditions(model: torch.nn.Module, captured: Captured, locator: Locat
     trace.add_guards()
     trace.add_code()
     trace.add_variables()
+    trace.add_results()
     return Conditions(trace.recorder.data(), tuple(dict.fromkeys(trace.obstacles)))
 
 
@@ -97,6 +98,10 @@ class _TraceConditions:
                     self.obstacles.append(f"{error}{where}")
 
     def _add_guard(self, guard: GuardFact) -> None:
+        if guard.expression.endswith("()"):
+            called = self.locator.locate(guard.expression.removesuffix("()")).value
+            if any(called is call.function for call in self.captured.inlined.results):
+                return
         located = self.locator.locate(guard.expression)
         if located.root is None:
             return
@@ -269,6 +274,34 @@ class _TraceConditions:
             self.recorder.variable(name)
         for where in self.captured.inlined.unnamed_variables:
             self.obstacles.append(f"an environment variable whose name is not constant ({where})")
+
+    def add_results(self) -> None:
+        """Conditions on what functions returned that Dynamo called while tracing.
+
+        An object among the arguments, such as a process group, has a condition of its own.
+        """
+        objects = {id(each.value) for each in self.locator.found.values()}
+        for call in self.captured.inlined.results:
+            others = [each for each in call.arguments if not isinstance(each, _PLAIN)]
+            if others and all(id(each) in objects for each in others):
+                continue
+            found = _place_of_function(call.function)
+            if others or found is None or found.root is None:
+                name = call.function.__name__
+                self.obstacles.append(f"the result of {name} cannot be located ({call.where})")
+            else:
+                self._try(found.root, found.steps, "result", list(call.arguments))
+
+
+_PLAIN = (bool, int, str, types.NoneType)
+
+
+def _place_of_function(function: Any) -> Located | None:
+    for module in (function.__module__, "torch", "torch._C"):
+        found = module_place(str(module), function.__name__)
+        if found is not None and found.value is function:
+            return found
+    return None
 
 
 def _result_is_kept(function: types.FunctionType) -> bool:

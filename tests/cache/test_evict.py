@@ -71,6 +71,19 @@ def test_age_limit(filled: Cache, root: Path, events: Events) -> None:
     assert left(root) == [0, 1, 2, 3, 4]
 
 
+def test_an_entry_that_lost_a_blob_is_removed_unless_it_is_being_published(
+    filled: Cache, root: Path, events: Events
+) -> None:
+    for number in (0, 3, 4):
+        found = filled.lookup("artifact", numbered(number))
+        assert isinstance(found, Entry)
+        filled.path(found, "own").unlink()
+        set_idle(root, number, number * 3600)
+    pin(root, "artifact", numbered(4).digest)
+    evict(root, Limits(), events)
+    assert left(root) == [0, 1, 2, 5, 6, 7, 8, 9]
+
+
 def test_pinned_entries_stay(filled: Cache, root: Path, events: Events) -> None:
     pin(root, "artifact", numbered(8).digest)
     pin(root, "artifact", numbered(8).digest)

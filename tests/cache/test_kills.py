@@ -126,9 +126,9 @@ def test_random_kills_leave_nothing_beyond_the_limits(
     cache = Cache(memory_root, Events(), limits=LIMITS)
     assert list((memory_root / "tmp").iterdir()) == []
     assert list(temporary.iterdir()) == []
+    cache.publish("artifact", numbered(ENTRIES), {}, contents(ENTRIES))
     operations.export()
     assert sorted(path.name for path in exports.iterdir()) == ["all.bundle", "given.bundle"]
-    cache.publish("artifact", numbered(ENTRIES), {}, contents(ENTRIES))
     files = [path for path in memory_root.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= LIMITS.size * (1 + 1 / 16)
     damaged = {finding.name for finding in verify(memory_root) if finding.status & Status.CORRUPT}

@@ -5,12 +5,35 @@ from __future__ import annotations
 import pytest
 
 from piecegraph.tools.bench import find
+from piecegraph.tools.cli.app import main
 from piecegraph.tools.cli.bench_commands import COMPARISONS
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_each_comparison_of_the_command_line_exists(name):
     assert callable(find(name).run)
+
+
+def test_only_the_wanted_ways_to_start_are_measured_with_what_fills_their_caches(monkeypatch):
+    prepare = find("prepare")
+    started = []
+
+    def start(way, layers, *_):
+        started.append((way, layers))
+        return dict.fromkeys(prepare.MEASURED) | {"ready": 1.0 + layers}
+
+    monkeypatch.setattr(prepare, "_start", start)
+    monkeypatch.setattr(prepare, "_warm_up_toolchain", lambda: None)
+    result = prepare.run(True, ["warm_ahead"])
+    assert started == [(way, n) for n in (4, 32) for way in ("cold", "ahead", "warm_ahead")]
+    assert result["ratios"] == {"warm_ahead_over_cold": 1.0, "ahead_over_cold": 1.0}
+    result = prepare.run(True, ["cold", "compile_cold"])
+    assert result["ratios"].keys() == {"cold_over_torch_compile", "slope_over_torch_compile"}
+
+
+def test_an_unknown_way_to_start_names_those_there_are(capsys):
+    assert main(["bench", "prepare", "--ways", "colt"]) == 2
+    assert "one of served, cold, warm" in capsys.readouterr().err
 
 
 @pytest.mark.compile

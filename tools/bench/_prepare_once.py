@@ -95,8 +95,11 @@ def _piecegraph(
     hits = [event.facts for event in events.named("bundle") if event.facts["hit"]]
     if not hits:
         return phases, {}
-    milliseconds = 1000 * phases["bundle.conditions"]
-    return phases, {"conditions_ms": milliseconds, "num_conditions": hits[0]["conditions"]}
+    return phases, {
+        "conditions_ms": 1000 * phases["bundle.conditions"],
+        "num_conditions": hits[0]["conditions"],
+        "compiler_imported": not {"torch._dynamo", "torch._inductor"}.isdisjoint(sys.modules),
+    }
 
 
 def _served(model: Any, config: Any, began: float) -> tuple[dict[str, float], dict[str, Any]]:

@@ -1,10 +1,10 @@
 """How long does a start take, cold and warm, and how does it grow with layers?
 
-Each start runs in its own process. `cold` has an empty cache, `served` too, and serves the model
-uncompiled while a child process compiles it; `warm` loads Inductor's artifacts, `ahead` builds
-AOTInductor libraries, `warm_ahead` loads them. They are compared with
-`torch.compile(fullgraph=True, dynamic=True)` of the same model, first with its own empty cache,
-then with that cache filled.
+Each start runs in its own process, and of warm starts the median of three is reported. `cold` has
+an empty cache, `served` too, and serves the model uncompiled while a child process compiles it;
+`warm` loads Inductor's artifacts, `ahead` builds AOTInductor libraries, `warm_ahead` loads them.
+They are compared with `torch.compile(fullgraph=True, dynamic=True)` of the same model, first with
+its own empty cache, then with that cache filled. `hugging_face` is `warm_ahead` of a Llama.
 Times are from a built model until it can serve; `import torch` is not in them.
 """
 
@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,39 +33,71 @@ PHASES = {
 }
 """Columns, and the spans they sum, in seconds; None where a start has no such phase."""
 
-MEASURED = ("conditions_ms", "num_conditions", "switch", "pause_ms", "uncompiled_over_eager")
+MEASURED = (
+    *("conditions_ms", "num_conditions", "compiler_imported"),
+    *("switch", "pause_ms", "uncompiled_over_eager"),
+)
 """What only some starts measure."""
 
+COLUMNS = [
+    *("way", "layers", "ready", "trace", "compile", "load", "libraries"),
+    *("conditions_ms", "num_conditions", "switch"),
+]
 
-def run(quick: bool) -> dict[str, Any]:
-    """`ratios` compare medians at the largest depth; `slope_…` growth per layer over the depths.
+WAYS = {
+    "served": "",
+    "cold": "",
+    "warm": "cold",
+    "ahead": "cold",
+    "warm_ahead": "ahead",
+    "compile_cold": "",
+    "compile_warm": "compile_cold",
+    "hugging_face": "",
+}
+"""The ways to start, in this order, and the way that fills the cache of each."""
 
-    Rows of warm starts say how long the conditions of the bundle are checked, and how many there
-    are; the last is of a Llama.
+STARTED_AS = {
+    "served": "served",
+    "ahead": "ahead",
+    "compile_cold": "torch.compile",
+    "compile_warm": "torch.compile",
+}
+RATIOS = {
+    "served_ready_over_cold": ("served", "cold"),
+    "cold_over_torch_compile": ("cold", "compile_cold"),
+    "warm_over_cold": ("warm", "cold"),
+    "warm_ahead_over_cold": ("warm_ahead", "cold"),
+    "ahead_over_cold": ("ahead", "cold"),
+}
+HUGGING_FACE_LAYERS = 80
+
+
+def run(quick: bool, ways: Collection[str] = tuple(WAYS)) -> dict[str, Any]:
+    """`ratios` compare `ready` at 32 layers; `slope_…` its growth per layer over the depths.
+
+    Rows of warm starts say how long the conditions of the bundle are checked, how many there are,
+    and whether the start imported Dynamo or Inductor.
     """
+    ways = {*ways, *(WAYS[way] for way in ways), *(WAYS[WAYS[way]] for way in ways if WAYS[way])}
     layers = (4, 32) if quick else (4, 16, 32, 80)
     _warm_up_toolchain()
-    rows = [row for depth in layers for row in _rows(depth)]
+    rows = [row for depth in layers for row in _rows(depth, ways)]
     seconds = {(row["way"], row["layers"]): row["ready"] for row in rows}
-    first, last = layers[0], layers[-1]
-
-    def slope(way: str) -> float:
-        return float(seconds[way, last] - seconds[way, first]) / (last - first)
-
-    most = 32 if 32 in layers else last
+    ratios = {
+        name: seconds[over, 32] / seconds[under, 32]
+        for name, (over, under) in RATIOS.items()
+        if {over, under} <= ways
+    }
+    if {"cold", "compile_cold"} <= ways:
+        first, last = layers[0], layers[-1]
+        growth = [seconds[way, last] - seconds[way, first] for way in ("cold", "compile_cold")]
+        ratios["slope_over_torch_compile"] = growth[0] / growth[1]
     return {
-        "ratios": {
-            "served_ready_over_cold": seconds["served", most] / seconds["cold", most],
-            "cold_over_torch_compile": seconds["cold", most] / seconds["compile_cold", most],
-            "slope_over_torch_compile": slope("cold") / slope("compile_cold"),
-            "warm_over_cold": seconds["warm", most] / seconds["cold", most],
-            "warm_ahead_over_cold": seconds["warm_ahead", most] / seconds["cold", most],
-            "ahead_over_cold": seconds["ahead", most] / seconds["cold", most],
-        },
+        "ratios": ratios,
         "machine": origin()["machine"],
-        "layers": most,
-        "columns": ["way", "layers", "ready", "trace", "compile", "load", "libraries", "switch"],
-        "rows": rows + _hugging_face(8 if quick else 80),
+        "layers": 32,
+        "columns": COLUMNS,
+        "rows": rows + (_hugging_face() if "hugging_face" in ways else []),
     }
 
 
@@ -92,40 +125,44 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def _rows(layers: int) -> list[dict[str, Any]]:
+def _rows(layers: int, ways: Collection[str]) -> list[dict[str, Any]]:
+    """One row for each of `ways`, in the order of WAYS, since one fills the cache of the next."""
     with tempfile.TemporaryDirectory(prefix="piecegraph-bench-") as folder:
-        ours, theirs = Path(folder) / "ours", Path(folder) / "theirs"
-        starts = {
-            "served": _start("served", layers, Path(folder) / "served", theirs / "unused"),
-            "cold": _start("piecegraph", layers, ours, theirs / "unused"),
-            "warm": _start("piecegraph", layers, ours, theirs / "unused"),
-            "ahead": _start("ahead", layers, ours, theirs / "unused"),
-            "warm_ahead": _start("piecegraph", layers, ours, theirs / "unused"),
-            "compile_cold": _start("torch.compile", layers, ours, theirs / "plain"),
-            "compile_warm": _start("torch.compile", layers, ours, theirs / "plain"),
-        }
-    return [{"way": way, "layers": layers, **start} for way, start in starts.items()]
+        ours, served = Path(folder) / "ours", Path(folder) / "served"
+        return [
+            {"way": way, "layers": layers}
+            | _start(way, layers, served if way == "served" else ours, Path(folder) / "inductor")
+            for way in WAYS
+            if way in ways and way != "hugging_face"
+        ]
 
 
-def _hugging_face(layers: int) -> list[dict[str, Any]]:
-    """A Llama, if transformers is installed: how long its conditions are checked."""
+def _hugging_face() -> list[dict[str, Any]]:
+    """A Llama, if transformers is installed."""
     if importlib.util.find_spec("transformers") is None:
         return []
+    layers = HUGGING_FACE_LAYERS
     with tempfile.TemporaryDirectory(prefix="piecegraph-bench-") as folder:
-        ours, theirs = Path(folder) / "ours", Path(folder) / "unused"
-        _start("ahead", layers, ours, theirs, "hugging_face")
-        warm = _start("piecegraph", layers, ours, theirs, "hugging_face")
+        places = Path(folder) / "ours", Path(folder) / "inductor"
+        _start("ahead", layers, *places, "hugging_face")
+        warm = _start("warm_ahead", layers, *places, "hugging_face")
     return [{"way": "hugging_face", "layers": layers, **warm}]
 
 
 def _start(
     way: str, layers: int, ours: Path, theirs: Path, model: str = "reference"
 ) -> dict[str, Any]:
+    """What a start took; of three warm ones the median."""
     theirs.mkdir(parents=True, exist_ok=True)
-    program = [sys.executable, "-m", f"{__package__}._prepare_once", way, str(layers), str(ours)]
-    command = ["env", f"TORCHINDUCTOR_CACHE_DIR={theirs}", *program, model]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    start: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    started_as = STARTED_AS.get(way, "piecegraph")
+    module = f"{__package__}._prepare_once"
+    program = [sys.executable, "-m", module, started_as, str(layers), str(ours), model]
+    command = ["env", f"TORCHINDUCTOR_CACHE_DIR={theirs}", *program]
+    starts: list[dict[str, Any]] = []
+    for _ in range(3 if "warm" in way else 1):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        starts.append(json.loads(done.stdout.splitlines()[-1]))
+    start = sorted(starts, key=lambda each: float(each["ready"]))[len(starts) // 2]
     phases = start.pop("phases")
     columns = {name: phases.get(span) for name, span in PHASES.items()}
     return {**dict.fromkeys(MEASURED), **start, **columns}
@@ -134,5 +171,5 @@ def _start(
 def _warm_up_toolchain() -> None:
     """Build what torch builds once per machine (precompiled headers), before anything is timed."""
     with tempfile.TemporaryDirectory(prefix="piecegraph-bench-") as folder:
-        for way in ("piecegraph", "torch.compile"):
+        for way in ("cold", "compile_cold"):
             _start(way, 1, Path(folder) / way, Path(folder) / "inductor")

@@ -60,34 +60,57 @@ def _benchmarks() -> Iterator[None]:
         raise BenchmarksMissing from error
 
 
+QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repetitions.")]
+
+
+def _compare(
+    name: str, quick: bool, plot: Path | None, json_path: Path | None, **chosen: Any
+) -> int:
+    with _benchmarks():
+        from ..bench import find, plotter
+    to_json, to_plot = outputs(
+        {"--json": json_path, "--plot": plot}, stdout=("--json",), plots=("--plot",)
+    )
+    benchmark = find(name)
+    draw = plotter(benchmark, to_plot.path) if to_plot else None
+    result = benchmark.run(quick, **chosen)
+    from ..report.sections import as_terminal, benchmark_section
+
+    console_beside(to_json).print(*as_terminal(benchmark_section(name, result)), sep="\n")
+    write_json(to_json, result)
+    if to_plot and draw:
+        with to_plot.writing():
+            draw(result)
+    return 0
+
+
 def _comparison(name: str) -> Any:
     def run(
-        quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions.")] = False,
-        plot: PlotOption = None,
-        json_path: JsonOption = None,
+        quick: QuickOption = False, plot: PlotOption = None, json_path: JsonOption = None
     ) -> int:
-        with _benchmarks():
-            from ..bench import find, plotter
-        to_json, to_plot = outputs(
-            {"--json": json_path, "--plot": plot}, stdout=("--json",), plots=("--plot",)
-        )
-        benchmark = find(name)
-        draw = plotter(benchmark, to_plot.path) if to_plot else None
-        result = benchmark.run(quick)
-        from ..report.sections import as_terminal, benchmark_section
-
-        console_beside(to_json).print(*as_terminal(benchmark_section(name, result)), sep="\n")
-        write_json(to_json, result)
-        if to_plot and draw:
-            with to_plot.writing():
-                draw(result)
-        return 0
+        return _compare(name, quick, plot, json_path)
 
     return run
 
 
+def _starts(
+    quick: QuickOption = False,
+    ways: Annotated[
+        str | None, typer.Option(help="Ways to start, such as cold,warm_ahead; all by default.")
+    ] = None,
+    plot: PlotOption = None,
+    json_path: JsonOption = None,
+) -> int:
+    with _benchmarks():
+        from ..bench.prepare import WAYS
+    chosen = [choice("--ways", way, tuple(WAYS)) for way in ways.split(",")] if ways else [*WAYS]
+    return _compare("prepare", quick, plot, json_path, ways=chosen)
+
+
 for _name, _help in COMPARISONS.items():
-    bench_app.command(_name, help=f"{_help} Two ways, compared within one run.")(_comparison(_name))
+    bench_app.command(_name, help=f"{_help} Two ways, compared within one run.")(
+        _starts if _name == "prepare" else _comparison(_name)
+    )
 
 
 @bench_app.command("serve")

@@ -163,6 +163,19 @@ class Options:
 <<pass|Base.register(Options)>>
 """,
     ),
+    "registered_with_a_standard_class": holding(
+        "options",
+        "Options()",
+        "x * 2 if isinstance(self.options, collections.abc.Sequence) else x",
+        """
+import collections.abc
+class Base:
+    pass
+class Options(Base):
+    pass
+<<pass|collections.abc.MutableSequence.register(Base)>>
+""",
+    ),
     "property_added_to_a_class": holding(
         "options",
         "Options()",

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from .model import of_result, under
 
+RANKS = """
+import torch.distributed as DIST
+from torch.testing._internal.distributed.fake_pg import FakeStore
+"""
+
+
+def with_ranks(ranks: str, result: str, made: str = "") -> str:
+    """A model of one rank, without the others."""
+    start = f"DIST.init_process_group('fake', {ranks}, store=FakeStore())"
+    return under(start, result, "DIST.destroy_process_group()", RANKS, made)
+
+
 CASES = {
     "forward_of_torch_class_patched": """
 class Model(nn.Module):
@@ -288,5 +300,42 @@ def wrapped(gain):
         return ORIGINAL(self) * gain
     return relu
 """,
+    ),
+    "rank": with_ranks("rank=<<0|1>>, world_size=4", "x * (1 + DIST.get_rank())"),
+    "number_of_ranks": with_ranks("rank=0, world_size=<<2|4>>", "x * DIST.get_world_size()"),
+    "rank_in_a_group": with_ranks(
+        "rank=<<0|1>>, world_size=4",
+        "x * (1 + DIST.get_rank(self.group))",
+        made="self.group = DIST.group.WORLD",
+    ),
+    "method_of_a_group": with_ranks(
+        "rank=0, world_size=<<2|4>>", "x * self.group.size()", made="self.group = DIST.group.WORLD"
+    ),
+    "coordinate_in_a_mesh": with_ranks(
+        "rank=<<0|1>>, world_size=4",
+        "x * (1 + self.mesh.get_local_rank())",
+        made="self.mesh = DIST.device_mesh.init_device_mesh('cpu', (4,))",
+    ),
+    "ranks_started": under(
+        "<<pass|DIST.init_process_group('fake', rank=0, world_size=4, store=FakeStore())>>",
+        "x * 2 if DIST.is_initialized() else x",
+        "DIST.is_initialized() and DIST.destroy_process_group()",
+        RANKS,
+    ),
+    "recursion_limit": under(
+        "sys.setrecursionlimit(<<5000|6000>>)",
+        "x * sys.getrecursionlimit()",
+        "sys.setrecursionlimit(1000)",
+        "import sys\n",
+    ),
+    "dtype_of_autocast": under(
+        "torch.set_autocast_dtype('cpu', torch.<<bfloat16|float16>>)",
+        "x * 2 if torch.get_autocast_dtype('cpu') is torch.float16 else x",
+        "torch.set_autocast_dtype('cpu', torch.bfloat16)",
+    ),
+    "setting_that_dynamo_guards": under(
+        "torch.__future__.set_overwrite_module_params_on_conversion(<<True|False>>)",
+        "x * 2 if torch.__future__.get_overwrite_module_params_on_conversion() else x",
+        "torch.__future__.set_overwrite_module_params_on_conversion(False)",
     ),
 }
