@@ -114,7 +114,7 @@ def adapt(model: PreTrainedModel, example: Mapping[str, Tensor] | None = None) -
 
 
 def _begin(model: PreTrainedModel) -> None:
-    if model.config.is_encoder_decoder:
+    if model.config.is_encoder_decoder and model.get_encoder() is not model:
         advice = "Adapt its encoder: model.get_encoder()."
         raise _refusal(model, "its decoder attends to another sequence", advice)
     model.eval().requires_grad_(False)
