@@ -1,5 +1,7 @@
-"""The Python samples of a page form one program, which runs. README's are tested in tests/tools."""
+"""The Python samples run: those of a page of docs/ as one program, those of README.md each."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +11,8 @@ import pytest
 
 import piecegraph as pg
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(pg.__file__).parent
+DOCS = ROOT / "docs"
 PAGES = [
     "bisect.md",
     "check.md",
@@ -20,17 +23,46 @@ PAGES = [
 ]
 
 
+def samples(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def run():
+    """`run(script, **variables)`: the output of a program, which must succeed."""
+    command = [sys.executable, Path(__file__).with_name("run_programs.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as forking:
+
+        def run(script, **variables):
+            output = script.with_suffix(".output")
+            request = [str(script), str(output), {**os.environ, **variables}]
+            print(json.dumps(request), file=forking.stdin, flush=True)
+            status = forking.stdout.readline()
+            assert status == "0\n", output.read_text()
+            return output.read_text()
+
+        yield run
+        forking.stdin.close()
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("name", PAGES)
-def test_the_samples_of_a_page_run(name, tmp_path):
-    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / name).read_text(), re.DOTALL | re.M)
+def test_the_samples_of_a_page_run(run, name, tmp_path):
+    blocks = samples(DOCS / name)
     assert blocks
     script = tmp_path / "page.py"
     script.write_text("\n\n".join(blocks))
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
+    run(script)
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.parametrize("example", samples(ROOT / "README.md"))
+def test_an_example_of_the_readme_runs(run, example, tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    assert "tensor(" in run(script, XDG_CACHE_HOME=str(tmp_path), HOME=str(tmp_path))
 
 
 def test_every_method_of_a_prepared_model_is_described():

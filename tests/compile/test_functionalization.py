@@ -235,7 +235,7 @@ def test_results_are_those_of_eager(compiled, function):
         torch.testing.assert_close(made(x), function(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("on", [pytest.param(False, marks=pytest.mark.heavy), True])
 def test_generated_code_has_a_copy_less(compiled, on):
     made, sources = run_and_get_code(
         compiled,

@@ -44,7 +44,6 @@ pytestmark = [
 
 SAMPLE = (
     "llama",
-    "qwen3_moe",
     "gemma3_text",
     "lfm2",  # a convolution
     "mamba2",  # no attention
@@ -52,10 +51,18 @@ SAMPLE = (
     "convbert",  # a convolution inside of such attention
     "biogpt",  # makes a padding mask of ones
     "llama4_text",  # chunks of 8 tokens in one layer
-    "phimoe",  # a window of 8 tokens that is in the mask alone
     "gpt_oss",  # sinks
     "deepseek_v3",  # values of another width than keys
     "modernbert",  # a window on both sides
+    *(
+        pytest.param(family, marks=pytest.mark.heavy)
+        for family in (
+            "qwen3_moe",
+            "phimoe",  # a window of 8 tokens that is in the mask alone
+            "gpt2",
+            "bert",
+        )
+    ),
 )
 """Of the families in docs/models.md."""
 

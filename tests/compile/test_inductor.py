@@ -40,6 +40,7 @@ def test_equal_to_eager_at_every_size_loaded_the_next_time_and_shared_with_a_dee
         torch.testing.assert_close(deeper(x), deep(x).detach())
 
 
+@pytest.mark.heavy
 def test_artifact_without_any_pass_is_kept_too(compiled):
     settings = {"inputs": X, "compiler": "inductor", "level": 0}
     compiled(Stack(1), splitting_ops=MIX, **settings)
@@ -51,11 +52,11 @@ def test_what_inductor_itself_does_not_keep_is_served_and_not_kept(compiled):
     settings = {"inputs": X, "compiler": "inductor"}
     options = {"force_disable_caches": True}
     for _ in range(2):
-        made = compiled(Stack(1), splitting_ops=MIX, inductor_options=options, **settings)
-        assert made.events.counters["inductor_compiles"] == 2
+        made = compiled(Body(torch.sin), inductor_options=options, **settings)
+        assert made.events.counters["inductor_compiles"] == 1
         assert made.events.named("bundle.not_kept")
     x = torch.randn(7, 8)
-    torch.testing.assert_close(made(x), Stack(1)(x).detach())
+    torch.testing.assert_close(made(x), x.sin())
 
 
 class Twice(nn.Module):

@@ -159,7 +159,9 @@ def unused_mutation(x):
     return x * 2
 
 
-@pytest.mark.parametrize("body", [unused_result, unused_mutation])
+@pytest.mark.parametrize(
+    "body", [pytest.param(unused_result, marks=pytest.mark.heavy), unused_mutation]
+)
 def test_op_that_nobody_needs_is_left_out(compiled, body):
     names = ("piecegraph_test::fresh", "piecegraph_test::mix")
     model = Body(lambda x: ops.fresh(body(x), "used").sin() + ops.fresh(x, "used"))
@@ -205,9 +207,23 @@ def parts_that_are_read_late(x):
 
 
 @pytest.mark.parametrize(
-    "body", [two_parts, three_parts_before_an_op, parts_used_afterwards, parts_that_are_read_late]
+    ("body", "reorder"),
+    [
+        (three_parts_before_an_op, True),
+        (parts_that_are_read_late, True),
+        *(
+            pytest.param(body, reorder, marks=pytest.mark.heavy)
+            for body, reorder in (
+                (two_parts, True),
+                (two_parts, False),
+                (parts_used_afterwards, True),
+                (parts_used_afterwards, False),
+                (three_parts_before_an_op, False),
+                (parts_that_are_read_late, False),
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize("reorder", [True, pytest.param(False, marks=pytest.mark.heavy)])
 def test_partitions_write_parts_of_one_tensor(compiled, body, reorder):
     """Each of them allocated the whole tensor, so that all but the last part was garbage."""
     model = Body(body)

@@ -81,6 +81,7 @@ def test_sixteen_replicas_on_an_empty_directory_compile_once(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 def test_sixteen_different_models_at_once(tmp_path: Path) -> None:
     outcomes = replicas(tmp_path, [float(gain) for gain in range(PROCESSES)])
     assert [right for _, _, right in outcomes] == [True] * PROCESSES
