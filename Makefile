@@ -28,9 +28,10 @@ test-fast: $(VENV)/.dev
 heavy: $(VENV)/.dev
 	$(PYTEST) -m "heavy and not gpu"
 
-# In one process, since coverage does not follow the worker processes of the tests.
+# Of the tests of `make unit`. In parts: `make coverage PART=tests/cache` adds to what was measured before.
 coverage: $(VENV)/.dev
-	$(BIN)/coverage run -m pytest -q -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -q -m "not gpu and not heavy" $(PART)
+	$(BIN)/coverage combine --append
 	$(BIN)/coverage report --skip-covered --sort=cover
 
 # mypy sees the package through a link, since the repository root is the package.

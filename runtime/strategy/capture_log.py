@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...dispatch import Dispatcher
+from ..capture.recording import Recording
 from ..records import CaptureFailure, CaptureRecord, CaptureRefusal, Eviction, Records
 from .queue import CaptureQueue
 
@@ -16,10 +17,11 @@ class CaptureLog:
         self._queue = queue
         self._refused: set[int] = set()
 
-    def captured(self, graph_index: int, ms: float, num_bytes: int, segments: int) -> None:
+    def captured(self, graph_index: int, ms: float, num_bytes: int, recording: Recording) -> None:
+        """`ms` and `num_bytes` are the most of all ranks."""
         self._refused.discard(graph_index)
         descriptor = self._dispatcher.plan.entries[graph_index].descriptor.as_json()
-        where = self._where(graph_index)
+        where, segments = self._where(graph_index), len(recording.segments)
         self._records.add(CaptureRecord(*where, ms, num_bytes, segments, descriptor))
 
     def failed(self, graph_index: int, reason: str) -> None:

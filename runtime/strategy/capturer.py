@@ -257,7 +257,7 @@ class Capturer:
         self._changed()
         state.captured, state.bytes, state.launches = True, num_bytes, recording.operations
         self.memory.took(graph_of(self._dispatcher.plan, graph_index), num_bytes)
-        self._log.captured(graph_index, ms, num_bytes, len(recording.segments))
+        self._log.captured(graph_index, ms, num_bytes, recording)
         if self.memory.exceeded:
             self._give_up(graph_index, num_bytes)
         return state.captured
