@@ -111,7 +111,7 @@ def test_vectors_of_speculative_decoding():
         assert (decision.mode, key.num_tokens, key.num_reqs) == (mode, padded, padded_reqs)
 
 
-def test_vectors_of_the_default_ladder():
+def test_vectors_of_the_default_sizes():
     it = dispatcher("FULL_AND_PIECEWISE", default_capture_sizes(256, 8192), 256)
     assert (count(it.plan, FULL), count(it.plan, PIECEWISE)) == (35, 51)
     for reqs, tokens, query_len, mode, padded in (
@@ -441,7 +441,7 @@ def test_wanted_does_not_wait_for_the_capture():
     assert it.dispatch(batch).graph_index == larger
 
 
-def test_hot_rows_are_found_again_after_many_lanes(monkeypatch):
+def test_hot_rows_are_found_again_after_many_batch_classes(monkeypatch):
     it = dispatcher("FULL_AND_PIECEWISE", [4, 8], lora_cases=range(512))
     it.dispatch(Batch(3, 3))
     for num_loras in range(512):

@@ -43,7 +43,7 @@ def test_reference_table_interactive():
     assert sizes[:33] == (*range(1, 33), 40)
 
 
-def test_the_common_ladder_to_the_last_size():
+def test_the_common_sizes_to_the_last_one():
     wanted = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
     assert default_capture_sizes(256, 8192) == wanted
 
@@ -55,7 +55,7 @@ def test_speculative_tiers_are_added():
 
 
 @pytest.mark.parametrize(("query_len", "count", "largest"), [(3, 56, 504), (5, 51, 500)])
-def test_ladder_rounded_to_one_decode_length(query_len, count, largest):
+def test_sizes_rounded_to_one_decode_length(query_len, count, largest):
     sizes = default_capture_sizes(256, 8192, query_len=query_len, ceiling=512)
     rounded = align_sizes(sizes, query_len, limit=512)
     assert (len(rounded), rounded[-1]) == (count, largest)

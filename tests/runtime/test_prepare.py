@@ -28,13 +28,13 @@ def test_what_is_no_model_is_refused(
         make_ready(model, Config(inputs={"x": "float32[num_tokens]"}, cache=False))
 
 
-def test_inputs_must_tell_the_number_of_tokens() -> None:
+def test_inputs_must_state_the_number_of_tokens() -> None:
     with pytest.raises(InvalidSetting, match="setting inputs .* a dimension num_tokens"):
         Config(inputs={"ids": "int64[tokens]"})
 
 
 @pytest.mark.compile
-def test_an_input_that_the_model_does_not_read_tells_nothing() -> None:
+def test_an_input_that_the_model_does_not_read_states_nothing() -> None:
     inputs = {"x": "float32[4]", "unused": "int64[num_tokens]"}
     with pytest.raises(InvalidSetting, match="no input that the model reads"):
         prepare(Model(), Config(inputs=inputs, compiler="eager", cache=False))

@@ -107,12 +107,12 @@ def test_a_model_that_is_right_gives_no_finding(case):
         ({"level": 1}, ["traced graph", "split", "dedupe", "PIECEWISE"]),
     ],
 )
-def test_a_rung_is_there_only_if_something_is_new_on_it(small_config, settings, names):
+def test_a_stage_is_there_only_if_something_is_new_in_it(small_config, settings, names):
     config = small_config(**{"splitting_ops": ("faulty::attention",), **settings})
     assert [stage.name for stage in stages(config)] == names
 
 
-def test_nothing_to_climb_is_not_called_right(case):
+def test_no_stage_is_not_called_right(case):
     with pytest.raises(InvalidSetting, match="graphs are off as well"):
         bisect(case(compile=False, graph_mode="NONE"))
 
@@ -169,7 +169,7 @@ def test_a_swapped_artifact_is_found_in_the_warm_cache(case, found, monkeypatch,
     assert "remove its artifact" in line
 
 
-def test_inductors_own_cut_is_a_rung_after_that_of_pieces(case, found, monkeypatch):
+def test_partitions_of_inductor_are_a_stage_after_that_of_pieces(case, found, monkeypatch):
     """A compiler that is right on pieces, and does not cut what it is to cut."""
     eager = compiler_named("eager")
     monkeypatch.setattr(registry, "INDUCTOR", eager)
@@ -243,7 +243,7 @@ def test_a_dropped_guard_is_named_with_its_line_and_sizes(case, found):
     assert "'num_tokens': 8" in line
 
 
-def test_a_guard_that_cannot_be_proved_is_an_error_of_the_first_rung(case, found):
+def test_a_guard_that_cannot_be_proved_is_an_error_of_the_first_stage(case, found):
     finding, line = found(case(models.Branching()))
     assert finding.stage == "traced graph"
     assert "GuardUnproved" in line
@@ -280,7 +280,7 @@ def test_what_cannot_be_pickled_is_said(case, wrong_pass, tmp_path):
     assert said[-1].startswith("no script: ")
 
 
-def test_the_command_climbs_the_ladder_with_the_reference_decoder(capsys):
+def test_the_command_runs_all_stages_with_the_reference_decoder(capsys):
     from piecegraph.tools.cli.app import main
 
     small = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "2"]

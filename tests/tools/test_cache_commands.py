@@ -269,7 +269,7 @@ def test_one_entry_can_be_exported_and_pinned(root, capsys, tmp_path):
 
 @pytest.mark.compile
 @pytest.mark.heavy
-def test_why_names_the_option_that_differs_and_warm_mends_it(tmp_path, capsys):
+def test_why_names_the_option_that_differs_and_warm_stores_it(tmp_path, capsys):
     there = [*SMALL, "--cache-dir", str(tmp_path / "cache")]
     assert main(["cache", "why", *there]) == 1
     assert "absent" in capsys.readouterr().out

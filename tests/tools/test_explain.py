@@ -17,7 +17,7 @@ from piecegraph.tools.cli.run_commands import explained
 from piecegraph.tools.explain import explain, rendered
 from piecegraph.tools.explain.advice import advise
 from piecegraph.tools.explain.against import differences
-from piecegraph.tools.explain.picture import HEAD, TAIL, _lanes, _Value, picture
+from piecegraph.tools.explain.picture import HEAD, TAIL, _columns, _Value, picture
 from piecegraph.tools.serve.options import read_run_options
 
 SECTIONS = {
@@ -314,15 +314,15 @@ def test_text_in_the_picture_is_escaped():
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.lists(st.integers(1, 10), min_size=1, max_size=3)))
 )
-def test_no_two_values_share_a_lane_while_both_live(spans):
+def test_no_two_values_share_a_column_while_both_are_used(spans):
     values = [
         _Value(f"t{n}", "", start, tuple(sorted(start + length for length in lengths)))
         for n, (start, lengths) in enumerate(sorted(spans))
     ]
-    lanes = _lanes(values)
+    columns = _columns(values)
     for one in values:
         for other in values:
-            if one is not other and lanes[one] == lanes[other]:
+            if one is not other and columns[one] == columns[other]:
                 assert one.stops[-1] <= other.start or other.stops[-1] <= one.start
 
 

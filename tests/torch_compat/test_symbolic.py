@@ -14,7 +14,7 @@ from piecegraph.torch_compat import symbolic
 from piecegraph.torch_compat.tensors import fresh_fake_mode
 
 
-def test_conditions_that_hold_for_all_sizes_are_told_without_a_guard() -> None:
+def test_conditions_that_hold_for_all_sizes_are_decided_without_a_guard() -> None:
     env = fresh_fake_mode().shape_env
     rows = env.create_unbacked_symint()
     torch._check(rows >= 0)

@@ -134,8 +134,8 @@ def pieces(prepared: PreparedModel) -> list[Facts]:
 
 def guards(prepared: PreparedModel) -> list[Facts]:
     """The guards on sizes; those that came out as plain `True` say nothing."""
-    settled = prepared.compiled.plan.guards
-    return [guard.model_dump(mode="json") for guard in settled if guard.expression != "True"]
+    guards = prepared.compiled.plan.guards
+    return [guard.model_dump(mode="json") for guard in guards if guard.expression != "True"]
 
 
 def captures(prepared: PreparedModel) -> list[Facts]:

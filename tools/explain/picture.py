@@ -1,8 +1,8 @@
 """The split graph as SVG: the steps in a column, values as lines between them.
 
 A value that the next step takes goes straight down. A value that later steps take runs down a
-lane on the right, which no other value uses from its creation to its last use; its shape is
-written where the lane begins. The middle of a long chain is left out.
+column on the right, which no other value uses from its creation to its last use; its shape is
+written where the column begins. The middle of a long chain is left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 Facts = dict[str, Any]
 
 WIDTH, HEIGHT, GAP = 300, 34, 46
-LEFT, FIRST_LANE, LANE, LABELS = 20, 170, 14, 260
+LEFT, FIRST_COLUMN, COLUMN, LABELS = 20, 170, 14, 260
 HEAD, TAIL = 14, 9
 """Steps shown at the beginning and at the end of a chain that is too long to show."""
 
@@ -41,16 +41,16 @@ def picture(steps: Sequence[Facts]) -> str:
     """An `<svg>` element; its classes are styled by the page."""
     shown, left_out = _shortened(steps)
     values = _values(shown)
-    lanes = _lanes([value for value in values if value.stops[-1] > value.start + 1])
-    labels = LEFT + WIDTH + FIRST_LANE + LANE * (max(lanes.values(), default=-1) + 1)
+    columns = _columns([value for value in values if value.stops[-1] > value.start + 1])
+    labels = LEFT + WIDTH + FIRST_COLUMN + COLUMN * (max(columns.values(), default=-1) + 1)
     width, height = labels + LABELS, len(shown) * (HEIGHT + GAP)
     rows = range(len(shown))
     parts = [
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"'
         f' aria-label="Split graph: {len(steps)} steps, {left_out} of them not shown">',
         *(_straight(row, [value for value in values if value.start == row]) for row in rows),
-        *(_lane(value, lane) for value, lane in lanes.items()),
-        *(_shapes(row, [value for value in lanes if value.start == row], labels) for row in rows),
+        *(_column(value, column) for value, column in columns.items()),
+        *(_shapes(row, [value for value in columns if value.start == row], labels) for row in rows),
         *(_box(row, step) for row, step in enumerate(shown)),
         "</svg>",
     ]
@@ -109,16 +109,16 @@ def _values(steps: Sequence[Facts]) -> list[_Value]:
     ]
 
 
-def _lanes(values: Sequence[_Value]) -> dict[_Value, int]:
-    """For each value, the first lane that is free for its whole lifetime."""
+def _columns(values: Sequence[_Value]) -> dict[_Value, int]:
+    """For each value, the first column that is free for its whole lifetime."""
     busy: list[int] = []
-    lanes: dict[_Value, int] = {}
+    columns: dict[_Value, int] = {}
     for value in values:
-        free = (lane for lane, until in enumerate(busy) if until <= value.start)
-        lane = next(free, len(busy))
-        busy[lane : lane + 1] = [value.stops[-1]]
-        lanes[value] = lane
-    return lanes
+        free = (column for column, until in enumerate(busy) if until <= value.start)
+        column = next(free, len(busy))
+        busy[column : column + 1] = [value.stops[-1]]
+        columns[value] = column
+    return columns
 
 
 def _top(row: int) -> int:
@@ -153,10 +153,10 @@ def _straight(row: int, values: Sequence[_Value]) -> str:
     return line + head + "".join(labels)
 
 
-def _lane(value: _Value, lane: int) -> str:
-    """Down the lane, and back to each step further down than the next that takes the value."""
+def _column(value: _Value, column: int) -> str:
+    """Down the column, and back to each step further down than the next that takes the value."""
     x = LEFT + WIDTH
-    bend, start = x + FIRST_LANE + LANE * lane, _top(value.start) + HEIGHT - 8
+    bend, start = x + FIRST_COLUMN + COLUMN * column, _top(value.start) + HEIGHT - 8
     far = [stop for stop in value.stops if stop > value.start + 1]
     trunk = f'<path class="edge" d="M{x} {start} H{bend} V{_top(far[-1]) + 8}"/>'
     branches = "".join(
@@ -168,7 +168,7 @@ def _lane(value: _Value, lane: int) -> str:
 
 
 def _shapes(row: int, values: Sequence[_Value], x: int) -> str:
-    """The shapes of the values whose lanes begin here, from left to right."""
+    """The shapes of the values whose columns begin here, from left to right."""
     texts = [f"{value.name}: {value.shape}" for value in values]
     if len(texts) > SHAPES:
         texts = [*texts[: SHAPES - 1], f"… {len(texts) - SHAPES + 1} more"]

@@ -291,7 +291,7 @@ def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve: Callable[..
         assert all(tensor.isfinite().all() for tensor in (*inputs, *outputs))
 
 
-def test_failure_28_ops_are_told_how_many_rows_are_real(serve: Callable[..., Any]) -> None:
+def test_failure_28_ops_read_how_many_rows_are_real(serve: Callable[..., Any]) -> None:
     served = serve()
     served.prepared.capture()
     seen: list[int] = []

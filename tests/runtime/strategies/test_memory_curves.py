@@ -193,7 +193,7 @@ def test_no_plan_exceeds_the_limit(
 
 
 @pytest.mark.parametrize("limit", [400, 800, 1000, 1400])
-def test_the_room_there_is_is_used(limit: int) -> None:
+def test_all_memory_within_the_limit_is_used(limit: int) -> None:
     """As many graphs as the smallest sizes would allow, or nearly."""
     own: Curve = lambda n: 100  # noqa: E731
     working: Curve = lambda n: 8 * n  # noqa: E731

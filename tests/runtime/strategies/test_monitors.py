@@ -53,7 +53,7 @@ def late(x: Tensor) -> Tensor:
     return x * 2 + 1
 
 
-def test_a_trace_and_a_recompile_are_told_with_what_was_traced(sealed: Any) -> None:
+def test_a_trace_and_a_recompile_are_reported_with_what_was_traced(sealed: Any) -> None:
     served = sealed()
     compiled = torch.compile(late, backend="eager", dynamic=False)
     compiled(torch.ones(2))
@@ -67,7 +67,7 @@ def test_a_trace_and_a_recompile_are_told_with_what_was_traced(sealed: Any) -> N
 
 
 @pytest.mark.compile
-def test_an_inductor_compile_is_told(
+def test_an_inductor_compile_is_reported(
     sealed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing is cached there
@@ -76,7 +76,7 @@ def test_an_inductor_compile_is_told(
     assert kinds(served) == ["Dynamo trace", "Inductor compile"]
 
 
-def test_in_a_step_the_shape_is_told(sealed: Any) -> None:
+def test_in_a_step_the_shape_is_reported(sealed: Any) -> None:
     served = sealed()
     compiled = torch.compile(late, backend="eager", dynamic=False)
     stitched = served.prepared._graphs.stitched
@@ -114,14 +114,14 @@ def autotune(name: str) -> None:
 @pytest.mark.parametrize(
     "span", ["CachingAutotuner.benchmark_all_configs", "mm_template_autotuning"]
 )
-def test_autotuning_is_told(sealed: Any, span: str) -> None:
+def test_autotuning_is_reported(sealed: Any, span: str) -> None:
     served = sealed()
     autotune(span)
     autotune("something_else")
     assert kinds(served) == ["autotuning"]
 
 
-def test_a_triton_compile_is_told_and_earlier_listeners_hear_of_it(
+def test_a_triton_compile_is_reported_also_to_earlier_listeners(
     sealed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton = pytest.importorskip("triton")
@@ -141,7 +141,9 @@ def test_a_triton_compile_is_told_and_earlier_listeners_hear_of_it(
 
 
 @pytest.mark.compile
-def test_a_kernel_compiled_by_triton_is_told(sealed: Any, monkeypatch: Any, tmp_path: Any) -> None:
+def test_a_kernel_compiled_by_triton_is_reported(
+    sealed: Any, monkeypatch: Any, tmp_path: Any
+) -> None:
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -157,7 +159,7 @@ def kernel(x):  # type: ignore[no-untyped-def]
     pass
 
 
-def test_failure_6_an_unplanned_capture_is_told(sealed: Any) -> None:
+def test_failure_6_an_unplanned_capture_is_reported(sealed: Any) -> None:
     served = sealed("raise")
     events, backend = served.prepared.events, served.backend
     with pytest.raises(WorkAfterSeal, match="unplanned capture"):
@@ -247,7 +249,9 @@ class StrayGraph:
         self.begun.append((pool, capture_error_mode))
 
 
-def test_failure_6_a_stray_cuda_graph_is_told(sealed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_6_a_stray_cuda_graph_is_reported(
+    sealed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", StrayGraph)
     own, graph = StrayGraph.capture_begin, StrayGraph()
     logging, raising = sealed(), sealed("raise")

@@ -92,7 +92,7 @@ def test_failure_35_a_graph_that_one_rank_lacks_is_used_by_none(
     assert results == [["4", "1"]] * 2
 
 
-def test_failure_35_ranks_that_see_other_batches_are_told_with_the_step(
+def test_failure_35_ranks_that_see_other_batches_are_named_with_the_step(
     outcomes: Callable[[str], Outcomes],
 ) -> None:
     for outcome in outcomes("one_sees_another_batch-4-3").values():

@@ -111,7 +111,7 @@ def test_the_budget_in_milliseconds_goes_by_what_captures_took(make: Any) -> Non
     assert served.prepared.capture_idle(21) == 1
 
 
-def test_a_capture_is_foretold_by_the_nearest_size_of_its_mode() -> None:
+def test_a_capture_is_estimated_by_the_nearest_size_of_its_mode() -> None:
     costs = CaptureCosts()
     assert costs.estimate(RuntimeMode.FULL, 8) == 0
     costs.measured(RuntimeMode.PIECEWISE, 8, 99.0)
