@@ -147,6 +147,7 @@ def test_a_piece_that_is_right_by_itself_blames_no_operator(case, found, registe
     assert "compiled by itself it is right" in line
 
 
+@pytest.mark.heavy
 def test_a_swapped_artifact_is_found_in_the_warm_cache(case, found, monkeypatch, tmp_path):
     """The bundle is whole and verified, but the artifacts of two pieces have changed places."""
 
@@ -280,6 +281,7 @@ def test_what_cannot_be_pickled_is_said(case, wrong_pass, tmp_path):
     assert said[-1].startswith("no script: ")
 
 
+@pytest.mark.heavy
 def test_the_command_runs_all_stages_with_the_reference_decoder(capsys):
     from piecegraph.tools.cli.app import main
 

@@ -23,6 +23,12 @@ CPU = torch.device("cpu")
 MODES, STRATEGIES = tuple(GraphMode.__members__), tuple(CaptureStrategy.__members__)
 
 HEAVY = pytest.mark.heavy
+TRIED = {
+    *((mode, "EAGER") for mode in ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE")),
+    ("FULL_AND_PIECEWISE", "LAZY"),
+    ("FULL_DECODE_ONLY", "DELAYED"),
+}
+"""The others are those of tests/runtime/live/test_matrix.py, with an engine."""
 
 SMALL = ["--requests", "12", "--model", "layers=3,hidden=32,heads=2,kv_heads=1,vocab=64"]
 
@@ -49,7 +55,7 @@ def run(cache_dir, tmp_path):
 @pytest.mark.parametrize(
     ("mode", "strategy"),
     [
-        pytest.param(mode, strategy, marks=[] if strategy == "EAGER" or "AND" in mode else HEAVY)
+        pytest.param(mode, strategy, marks=[] if (mode, strategy) in TRIED else HEAVY)
         for mode in MODES
         for strategy in STRATEGIES
     ],

@@ -14,6 +14,7 @@ from piecegraph.tools.serve.verify import Verifier
 
 pytestmark = [
     pytest.mark.compile,
+    pytest.mark.heavy,  # tests/runtime/live/test_partitions.py, with an engine
     pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
 ]
 

@@ -80,6 +80,7 @@ def test_all_ranks_load_where_all_have_the_bundle(
     assert [outcome["hit"] for outcome in outcomes] == [True, True]
 
 
+@pytest.mark.heavy
 def test_vllm_57423_no_rank_loads_where_one_lacks_the_bundle(
     filled: Path, start_once: StartOnce, tmp_path: Path
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_function_that_makes_another_model_is_named(
     assert outcome["error_of_results"] == 0
 
 
+@pytest.mark.heavy
 def test_a_machine_without_a_compiler_serves_uncompiled(
     start_once: StartOnce, bare: dict[str, str], tmp_path: Path
 ) -> None:
