@@ -67,6 +67,7 @@ def test_a_listener_that_takes_itself_off_silences_nobody():
     assert heard == ["capture.recorded"]
 
 
+@pytest.mark.slow
 def test_details_are_made_only_where_somebody_looks():
     """In a separate process: pytest's log capture counts as a reader."""
     code = """
@@ -84,6 +85,7 @@ assert len(events.events) == 1
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_texts_are_made_only_for_a_trace(tmp_path, monkeypatch):
     code = """
 import torch

@@ -26,6 +26,8 @@ from piecegraph.events import Events
 from .children import die, fork, run_all, status
 from .conftest import numbered
 
+pytestmark = pytest.mark.slow
+
 PROCESSES = 16
 
 

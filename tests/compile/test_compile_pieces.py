@@ -20,6 +20,8 @@ from . import ops as _registers  # noqa: F401
 from .starts import compile_text, load_texts, start
 from .test_models import MIX, Stack
 
+pytestmark = pytest.mark.compile
+
 
 class Recording:
     """A compiler that logs its calls in order and cannot compile the piece numbered `broken`."""

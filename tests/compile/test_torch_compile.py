@@ -16,6 +16,8 @@ from piecegraph.errors import GradientsNeeded, InvalidSetting
 
 from . import ops as _registers  # noqa: F401
 
+pytestmark = pytest.mark.compile
+
 MIX = "piecegraph_test::mix"
 
 
@@ -67,7 +69,6 @@ def test_pieces_are_shared_and_sizes_dynamic() -> None:
     assert (split.facts["pieces"], split.facts["unique"]) == (5, 3)
 
 
-@pytest.mark.compile
 @torch.no_grad()
 def test_a_second_trace_compiles_nothing(tmp_path: Path) -> None:
     """Inductor, over one cache directory: what `torch.compiler.reset` forgets, the cache has."""

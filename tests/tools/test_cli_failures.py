@@ -19,6 +19,7 @@ PROGRAM = [sys.executable, "-m", "piecegraph"]
 SMALL = ["run", "--requests", "6", "--model", "layers=2,hidden=32,vocab=64"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["sizes", "fit", EXCERPT]])
 def test_a_full_disk_behind_standard_output_is_a_bad_value(arguments):
     with open("/dev/full", "w") as full:
@@ -31,6 +32,7 @@ def test_a_full_disk_behind_standard_output_is_a_bad_value(arguments):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["sizes", "fit", EXCERPT]])
 def test_a_reader_that_has_gone_is_no_wrong_number(arguments):
     read, write = os.pipe()
@@ -42,6 +44,7 @@ def test_a_reader_that_has_gone_is_no_wrong_number(arguments):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_written_loses_no_report(library):
     command = f"{sys.executable} -m piecegraph explain --output /no/where 2>/dev/full"
     assert subprocess.run(["sh", "-c", command]).returncode == 2
@@ -63,6 +66,7 @@ def test_a_dump_directory_of_the_environment_is_checked_first(library, capsys, m
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_what_torch_refuses_in_its_environment_is_named():
     done = subprocess.run(
         [*PROGRAM, *SMALL],
@@ -75,6 +79,7 @@ def test_what_torch_refuses_in_its_environment_is_named():
     assert "invalid setting TORCH_LOGS = 'nope'" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("raised", "status", "traceback"), [("KeyboardInterrupt", 130, 0), ("ZeroDivisionError", 3, 1)]
 )
@@ -93,6 +98,7 @@ sys.exit(main())"""
     assert done.stderr.count("Traceback") == traceback
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_without_the_extra_the_command_line_says_what_to_install(missing):
     program = f"import sys; sys.modules[{missing!r}] = None\n"
