@@ -48,7 +48,7 @@ def aoti_compile(
     shapes = tuple({index: dim(spec) for index, spec in each.items()} for each in dynamic)
     program = export(graph, tuple(inputs), dynamic_shapes=shapes)
     env = inputs[0].fake_mode.shape_env  # type: ignore[attr-defined]
-    # before torch 2.13 there were no line tables to turn off
+    # torch 2.11 has no line tables to turn off
     no_lines = hasattr(config.aot_inductor, "enable_line_tables")
     with warnings.catch_warnings(), repaired_lowering():
         warnings.simplefilter("ignore")  # torch warns about its own deprecated pytree classes

@@ -218,7 +218,8 @@ def kernel_of(op: Any) -> Callable[..., Any]:
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """`aten::copy_` between host and device: waits where CUDA's copy waits."""
+    """`aten::copy_` between host and device: waits where CUDA's copy may wait (CUDA Runtime API,
+    "API synchronization behavior")."""
     device = target.device if target.is_cuda else source.device
     with torch.no_grad(), _disable_current_modes(), torch.cuda.device(device):
         if target.numel() == 0:
@@ -238,7 +239,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             late = source.is_pinned() and (non_blocking or capturing)  # read when the copy runs
             held = source if late else source.clone()
             on_stream("copy to the device", lambda: _copy(to.on_cpu(), held))
-            if not (non_blocking or capturing):
+            if not late:  # the driver may wait for the stream to stage pageable memory
                 stream.synchronize()
         else:
             origin = Address(source)
