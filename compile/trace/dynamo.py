@@ -109,7 +109,8 @@ def trace(request: CompileRequest) -> Trace:
     _check_state(captured, events)
     locator = Locator(model, captured)
     sources, tensors = _sources(captured, model, examples, locator)
-    conditions = record_conditions(model, captured, locator)
+    with events.span("conditions"):
+        conditions = record_conditions(model, captured, locator)
     return Trace(
         graph=graph,
         shape_env=captured.fake_mode.shape_env,
