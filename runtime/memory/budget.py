@@ -54,7 +54,7 @@ class GraphMemory:
         """Add a captured graph, and correct the forecast by what it took."""
         if self._forecasts(graph):
             assert self.forecast is not None
-            self.forecast = self.forecast.corrected(graph, self._captured, num_bytes)
+            self.forecast = self.forecast.corrected(graph, self._forecast_captured(), num_bytes)
         self._captured.append(graph)
         self.by_mode[graph[0]] = self.by_mode.get(graph[0], 0) + num_bytes
 
@@ -72,8 +72,11 @@ class GraphMemory:
         if self.limit is None or not self._forecasts(graph):
             return not self.exceeded
         assert self.forecast is not None
-        known = [each for each in self._captured if self._forecasts(each)]
-        return self.used + self.forecast.growth(graph, known) <= self.limit
+        return self.used + self.forecast.growth(graph, self._forecast_captured()) <= self.limit
+
+    def _forecast_captured(self) -> list[Graph]:
+        """Captured graphs of modes with a forecast: a change of the plan may add a mode."""
+        return [graph for graph in self._captured if self._forecasts(graph)]
 
     def _forecasts(self, graph: Graph) -> bool:
         return self.forecast is not None and graph[0] in self.forecast.modes

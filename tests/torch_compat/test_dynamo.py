@@ -175,11 +175,9 @@ def test_current_shape_env_is_that_of_the_sizes_a_backend_gets() -> None:
     assert found == [True]
 
 
-def test_what_tracing_and_compiling_need_can_be_imported_before() -> None:
+def test_what_tracing_needs_can_be_imported_before() -> None:
     program = (
-        "import sys; from piecegraph.torch_compat import dynamo, inductor;"
-        "before = set(sys.modules);"
-        "dynamo.import_dynamo(); assert 'torch._dynamo.convert_frame' in set(sys.modules) - before;"
-        "inductor.import_inductor(); assert 'torch._inductor.graph' in set(sys.modules) - before"
+        "import sys; from piecegraph.torch_compat import dynamo; before = set(sys.modules);"
+        "dynamo.import_dynamo(); assert 'torch._dynamo.convert_frame' in set(sys.modules) - before"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

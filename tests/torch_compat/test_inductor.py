@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -139,3 +141,11 @@ def test_forget_threads_gives_a_fork_its_own_pool() -> None:
     before = AsyncCompile.pool()
     inductor.forget_threads()
     assert AsyncCompile.pool() is not before
+
+
+def test_the_compiler_can_be_imported_before_it_is_used() -> None:
+    program = (
+        "import sys; from piecegraph.torch_compat import inductor; before = set(sys.modules);"
+        "inductor.import_inductor(); assert 'torch._inductor.graph' in set(sys.modules) - before"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

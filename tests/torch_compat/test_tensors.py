@@ -188,3 +188,19 @@ def test_values_of_opaque_types_are_known() -> None:
     stand_in = tensors.FakeScriptObject(Named("a"), "", Named("a"))
     assert tensors.opaque_value(stand_in) == Named("a")
     assert tensors.opaque_value(torch.ones(1)) is None
+
+
+def test_forms_of_several_tensors_are_tested_at_once() -> None:
+    test = tensors.form_test([torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64)])
+    assert test(torch.ones(3, 2).t(), torch.ones(4, dtype=torch.int64))
+    assert not test(torch.ones(2, 4), torch.ones(4, dtype=torch.int64))
+    assert not test(torch.ones(2, 3), torch.ones(4, dtype=torch.int32))
+    assert not test(torch.ones(2, 3, dtype=torch.float64), torch.ones(4, dtype=torch.int64))
+
+
+def test_tensors_inside_a_function_transform_are_known() -> None:
+    seen = []
+    torch.vmap(lambda x: seen.append(tensors.is_transformed(x)) or x)(torch.zeros(2))
+    assert seen == [True]
+    assert not tensors.is_transformed(torch.zeros(2))
+    assert not tensors.is_transformed("x")

@@ -47,6 +47,18 @@ def test_own_bytes_are_what_later_captures_add_and_the_rest_is_shared() -> None:
     assert exact.growth((FULL, 64), [(FULL, 2)]) == 900 - 50
 
 
+def test_graphs_of_a_mode_without_a_forecast_count_as_used_only() -> None:
+    """A change of the plan may add a mode of which nothing was probed."""
+    memory = GraphMemory()
+    memory.limit, memory.forecast = 1000, Forecast({FULL: fit([(4, 900), (4, 42)], alone=62)})
+    memory.took((RuntimeMode.PIECEWISE, 4), 300)
+    memory.took((FULL, 4), 500)
+    assert memory.used == 800
+    assert memory.admits((RuntimeMode.PIECEWISE, 8))
+    memory.took((RuntimeMode.PIECEWISE, 8), 300)
+    assert not memory.admits((RuntimeMode.PIECEWISE, 16))
+
+
 def test_several_graphs_of_one_size_count_as_the_largest_of_them() -> None:
     """LoRA cases and axes give a size several graphs."""
     forecast = Forecast({FULL: fit([(4, 900), (4, 42), (4, 12)], alone=62)})
