@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import re
-import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
+from .inlined import GuardFact, Inlined, inlined_calls, is_user_file, user_line
 from .patch import compiler_lock, dynamo_lock, preserve_cache_variables, replaced
 
 enter_autocast = _enter_autocast
 """How Dynamo writes the start of an autocast block into a graph."""
 exit_autocast = _exit_autocast
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_STDLIB = sysconfig.get_path("stdlib") + os.sep
-_PACKAGES = sysconfig.get_path("purelib") + os.sep
 
 
 def import_dynamo() -> None:
@@ -66,41 +60,6 @@ class StateChange:
     """file:line of the user's code."""
     tensors: bool
     """Whether the new value holds tensors."""
-
-
-@dataclass(frozen=True)
-class GuardFact:
-    """One guard of Dynamo: an expression over `L` and `G`, and what is checked of its value."""
-
-    expression: str
-    kind: str
-    argument: Any = None
-    """The attribute or key that the guard is about; for DUPLICATE_INPUT the other expression."""
-    where: str | None = None
-    """file:line of the user's code that made Dynamo add it."""
-
-
-@dataclass(frozen=True)
-class FoldedCall:
-    """A call of a function that reads the state of the process, such as the rank."""
-
-    function: Any
-    arguments: tuple[Any, ...]
-    where: str | None
-    """file:line of the user's code."""
-
-
-@dataclass
-class Inlined:
-    """The functions that a trace ran through, and the environment variables that they read."""
-
-    functions: dict[CodeType, FunctionType | None] = field(default_factory=dict)
-    """By code object; None where Dynamo made the function while tracing."""
-    variables: set[str] = field(default_factory=set)
-    unnamed_variables: set[str | None] = field(default_factory=set)
-    """file:line of each read of a variable whose name is not constant."""
-    results: list[FoldedCall] = field(default_factory=list)
-    """Calls that Dynamo made while tracing, whose results it took as constant without a guard."""
 
 
 @contextmanager
@@ -146,7 +105,7 @@ def capture_full_graph(
     """One Dynamo graph of `model.forward`, or None if it holds no tensor operation."""
     from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
 
-    with _inlined_calls() as inlined, _state_changes() as changes, _forward_as_function(model):
+    with inlined_calls() as inlined, _state_changes() as changes, _forward_as_function(model):
         output = fullgraph_capture(model, args, kwargs)
         function, bound = get_traced_fn(model)
     own_kwargs = inspect.getfullargspec(function).varkw
@@ -164,7 +123,10 @@ def capture_full_graph(
         fake_mode=output.backend_input.fake_mode,
         call=call,
         inlined=inlined,
-        guards=_guard_facts(output.graph_capture_output.output_graph.guards),
+        guards=(
+            *_guard_facts(output.graph_capture_output.output_graph.guards),
+            *sorted(inlined.probes, key=repr),
+        ),
         aliases=dict(output.graph_capture_output.import_sources),
         local_scope=_local_scope(function, bound, args, kwargs),
         closure=dict(inspect.getclosurevars(function).nonlocals),
@@ -201,55 +163,6 @@ def _local_scope(function: Any, bound: Any, args: Any, kwargs: Any) -> dict[str,
 
 
 @contextmanager
-def _inlined_calls() -> Iterator[Inlined]:
-    """Record each function that Dynamo inlines.
-
-    Dynamo's own list lacks functions that raised an exception which their caller handled.
-    """
-    from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-    from torch._dynamo.variables.functions import PolyfilledFunctionVariable
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-    from torch._guards import TracingContext
-
-    inlined = Inlined()
-    environments = (os.environ, getattr(os, "environb", os.environ))
-    reads_variable = {environment.encodekey.__code__ for environment in environments}
-    original = InliningInstructionTranslator.inline_call.__func__  # type: ignore[attr-defined]
-
-    def inline_call(cls: Any, parent: Any, func: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        code = func.get_code()
-        function = getattr(func, "fn", None)
-        inlined.functions[code] = function if isinstance(function, FunctionType) else None
-        if code in reads_variable:
-            if (name := _variable_name(args)) is not None:
-                inlined.variables.add(name)
-            else:
-                inlined.unnamed_variables.add(_line(TracingContext.extract_stack()))
-        return original(cls, parent, func, args, *rest, **kwargs)
-
-    def watched(folding: Any, function_of: str) -> Any:
-        original_call = folding.call_function
-
-        def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            function = getattr(self, function_of)
-            if self.can_constant_fold_through() and _reads_state(function):
-                given = _constants([*args, *kwargs.values()])
-                if given is not None:
-                    where = _line(TracingContext.extract_stack())
-                    inlined.results.append(FoldedCall(function, given, where))
-            return original_call(self, tx, args, kwargs)
-
-        return replaced(folding, "call_function", call_function)
-
-    with (
-        replaced(InliningInstructionTranslator, "inline_call", classmethod(inline_call)),
-        watched(TorchInGraphFunctionVariable, "value"),
-        watched(PolyfilledFunctionVariable, "fn"),
-    ):
-        yield inlined
-
-
-@contextmanager
 def _state_changes() -> Iterator[dict[StateChange, None]]:
     """Record what Dynamo would change after the graph has run, if it replayed side effects."""
     from torch._dynamo.side_effects import SideEffects
@@ -267,7 +180,7 @@ def _state_changes() -> Iterator[dict[StateChange, None]]:
                 expression = str(variable.source.name)
             except NotImplementedError:  # a variable of an enclosing function
                 expression = str(getattr(variable, "local_name", None))
-            where = next(map(_line, self.mutation_user_stacks.get(variable, [])), None)
+            where = next(map(user_line, self.mutation_user_stacks.get(variable, [])), None)
             written = self.store_attr_mutations.get(variable, {})
             for attribute, value in written.items():
                 if not _is_now(variable, attribute, value):
@@ -299,47 +212,6 @@ def _is_now(variable: Any, attribute: str, value: Any) -> bool:
         return False
 
 
-_BY_ARGUMENTS = "decided by the arguments, and by the device, which is a factor of the key"
-_IN_KEY = "a factor of the key"
-STATELESS: Mapping[str, str] = {
-    **dict.fromkeys(
-        [
-            *("is_complex", "is_floating_point", "promote_types", "get_enum", "_assert", "intern"),
-            *("get_device_properties", "_get_device_index"),
-        ],
-        _BY_ARGUMENTS,
-    ),
-    **dict.fromkeys(
-        [
-            *("is_autocast_enabled", "is_autocast_cpu_enabled", "_is_any_autocast_enabled"),
-            *("get_autocast_dtype", "get_autocast_gpu_dtype", "get_default_dtype"),
-        ],
-        _IN_KEY,
-    ),
-}
-"""Functions that Dynamo calls while tracing whose results need no condition, each with a reason."""
-
-
-def _reads_state(function: Any) -> bool:
-    """Whether a function that Dynamo calls while tracing depends on more than its arguments."""
-    home = str(getattr(function, "__module__", None) or "torch").partition(".")[0]
-    return home in ("torch", "sys") and function.__name__ not in STATELESS
-
-
-def _constants(variables: Any) -> tuple[Any, ...] | None:
-    try:
-        return tuple(each.as_python_constant() for each in variables)
-    except Exception:  # not a constant: Dynamo does not call the function
-        return None
-
-
-def _variable_name(args: Any) -> str | None:
-    try:
-        return os.fsdecode(args[-1].as_python_constant())
-    except Exception:  # not a constant
-        return None
-
-
 def _guard_facts(guards: Any) -> tuple[GuardFact, ...]:
     facts = {}
     for guard in guards:
@@ -353,26 +225,9 @@ def _guard_facts(guards: Any) -> tuple[GuardFact, ...]:
             source, named = attribute.base, attribute.member
         expression = str(source.name)
         argument = str(given["source_b"].name) if "source_b" in given else named
-        where = _line(guard.user_stack)
+        where = user_line(guard.user_stack)
         facts[expression, kind, repr(argument)] = GuardFact(expression, kind, argument, where)
     return tuple(facts[each] for each in sorted(facts))
-
-
-def _line(stack: Any) -> str | None:
-    frames = [frame for frame in stack or () if not is_torch_file(frame.filename)]
-    own = [frame for frame in frames if _is_user_file(frame.filename)] or frames
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
-
-
-def is_torch_file(file: str) -> bool:
-    """Whether a source file belongs to torch itself, unlike torchvision and others."""
-    return file.startswith(_TORCH)
-
-
-def _is_user_file(file: str) -> bool:
-    """Whether a file is outside torch and Python's standard library."""
-    standard = file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
-    return not (standard or is_torch_file(file))
 
 
 def unsupported_op(error: BaseException) -> str | None:
@@ -389,7 +244,7 @@ def user_location(error: BaseException) -> str | None:
     while seen is not None:
         stack = getattr(seen, "real_stack", None)
         if stack:
-            own = [frame for frame in stack if _is_user_file(frame.filename)]
+            own = [frame for frame in stack if is_user_file(frame.filename)]
             return f"{(own or stack)[-1].filename}:{(own or stack)[-1].lineno}"
         seen = seen.__cause__ or seen.__context__
     return None

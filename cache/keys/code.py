@@ -219,6 +219,21 @@ def global_names(code: types.CodeType) -> frozenset[str]:
     return read.union(*map(global_names, nested_codes(code)))
 
 
+def imported_names(code: types.CodeType) -> set[str]:
+    """The modules that a code object or one inside it imports."""
+    steps = dis.get_instructions(code)
+    own = {str(step.argval) for step in steps if step.opname == "IMPORT_NAME"}
+    return own.union(*map(imported_names, nested_codes(code)))
+
+
+def probed_names(code: types.CodeType) -> set[str]:
+    """The names that a code object or one inside it may give to `hasattr` or `getattr`."""
+    inner: set[str] = set().union(*map(probed_names, nested_codes(code)))
+    if not {"hasattr", "getattr"} & {*code.co_names}:
+        return inner
+    return inner.union(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+
+
 @functools.lru_cache(maxsize=1 << 14)
 def mutated_names(code: types.CodeType) -> frozenset[str]:
     """Globals and closure variables that the code itself writes to: counters, memos, registries.

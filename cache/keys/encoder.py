@@ -35,7 +35,16 @@ _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.ClassMet
 _OPAQUE = ("_thread.lock", "_thread.RLock", "_contextvars.ContextVar", "typing.TypeVar")
 KNOWN = {*sys.stdlib_module_names, "torch"}
 """Packages whose code is known by a version that is in every key."""
-_SILENT = {"__init__", "__repr__", "__str__", "__reduce__", "__getstate__", "__setstate__"}
+_METHODS = (types.FunctionType, classmethod, staticmethod, property)
+_SILENT = {
+    "__doc__",
+    "__init__",
+    "__repr__",
+    "__str__",
+    "__reduce__",
+    "__getstate__",
+    "__setstate__",
+}
 MAX_DEPTH = 100
 _ABC: Any = importlib.import_module("_abc")  # the only way to list registered classes
 _CACHED: Any = type(functools.lru_cache(len))
@@ -107,7 +116,7 @@ def class_text(cls: type) -> str:
         for each in cls.__mro__
         if package_of(each) not in KNOWN
         for name, value in vars(each).items()
-        if name.startswith("__") and isinstance(value, types.FunctionType)
+        if name.startswith("__") and (isinstance(value, _METHODS) or value is None)
     }
     registered = (each() for each in _ABC._get_dump(cls)[0]) if isinstance(cls, abc.ABCMeta) else ()
     virtual = sorted(f"{class_name(each)} as one" for each in registered if each is not None)

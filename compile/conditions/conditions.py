@@ -29,7 +29,7 @@ from ...cache.keys.encoder import (
     unwrapped,
 )
 from ...cache.keys.factors import Json, canonical
-from ...torch_compat.dynamo import is_torch_file
+from ...torch_compat.inlined import is_torch_file
 from .places import HOOKS, MISSING, Step, follow, key_of, root_value, spelled
 
 _NATIVE = (
@@ -134,6 +134,13 @@ def _added(value: Any, names: Sequence[str]) -> str:
     return stable_text(found)
 
 
+def _present(value: Any, names: Sequence[str]) -> str:
+    """Which names a module or function has; submodules depend on what was imported."""
+    held = vars(value)
+    there = [n for n in names if n in held and not isinstance(held[n], types.ModuleType)]
+    return stable_text(there)
+
+
 def _result(function: Any, arguments: Sequence[Any]) -> str:
     """What a function that reads the state of the process returns; only for those of torch."""
     try:
@@ -156,8 +163,15 @@ _OBSERVERS: dict[str, Callable[[Any, Any], str]] = {
     "code": _code,
     "added": _added,
     "result": _result,
+    "names": _present,
+    "calls": lambda value, _: stable_text(code_parts(unwrapped(value))),
+    "members": lambda value, _: stable_text([[n, m.value] for n, m in value.__members__.items()]),
     "exists": lambda value, _: str(value is not None),
 }
+
+
+_NAMED_KINDS = ("type", "length", "keys", "added", "result", "names", "calls", "members")
+"""Kinds that a difference states after the place; of others it states the argument, if any."""
 
 
 @dataclass
@@ -242,8 +256,8 @@ def changes(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[Change]
             nodes, number, root_value(root, model), path, identities
         ):
             name = spelled(root, steps, model)
-            shown = f" {kind}" if kind in ("type", "length", "keys", "added", "result") else ""
-            asked = argument is not None and kind not in ("added", "result")
+            shown = f" {kind}" if kind in _NAMED_KINDS else ""
+            asked = argument is not None and kind not in _NAMED_KINDS
             about = f" {kind} {key_of(argument)!r}" if asked else ""
             yield Change(f"{name}{about}{shown}", old, new)
     for one, other in data["same"]:

@@ -13,15 +13,22 @@ import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, EnumMeta
 from typing import Any
 
 import torch
 
-from ...cache.keys.code import attribute_names, global_names, nested_codes
+from ...cache.keys.code import (
+    attribute_names,
+    global_names,
+    imported_names,
+    nested_codes,
+    probed_names,
+)
 from ...cache.keys.encoder import KNOWN, Undescribable, package_of, unwrapped
 from ...cache.keys.factors import Json
-from ...torch_compat.dynamo import Captured, GuardFact, is_torch_file
+from ...torch_compat.dynamo import Captured
+from ...torch_compat.inlined import GuardFact, is_torch_file
 from ...torch_compat.modules import CALL_METHODS
 from ...torch_compat.settings import is_settings
 from .conditions import IDENTITY, Recorder
@@ -54,6 +61,13 @@ _KINDS = {
     "NOT_NONE_MATCH": "exists",
 }
 """What is observed for a kind of guard; the value itself for all others."""
+
+_CALLED_METHODS = ("__class_getitem__", "__subclasshook__", "_missing_")
+_METACLASS_METHODS = (
+    *("__instancecheck__", "__subclasscheck__", "__call__", "__getitem__", "__iter__", "__len__"),
+    "__contains__",
+)
+"""Methods that Dynamo calls while tracing, or may call, to get a constant."""
 
 _WITHOUT_IDENTITY = (bool, int, float, complex, str, bytes, tuple, Enum, type, types.NoneType)
 
@@ -141,6 +155,8 @@ class _TraceConditions:
         if kind == "length" and isinstance(value, Mapping | Set):
             kind = "keys" if isinstance(value, Mapping) else "value"  # Dynamo has no other guard
         self.recorder.add(located.root, located.steps, kind, argument)
+        if isinstance(value, EnumMeta) and package_of(value) not in KNOWN:
+            self.recorder.add(located.root, located.steps, "members")
         if kind in ("type", "length", "keys") and not isinstance(value, _WITHOUT_IDENTITY):
             self.recorder.add(located.root, located.steps, IDENTITY)
 
@@ -177,14 +193,19 @@ class _TraceConditions:
             if code not in covered and not any(_contains(each, code) for each in by_guard):
                 self._add_function(code, function)
         functions = [forward, *filter(None, inlined.values())]
-        self._add_names(each for each in functions if isinstance(each, types.FunctionType))
+        named = [each for each in functions if isinstance(each, types.FunctionType)]
+        self._add_names(named)
+        self._add_probed_names(named)
 
     def _add_names(self, functions: Iterable[types.FunctionType]) -> None:
         """Conditions on what Dynamo takes as constant: builtins, operators, methods of tensors."""
         attributes: set[str] = set()
+        probes = self.captured.inlined.probes
+        probed = {str(each.argument) for each in probes if each.kind == "HASATTR"}
         builtin_names: dict[str, set[str]] = {}
         for function in functions:
             attributes |= attribute_names(function.__code__)
+            probed |= probed_names(function.__code__)
             module = sys.modules.get(function.__module__)
             if module is not None and vars(module) is function.__globals__:
                 names = builtin_names.setdefault(function.__module__, set())
@@ -194,7 +215,7 @@ class _TraceConditions:
             self._try(module_name, [], "added", sorted(names))
         of_torch: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Module)
         for cls in of_torch:
-            used = sorted(attributes & {*dir(cls)})
+            used = sorted((attributes & {*dir(cls)}) | probed)
             if cls is torch.nn.Module:
                 used += CALL_METHODS
             self._try("torch" if cls is torch.Tensor else "torch.nn", [cls.__name__], "added", used)
@@ -202,11 +223,62 @@ class _TraceConditions:
             located = self._place_of_class(cls)
             if located is None or located.root is None:
                 continue
+            self._add_calls(cls, located)
+            if getattr(cls, "_is_protocol", False) and package_of(cls) not in KNOWN:
+                self._add_protocol(cls)
             if issubclass(cls, torch.nn.Module):
                 self._try(located.root, [*located.steps, ["static", "__call__"]], "code")
             if package_of(type(cls)) not in KNOWN:
                 used = sorted(attributes & {*dir(type(cls))})
                 self._try(located.root, [*located.steps, ["type", None]], "added", used)
+
+    def _add_probed_names(self, functions: Sequence[types.FunctionType]) -> None:
+        """Conditions on which names modules and functions have, for `hasattr` and `getattr`."""
+        probed = sorted(set().union(*(probed_names(each.__code__) for each in functions)))
+        if not probed:
+            return
+        for located in list(self.locator.found.values()):
+            if located.root is not None and isinstance(located.value, types.FunctionType):
+                self._try(located.root, located.steps, "names", probed)
+        for function in functions:
+            read = attribute_names(function.__code__)
+            imported = sorted(imported_names(function.__code__))
+            open_modules = [sys.modules[n] for n in imported if n in sys.modules]
+            open_modules += [
+                value
+                for name, value in function.__globals__.items()
+                if name in read and isinstance(value, types.ModuleType)
+            ]
+            for module in open_modules:
+                if type(module) is not types.ModuleType:
+                    continue  # its names depend on what was used of it
+                if sys.modules.get(module.__name__) is module:
+                    self._try(module.__name__, [], "names", probed)
+                for name in sorted(read & vars(module).keys()):
+                    held = vars(module)[name]
+                    if isinstance(held, types.ModuleType) and held not in open_modules:
+                        open_modules.append(held)
+
+    def _add_calls(self, cls: type, located: Located) -> None:
+        """Conditions on methods of a class that Dynamo calls instead of tracing them."""
+        assert located.root is not None
+        of_class = (cls, located.steps, _CALLED_METHODS)
+        of_metaclass = (type(cls), (*located.steps, ["type", None]), _METACLASS_METHODS)
+        for owner, steps, names in (of_class, of_metaclass):
+            for name in () if package_of(owner) in KNOWN else names:
+                function = unwrapped(inspect.getattr_static(owner, name, None))
+                code = getattr(function, "__code__", None)
+                if code and not is_torch_file(code.co_filename) and not _is_standard(code):
+                    self._try(located.root, [*steps, ["static", name]], "calls")
+
+    def _add_protocol(self, cls: type) -> None:
+        """Conditions on whether objects fit a protocol, which `isinstance` decides by names."""
+        own = (base for base in cls.__mro__ if getattr(base, "_is_protocol", False))
+        held = {n for base in own for n in (*vars(base), *vars(base).get("__annotations__", ()))}
+        for located in list(self.locator.found.values()):
+            if located.root is not None and package_of(type(located.value)) not in KNOWN:
+                for name in sorted(name for name in held if not name.startswith("_")):
+                    self._try(located.root, located.steps, "hasattr", name)
 
     def _all_classes(self) -> dict[type, Located]:
         """Classes that guards are on, and those of submodules, by where they are found."""
@@ -272,6 +344,8 @@ class _TraceConditions:
     def add_variables(self) -> None:
         for name in sorted(self.captured.inlined.variables):
             self.recorder.variable(name)
+        for where in self.captured.inlined.absences:
+            self.obstacles.append(f"an exception for what is absent is handled ({where})")
         for where in self.captured.inlined.unnamed_variables:
             self.obstacles.append(f"an environment variable whose name is not constant ({where})")
 

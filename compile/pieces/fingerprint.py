@@ -22,7 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 from ...cache.keys.code import code_parts
 from ...cache.keys.code import fingerprint as source_fingerprint
 from ...cache.keys.encoder import Undescribable, function_text, stable_text, unmatched_text
-from ...torch_compat.dynamo import is_torch_file
+from ...torch_compat.inlined import is_torch_file
 from ...torch_compat.ops import (
     custom_op_function,
     fake_function,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...compile.ir.ops import tensors_in, written_by
 from ...errors import HostReadInCapture
-from ...torch_compat.dynamo import is_torch_file
+from ...torch_compat.inlined import is_torch_file
 from ...torch_compat.ops import OpOverload, is_python_op, run_kernel
 from ...torch_compat.tensors import LightDispatchMode, storage_id, tree_map_only, without_modes
 from .ownership import ALLOCATIONS, Ownership, TensorTracker, memory_of

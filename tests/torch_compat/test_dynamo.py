@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from piecegraph.torch_compat import dynamo
+from piecegraph.torch_compat.inlined import GuardFact
 
 SCALE = 3
 
@@ -98,12 +99,6 @@ def test_line_of_an_error_is_the_users() -> None:
     assert dynamo.user_location(ValueError()) is None
 
 
-def test_files_of_torch() -> None:
-    assert dynamo.is_torch_file(torch.nn.modules.linear.__file__)
-    assert not dynamo.is_torch_file(__file__)
-    assert not dynamo.is_torch_file(torch.__file__.replace("torch", "torchvision"))
-
-
 def test_registered_backends_are_found_by_name() -> None:
     assert {"eager", "inductor"} <= set(dynamo.registered_backends())
     graph = torch.fx.symbolic_trace(torch.nn.ReLU())
@@ -137,7 +132,7 @@ def test_a_guard_on_an_attribute_whose_source_is_the_attribute() -> None:
         originating_source=named,
         user_stack=None,
     )
-    assert dynamo._guard_facts([guard]) == (dynamo.GuardFact("L['self']", "HASATTR", "flag", None),)
+    assert dynamo._guard_facts([guard]) == (GuardFact("L['self']", "HASATTR", "flag", None),)
 
 
 @pytest.mark.parametrize(

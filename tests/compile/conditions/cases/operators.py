@@ -197,4 +197,66 @@ Made = make(<<2.0|3.0>>)
 """,
         "Made.scaled(x)",
     ),
+    "class_in_brackets": of_result(
+        """class Options:
+    def __class_getitem__(cls, key): return <<2.0|3.0>>
+""",
+        "x * Options[1]",
+    ),
+    "hook_of_subclasses": holding(
+        "options",
+        "Options()",
+        "x * 2 if isinstance(self.options, Base) else x",
+        """
+ON = [<<True|False>>]
+class Base(abc.ABC):
+    @classmethod
+    def __subclasshook__(cls, other): return ON[0]
+class Options: pass
+""",
+    ),
+    "operator_set_to_none": holding(
+        "options",
+        "Options()",
+        "x * 2 if isinstance(self.options, collections.abc.Hashable) else x",
+        """
+import collections.abc
+class Options:
+    <<pass|__hash__ = None>>
+""",
+    ),
+    "protocol": holding(
+        "options",
+        "Options()",
+        "x * 2 if isinstance(self.options, Scaled) else x",
+        """
+from typing import Protocol, runtime_checkable
+@runtime_checkable
+class Scaled(Protocol):
+    def scaled(self): ...
+class Options:
+    <<pass|def scaled(self): ...>>
+""",
+    ),
+    "enum_by_name": of_result(
+        """class Kind(enum.Enum):
+    ONE = <<2.0|3.0>>
+""",
+        "x * Kind['ONE'].value",
+    ),
+    "enum_by_value": of_result(
+        """class Kind(enum.Enum):
+    <<ONE|TWO>> = 1
+""",
+        "x * 2 if Kind(1).name == 'ONE' else x",
+    ),
+    "enum_by_a_missing_value": of_result(
+        """class Kind(enum.Enum):
+    ONE = 2.0
+    TWO = 3.0
+    @classmethod
+    def _missing_(cls, value): return cls.<<ONE|TWO>>
+""",
+        "x * Kind(7).value",
+    ),
 }

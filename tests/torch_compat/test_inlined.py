@@ -1,0 +1,90 @@
+"""What a trace ran through: functions, calls that became constants, what was absent."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.torch_compat.dynamo import capture_full_graph
+from piecegraph.torch_compat.inlined import (
+    Inlined,
+    inlined_calls,
+    is_torch_file,
+    is_user_file,
+    user_line,
+)
+
+
+class Options:
+    pass
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.options: Any = Options()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = scaled(x) + len(os.environ.get("PIECEGRAPH_TEST_VARIABLE", ""))
+        try:
+            return x * self.options.gain  # here
+        except AttributeError:
+            return x + sys.getrecursionlimit()
+
+
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x * math.sqrt(4.0)
+
+
+@pytest.fixture(scope="module")
+def inlined() -> Inlined:
+    torch._dynamo.reset()
+    captured = capture_full_graph(Model(), (torch.zeros(2),), {})
+    assert captured is not None
+    return captured.inlined
+
+
+def test_functions_and_variables_are_recorded(inlined: Inlined) -> None:
+    assert scaled in inlined.functions.values()
+    assert inlined.variables == {"PIECEGRAPH_TEST_VARIABLE"}
+    assert not inlined.unnamed_variables
+
+
+def test_what_was_absent_is_recorded_as_a_guard(inlined: Inlined) -> None:
+    (probe,) = inlined.probes
+    assert (probe.expression, probe.kind, probe.argument) == (
+        "L['self'].options",
+        "HASATTR",
+        "gain",
+    )
+    line = int(str(probe.where).rpartition(":")[2])
+    assert "# here" in Path(__file__).read_text().splitlines()[line - 1]
+    assert not inlined.absences
+
+
+def test_calls_that_became_constants_are_recorded(inlined: Inlined) -> None:
+    assert [(c.function, c.arguments) for c in inlined.results] == [(sys.getrecursionlimit, ())]
+
+
+def test_nothing_stays_replaced() -> None:
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    before = InstructionTranslatorBase.exception_handler
+    with inlined_calls():
+        assert InstructionTranslatorBase.exception_handler is not before
+    assert InstructionTranslatorBase.exception_handler is before
+
+
+def test_files_of_torch_and_of_users() -> None:
+    assert is_torch_file(torch.nn.modules.linear.__file__)
+    assert not is_torch_file(__file__)
+    assert not is_torch_file(torch.__file__.replace("torch", "torchvision"))
+    assert is_user_file(__file__)
+    assert not is_user_file(os.__file__)
+    assert user_line(None) is None

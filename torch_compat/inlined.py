@@ -1,0 +1,209 @@
+"""What a trace ran through: functions that Dynamo inlined, and what it took as constant.
+
+Dynamo adds no guard for some of it: environment variables, functions that it calls while tracing,
+attributes and keys whose absence the model handles.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from .patch import replaced
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+STDLIB = sysconfig.get_path("stdlib") + os.sep
+PACKAGES = sysconfig.get_path("purelib") + os.sep
+
+
+@dataclass(frozen=True)
+class GuardFact:
+    """One guard of Dynamo: an expression over `L` and `G`, and what is checked of its value."""
+
+    expression: str
+    kind: str
+    argument: Any = None
+    """The attribute or key that the guard is about; for DUPLICATE_INPUT the other expression."""
+    where: str | None = None
+    """file:line of the user's code that made Dynamo add it."""
+
+
+@dataclass(frozen=True)
+class FoldedCall:
+    """A call of a function that reads the state of the process, such as the rank."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    where: str | None
+    """file:line of the user's code."""
+
+
+@dataclass
+class Inlined:
+    """The functions that a trace ran through, and the environment variables that they read."""
+
+    functions: dict[CodeType, FunctionType | None] = field(default_factory=dict)
+    """By code object; None where Dynamo made the function while tracing."""
+    variables: set[str] = field(default_factory=set)
+    unnamed_variables: set[str | None] = field(default_factory=set)
+    """file:line of each read of a variable whose name is not constant."""
+    absences: set[str | None] = field(default_factory=set)
+    """file:line of each attribute, key or name whose absence the model handled, without a guard."""
+    probes: set[GuardFact] = field(default_factory=set)
+    """Attributes and keys whose absence the model handled, as guards that Dynamo did not add."""
+    results: list[FoldedCall] = field(default_factory=list)
+    """Calls that Dynamo made while tracing, whose results it took as constant without a guard."""
+
+
+@contextmanager
+def inlined_calls() -> Iterator[Inlined]:
+    """Record each function that Dynamo inlines.
+
+    Dynamo's own list lacks functions that raised an exception which their caller handled.
+    """
+    from torch._dynamo.exc import ObservedAttributeError, ObservedLookupError
+    from torch._dynamo.symbolic_convert import (
+        InliningInstructionTranslator,
+        InstructionTranslatorBase,
+    )
+    from torch._dynamo.variables.functions import PolyfilledFunctionVariable
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+    from torch._guards import TracingContext
+
+    inlined = Inlined()
+    environments = (os.environ, getattr(os, "environb", os.environ))
+    reads_variable = {environment.encodekey.__code__ for environment in environments}
+    original = InliningInstructionTranslator.inline_call.__func__  # type: ignore[attr-defined]
+
+    def inline_call(cls: Any, parent: Any, func: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        code = func.get_code()
+        function = getattr(func, "fn", None)
+        inlined.functions[code] = function if isinstance(function, FunctionType) else None
+        if code in reads_variable:
+            if (name := _variable_name(args)) is not None:
+                inlined.variables.add(name)
+            else:
+                inlined.unnamed_variables.add(user_line(TracingContext.extract_stack()))
+        return original(cls, parent, func, args, *rest, **kwargs)
+
+    def watched(folding: Any, function_of: str) -> Any:
+        original_call = folding.call_function
+
+        def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            function = getattr(self, function_of)
+            if self.can_constant_fold_through() and _reads_state(function):
+                given = _constants([*args, *kwargs.values()])
+                if given is not None:
+                    where = user_line(TracingContext.extract_stack())
+                    inlined.results.append(FoldedCall(function, given, where))
+            return original_call(self, tx, args, kwargs)
+
+        return replaced(folding, "call_function", call_function)
+
+    original_handler, handled = InstructionTranslatorBase.exception_handler, set[Any]()
+
+    def exception_handler(self: Any, raised: Any) -> None:
+        own = self.current_instruction.opname in ("RAISE_VARARGS", "RERAISE")
+        if not own and isinstance(raised, _ABSENT) and raised not in handled:
+            where = user_line(TracingContext.extract_stack())
+            if (probe := _probe(raised, where)) is not None:
+                inlined.probes.add(probe)
+            else:
+                inlined.absences.add(where)
+        handled.add(raised)
+        original_handler(self, raised)
+
+    _ABSENT = (ObservedAttributeError, ObservedLookupError)
+    with (
+        replaced(InliningInstructionTranslator, "inline_call", classmethod(inline_call)),
+        replaced(InstructionTranslatorBase, "exception_handler", exception_handler),
+        watched(TorchInGraphFunctionVariable, "value"),
+        watched(PolyfilledFunctionVariable, "fn"),
+    ):
+        yield inlined
+
+
+def _probe(raised: BaseException, where: str | None) -> GuardFact | None:
+    """What was absent, as a guard, from the frames of Dynamo that raised an exception."""
+    frames: list[dict[str, Any]] = []
+    trace = raised.__traceback__
+    while trace is not None:
+        frames.insert(0, trace.tb_frame.f_locals)
+        trace = trace.tb_next
+    for names in frames:
+        source = getattr(names.get("self"), "source", None)
+        if source is None:
+            continue
+        if isinstance(names.get("name"), str) and "AttributeError" in type(raised).__name__:
+            return GuardFact(str(source.name), "HASATTR", names["name"], where)
+        key = _constants([names[n] for n in ("arg", "key") if n in names])
+        if key and "KeyError" in type(raised).__name__:
+            return GuardFact(str(source.name), "DICT_CONTAINS", key[0], where)
+        if "IndexError" in type(raised).__name__:
+            return GuardFact(str(source.name), "SEQUENCE_LENGTH", None, where)
+    return None
+
+
+_BY_ARGUMENTS = "decided by the arguments, and by the device, which is a factor of the key"
+_IN_KEY = "a factor of the key"
+STATELESS: Mapping[str, str] = {
+    **dict.fromkeys(
+        [
+            *("is_complex", "is_floating_point", "promote_types", "get_enum", "_assert", "intern"),
+            *("get_device_properties", "_get_device_index"),
+        ],
+        _BY_ARGUMENTS,
+    ),
+    **dict.fromkeys(
+        [
+            *("is_autocast_enabled", "is_autocast_cpu_enabled", "_is_any_autocast_enabled"),
+            *("get_autocast_dtype", "get_autocast_gpu_dtype", "get_default_dtype"),
+        ],
+        _IN_KEY,
+    ),
+}
+"""Functions that Dynamo calls while tracing whose results need no condition, each with a reason."""
+
+
+def _reads_state(function: Any) -> bool:
+    """Whether a function that Dynamo calls while tracing depends on more than its arguments."""
+    home = str(getattr(function, "__module__", None) or "torch").partition(".")[0]
+    return home in ("torch", "sys") and function.__name__ not in STATELESS
+
+
+def _constants(variables: Any) -> tuple[Any, ...] | None:
+    try:
+        return tuple(each.as_python_constant() for each in variables)
+    except Exception:  # not a constant: Dynamo does not call the function
+        return None
+
+
+def _variable_name(args: Any) -> str | None:
+    try:
+        return os.fsdecode(args[-1].as_python_constant())
+    except Exception:  # not a constant
+        return None
+
+
+def user_line(stack: Any) -> str | None:
+    frames = [frame for frame in stack or () if not is_torch_file(frame.filename)]
+    own = [frame for frame in frames if is_user_file(frame.filename)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
+
+
+def is_torch_file(file: str) -> bool:
+    """Whether a source file belongs to torch itself, unlike torchvision and others."""
+    return file.startswith(_TORCH)
+
+
+def is_user_file(file: str) -> bool:
+    """Whether a file is outside torch and Python's standard library."""
+    standard = file.startswith(STDLIB) and not file.startswith(PACKAGES)
+    return not (standard or is_torch_file(file))
