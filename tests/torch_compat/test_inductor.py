@@ -34,9 +34,9 @@ def test_w29_cache_directories_are_put_back_also_after_an_error(
             monkeypatch.setenv(name, before)
 
     def fail_inside() -> None:
-        from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
-
         with inductor.inductor_cache_directory(str(tmp_path)):
+            from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
+
             assert cache_dir() == str(tmp_path)
             assert triton_cache_dir(0).startswith(str(tmp_path))
             os.environ["TRITON_CACHE_DIR"] = "/set by torch"
