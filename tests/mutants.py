@@ -19,7 +19,7 @@ WEIGHTS, FAITHFUL, FAILURES = (
 CURVES, QUEUE = f"{STRATEGIES}/test_memory_curves.py", f"{STRATEGIES}/test_strategies.py"
 LOOP, LIFETIMES = "tests/runtime/test_engine_loop.py -k 24", "tests/runtime/test_lifetimes.py"
 SHARED = f"{LIVE}/test_shared_memory.py"
-STATIC = "tests/runtime/test_static_inputs.py"
+STATIC, RECORDER = "tests/runtime/test_static_inputs.py", "tests/runtime/test_recorder.py"
 POISON = "tests/runtime/test_replay_backend.py -k failure_27"
 RANKS = f"{STRATEGIES}/test_late_rank.py"
 CAPTURE, STEP, BACKENDS = "runtime/capture", "runtime/step", "runtime/backends"
@@ -53,6 +53,8 @@ MUTANTS = [
      "self.captured[graph_index] = self.captured[graph_index], self.captured[graph_index]",
      f"{WEIGHTS} -k failure_18"),
     (GRAPHS, "warm_up=self.stitched", "warm_up=None", f"{FAITHFUL} -k failure_22"),
+    (GRAPH, "        self.addresses.check_step()\n        load", "        load",
+     f"{WEIGHTS} -k failure_19"),  # 13
     (GRAPH, "self.recording.outputs or ()", "self.recording.outputs", LOOP),
     (MODEL, "self._graphs.bind(self.compiled.rebound())\n        if metadata_for",
      "pass\n        if metadata_for", f"{WEIGHTS} -k before_the_capture"),  # 18
@@ -79,15 +81,27 @@ MUTANTS = [
     (f"{STEP}/binding.py", "is_neg()", "is_sparse", f"{STRIDES} -k negated"),
     (ADDRESSES, "if now is not None:", "if False:", f"{WEIGHTS} -k other_memory"),
     (ADDRESSES, "if then is not None and tensor.numel()", "if False", f"{WEIGHTS} -k failure_12"),
+    (ADDRESSES, "CHECKED_PER_STEP = 2", "CHECKED_PER_STEP = 1",
+     "tests/runtime/test_addresses.py -k w15"),
     (f"{STEP}/row_mixing.py", "if not (same and", "if False and not (same and",
      f"{LIVE}/test_row_mixing.py -k never_padded"),
     (f"{STEP}/row_mixing.py", "and at not in unwritten", "and True",
      f"{LIVE}/test_row_mixing.py -k memory_for"),
     (f"{BACKENDS}/replay.py", "if self._options.poison_before_replay:", "if False:", POISON),
     (f"{BACKENDS}/replay.py", "self._made = tuple(tape.made.values())", "self._made = ()", POISON),
+    (f"{BACKENDS}/ownership.py", "Found(tensor.detach(), ref", "Found(tensor, ref",
+     "tests/runtime/test_ownership.py"),  # 14
     (f"{BACKENDS}/tape.py", "if reads.found is not None:", "if False:", f"{FAITHFUL} -k swallows"),
     (f"{CAPTURE}/recorder.py", "opaque(self._in_context(fn), args)", "opaque(fn, args)",
      f"{FAITHFUL} -k failure_23"),
+    (f"{CAPTURE}/recording.py", "with torch.inference_mode(False), torch.no_grad():",
+     "with torch.no_grad():", f"{RECORDER} -k failure_11_fresh"),
+    (f"{CAPTURE}/breaks.py", "recorder is not None and recorder.breaks", "recorder is not None",
+     f"{RECORDER} -k w2"),
+    (f"{CAPTURE}/recorder.py", "self._open.opaque(self._in_context(fn), args)", "fn(*args)",
+     "tests/runtime/test_replay_backend.py -k opaque_piece_is_one"),  # 24
+    (f"{CAPTURE}/recorder.py", "tensor = self._session.backend.weak(tensor)", "pass",
+     f"{LIFETIMES} -k failure_17"),
     (f"{CAPTURE}/session.py", "self._held.append(tensor)", "pass",
      f"{LIFETIMES} -k failure_17"),  # 16, 17
     ("runtime/config.py", "return {UNDECLARED: AttentionSupport.NEVER} if breaks else {}",
@@ -106,6 +120,8 @@ MUTANTS = [
      RANKS),
     (CLASSES, "            return Reason.AXIS\n", "            pass\n",
      f"{POLICY} -k in_the_key"),  # 5
+    ("tools/engine/metadata.py", "self._host_slots[:rows] = DUMP_SLOT", "pass",
+     "tests/tools/test_attention.py -k failure_29"),
     (CLASSES, "        return Reason.LORA_CASE_MISSING\n", "        pass\n",
      f"{POLICY} -k lora_batches"),  # 8
 ]  # fmt: skip

@@ -234,9 +234,10 @@ def test_passes_are_on_by_default_by_switch_and_by_size():
     assert thresholds(config) == (16,)
 
 
-def test_user_passes_are_found_by_name():
-    (*_, found) = passes_for(CompileConfig(user_passes=("operator:neg",)))
-    assert found.apply is operator.neg
+def test_w19_user_passes_are_found_by_name_in_nested_modules_too():
+    names = ("operator:neg", "torch.nn.functional:silu")
+    (*_, first, second) = passes_for(CompileConfig(user_passes=names))
+    assert (first.apply, second.apply) == (operator.neg, F.silu)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def look_up(q: Tensor, table: Tensor) -> Tensor:
         ),
     ],
 )
-def test_a_temporary_that_a_recording_reads_is_held(rig: Any, read: Any) -> None:
+def test_failure_14_a_temporary_that_a_recording_reads_is_held(rig: Any, read: Any) -> None:
     expected, x = rig.rand(8, 8), rig.rand(8, 8)
 
     def record_with_temporary() -> Any:
@@ -113,7 +113,7 @@ def test_failure_16_a_later_smaller_recording_leaves_earlier_ones_right(rig: Any
         assert_close(recordings[size].outputs, expected)
 
 
-def test_failure_17_bridges_are_held_until_the_session_is_finalized(rig: Any) -> None:
+def test_failure_16_failure_17_bridges_are_held_until_the_session_is_finalized(rig: Any) -> None:
     held = []
 
     @break_graph

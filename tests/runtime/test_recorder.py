@@ -181,12 +181,16 @@ def test_views_and_unwritten_memory_make_no_graph(rig: Any) -> None:
     assert_close(recording.outputs[:, 0], x[1].cumsum(0))
 
 
-def test_failure_11_fresh_results_are_copied_to_where_the_next_graph_reads(rig: Any) -> None:
+@pytest.mark.parametrize("inference", [False, True])  # at the capture only
+def test_failure_11_fresh_results_are_copied_to_where_the_next_graph_reads(
+    rig: Any, inference: bool
+) -> None:
     def step(x: Tensor) -> Tensor:
         return attend_fresh(x * 2) + 1
 
     x = rig.rand(3)
-    recording = rig.record(step, x)
+    with torch.inference_mode(inference):
+        recording = rig.record(step, x)
     for _ in range(3):
         x.copy_(rig.rand(3))
         recording.replay()
@@ -357,6 +361,7 @@ def test_recordings_do_not_nest(rig: Any) -> None:
 def test_w2_one_function_serves_full_and_piecewise(rig: Any) -> None:
     x = rig.rand(3, 4)
     recordings = [rig.record(layers, x, breaks=breaks) for breaks in (True, False, True)]
+    assert [len(recording.graphs) for recording in recordings] == [3, 1, 3]
     for recording in [*recordings, *reversed(recordings)]:
         x.copy_(rig.rand(3, 4))
         recording.replay()

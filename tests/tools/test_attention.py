@@ -58,9 +58,10 @@ class Batch:
     def draw(self, *shape):
         return torch.randn(*shape, DIM, generator=self.generator)
 
-    def run(self, padding=0, garbage=5.0):
+    def run(self, padding=0, garbage=5.0, buffers=None):
         rows = self.total + padding
-        buffers = MetadataBuffers(max_rows=48, max_blocks=10, device=CPU)
+        if buffers is None:
+            buffers = MetadataBuffers(max_rows=48, max_blocks=10, device=CPU)
         metadata = buffers.fill(self.schedule, self.blocks, BatchDescriptor(rows))
         padded = (
             torch.cat((real, torch.full((padding, *real.shape[1:]), garbage)))
@@ -140,7 +141,10 @@ def test_failure_27_a_padding_request_of_length_0_yields_zeros():
 def test_failure_29_padding_writes_to_the_dump_block_only(decode):
     batch = Batch([(9, 1), (3, 1)], decode=decode)
     before = batch.cache.clone()
-    batch.run(padding=6)
+    larger = Batch([(9, 1), (3, 1), (17, 1), (5, 1)], decode=decode)
+    buffers = MetadataBuffers(max_rows=48, max_blocks=10, device=CPU)
+    buffers.fill(larger.schedule, larger.blocks, BatchDescriptor(larger.total))  # an earlier step
+    batch.run(padding=6, buffers=buffers)
     own = {
         batch.blocks.slots(share.request.id, share.start, share.context_len)[0]
         for share in batch.schedule.shares

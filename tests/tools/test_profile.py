@@ -51,7 +51,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
 
 
 @pytest.mark.compile
-def test_pieces_and_ops_are_named_by_their_layers_and_only_while_ranges_are_on(make_decoder):
+def test_w24_pieces_and_ops_are_named_by_their_layers_and_only_while_ranges_are_on(make_decoder):
     prepared, step = make_decoder
     plan = prepared.compiled.plan
     assert piece_names(plan) == ["piece 0 layer 0", "piece 1 layers 0-1", "piece 2 layer 1"]
