@@ -275,8 +275,8 @@ class ModelSteps(ObservableSteps):
                 else:
                     results = self._graphs.run(tensors)
             else:
-                if captured.metadata is not None and not captured.metadata.check(metadata):
-                    captured.metadata = None
+                if captured.metadata is not None:
+                    captured.metadata.check(metadata)
                 results = captured.replay(tensors, sizes)
         finally:
             self._running = False

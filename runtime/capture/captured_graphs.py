@@ -232,7 +232,8 @@ class CapturedGraphs:
         kind = WritingGraph if inputs.written else CapturedGraph
         metadata = None
         if self._dispatcher.plan.entries[graph_index].mode is RuntimeMode.FULL:
-            metadata = MetadataAddresses(recording.metadata, recording.ownership.found())
+            read = MetadataAddresses(recording.metadata, recording.ownership.found())
+            metadata = read or None
             known = addresses.known() | {view.data_ptr() for view in inputs.views}
             self._report_unwatched(recording, known)
         recording.metadata = None

@@ -180,11 +180,11 @@ def _attributes(tensor: Tensor | None) -> Iterable[str]:
 class MetadataAddresses:
     """Addresses of those tensors of the capture's metadata that a graph reads, by path.
 
-    A graph reads them where they were at capture, so a step must be given the same memory. The
-    first three steps of each graph are compared.
+    A graph reads them where they were at capture, so a step must be given the same memory.
+    Compared are the first three steps of each graph, then one in METADATA_CHECK_EVERY.
     """
 
-    __slots__ = ("_expected", "_left")
+    __slots__ = ("_expected", "_steps")
 
     def __init__(self, metadata: Any, read_by_graph: Iterable[Tensor]) -> None:
         storages = {tensor.untyped_storage().data_ptr() for tensor in read_by_graph}
@@ -193,22 +193,24 @@ class MetadataAddresses:
             for path, tensor in _tensors_by_path("metadata", metadata)
             if tensor.numel() and tensor.untyped_storage().data_ptr() in storages
         }
-        self._left = STEPS_WITH_METADATA_CHECK if self._expected else 0
+        self._steps = 0
 
-    def check(self, metadata: Any) -> bool:
-        """Compare one step's metadata; False when nothing is left to compare.
+    def __bool__(self) -> bool:
+        return bool(self._expected)
 
-        Raises MovedTensor for a tensor in other memory.
-        """
-        for path, tensor in _tensors_by_path("metadata", metadata) if self._left else ():
+    def check(self, metadata: Any) -> None:
+        """Compare one step's metadata. Raises MovedTensor for a tensor in other memory."""
+        self._steps += 1
+        if self._steps > STEPS_WITH_METADATA_CHECK and self._steps % METADATA_CHECK_EVERY:
+            return
+        for path, tensor in _tensors_by_path("metadata", metadata):
             then = self._expected.get(path)
             if then is not None and tensor.numel() and tensor.data_ptr() != then:
                 raise MovedTensor(name=path, recorded=hex(then), now=hex(tensor.data_ptr()))
-        self._left -= 1
-        return self._left > 0
 
 
 STEPS_WITH_METADATA_CHECK = 3
+METADATA_CHECK_EVERY = 64
 _DEPTH = 4
 
 

@@ -124,7 +124,7 @@ def test_c1_1cat_536_nothing_reads_the_environment_but_the_registry(
         for name, path in package_sources.items()
         if reads_environment(ast.parse(path.read_text()))
     }
-    compat = {f"torch_compat/{name}.py" for name in ("dynamo", "inductor", "patch", "toolchain")}
+    compat = {f"torch_compat/{name}.py" for name in ("inductor", "inlined", "patch", "toolchain")}
     assert readers == {"cache/keys/environment.py", *compat}
 
 

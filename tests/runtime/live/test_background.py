@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -198,7 +199,8 @@ def test_after_three_kills_the_model_stays_uncompiled(
     while facts(served)["state"] == "compiling":
         served.step(2, 7)
         if (child := child_of(served)) is not None:
-            os.kill(child, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # the one before, which has just been reaped
+                os.kill(child, signal.SIGKILL)
     assert [failure["final"] for failure in facts(served)["failures"]] == [False, False, True]
     assert "status -9" in caplog.text
     assert not served.prepared.wait_until_compiled()

@@ -309,6 +309,23 @@ def test_failure_12_metadata_in_other_memory_than_captured_is_an_error(
         served.prepared(x, batch=batch, metadata=metadata)
 
 
+def test_metadata_that_moves_later_is_noticed_within_64_steps(serve: Callable[..., Any]) -> None:
+    served = serve()
+    starts = served.stage.starts
+    served.prepared.capture(lambda descriptor, mode: starts[: descriptor.num_tokens])
+    batch, x = served.batch(1, 1), torch.ones(2, 4)
+    for _ in range(70):
+        served.prepared(x, batch=batch, metadata=starts[:2])
+    moved = starts.clone()
+
+    def serve_moved() -> None:
+        for _ in range(64):
+            served.prepared(x, batch=batch, metadata=moved)
+
+    with pytest.raises(MovedTensor, match="metadata moved after"):
+        serve_moved()
+
+
 class Scaled(torch.Tensor):
     """A weight in two tensors, as quantized ones are; every operation sees their product."""
 
