@@ -122,6 +122,9 @@ def test_graphs_of_the_engine_beside_ours() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 REFUSES a replay while a graph is captured"
+)
 def test_an_engine_captures_a_step(model: pg.PreparedModel) -> None:
     x = torch.randn(16, 64, device="cuda:0")
     model(x, batch=batch(16), metadata=None)
