@@ -24,6 +24,12 @@ def test_the_cuda_backend_needs_a_device() -> None:
         choose_backend("cuda", CPU)
 
 
+def test_the_cuda_backend_refuses_rocm_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    with pytest.raises(BackendUnavailable, match="ROCm"):
+        choose_backend("cuda", CPU)
+
+
 def test_an_installed_package_registers_a_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
