@@ -205,8 +205,7 @@ def _mixes_rows(
     size: str = TOKENS,
 ) -> bool:
     """Whether padding of `size` would change real rows."""
-    labels = [".".join(map(str, item.path)) for item in compiled.plan.inputs]
-    padding = {label: config.padding_of(label) for label in labels}
+    padding = {item.label: config.padding_of(item.label) for item in compiled.plan.inputs}
     sentinels = {n: value for n, (kind, value) in padding.items() if kind is Padding.SENTINEL}
     chunked = config.chunked and size == TOKENS
     with preserve_rng_state(), torch.no_grad(), preserve_contents(model_state(compiled)):
@@ -224,7 +223,7 @@ def _padded_whole(compiled: CompiledModel, config: Config, owned: Collection[str
     for axis in config.axes:
         if not axis.rounds_up:
             sizes.pop(axis.name, None)
-    written = [item for item in plan.inputs if ".".join(map(str, item.path)) not in owned]
+    written = [item for item in plan.inputs if item.label not in owned]
     return [n for n, symbol in sizes.items() if any(symbol in item.shape for item in written)]
 
 

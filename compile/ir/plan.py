@@ -20,12 +20,20 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+Path = tuple[str | int, ...]
+"""Parameter name, then keys or positions into nested containers."""
+
+
+def dotted(path: Path) -> str:
+    """A place among the arguments as users write it, such as `states.aux.0`."""
+    return ".".join(map(str, path))
+
+
 class UserInput(Frozen):
     """A tensor that the caller passes: its place among the arguments, and its form."""
 
     name: str
-    path: tuple[str | int, ...]
-    """Parameter name, then keys or positions into nested containers."""
+    path: Path
     dtype: str
     device: str
     shape: tuple[int | str, ...]
@@ -35,11 +43,15 @@ class UserInput(Frozen):
     stride: tuple[int, ...] = ()
     """Strides that compiled code relies on; empty for a contiguous tensor."""
 
+    @property
+    def label(self) -> str:
+        return dotted(self.path)
+
 
 class Constant(Frozen):
     """A number or string argument that the trace fixed; other values are errors."""
 
-    path: tuple[str | int, ...]
+    path: Path
     value: Any
 
 

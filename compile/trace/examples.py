@@ -25,7 +25,7 @@ from ...torch_compat.dynamo import mark_dynamic
 from ...torch_compat.tensors import leaves_with_paths, tree_leaves, tree_map, tree_map_only
 from ..ir.compilation import ExampleArguments
 from ..ir.config import TOKENS, CompileConfig, InputSpec
-from ..ir.plan import Constant
+from ..ir.plan import Constant, Path, dotted
 from ..ir.serialization import dtype_name, encode
 
 # Sizes that no model treats specially: a guard such as T % 8 == 0 must fail and be reported.
@@ -37,12 +37,12 @@ _SIZES = (17, 19, 23, 29, 31, 37, 13, 11, 7, 5)
 class Leaf:
     """One tensor, number or None inside the arguments."""
 
-    path: tuple[str | int, ...]
+    path: Path
     value: Any
 
     @property
     def label(self) -> str:
-        return ".".join(map(str, self.path))
+        return dotted(self.path)
 
 
 @dataclass(frozen=True)

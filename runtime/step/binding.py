@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...compile.ir.config import TOKENS
-from ...compile.ir.plan import Check, Constant, Plan, Symbol, UserInput
+from ...compile.ir.plan import Check, Constant, Plan, Symbol, UserInput, dotted
 from ...compile.ir.serialization import Ref, decode, source
 from ...errors import ArgumentFixed, GuardBroken, InputMismatch, SizeOutOfRange
 from ...torch_compat.tensors import form_test
@@ -64,7 +64,7 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
             "except (KeyError, AttributeError, IndexError, TypeError): pass",
         ]
     for index, item in enumerate(plan.inputs):
-        names[f"u{index}"] = (".".join(map(str, item.path)), _form(item, plan))
+        names[f"u{index}"] = (item.label, _form(item, plan))
         names[f"d{index}"] = _torch_dtype(item)
         rank = f"len(h_{item.name} := {item.name}.shape) != {len(item.shape)}"
         body.append(
@@ -116,10 +116,7 @@ def _remember(
 def packer(plan: Plan) -> Pack:
     """A function of (results, input tensors) that returns what the model's forward would."""
     constants: dict[str, Any] = {}
-    positions = {
-        "L." + ".".join(map(str, item.path)): f"inputs[{index}]"
-        for index, item in enumerate(plan.inputs)
-    }
+    positions = {f"L.{item.label}": f"inputs[{index}]" for index, item in enumerate(plan.inputs)}
 
     def place(ref: Ref) -> str:
         return f"results[{ref[1:]}]" if ref.startswith("o") else positions[ref]
@@ -227,9 +224,8 @@ def _form(item: UserInput, plan: Plan) -> str:
 
 
 def _fixed(constant: Constant, value: Any) -> None:
-    name = ".".join(map(str, constant.path))
     given = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    raise ArgumentFixed(name=name, value=given, traced=decode(constant.value))
+    raise ArgumentFixed(name=dotted(constant.path), value=given, traced=decode(constant.value))
 
 
 def _beyond(symbol: Symbol, size: int) -> None:

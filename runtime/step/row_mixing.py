@@ -63,8 +63,7 @@ def find_mixed_rows(
     plan, found = compiled.plan, []
     if not compiled.traced or plan.partition_ops:
         return []
-    fixed = {item.name: sentinels[label] for item in plan.inputs
-             if (label := ".".join(map(str, item.path))) in sentinels}  # fmt: skip
+    fixed = {item.name: sentinels[item.label] for item in plan.inputs if item.label in sentinels}
     sizes = _sizes(plan, size)
     steps = {step.piece: step for step in plan.steps if isinstance(step, PieceStep)}
     for index, step in sorted(steps.items()) if sizes else ():

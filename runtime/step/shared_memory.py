@@ -24,7 +24,7 @@ def memory_check(compiled: CompiledModel) -> Callable[[tuple[Tensor, ...]], None
     """A function that raises InputsShareMemory for the input tensors of a step; None for a model
     that writes to no input and no weight."""
     inputs = compiled.plan.inputs
-    names = [".".join(map(str, item.path)) for item in inputs]
+    names = [item.label for item in inputs]
     written = [position for position, item in enumerate(inputs) if item.written]
     weights = sorted(
         (part.data_ptr(), weight.target, weight.written, part)

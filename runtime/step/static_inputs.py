@@ -328,7 +328,7 @@ def allocate_inputs(
     labels = {symbol.name: symbol.label for symbol in plan.symbols}
     specs = []
     for item in plan.inputs:
-        name = ".".join(map(str, item.path))
+        name = item.label
         padding, sentinel = config.padding_of(name)
         specs.append(
             StaticInputSpec(
