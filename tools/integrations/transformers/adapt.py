@@ -28,6 +28,7 @@ from .attention import (
     Rule,
     attend,
     attend_packed,
+    packed,
     unknown_argument,
 )
 from .masks import UnknownMask, mask_of
@@ -371,8 +372,7 @@ def _attend_in_trial(
         raise _refusal(trial.model, f"{name} is called with different masks")
     trial.kv_shapes[module] = key.shape[1], key.shape[3], value.shape[3]
     rows, tokens = query.shape[0], query.shape[2]
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    output = q.new_empty((*q.shape[:2], v.shape[2]))
+    q, k, v, output = packed(query, key, value)
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     rule = Rule(scale, mask.causal, mask.window, softcap or 0.0, mask.chunk, s_aux)
     attend_packed(q, k, v, output, rule, PackedRequests(trial.lengths or (tokens,) * rows))

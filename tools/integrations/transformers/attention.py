@@ -69,6 +69,19 @@ def unknown_argument(others: dict[str, Any]) -> str | None:
     return next((n for n, v in others.items() if v is not None and n not in _HARMLESS), None)
 
 
+def packed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The rows of all requests, (tokens, heads, head_dim), and memory for what attention gives.
+
+    Each is (batch, heads, T, head_dim). A batch of one is not flattened, which would put a guard on
+    T.
+    """
+    q, k, v = (
+        x[0].transpose(0, 1) if query.shape[0] == 1 else x.transpose(1, 2).flatten(0, 1)
+        for x in (query, key, value)
+    )
+    return q, k, v, q.new_empty((*q.shape[:2], v.shape[2]))
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -93,11 +106,7 @@ def attend(
         # in a trace: Dynamo cannot follow the constructor of the errors of our own tree
         raise NotImplementedError(f"attention with {name}, which `adapt` has not seen")
     rows, tokens = query.shape[0], query.shape[2]
-    query, key, value = (
-        x[0].transpose(0, 1) if rows == 1 else x.transpose(1, 2).flatten(0, 1)
-        for x in (query, key, value)
-    )
-    output = query.new_empty((*query.shape[:2], value.shape[2]))
+    query, key, value, output = packed(query, key, value)
     mask: Mask = module.attention_mask_rule
     torch.ops.piecegraph_hf.attention(
         query,
