@@ -6,6 +6,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0+cpu
 VENV := .venv
 BIN := $(VENV)/bin
+# Hundreds of processes of the tests import the package: with this set, each would compile its sources.
+unexport PYTHONDONTWRITEBYTECODE
 PACKAGES := cache compile dispatch runtime tools torch_compat
 
 .PHONY: run test unit test-fast heavy coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke mutants clean

@@ -170,6 +170,7 @@ def test_current_shape_env_is_that_of_the_sizes_a_backend_gets() -> None:
     assert found == [True]
 
 
+@pytest.mark.slow
 def test_what_tracing_needs_can_be_imported_before() -> None:
     program = (
         "import sys; from piecegraph.torch_compat import dynamo; before = set(sys.modules);"

@@ -143,6 +143,7 @@ def test_forget_threads_gives_a_fork_its_own_pool() -> None:
     assert AsyncCompile.pool() is not before
 
 
+@pytest.mark.slow
 def test_the_compiler_can_be_imported_before_it_is_used() -> None:
     program = (
         "import sys; from piecegraph.torch_compat import inductor; before = set(sys.modules);"

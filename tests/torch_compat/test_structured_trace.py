@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from piecegraph.torch_compat.structured_trace import TRACE_LOGGER
 
 
@@ -25,6 +27,7 @@ def test_asking_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_compile_unit_nests_artifacts_under_an_id_of_its_own(tmp_path: Path) -> None:
     code = (
         "from piecegraph.torch_compat import structured_trace as trace\n"

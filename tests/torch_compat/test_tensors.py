@@ -149,6 +149,7 @@ def test_parts_of_a_subclass_are_its_inner_tensors_and_its_context() -> None:
     assert tensors.subclass_parts(one) == ({}, None)
 
 
+@pytest.mark.slow
 def test_handler_of_a_light_mode_imports_no_dynamo() -> None:
     program = """
 import sys, torch
