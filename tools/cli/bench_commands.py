@@ -113,6 +113,34 @@ for _name, _help in COMPARISONS.items():
     )
 
 
+@bench_app.command("engine")
+def engine_command(
+    engine: Annotated[str, typer.Option(help="vllm or transformers.")],
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
+    hidden: Annotated[int, typer.Option(min=128, help="Its width, a multiple of 128.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each way is started.")] = 1,
+    json_path: JsonOption = None,
+) -> int:
+    """Compare an engine with and without piecegraph: starts, throughput and memory."""
+    (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
+    with _benchmarks():
+        from ..bench.engine import INSTALL, run
+    engine = choice("--engine", engine, tuple(INSTALL))
+    if hidden % 128:
+        raise InvalidSetting(
+            name="--hidden",
+            value=hidden,
+            reason="heads have a width of 64, and two share keys and values",
+            expected="a multiple of 128",
+        )
+    result = run(engine, layers=layers, hidden=hidden, rounds=rounds)
+    from ..report.sections import as_terminal, benchmark_section
+
+    console_beside(to_json).print(*as_terminal(benchmark_section(engine, result)), sep="\n")
+    write_json(to_json, result)
+    return 0
+
+
 @bench_app.command("serve")
 @with_run_options
 def serve_command(

