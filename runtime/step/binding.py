@@ -9,6 +9,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -162,10 +163,15 @@ def _access(path: tuple[str | int, ...]) -> str:
 
 
 def at(value: Any, step: str | int) -> Any:
-    """What `value` holds under a key or position, or as an attribute."""
+    """What `value` holds under a key or position, or as an attribute.
+
+    A dataclass may have a `__getitem__` of its own.
+    """
+    if is_dataclass(value):
+        return getattr(value, str(step))
     try:
         return value[step]
-    except TypeError:  # no mapping, or a NamedTuple
+    except TypeError:  # a NamedTuple
         return getattr(value, str(step))
 
 

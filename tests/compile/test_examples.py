@@ -212,6 +212,9 @@ class States:
     hidden: torch.Tensor
     scale: torch.Tensor
 
+    def __getitem__(self, key: str) -> torch.Tensor:
+        raise KeyError(key)  # items that are not the fields
+
 
 class Pair(NamedTuple):
     states: States

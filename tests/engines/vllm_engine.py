@@ -12,13 +12,20 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two ranks run on one core too
+}
+os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp())  # workers inherit it
 
 import torch
+from prometheus_client import generate_latest
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -27,6 +34,7 @@ from transformers import PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
+from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 SMALL = {
     "vocab_size": 512,
@@ -66,29 +74,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "tie_word_embeddings": True,
     },
-    "lfm2": {
-        "architectures": ["Lfm2ForCausalLM"],
-        "model_type": "lfm2",
-        "layer_types": ["conv", "full_attention", "conv"],
-        "conv_L_cache": 3,
-        "conv_dim": 64,
-        "norm_eps": 1e-6,
-        "block_dim": 64,
-        "block_ff_dim": 128,
-        "block_multiple_of": 32,
-        "block_auto_adjust_ff_dim": False,
-    },
-    "bamba": {
-        "architectures": ["BambaForCausalLM"],
-        "model_type": "bamba",
-        "attn_layer_indices": [1],
-        "attn_rotary_emb": 32,
+    "granite_hybrid": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "layer_types": ["mamba", "attention", "mamba"],
+        "position_embedding_type": "rope",
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "attention_multiplier": 0.2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 128,
         "mamba_n_heads": 8,
         "mamba_d_head": 16,
         "mamba_d_state": 16,
         "mamba_n_groups": 1,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
         "mamba_chunk_size": 64,
     },
     "bert": {
@@ -183,9 +182,11 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"ready": ready, "made": made}
     if settings is not None:
         reports = llm.collective_rpc("piecegraph_report")
-        result["report"], result["reports"] = reports[0], len(reports)
+        result["report"] = reports[0]
+        result["refusals"] = [report["refusal"] for report in reports]
         result["explained"] = len(llm.collective_rpc("piecegraph_explain", args=("md",))[0])
         result["metrics"] = llm.collective_rpc("piecegraph_metrics")[0]
+        result["served_metrics"] = generate_latest(get_prometheus_registry()).decode()
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()

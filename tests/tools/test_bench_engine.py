@@ -24,7 +24,7 @@ while read -r concurrency; do
   echo "$4 $concurrency" >> "$0.asked"
   echo "{\\"tokens_per_second\\": $((rate * concurrency))}"
 done
-echo '{"peak_bytes": 1024}'
+echo '{"peak_mib": 1024}'
 """
 
 
@@ -58,12 +58,12 @@ def test_an_engine_is_compared_with_itself(fake, tmp_path):
     assert len(result["rows"]) == 12
     rates = [f"tokens_per_second_{each}" for each in engine.CONCURRENCY]
     for row in result["rows"]:
-        assert row["peak_bytes"] == 1024
+        assert row["peak_mib"] == 1024
         assert [row[rate] is None for rate in rates] == [row["start"] == "cold"] * 3
 
     # a cold start has what the eager one stored, a warm one also what its own way stored
     starts = python.with_name("python.starts").read_text().splitlines()
-    assert starts[1:7] == [
+    assert starts[2:8] == [
         "eager", "engine eager", "piecegraph eager",
         "eager eager", "engine eager engine", "piecegraph eager piecegraph",
     ]  # fmt: skip

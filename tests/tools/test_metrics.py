@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from piecegraph import Batch, prepare
-from piecegraph.tools.integrations.prometheus import MetricsCollector, metrics_text, read_metrics
+from piecegraph.tools.integrations.prometheus import (
+    MetricsCollector,
+    MultiprocessMetrics,
+    metrics_text,
+    read_metrics,
+)
 
 pytestmark = pytest.mark.compile
 
@@ -66,6 +71,27 @@ def test_steps_rows_and_padding_are_counted(prepared):
     assert found["piecegraph_rows_total", "FULL"] == 4 + 4 + 4 + 8
     assert found["piecegraph_padding_rows_total", "FULL"] == 1 + 2
     assert found["piecegraph_rows_total", "NONE"] == 12
+
+
+def test_gauges_of_a_process_that_another_one_serves(own):
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    metrics = MultiprocessMetrics(own, registry)
+    metrics.update()
+    gauges = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+    }
+    assert gauges == samples(own)
+    rows = "piecegraph_rows_total", {"mode": "NONE"}
+    own(torch.ones(12, 4), batch=Batch(12, 12))
+    metrics.update()  # too early
+    assert registry.get_sample_value(*rows) == 12
+    metrics.now = lambda: float("inf")
+    metrics.update()
+    assert registry.get_sample_value(*rows) == 24
 
 
 def test_durations_of_steps_are_a_histogram_while_steps_are_kept(own):

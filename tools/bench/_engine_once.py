@@ -1,8 +1,9 @@
-"""One start of a real engine in its own process: `python -m … ENGINE WAY MODEL`, MODEL in JSON.
+"""One start of a real engine in its own process: `python -m … ENGINE WAY MODEL FOLDER`.
 
 ENGINE is `vllm` or `transformers`. WAY is `piecegraph`, `engine` (compiled as the engine does) or
-`eager`. Writes lines of JSON: when the engine is ready, the seconds until then and until its first
-token; for each number of requests that it reads, tokens per second; at the end, its peak memory.
+`eager`. MODEL is JSON. FOLDER is for its files; vLLM's cache has its path in its keys. Writes lines
+of JSON: when the engine is ready, the seconds until then and until its first token; for each number
+of requests that it reads, tokens per second; at the end, its peak memory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import os
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,30 +24,29 @@ Generate = Callable[[Sequence[list[int]], int], int]
 VOCABULARY = 1024
 MAX_NUM_TOKENS = 512
 MAX_NUM_REQS = 16
-NEW_TOKENS = 128
+NEW_TOKENS = 64
 PROMPT = 24
 
 
-def main(name: str, way: str, model: dict[str, int], results: TextIO) -> None:
+def main(name: str, way: str, model: dict[str, int], folder: Path, results: TextIO) -> None:
     """Start, generate one token, then serve as many requests as each line asks for."""
 
     def say(**facts: Any) -> None:
         print(json.dumps(facts), file=results, flush=True)
 
     start = {"vllm": _vllm, "transformers": _transformers}[name]
-    with tempfile.TemporaryDirectory() as folder:
-        generate, began = start(way, _model_config(model), Path(folder))
-        ready = time.perf_counter() - began
-        generate([_prompt(0)], 1)
-        first_token = time.perf_counter() - began
-        version = importlib.import_module(name).__version__
-        say(ready=ready, first_token=first_token, version=version)
-        for line in sys.stdin:
-            prompts = [_prompt(number) for number in range(int(line))]
-            began = time.perf_counter()
-            made = generate(prompts, NEW_TOKENS)
-            say(tokens_per_second=made / (time.perf_counter() - began))
-    say(peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    generate, began = start(way, _model_config(model), folder)
+    ready = time.perf_counter() - began
+    generate([_prompt(0)], 1)
+    first_token = time.perf_counter() - began
+    version = importlib.import_module(name).__version__
+    say(ready=ready, first_token=first_token, version=version)
+    for line in sys.stdin:
+        prompts = [_prompt(number) for number in range(int(line))]
+        began = time.perf_counter()
+        made = generate(prompts, NEW_TOKENS)
+        say(tokens_per_second=made / (time.perf_counter() - began))
+    say(peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 
 
 def _prompt(number: int) -> list[int]:
@@ -150,4 +149,4 @@ if __name__ == "__main__":
     # engines log to standard output
     with os.fdopen(os.dup(1), "w") as stream:
         os.dup2(2, 1)
-        main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), stream)
+        main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), Path(sys.argv[4]), stream)

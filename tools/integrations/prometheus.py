@@ -8,6 +8,7 @@ Values are read when they are requested; they add no cost to a step.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -237,6 +238,35 @@ class MetricsCollector:
                 for name, labels, value in metric.named_samples():
                     family.add_sample(name, dict(own + labels), value)
         yield from collected.values()
+
+
+class MultiprocessMetrics:
+    """Metrics of a process whose registry nobody reads: gauges in prometheus-client's multiprocess
+    mode, which another process serves from the folder in PROMETHEUS_MULTIPROC_DIR."""
+
+    def __init__(self, prepared: PreparedModel, registry: Any = None) -> None:
+        self._prepared, self._registry = prepared, registry
+        self._gauges: dict[str, Any] = {}
+        self._due = 0.0
+        self.now = time.monotonic
+
+    def update(self) -> None:
+        """Write all values, at most once in a second."""
+        now = self.now()
+        if now < self._due:
+            return
+        self._due = now + 1
+        for metric in read_metrics(self._prepared):
+            for name, labels, value in metric.named_samples():
+                gauge = self._gauges.get(name) or self._gauge(name, metric.help, labels)
+                (gauge.labels(**dict(labels)) if labels else gauge).set(value)
+
+    def _gauge(self, name: str, help: str, labels: Labels) -> Any:
+        from prometheus_client import Gauge
+
+        names = [label for label, _ in labels]
+        gauge = Gauge(name, help, names, registry=self._registry, multiprocess_mode="liveall")
+        return self._gauges.setdefault(name, gauge)
 
 
 def _counter(name: str, help: str, samples: Mapping[Labels, float]) -> Metric:

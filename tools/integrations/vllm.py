@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
 
 from ... import (
     Batch,
@@ -36,7 +38,7 @@ from ... import (
     prepare,
 )
 from ...errors import AllCapturesFailed
-from .prometheus import metrics_text
+from .prometheus import MultiprocessMetrics, metrics_text
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -65,16 +67,20 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     refusal: str | None = None
     """Why the model was not prepared."""
 
+    _metrics: MultiprocessMetrics | None = None
+
     def load_model(self, **options: Any) -> None:
         """Load the model; its first run, with vLLM's dummy inputs, prepares it."""
         config_for(self.vllm_config, {})  # raises InvalidSetting for a wrong setting
         super().load_model(**options)
         _log_as_vllm_does()
+        if self.parallel_config.pipeline_parallel_size > 1:
+            torch.export.register_dataclass(IntermediateTensors)
         if self.model_config.enforce_eager:
             self._refuse("enforce_eager is set")
             return
-        if self.parallel_config.pipeline_parallel_size > 1:
-            self._refuse("pipeline parallel stages exchange objects that hold tensors")
+        if self.lora_config is not None and current_platform.is_cpu():
+            self._refuse("vLLM's LoRA on a CPU branches in Python on the adapters of a batch")
             return
         module: Any = compiled_module(self.model_runner.get_model())
         if module is None:
@@ -97,7 +103,17 @@ class Worker(PlatformWorker):  # type: ignore[misc]
                 except AllCapturesFailed as error:
                     log.warning("vLLM serves without graphs: %s", error)
             self.prepared.seal()
+            if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+                self._metrics = MultiprocessMetrics(self.prepared)
+                self._metrics.update()
         return times
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's step; then its metrics have ours beside them."""
+        output = super().execute_model(*args, **kwargs)
+        if self._metrics is not None:
+            self._metrics.update()
+        return output
 
     def _prepare_and_run(
         self, module: Any, compiles_itself: bool, *args: Any, **kwargs: Any
@@ -106,18 +122,17 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         del module.forward
         arguments = _by_name(module, args, kwargs)
         group = get_tp_group()
+        inputs = {name: InputForm(name, value) for name, value in tensors_in(arguments).items()}
         try:
-            inputs = {
-                name: InputForm(name, value)
-                for name, value in arguments.items()
-                if isinstance(value, torch.Tensor)
-            }
             # a context without a step: the model may find its layers in it
             with set_forward_context(None, self.vllm_config):
                 self.prepared = prepare(
                     module,
                     config_for(self.vllm_config, {n: each.spec for n, each in inputs.items()}),
-                    examples=((), {**arguments, **{n: e.example for n, e in inputs.items()}}),
+                    examples=(
+                        (),
+                        with_tensors(arguments, {n: e.example for n, e in inputs.items()}),
+                    ),
                     ranks=Ranks(group.cpu_group) if group.world_size > 1 else None,
                 )
         except Exception as error:  # whatever it is, vLLM can still serve
@@ -160,7 +175,9 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
     """`Config` for a vLLM engine: its limits and capture sizes, then what the user has set."""
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     piecewise = (
-        not current_platform.is_cpu() and compilation.cudagraph_mode.has_piecewise_cudagraphs()
+        compilation.cudagraph_mode.has_piecewise_cudagraphs()
+        and not current_platform.is_cpu()
+        and vllm_config.lora_config is None  # its ops decide on the host whether there are adapters
     )
     given = vllm_config.additional_config
     splitting_ops = tuple(compilation.splitting_ops or ATTENTION_OPS)
@@ -196,6 +213,32 @@ class InputForm:
         self.example = value.narrow(tokens, 0, min(17, value.shape[tokens])).clone()
 
 
+def tensors_in(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Tensors by dotted name, also those from the pipeline stage before this one."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(value, IntermediateTensors):
+            found |= {f"{name}.tensors.{key}": tensor for key, tensor in value.items()}
+    return found
+
+
+def with_tensors(
+    arguments: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """`arguments` with other tensors, by dotted name."""
+
+    def replaced(name: str, value: Any) -> Any:
+        if isinstance(value, IntermediateTensors):
+            return IntermediateTensors(
+                {k: tensors[f"{name}.tensors.{k}"] for k, _ in value.items()}
+            )
+        return tensors.get(name, value)
+
+    return {name: replaced(name, value) for name, value in arguments.items()}
+
+
 def steps_through(
     prepared: PreparedModel, module: torch.nn.Module, inputs: tuple[str, ...]
 ) -> Callable[..., Any]:
@@ -207,7 +250,7 @@ def steps_through(
 
     def step(*args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensors = tuple(n for n, value in arguments.items() if isinstance(value, torch.Tensor))
+        tensors = tuple(tensors_in(arguments))
         num_tokens = arguments["positions"].shape[-1]
         if tensors != inputs or num_tokens > most:
             if tensors not in warned:
