@@ -95,6 +95,8 @@ class Checkout:
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkout]:
     use_text_compiler(monkeypatch)
+    # Python takes .pyc files by size and second of the source: an edit within one would not be read
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     yield Checkout(tmp_path / "checkout")
     for name in ("served_helpers", "served_model"):
         sys.modules.pop(name, None)
