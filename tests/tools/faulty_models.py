@@ -178,6 +178,18 @@ class Scaling(torch.nn.Module):
         return output + 1
 
 
+LIBRARY.define("transposed(Tensor x) -> Tensor")
+LIBRARY.impl("transposed", lambda x: x.t().contiguous().t(), "CPU")
+torch.library.register_fake("faulty::transposed", torch.empty_like, lib=LIBRARY)
+
+
+class WrongFake(Tiny):
+    """Calls an op whose result is transposed in memory, which its fake does not say."""
+
+    def forward(self, x):
+        return super().forward(torch.ops.faulty.transposed(x) * 2)
+
+
 class MixedRows(Tiny):
     """The rows of a batch depend on each other, so padding changes real rows."""
 

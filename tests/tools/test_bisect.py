@@ -11,12 +11,10 @@ import torch
 
 from piecegraph import Batch
 from piecegraph.compile.backends import registry
-from piecegraph.compile.backends.registry import Compiler, compiler_named
-from piecegraph.compile.lower import plan_builder as planning
-from piecegraph.compile.lower import split_model
+from piecegraph.compile.backends.registry import compiler_named
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.bisect import BisectCase, Step, bisect
-from piecegraph.tools.bisect.finding import first_wrong
+from piecegraph.tools.bisect.case import first_wrong
 from piecegraph.tools.bisect.stages import stages
 
 sys.path.append(str(Path(__file__).parent))
@@ -147,29 +145,6 @@ def test_a_piece_that_is_right_by_itself_blames_no_operator(case, found, registe
     assert "compiled by itself it is right" in line
 
 
-@pytest.mark.heavy
-def test_a_swapped_artifact_is_found_in_the_warm_cache(case, found, monkeypatch, tmp_path):
-    """The bundle is whole and verified, but the artifacts of two pieces have changed places."""
-
-    kept = {}
-
-    def keep(graph, inputs, options):
-        name = str(len(kept)).encode()
-        kept[name] = lambda args: graph.forward(*args)
-        return lambda: (kept[name], {"code": name})
-
-    def load(artifacts):
-        order = [0, 2, 1, 3] if len(artifacts) == 4 else [0]
-        return [kept[artifacts[place]["code"]] for place in order]
-
-    fake = Compiler("inductor", keep, load)
-    monkeypatch.setattr(registry, "INDUCTOR", fake)
-    cached = {"compiler": "inductor", "cache": True, "cache_dir": tmp_path / "cache"}
-    finding, line = found(case(models.Twice(), **cached))
-    assert (finding.stage, finding.piece) == ("warm cache", 1)
-    assert "remove its artifact" in line
-
-
 def test_partitions_of_inductor_are_a_stage_after_that_of_pieces(case, found, monkeypatch):
     """A compiler that is right on pieces, and does not cut what it is to cut."""
     eager = compiler_named("eager")
@@ -181,78 +156,6 @@ def test_partitions_of_inductor_are_a_stage_after_that_of_pieces(case, found, mo
     assert said[-2:] == ["compiler: right", "partitions: wrong"]
     assert finding.stage == "partitions"
     assert "NotPartitioned" in line
-
-
-def test_equal_pieces_that_are_not_equal_are_found(case, found, monkeypatch):
-    """A content hash that is the same for cos and sin."""
-    monkeypatch.setattr(split_model, "fingerprint", lambda graph, *_: str(len(graph.nodes)))
-    finding, _ = found(case(models.Twice()))
-    assert (finding.stage, finding.piece) == ("dedupe", 1)
-
-
-def test_a_wrong_stitching_order_is_found(case, found, monkeypatch):
-    """Outputs of a piece are handed on in the wrong order."""
-    right = planning.PlanBuilder.piece
-
-    def crossed(self, index, piece):
-        right(self, index, piece)
-        step = self._steps[-1]
-        self._steps[-1] = step.model_copy(update={"args": step.args[:1] + step.args[:0:-1]})
-
-    monkeypatch.setattr(planning.PlanBuilder, "piece", crossed)
-    finding, _ = found(case(models.Tiny()))
-    assert finding.stage in ("traced graph", "split")
-
-
-def test_a_moved_cache_is_found_in_the_full_graph(case, found):
-    finding, line = found(case(moves=True, sizes=(4, 12)))
-    assert finding.stage == "FULL"
-    assert finding.operator == "faulty::attention"
-    assert "moved after the capture: layers['layer'].cache" in line
-
-
-def test_a_moved_weight_is_named(case, found):
-    """The weight is given other memory between two steps, as a reload of weights does."""
-    it = case(sizes=(4, 4))
-
-    def reload(decision):
-        if decision.graph_index >= 0:
-            it.model.before.weight.data = it.model.before.weight.data.clone()
-        return torch.arange(4)
-
-    it.steps[1] = Step(it.steps[1].args, it.steps[1].batch, reload)
-    finding, line = found(it)
-    assert (finding.stage, finding.step) == ("PIECEWISE", 1)
-    assert "before.weight" in line
-    assert "MovedTensor" in line
-
-
-def test_a_stale_padding_row_is_found(case, found):
-    finding, line = found(case(dump=None, sizes=(4, 3)))
-    assert finding.stage == "PIECEWISE"
-    assert finding.operator == "faulty::attention"
-    assert (finding.size, finding.padded, finding.step) == (3, 4, 1)
-    assert "size=3 (padded to 4)" in line
-    assert "something of an earlier step is left" in line
-
-
-def test_a_dropped_guard_is_named_with_its_line_and_sizes(case, found):
-    finding, line = found(case(models.Branching(), guards="drop"))
-    assert (finding.stage, finding.size) == ("traced graph", 8)
-    assert finding.operator.startswith("faulty_models.py:")
-    assert "num_tokens" in line
-    assert "'num_tokens': 8" in line
-
-
-def test_a_guard_that_cannot_be_proved_is_an_error_of_the_first_stage(case, found):
-    finding, line = found(case(models.Branching()))
-    assert finding.stage == "traced graph"
-    assert "GuardUnproved" in line
-
-
-def test_a_model_that_is_not_deterministic_is_said_to_be(case, found):
-    finding, _ = found(case(models.Unsteady()))
-    assert finding.stage == "eager"
 
 
 def test_the_state_is_as_before(case, wrong_pass):

@@ -4,8 +4,7 @@ See docs/bisect.md and docs/check.md.
 """
 
 from ..steps import Step
-from .case import BisectCase
-from .finding import Finding
+from .case import BisectCase, Finding
 from .invariance import Invariance, check_invariance
 from .key_check import MissingFromKey, check_keys
 from .search import bisect, reproduce

@@ -16,8 +16,7 @@ from ...errors import PiecegraphError
 from ...torch_compat.ops import overload_name
 from ...torch_compat.tensors import TorchDispatchMode, tree_leaves
 from ..steps import replay_step
-from .case import BisectCase
-from .finding import first_wrong
+from .case import BisectCase, first_wrong
 from .observe import copies
 from .stages import FULL, MetadataFor, Stage, prepared_for
 from .state import State

@@ -38,13 +38,15 @@ class Call:
 class Ran:
     """One step as it ran; `error` is what it raised instead of a result.
 
-    `clobbered` names the state that changed while the step was dispatched.
+    `inside` is the custom op that raised it. `clobbered` names the state that changed while the
+    step was dispatched.
     """
 
     decision: Decision
     results: list[Tensor] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     error: Exception | None = None
+    inside: str | None = None
     clobbered: list[str] = field(default_factory=list)
 
     def calls_of(self, ops: Collection[str]) -> list[Call]:
@@ -63,14 +65,18 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
+        self.inside: str | None = None
+        """The op that is running, or that raised."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if op_name(func).partition("::")[0] in BUILT_IN:
             return func(*args, **kwargs)
         before = copies(_read(func, args, kwargs))
+        self.inside = overload_name(func)
         result = func(*args, **kwargs)
-        self.calls.append(Call(overload_name(func), before, copies((args, kwargs, result))))
+        self.calls.append(Call(self.inside, before, copies((args, kwargs, result))))
+        self.inside = None
         return result
 
 
@@ -123,7 +129,8 @@ def run_prepared(
                 results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
             ran.results = copies(results)
         except Exception as error:
-            ran.error = error
-            return runs
+            ran.error, ran.inside = error, calls.inside
         ran.calls = calls.calls
+        if ran.error is not None:
+            break
     return runs

@@ -15,11 +15,10 @@ from typing import Any
 
 from ... import Decision, PreparedModel
 from ...dispatch import default_capture_sizes
-from ...errors import InvalidSetting, PieceFailed
-from .case import BisectCase, load_case, write_script
-from .culprit import PieceSearch, find_call, find_guard, find_piece
-from .finding import Finding, Wrong, first_wrong
-from .observe import Ran, run_eagerly, run_prepared
+from ...errors import InvalidSetting, PieceFailed, PiecegraphError
+from .case import BisectCase, Finding, Wrong, first_wrong, load_case, write_script
+from .culprit import PieceSearch, WrongCall, find_call, find_guard, find_piece
+from .observe import Ran, run_eagerly, run_prepared, splitting_ops
 from .stages import (
     COMPILER,
     EAGER,
@@ -165,7 +164,16 @@ class _Search:
         )
         finding = Finding(stage.name, failure.index, size, padded, wrong=failure.wrong)
         if ran.error is not None:
-            return replace(finding, note=f"the step raised {_described_error(ran.error)}")
+            finding = replace(finding, note=f"the step raised {_described_error(ran.error)}")
+            if stage.name in (TRACED, PIECEWISE, FULL, *STRATEGIES):
+                return finding
+            if ran.inside is not None:
+                return replace(finding, operator=ran.inside.rpartition(".")[0])
+            if isinstance(ran.error, PiecegraphError):  # of the step, not of the code of a piece
+                return finding
+            running = WrongCall(len(ran.calls_of(splitting_ops(plan))), "", itself=False)
+            use = find_piece(plan, failure.right, running)
+            return replace(finding, piece=None if use is None else plan.piece_uses()[use])
         if stage.name == TRACED:
             operator, note = find_guard(plan, size)
             return replace(finding, operator=operator, note=note)
@@ -182,7 +190,10 @@ class _Search:
             )
         call = find_call(plan, failure.right, ran, case.tolerance)
         if call is not None and call.itself:
-            return replace(finding, operator=call.op.rpartition(".")[0])
+            op = call.op.rpartition(".")[0]
+            if stage.name in (PIECEWISE, FULL):  # right at the stages before: not the op
+                return replace(finding, note=f"first seen in what {op} gives")
+            return replace(finding, operator=op)
         use = find_piece(plan, failure.right, call)
         if use is None:
             return finding

@@ -1,0 +1,374 @@
+"""Faults to plant, one of each kind, and what bisect must say of each.
+
+`python tests/tools/planted_faults.py` plants them under Inductor, one after another, and prints the
+table of docs/bisect.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import lowering
+from torch._inductor.virtualized import V
+
+from piecegraph import Batch, Config, PreparedModel
+from piecegraph.compile.backends import registry
+from piecegraph.compile.lower import plan_builder, split_model
+from piecegraph.compile.passes.graph_pass import GraphPass
+from piecegraph.tools.bisect import BisectCase, Finding, Step, bisect
+
+sys.path.append(str(Path(__file__).parent))
+import faulty_models as models
+
+DUMP = 31
+ATEN = torch.ops.aten
+
+
+def decode(size: int) -> Batch:
+    return Batch(size, size, is_decode=True, query_len=1)
+
+
+def rows(size: int) -> torch.Tensor:
+    return torch.randn(size, 4, generator=torch.Generator().manual_seed(size))
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a fault is planted: settings of the case, and patches that are undone afterwards."""
+
+    settings: dict[str, Any]
+    patch: pytest.MonkeyPatch
+
+    def case(
+        self,
+        model: torch.nn.Module | None = None,
+        sizes: tuple[int, ...] = (8, 3),
+        *,
+        padding: Callable[..., Any] = models.Padding,
+        dump: int | None = DUMP,
+        moves: bool = False,
+        **settings: Any,
+    ) -> BisectCase:
+        """A case of an attention model with steps of given sizes."""
+        buffer = torch.full((32,), DUMP)
+        steps = [
+            Step(
+                (rows(size),),
+                decode(size),
+                models.Slots(buffer, tuple(reversed(range(size))), dump),
+            )
+            for size in sizes
+        ]
+        at = {} if "splitting" in str(settings) else {"splitting_ops": ("faulty::attention",)}
+        limits = {"max_num_tokens": 32, "max_num_reqs": 16, "capture_sizes": (4, 8)}
+        config = self.config(**{**at, **limits, **settings})
+        layers = {"layer": models.Layer(torch.zeros(32, 4), moves)}
+        return BisectCase(model or models.Tiny(), config, steps, layers, padding(buffer, DUMP))
+
+    def scaled(self, step: models.StepWeights, capture: Callable[..., Any]) -> BisectCase:
+        """A case of an op that reads a tensor and a number of the metadata."""
+        limits = {"max_num_tokens": 8, "max_num_reqs": 8, "capture_sizes": (4,)}
+        config = self.config(splitting_ops=("faulty::scaled",), **limits)
+        return BisectCase(
+            models.Scaling(),
+            config,
+            [Step((rows(4),), decode(4), step)],
+            {},
+            capture,
+        )
+
+    def config(self, **settings: Any) -> Config:
+        base = {"inputs": {"x": "float32[num_tokens, 4]"}, "attention_support": 3}
+        return Config(**{**base, **self.settings, **settings})
+
+    def lower(self, op: Any, fault: Callable[..., Any]) -> None:
+        """Let Inductor lower `op` to what `fault(right, *args)` gives."""
+        right = lowering.lowerings[op]
+        self.patch.setitem(lowering.lowerings, op, lambda *args: fault(right, *args))
+
+    def load(self, fault: Callable[..., Any]) -> None:
+        """Let artifacts be loaded from the cache as `fault(right, artifacts)` gives."""
+        right = registry.INDUCTOR
+        faulty = replace(right, load=lambda artifacts: fault(right.load, artifacts))
+        self.patch.setattr(registry, "INDUCTOR", faulty)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is planted, and what is to be found: `operator` None means that none may be named."""
+
+    what: str
+    plant: Callable[[Site], BisectCase]
+    stage: str
+    operator: str | None = None
+    piece: int | None = None
+    graph_pass: str | None = None
+    says: str = ""
+    compiler: bool = False
+    """Whether it is in Inductor or the cache, so that no other compiler has it."""
+
+    def check(self, finding: Finding | None) -> None:
+        """Raise AssertionError unless the finding names this fault and blames nothing else."""
+        assert finding is not None, "no finding"
+        line = finding.line()
+        assert finding.stage == self.stage, line
+        assert (finding.piece, finding.graph_pass) == (self.piece, self.graph_pass), line
+        assert (finding.operator is None) == (self.operator is None), line
+        assert (self.operator or "") in (finding.operator or ""), line
+        assert self.says in line, line
+
+
+def pass_in_one_range(site: Site) -> BisectCase:
+    small = GraphPass("small_only", models.sin_to_cos, max_num_tokens=4)
+    return site.case(user_passes=(small,), compile_ranges=(4,))
+
+
+def pass_at_sizes_of_no_step(site: Site) -> BisectCase:
+    small = GraphPass("small_only", models.sin_to_cos, max_num_tokens=4)
+    return site.case(user_passes=(small,), compile_ranges=(4,), sizes=(8,))
+
+
+def lowered(op: Any, other: Any, *args: Any) -> Callable[[Site], BisectCase]:
+    """Inductor takes one operator for another."""
+
+    def plant(site: Site) -> BisectCase:
+        wrong = lowering.lowerings[other]
+        site.lower(op, lambda right, x: wrong(x))
+        return site.case(*args)
+
+    return plant
+
+
+def lowering_that_raises(site: Site) -> BisectCase:
+    def refuse(right: Any, x: Any) -> Any:
+        raise RuntimeError("no rule for relu")
+
+    site.lower(ATEN.relu.default, refuse)
+    return site.case()
+
+
+def wrong_the_first_time(site: Site) -> BisectCase:
+    wrong, left = lowering.lowerings[ATEN.cos.default], [1]
+
+    def once(right: Any, x: Any) -> Any:
+        first, left[0] = left[0] > 0, left[0] - 1
+        return (wrong if first else right)(x)
+
+    site.lower(ATEN.sin.default, once)
+    return site.case()
+
+
+def swapped_artifacts(site: Site) -> BisectCase:
+    def swapped(load: Any, artifacts: Any) -> Any:
+        loaded = list(load(artifacts))
+        if len(loaded) == 4:
+            loaded[1], loaded[2] = loaded[2], loaded[1]
+        return loaded
+
+    site.load(swapped)
+    return site.case(models.Twice())
+
+
+def wrong_only_when_loaded(site: Site) -> BisectCase:
+    def spoiled(load: Any, artifacts: Any) -> Any:
+        return [lambda args, fn=fn: tuple(r + 1 for r in fn(args)) for fn in load(artifacts)]
+
+    site.load(spoiled)
+    return site.case()
+
+
+def wrong_in_the_whole_graph(site: Site) -> BisectCase:
+    wrong = lowering.lowerings[ATEN.abs.default]
+
+    def whole(right: Any, x: Any) -> Any:
+        nodes = V.graph.graph.nodes
+        return (wrong if any("attention" in str(node.target) for node in nodes) else right)(x)
+
+    site.lower(ATEN.relu.default, whole)
+    return site.case(use_inductor_graph_partition=True)
+
+
+def equal_fingerprints(site: Site) -> BisectCase:
+    site.patch.setattr(split_model, "fingerprint", lambda graph, *_: str(len(graph.nodes)))
+    return site.case(models.Twice())
+
+
+def crossed_results(site: Site) -> BisectCase:
+    right = plan_builder.PlanBuilder.piece
+
+    def crossed(self: Any, index: Any, piece: Any) -> None:
+        right(self, index, piece)
+        step = self._steps[-1]
+        self._steps[-1] = step.model_copy(update={"args": step.args[:1] + step.args[:0:-1]})
+
+    site.patch.setattr(plan_builder.PlanBuilder, "piece", crossed)
+    return site.case()
+
+
+def rows_that_mix(**splitting: Any) -> Callable[[Site], BisectCase]:
+    def plant(site: Site) -> BisectCase:
+        # `prepare` finds such a model and never pads it; without that its rows are wrong
+        site.patch.setattr("piecegraph.runtime.prepare.find_mixed_rows", lambda *_, **__: [])
+        return site.case(models.MixedRows(), sizes=(4, 3), **splitting)
+
+    return plant
+
+
+def moved_weight(site: Site) -> BisectCase:
+    it = site.case(sizes=(4, 4))
+
+    def reload(decision: Any) -> torch.Tensor:
+        if decision.graph_index >= 0:
+            it.model.before.weight.data = it.model.before.weight.data.clone()
+        return torch.arange(4)
+
+    return replace(it, steps=[it.steps[0], replace(it.steps[1], metadata=reload)])
+
+
+def metadata_in_new_memory(site: Site) -> BisectCase:
+    capture = lambda descriptor, mode: models.Weights(torch.ones(32), 1.0)  # noqa: E731
+    return site.scaled(models.StepWeights(3.0, 1.0), capture)
+
+
+def frozen_host_value(site: Site) -> BisectCase:
+    buffer = torch.ones(32)
+    capture = lambda descriptor, mode: models.Weights(buffer.fill_(0), 1.0)  # noqa: E731
+    return site.scaled(models.StepWeights(3.0, 7.0, buffer), capture)
+
+
+def spoiled_replay(site: Site) -> BisectCase:
+    run = PreparedModel.run
+
+    def spoiled(self: Any, decision: Any, *args: Any, **kwargs: Any) -> Any:
+        result = run(self, decision, *args, **kwargs)
+        if decision.mode.name == "FULL":
+            result = result.clone()
+            result[0, 0] += 1
+        return result
+
+    site.patch.setattr(PreparedModel, "run", spoiled)
+    return site.case()
+
+
+def case(*args: Any, **settings: Any) -> Callable[[Site], BisectCase]:
+    """A fault that lies in the model or the settings of the case."""
+    return lambda site: site.case(*args, **settings)
+
+
+_LIVE = {"sizes": (4,) * 6, "padding": models.Clobbering}
+_CLOBBERED = "right with all graphs captured at startup; a capture before this step changed layers"
+_MIXED = "its real rows depend on what padding holds"
+FAULTS = [
+    Fault("a pass of the user is wrong", case(user_passes=(models.sin_to_cos,), sizes=(8,)),
+          "compiler", "sin (faulty_models.py:", 0, "sin_to_cos",
+          "right without the pass sin_to_cos", True),
+    Fault("the second of two passes is wrong",
+          case(user_passes=(models.harmless, models.sin_to_cos), sizes=(8,)), "compiler",
+          "sin (faulty_models.py:", 0, "sin_to_cos", "right without the pass sin_to_cos", True),
+    Fault("a pass is wrong in one range", pass_in_one_range, "compiler", "sin (faulty_models.py:",
+          0, "small_only", "step=1 size=3", True),
+    Fault("a pass is wrong at sizes of no step", pass_at_sizes_of_no_step, "compiler",
+          "sin (faulty_models.py:", 0, "small_only", "no step has this size", True),
+    Fault("Inductor lowers relu to abs", lowered(ATEN.relu.default, ATEN.abs.default), "compiler",
+          "relu (faulty_models.py:", 1, compiler=True),
+    Fault("Inductor cannot lower relu", lowering_that_raises, "compiler", None, 1,
+          says="no rule for relu", compiler=True),
+    Fault("Inductor is wrong the first time only", wrong_the_first_time, "compiler", None, 0,
+          says="compiled by itself it is right", compiler=True),
+    Fault("Inductor is wrong in the last layer only",
+          lowered(ATEN.tanh.default, ATEN.sigmoid.default, models.Twice()), "compiler",
+          "tanh (faulty_models.py:", 3, compiler=True),
+    Fault("a custom op has other strides than its fake", case(models.WrongFake()), "compiler",
+          None, 0, says="faulty.transposed", compiler=True),
+    Fault("two artifacts in the cache are swapped", swapped_artifacts, "warm cache", None, 1,
+          says="compiled again it is right: remove its artifact", compiler=True),
+    Fault("code is wrong only when loaded", wrong_only_when_loaded, "warm cache", None, 0,
+          says="compiled again it is right", compiler=True),
+    Fault("Inductor is wrong in the whole graph only", wrong_in_the_whole_graph, "partitions",
+          None, 0, compiler=True),
+    Fault("different pieces have one fingerprint", equal_fingerprints, "dedupe", None, 1),
+    Fault("results of a piece are passed on crossed", crossed_results, "traced graph"),
+    Fault("a guard that does not hold is dropped", case(models.Branching(), guards="drop"),
+          "traced graph", "faulty_models.py:", says="'num_tokens': 8"),
+    Fault("a guard cannot be proved", case(models.Branching()), "traced graph",
+          says="GuardUnproved"),
+    Fault("the model is random", case(models.Unsteady()), "eager",
+          says="another result the second time"),
+    Fault("rows mix; split at named ops", rows_that_mix(splitting_ops=("faulty::attention",)),
+          "PIECEWISE", "mean", 1, says=_MIXED),
+    Fault("rows mix; split at a pattern", rows_that_mix(splitting_patterns=("faulty::att*",)),
+          "PIECEWISE", "mean", 1, says=_MIXED),
+    Fault("rows mix; split by a predicate",
+          rows_that_mix(splitting_predicate=models.split_at_attention), "PIECEWISE", "mean", 1,
+          says=_MIXED),
+    Fault("a padding row has a stale slot", case(dump=None, sizes=(4, 3)), "PIECEWISE",
+          says="something of an earlier step is left"),
+    Fault("a weight moves between two steps", moved_weight, "PIECEWISE",
+          says="MovedTensor: before.weight moved"),
+    Fault("the KV cache moves after the capture", case(moves=True, sizes=(4, 12)), "FULL",
+          says="moved after the capture: layers['layer'].cache"),
+    Fault("metadata is in new memory", metadata_in_new_memory, "FULL",
+          says="MovedTensor: metadata.weights moved"),
+    Fault("a FULL graph froze a host value", frozen_host_value, "FULL",
+          says="host values are frozen in the graph: metadata.scale is 1.0 at the capture"),
+    Fault("the replay of a FULL graph is wrong", spoiled_replay, "FULL",
+          says="inside the FULL graph"),
+    Fault("a DELAYED capture writes live state", case(**_LIVE, strategy="delayed"), "DELAYED",
+          says=_CLOBBERED),
+    Fault("a LAZY capture writes live state", case(**_LIVE, strategy="lazy"), "LAZY",
+          says=_CLOBBERED),
+]  # fmt: skip
+
+
+@contextlib.contextmanager
+def site_for(compiler: str) -> Iterator[Site]:
+    """A site under Inductor with a cache of its own, or under another compiler without one."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        cached = compiler == "inductor"
+        cache = {"cache": cached, "cache_dir": Path(folder) / "cache" if cached else None}
+        yield Site({"compiler": compiler, **cache}, patch)
+
+
+def find(
+    fault: Fault, compiler: str, say: Callable[[str], None] = lambda _: None
+) -> Finding | None:
+    with site_for(compiler) as site:
+        return bisect(fault.plant(site), say=say)
+
+
+def main() -> None:
+    """Print a row for each fault as soon as it is known, and what the rows come to."""
+    print("| planted | stage | piece | operator or pass | the line says | s |")
+    print("|---|---|---|---|---|---|")
+    named, slowest = 0, 0.0
+    for fault in FAULTS:
+        began, found = time.perf_counter(), find(fault, "inductor")
+        seconds = time.perf_counter() - began
+        slowest, cells = max(slowest, seconds), ["no finding"] * 4
+        if found is not None:
+            piece = "-" if found.piece is None else str(found.piece)
+            cells = [found.stage, piece, found.graph_pass or found.operator or "-", fault.says]
+        try:
+            fault.check(found)
+            named += 1
+        except AssertionError as error:
+            cells[-1] = f"NOT NAMED: {error}"
+        print("|", " | ".join([fault.what, *cells, f"{seconds:.0f}"]), "|", flush=True)
+    today = datetime.date.today().isoformat()
+    print(
+        f"\ntorch {torch.__version__}, {today}: {named} of {len(FAULTS)}, at most {slowest:.0f} s."
+    )
+
+
+if __name__ == "__main__":
+    main()
