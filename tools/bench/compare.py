@@ -30,6 +30,10 @@ COMPARED = (
 )
 
 
+FEW = 2
+"""With more combinations than this a table has medians only."""
+
+
 def summed_up(runs: Sequence[Facts], keys: Sequence[str]) -> list[Facts]:
     """A row for each combination of `keys`: median, least and most of each figure over rounds."""
     groups: dict[tuple[Any, ...], list[Facts]] = {}
@@ -133,19 +137,19 @@ def comparison_section(found: Facts) -> Section:
 
 
 def summary_section(summary: Sequence[Facts]) -> Section:
-    """The figures of a run as a table."""
-    table = [
-        (
-            _place(row),
-            *(_spread(_cell(row, name, part)) for name, part in COMPARED),
-        )
-        for row in summary
-    ]
-    heads = [f"{name.removesuffix('_ms')} {part} ms" if part else name for name, part in COMPARED]
-    names = ["figure", *(row[0] for row in table)]
-    turned = [(head, *(row[n + 1] for row in table)) for n, head in enumerate(heads)]
-    title = "median of the rounds (least to most)"
-    return Section("Serving", [Table(turned, columns(*names), title)])
+    """The figures of a run as a table; with the least and the most if they fit into a terminal."""
+    few = len(summary) <= FEW
+    title = "median of the rounds" + (" (least to most)" if few else "")
+    names = ["figure", *map(_place, summary)]
+    rows = []
+    for name, part in COMPARED:
+        cells = [_cell(row, name, part) for row in summary]
+        shown = [
+            _spread(cell) if few or cell is None else f"{cell['median']:.4g}" for cell in cells
+        ]
+        head = f"{name.removesuffix('_ms')} {part} ms" if part else name.replace("_", " ")
+        rows.append((head, *shown))
+    return Section("Serving", [Table(rows, columns(*names), title)])
 
 
 def _spread(cell: Any) -> str:

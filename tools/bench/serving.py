@@ -196,28 +196,42 @@ def combinations(
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Latencies and throughput against the request rate, with the spread of the rounds."""
-    rows = result["summary"]
-    names = list(dict.fromkeys((row["mode"], row["strategy"]) for row in rows))
-    shown = (
+    """Latencies, throughput and goodput against the request rate, with the spread of the rounds."""
+    rows, load = result["summary"], result["load"]
+    rates = list(dict.fromkeys(row["rate"] for row in rows))
+    shown = [
         ("ttft_ms", "p50", "time to first token, median, ms"),
         ("ttft_ms", "p99", "time to first token, p99, ms"),
         ("tpot_ms", "p50", "time per output token, median, ms"),
+        ("tpot_ms", "p99", "time per output token, p99, ms"),
         ("output_tokens_per_second", None, "output tokens per second"),
-    )
-    figure = figure_class()(figsize=(10, 7), layout="constrained")
-    for axes, (metric, part, label) in zip(figure.subplots(2, 2).flat, shown, strict=True):
-        for name in names:
-            own = [row for row in rows if (row["mode"], row["strategy"]) == name]
+        ("good_share", None, "requests that meet all objectives, share"),
+    ]
+    names = list(dict.fromkeys((row["mode"], row["strategy"]) for row in rows))
+    shared = {strategy for _, strategy in names}
+    figure = figure_class()(figsize=(12, 7), layout="constrained")
+    panels = [each for each in shown if rows[0][each[0]] is not None]
+    for axes, (metric, part, label) in zip(figure.subplots(2, 3).flat, panels, strict=False):
+        for place, (mode, strategy) in enumerate(names):
+            own = [row for row in rows if (row["mode"], row["strategy"]) == (mode, strategy)]
             cells = [row[metric][part] if part else row[metric] for row in own]
-            rates = [str(row["rate"]) for row in own]
             middle = [cell["median"] for cell in cells]
-            low = [cell["median"] - cell["min"] for cell in cells]
-            high = [cell["max"] - cell["median"] for cell in cells]
-            title = " ".join(filter(None, name))
-            axes.errorbar(rates, middle, yerr=[low, high], marker="o", capsize=3, label=title)
-        axes.set(xlabel="requests per second", ylabel=label, ylim=(0, None))
+            spread = [
+                [cell["median"] - cell["min"] for cell in cells],
+                [cell["max"] - cell["median"] for cell in cells],
+            ]
+            apart = 0.06 * (place - (len(names) - 1) / 2)
+            at = [rates.index(row["rate"]) + apart for row in own]
+            title = mode if len(shared) == 1 else f"{mode} {strategy}"
+            axes.errorbar(at, middle, yerr=spread, marker="o", capsize=3, label=title)
+        axes.set_xticks(range(len(rates)), rates)
+        top = 1.05 * axes.get_ylim()[1]
+        axes.set(xlabel="requests per second", ylabel=label, ylim=(0, top))
+    for axes in figure.axes[len(panels) :]:
+        axes.remove()
     figure.axes[0].legend()
-    load = result["load"]
-    figure.suptitle(f"{load['requests']} requests, {load['rounds']} rounds: median, least, most")
+    limits = [f"{name} {1000 * limit:g} ms" for name, limit in load["objectives"].items()]
+    objectives = f"; objectives: {', '.join(limits)}" if limits else ""
+    rounds = f"{load['rounds']} rounds: median, least and most"
+    figure.suptitle(f"{load['requests']} requests at each rate, {rounds}{objectives}")
     figure.savefig(path)
