@@ -38,3 +38,18 @@ def test_an_input_that_the_model_does_not_read_states_nothing() -> None:
     inputs = {"x": "float32[4]", "unused": "int64[num_tokens]"}
     with pytest.raises(InvalidSetting, match="no input that the model reads"):
         prepare(Model(), Config(inputs=inputs, compiler="eager", cache=False))
+
+
+@pytest.mark.compile
+def test_the_report_lists_the_ranges_that_have_code_of_their_own() -> None:
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]", "unused": "int64[num_tokens]"},
+        compile_ranges=(8, 16),
+        compile_sizes=(4,),
+        max_num_tokens=32,
+        graph_mode="NONE",
+        compiler="eager",
+        cache=False,
+    )
+    ranges = prepare(Model(), config).report()["pieces"]["ranges"]
+    assert ranges == [[1, 3], [4, 4], [5, 8], [9, 16], [17, 32]]
