@@ -36,7 +36,8 @@ class PiecegraphError(Exception):
     def _render(self) -> str:
         place = f" (at {self.where})" if self.where else ""
         advice = f" {self.todo.format(**self.facts)}" if self.todo else ""
-        return f"{self.what.format(**self.facts)}{place}.{advice}"
+        what = self.what.format(**self.facts).removesuffix(".")  # a fact may be another error
+        return f"{what}{place}.{advice}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         facts = {name: v if _pickles(v) else repr(v) for name, v in self.facts.items()}
@@ -281,7 +282,7 @@ class InputNotTraceable(CompileError):
 
 class ModelNotAdaptable(CompileError):
     what = "{family} cannot be adapted: {reason}"
-    todo = "{advice}."
+    todo = "{advice}"
 
 
 class ArgumentClassUnknown(CompileError):

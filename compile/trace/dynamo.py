@@ -170,12 +170,15 @@ def _changed_name(change: StateChange) -> str:
 
 def _reason(error: BaseException) -> str:
     """Dynamo's message: its first line, the explanation and the context where it gives them."""
+    first = first_line(error).removeprefix("Consider annotating your code using torch._check*(). ")
+    if "data-dependent expression" in first:
+        first = f"a branch, an index or a size depends on a tensor's value. {first}"
     lines = [line.strip() for line in str(error).splitlines()]
     labels = ("Explanation: ", "Developer debug context: ")
     said = [
         line.removeprefix(label) for line in lines for label in labels if line.startswith(label)
     ]
-    return ". ".join(part.rstrip(".") for part in [first_line(error), *said])
+    return ". ".join(part.rstrip(".") for part in [first, *said])
 
 
 def _sources(

@@ -27,7 +27,7 @@ from ...torch_compat.ops import OpOverload, is_python_op, run_kernel
 from ...torch_compat.tensors import LightDispatchMode, storage_id, tree_map_only, without_modes
 from .ownership import ALLOCATIONS, Ownership, TensorTracker, memory_of
 
-_RUNTIME = f"{Path(__file__).parents[1]}{os.sep}"
+_OURS = tuple(f"{Path(__file__).parents[2] / layer}{os.sep}" for layer in ("compile", "runtime"))
 _HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 Operation = Callable[[], None]
@@ -142,9 +142,12 @@ _TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "mkldnn", "q
 
 
 def _user_line() -> str | None:
-    """file:line of the innermost frame outside of torch, this package and generated code."""
+    """file:line of the innermost frame outside of torch and this package; None in the generated
+    code of a piece, whose callers did not cause what it does."""
     for frame in reversed(traceback.extract_stack()):
-        ours = frame.filename.startswith(_RUNTIME)
+        if frame.filename.startswith("<eval_with_key>"):
+            break
+        ours = frame.filename.startswith(_OURS)
         if not ours and not is_torch_file(frame.filename) and os.path.isfile(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return None

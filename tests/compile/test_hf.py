@@ -32,9 +32,10 @@ from piecegraph.tools.integrations.transformers import (  # noqa: E402
 )
 from piecegraph.tools.integrations.transformers.attention import (  # noqa: E402
     Mask,
+    UnknownMask,
+    mask_of,
     unknown_argument,
 )
-from piecegraph.tools.integrations.transformers.masks import UnknownMask, mask_of  # noqa: E402
 from piecegraph.tools.integrations.transformers.mixers import Mixer, UnknownCall  # noqa: E402
 
 pytestmark = [

@@ -78,7 +78,7 @@ FAULTS = [
     (graph_break, "builtin"),
     (disabled_call, "graph_break"),
     (branch_on_data, "Data-dependent branching"),
-    (item_as_branch, "Could not guard on data-dependent"),
+    (item_as_branch, "depends on a tensor's value. Could not guard on data-dependent"),
     (raises, "not this model"),
     (wrong_shapes, "same reduction dim"),
     (loop_over_tokens, "specializes on that size"),

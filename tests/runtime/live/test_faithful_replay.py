@@ -145,6 +145,19 @@ def test_a_host_read_in_a_piece_fails_the_capture_with_its_line(
     assert step(prepared, None).shape == (2, 4)
 
 
+def test_a_host_read_of_a_piece_itself_names_no_line_of_ours() -> None:
+    class Chosen(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x[:, 0] > 0].sum(0) + x
+
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4,
+        capture_sizes=(4,), graph_mode="FULL", compiler="eager", cache=False,
+    )  # fmt: skip
+    with pytest.raises(AllCapturesFailed, match=r"inside a captured region\. Compute"):
+        prepare(Chosen(), config, backend=ReplayBackend(ReplayOptions())).capture()
+
+
 def test_a_host_read_in_an_op_for_all_devices_fails_the_capture() -> None:
     """`torch.library.custom_op` without device types registers no kernel of the CPU's own."""
 

@@ -26,12 +26,13 @@ from .attention import (
     Mask,
     PackedRequests,
     Rule,
+    UnknownMask,
     attend,
     attend_packed,
+    mask_of,
     packed,
     unknown_argument,
 )
-from .masks import UnknownMask, mask_of
 from .mixers import MIXER_OP, Mixer, UnknownCall
 
 INPUTS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
@@ -100,7 +101,7 @@ def adapt(model: PreTrainedModel, example: Mapping[str, Tensor] | None = None) -
     ModelNotAdaptable where the op would not compute what the model's own attention does.
     """
     _begin(model)
-    if not _uses_interface(model):
+    if not model._can_set_attn_implementation():
         raise _refusal(model, "its attention does not go through AttentionInterface")
     given = dict(example or _example(model))
     expected = _result(model, given)
@@ -120,10 +121,6 @@ def _begin(model: PreTrainedModel) -> None:
         raise _refusal(model, "its decoder attends to another sequence", advice)
     model.eval().requires_grad_(False)
     model.config.use_cache = False
-
-
-def _uses_interface(model: PreTrainedModel) -> bool:
-    return bool(model._can_set_attn_implementation())
 
 
 def _no_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> None:
@@ -238,21 +235,11 @@ def _mixers_like(model: PreTrainedModel, name: str, trial: _Trial) -> dict[str, 
     return {n: Mixer(m, n) for n, m in found.items()}
 
 
-@dataclass
-class _Learn:
-    """The forward of a mixing module in a trial run."""
-
-    mixer: Mixer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.mixer.learn(LENGTHS, args, kwargs)
-
-
 @contextmanager
 def _learning(mixers: Mapping[str, Mixer]) -> Iterator[None]:
     before = {mixer: vars(mixer.module).get("forward") for mixer in mixers.values()}
     for mixer in before:
-        mixer.module.forward = _Learn(mixer)
+        mixer.module.forward = functools.partial(mixer.learn, LENGTHS)
     try:
         yield
     finally:
@@ -283,11 +270,12 @@ class _Trial:
     @contextmanager
     def attending(self) -> Iterator[None]:
         AttentionInterface.register("piecegraph_trial", _attend_in_trial)
-        AttentionMaskInterface.register("piecegraph_trial", _mask_in_trial)
+        masks = lambda *args, **given: _CURRENT.get().mask(*args, **given)  # noqa: E731
+        AttentionMaskInterface.register("piecegraph_trial", masks)
         self.names = {module: name for name, module in self.model.named_modules()}
         own = self.model.config._attn_implementation
         token = _CURRENT.set(self)
-        if _uses_interface(self.model):
+        if self.model._can_set_attn_implementation():
             self.model.set_attn_implementation("piecegraph_trial")
         elif own in ALL_MASK_ATTENTION_FUNCTIONS:  # as in a trace, where no mask is left out
             make = ALL_MASK_ATTENTION_FUNCTIONS[own]
@@ -298,7 +286,7 @@ class _Trial:
             raise _refusal(self.model, str(error), ONE_REQUEST) from error
         finally:
             _CURRENT.reset(token)
-            if _uses_interface(self.model):
+            if self.model._can_set_attn_implementation():
                 self.model.set_attn_implementation(own)
             elif own in ALL_MASK_ATTENTION_FUNCTIONS:
                 ALL_MASK_ATTENTION_FUNCTIONS[own] = make
@@ -340,10 +328,6 @@ class _Trial:
         if isinstance(read, UnknownMask):
             raise _refusal(self.model, f"{self.names[module]} has a mask by {read}")
         return read
-
-
-def _mask_in_trial(*args: Any, **given: Any) -> Tensor:
-    return _CURRENT.get().mask(*args, **given)
 
 
 def _attend_in_trial(
@@ -410,4 +394,4 @@ def _compare(model: PreTrainedModel, actual: Tensor, expected: Tensor) -> None:
 
 def _refusal(model: PreTrainedModel, reason: str, advice: str = OWN_OP) -> ModelNotAdaptable:
     family = f"{type(model).__name__} ({model.config.model_type})"
-    return ModelNotAdaptable(family=family, reason=reason, advice=advice.removesuffix("."))
+    return ModelNotAdaptable(family=family, reason=reason, advice=advice)

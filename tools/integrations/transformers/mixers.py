@@ -47,7 +47,7 @@ class Mixer:
         """Numbers that the inputs have for each token; None if one has a value for each pair."""
         self._forward = module.forward
 
-    def learn(self, lengths: Sequence[int], args: Any, kwargs: Any) -> Any:
+    def learn(self, lengths: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         """Run one call, request by request, and remember its form; returns as steps do.
 
         Raises UnknownCall.
