@@ -152,7 +152,7 @@ def test_results_that_a_mixer_cannot_give_are_refused(result, said):
     module = torch.nn.Module()
     module.forward = result
     with pytest.raises(UnknownCall, match=said) as caught:
-        Mixer(module, "layers.0").learn((3, 5, 3), (torch.randn(1, 11, 3),), {})
+        Mixer(module, "layers.0").learn((3, 5, 3), torch.randn(1, 11, 3))
     assert caught.value.layer == "layers.0"
 
 

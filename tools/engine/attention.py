@@ -18,9 +18,8 @@ import torch
 
 from ... import get_forward_context
 from ...errors import MissingMetadata
-from .bucket_attention import BucketMetadata
 from .kv_cache import LayerCache
-from .metadata import AttentionMetadata
+from .metadata import AttentionMetadata, BucketMetadata
 
 SPLITTING_OP = "piecegraph_reference::paged_attention"
 

@@ -18,8 +18,8 @@ import torch
 from ... import Batch, BatchDescriptor, Decision, RuntimeMode
 from ...dispatch import Bucket, BucketLimits, BucketTable, Phase
 from .block_manager import DUMP_BLOCK, BlockManager
-from .bucket_attention import NOBODY, BucketMetadata
 from .engine import Engine
+from .metadata import NOBODY, BucketMetadata
 from .scheduler import SamplingParams, Schedule, Scheduler, Share
 
 

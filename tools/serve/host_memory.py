@@ -1,9 +1,10 @@
-"""Memory that the host has left, checked before the reference engine takes it."""
+"""Memory of the host: what is left before the reference engine takes it, and what is too much."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ...errors import TooLarge
@@ -19,6 +20,16 @@ def require_memory(num_bytes: int) -> None:
     if num_bytes > available:
         needed = f"about {size(num_bytes)} are needed, {size(available)} are available"
         raise TooLarge(reason=needed)
+
+
+@contextmanager
+def allocating() -> Iterator[None]:
+    """Turn what numpy and torch raise for a size they cannot allocate into TooLarge."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, ValueError) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise TooLarge(reason=reason) from error
 
 
 def available_bytes() -> int:

@@ -266,7 +266,7 @@ class RunOptions:
     buckets: str | None = option(
         None,
         "Serve in padded buckets: exponential, linear, padding-aware, or a file of buckets.",
-        parse=lambda name, value: bucket_source(name, value),
+        parse=bucket_source,
         metavar="STRATEGY|FILE",
     )
     refit: bool = option(False, "Fit capture sizes to the traffic while serving.")
@@ -343,60 +343,30 @@ def read_run_options(**given: Any) -> RunOptions:
         values[each.field] = value
     assert not given, f"no such options: {', '.join(given)}"
     options = RunOptions(**values)
-    _check_off(options)
-    _check_buckets(options)
-    _check_hf(options)
+    _check_conflicts(options)
     return _check_sizes(options, typed.get("capture_sizes"))
 
 
-def _check_buckets(options: RunOptions) -> None:
-    """Reject options that the engine with buckets does not have. Raises InvalidSetting."""
-    for name in (
-        "mode",
-        "capture_sizes",
-        "kv_blocks",
-        "speculate",
-        "lora",
-        "refit",
-        "measure_costs",
-    ):
-        value = getattr(options, name)
-        if options.buckets and value:
+def _check_conflicts(options: RunOptions) -> None:
+    """Reject options of what another option turns off or does without. Raises InvalidSetting."""
+    without: list[tuple[tuple[str, ...], str]] = []
+    if options.buckets:
+        own = ("mode", "capture_sizes", "kv_blocks", "speculate", "lora", "refit", "measure_costs")
+        without.append((own, "the engine that --buckets starts has no such option"))
+    if options.hf is not None:
+        without.append((("lora", "buckets"), "a model of --hf is served without"))
+    for switch in options.off:
+        off = {"all": ("mode", "cache_dir"), "graphs": ("mode",), "cache": ("cache_dir",)}
+        given = [n for n in off.get(switch, ()) if getattr(options, n) is not GraphMode.NONE]
+        without.append((tuple(given), f"--off {switch} turns it off"))
+    for name, reason in ((name, reason) for names, reason in without for name in names):
+        if value := getattr(options, name):
             raise InvalidSetting(
                 name="--" + name.replace("_", "-"),
-                value=value.name if isinstance(value, Enum) else value,
-                reason="the engine that --buckets starts has no such option",
+                value=value.name if isinstance(value, Enum) else str(value),
+                reason=reason,
                 expected="one of the two",
             )
-
-
-def _check_hf(options: RunOptions) -> None:
-    """Reject options of the reference decoder alone. Raises InvalidSetting."""
-    for name in ("lora", "buckets"):
-        if options.hf is not None and getattr(options, name):
-            raise InvalidSetting(
-                name="--" + name,
-                value=getattr(options, name),
-                reason="a model of --hf is served without",
-                expected="one of the two",
-            )
-
-
-def _check_off(options: RunOptions) -> None:
-    """Reject an option of a part that `--off` turns off. Raises InvalidSetting."""
-    conflicts = (
-        ("--mode", options.mode and options.mode.name, ("all", "graphs"), options.mode),
-        ("--cache-dir", options.cache_dir, ("all", "cache"), options.cache_dir),
-    )
-    for flag, shown, switches, value in conflicts:
-        for switch in options.off:
-            if switch in switches and value not in (None, GraphMode.NONE):
-                raise InvalidSetting(
-                    name=flag,
-                    value=str(shown),
-                    reason=f"--off {switch} turns it off",
-                    expected="one of the two",
-                )
 
 
 def _check_sizes(options: RunOptions, typed: str | None) -> RunOptions:

@@ -247,34 +247,19 @@ def run_sections(report: Report) -> list[Section]:
     """The report in sections, for people."""
     verification = report["verification"]
     style = "green" if verification["ok"] else "bold red"
+    captures = [
+        (c["mode"], c["num_tokens"], f"{c['ms']:.2f}", size(c["bytes"])) for c in report["captures"]
+    ]
+    latencies = [
+        (name.replace("_", " "), *(_ms(summary[each]) for each in PERCENTILES))
+        for name, summary in report["latency"].items()
+    ]
     return [
         _startup_section(report["startup"]),
         Section("", [Table(list(_facts(report).items()))]),
-        Section(
-            "Captures",
-            [
-                Table(
-                    [
-                        (c["mode"], c["num_tokens"], f"{c['ms']:.2f}", size(c["bytes"]))
-                        for c in report["captures"]
-                    ],
-                    columns("mode", "tokens", "ms", "memory"),
-                )
-            ],
-        ),
+        Section("Captures", [Table(captures, columns("mode", "tokens", "ms", "memory"))]),
         _dispatch_section(report["dispatch"]),
-        Section(
-            "Latency, ms",
-            [
-                Table(
-                    [
-                        (name.replace("_", " "), *(_ms(summary[each]) for each in PERCENTILES))
-                        for name, summary in report["latency"].items()
-                    ],
-                    columns("", *PERCENTILES),
-                )
-            ],
-        ),
+        Section("Latency, ms", [Table(latencies, columns("", *PERCENTILES))]),
         Section("Serving", notes=[_served(report["serving"])]),
         Section(
             "Verification",

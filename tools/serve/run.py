@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from ... import (
     switched_off,
 )
 from ...dispatch import (
-    Bucket,
     BucketLimits,
     BucketStrategy,
     Phase,
@@ -35,7 +33,7 @@ from ...dispatch import (
     plan_buckets,
     read_buckets,
 )
-from ...errors import InvalidSetting, TooLarge
+from ...errors import InvalidSetting
 from ..engine import lora
 from ..engine.attention import SPLITTING_OP
 from ..engine.block_manager import BlockManager
@@ -48,7 +46,7 @@ from ..engine.metadata import Buffers, MetadataBuffers
 from ..engine.model import INPUTS, Decoder
 from ..engine.sampler import Sampler, sampler_warmup
 from ..engine.scheduler import Request, Scheduler
-from .host_memory import require_memory
+from .host_memory import allocating, require_memory
 from .options import RunOptions
 from .progress import counting, working
 from .report import Report, build_report
@@ -101,8 +99,9 @@ def start_service(
     for request in requests:
         scheduler.check(request)
     events = events or Events()
-    with events.span("build model"), _phase(phases, "build model"), _allocation():
+    with events.span("build model") as building, allocating():
         model, layers, buffers = _build(options, requests, blocks, device)
+    phases.append((building.name, building.seconds))
     factory = None
     if device.type != "cpu" and options.hf is None:
         factory = partial(on_meta, options.model, options.dtype, options.lora)
@@ -212,7 +211,7 @@ def find_device(name: str) -> torch.device:
             torch.empty(0, device=device)
             return device
         except (RuntimeError, AssertionError) as error:
-            reason = _first_line(error)
+            reason = str(error).partition("\n")[0].rstrip(".")
     raise InvalidSetting(
         name="--device", value=name, reason=reason, expected="cpu, or cuda where torch finds a GPU"
     )
@@ -262,29 +261,28 @@ def plan_of(options: RunOptions, requests: Sequence[Request], device: torch.devi
         max_num_reqs=options.max_num_reqs,
         max_prefill_reqs=min(BucketScheduler.max_prefill_reqs, options.max_num_reqs),
     )
-    buckets: list[Bucket] = []
     if options.buckets in list(BucketStrategy):
-        for phase in Phase:
-            buckets += plan_buckets(phase, limits, BucketStrategy(options.buckets))
-    else:
-        lines = Path(options.buckets).read_text().splitlines()
-        buckets += filter_buckets(read_buckets(lines, source=options.buckets), limits)
-    return Buckets(buckets, limits, device)
+        strategy = BucketStrategy(options.buckets)
+        planned = [each for phase in Phase for each in plan_buckets(phase, limits, strategy)]
+        return Buckets(planned, limits, device)
+    lines = Path(options.buckets).read_text().splitlines()
+    return Buckets(
+        filter_buckets(read_buckets(lines, source=options.buckets), limits), limits, device
+    )
 
 
 def draft_schedule(options: RunOptions) -> tuple[int, ...]:
     """Drafts of a request by number of requests: all of them up to half the requests, then half."""
-    half = options.max_num_reqs - options.max_num_reqs // 2
-    return (options.speculate,) * half + ((options.speculate + 1) // 2,) * (
-        options.max_num_reqs - half
-    )
+    rest = options.max_num_reqs // 2
+    few, many = options.speculate, (options.speculate + 1) // 2
+    return (few,) * (options.max_num_reqs - rest) + (many,) * rest
 
 
 def build_model(options: RunOptions, device: torch.device) -> Any:
     """The decoder on `device`; raises TooLarge if it does not fit into memory."""
     weights = options.served_model.num_weights * torch.float32.itemsize  # drawn on the host
     require_memory(weights)
-    with _allocation():
+    with allocating():
         if options.hf is not None:
             from .hugging_face import HfDecoder
 
@@ -310,38 +308,30 @@ def _build(
     """The model with its KV cache, and the metadata's buffers: all that takes memory."""
     dtype = getattr(torch, options.dtype)
     model = build_model(options, device)
+    size_of = {"num_blocks": blocks.num_blocks, "block_size": blocks.block_size}
+    layers: Mapping[str, LayerCache]
     if options.hf is not None:
         from ..integrations.transformers.paged import paged_layers
 
-        size_of = {"num_blocks": blocks.num_blocks, "block_size": blocks.block_size}
         layers = paged_layers(model, **size_of, dtype=dtype)
-        return model, layers, _metadata_buffers(options, requests, device)
-    if device.type == "cpu":
-        slots = blocks.num_blocks * blocks.block_size
-        row = options.model.kv_heads * options.model.head_dim * dtype.itemsize
-        require_memory(2 * options.model.layers * slots * row)
-    layers = allocate_layer_caches(
-        model.layer_names,
-        num_blocks=blocks.num_blocks,
-        block_size=blocks.block_size,
-        num_kv_heads=options.model.kv_heads,
-        head_dim=options.model.head_dim,
-        dtype=dtype,
-        device=device,
-    )
+    else:
+        if device.type == "cpu":
+            slots = blocks.num_blocks * blocks.block_size
+            row = options.model.kv_heads * options.model.head_dim * dtype.itemsize
+            require_memory(2 * options.model.layers * slots * row)
+        layers = allocate_layer_caches(
+            model.layer_names,
+            **size_of,
+            num_kv_heads=options.model.kv_heads,
+            head_dim=options.model.head_dim,
+            dtype=dtype,
+            device=device,
+        )
     if options.buckets:
         return model, layers, plan_of(options, requests, device)
-    return model, layers, _metadata_buffers(options, requests, device)
-
-
-def _metadata_buffers(
-    options: RunOptions, requests: Sequence[Request], device: torch.device
-) -> MetadataBuffers:
-    return MetadataBuffers(
-        max_rows=options.max_num_tokens,
-        max_blocks=_blocks_of_longest(options, requests),
-        device=device,
-    )
+    longest = _blocks_of_longest(options, requests)
+    buffers = MetadataBuffers(max_rows=options.max_num_tokens, max_blocks=longest, device=device)
+    return model, layers, buffers
 
 
 def _warmup_tasks(prepared: PreparedModel, model: Any, engine: Engine) -> list[AuxiliaryTask]:
@@ -400,23 +390,3 @@ def _num_blocks(options: RunOptions, requests: Sequence[Request]) -> int:
     """The requested number, or enough for all requests at full length, and the dump block."""
     enough = options.max_num_reqs * _blocks_of_longest(options, requests)
     return 1 + (options.kv_blocks or enough)
-
-
-@contextmanager
-def _allocation() -> Iterator[None]:
-    """Turn what numpy and torch raise for a size they cannot allocate into TooLarge."""
-    try:
-        yield
-    except (MemoryError, RuntimeError, ValueError) as error:
-        raise TooLarge(reason=_first_line(error)) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-@contextmanager
-def _phase(phases: Phases, name: str) -> Iterator[None]:
-    began = time.perf_counter()
-    yield
-    phases.append((name, time.perf_counter() - began))

@@ -216,8 +216,13 @@ def own_model(family: str, seed: int = 0) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def try_family(family: str, compiler: str = "eager") -> dict[str, Any]:
-    """One row: the outcome, the largest difference, or why the family is refused."""
+def try_family(
+    family: str, compiler: str = "eager", cache_dir: Path | None = None
+) -> dict[str, Any]:
+    """One row: the outcome, the largest difference, or why the family is refused.
+
+    With `cache_dir`, families with equal pieces share their code.
+    """
     began = time.perf_counter()
     row: dict[str, Any] = {"family": family, "compiler": compiler}
     try:
@@ -229,7 +234,7 @@ def try_family(family: str, compiler: str = "eager") -> dict[str, Any]:
         return {**row, "outcome": "no small configuration", "reason": _first_line(error)}
     try:
         with limited(SECONDS), torch.no_grad():
-            row |= _compared(own, compiler)
+            row |= _compared(own, compiler, cache_dir)
     except PiecegraphError as error:
         row |= {
             "outcome": "refused",
@@ -244,7 +249,7 @@ def try_family(family: str, compiler: str = "eager") -> dict[str, Any]:
     return {**row, "seconds": round(time.perf_counter() - began, 1)}
 
 
-def _compared(own: Any, compiler: str) -> dict[str, Any]:
+def _compared(own: Any, compiler: str, cache_dir: Path | None) -> dict[str, Any]:
     model = PackedModel(copy.deepcopy(own))
     config = Config(
         **model.settings,
@@ -253,7 +258,8 @@ def _compared(own: Any, compiler: str) -> dict[str, Any]:
         capture_sizes=(4, 64),
         graph_mode="PIECEWISE",
         compiler=compiler,
-        cache=False,
+        cache=cache_dir is not None,
+        cache_dir=cache_dir,
     )
     backend = ReplayBackend(ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True))
     prepared = prepare(model, config, backend=backend, layers=model.layers)
@@ -342,6 +348,7 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("families", nargs="*")
     parser.add_argument("--compiler", default="eager")
+    parser.add_argument("--cache-dir", type=Path)
     parser.add_argument("--table", action="store_true")
     given = parser.parse_intermixed_args()
     warnings.simplefilter("ignore")
@@ -354,7 +361,7 @@ def main() -> None:
     for family in given.families or families():
         if (family, given.compiler) in done and not given.families:
             continue
-        row = try_family(family, given.compiler)
+        row = try_family(family, given.compiler, given.cache_dir)
         rows = [r for r in rows if (r["family"], r["compiler"]) != (family, given.compiler)]
         rows.append(row)
         given.results.write_text(json.dumps(rows, indent=1))
