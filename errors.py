@@ -282,7 +282,7 @@ class InputNotTraceable(CompileError):
 
 class ModelNotAdaptable(CompileError):
     what = "{family} cannot be adapted: {reason}"
-    todo = "{advice}"
+    todo = "{advice}."
 
 
 class ArgumentClassUnknown(CompileError):

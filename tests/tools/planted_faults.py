@@ -348,7 +348,7 @@ def find(
 
 def main() -> None:
     """Print a row for each fault as soon as it is known, and what the rows come to."""
-    print("| planted | stage | piece | operator or pass | the line says | s |")
+    print("| planted | stage | piece | operator, pass | the line says | s |")
     print("|---|---|---|---|---|---|")
     named, slowest = 0, 0.0
     for fault in FAULTS:
@@ -357,7 +357,8 @@ def main() -> None:
         slowest, cells = max(slowest, seconds), ["no finding"] * 4
         if found is not None:
             piece = "-" if found.piece is None else str(found.piece)
-            cells = [found.stage, piece, found.graph_pass or found.operator or "-", fault.says]
+            named = ", pass ".join(filter(None, (found.operator, found.graph_pass)))
+            cells = [found.stage, piece, named or "-", fault.says]
         try:
             fault.check(found)
             named += 1

@@ -47,8 +47,8 @@ SETTINGS = {
 LENGTHS = (3, 5, 3)
 """Tokens of the requests of a trial run; together a number that no layer has as its width."""
 TOKENS, MIDDLE = sum(LENGTHS), slice(3, 8)
-ONE_REQUEST = "Make that layer a splitting op that knows requests, or serve one request per batch."
-OWN_OP = "Write its attention as a custom op and list the op in splitting_ops."
+ONE_REQUEST = "Make that layer a splitting op that knows requests, or serve one request per batch"
+OWN_OP = "Write its attention as a custom op and list the op in splitting_ops"
 TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
@@ -117,7 +117,7 @@ def adapt(model: PreTrainedModel, example: Mapping[str, Tensor] | None = None) -
 
 def _begin(model: PreTrainedModel) -> None:
     if model.config.is_encoder_decoder and model.get_encoder() is not model:
-        advice = "Adapt its encoder: model.get_encoder()."
+        advice = "Adapt its encoder: model.get_encoder()"
         raise _refusal(model, "its decoder attends to another sequence", advice)
     model.eval().requires_grad_(False)
     model.config.use_cache = False
@@ -143,7 +143,7 @@ def _packed_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     """Three requests in one row; the one in the middle has numbers of its own."""
     embedding = model.get_input_embeddings()
     if not hasattr(embedding, "num_embeddings"):
-        advice = "Prepare it with inputs and splitting ops of your own."
+        advice = "Prepare it with inputs and splitting ops of your own"
         raise _refusal(model, "its input embeddings are no nn.Embedding", advice)
     ids = torch.cat([torch.arange(3, 3 + length) for length in LENGTHS])
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
@@ -373,7 +373,7 @@ def _example(model: PreTrainedModel) -> dict[str, Tensor]:
         height, width = (sides, sides) if isinstance(sides, int) else sides
         shape = (2, getattr(config, "num_channels", 3), height, width)
         return {name: torch.rand(shape, device=model.device, dtype=model.dtype)}
-    raise _refusal(model, f"its main input is {name}", "Pass adapt the arguments of one call.")
+    raise _refusal(model, f"its main input is {name}", "Pass adapt the arguments of one call")
 
 
 def _result(model: PreTrainedModel, given: Mapping[str, Tensor]) -> Tensor:

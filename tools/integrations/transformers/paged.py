@@ -85,7 +85,7 @@ def paged_layers(
             raise ModelNotAdaptable(
                 family=type(model.model).__name__,
                 reason=f"{name} takes a value for each pair of tokens, such as a mask",
-                advice="Give its op a layer of your own.",
+                advice="Give its op a layer of your own",
             )
         layers[name] = PagedMixer(cache(1, mixer.width), cache(1, 0), mixer)
     return layers
