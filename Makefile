@@ -15,7 +15,9 @@ PACKAGES := cache compile dispatch runtime tools torch_compat
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
 
-test: lint unit
+# Static checks need one core for a minute: they run beside the tests.
+test: $(VENV)/.dev
+	$(MAKE) --no-print-directory -j2 lint unit
 
 # A file's tests run in one process, which its fixtures rely on. Files start in the order of tests/conftest.py.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
