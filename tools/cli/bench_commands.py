@@ -346,16 +346,14 @@ def _measure(
     from ..serve.report import origin
 
     timed = [serving.with_arrivals(requests, times) for times in loads]
-    rounds, warmup = about["rounds"], about["warmup"]
+    rounds, warmup, limit = about["rounds"], about["warmup"], about["concurrency"]
     runs = []
     if url is not None:
         address = serving.check_url(url)
         serving.measure_url(address, served_model, requests[:warmup], concurrency=None)
         for number in range(rounds):
             for label, load in zip(labels, timed, strict=True):
-                served = serving.measure_url(
-                    address, served_model, load, concurrency=about["concurrency"]
-                )
+                served = serving.measure_url(address, served_model, load, concurrency=limit)
                 name = {"mode": served_model, "strategy": None, **label}
                 runs.append({**name, "round": number, **summary(served, objectives)})
     else:
@@ -368,7 +366,7 @@ def _measure(
             variants,
             timed,
             rounds=rounds,
-            concurrency=about["concurrency"],
+            concurrency=limit,
             warmup=warmup,
             console=stderr(),
             say=lambda line: print(line, file=sys.stderr, flush=True),
@@ -388,8 +386,7 @@ def _measure(
         "runs": runs,
         "summary": summed_up(runs, ["mode", "strategy", *labels[0]]),
     }
-    section = summary_section(result["summary"])
-    console_beside(to_json).print(*as_terminal(section), sep="\n")
+    console_beside(to_json).print(*as_terminal(summary_section(result["summary"])), sep="\n")
     if errors := sorted({error for run in runs for error in run["errors"]}):
         print(f"warning: requests failed: {', '.join(errors)}", file=sys.stderr)
     write_json(to_json, result)
