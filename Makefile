@@ -20,7 +20,8 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory -j2 lint unit
 
 # A file's tests run in one process, which its fixtures rely on. Files start in the order of tests/conftest.py.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest $(WORKERS)
 
 unit: $(VENV)/.dev
 	$(PYTEST) -m "not gpu and not heavy"
@@ -34,7 +35,7 @@ heavy: $(VENV)/.dev
 
 # Of the tests of `make unit`. In parts: `make coverage PART=tests/cache` adds to what was measured before.
 coverage: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -q -m "not gpu and not heavy" $(PART)
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -q $(WORKERS) -m "not gpu and not heavy" $(PART)
 	$(BIN)/coverage combine --append
 	$(BIN)/coverage report --skip-covered --sort=cover
 
