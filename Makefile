@@ -27,7 +27,7 @@ unit: $(VENV)/.dev
 	$(PYTEST) -m "not gpu and not heavy"
 
 test-fast: $(VENV)/.dev
-	$(PYTEST) -m "not compile and not slow and not gpu and not heavy"
+	$(PYTEST) --hypothesis-profile=fast -m "not compile and not slow and not gpu and not heavy"
 
 # More cases of what `make test` shows. About ten minutes.
 heavy: $(VENV)/.dev
