@@ -18,7 +18,7 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import InvalidEntry, LayerFailed
@@ -80,7 +80,13 @@ class Cache:
         return bool(self.layers)
 
     def lookup(
-        self, kind: str, key: Key, *others: Key, refusal: Refusal = accept_any, count: bool = True
+        self,
+        kind: str,
+        key: Key,
+        *,
+        others: Iterable[Key] = (),
+        refusal: Refusal = accept_any,
+        count: bool = True,
     ) -> Entry | Miss:
         """The entry of `kind` ("artifact", "bundle") for `key`, every byte verified, or a Miss.
 

@@ -106,6 +106,7 @@ class ModelSteps(ObservableSteps):
         self._input_buffers = engine.input_buffers
         self._exchange = engine.ranks.exchange if engine.ranks else single_rank
         self._context = ForwardContext(engine.layers)
+        self._max_num_reqs = config.max_num_reqs  # reading a pydantic field takes longer
         self._monitor = Monitor(config.after_seal, self.records, self.backend, self._context)
         # a dropped model must not be watched for; the monitor does not refer to the model
         weakref.finalize(self, self._monitor.stop).atexit = False
@@ -185,8 +186,8 @@ class ModelSteps(ObservableSteps):
         Raises BatchInvalid for a batch beyond `max_num_reqs` or with contradictory facts, and
         NoModeLeft if no allowed mode can serve it.
         """
-        if batch.num_reqs > self.config.max_num_reqs:
-            raise BatchInvalid(batch=batch, fault=f"max_num_reqs is {self.config.max_num_reqs}")
+        if batch.num_reqs > self._max_num_reqs:
+            raise BatchInvalid(batch=batch, fault=f"max_num_reqs is {self._max_num_reqs}")
         decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
         capturer = self._capturer
         if capturer.active:
@@ -235,7 +236,7 @@ class ModelSteps(ObservableSteps):
         if is_autocast_enabled():
             raise AutocastActive(action="the step")
         try:
-            tensors, sizes = self._bind(*args, **kwargs)
+            tensors, sizes = self._bind(stated, *args, **kwargs)
         except GuardBroken as broken:
             if self._eager is None:
                 raise

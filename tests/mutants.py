@@ -70,7 +70,7 @@ MUTANTS = [
      f"{RESULTS} -k states_other"),
     (STEPS, "if captured is None and decision.graph_index != NO_GRAPH:", "if False:",
      f"{RESULTS} -k freed_reports"),
-    (STEPS, "if batch.num_reqs > self.config.max_num_reqs:", "if False:",
+    (STEPS, "if batch.num_reqs > self._max_num_reqs:", "if False:",
      f"{RESULTS} -k contradict"),
     (STEPS, "        self._running = True\n        context, token", "        context, token",
      f"{FAILURES} -k middle"),

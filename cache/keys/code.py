@@ -37,6 +37,9 @@ _VERSIONED = {*sys.stdlib_module_names, "torch", "triton", "numpy", "sympy", "bu
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _TRITON_FIELDS = ("fn", "configs", "keys", "values", "noinline", "do_not_specialize")
 _LOADS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"}
+_STORES = {
+    dis.opmap[name] for name in ("STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR", "DELETE_SUBSCR")
+}
 _MUTATORS = {
     *("append", "extend", "insert", "remove", "clear", "pop", "popitem", "update", "setdefault"),
     *("add", "discard", "appendleft", "popleft", "__setitem__", "__delitem__"),
@@ -240,6 +243,9 @@ def mutated_names(code: types.CodeType) -> frozenset[str]:
 
     They vary while a program runs, so their content is no part of the code.
     """
+    inner: frozenset[str] = frozenset().union(*map(mutated_names, nested_codes(code)))
+    if _STORES.isdisjoint(code.co_code[::2]) and _MUTATORS.isdisjoint(code.co_names):
+        return inner  # disassembling takes a hundred times as long
     steps = list(dis.get_instructions(code))
     found = set()
     for index, step in enumerate(steps):
@@ -251,7 +257,7 @@ def mutated_names(code: types.CodeType) -> frozenset[str]:
             then = steps[index + 1]
             if then.opname in ("LOAD_METHOD", "LOAD_ATTR") and then.argval in _MUTATORS:
                 found.add(str(step.argval))
-    return frozenset(found).union(*map(mutated_names, nested_codes(code)))
+    return inner | found
 
 
 def _container_of(steps: list[dis.Instruction], store: int) -> set[str]:

@@ -7,7 +7,7 @@ be stored under one trace key; each holds the conditions under which it may be u
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -86,16 +86,21 @@ def find_bundle(cache: Cache, key: Key, model: torch.nn.Module, events: Events) 
         refused.append("; ".join(map(str, changed[:SHOWN])) + more)
         return refused[-1]
 
-    found = cache.lookup("bundle", *candidate_keys(key), refusal=refusal)
+    others = candidate_keys(key)
+    found = cache.lookup("bundle", next(others), others=others, refusal=refusal)
     if isinstance(found, Miss) and refused:
         return replace(found, detail=" | ".join(dict.fromkeys(refused)))
     return found
 
 
-def candidate_keys(key: Key) -> list[Key]:
-    """The keys under which bundles with one trace key and different conditions are stored."""
-    others = [Key.of(key.kind, {**key.factors, CANDIDATE: n}) for n in range(1, CANDIDATES)]
-    return [key, *others]
+def candidate_keys(key: Key) -> Iterator[Key]:
+    """The keys under which bundles with one trace key and different conditions are stored.
+
+    `key` itself is the first; another one takes as long to make as `key` did.
+    """
+    yield key
+    for number in range(1, CANDIDATES):
+        yield Key.of(key.kind, {**key.factors, CANDIDATE: number})
 
 
 def _place(request: CompileRequest, key: Key, meta: Mapping[str, Json]) -> Key:
@@ -110,7 +115,7 @@ def _place(request: CompileRequest, key: Key, meta: Mapping[str, Json]) -> Key:
         same = canonical(dict(manifest.meta)) == canonical(dict(meta))
         return None if same or not differences(manifest.meta, request.model) else "others hold"
 
-    places, free = candidate_keys(key), []
+    places, free = [*candidate_keys(key)], []
     for place in places:
         found = request.cache.lookup("bundle", place, refusal=refusal, count=False)
         if isinstance(found, Entry):

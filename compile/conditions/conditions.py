@@ -159,7 +159,7 @@ _OBSERVERS: dict[str, Callable[[Any, Any], str]] = {
     "contains": lambda value, key: str(key_of(key) in value),
     "hasattr": lambda value, name: str(hasattr(value, name)),
     "in __dict__": _is_present,
-    "hooks": lambda value, _: f"{sum(len(getattr(value, name, ())) for name in HOOKS)} hooks",
+    "hooks": lambda value, _: f"{sum([len(getattr(value, name, ())) for name in HOOKS])} hooks",
     "code": _code,
     "added": _added,
     "result": _result,
@@ -236,11 +236,10 @@ class Recorder:
         roots: dict[str, Json] = {root: number(node) for root, node in self._roots.items()}
         variables: dict[str, Json] = dict(self._variables)
         data: dict[str, Json] = {"nodes": nodes, "roots": roots, "same": self._same}
-        identities = _Identities([])
+        check = _Check(nodes, [])
         for root, top in sorted(roots.items()):
-            for _ in _below(nodes, int(str(top)), root_value(root, self._model), [], identities):
-                pass
-        found: list[Json] = list(identities.found)
+            check.below(int(str(top)), root_value(root, self._model), [])
+        found: list[Json] = list(check.identities)
         return {**data, "identities": found, "environment": variables}
 
 
@@ -249,12 +248,10 @@ def changes(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[Change]
 
     Raises KeyError, TypeError, ValueError or IndexError for data of another form.
     """
-    nodes, identities = data["nodes"], _Identities(data["identities"])
+    check = _Check(data["nodes"], data["identities"])
     for root, number in sorted(data["roots"].items()):
-        path: list[Step] = []
-        for steps, (kind, argument, old), new in _below(
-            nodes, number, root_value(root, model), path, identities
-        ):
+        check.below(number, root_value(root, model), [])
+        for steps, (kind, argument, old), new in check.taken():
             name = spelled(root, steps, model)
             shown = f" {kind}" if kind in _NAMED_KINDS else ""
             asked = argument is not None and kind not in _NAMED_KINDS
@@ -279,54 +276,61 @@ def number_of_conditions(data: Mapping[str, Any]) -> int:
     return total + len(data["same"]) + len(data["environment"])
 
 
-class _Identities:
-    """Numbers objects by the order in which they are first found; texts of their classes."""
+class _Check:
+    """Walks down the tree, compares each condition, and collects those that do not hold.
 
-    def __init__(self, recorded: Sequence[int]) -> None:
-        self._recorded = recorded
+    It runs in every warm start, for thousands of conditions: one call per node.
+    """
+
+    def __init__(self, nodes: Sequence[Any], identities: Sequence[int]) -> None:
+        self._nodes = nodes
+        self._recorded = identities
+        self.identities: list[int] = []
+        """Objects, numbered by the order in which they are first found, one for each IDENTITY."""
         self._numbers: dict[int, tuple[int, Any]] = {}  # kept alive so that ids are not reused
-        self._classes: dict[type, str] = {}
-        self.found: list[int] = []
+        self._classes: dict[type, str] = {}  # a class is described once
+        self._found: list[tuple[list[Step], Any, str]] = []
 
-    def observed(self, kind: str, argument: Any, value: Any) -> str:
-        """As `observed`; a class is described once."""
-        if kind != "type" or value is MISSING:
-            return observed(kind, argument, value)
-        cls = type(value)
-        if cls not in self._classes:
-            self._classes[cls] = class_text(cls)
-        return self._classes[cls]
+    def taken(self) -> list[tuple[list[Step], Any, str]]:
+        """The steps, condition and present text of what did not hold since the last call."""
+        found, self._found = self._found, []
+        return found
 
-    def is_as_recorded(self, value: Any) -> bool:
-        number, _ = self._numbers.setdefault(id(value), (len(self._numbers), value))
-        self.found.append(number)
-        place = len(self.found) - 1
-        return place >= len(self._recorded) or self._recorded[place] == number
+    def below(self, number: int, value: Any, path: list[Step]) -> None:
+        conditions, below = self._nodes[number]
+        for condition in conditions:
+            kind, argument, old = condition
+            if kind == IDENTITY:
+                if not self._is_as_recorded(value):
+                    differs = [kind, argument, "the object it was"]
+                    self._found.append((list(path), differs, "another"))
+            elif (new := self._observed(kind, argument, value)) != old:
+                self._found.append((list(path), condition, new))
+        for step, inner in below:
+            path.append(step)
+            self.below(inner, MISSING if value is MISSING else follow(value, step), path)
+            path.pop()
 
-
-def _below(
-    nodes: Sequence[Any], number: int, value: Any, path: list[Step], identities: _Identities
-) -> Iterator[tuple[list[Step], Any, str]]:
-    conditions, below = nodes[number]
-    for condition in conditions:
-        kind, argument, old = condition
-        if kind == IDENTITY:
-            if not identities.is_as_recorded(value):
-                yield list(path), [kind, argument, "the object it was"], "another"
-            continue
+    def _observed(self, kind: str, argument: Any, value: Any) -> str:
+        if value is MISSING:
+            return "missing"
         try:
-            new = identities.observed(kind, argument, value)
+            if kind != "type":
+                return _OBSERVERS[kind](value, argument)
+            cls = type(value)
+            if cls not in self._classes:
+                self._classes[cls] = class_text(cls)
+            return self._classes[cls]
         except Undescribable as error:
-            new = f"undescribable: {error}"
+            return f"undescribable: {error}"
         except Exception as error:  # the user's `__len__`, `__contains__`, … may raise anything
-            new = f"{type(error).__name__}: {error}"
-        if new != old:
-            yield list(path), condition, new
-    for step, inner in below:
-        path.append(step)
-        next_value = MISSING if value is MISSING else follow(value, step)
-        yield from _below(nodes, inner, next_value, path, identities)
-        path.pop()
+            return f"{type(error).__name__}: {error}"
+
+    def _is_as_recorded(self, value: Any) -> bool:
+        number, _ = self._numbers.setdefault(id(value), (len(self._numbers), value))
+        place = len(self.identities)
+        self.identities.append(number)
+        return place >= len(self._recorded) or self._recorded[place] == number
 
 
 def _at(root: str, steps: Iterable[Step], model: torch.nn.Module) -> Any:

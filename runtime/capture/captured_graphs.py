@@ -16,13 +16,14 @@ from ...compile.ir.serialization import dtype_name
 from ...compile.lower.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, Dispatcher, RuntimeMode
 from ...errors import BatchExceeded, CaptureFailed, DummyStepFailed, ModelClosed
+from ...torch_compat.tensors import writes_counted
 from ..backends.protocol import GraphBackend
 from ..config import Config
 from ..records import Records, UnwatchedTensors
 from ..step.address_checks import Addresses, MetadataAddresses, Snapshot
 from ..step.binding import laid_out, lay_out
 from ..step.forward_context import ForwardContext
-from ..step.shared_memory import memory_check
+from ..step.shared_memory import memory_check, named_weights
 from ..step.static_inputs import BoundInputs, StaticInputs
 from .breaks import recordable
 from .captured_graph import CapturedGraph, WritingGraph, real_results
@@ -47,12 +48,13 @@ class CapturedGraphs:
 
     __slots__ = (
         "_chunked", "_context", "_dispatcher", "_inputs", "_laid_out", "_recordable", "_records",
-        "_runs_python", "_splitting_ops", "_unwatched", "addresses", "captured", "compiled",
-        "memory_check", "metadata_for", "ranged", "stitched", "unrecorded",
+        "_runs_python", "_seen_written", "_splitting_ops", "_unwatched", "addresses", "captured",
+        "compiled", "memory_check", "metadata_for", "ranged", "stitched", "unrecorded",
     )  # fmt: skip
 
     compiled: CompiledModel
     stitched: Callable[..., tuple[Any, ...]]
+    _recordable: Callable[..., Any] | None  # made for the first capture
     unrecorded: Snapshot
 
     def __init__(
@@ -72,6 +74,7 @@ class CapturedGraphs:
         self.addresses = Addresses(backend.address)
         self.metadata_for: MetadataFor | None = None
         self.ranged = False
+        self._seen_written: set[str] = set()
         self._dispatcher = dispatcher
         self._inputs = inputs
         self._context = context
@@ -83,7 +86,7 @@ class CapturedGraphs:
         """Use and watch the weights that `compiled` is bound to; recordings stay as they are."""
         self.compiled = compiled
         self.stitched = compiled.link(*(range_hooks(compiled.plan) if self.ranged else ()))
-        self._recordable = recordable(compiled, self._splitting_ops)
+        self._recordable = None
         placed = {each.target: each.place for each in compiled.plan.weights if each.place}
         for name, place in placed.items():
             self.addresses.watch_read(name, reader(*place, compiled.model))
@@ -92,7 +95,7 @@ class CapturedGraphs:
         own = [name for name in compiled.weights if name not in placed]
         self.addresses.watch_module(compiled.model, own if compiled.traced else None)
         self.unrecorded = self.addresses.snapshot(compiled.weights)
-        self.memory_check = memory_check(compiled) if compiled.traced else None
+        self.memory_check = memory_check(compiled, self._seen_written)
 
     def follow(self, before: CapturedGraphs) -> None:
         """Watch what `before` watches, and fill dummy batches in the same way."""
@@ -206,13 +209,17 @@ class CapturedGraphs:
         breaks = entry.mode is RuntimeMode.PIECEWISE
         if broken := self.compiled.plan.broken(sizes):
             raise CaptureFailed(name=name, reason=f"it needs {broken.expression}")
+        if self._recordable is None:
+            self._recordable = recordable(self.compiled, self._splitting_ops)
         try:
             with self.dummy_batch(entry.descriptor, entry.mode, sizes) as views:
+                counted = {} if self.compiled.traced else _writes(self.compiled.model)
                 recording = record(
                     self._recordable, views, session,
                     name=name, breaks=breaks, warm_up=self.stitched,
                     keep_pieces=breaks and self._dispatcher.plan.chunked,
                 )  # fmt: skip
+                self._note_writes(counted)
                 recording.metadata = self._context.metadata
         except (CaptureFailed, DummyStepFailed):
             raise
@@ -225,6 +232,14 @@ class CapturedGraphs:
             recording.release()
             raise CaptureFailed(name=name, reason=NOTHING_BREAKS)
         return recording
+
+    def _note_writes(self, before: Mapping[str, int]) -> None:
+        """Refuse inputs that share memory with what the capture of the model's own code wrote."""
+        now = _writes(self.compiled.model) if before else {}
+        found = {name for name, count in now.items() if count != before.get(name)}
+        if not found <= self._seen_written:
+            self._seen_written |= found
+            self.memory_check = memory_check(self.compiled, self._seen_written)
 
     def install(self, graph_index: int, recording: Recording) -> None:
         """Let steps use a recording."""
@@ -289,6 +304,12 @@ class CapturedGraphs:
 
     def _inputs_of(self, graph_index: int) -> BoundInputs:
         return self._inputs.at(self.sizes_of(graph_index))
+
+
+def _writes(model: torch.nn.Module) -> dict[str, int]:
+    """How many writes torch has counted on each weight; it counts none on inference tensors."""
+    named = named_weights(model)
+    return {name: writes_counted(tensor) for name, tensor in named if not tensor.is_inference()}
 
 
 def _closed(*args: Any) -> Any:

@@ -90,11 +90,11 @@ class MemoryLedger:
 
 def opening_ledger(compiled: CompiledModel, inputs: StaticInputs) -> MemoryLedger:
     """Weights and static buffers; the engine enters its KV cache and workspaces."""
-    model = compiled.model
-    # code that is not traced can read every weight of the model
-    every = [*model.parameters(), *model.buffers()]
     ledger = MemoryLedger()
-    ledger.own(Owner.WEIGHTS, compiled.weights.values() if compiled.traced else every)
+    if compiled.traced:
+        ledger.own(Owner.WEIGHTS, compiled.weights.values())
+    else:  # it can read every weight of the model
+        ledger.own(Owner.WEIGHTS, [*compiled.model.parameters(), *compiled.model.buffers()])
     ledger.own(Owner.STATIC_BUFFERS, inputs.at(inputs.limits).views)
     return ledger
 

@@ -26,7 +26,8 @@ Pack = Callable[[Sequence[Any], tuple[Any, ...]], Any]
 
 
 def binder(plan: Plan, signature: inspect.Signature) -> Bind:
-    """A function with the parameters of the model's forward.
+    """A function of the number of tokens that the batch states, or None, and the parameters of the
+    model's forward.
 
     It returns the plan's input tensors and the real size of each symbol, after checking dtype,
     device and shape. Inputs of a form that was checked before are recognized by one test. It raises
@@ -60,7 +61,8 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         position, dim = plan.token_source()
         body += [
             "try:",
-            f"    _pg_same, _pg_sizes = _pg_forms[{plan.inputs[position].name}.shape[{dim}]]",
+            "    _pg_same, _pg_sizes = _pg_forms[_pg_stated or"
+            f" {plan.inputs[position].name}.shape[{dim}]]",
             f"    if _pg_same({tensors}): return ({tensors}), _pg_sizes",
             "except (KeyError, AttributeError, IndexError, TypeError): pass",
         ]
@@ -94,7 +96,7 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         body.append(f"_pg_remember({tokens}, ({tensors}), ({sizes}))")
     body.append(f"return ({tensors}), ({sizes})")
     parameters, defaults = _parameters(signature)
-    text = "\n".join([f"def forward({parameters}):", *(f"    {line}" for line in body)])
+    text = "\n".join([f"def forward(_pg_stated, {parameters}):", *(f"    {line}" for line in body)])
     bind: Bind = _made(text, "forward", {**names, **defaults})
     return bind
 

@@ -7,8 +7,9 @@ model itself would.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,36 +21,59 @@ from ...torch_compat.tensors import inner_tensors, storage_id
 _LARGEST_MASK = 1 << 24
 
 
-def memory_check(compiled: CompiledModel) -> Callable[[tuple[Tensor, ...]], None] | None:
+def memory_check(
+    compiled: CompiledModel, seen_written: Collection[str] = ()
+) -> Callable[[tuple[Tensor, ...]], None] | None:
     """A function that raises InputsShareMemory for the input tensors of a step; None for a model
-    that writes to no input and no weight."""
+    that writes to no input and no weight.
+
+    Of code that is not traced, `seen_written` are the weights that a run wrote to.
+    """
     inputs = compiled.plan.inputs
     names = [item.label for item in inputs]
     written = [position for position, item in enumerate(inputs) if item.written]
-    weights = sorted(
-        (part.data_ptr(), weight.target, weight.written, part)
-        for weight in compiled.plan.weights
-        if weight.written or written
-        for part in inner_tensors(compiled.weights[weight.target])
+    if compiled.traced:
+        changes = {weight.target: weight.written for weight in compiled.plan.weights}
+        tensors = compiled.weights
+    else:
+        tensors = dict(named_weights(compiled.model))
+        changes = {name: name in seen_written for name in tensors}
+    parts = [
+        (*_bounds(part), name, changes[name], part)
+        for name, tensor in tensors.items()
+        if changes[name] or written
+        for part in inner_tensors(tensor)
         if part.numel()
-    )
+    ]
+    weights = sorted(parts, key=lambda part: part[:3])
     if not weights and not written:
         return None
     starts = [start for start, *_ in weights]
+    ends = [end for _, end, *_ in weights]
+    furthest = [*accumulate(ends, max)]
+    """The end of what begins at the same place or before."""
 
     def check(tensors: tuple[Tensor, ...]) -> None:
         for position, tensor in enumerate(tensors):
-            at = bisect_right(starts, tensor.data_ptr()) - 1
-            if at >= 0:
-                _, target, changes, part = weights[at]
-                if (changes or position in written) and overlap(tensor, part):
-                    raise InputsShareMemory(name=names[position], other=f"{target!r} of the model")
+            start, end = _bounds(tensor)
+            at = bisect_left(starts, end) - 1
+            while at >= 0 and furthest[at] > start:
+                _, _, name, changed, part = weights[at]
+                if (changed or position in written) and overlap(tensor, part):
+                    raise InputsShareMemory(name=names[position], other=f"{name!r} of the model")
+                at -= 1
         for position in written:
             for other, tensor in enumerate(tensors):
                 if other != position and overlap(tensors[position], tensor):
                     raise InputsShareMemory(name=names[position], other=f"input {names[other]!r}")
 
     return check
+
+
+def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by qualified name."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def overlap(one: Tensor, two: Tensor) -> bool:
@@ -72,7 +96,9 @@ def _bounds(tensor: Tensor) -> tuple[int, int]:
     """Address of the first byte, and of the one after the last."""
     if not tensor.numel():
         return 0, 0
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in pairs)
-    start = tensor.data_ptr()
     return start, start + (last + 1) * tensor.element_size()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...compile.lower.compiled_model import CompiledModel
 from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
-from ...torch_compat.tensors import storage_id
+from ...torch_compat.tensors import storage_id, zero_all
 from ..config import Config, Padding, check_choice
 
 Load = Callable[[tuple[Tensor, ...]], None]
@@ -192,8 +192,8 @@ class BoundInputs:
         sizes = dict(zip(self._inputs.limits, real, strict=True))
         copies: list[tuple[int, Callable[[Tensor], object]]] = []
         stays: list[Stay] = []
-        every_step: list[Callable[[], object]] = []
-        fills: list[Callable[[], object]] = []
+        every_step: list[Fill] = []
+        fills: list[Fill] = []
         for position, (spec, view) in enumerate(zip(self._inputs.specs, self.views, strict=True)):
             shape = spec.shape(sizes)
             target = real_part(view, shape)
@@ -209,8 +209,9 @@ class BoundInputs:
             (every_step if others_write else fills).extend(_fills(spec, view, shape))
         extent = Extent(self, real)
         return partial(
-            _load, self._inputs, extent, tuple(stays), tuple(copies), (*every_step,), (*fills,)
-        )
+            _load, self._inputs, extent, tuple(stays), tuple(copies),
+            _joined(every_step), _joined(fills),
+        )  # fmt: skip
 
 
 Stay = tuple[int, int, tuple[int, ...]]
@@ -244,6 +245,17 @@ def _load(
             for fill in fills:
                 fill()
         inputs.loaded = extent
+
+
+Fill = Tensor | Callable[[], object]
+"""A part to be set to zero, or what writes other padding."""
+
+
+def _joined(fills: list[Fill]) -> tuple[Callable[[], object], ...]:
+    """Functions that write the padding; one call sets all parts to zero that are to be."""
+    zeros = [part for part in fills if isinstance(part, Tensor)]
+    others = tuple(fill for fill in fills if not isinstance(fill, Tensor))
+    return (partial(zero_all, zeros), *others) if zeros else others
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,10 +304,8 @@ def _box(tensor: Tensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in bounds)]
 
 
-def _fills(
-    spec: StaticInputSpec, view: Tensor, real: tuple[int, ...]
-) -> Iterator[Callable[[], object]]:
-    """Functions that write the padding: all of `view` outside the box `real`, in disjoint parts.
+def _fills(spec: StaticInputSpec, view: Tensor, real: tuple[int, ...]) -> Iterator[Fill]:
+    """What writes the padding: all of `view` outside the box `real`, in disjoint parts.
 
     They go from the last dynamic dimension to the first. The part of a dimension is real in the
     dimensions before it and whole in those after it, so a row is complete when it is repeated.
@@ -310,8 +320,10 @@ def _fills(
         if spec.padding is Padding.REPEAT and size > 0:
             last = _box(view, [*before, (size - 1, size), *after])
             yield partial(part.copy_, last.expand_as(part))
+        elif spec.padding is Padding.SENTINEL and spec.sentinel != 0:
+            yield partial(part.fill_, spec.sentinel)
         elif spec.padding is not Padding.KEEP:
-            yield partial(part.fill_, spec.sentinel if spec.padding is Padding.SENTINEL else 0)
+            yield part
 
 
 def allocate_inputs(

@@ -38,7 +38,7 @@ class Compiled:
         return self.compiled.plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors, _ = self._bind(*args, **kwargs)
+        tensors, _ = self._bind(None, *args, **kwargs)
         with torch.no_grad():
             return self._pack(self._step(*tensors), tensors)
 

@@ -1,4 +1,4 @@
-"""Real starts are killed at random; the next start removes their files and works."""
+"""Operations are killed at random; the next start removes their files and works."""
 
 from __future__ import annotations
 
@@ -14,68 +14,121 @@ pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
 PROGRAM = """
 import os, random, signal, sys, tempfile, time
+from collections import Counter
 from pathlib import Path
 import torch
 from piecegraph import Batch, Config, compile_ahead, prepare
+from piecegraph.cache import Cache
+from piecegraph.cache.directory import DirectoryLayer
+from piecegraph.cache.evict import Limits, evict
+from piecegraph.cache.export import export_entries, import_entries
+from piecegraph.cache.inspection import manifests
+from piecegraph.cache.signing import trust_all
 from piecegraph.compile.backends import aoti, inductor
+from piecegraph.events import Events
 
-root, temporary, kills = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+root, temporary, exports, wanted = *map(Path, sys.argv[1:4]), int(sys.argv[4])
 toolchain = inductor.toolchain_directory("")  # its headers take half a minute to build
 for module in (aoti, inductor):
     module.toolchain_directory = lambda scratch: toolchain
 tempfile.tempdir = str(temporary)
 torch.set_num_threads(1)
+chance = random.Random(0)
 
 
-def start(number, function):
-    model = torch.nn.Linear(8, 8)
-    inputs = {"input": "float32[num_tokens, 8]"}
-    config = Config(
-        cache_dir=root / str(number), inputs=inputs, max_num_tokens=32, graph_mode="NONE"
-    )
+def start(directory, size, function):
+    inputs = {"input": f"float32[num_tokens, {size}]"}
+    config = Config(cache_dir=directory, inputs=inputs, max_num_tokens=32, graph_mode="NONE")
     with torch.no_grad():
-        return function(model, config)
+        return function(torch.nn.Linear(size, 8), config)
+
+
+def cold(function):
+    return lambda directory: start(directory, chance.randrange(9, 4000), function)
+
+
+def prune(directory):
+    evict(directory, Limits(size=chance.choice((0, 1 << 20)), grace=0), Events())
+
+
+def export(directory):
+    chosen = [manifest for manifest, _ in manifests(directory)]
+    export_entries(chosen, DirectoryLayer(directory), exports / "all.bundle")
+
+
+def import_(directory):
+    cache = Cache(directory, Events())
+    for entry in import_entries(exports / "given.bundle", trust_all):
+        cache.store(entry)
 
 
 def leftovers():
-    return [*temporary.glob("piecegraph-*"), *root.glob("*/tmp/*")]
+    scratch = [*exports.glob(".*"), *root.glob("*/tmp/*")]
+    return {*temporary.glob("piecegraph-*"), *scratch}
 
 
-chance, left = random.Random(0), 0
-for number in range(kills):
-    before = set(leftovers())
-    child = os.fork()
+def killed_at_random(work, directory):
+    chance.seed(chance.random())
+    before, child = leftovers(), os.fork()
     if not child:
-        start(number % 3, (prepare, compile_ahead)[number % 2])
+        work(directory)
         os._exit(0)
     end = time.monotonic() + 60
-    while set(leftovers()) <= before and time.monotonic() < end:
+    while work in starts and leftovers() <= before and time.monotonic() < end:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return False
         time.sleep(0.001)
-    time.sleep(chance.uniform(0, 1))
+    time.sleep(min(chance.expovariate(2), 6) if work in starts else chance.uniform(0, 0.04))
     os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    left += len(leftovers())
-print("left by kills:", left > 0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or status == 0, status
+    return os.WIFSIGNALED(status)
+
+
+starts = [cold(prepare), cold(compile_ahead)]
+works = [*starts, prune, export, import_]
+start(root / "given", 8, prepare).close()
+export_entries(
+    [manifest for manifest, _ in manifests(root / "given")],
+    DirectoryLayer(root / "given"),
+    exports / "given.bundle",
+)
+kills, left = Counter(), 0
+for number in range(20 * wanted):
+    work = number % len(works)
+    directory = root / str(number % 3)
+    if kills[work] < wanted / len(works) and killed_at_random(works[work], directory):
+        kills[work] += 1
+        left += len(leftovers())
+    if kills.total() >= wanted:
+        break
+print(f"{kills.total()} kills, left by them:", left > 0)
 for number in range(3):
-    prepared = start(number, prepare)
-    assert prepared(torch.ones(3, 8), batch=Batch(3, 3)).shape == (3, 8)
-    prepared.close()
+    Cache(root / str(number), Events())
+    export(root / str(number))
+prepared = start(root / "0", 8, prepare)
+assert prepared(torch.ones(3, 8), batch=Batch(3, 3)).shape == (3, 8)
+prepared.close()
 print("left after a start:", leftovers())
 """
 
 
-@pytest.mark.parametrize("wanted", ["6", pytest.param("24", marks=pytest.mark.heavy)])
-def test_killed_starts_leave_nothing(wanted: str, tmp_path: Path) -> None:
-    """One process imports everything and forks: an import takes longer than a start."""
-    root, temporary = tmp_path / "caches", tmp_path / "temporary"
-    temporary.mkdir()
+@pytest.mark.parametrize("wanted", [5, pytest.param(500, marks=pytest.mark.heavy)])
+def test_killed_operations_leave_nothing(wanted: int, tmp_path: Path) -> None:
+    """Kills of prepare, compile_ahead, prune, export and import, on three caches.
+
+    One process imports everything and forks: an import takes longer than a start.
+    """
+    folders = [tmp_path / name for name in ("caches", "temporary", "exports")]
+    for folder in folders[1:]:
+        folder.mkdir()
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(root), str(temporary), wanted],
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, *map(str, folders), str(wanted)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=3 * wanted + 200,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "left by kills: True\nleft after a start: []\n"
+    assert done.stdout == f"{wanted} kills, left by them: True\nleft after a start: set()\n"
     for number in range(3):
-        assert verify(root / str(number)) == []
+        assert verify(folders[0] / str(number)) == []

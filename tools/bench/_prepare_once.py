@@ -82,13 +82,16 @@ def _piecegraph(
     from ... import Config, Events, compile_ahead, prepare
 
     config = Config(**settings, cold="serve" if way == "served" else "compile")
-    events = Events()
+    events, seconds = Events(), 0.0
     if way == "ahead":
         compile_ahead(model, config, events=events)
     elif way == "served":
         return _served(model, config, began)
     else:
-        prepare(model, config, events=events).close()
+        started = time.perf_counter()
+        prepared = prepare(model, config, events=events)
+        seconds = time.perf_counter() - started
+        prepared.close()
     phases: dict[str, float] = {}
     for span in events.spans:
         phases[span.name] = phases.get(span.name, 0.0) + span.seconds
@@ -96,6 +99,7 @@ def _piecegraph(
     if not hits:
         return phases, {}
     return phases, {
+        "prepare_ms": 1000 * seconds,
         "conditions_ms": 1000 * phases["bundle.conditions"],
         "num_conditions": hits[0]["conditions"],
         "compiler_imported": not {"torch._dynamo", "torch._inductor"}.isdisjoint(sys.modules),

@@ -2,7 +2,8 @@
 
 Each start runs in its own process, and of warm starts the median of three is reported. `cold` has
 an empty cache, `served` too, and serves the model uncompiled while a child process compiles it;
-`warm` loads Inductor's artifacts, `ahead` builds AOTInductor libraries, `warm_ahead` loads them.
+`warm` loads Inductor's artifacts, `warm_ahead` AOTInductor libraries, which `ahead` builds, from
+the artifacts of `cold` if that was measured too.
 They are compared with `torch.compile(fullgraph=True, dynamic=True)` of the same model, first with
 its own empty cache, then with that cache filled. `hugging_face` is `warm_ahead` of a Llama.
 Times are from a built model until it can serve; `import torch` is not in them.
@@ -34,21 +35,21 @@ PHASES = {
 """Columns, and the spans they sum, in seconds; None where a start has no such phase."""
 
 MEASURED = (
-    *("conditions_ms", "num_conditions", "compiler_imported"),
+    *("prepare_ms", "conditions_ms", "num_conditions", "compiler_imported"),
     *("switch", "pause_ms", "uncompiled_over_eager"),
 )
 """What only some starts measure."""
 
 COLUMNS = [
     *("way", "layers", "ready", "trace", "compile", "load", "libraries"),
-    *("conditions_ms", "num_conditions", "switch"),
+    *("prepare_ms", "conditions_ms", "num_conditions", "switch"),
 ]
 
 WAYS = {
     "served": "",
     "cold": "",
     "warm": "cold",
-    "ahead": "cold",
+    "ahead": "",
     "warm_ahead": "ahead",
     "compile_cold": "",
     "compile_warm": "compile_cold",
@@ -75,12 +76,15 @@ HUGGING_FACE_LAYERS = 80
 def run(quick: bool, ways: Collection[str] = tuple(WAYS)) -> dict[str, Any]:
     """`ratios` compare `ready` at 32 layers; `slope_…` its growth per layer over the depths.
 
-    Rows of warm starts say how long the conditions of the bundle are checked, how many there are,
-    and whether the start imported Dynamo or Inductor.
+    Rows of warm starts say how long `prepare` takes without imports, how long the conditions of
+    the bundle are checked, how many there are, and whether Dynamo or Inductor was imported.
     """
-    ways = {*ways, *(WAYS[way] for way in ways), *(WAYS[WAYS[way]] for way in ways if WAYS[way])}
-    layers = (4, 32) if quick else (4, 16, 32, 80)
-    _warm_up_toolchain()
+    ways = {*ways, *(WAYS[way] for way in ways if WAYS[way])}
+    for_slope = {"cold", "compile_cold"}
+    layers: tuple[int, ...] = (4, 16, 32, 80)
+    if quick:
+        layers = (4, 32) if for_slope <= ways else (32,)
+    _warm_up_toolchain(("cold", "compile_cold") if "compile_cold" in ways else ("cold",))
     rows = [row for depth in layers for row in _rows(depth, ways)]
     seconds = {(row["way"], row["layers"]): row["ready"] for row in rows}
     ratios = {
@@ -88,10 +92,12 @@ def run(quick: bool, ways: Collection[str] = tuple(WAYS)) -> dict[str, Any]:
         for name, (over, under) in RATIOS.items()
         if {over, under} <= ways
     }
-    if {"cold", "compile_cold"} <= ways:
+    if for_slope <= ways:
         first, last = layers[0], layers[-1]
-        growth = [seconds[way, last] - seconds[way, first] for way in ("cold", "compile_cold")]
-        ratios["slope_over_torch_compile"] = growth[0] / growth[1]
+        ours, theirs = (
+            seconds[way, last] - seconds[way, first] for way in ("cold", "compile_cold")
+        )
+        ratios["slope_over_torch_compile"] = ours / theirs
     return {
         "ratios": ratios,
         "machine": origin()["machine"],
@@ -168,8 +174,8 @@ def _start(
     return {**dict.fromkeys(MEASURED), **start, **columns}
 
 
-def _warm_up_toolchain() -> None:
+def _warm_up_toolchain(ways: Collection[str]) -> None:
     """Build what torch builds once per machine (precompiled headers), before anything is timed."""
     with tempfile.TemporaryDirectory(prefix="piecegraph-bench-") as folder:
-        for way in ("cold", "compile_cold"):
+        for way in ways:
             _start(way, 1, Path(folder) / way, Path(folder) / "inductor")

@@ -25,7 +25,8 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(16, 4))
+        self.around = torch.zeros(68)  # begins one row before the buffer
+        self.register_buffer("seen", self.around[4:].view(16, 4))
         self.register_buffer("scale", torch.ones(16, 4))
 
     def forward(self, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,8 +41,8 @@ def attend(x: Tensor, out: Tensor) -> None:
     out.copy_(x * 2)
 
 
-@pytest.fixture(scope="module")
-def prepared(temporary_op: Callable[..., str]) -> PreparedModel:
+@pytest.fixture(scope="module", params=[True, False], ids=["compiled", "not compiled"])
+def prepared(temporary_op: Callable[..., str], request: Any) -> PreparedModel:
     op = temporary_op("shared_memory_tests::attend", "(Tensor x, Tensor(a!) out) -> ()", attend)
     config = Config(
         splitting_ops=(op,),
@@ -50,6 +51,7 @@ def prepared(temporary_op: Callable[..., str]) -> PreparedModel:
         max_num_reqs=16,
         capture_sizes=(4, 8),
         attention_support="ALWAYS",
+        compile=request.param,
         compiler="eager",
         cache=False,
     )
@@ -103,6 +105,7 @@ def test_an_input_that_shares_written_memory_is_refused_by_name(
         "'x' shares memory with input 'y'": {"x": rows[:n], "y": rows[:n]},
         "'x' shares memory with input 'z'": {"x": rows[:n], "z": rows[1:, 2:]},
         "'y' shares memory with 'seen'": {"y": model.seen[:n]},
+        "'z' shares memory with 'seen'": {"z": model.around[: 2 * n].view(n, 2)},
         "'x' shares memory with 'scale'": {"x": model.scale[:n]},
     }
     for message, changed in cases.items():
