@@ -7,11 +7,12 @@ attributes and keys whose absence the model handles.
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ def inlined_calls() -> Iterator[Inlined]:
         InstructionTranslatorBase,
     )
     from torch._dynamo.variables.functions import PolyfilledFunctionVariable
+    from torch._dynamo.variables.misc import PythonModuleVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
     from torch._guards import TracingContext
 
@@ -120,14 +122,46 @@ def inlined_calls() -> Iterator[Inlined]:
         handled.add(raised)
         original_handler(self, raised)
 
+    def asked(name: str) -> Any:
+        original_access = getattr(PythonModuleVariable, name)
+
+        def access(self: Any, tx: Any, attribute: str) -> Any:
+            if (probe := _probe_of_module(self.value, attribute, name)) is not None:
+                inlined.probes.add(probe)
+            return original_access(self, tx, attribute)
+
+        return replaced(PythonModuleVariable, name, access)
+
     _ABSENT = (ObservedAttributeError, ObservedLookupError)
     with (
+        ExitStack() as of_modules,
         replaced(InliningInstructionTranslator, "inline_call", classmethod(inline_call)),
         replaced(InstructionTranslatorBase, "exception_handler", exception_handler),
         watched(TorchInGraphFunctionVariable, "value"),
         watched(PolyfilledFunctionVariable, "fn"),
     ):
+        for name in _MODULE_ACCESS & vars(PythonModuleVariable).keys():
+            of_modules.enter_context(asked(name))
         yield inlined
+
+
+_MODULE_ACCESS = {"call_obj_hasattr", "var_getattr", "tp_getattro_impl"}
+"""Methods by which Dynamo looks up an attribute of a module, by version of torch."""
+
+
+def _probe_of_module(module: ModuleType, attribute: str, access: str) -> GuardFact | None:
+    """That a module has an attribute or not, as a guard; what it has is guarded if it is read.
+
+    Submodules are left out: they depend on what was imported.
+    """
+    held = getattr(module, attribute, None)
+    if isinstance(held, ModuleType) or (
+        access != "call_obj_hasattr" and hasattr(module, attribute)
+    ):
+        return None
+    if sys.modules.get(module.__name__) is not module:
+        return None
+    return GuardFact(f"__import__({module.__name__!r})", "HASATTR", attribute)
 
 
 def _probe(raised: BaseException, where: str | None) -> GuardFact | None:

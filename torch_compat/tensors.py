@@ -115,11 +115,14 @@ def fresh_fake_mode() -> Any:
 
 
 def writes_of_faking(tensor: Tensor, fake_mode: Any) -> int:
-    """The write count of a new fake of `tensor`."""
+    """The write count of a new fake of `tensor`, which is another one for a view."""
+    base = tensor if tensor._base is None else tensor._base
     with torch.inference_mode(False):  # it counts no writes; Dynamo leaves it as well
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        place = (base.storage_offset(), base.size(), base.stride())
         alias.set_(tensor.untyped_storage(), *place)
+        if base is not tensor:
+            alias = alias.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         count: int = fake_mode.from_tensor(alias)._version
     return count
 

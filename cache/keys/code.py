@@ -222,13 +222,6 @@ def global_names(code: types.CodeType) -> frozenset[str]:
     return read.union(*map(global_names, nested_codes(code)))
 
 
-def imported_names(code: types.CodeType) -> set[str]:
-    """The modules that a code object or one inside it imports."""
-    steps = dis.get_instructions(code)
-    own = {str(step.argval) for step in steps if step.opname == "IMPORT_NAME"}
-    return own.union(*map(imported_names, nested_codes(code)))
-
-
 def probed_names(code: types.CodeType) -> set[str]:
     """The names that a code object or one inside it may give to `hasattr` or `getattr`."""
     inner: set[str] = set().union(*map(probed_names, nested_codes(code)))

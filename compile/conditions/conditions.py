@@ -135,10 +135,8 @@ def _added(value: Any, names: Sequence[str]) -> str:
 
 
 def _present(value: Any, names: Sequence[str]) -> str:
-    """Which names a module or function has; submodules depend on what was imported."""
-    held = vars(value)
-    there = [n for n in names if n in held and not isinstance(held[n], types.ModuleType)]
-    return stable_text(there)
+    """Which names a function has."""
+    return stable_text([name for name in names if name in vars(value)])
 
 
 def _result(function: Any, arguments: Sequence[Any]) -> str:

@@ -21,7 +21,6 @@ import torch
 from ...cache.keys.code import (
     attribute_names,
     global_names,
-    imported_names,
     nested_codes,
     probed_names,
 )
@@ -233,31 +232,13 @@ class _TraceConditions:
                 self._try(located.root, [*located.steps, ["type", None]], "added", used)
 
     def _add_probed_names(self, functions: Sequence[types.FunctionType]) -> None:
-        """Conditions on which names modules and functions have, for `hasattr` and `getattr`."""
+        """Conditions on which names functions have, for `hasattr` and `getattr`."""
         probed = sorted(set().union(*(probed_names(each.__code__) for each in functions)))
         if not probed:
             return
         for located in list(self.locator.found.values()):
             if located.root is not None and isinstance(located.value, types.FunctionType):
                 self._try(located.root, located.steps, "names", probed)
-        for function in functions:
-            read = attribute_names(function.__code__)
-            imported = sorted(imported_names(function.__code__))
-            open_modules = [sys.modules[n] for n in imported if n in sys.modules]
-            open_modules += [
-                value
-                for name, value in function.__globals__.items()
-                if name in read and isinstance(value, types.ModuleType)
-            ]
-            for module in open_modules:
-                if type(module) is not types.ModuleType:
-                    continue  # its names depend on what was used of it
-                if sys.modules.get(module.__name__) is module:
-                    self._try(module.__name__, [], "names", probed)
-                for name in sorted(read & vars(module).keys()):
-                    held = vars(module)[name]
-                    if isinstance(held, types.ModuleType) and held not in open_modules:
-                        open_modules.append(held)
 
     def _add_calls(self, cls: type, located: Located) -> None:
         """Conditions on methods of a class that Dynamo calls instead of tracing them."""

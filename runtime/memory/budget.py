@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from ...dispatch import DispatchPlan, Histogram, RuntimeMode
 from ...events import Events
@@ -14,6 +14,14 @@ from .forecast import Forecast, Graph, RecordGraph, forecast_memory
 
 WORST_FIT = 0.1
 """A forecast that may be wrong by more than this share is reported as uncertain."""
+
+
+class GraphState(Protocol):
+    """Whether a graph is captured now, or is never to be."""
+
+    captured: bool
+    dropped: bool
+
 
 Exchange = Callable[[str, Mapping[str, Any]], list[dict[str, Any]]]
 """Sends facts on a topic to all ranks and returns those of each rank, by rank."""
@@ -133,6 +141,14 @@ class GraphMemory:
             return []
         possible = [i for i in range(len(plan.entries)) if i not in self.impossible]
         return prune(plan, possible, self.forecast, self.limit, self._traffic)
+
+    def too_large(self, plan: DispatchPlan, states: Sequence[GraphState]) -> list[int]:
+        """Captured graphs to give up, since they took more than forecast and less than half of the
+        graphs that were not dropped have room beside them; the corrected forecast says which."""
+        planned = [state.captured for state in states if not state.dropped]
+        if 2 * sum(planned) >= len(planned):
+            return []
+        return [i for i in self.to_drop(plan) if states[i].captured]
 
     def forecast_of(self, plan: DispatchPlan, indices: Iterable[int]) -> tuple[int, int]:
         """Forecast bytes of the graphs `indices` alone, and by how much that may be wrong."""

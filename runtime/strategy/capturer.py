@@ -102,10 +102,11 @@ class Capturer:
             if self._config.memory_limit is not None:
                 self._plan_memory()
         self._capture_startup_set(progress, serving)
-        while self._over_limit:
+        eager = self._config.strategy is CaptureStrategy.EAGER
+        while self._over_limit or (eager and self._make_room()):
             self._return_to_limit()
             self._capture_startup_set(progress, serving)
-        if self._config.strategy is CaptureStrategy.EAGER:
+        if eager:
             self._use_room(progress)
         self._refresh_active()
         if self.memory.forecast is not None:
@@ -271,6 +272,13 @@ class Capturer:
             graph_index, f"it took {num_bytes} bytes and exceeded the limit of {limit}"
         )
         self._over_limit = self.memory.exceeded
+
+    def _make_room(self) -> bool:
+        """Drop captured graphs that keep most of the plan out; returns whether there are any."""
+        for graph_index in self.memory.too_large(self._dispatcher.plan, self.queue.states):
+            self._evict(graph_index)
+            self.queue.states[graph_index].dropped = self._over_limit = True
+        return self._over_limit
 
     def _return_to_limit(self) -> None:
         """Capture the graphs again in a new pool, if the pool stayed too large for the limit.

@@ -41,9 +41,13 @@ def attend(x: Tensor, out: Tensor) -> None:
     out.copy_(x * 2)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["compiled", "not compiled"])
-def prepared(temporary_op: Callable[..., str], request: Any) -> PreparedModel:
-    op = temporary_op("shared_memory_tests::attend", "(Tensor x, Tensor(a!) out) -> ()", attend)
+@pytest.fixture(scope="module")
+def op(temporary_op: Callable[..., str]) -> str:
+    return temporary_op("shared_memory_tests::attend", "(Tensor x, Tensor(a!) out) -> ()", attend)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["traced", "untraced"])
+def prepared(op: str, request: pytest.FixtureRequest) -> PreparedModel:
     config = Config(
         splitting_ops=(op,),
         inputs={name: f"float32[num_tokens, {n}]" for name, n in {"x": 4, "y": 4, "z": 2}.items()},
@@ -51,6 +55,7 @@ def prepared(temporary_op: Callable[..., str], request: Any) -> PreparedModel:
         max_num_reqs=16,
         capture_sizes=(4, 8),
         attention_support="ALWAYS",
+        graph_mode="FULL_AND_PIECEWISE",
         compile=request.param,
         compiler="eager",
         cache=False,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph import Batch, Config, PreparedModel, prepare
+from piecegraph import Batch, Config, PreparedModel, compile_ahead, prepare
 from piecegraph.errors import InputMismatch
 
 from ..conftest import strict_backend
@@ -36,14 +36,20 @@ def config(**settings: Any) -> Config:
         capture_sizes=(2, 4, 8),
         graph_mode="FULL",
         attention_support=3,
-        cache=False,
-        **{"compiler": "inductor", **settings},
+        **{"compiler": "inductor", "cache": False, **settings},
     )
 
 
-@pytest.fixture(scope="module")
-def prepared() -> PreparedModel:
-    prepared = prepare(Model(), config(), backend=strict_backend())
+@pytest.fixture(
+    scope="module", params=["artifacts", pytest.param("libraries", marks=pytest.mark.heavy)]
+)
+def prepared(request: pytest.FixtureRequest, tmp_path_factory: Any) -> PreparedModel:
+    used = config()
+    if request.param == "libraries":
+        used = config(cache=True, cache_dir=tmp_path_factory.mktemp("cache"))
+        compile_ahead(Model(), used)
+        used = used.changed(bundle="force")
+    prepared = prepare(Model(), used, backend=strict_backend())
     prepared.capture()
     return prepared
 

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -162,8 +163,20 @@ def test_the_limit_holds_on_every_curve(curve: str, share: float, mode: GraphMod
     rig.capturer.startup()
     assert rig.used <= limit
     assert rig.capturer.memory.used == rig.used
+    assert len(rig.captured) >= most_graphs(*CURVES[curve], limit, mode) / 3
     if share == 1.0:
         assert len(rig.captured) >= 0.8 * len(whole.captured)
+
+
+def most_graphs(own: Curve, working: Curve, limit: int, mode: GraphMode) -> int:
+    """How many graphs fit into the limit at most, whatever their sizes."""
+    modes = 2 if mode is GraphMode.FULL_AND_PIECEWISE else 1
+    needs = [(math.ceil(own(n)), math.ceil(working(n))) for n in SIZES] * modes
+    by_bound = (
+        accumulate(sorted(own for own, working in needs if working <= bound), initial=bound)
+        for _, bound in needs
+    )
+    return max(sum(total <= limit for total in totals) - 1 for totals in by_bound)
 
 
 # any cost of each size; drawn by a seed, which is much cheaper than a list of numbers

@@ -29,6 +29,11 @@ CASES = {
         "x * 2 if hasattr(helper, 'GAIN') else x",
         helper="<<pass|GAIN = 3.0>>",
     ),
+    "asked_of_a_module_by_a_made_name": of_result(
+        "import helper\nFIRST = 'GA'\n",
+        "x * getattr(helper, FIRST + 'IN', 5.0)",
+        helper="<<pass|GAIN = 3.0>>",
+    ),
     "handled_in_a_module": of_result(
         "import helper\n" + handled("held.GAIN"), "f(helper, x)", helper="<<pass|GAIN = 3.0>>"
     ),
