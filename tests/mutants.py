@@ -77,7 +77,7 @@ MUTANTS = [
     (STEPS, "self._graphs.memory_check is not None", "False", SHARED),
     (GRAPH, "if of_input:", "if False:", SHARED),
     (GRAPHS, "result.clone() if inputs.holds(result) else result", "result",
-     f"{LIVE}/test_low_end.py"),
+     f"{LIVE}/test_low_end.py -k callers"),
     (f"{STEP}/binding.py", "is_neg()", "is_sparse", f"{STRIDES} -k negated"),
     (ADDRESSES, "if now is not None:", "if False:", f"{WEIGHTS} -k other_memory"),
     (ADDRESSES, "if then is not None and tensor.numel()", "if False", f"{WEIGHTS} -k failure_12"),

@@ -53,7 +53,7 @@ __all__ = [
 is_grad_enabled = torch.is_grad_enabled
 
 
-zero_all: Callable[[Sequence[Tensor]], None] = torch._foreach_zero_
+zero_all: Callable[[list[Tensor]], None] = torch._foreach_zero_
 """One call for several tensors, a quarter of the time of a `fill_` for each."""
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled

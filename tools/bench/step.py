@@ -246,7 +246,10 @@ def _served(rounds: int, steps: int) -> list[dict[str, Any]]:
         prepared.capture()
         prepared.seal()
         step, metadata = {k: tensor[:num_tokens] for k, tensor in inputs.items()}, object()
-        timed = [partial(_served_step, prepared, num_tokens, metadata, step), _bare_loop(prepared)]
+        timed: list[Callable[[], Any]] = [
+            partial(_served_step, prepared, num_tokens, metadata, step),
+            _bare_loop(prepared),
+        ]
         if own:
             timed.append(_least_step(prepared, step, caches))
         try:

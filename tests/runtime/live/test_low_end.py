@@ -133,6 +133,17 @@ def test_written_inputs_of_a_padded_step_reach_the_caller() -> None:
     assert torch.equal(x, torch.ones(1, 4))
 
 
+def test_a_result_of_a_padded_step_that_is_an_input_is_the_callers() -> None:
+    class Passing(Recurrent):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), x[:, :2]
+
+    served, x = prepared(Passing()), torch.randn(1, 4)
+    _, passed = served(x, batch=Batch(1, 1))
+    served(torch.randn(1, 4), batch=Batch(1, 1))
+    assert torch.equal(passed, x[:, :2])
+
+
 def test_guard_that_fails_for_large_sizes_is_no_low_end() -> None:
     class Limited(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
