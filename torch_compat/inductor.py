@@ -6,7 +6,8 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any
@@ -94,13 +95,20 @@ def _kernels_in_background() -> Iterator[list[dict[str, Any]]]:
     """Load generated code without waiting for its C++ kernels; yields the code's namespaces.
 
     Generated code ends with `async_compile.wait(globals())`, which replaces each kernel that is
-    being compiled by its function. Kernels are not called before the code is.
+    being compiled by its function. Kernels are not called before the code is. Where torch has one
+    thread to compile in, as in vLLM on a CPU, it would compile each kernel before the next line of
+    code is generated; here that thread is another one than this.
     """
-    from torch._inductor.async_compile import AsyncCompile
-    from torch._inductor.codecache import LambdaFuture
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+    from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture
 
     namespaces: list[dict[str, Any]] = []
     original = AsyncCompile.wait
+    thread = ThreadPoolExecutor(1)
+
+    def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
+        load = CppPythonBindingsCodeCache.load_pybinding_async
+        return LambdaFuture(load(argtypes, source_code, submit_fn=thread.submit))
 
     def wait(self: Any, namespace: dict[str, Any]) -> None:
         others = {
@@ -112,8 +120,15 @@ def _kernels_in_background() -> Iterator[list[dict[str, Any]]]:
         namespace.update(others)
         namespaces.append(namespace)
 
-    with replaced(AsyncCompile, "wait", wait):
-        yield namespaces
+    alone = get_compile_threads() <= 1
+    with (
+        replaced(AsyncCompile, "wait", wait),
+        replaced(AsyncCompile, "cpp_pybinding", cpp_pybinding) if alone else nullcontext(),
+    ):
+        try:
+            yield namespaces
+        finally:
+            thread.shutdown(wait=False)
 
 
 def _kernels_of(namespace: dict[str, Any]) -> Iterator[Path]:

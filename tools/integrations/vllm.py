@@ -191,6 +191,11 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
             "padding_limit": PaddingLimit(tokens=0),  # vLLM pads, and its metadata with it
             "graph_mode": "PIECEWISE" if piecewise else "NONE",
             "capture_sizes": tuple(compilation.cudagraph_capture_sizes) if piecewise else None,
+            "inductor_options": {
+                name: value
+                for name, value in compilation.inductor_compile_config.items()
+                if isinstance(value, bool | int | str) and name != "enable_auto_functionalized_v2"
+            },
             **(given.get("piecegraph", {}) if isinstance(given, dict) else {}),
             "inputs": inputs,
         }
