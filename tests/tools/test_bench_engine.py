@@ -68,13 +68,14 @@ def test_an_engine_is_compared_with_itself(fake, tmp_path):
         "eager eager", "engine eager engine", "piecegraph eager piecegraph",
     ]  # fmt: skip
     asked = python.with_name("python.asked").read_text().splitlines()
+    assert len(asked) == 2 * 3 * 3 * 9
     assert asked[:4] == ["eager 1", "engine 1", "piecegraph 1", "eager 1"]
 
 
 def test_an_engine_that_fails_is_quoted(fake):
     fake("#!/bin/sh\necho 'no module named vllm' >&2\nexit 3\n")
     with pytest.raises(ToolFailed, match="vllm.*it ended with 3: no module named vllm"):
-        engine.run("vllm", layers=1, hidden=128, rounds=1)
+        engine.run("vllm", layers=1, hidden=128, rounds=1, runs=1)
 
 
 def test_a_missing_engine_says_what_to_install(monkeypatch, tmp_path, capsys):

