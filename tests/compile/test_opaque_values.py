@@ -106,7 +106,7 @@ def test_equal_layers_are_equal_pieces(op, compiled, made_in_forward):
     assert [name.name for name in CALLS] == [layer.text for layer in model.layers]
     assert all(type(name) is Name for name in CALLS)
     assert made_in_forward or CALLS[0].parents == (Name("model"),)
-    assert made.plan.piece_uses() == [0, 1, 1, 1]
+    assert made.plan.piece_uses() == [0, 0, 0, 0]
 
 
 def test_the_value_is_stored_in_the_plan(op, tmp_path, monkeypatch):
