@@ -59,6 +59,9 @@ class Inlined:
     """file:line of each attribute, key or name whose absence the model handled, without a guard."""
     probes: set[GuardFact] = field(default_factory=set)
     """Attributes and keys whose absence the model handled, as guards that Dynamo did not add."""
+    class_reads: set[tuple[type, str]] = field(default_factory=set)
+    """Attributes, present or not, of classes whose origin Dynamo does not track: no guard is on
+    them. A class that `__get__` of a descriptor is given is one."""
     results: list[FoldedCall] = field(default_factory=list)
     """Calls that Dynamo made while tracing, whose results it took as constant without a guard."""
 
@@ -77,6 +80,7 @@ def inlined_calls() -> Iterator[Inlined]:
     from torch._dynamo.variables.functions import PolyfilledFunctionVariable
     from torch._dynamo.variables.misc import PythonModuleVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
     from torch._guards import TracingContext
 
     inlined = Inlined()
@@ -132,21 +136,36 @@ def inlined_calls() -> Iterator[Inlined]:
 
         return replaced(PythonModuleVariable, name, access)
 
+    def read_of_class(name: str) -> Any:
+        original_read = getattr(UserDefinedClassVariable, name)
+
+        def read(self: Any, tx: Any, attribute: str, *rest: Any) -> Any:
+            if self.source is None:
+                inlined.class_reads.add((self.value, attribute))
+            return original_read(self, tx, attribute, *rest)
+
+        return replaced(UserDefinedClassVariable, name, read)
+
     _ABSENT = (ObservedAttributeError, ObservedLookupError)
     with (
-        ExitStack() as of_modules,
+        ExitStack() as lookups,
         replaced(InliningInstructionTranslator, "inline_call", classmethod(inline_call)),
         replaced(InstructionTranslatorBase, "exception_handler", exception_handler),
         watched(TorchInGraphFunctionVariable, "value"),
         watched(PolyfilledFunctionVariable, "fn"),
     ):
         for name in _MODULE_ACCESS & vars(PythonModuleVariable).keys():
-            of_modules.enter_context(asked(name))
+            lookups.enter_context(asked(name))
+        for name in _CLASS_ACCESS & vars(UserDefinedClassVariable).keys():
+            lookups.enter_context(read_of_class(name))
         yield inlined
 
 
 _MODULE_ACCESS = {"call_obj_hasattr", "var_getattr", "tp_getattro_impl"}
 """Methods by which Dynamo looks up an attribute of a module, by version of torch."""
+
+_CLASS_ACCESS = {"call_obj_hasattr", "call_method", "var_getattr", "tp_getattro_impl"}
+"""Methods by which Dynamo looks up an attribute of a class, by version of torch."""
 
 
 def _probe_of_module(module: ModuleType, attribute: str, access: str) -> GuardFact | None:

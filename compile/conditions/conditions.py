@@ -8,6 +8,7 @@ value at its place, and what was observed when the model was traced.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,12 +20,14 @@ import torch
 from ...cache.keys import environment
 from ...cache.keys.code import code_parts, mutated_names
 from ...cache.keys.encoder import (
+    KNOWN,
     MAX_DEPTH,
     Encoder,
     Undescribable,
     class_name,
     class_text,
     function_text,
+    package_of,
     stable_text,
     unwrapped,
 )
@@ -139,6 +142,15 @@ def _present(value: Any, names: Sequence[str]) -> str:
     return stable_text([name for name in names if name in vars(value)])
 
 
+def _attribute(cls: Any, name: str) -> str:
+    """What a class has under a name, without calling descriptors; of an object all it holds."""
+    held = unwrapped(inspect.getattr_static(cls, name, MISSING))
+    if held is MISSING:
+        return "missing"
+    known = package_of(type(held)) in KNOWN
+    return _bound(held, ()) if known else stable_text(code_parts(held, name))
+
+
 def _result(function: Any, arguments: Sequence[Any]) -> str:
     """What a function that reads the state of the process returns; only for those of torch."""
     try:
@@ -162,6 +174,7 @@ _OBSERVERS: dict[str, Callable[[Any, Any], str]] = {
     "added": _added,
     "result": _result,
     "names": _present,
+    "attribute": _attribute,
     "calls": lambda value, _: stable_text(code_parts(unwrapped(value))),
     "members": lambda value, _: stable_text([[n, m.value] for n, m in value.__members__.items()]),
     "exists": lambda value, _: str(value is not None),
@@ -257,8 +270,11 @@ def changes(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[Change]
             yield Change(f"{name}{about}{shown}", old, new)
     for one, other in data["same"]:
         if _at(one[0], one[1], model) is not _at(other[0], other[1], model):
-            names = (spelled(root, steps, model) for root, steps in (one, other))
-            yield Change(" and ".join(names), "one object", "two")
+            first, second = (spelled(root, steps, model) for root, steps in (one, other))
+            if other[1]:
+                yield Change(f"{first} and {second}", "one object", "two")
+            else:  # the model or a module, by the place `one`
+                yield Change(first, f"{second} itself", "another object")
     for name, recorded in data["environment"].items():
         if (now := environment.observed(name)) != recorded:
             before, after = ("unset" if each is None else str(each) for each in (recorded, now))

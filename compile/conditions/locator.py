@@ -59,6 +59,9 @@ class Locator:
     model: torch.nn.Module
     captured: Captured
     found: dict[str, Located] = field(default_factory=dict)
+    aliases: dict[str, tuple[Located, Located]] = field(default_factory=dict)
+    """Other places of the model, of modules and of the environment, each with the one that what
+    is below is located from."""
 
     def place(self, expression: str) -> Place:
         """The place of an expression; raises Unlocatable, also for what hangs below an argument."""
@@ -94,16 +97,20 @@ class Locator:
             located = self._step(node)
         except (LookupError, AttributeError, TypeError) as error:
             raise Unlocatable(f"{ast.unparse(node)} cannot be located") from error
-        if located.value is self.model:
-            return Located(self.model, MODEL)
-        if located.value is VARIABLES:
-            return Located(VARIABLES, "os", VARIABLES_AT)
-        if isinstance(located.value, types.ModuleType):
-            name = located.value.__name__
-            return (
-                Located(located.value, name) if sys.modules.get(name) is located.value else located
-            )
-        return located
+        known = self._known(located.value) or located
+        if located.root is not None and (located.root, located.steps) != (known.root, known.steps):
+            self.aliases.setdefault(ast.unparse(node), (located, known))
+        return known
+
+    def _known(self, value: Any) -> Located | None:
+        """The one place that the model, a module or the environment is located at."""
+        if value is self.model:
+            return Located(value, MODEL)
+        if value is VARIABLES:
+            return Located(value, "os", VARIABLES_AT)
+        if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
+            return Located(value, value.__name__)
+        return None
 
     def _step(self, node: ast.expr) -> Located:
         match node:
@@ -214,8 +221,6 @@ class Locator:
             return Located(value, None)
         if module in sys.modules and vars(sys.modules[module]) is value:
             return Located(value, module, ("__dict__",))
-        if isinstance(value, types.ModuleType) and sys.modules.get(value.__name__) is value:
-            return Located(value, value.__name__)
         if _MADE_BY_DYNAMO.search(name):
             raise LookupError(name)
         return Located(value, GLOBALS, (["item", name],))

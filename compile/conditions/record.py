@@ -24,7 +24,7 @@ from ...cache.keys.code import (
     nested_codes,
     probed_names,
 )
-from ...cache.keys.encoder import KNOWN, Undescribable, package_of, unwrapped
+from ...cache.keys.encoder import KNOWN, Undescribable, class_name, package_of, unwrapped
 from ...cache.keys.factors import Json
 from ...torch_compat.dynamo import Captured
 from ...torch_compat.inlined import GuardFact, is_torch_file
@@ -83,6 +83,7 @@ def record_conditions(model: torch.nn.Module, captured: Captured, locator: Locat
     trace = _TraceConditions(model, captured, locator)
     trace.add_guards()
     trace.add_code()
+    trace.add_class_reads()
     trace.add_variables()
     trace.add_results()
     return Conditions(trace.recorder.data(), tuple(dict.fromkeys(trace.obstacles)))
@@ -109,6 +110,10 @@ class _TraceConditions:
                 except (Unlocatable, Undescribable) as error:
                     where = f" ({guard.where})" if guard.where else ""
                     self.obstacles.append(f"{error}{where}")
+        for here, known in self.locator.aliases.values():
+            roots = here.root, known.root
+            if all(root is not None and not root.startswith(OF_TORCH) for root in roots):
+                self.recorder.same((str(roots[0]), here.steps), (str(roots[1]), known.steps))
 
     def _add_guard(self, guard: GuardFact) -> None:
         if guard.expression.endswith("()"):
@@ -231,6 +236,19 @@ class _TraceConditions:
                 used = sorted(attributes & {*dir(type(cls))})
                 self._try(located.root, [*located.steps, ["type", None]], "added", used)
 
+    def add_class_reads(self) -> None:
+        """Conditions on attributes of classes that Dynamo reads without a guard."""
+        reads = self.captured.inlined.class_reads
+        for cls, name in sorted(reads, key=lambda read: (class_name(read[0]), read[1])):
+            held = unwrapped(inspect.getattr_static(cls, name, None))
+            if package_of(cls) in KNOWN or isinstance(held, types.FunctionType):
+                continue  # what was inlined has a condition on its code
+            located = self._place_of_class(cls)
+            if located is not None and located.root is not None:
+                self._try(located.root, located.steps, "attribute", name)
+            else:
+                self.obstacles.append(f"{class_name(cls)}.{name} cannot be located")
+
     def _add_probed_names(self, functions: Sequence[types.FunctionType]) -> None:
         """Conditions on which names functions have, for `hasattr` and `getattr`."""
         probed = sorted(set().union(*(probed_names(each.__code__) for each in functions)))
@@ -286,7 +304,7 @@ class _TraceConditions:
         """By module and name where that leads to the class, else from the model or the globals."""
         if (found := module_place(cls.__module__, cls.__qualname__)) and found.value is cls:
             return found
-        return self._classes[cls]
+        return self._classes.get(cls)
 
     def _functions_of_guards(self) -> list[types.CodeType]:
         values = (

@@ -280,4 +280,38 @@ def build():
     "method_caller": of_result(
         "import operator\nO = {'a': <<2.0|3.0>>}", "x * operator.methodcaller('get', 'a')(O)"
     ),
+    "module_by_a_global": of_result(
+        "import helper\nOPS = <<helper|types.SimpleNamespace(GAIN=3.0)>>",
+        "x * OPS.GAIN",
+        helper="GAIN = 2.0",
+    ),
+    "one_of_two_modules": of_result(
+        "import math, cmath\nOPS = <<math|cmath>>", "x * 2 if hasattr(OPS, 'floor') else x"
+    ),
+    "module_in_a_table": of_result(
+        "import math, cmath\nTABLE = {'a': [<<math|cmath>>]}",
+        "x * 2 if hasattr(TABLE['a'][0], 'floor') else x",
+    ),
+    "module_by_an_attribute": of_result(
+        "import math, cmath",
+        "x * 2 if hasattr(self.ops, 'floor') else x",
+        made="self.ops = <<math|cmath>>",
+    ),
+    "module_by_a_class_attribute": of_result(
+        "import math, cmath\nclass Options:\n    ops = <<math|cmath>>",
+        "x * 2 if hasattr(Options.ops, 'floor') else x",
+    ),
+    "module_by_a_default": of_result(
+        "import math, cmath\ndef f(x, ops=<<math|cmath>>):\n"
+        "    return x * 2 if hasattr(ops, 'floor') else x",
+        "f(x)",
+    ),
+    "module_by_a_closure": of_result(
+        "import math, cmath\ndef make(ops):\n"
+        "    return lambda x: x * 2 if hasattr(ops, 'floor') else x\nf = make(<<math|cmath>>)",
+        "f(x)",
+    ),
+    "module_compared": of_result(
+        "import math, cmath\nOPS = <<math|cmath>>", "x * 2 if OPS is math else x"
+    ),
 }

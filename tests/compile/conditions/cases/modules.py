@@ -238,4 +238,30 @@ def leave():
 def build():
     return Model()
 """,
+    "reference_to_the_model": """
+class Model(nn.Module):
+    def __init__(self, gain=2.0):
+        super().__init__()
+        self.gain = gain
+        if gain == 2.0:
+            self.kept = [Model(3.0)]
+            self.reference = [<<self|self.kept[0]>>]
+    def forward(self, x):
+        return x * self.reference[0].gain
+def build():
+    return Model()
+""",
+    "weak_reference_to_the_model": """
+class Model(nn.Module):
+    def __init__(self, gain=2.0):
+        super().__init__()
+        self.gain = gain
+        if gain == 2.0:
+            self.kept = [Model(3.0)]
+            self.reference = weakref.ref(<<self|self.kept[0]>>)
+    def forward(self, x):
+        return x * self.reference().gain
+def build():
+    return Model()
+""",
 }

@@ -4,6 +4,29 @@ from __future__ import annotations
 
 from .model import holding, of_result
 
+
+def class_property(read: str, rest: str, before: str = "") -> str:
+    """A model that reads `read` of the class `c`, in a descriptor that is given the class."""
+    descriptor = f"""
+{before}
+class ClassProperty:
+    def __init__(self, read): self.read = read
+    def __get__(self, owner, cls): return self.read(cls)
+class Options{rest}
+    gain = ClassProperty(lambda c: {read})
+"""
+    return holding("options", "Options()", "x * self.options.gain", descriptor)
+
+
+GAIN = "\n    factor = <<2.0|3.0>>"
+BASE = "class Base:" + GAIN
+NESTED = "class Held:" + GAIN
+STATEFUL = """
+class Held:
+    def __init__(self, value): self.state = {'a': value}
+    def __get__(self, owner, cls): return self.state['a']
+"""
+
 CASES = {
     "metaclass_attribute": of_result(
         """class Meta(type):
@@ -258,5 +281,59 @@ class Options:
     def _missing_(cls, value): return cls.<<ONE|TWO>>
 """,
         "x * Kind(7).value",
+    ),
+    "class_property": class_property("c.factor", ":" + GAIN),
+    "class_property_of_a_base": class_property("c.factor", "(Base):", BASE),
+    "class_property_of_a_table": class_property(
+        "c.table['a'][0]", ":\n    table = {'a': [<<2.0|3.0>>]}"
+    ),
+    "class_property_of_a_class": class_property("c.held.factor", ":\n    held = Held", NESTED),
+    "class_property_of_a_descriptor": class_property(
+        "c.held", ":\n    held = Held(<<2.0|3.0>>)", STATEFUL
+    ),
+    "class_property_of_a_class_method": class_property(
+        "c.read()", f":{GAIN}\n    @classmethod\n    def read(cls): return cls.factor"
+    ),
+    "class_property_of_what_is_absent": class_property(
+        "getattr(c, 'factor', 2.0)", ":\n    <<pass|factor = 3.0>>"
+    ),
+    "class_property_by_hasattr": class_property(
+        "2.0 if hasattr(c, 'factor') else 3.0", ":\n    <<factor = 1|pass>>"
+    ),
+    "class_property_of_a_made_object": of_result(
+        """class ClassProperty:
+    def __get__(self, owner, cls): return cls.factor
+class Options:
+    factor = <<2.0|3.0>>
+    gain = ClassProperty()
+""",
+        "x * Options().gain",
+    ),
+    "class_property_of_a_local_class": holding(
+        "options",
+        "make(<<2.0|3.0>>)()",
+        "x * self.options.gain",
+        """
+class ClassProperty:
+    def __get__(self, owner, cls): return cls.factor
+def make(value):
+    class Options:
+        factor = value
+        gain = ClassProperty()
+    return Options
+""",
+    ),
+    "class_given_to_a_data_descriptor": holding(
+        "options",
+        "Options()",
+        "x * self.options.gain",
+        """
+class Gain:
+    def __get__(self, owner, cls): return cls.factor
+    def __set__(self, owner, value): pass
+class Options:
+    factor = <<2.0|3.0>>
+    gain = Gain()
+""",
     ),
 }

@@ -338,4 +338,27 @@ def wrapped(gain):
         "x * 2 if torch.__future__.get_overwrite_module_params_on_conversion() else x",
         "torch.__future__.set_overwrite_module_params_on_conversion(False)",
     ),
+    "global_of_an_activation": under(
+        "nn.modules.activation.F = <<F|types.SimpleNamespace(silu=lambda x, inplace: x * 3)>>",
+        "self.inner(x)",
+        "nn.modules.activation.F = F",
+        made="self.inner = nn.SiLU()",
+    ),
+    "global_of_a_linear_layer": under(
+        "nn.modules.linear.F = <<F|OTHER>>",
+        "self.inner(x)",
+        "nn.modules.linear.F = F",
+        "OTHER = types.ModuleType(F.__name__)\nOTHER.linear = lambda x, w, b: x * 3\n",
+        made="self.inner = nn.Linear(8, 8)",
+    ),
+    "functions_of_torch_replaced": under(
+        "torch.nn.functional = <<F|types.SimpleNamespace(silu=lambda x: x * 3)>>",
+        "torch.nn.functional.silu(x)",
+        "torch.nn.functional = F",
+    ),
+    "functions_of_torch_by_a_global": under(
+        "globals()['F'] = <<KEPT|types.SimpleNamespace(silu=lambda x: x * 3)>>",
+        "F.silu(x)",
+        before="KEPT = F\n",
+    ),
 }
