@@ -221,8 +221,10 @@ class Locator:
             return Located(value, None)
         if module in sys.modules and vars(sys.modules[module]) is value:
             return Located(value, module, ("__dict__",))
-        if _MADE_BY_DYNAMO.search(name):
-            raise LookupError(name)
+        if _MADE_BY_DYNAMO.search(name):  # there in this process alone
+            if (known := self._known(value)) is None:
+                raise LookupError(name)
+            return known
         return Located(value, GLOBALS, (["item", name],))
 
 
