@@ -17,6 +17,7 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
 from .inlined import GuardFact, Inlined, inlined_calls, is_user_file, user_line
 from .patch import compiler_lock, dynamo_lock, preserve_cache_variables, replaced
+from .symbolic import release_shape_environments
 
 enter_autocast = _enter_autocast
 """How Dynamo writes the start of an autocast block into a graph."""
@@ -45,7 +46,7 @@ class Captured:
     closure: dict[str, Any]
     """Variables that the traced function closes over; `L` has them too."""
     global_scope: dict[str, Any]
-    """The meaning of `G`: the globals of the traced function."""
+    """The meaning of `G`: the globals of the traced function, with the names Dynamo added."""
     changes: tuple[StateChange, ...]
     """What the model changes in objects that were there before; running `call` does not."""
 
@@ -77,6 +78,7 @@ def reasoning_about_sizes(dynamic_shapes: str) -> Iterator[None]:
 @contextmanager
 def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
     """Settings for one trace; restored at the end."""
+    release_shape_environments()
     with ExitStack() as stack:
         stack.enter_context(preserve_cache_variables())
         import torch._dynamo.config as dynamo_config
@@ -105,22 +107,33 @@ def capture_full_graph(
     """One Dynamo graph of `model.forward`, or None if it holds no tensor operation."""
     from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
 
-    with inlined_calls() as inlined, _state_changes() as changes, _forward_as_function(model):
+    with (
+        inlined_calls() as inlined,
+        _state_changes() as changes,
+        _forward_as_function(model),
+        _names_of_dynamo(),
+    ):
         output = fullgraph_capture(model, args, kwargs)
         function, bound = get_traced_fn(model)
+        runtime = output.graph_capture_output.get_runtime_env()
+        global_scope = dict(function.__globals__)
     own_kwargs = inspect.getfullargspec(function).varkw
     if output.backend_input is None:
         return None
+    graph_name = output.backend_input.backend_id
+    fake_mode: Any = output.backend_input.fake_mode
+    # a shape environment, its fake inputs and their sizes are a cycle that no collection sees
+    fake_mode.shape_env.tracked_fakes.clear()
 
     def call(compiled_fn: Callable[..., Any]) -> Callable[..., Any]:
-        forward: Callable[..., Any] = output.forward_callable(
-            compiled_fn=compiled_fn, extra_globals=function.__globals__
+        forward: Callable[..., Any] = runtime.forward_callable(
+            graph_name, compiled_fn, extra_globals=global_scope
         )
         return forward if bound is None else partial(forward, bound)
 
     return Captured(
         graph=output.backend_input.graph_module,
-        fake_mode=output.backend_input.fake_mode,
+        fake_mode=fake_mode,
         call=call,
         inlined=inlined,
         guards=(
@@ -130,9 +143,34 @@ def capture_full_graph(
         aliases=dict(output.graph_capture_output.import_sources),
         local_scope=_local_scope(function, bound, args, kwargs),
         closure=dict(inspect.getclosurevars(function).nonlocals),
-        global_scope=function.__globals__,
+        global_scope=global_scope,
         changes=tuple(change for change in changes if change.expression != f"L[{own_kwargs!r}]"),
     )
+
+
+@contextmanager
+def _names_of_dynamo() -> Iterator[None]:
+    """Remove, at the end, the names that Dynamo adds to the globals of the user's module.
+
+    One of them holds the graph. `torch.compile` removes them together with the code that it makes;
+    a full-graph capture leaves them.
+    """
+    from torch._dynamo.utils import CleanupHook
+
+    hooks: list[Callable[[], None]] = []
+    original = CleanupHook.create
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        hook = original(*args, **kwargs)
+        hooks.append(hook)
+        return hook
+
+    try:
+        with replaced(CleanupHook, "create", staticmethod(create)):
+            yield
+    finally:
+        for hook in hooks:
+            hook()
 
 
 @contextmanager

@@ -105,6 +105,15 @@ def size_range(env: Any, symbol: sympy.Symbol) -> tuple[int, int]:
     return int(bounds.lower), int(bounds.upper)
 
 
+def release_shape_environments() -> None:
+    """Clear the caches of methods of shape environments, which hold each environment forever."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    for method in vars(ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
+
+
 def deferred_asserts(env: Any) -> list[sympy.Basic]:
     """Conditions that torch wanted to check at run time."""
     items = [item for deferred in env.deferred_runtime_asserts.values() for item in deferred]

@@ -1,23 +1,25 @@
-"""Which tensors a recording keeps alive."""
+"""Which tensors a recording keeps alive, and that a trace leaves nothing behind."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
+from piecegraph import Config, prepare
 from piecegraph.runtime.backends.replay import ReplayBackend
 from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
 from piecegraph.torch_compat.tensors import storage_id, unowned_alias, weak_storage
 
-from .conftest import found_by, tensors_alive
+from .conftest import found_by, strict_backend, tensors_alive
 
 
 @pytest.fixture(autouse=True)
@@ -175,3 +177,39 @@ def test_memory_is_flat_over_200_captures_and_releases(make_replay_rig: Any) -> 
     finally:
         gc.enable()
     assert rig.backend.memory().used == 0
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * torch.arange(x.shape[0])[:, None]
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("shapes", ["backed", "backed_size_oblivious", "unbacked"])
+def test_traces_of_models_that_are_gone_are_freed(shapes: str) -> None:
+    def prepare_and_drop() -> None:
+        config = Config(
+            inputs={"x": "float32[num_tokens, 4]"},
+            max_num_tokens=16,
+            max_num_reqs=16,
+            dynamic_shapes=shapes,
+            compiler="eager",
+            cache=False,
+        )
+        prepare(Scaled(), config, backend=strict_backend())
+        gc.collect()
+
+    def alive() -> Counter[str]:
+        kinds = {"ShapeEnv", "FakeTensorMode", "FakeTensor", "GraphModule", "OutputGraph"}
+        names = (type(thing).__name__ for thing in gc.get_objects())
+        return Counter(name for name in names if name in kinds) + Counter(globals=len(globals()))
+
+    prepare_and_drop()
+    before = alive()
+    for _ in range(3):
+        prepare_and_drop()
+    assert alive() <= before
