@@ -37,7 +37,7 @@ def test_a_benchmark_result_has_machine_facts(path):
     assert {"cpu", "cores", "threads", "memory_gib", "load", "gpu", "system"} == {
         *result["machine"]
     }
-    assert {"python", "torch", "triton", "piecegraph"} == {*result["versions"]}
+    assert {"python", "torch", "triton", "piecegraph"} <= {*result["versions"]}
     assert result["result"].get("rows") or result["result"]["runs"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +149,13 @@ def test_state_at_most_is_the_upper_end_of_size_range() -> None:
     env, (rows, _) = sizes()
     symbolic.state_at_most(rows, 64)
     assert symbolic.size_range(env, rows.node.expr)[1] <= 64
+
+
+def test_shape_environments_are_released() -> None:
+    env, made = sizes()
+    assert not symbolic.statically_true(made[0] <= made[1] * 7 - 40)
+    symbolic.release_shape_environments()
+    released = weakref.ref(env)
+    del env, made
+    gc.collect()
+    assert released() is None

@@ -50,10 +50,17 @@ def disagree_on_attention(ranks: Ranks, odd: bool) -> list[str]:
 
 
 def come_late(ranks: Ranks, odd: bool) -> list[str]:
-    """The odd rank comes when the others have given it up."""
+    """The odd rank comes when the others have given it up; rank 0, which has the store, waits."""
+    deadline = timedelta(seconds=DEADLINE_S)
     if odd:
-        ranks._store.wait([ranks._key("lost")], timedelta(seconds=DEADLINE_S))
-    start(ranks, (1, 2))
+        ranks._store.wait([ranks._key("lost")], deadline)
+    try:
+        start(ranks, (1, 2))
+    finally:
+        if odd:
+            ranks._store.set("came", "")
+        elif ranks.rank == 0:
+            ranks._store.wait(["came"], deadline)
     return ["agreed"]
 
 
