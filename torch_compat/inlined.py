@@ -173,12 +173,12 @@ def _probe_of_module(module: ModuleType, attribute: str, access: str) -> GuardFa
 
     Submodules are left out: they depend on what was imported.
     """
-    held = getattr(module, attribute, None)
-    if isinstance(held, ModuleType) or (
-        access != "call_obj_hasattr" and hasattr(module, attribute)
-    ):
-        return None
     if sys.modules.get(module.__name__) is not module:
+        return None
+    absent = object()
+    held = getattr(module, attribute, absent)
+    is_read = held is not absent and access != "call_obj_hasattr"
+    if is_read or isinstance(held, ModuleType):
         return None
     return GuardFact(f"__import__({module.__name__!r})", "HASATTR", attribute)
 

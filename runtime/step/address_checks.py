@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...errors import MovedTensor
 from ...torch_compat.modules import address_reader
 from ...torch_compat.tensors import subclass_parts, weak_storage
+from .shared_memory import named_weights
 
 Read = Callable[[], int | None]
 """Reads the address of the tensor that a name refers to now; None if it was freed."""
@@ -91,7 +92,7 @@ class Addresses:
         """Watch parameters and buffers by qualified name, by default all; also replaced ones, and
         those of replaced submodules. Of a tensor subclass the inner tensors are watched."""
         if names is None:
-            names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+            names = [name for name, _ in named_weights(module)]
         for name in names:
             parts = list(_attributes(attrgetter(name)(module)))
             self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
