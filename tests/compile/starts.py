@@ -49,7 +49,12 @@ def load_texts(artifacts: Sequence[Blobs]) -> list[PieceFn]:
 
 
 def _loaded(code: str) -> PieceFn:
-    names: dict[str, Any] = {"torch": torch, "operator": operator, "math": math}
+    names: dict[str, Any] = {
+        "torch": torch,
+        "operator": operator,
+        "math": math,
+        "device": torch.device,
+    }
     exec(code, names)
     return lambda args: names["forward"](None, *args)
 

@@ -38,6 +38,8 @@ from piecegraph.tools.integrations.transformers.attention import (  # noqa: E402
 )
 from piecegraph.tools.integrations.transformers.mixers import Mixer, UnknownCall  # noqa: E402
 
+from .starts import use_text_compiler  # noqa: E402
+
 pytestmark = [
     pytest.mark.compile,
     pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
@@ -240,19 +242,26 @@ def test_encoder_has_graphs_by_number_of_images(name):
         torch.testing.assert_close(actual, own(images).last_hidden_state, rtol=1e-4, atol=1e-5)
 
 
-def test_model_is_compiled_with_its_own_inputs(compiled, own_model):
-    """(1, T) inputs, a decorated forward with keyword arguments, a ModelOutput."""
+def test_model_is_compiled_with_its_own_inputs(compiled, own_model, monkeypatch):
+    """(1, T) inputs, a decorated forward with keyword arguments, a ModelOutput; kept as a bundle.
+
+    The decorators lead through modules that Dynamo names among the globals of one process.
+    """
+    use_text_compiler(monkeypatch)
     own = own_model("llama")
-    model = adapt(copy.deepcopy(own))
     arguments = {"input_ids": torch.arange(5)[None], "position_ids": torch.arange(5)[None]}
     inputs = {"input_ids": "int64[1, num_tokens]", "position_ids": "int64[1, num_tokens]"}
-    made = compiled(model, examples=((), arguments), inputs=inputs, splitting_ops=(SPLITTING_OP,))
+    settings = {"inputs": inputs, "splitting_ops": (SPLITTING_OP,), "compiler": "text"}
     ids, positions = torch.randint(64, (1, 7)), torch.arange(7)[None]
-    with forward_context(ForwardContext({}, PackedRequests((7,)))):
-        result = made(input_ids=ids, position_ids=positions)
     expected = own(input_ids=ids, position_ids=positions, use_cache=False)
-    assert type(result) is type(expected)
-    torch.testing.assert_close(result.last_hidden_state, expected.last_hidden_state)
+    for from_bundle in (False, True):
+        made = compiled(adapt(copy.deepcopy(own)), examples=((), arguments), **settings)
+        assert made.events.named("bundle.not_kept") == []
+        assert made.compiled.from_bundle is from_bundle
+        with forward_context(ForwardContext({}, PackedRequests((7,)))):
+            result = made(input_ids=ids, position_ids=positions)
+        assert type(result) is type(expected)
+        torch.testing.assert_close(result.last_hidden_state, expected.last_hidden_state)
 
 
 def test_layers_of_the_engine_replace_the_default_attention(own_model):
