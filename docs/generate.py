@@ -9,6 +9,7 @@ from typing import Any
 
 import piecegraph
 from piecegraph import Config
+from piecegraph.compile.ir.settings import field_docstrings
 
 DOCS = Path(piecegraph.__file__).parent / "docs"
 
@@ -111,7 +112,7 @@ def _default(name: str) -> str:
 
 
 def _meaning(name: str) -> str:
-    text = " ".join((Config.model_fields[name].description or "").split())
+    text = " ".join(field_docstrings(Config)[name].split())
     return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Mapping
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -21,7 +24,16 @@ EXPECTED = "Input should be "
 
 
 class _SettingsType(ModelMetaclass):
-    """Keeps pydantic's own attributes out of `dir()` and `help()`."""
+    """Keeps pydantic's own attributes out of `dir()` and `help()`, and lists the settings there.
+
+    Docstrings of fields are read from the source when they are asked for: pydantic reads them when
+    a class is made, for which Python looks into every imported module.
+    """
+
+    @property
+    def __doc__(cls) -> str:  # type: ignore[override]
+        own = inspect.cleandoc(vars(cls).get("__doc__") or "")
+        return f"{own}\n\nSettings and their defaults:\n\n{_listed(cls)}"
 
     def __dir__(cls) -> list[str]:
         own = [vars(base) for base in cls.__mro__ if not base.__module__.startswith("pydantic")]
@@ -35,9 +47,7 @@ class Settings(BaseModel, metaclass=_SettingsType):
     Each field has a docstring, which `help()` of the class shows.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     def __init__(self, **settings: Any) -> None:
         try:
@@ -49,16 +59,36 @@ class Settings(BaseModel, metaclass=_SettingsType):
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         settings = inspect.Parameter("settings", inspect.Parameter.VAR_KEYWORD)
         cls.__signature__ = inspect.Signature([settings])
-        cls.__doc__ = f"{inspect.getdoc(cls)}\n\nSettings and their defaults:\n\n{_listed(cls)}"
 
 
-def _listed(cls: type[BaseModel]) -> str:
+def field_docstrings(cls: type) -> dict[str, str]:
+    """The docstring below each field of a settings class; empty without its source."""
+    found: dict[str, str] = {}
+    for owner in reversed(cls.__mro__):
+        if not isinstance(owner, _SettingsType):
+            continue
+        try:
+            source = textwrap.dedent(inspect.getsource(owner))
+        except OSError:
+            continue
+        (definition,) = ast.parse(source).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, below in pairwise(definition.body):
+            if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+                continue
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                found[field.target.id] = inspect.cleandoc(str(below.value.value))
+    return found
+
+
+def _listed(cls: Any) -> str:
     """Each field with its default and, indented, its docstring."""
+    docstrings = field_docstrings(cls)
     fields = []
     for name, field in cls.model_fields.items():
         value = field.get_default(call_default_factory=True)
         value = getattr(value, "name", value) if isinstance(value, int) else value
-        lines = inspect.cleandoc(field.description or "").splitlines()
+        lines = docstrings.get(name, "").splitlines()
         head = name if field.is_required() else f"{name} = {str(value) or repr(value)}"
         fields.append("\n".join([head, *(f"    {line}" for line in lines)]))
     return "\n\n".join(fields)

@@ -98,14 +98,17 @@ def unwritten_results(graph: Graph) -> tuple[int, ...]:
 def lift(section: Section, symbols: BaseSymbols, handles: Mapping[Node, torch.Tensor]) -> Piece:
     """Copy a compute section into a piece. `symbols` has a SymInt for each base symbol.
 
-    `handles` are tensors that may hold an address; see HANDLE.
+    `handles` are tensors that may hold an address; see HANDLE. A tensor of which the rest of the
+    trace reads only sizes is no result: it would be written to memory for nothing.
     """
     inside = set(section.nodes)
     builder = _Builder(symbols, handles)
     for node in section.nodes:
         builder.copy(node)
     outputs = tuple(
-        node for node in section.nodes if any(user not in inside for user in node.users)
+        node
+        for node in section.nodes
+        if any(user not in inside and not is_size(user, symbols) for user in node.users)
     )
     builder.graph.output(tuple(builder.values[node] for node in outputs))
     return Piece(_with_inputs_first(builder.graph), tuple(builder.inputs), outputs)

@@ -184,6 +184,20 @@ def test_size_made_in_one_piece_is_made_again_in_the_next(cut):
     assert steps[1].args[1:] == ("s0",)
 
 
+def test_tensor_that_is_only_asked_for_its_size_is_no_result(cut):
+    """Otherwise compiled code has to write it to memory."""
+
+    def body(m, x):
+        y = m.linear(x)
+        flat = (y * 2).view(-1, 4)
+        z = ops.fresh(flat.sin(), "a")
+        return z.view(y.shape) + flat.shape[0]
+
+    plan = cut(body)
+    assert kinds(plan) == "pcp"
+    assert len(plan.steps[0].outs) == 1
+
+
 def test_size_that_comes_out_as_a_number(cut):
     def body(m, x):
         once = x.shape[0] // x.shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import pydoc
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from piecegraph import AttentionSupport, Config
+from piecegraph.compile.ir.settings import field_docstrings
 from piecegraph.errors import CaptureSizeInvalid, ConfigError, PiecegraphError, UnknownSetting
 from piecegraph.runtime.switches import resolve_config
 
@@ -69,9 +71,31 @@ def test_help_shows_each_setting_with_its_default_and_meaning() -> None:
     text = pydoc.plain(pydoc.render_doc(Config))
     assert len(text) < 12_000
     assert " |  min_hits = 1\n |      How many batches must need a graph" in text
-    for name, field in Config.model_fields.items():
-        assert field.description, f"{name} has no docstring"
+    docstrings = field_docstrings(Config)
+    for name in Config.model_fields:
+        assert docstrings[name], f"{name} has no docstring"
         assert f" |  {name}" in text
+
+
+def test_sources_are_read_for_help_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding the source of a class takes a time that grows with the modules of the process."""
+    with monkeypatch.context() as patched:
+        patched.setattr(inspect, "getmodule", lambda *_: pytest.fail("looked through all modules"))
+
+        class Own(Config):
+            """Settings of an engine."""
+
+            speed: int = 3
+            """How fast
+            it is."""
+
+    assert field_docstrings(Own)["speed"] == "How fast\nit is."
+    text = pydoc.plain(pydoc.render_doc(Own))
+    assert " |  Settings of an engine." in text
+    assert " |  speed = 3\n |      How fast\n |      it is." in text
+
+    unwritten = type("Unwritten", (Own,), {"__module__": __name__})
+    assert "speed = 3" in str(unwritten.__doc__)
 
 
 @pytest.mark.parametrize("settings", [{}, {"level": 0}, {"compiler": "eager", "level": 1}])

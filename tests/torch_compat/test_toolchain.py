@@ -70,6 +70,16 @@ def test_stand_in_answers_and_refuses_to_compile(tmp_path: Path) -> None:
     assert os.environ["PATH"] == before
 
 
+def test_no_header_is_compiled_for_code_that_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import codecache
+
+    monkeypatch.setattr(codecache, "_precompile_header", lambda *_, **__: pytest.fail("compiled"))
+    with toolchain.without_compiler(str(tmp_path), b"some version"):
+        assert codecache._precompile_header("prefix.h", "g++ -O3", device_type="cpu") == "prefix.h"
+
+
 def test_headers_are_ready_or_not(tmp_path: Path) -> None:
     assert not toolchain.cpp_headers_ready(tmp_path)
     (tmp_path / "one.gch").touch()

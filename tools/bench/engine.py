@@ -2,8 +2,8 @@
 
 Each start has its own process. `engine` is compiled as the engine compiles by default, `eager` does
 not compile. A cold start finds no compiled code; the warm start after it finds what the cold one
-stored. The three ways start in turn, and the warm ones then generate in turn, so that all of them
-see the same load and clock speed.
+stored. The three ways start in turn. The warm ones stay alive together and serve in turn, first in
+one order and then in the other, so that all of them see the same load and clock speed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, TextIO, cast
 
 from ...errors import EngineMissing, ToolFailed
@@ -44,11 +44,11 @@ def python_with(engine: str) -> str:
 
 
 def run(engine: str, *, layers: int, hidden: int, rounds: int, runs: int) -> dict[str, Any]:
-    """A row for each start, and ratios: medians over rounds of paired starts, and of paired runs.
+    """A row for each start, and ratios: medians over all paired starts, and over all paired runs.
 
     Each number of requests is served `runs` times after a first time that is not reported.
-    `throughput_…` is the least of those of each concurrency. Raises EngineMissing, and ToolFailed
-    for an engine that does not run.
+    `throughput_…` is the least of those of each concurrency. `quartiles` has the two of each ratio
+    of several runs. Raises EngineMissing, and ToolFailed for an engine that does not run.
     """
     python = python_with(engine)
     model = {"layers": layers, "hidden": hidden}
@@ -63,25 +63,32 @@ def run(engine: str, *, layers: int, hidden: int, rounds: int, runs: int) -> dic
         for way in WAYS
     }
     ratios: dict[str, float] = {}
+    quartiles: dict[str, tuple[float, float]] = {}
     for other in ("engine", "eager"):
         for start in ("cold", "warm"):
-            pairs = zip(starts[start, "piecegraph"], starts[start, other], strict=True)
+            pairs = list(zip(starts[start, "piecegraph"], starts[start, other], strict=True))
             over = median(ours["ready"] / theirs["ready"] for ours, theirs in pairs)
             ratios[f"{start}_ready_over_{other}"] = over
-        pairs = zip(starts["warm", "piecegraph"], starts["warm", other], strict=True)
-        throughputs = [
-            {each: _middle(ours["runs"][each], theirs["runs"][each]) for each in CONCURRENCY}
-            for ours, theirs in pairs
-        ]
+        throughputs = []
         for each in CONCURRENCY:
-            ratios[f"throughput_{each}_over_{other}"] = median(row[each] for row in throughputs)
-        ratios[f"throughput_over_{other}"] = min(
-            ratios[f"throughput_{each}_over_{other}"] for each in CONCURRENCY
-        )
+            name = f"throughput_{each}_over_{other}"
+            paired = [
+                one / two
+                for ours, theirs in pairs  # of the warm starts
+                for one, two in zip(ours["runs"][each], theirs["runs"][each], strict=True)
+            ]
+            ratios[name] = median(paired)
+            throughputs.append(ratios[name])
+            if len(paired) > 1:
+                low, _, high = quantiles(paired, n=4, method="inclusive")
+                quartiles[name] = low, high
+        ratios[f"throughput_over_{other}"] = min(throughputs)
     return {
         **origin(),
         "engine": {"name": engine, "version": version, **model},
+        "runs": runs,
         "ratios": ratios,
+        "quartiles": quartiles,
         "columns": [*COLUMNS, *(_rate(each) for each in CONCURRENCY)],
         "rows": [{k: v for k, v in row.items() if k != "runs"} for row in rows],
     }
@@ -89,10 +96,6 @@ def run(engine: str, *, layers: int, hidden: int, rounds: int, runs: int) -> dic
 
 def _rate(concurrency: int) -> str:
     return f"tokens_per_second_{concurrency}"
-
-
-def _middle(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return median(one / two for one, two in zip(ours, theirs, strict=True))
 
 
 def _round(
@@ -125,7 +128,7 @@ def _round(
 def _generate(engines: Sequence[Engine], num_runs: int) -> None:
     for concurrency in CONCURRENCY:
         for number in range(1 + num_runs):
-            for each in engines:
+            for each in engines[:: -1 if number % 2 else 1]:
                 rate = each.ask(concurrency)["tokens_per_second"]
                 if number:
                     each.runs.setdefault(concurrency, []).append(rate)

@@ -119,7 +119,7 @@ def engine_command(
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
     hidden: Annotated[int, typer.Option(min=128, help="Its width, a multiple of 128.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="How often each way is started.")] = 1,
-    runs: Annotated[int, typer.Option(min=1, help="How often requests are served, warm.")] = 8,
+    runs: Annotated[int, typer.Option(min=1, help="How often requests are served, warm.")] = 15,
     json_path: JsonOption = None,
 ) -> int:
     """Compare an engine with and without piecegraph: starts, throughput and memory."""

@@ -139,8 +139,15 @@ def benchmark_section(name: str, result: dict[str, Any]) -> Section:
             heads, *cells = map(list, zip(heads, *cells, strict=True))
         title = f"{name}: {result['note']}" if "note" in result else name
         tables.append(Table(cells, columns(*heads), title))
-    ratios = [(ratio, _short(value)) for ratio, value in result["ratios"].items()]
-    tables.append(Table(ratios, columns("medians of paired runs", "ratio"), "Ratios"))
+    heads = ["medians of paired runs", "ratio"]
+    ratios: list[tuple[Any, ...]] = [
+        (ratio, _short(value)) for ratio, value in result["ratios"].items()
+    ]
+    if quartiles := result.get("quartiles"):
+        heads.append("middle half")
+        spread = [" to ".join(map(_short, quartiles.get(name, ()))) for name, _ in ratios]
+        ratios = [(*row, shown) for row, shown in zip(ratios, spread, strict=True)]
+    tables.append(Table(ratios, columns(*heads), "Ratios"))
     return Section(name, tables)
 
 
