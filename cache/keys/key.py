@@ -38,9 +38,17 @@ class Key:
     def of(cls, kind: str, factors: Mapping[str, Any]) -> Key:
         """The key of `kind` over `factors`; raises InvalidFactor for what may not be in a key."""
         checked_name(kind, "kind of key")
-        named = plain(kind, factors)
-        content = canonical({"factors": named, "kind": kind, "schema": SCHEMA})
-        return cls(kind, hashlib.sha256(content).hexdigest(), canonical(named).decode("ascii"))
+        return cls._of_plain(kind, plain(kind, factors))
+
+    def extended(self, factors: Mapping[str, Any]) -> Key:
+        """The key over its own factors, which are not checked again, and these."""
+        further: Any = plain(self.kind, factors)
+        return self._of_plain(self.kind, {**self.factors, **further})
+
+    @classmethod
+    def _of_plain(cls, kind: str, factors: Json) -> Key:
+        content = canonical({"factors": factors, "kind": kind, "schema": SCHEMA})
+        return cls(kind, hashlib.sha256(content).hexdigest(), canonical(factors).decode("ascii"))
 
     @property
     def factors(self) -> dict[str, Json]:

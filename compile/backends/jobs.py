@@ -22,7 +22,7 @@ from ...cache import Entry, Key
 from ...cache.keys.factors import Json
 from ...errors import PieceFailed, PiecegraphError
 from ...torch_compat.dynamo import reasoning_about_sizes
-from ..bundle.key_factors import codegen_key, machine_factors
+from ..bundle.key_factors import codegen_key, machine_key
 from ..guards.numerics_check import concrete_inputs, numeric_difference
 from ..ir.compilation import CODE, Blobs, Compiler, CompileRequest, PieceBuilt, PieceFn, kernels
 from ..ir.config import TOKENS
@@ -71,7 +71,7 @@ def compile_pieces(request: CompileRequest, split: SplitModel, compiler: Compile
     with request.events.span("compile", level=logging.INFO, pieces=len(split.unique)):
         for unique in split.unique:
             split.guards.check_ends(unique.piece.module(split.trace.graph), f"piece {unique.index}")
-        jobs, used = _schedule(split, machine_factors(split.config, request.device))
+        jobs, used = _schedule(split, machine_key(split.config, request.device))
         made = {number: _stored(request, split, job, compiler) for number, job in enumerate(jobs)}
         missing = [number for number, stored in made.items() if stored is None]
         if missing and compiler.first_use is not None:
@@ -84,7 +84,7 @@ def compile_pieces(request: CompileRequest, split: SplitModel, compiler: Compile
 
 
 def _schedule(
-    split: SplitModel, machine: Mapping[str, Any]
+    split: SplitModel, machine: Key
 ) -> tuple[list[Job], list[tuple[CompileRange, tuple[int, ...]]]]:
     """The distinct jobs, and for each range the numbers of the jobs that serve it."""
     jobs: dict[Any, tuple[int, Job]] = {}
@@ -122,7 +122,7 @@ def _overlapped(begins: Iterable[Callable[[], Callable[[], CompiledJob]]]) -> It
         yield waiting()
 
 
-def _jobs(split: SplitModel, interval: CompileRange, machine: Mapping[str, Any]) -> Iterator[Job]:
+def _jobs(split: SplitModel, interval: CompileRange, machine: Key) -> Iterator[Job]:
     """A job for each unique piece; without dynamic sizes a piece has one job for all ranges."""
     for unique in split.unique:
         symbols = [str(split.guards.label(symbol)) for symbol in unique.piece.symbols()]

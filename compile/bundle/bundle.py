@@ -94,13 +94,10 @@ def find_bundle(cache: Cache, key: Key, model: torch.nn.Module, events: Events) 
 
 
 def candidate_keys(key: Key) -> Iterator[Key]:
-    """The keys under which bundles with one trace key and different conditions are stored.
-
-    `key` itself is the first; another one takes as long to make as `key` did.
-    """
+    """The keys under which bundles with one trace key and different conditions are stored."""
     yield key
     for number in range(1, CANDIDATES):
-        yield Key.of(key.kind, {**key.factors, CANDIDATE: number})
+        yield key.extended({CANDIDATE: number})
 
 
 def _place(request: CompileRequest, key: Key, meta: Mapping[str, Json]) -> Key:

@@ -82,27 +82,30 @@ def _texts(value: Json) -> Iterator[str]:
             yield from _texts(each)
 
 
-def machine_factors(config: CompileConfig, device: torch.device) -> dict[str, Any]:
+def machine_key(config: CompileConfig, device: torch.device) -> Key:
     """What the codegen keys of all pieces of a model have in common."""
-    return {
-        "config": config_factors(config, "codegen"),
-        "autotune": config.autotunes(),
-        "device": device_factors(device),
-        "platform": f"{sys.platform} {platform.machine()}",
-        "toolchain": toolchain(),
-        "versions": versions(),
-        "repairs": [fingerprint(each) for each in REPAIRS],
-        "torch_state": torch_state(),
-        "environment": environment_factors(),
-    }
+    return Key.of(
+        "codegen",
+        {
+            "config": config_factors(config, "codegen"),
+            "autotune": config.autotunes(),
+            "device": device_factors(device),
+            "platform": f"{sys.platform} {platform.machine()}",
+            "toolchain": toolchain(),
+            "versions": versions(),
+            "repairs": [fingerprint(each) for each in REPAIRS],
+            "torch_state": torch_state(),
+            "environment": environment_factors(),
+        },
+    )
 
 
 def codegen_key(
-    machine: Mapping[str, Any], piece_digest: str, passes: Sequence[GraphPass], size: int | None
+    machine: Key, piece_digest: str, passes: Sequence[GraphPass], size: int | None
 ) -> Key:
     """Key of the artifact of one unique piece under `passes`, static if for one `size`."""
     own = {"piece": piece_digest, "size": size, "passes": pass_factors(passes)}
-    return Key.of("codegen", {**machine, **own})
+    return machine.extended(own)
 
 
 def predicate_factor(config: CompileConfig) -> Parts | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from piecegraph.compile.backends.jobs import compiler_options
-from piecegraph.compile.bundle.key_factors import machine_factors, trace_key
+from piecegraph.compile.bundle.key_factors import machine_key, trace_key
 from piecegraph.compile.ir.config import CompileConfig
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def test_what_is_autotuned_has_other_keys() -> None:
     def keys(level: int, *sizes: int) -> tuple[Any, str]:
         config = CompileConfig(level=level, compile_sizes=sizes, inputs=INPUTS)
         key = trace_key(torch.nn.Linear(4, 4), config, CPU)
-        return machine_factors(config, CPU)["autotune"], key.digest
+        return machine_key(config, CPU).factors["autotune"], key.digest
 
     assert keys(2, 4)[0] != keys(3, 4)[0]
     assert keys(2, 4)[1] != keys(3, 4)[1]

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from piecegraph.compile.bundle.key_factors import codegen_key, machine_factors
+from piecegraph.compile.bundle.key_factors import codegen_key, machine_key
 from piecegraph.compile.ir.config import CompileConfig
 from piecegraph.compile.passes import add_rms_norm, no_op, silu_and_mul
 from piecegraph.compile.passes.graph_pass import GraphPass, passes_for, thresholds
@@ -265,7 +265,7 @@ def test_passes_are_on_from_their_level():
 def test_key_follows_the_source_of_passes():
     def key(**settings):
         config = CompileConfig(**settings)
-        return codegen_key(machine_factors(config, CPU), "piece", passes_for(config), None).digest
+        return codegen_key(machine_key(config, CPU), "piece", passes_for(config), None).digest
 
     assert key(user_passes=(double_adds,)) == key(user_passes=(double_adds,))
     digests = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from piecegraph.cache.keys.factors import exemptions
-from piecegraph.compile.bundle.key_factors import codegen_key, machine_factors, trace_key
+from piecegraph.compile.bundle.key_factors import codegen_key, machine_key, trace_key
 from piecegraph.compile.passes.graph_pass import passes_for
 from piecegraph.dispatch import Axis, BucketLimits, PaddingLimit
 from piecegraph.errors import InvalidSetting
@@ -94,7 +94,7 @@ TRACE_ONLY = {"splitting_predicate"}
 
 def keys(config: Config) -> tuple[str, str]:
     model = torch.nn.Linear(4, 4)
-    codegen = codegen_key(machine_factors(config, CPU), "piece", passes_for(config), None)
+    codegen = codegen_key(machine_key(config, CPU), "piece", passes_for(config), None)
     return trace_key(model, config, CPU).digest, codegen.digest
 
 
