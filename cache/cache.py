@@ -98,9 +98,8 @@ class Cache:
         """
         began = time.perf_counter()
         found = self._find(kind, key, refusal)
-        for other in others:
-            if isinstance(found, Entry):
-                break
+        others = iter(others)
+        while isinstance(found, Miss) and (other := next(others, None)) is not None:
             following = self._find(kind, other, refusal)
             if isinstance(following, Entry) or following.precedes(found):
                 found = following

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from ..compile.ir.compilation import CompileRequest, ExampleArguments
@@ -32,7 +34,9 @@ def compile_request(
             expected="an instance of torch.nn.Module, and for a function one that calls it",
         )
     model = original_module(model)
-    if _device(model).type == "meta":
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
+    device = torch.device("cpu") if first is None else first.device
+    if device.type == "meta":
         raise InvalidSetting(
             name="model",
             value=type(model).__name__,
@@ -40,10 +44,5 @@ def compile_request(
             expected="a model with weights: model.to_empty(device=...), then load_state_dict",
         )
     exchange = ranks.exchange if ranks is not None else None
-    cache, events, device = open_cache(config, records.events), records.events, _device(model)
+    cache, events = open_cache(config, records.events), records.events
     return CompileRequest(model, config, cache, events, device, examples, exchange, records.compile)
-
-
-def _device(model: torch.nn.Module) -> torch.device:
-    tensors = [*model.parameters(), *model.buffers()]
-    return tensors[0].device if tensors else torch.device("cpu")

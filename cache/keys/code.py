@@ -40,6 +40,9 @@ _LOADS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"}
 _STORES = {
     dis.opmap[name] for name in ("STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR", "DELETE_SUBSCR")
 }
+_EXTENDED = dis.opmap["EXTENDED_ARG"]
+_READS_GLOBAL = {dis.opmap["LOAD_GLOBAL"]: 1, dis.opmap["LOAD_NAME"]: 0}
+"""Opcodes, and how far the index of a name is shifted in their argument (Python 3.11 and later)."""
 _MUTATORS = {
     *("append", "extend", "insert", "remove", "clear", "pop", "popitem", "update", "setdefault"),
     *("add", "discard", "appendleft", "popleft", "__setitem__", "__delitem__"),
@@ -217,9 +220,13 @@ def attribute_names(code: types.CodeType) -> set[str]:
 @functools.lru_cache(maxsize=1 << 14)
 def global_names(code: types.CodeType) -> frozenset[str]:
     """The globals that a code object or one inside it reads."""
-    steps = dis.get_instructions(code)
-    read = frozenset(str(s.argval) for s in steps if s.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return read.union(*map(global_names, nested_codes(code)))
+    read, extended = set(), 0
+    for opcode, argument in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        argument |= extended << 8
+        extended = argument if opcode == _EXTENDED else 0
+        if opcode in _READS_GLOBAL:
+            read.add(code.co_names[argument >> _READS_GLOBAL[opcode]])
+    return frozenset(read).union(*map(global_names, nested_codes(code)))
 
 
 def probed_names(code: types.CodeType) -> set[str]:

@@ -47,8 +47,9 @@ class Key:
 
     @classmethod
     def _of_plain(cls, kind: str, factors: Json) -> Key:
-        content = canonical({"factors": factors, "kind": kind, "schema": SCHEMA})
-        return cls(kind, hashlib.sha256(content).hexdigest(), canonical(factors).decode("ascii"))
+        encoded = canonical(factors).decode("ascii")
+        content = f'{{"factors":{encoded},"kind":"{kind}","schema":{SCHEMA}}}'  # canonical as well
+        return cls(kind, hashlib.sha256(content.encode("ascii")).hexdigest(), encoded)
 
     @property
     def factors(self) -> dict[str, Json]:

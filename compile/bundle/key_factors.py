@@ -21,7 +21,7 @@ import torch
 
 from ...cache import Key
 from ...cache.keys.code import described_code, fingerprint
-from ...cache.keys.encoder import UNDESCRIBABLE, class_name, described
+from ...cache.keys.encoder import UNDESCRIBABLE, class_name, described, tensor_text
 from ...cache.keys.environment import environment_factors
 from ...cache.keys.factors import Json, Parts, config_factors
 from ...torch_compat.inductor_fixes import REPAIRS
@@ -202,7 +202,7 @@ def weight_forms(model: torch.nn.Module) -> dict[str, str]:
 def weight_form(tensor: torch.Tensor) -> str:
     inner, context = subclass_parts(tensor)
     parts = "".join(f" {name}: {weight_form(each)}" for name, each in inner.items())
-    return f"{described(tensor)}{parts}{f' {described(context)}' if inner else ''}"
+    return f"{tensor_text(tensor)}{parts}{f' {described(context)}' if inner else ''}"
 
 
 def _installed(package: str) -> str:

@@ -20,6 +20,7 @@ import torch
 from ...cache.keys import environment
 from ...cache.keys.code import code_parts, mutated_names
 from ...cache.keys.encoder import (
+    DATA,
     KNOWN,
     MAX_DEPTH,
     Encoder,
@@ -89,7 +90,7 @@ def _function(function: types.FunctionType, outer: tuple[int, ...] = ()) -> str:
     It guards the objects in them: of those only the class is stated.
     """
     outer = (*outer, id(function))
-    varying = mutated_names(function.__code__)
+    varying = mutated_names(function.__code__) if function.__closure__ else ()
     bound = {"defaults": function.__defaults__, "keyword defaults": function.__kwdefaults__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # a cell that is not filled yet
@@ -126,6 +127,8 @@ def _added(value: Any, names: Sequence[str]) -> str:
     is_class = isinstance(value, type)
     for holder in reversed(value.__mro__) if is_class else (value,):
         for name, each in vars(holder).items():
+            if type(each) in _NATIVE:
+                continue
             if name not in read and not (is_class and name.startswith("__")):
                 continue
             function = unwrapped(each)
@@ -312,13 +315,20 @@ class _Check:
 
     def below(self, number: int, value: Any, path: list[Step]) -> None:
         conditions, below = self._nodes[number]
+        cls = type(value)
         for condition in conditions:
-            kind, argument, old = condition
-            if kind == IDENTITY:
-                if not self._is_as_recorded(value):
-                    differs = [kind, argument, "the object it was"]
-                    self._found.append((list(path), differs, "another"))
-            elif (new := self._observed(kind, argument, value)) != old:
+            kind, argument, _ = condition
+            if kind == "type" and cls in self._classes:
+                new = self._classes[cls]
+            elif kind == "value" and cls in DATA:
+                new = repr(value)
+            elif kind == IDENTITY:
+                if self._is_as_recorded(value):
+                    continue
+                condition, new = [kind, argument, "the object it was"], "another"
+            else:
+                new = self._observed(kind, argument, value)
+            if new != condition[2]:
                 self._found.append((list(path), condition, new))
         for step, inner in below:
             path.append(step)
@@ -329,12 +339,10 @@ class _Check:
         if value is MISSING:
             return "missing"
         try:
-            if kind != "type":
-                return _OBSERVERS[kind](value, argument)
-            cls = type(value)
-            if cls not in self._classes:
-                self._classes[cls] = class_text(cls)
-            return self._classes[cls]
+            text = _OBSERVERS[kind](value, argument)
+            if kind == "type":
+                self._classes[type(value)] = text
+            return text
         except Undescribable as error:
             return f"undescribable: {error}"
         except Exception as error:  # the user's `__len__`, `__contains__`, … may raise anything

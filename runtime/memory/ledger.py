@@ -44,10 +44,13 @@ class MemoryLedger:
         """
         owner = Owner(owner)
         before = self._bytes.get(owner.value, 0)
-        for tensor in (inner for each in tensors for inner in inner_tensors(each)):
-            storage = tensor.untyped_storage()
-            start = storage.data_ptr()
-            self.own_range(owner, str(tensor.device), start, start + storage.nbytes())
+        storages = {
+            (str(tensor.device), (storage := tensor.untyped_storage()).data_ptr(), storage.nbytes())
+            for each in tensors
+            for tensor in inner_tensors(each)
+        }
+        for device, start, size in sorted(storages):
+            self.own_range(owner, device, start, start + size)
         return self._bytes.get(owner.value, 0) - before
 
     def own_range(self, owner: Owner, device: str, start: int, stop: int) -> None:

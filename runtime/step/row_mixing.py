@@ -124,7 +124,8 @@ def _mixed(
             else value.to(device)
             for (name, _, _), value in zip(names, values, strict=True)
         ]  # fmt: skip
-        torch.manual_seed(_SEED)
+        # torch's manual_seed formats a stack for each kind of device
+        (torch.default_generator if device.type == "cpu" else torch).manual_seed(_SEED)
         return list(fn(args))
 
     first, second = run(padded, whole), run(padded, mixed_in)

@@ -29,12 +29,13 @@ def store(x: Tensor, slots: Tensor, cache: Tensor) -> None:
 
 class Model(nn.Module):
     """Writes three KV caches by `slots`: its own, an argument, and one in the forward context that
-    the library does not know. Counts its rows."""
+    the library does not know. Counts its rows. Its own cache is a part of larger memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(4), requires_grad=False)
-        self.register_buffer("cache", torch.rand(SLOTS, 4))
+        self.around = torch.rand(SLOTS + 3, 4)
+        self.register_buffer("cache", self.around[2:-1])
         self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor, slots: Tensor, outer: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ def test_failure_7_no_dummy_batch_leaves_a_trace(action: str, traced: bool) -> N
     if action == "idle":
         prepared.capture()
     state = [*model.parameters(), *model.buffers(), *buffers.values()]
-    state.append(kv[:RESERVED])
+    state += [model.around, kv[:RESERVED]]
     before = contents(state, torch.get_rng_state())
     ACTIONS[action](prepared)
     assert contents(state, torch.get_rng_state()) == before
