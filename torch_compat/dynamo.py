@@ -47,6 +47,8 @@ class Captured:
     """Variables that the traced function closes over; `L` has them too."""
     global_scope: dict[str, Any]
     """The meaning of `G`: the globals of the traced function, with the names Dynamo added."""
+    copied: int
+    """How many calls of modules copied what an equal module had left in the graph."""
     changes: tuple[StateChange, ...]
     """What the model changes in objects that were there before; running `call` does not."""
 
@@ -105,7 +107,26 @@ def capture_full_graph(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Captured | None:
     """One Dynamo graph of `model.forward`, or None if it holds no tensor operation."""
+    from .equal_modules import equal_modules_traced_once
+
+    try:
+        with equal_modules_traced_once() as copies:
+            return _capture(model, args, kwargs, copies)
+    except Exception:
+        if not copies:
+            raise
+    return _capture(model, args, kwargs, [])  # what fails is traced without copies
+
+
+def _capture(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    copies: list[tuple[str, str]],
+) -> Captured | None:
     from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
+
+    from .equal_modules import copied_facts, without_names
 
     with (
         inlined_calls() as inlined,
@@ -124,6 +145,8 @@ def capture_full_graph(
     fake_mode: Any = output.backend_input.fake_mode
     # a shape environment, its fake inputs and their sizes are a cycle that no collection sees
     fake_mode.shape_env.tracked_fakes.clear()
+    without_names(output.backend_input.graph_module.graph)
+    facts = *_guard_facts(output.graph_capture_output.output_graph.guards), *inlined.probes
 
     def call(compiled_fn: Callable[..., Any]) -> Callable[..., Any]:
         forward: Callable[..., Any] = runtime.forward_callable(
@@ -136,14 +159,12 @@ def capture_full_graph(
         fake_mode=fake_mode,
         call=call,
         inlined=inlined,
-        guards=(
-            *_guard_facts(output.graph_capture_output.output_graph.guards),
-            *sorted(inlined.probes, key=repr),
-        ),
+        guards=copied_facts(facts, copies),
         aliases=dict(output.graph_capture_output.import_sources),
         local_scope=_local_scope(function, bound, args, kwargs),
         closure=dict(inspect.getclosurevars(function).nonlocals),
         global_scope=global_scope,
+        copied=len(copies),
         changes=tuple(change for change in changes if change.expression != f"L[{own_kwargs!r}]"),
     )
 

@@ -101,6 +101,7 @@ def trace(request: CompileRequest) -> Trace:
     if captured is None:
         raise NothingToCompile(model=type(model).__name__)
     events.count("dynamo_traces")
+    events.count("equal_modules", captured.copied)
     graph = captured.graph
     inline_regions(graph)
     inline_opaque_values(graph)

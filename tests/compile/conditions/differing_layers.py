@@ -1,0 +1,389 @@
+"""Stacks of layers that look equal, of which one differs in something."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import itertools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops import define
+
+define(
+    "named_rows(Tensor x, str layer) -> Tensor",
+    lambda x, layer: x[:, :4].clone() if layer == "layer.2" else x.clone(),
+    lambda x, layer: torch.empty_like(x[:, :4] if layer == "layer.2" else x),
+)
+
+COUNT = 4
+"""The first layer adds guards on sizes, so that the second is the first that can be copied."""
+
+
+class Layer(nn.Module):
+    options: Any = types.SimpleNamespace(gain=1.5)
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.Sequential(nn.LayerNorm(8), nn.ReLU())
+        self.number = 7
+        self.name = f"layer.{number}"
+        self.scales = [2.0, {"more": 0.5}]
+
+    def before(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.norm(self.linear(self.before(x))) * self.scales[0] + self.scales[1]["more"]
+        out = torch.empty_like(y)
+        torch.ops.piecegraph_test.mix(y * self.options.gain, out, self.name)
+        return x + out
+
+
+class Stack(nn.Module):
+    def __init__(self, layer: Callable[[int], nn.Module] = Layer) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(layer(i) for i in range(COUNT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def stack(before: Callable[[Any, Tensor], Any], made: Any = None) -> nn.Module:
+    """A stack whose layers call `before(layer, x)` first."""
+
+    class Changed(Layer):
+        def before(self, x: Tensor) -> Tensor:
+            return before(self, x)  # type: ignore[no-any-return]
+
+    model = Stack(Changed)
+    if made is not None:
+        for number, layer in enumerate(model.layers):
+            made(model, layer, number)
+    return model
+
+
+FACTORS: dict[Any, float] = {}
+KNOWN: list[Any] = []
+
+
+def registered(model: Any, layer: Any, number: int) -> None:
+    FACTORS[layer] = FACTORS[str(number)] = float(number)
+    KNOWN[number:] = [layer]
+
+
+REGISTRY = types.SimpleNamespace(known=KNOWN)
+
+
+def closing(before: Callable[[Any, Tensor, Any], Any]) -> nn.Module:
+    known: list[Any] = []
+    return stack(lambda m, x: before(m, x, known), lambda _, m, n: known.append(m))
+
+
+def knows_parent(model: Any, layer: Any, number: int) -> None:
+    layer.parent = [model]
+
+
+def is_last(layer: Any, x: Tensor) -> Tensor:
+    return x * 3 if layer is layer.parent[0].layers[COUNT - 1] else x
+
+
+class Outer(Stack):
+    """A stack with a forward of its own."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.run, self.kinds, self.calls = run, [1, 1, 2, 1], [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+class WithArgument(Layer):
+    def forward(self, x: Tensor, other: Any = None) -> Any:  # type: ignore[override]
+        y = super().forward(x)
+        return y if other is None else y * other
+
+
+def with_arguments(arguments: Callable[[Any, Tensor, int], Any]) -> nn.Module:
+    def run(model: Any, x: Tensor) -> Tensor:
+        for number, layer in enumerate(model.layers):
+            x = layer(x, arguments(model, x, number))
+        return x
+
+    model = Outer(run)
+    model.layers = nn.ModuleList(WithArgument(i) for i in range(COUNT))
+    return model
+
+
+def modes(mode: Callable[[bool], Any]) -> nn.Module:
+    def run(model: Any, x: Tensor) -> Tensor:
+        for number, layer in enumerate(model.layers):
+            with mode(number == 2):
+                x = layer(x)
+        return x
+
+    return Outer(run)
+
+
+def counted(model: Any, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        model.calls[0] += 1
+        x = layer(x) * model.calls[0]
+    return x
+
+
+def returning(results: Callable[[Tensor, Tensor, int], Any]) -> nn.Module:
+    """A stack whose layers return several results, of which one is changed in place."""
+
+    class Returns(Layer):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return results(x, y, self.factor)
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        for layer in model.layers:
+            one, other, nothing, factor = layer(x + 1)
+            other.mul_(2)
+            x = one.flatten()[:8] + other.sum() * factor + (0 if nothing is None else nothing) + x
+        return x
+
+    model = Outer(run)
+    model.layers = nn.ModuleList(Returns(i) for i in range(COUNT))
+    for number, layer in enumerate(model.layers):
+        layer.factor = 3 if number == 2 else 2
+    return model
+
+
+def writes(layer: Any, x: Tensor) -> Tensor:
+    y = x + 1
+    layer.norm(y).add_(y)
+    return y.mul_(2)
+
+
+def changed(change: Callable[[Any], Any]) -> Callable[[], nn.Module]:
+    """A stack whose third layer is changed."""
+
+    def make() -> nn.Module:
+        model = Stack()
+        change(model.layers[2])
+        return model
+
+    return make
+
+
+def tied(layer: Any) -> None:
+    layer.linear.weight = layer.norm[0].weight = nn.Parameter(torch.ones(8, 8))
+
+
+def tripled(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output * 3
+
+
+class Doubled(Layer):
+    def before(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def set_name(layer: Any, name: str) -> None:
+    layer.name = name
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a number": lambda layer: layer.scales.__setitem__(0, 3.0),
+    "a number below": lambda layer: layer.scales[1].update(more=2.5),
+    "the sign of zero": lambda layer: layer.scales[1].update(more=-0.0),
+    "the type of a number": lambda layer: layer.scales.__setitem__(0, 2),
+    "an attribute over the class": lambda layer: setattr(
+        layer, "options", types.SimpleNamespace(gain=4.0)
+    ),
+    "a method": lambda layer: setattr(layer, "before", lambda x: x * 2),
+    "the forward": lambda layer: setattr(layer, "forward", lambda x: x * 2),
+    "the class": lambda layer: setattr(layer, "__class__", Doubled),
+    "a hook": lambda layer: layer.register_forward_hook(tripled),
+    "a hook below": lambda layer: layer.norm.register_forward_hook(tripled),
+    "a hook before": lambda layer: layer.register_forward_pre_hook(lambda m, x: (x[0] * 2,)),
+    "a submodule": lambda layer: setattr(layer.norm, "1", nn.Tanh()),
+    "no bias": lambda layer: setattr(layer.linear, "bias", None),
+    "the name": lambda layer: set_name(layer, "another"),
+    "a dtype": lambda layer: layer.norm[0].double().float().half().float(),
+    "strides": lambda layer: setattr(
+        layer.linear, "weight", nn.Parameter(layer.linear.weight.detach().t().contiguous().t())
+    ),
+    "a setting of a submodule": lambda layer: setattr(layer.norm[0], "eps", 0.5),
+}
+
+
+def with_own(third: Any, others: Any, use: Callable[[Any, Any], Any]) -> nn.Module:
+    """A stack in which an attribute of the third layer differs."""
+    return stack(
+        lambda m, x: x * use(m.own, x),
+        lambda _, m, n: setattr(m, "own", third if n == 2 else others),
+    )
+
+
+def marked(model: Any, x: Tensor) -> Tensor:
+    for number, layer in enumerate(model.layers):
+        x = x + 1
+        x.mark = number  # type: ignore[attr-defined]
+        x = layer(x)
+    return x
+
+
+def in_global(model: Any, x: Tensor) -> Tensor:
+    for number, layer in enumerate(model.layers):
+        CURRENT["number"] = number
+        x = layer(x)
+    return x
+
+
+CURRENT = {"number": 0}
+COUNTER = itertools.count()
+
+
+def reading(read: Callable[[Any, Tensor], Any], run: Any) -> nn.Module:
+    model: Any = stack(lambda m, x: x * read(m, x))
+    outer = Outer(run)
+    outer.layers = model.layers
+    return outer
+
+
+class Slotted(Layer):
+    __slots__ = ("choice",)
+
+    def before(self, x: Tensor) -> Tensor:
+        return x * 3 if "three" in self.choice else x
+
+
+def slotted() -> nn.Module:
+    model = Stack(Slotted)
+    for number, layer in enumerate(model.layers):
+        layer.choice = {"three": 1} if number == 2 else {"other": 1}
+    return model
+
+
+def of_objects(make: Callable[[int], Any]) -> nn.Module:
+    return stack(lambda m, x: m.own(x), lambda _, m, n: setattr(m, "own", make(n)))
+
+
+class Factor:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    __call__ = apply
+
+
+TRIPLE = Factor(3)
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "the type in a set": lambda: with_own({1.5, 2}, {1.5, 2.0}, lambda own, x: sum(own)),
+    "the type in a set of one": lambda: with_own({1.0}, {1}, lambda own, x: x.int() + max(own)),
+    "the factory of a dict": lambda: with_own(
+        collections.defaultdict(lambda: 3),
+        collections.defaultdict(lambda: 1),
+        lambda own, x: own[2],
+    ),
+    "the order of a dict": lambda: with_own(
+        {"a": 1, "b": 2}, {"b": 2, "a": 1}, lambda own, x: next(iter(own.values()))
+    ),
+    "a gradient": lambda: stack(
+        lambda m, x: x if m.linear.weight.grad is None else x * 3,
+        lambda _, m, n: setattr(m.linear.weight, "grad", m.linear.weight * 2 if n == 2 else None),
+    ),
+    "a mark on a tensor": lambda: reading(lambda m, x: x.mark, marked),  # type: ignore[attr-defined]
+    "a global that is written": lambda: reading(lambda m, x: CURRENT["number"], in_global),
+    "a shared iterator": lambda: stack(lambda m, x: x * next(COUNTER)),
+    "a random tensor": lambda: stack(lambda m, x: x * torch.rand(8)),
+    "a dict in a slot": slotted,
+    "a method of an object": lambda: of_objects(lambda n: Factor(n).apply),
+    "an object that is called": lambda: of_objects(Factor),
+    "a partial": lambda: of_objects(lambda n: functools.partial(torch.mul, other=n)),
+    "a shared object": lambda: stack(lambda m, x: TRIPLE(x)),
+    **{f"changed: {name}": changed(change) for name, change in CHANGES.items()},
+    "the last of a list": lambda: stack(is_last, knows_parent),
+    "one of a global list": lambda: stack(lambda m, x: x * 3 if m is KNOWN[2] else x, registered),
+    "known by a closure": lambda: closing(lambda m, x, known: x * 3 if m is known[2] else x),
+    "known by a default": lambda: stack(
+        lambda m, x, known=KNOWN: x * 3 if m is known[2] else x, registered
+    ),
+    "known by an object": lambda: stack(
+        lambda m, x: x * 3 if m is REGISTRY.known[2] else x, registered
+    ),
+    "known by the class": lambda: stack(
+        lambda m, x: x * 3 if m is type(m).options.known[2] else x,
+        lambda _, m, n: vars(Layer.options).setdefault("known", []).append(m),
+    ),
+    "a weight that another layer reads": lambda: stack(
+        lambda m, x: x * 3 if m.linear.weight is KNOWN[0].linear.bias else x + m.linear.weight[0],
+        lambda model, m, n: (
+            registered(model, m, n),
+            setattr(m.linear, "weight", KNOWN[0].linear.weight) if n == 2 else None,
+        ),
+    ),
+    "in a global list": lambda: stack(lambda m, x: x * 3 if m in KNOWN[2:] else x, registered),
+    "a global table by name": lambda: stack(lambda m, x: x * FACTORS[m.name[-1]], registered),
+    "the end of the name": lambda: stack(lambda m, x: x * 3 if m.name.endswith("2") else x),
+    "the number in the name": lambda: stack(lambda m, x: x * int(m.name[-1])),
+    "the length of the name": lambda: stack(
+        lambda m, x: x * len(m.name), lambda _, m, n: set_name(m, "x" * (n + 1))
+    ),
+    "the name as a number": lambda: stack(
+        lambda m, x: x * int(m.name), lambda _, m, n: set_name(m, str(n))
+    ),
+    "the name in a text": lambda: stack(lambda m, x: x * 3 if m.name in "layer.2, layer.9" else x),
+    "the name is compared": lambda: stack(lambda m, x: x * 3 if m.name == "layer.2" else x),
+    "the name is formatted": lambda: stack(lambda m, x: x * 3 if f"{m.name}." == "layer.2." else x),
+    "the name is joined": lambda: stack(
+        lambda m, x: x * 3 if "".join(["x", m.name]) == "xlayer.2" else x
+    ),
+    "the name is a key": lambda: stack(lambda m, x: x * {"layer.2": 3}.get(m.name, 1)),
+    "the name of an attribute": lambda: stack(
+        lambda m, x: x * getattr(m, m.name),
+        lambda _, m, n: (
+            (set_name(m, f"a{n}"), setattr(m, "a2", 3), setattr(m, "a0", 1))
+            and [setattr(m, f"a{i}", i) for i in range(COUNT)]
+        ),
+    ),
+    "the shape depends on the name": lambda: stack(
+        lambda m, x: x * torch.ops.piecegraph_test.named_rows(x, m.name).shape[1]
+    ),
+    "identity as a number": lambda: stack(
+        lambda m, x: x * (3 if id(m) == id(KNOWN[2]) else 1), registered
+    ),
+    "autocast for one layer": lambda: modes(lambda third: torch.autocast("cpu", enabled=third)),
+    "inference mode for one layer": lambda: modes(
+        lambda third: torch.inference_mode() if third else contextlib.nullcontext()
+    ),
+    "a counter in the model": lambda: Outer(counted),
+    "an argument that counts": lambda: with_arguments(lambda m, x, n: n + 1),
+    "an argument of a list": lambda: with_arguments(lambda m, x, n: m.kinds[n]),
+    "an argument that knows": lambda: with_arguments(
+        lambda m, x, n: 3 if m.layers[n] is m.layers[2] else 1
+    ),
+    "the same tensor twice": lambda: with_arguments(lambda m, x, n: x if n % 2 else x + 1),
+    "another dtype": lambda: with_arguments(lambda m, x, n: x.bfloat16() if n == 2 else x + 1),
+    "results that are views": lambda: returning(lambda x, y, _: (y, y.view(-1), None, 1)),
+    "a result that is an argument": lambda: returning(lambda x, y, _: (x, y, None, 1)),
+    "a result that is part of another": lambda: returning(lambda x, y, _: (y[1:], y[:1], None, 1)),
+    "a constant result": lambda: returning(lambda x, y, factor: (x, y * 2, None, factor)),
+    "an equal constant result": lambda: returning(lambda x, y, _: (x, y * 2, 5, 7)),
+    "a size in the layer": lambda: stack(lambda m, x: x.reshape(x.shape[0], 2, 4).flatten(1)),
+    "written in place": lambda: stack(writes),
+    "weights shared by layers": changed(lambda layer: tied(layer)),
+    "an attribute that is absent": lambda: stack(
+        lambda m, x: x * m.bonus if hasattr(m, "bonus") else x,
+        lambda _, m, n: setattr(m, "bonus", 3) if n == 2 else None,
+    ),
+}

@@ -1,0 +1,73 @@
+"""A layer that differs from the others in anything is traced, and its change is a miss."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.errors import BundleMissing, CompileError
+
+from ..models import MIX
+from ..starts import start, use_text_compiler
+from ..traces import expect_equal_traces
+from .differing_layers import CHANGES, COUNT, FACTORS, KNOWN, MODELS, Layer, Stack, changed
+
+pytestmark = [pytest.mark.slow, pytest.mark.compile]
+
+
+@pytest.fixture(autouse=True)
+def _text(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_text_compiler(monkeypatch)
+    for table in (FACTORS, KNOWN):
+        table.clear()
+    vars(Layer.options).pop("known", None)
+
+
+X = torch.linspace(-1, 1, 24).reshape(3, 8)
+
+
+def begin(model: nn.Module, root: Path, **settings: Any) -> Any:
+    torch._dynamo.reset()
+    return start(model, root, splitting_ops=MIX, **settings)
+
+
+def test_equal_layers_are_traced_once() -> None:
+    copied = expect_equal_traces(Stack())
+    assert copied == (COUNT - 2 if torch.__version__ >= "2.13" else 0)
+
+
+EACH_TIME = (
+    *("changed: a hook", "changed: the name", "the last of a list", "in a global list"),
+    *("the end of the name", "autocast for one layer", "the shape depends on the name"),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in EACH_TIME else pytest.mark.heavy) for name in MODELS],
+)
+def test_a_layer_that_differs_is_traced(name: str) -> None:
+    with contextlib.suppress(CompileError):  # not to be traced, which is no wrong result
+        expect_equal_traces(MODELS[name]())
+
+
+@pytest.mark.parametrize(
+    "names", [["a number", "a hook"], pytest.param([*CHANGES], marks=pytest.mark.heavy)]
+)
+def test_a_change_of_one_layer_is_a_miss(names: list[str], tmp_path: Path) -> None:
+    begin(Stack(), tmp_path)
+    assert begin(Stack(), tmp_path, bundle="force").hit
+    wrong = []
+    for name in names:
+        model = changed(CHANGES[name])()
+        with contextlib.suppress(BundleMissing):
+            made = begin(model, tmp_path, bundle="force")
+            with torch.no_grad():
+                if not torch.allclose(made(X), model(X), atol=1e-5):
+                    wrong.append(name)
+    assert not wrong

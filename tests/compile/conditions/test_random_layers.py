@@ -1,0 +1,237 @@
+"""Random stacks of layers: copied regions leave the trace that tracing each layer leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from piecegraph.errors import BundleMissing, CompileError
+
+from ..models import MIX
+from ..starts import start, use_text_compiler
+from ..traces import expect_equal_traces, facts_of_trace, without_copies
+
+pytestmark = [pytest.mark.slow, pytest.mark.compile]
+
+TABLE = {"one": 1.0, "two": 2.0}
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.options = nn.Parameter(torch.linspace(0, 1, 8)), {"gain": 1.5}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x * self.weight) * self.options["gain"]
+
+
+def mixed(layer: Any, x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    torch.ops.piecegraph_test.mix(x, out, layer.name)
+    return out
+
+
+def projected(layer: Any, x: Tensor) -> Tensor:
+    one, two = layer.wide(x).chunk(2, dim=-1)
+    return one + two.tanh().view(-1, 8)
+
+
+def gated(layer: Any, x: Tensor) -> Tensor:
+    return x * layer.gate(x) + layer.gate.weight[0]
+
+
+def counted(layer: Any, x: Tensor) -> Tensor:
+    layer.seen.add_(1)
+    return x + layer.seen
+
+
+def scaled(layer: Any, x: Tensor) -> Tensor:
+    for scale in layer.scales:
+        x = x * scale
+    return x if layer.flag else -x
+
+
+def configured(layer: Any, x: Tensor) -> Tensor:
+    return x + layer.config.shift if layer.config.kind == "plain" else x.relu()
+
+
+def called(layer: Any, x: Tensor) -> Tensor:
+    return layer.function(x)  # type: ignore[no-any-return]
+
+
+def looked_up(layer: Any, x: Tensor) -> Tensor:
+    return x * TABLE[layer.key]
+
+
+def viewed(layer: Any, x: Tensor) -> Tensor:
+    return (x + layer.tail).add_(layer.whole[4])
+
+
+def optional(layer: Any, x: Tensor) -> Tensor:
+    return x + getattr(layer, "bonus", 0)
+
+
+def sized(layer: Any, x: Tensor) -> Tensor:
+    return x.reshape(x.shape[0], 2, 4).transpose(1, 2).reshape(-1, 8)
+
+
+PARTS = (
+    *(mixed, projected, gated, counted, scaled, configured, called, looked_up, viewed, optional),
+    sized,
+)
+CONFIG = types.SimpleNamespace(kind="plain", shift=0.5)
+
+
+def closing(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * factor
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int, parts: list[Any], results: int) -> None:
+        super().__init__()
+        self.parts, self.results = parts, results
+        self.name, self.key, self.flag = f"layer.{number}", "two", True
+        self.wide, self.gate = nn.Linear(8, 16), Gate()
+        self.scales: Any = [1.0, 0.5]
+        self.config, self.function = CONFIG, torch.tanh
+        self.register_buffer("seen", torch.zeros(8))
+        self.register_buffer("whole", torch.linspace(0, 1, 16))
+        self.register_buffer("tail", self.whole[8:])
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, *, shift: Any = 0) -> Any:
+        x = x + shift if residual is None else x + residual
+        first = x
+        for part in self.parts:
+            x = part(self, x)
+        return x if self.results == 1 else (x, first)
+
+
+def tripled(module: Any, inputs: Any, output: Any) -> Any:
+    return [each * 3 for each in output] if isinstance(output, tuple) else output * 3
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "number": lambda layer, other: layer.scales.__setitem__(0, 3.0),
+    "length": lambda layer, other: layer.scales.append(2.0),
+    "tuple": lambda layer, other: setattr(layer, "scales", (1.0, 0.5)),
+    "flag": lambda layer, other: setattr(layer, "flag", False),
+    "key": lambda layer, other: setattr(layer, "key", "one"),
+    "name": lambda layer, other: setattr(layer, "name", "another"),
+    "same name": lambda layer, other: setattr(layer, "name", other.name),
+    "config": lambda layer, other: setattr(
+        layer, "config", types.SimpleNamespace(kind="plain", shift=2.0)
+    ),
+    "equal config": lambda layer, other: setattr(layer, "config", copy.copy(CONFIG)),
+    "kind": lambda layer, other: setattr(
+        layer, "config", types.SimpleNamespace(kind="relu", shift=0.5)
+    ),
+    "closure": lambda layer, other: setattr(layer, "function", closing(3.0)),
+    "function": lambda layer, other: setattr(layer, "function", torch.sin),
+    "hook": lambda layer, other: layer.register_forward_hook(tripled),
+    "inner hook": lambda layer, other: layer.gate.register_forward_hook(tripled),
+    "method": lambda layer, other: setattr(layer.gate, "forward", lambda x: x * 2),
+    "bonus": lambda layer, other: setattr(layer, "bonus", 2),
+    "zero bonus": lambda layer, other: setattr(layer, "bonus", 0),
+    "tensor bonus": lambda layer, other: setattr(layer, "bonus", torch.ones(8)),
+    "tied gate": lambda layer, other: setattr(layer, "gate", other.gate),
+    "tied weight": lambda layer, other: setattr(layer.gate, "weight", other.gate.weight),
+    "tied buffer": lambda layer, other: layer.register_buffer("seen", other.seen),
+    "one tensor twice": lambda layer, other: layer.register_buffer("whole", layer.tail.repeat(2)),
+    "a view of another": lambda layer, other: layer.register_buffer("tail", other.whole[8:]),
+    "an own tail": lambda layer, other: layer.register_buffer("tail", torch.ones(8)),
+    "gain": lambda layer, other: layer.gate.options.update(gain=2.5),
+    "no bias": lambda layer, other: setattr(layer.wide, "bias", None),
+    "eval": lambda layer, other: layer.gate.eval(),
+    "frozen": lambda layer, other: layer.requires_grad_(False),
+    "dtype": lambda layer, other: layer.gate.double(),
+    "parts": lambda layer, other: setattr(layer, "parts", layer.parts[::-1]),
+}
+
+
+class Stack(nn.Module):
+    def __init__(self, plan: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.style = plan["style"]
+        parts = [mixed, *(PARTS[i] for i in plan["parts"])]
+        results = 2 if self.style == "residual" else 1
+        self.layers = nn.ModuleList(Layer(i, parts, results) for i in range(plan["layers"]))
+        for number, name in plan["changes"]:
+            CHANGES[name](self.layers[number], self.layers[number - 1])
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + 1
+        residual = None
+        for number, layer in enumerate(self.layers):
+            if self.style == "residual":
+                x, residual = layer(x, residual)
+            elif self.style == "shifts":
+                x = layer(x, shift=number // 2)
+            elif self.style == "tensors":
+                x = layer(x, shift=x if number % 2 else x * 2)
+            elif self.style == "repeated":
+                x = layer(layer(x))
+            else:
+                x = layer(x)
+        return x if residual is None else (x, residual)
+
+
+LAYERS = 5
+PLANS = st.fixed_dictionaries(
+    {
+        "layers": st.just(LAYERS),
+        "style": st.sampled_from(["plain", "plain", "residual", "shifts", "tensors", "repeated"]),
+        "parts": st.lists(
+            st.integers(1, len(PARTS) - 1), min_size=1, max_size=len(PARTS), unique=True
+        ),
+        "changes": st.lists(
+            st.tuples(st.integers(1, LAYERS - 1), st.sampled_from([*CHANGES])), max_size=2
+        ),
+    }
+)
+
+
+@pytest.mark.parametrize("examples", [1, pytest.param(200, marks=pytest.mark.heavy)])
+def test_random_stacks(examples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_text_compiler(monkeypatch)
+    x = torch.linspace(-1, 1, 24).reshape(3, 8)
+    roots = (tmp_path / str(number) for number in itertools.count())
+    copied = 0
+
+    def result_of(made: Any, model: nn.Module) -> None:
+        with torch.no_grad():
+            expected, found = copy.deepcopy(model)(x), made.compiled.link()(x)
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one, other, atol=1e-5, equal_nan=True)
+
+    @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
+    @given(plan=PLANS, late=st.sampled_from([*CHANGES]))
+    def equals_tracing_each(plan: Any, late: str) -> None:
+        nonlocal copied
+        model = Stack(plan)
+        try:
+            copied += expect_equal_traces(model)
+        except CompileError:
+            with without_copies(), pytest.raises(CompileError):
+                facts_of_trace(model)
+            return
+        root = next(roots)
+        result_of(start(model, root, splitting_ops=MIX), model)
+        changed = Stack({**plan, "changes": [*plan["changes"], (LAYERS - 1, late)]})
+        with contextlib.suppress(BundleMissing):
+            result_of(start(changed, root, splitting_ops=MIX, bundle="force"), changed)
+
+    equals_tracing_each()
+    assert copied or examples == 1

@@ -1,0 +1,86 @@
+"""Compare a trace that copies equal layers with one that traces each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from piecegraph.cache import Cache
+from piecegraph.compile.guards.trace_with_guards import trace_with_guards
+from piecegraph.compile.ir.compilation import CompileRequest
+from piecegraph.compile.ir.config import CompileConfig
+from piecegraph.compile.lower.split_model import split_model
+from piecegraph.compile.pieces.fingerprint import canonical_text
+from piecegraph.events import Events
+from piecegraph.torch_compat import equal_modules
+from piecegraph.torch_compat.patch import replaced
+
+from .models import MIX, X
+from .starts import CPU
+
+
+def _conditions(data: Any) -> dict[Any, set[str]]:
+    """What is checked at each place; equal subtrees are stored once in `data`."""
+    found: dict[Any, set[str]] = {}
+
+    def below(number: int, path: tuple[str, ...]) -> None:
+        here, inner = data["nodes"][number]
+        if here:
+            found[path] = {json.dumps(each) for each in here}
+        for step, each in inner:
+            below(each, (*path, json.dumps(step)))
+
+    for root, top in data["roots"].items():
+        below(top, (root,))
+    return found
+
+
+def facts_of_trace(model: nn.Module, **settings: Any) -> tuple[dict[str, Any], int]:
+    """All that a trace leaves, and how many calls were copied."""
+    torch._dynamo.reset()
+    given = {"max_num_tokens": 64, "inputs": X, "splitting_ops": MIX, **settings}
+    config, events = CompileConfig(**given), Events()
+    request = CompileRequest(model, config, Cache(None, events), events, CPU, None, None)
+    guarded = trace_with_guards(request)
+    unique = [each.digest for each in split_model(guarded, events).unique]
+    trace, data = guarded.trace, guarded.trace.conditions.data
+    facts = {
+        "graph": canonical_text(trace.graph.graph, trace.graph),
+        "sources": [*map(str, trace.sources.values())],
+        "pieces": unique,
+        "conditions": _conditions(data),
+        "same": sorted(map(str, data["same"])),  # type: ignore[arg-type]
+        "rest": [data["environment"], trace.conditions.obstacles],
+    }
+    return facts, events.counters["equal_modules"]
+
+
+@contextlib.contextmanager
+def without_copies() -> Iterator[None]:
+    """Trace each layer."""
+
+    def none() -> Any:
+        return contextlib.nullcontext([])
+
+    with replaced(equal_modules, "equal_modules_traced_once", none):
+        yield
+
+
+def expect_equal_traces(model: nn.Module, **settings: Any) -> int:
+    """Trace with and without copies, compare, and return how many calls were copied."""
+    found, copied = facts_of_trace(model, **settings)
+    with without_copies():
+        expected, none = facts_of_trace(model, **settings)
+    assert none == 0
+    places = found.pop("conditions")
+    # of an object that layers share, Dynamo guards only what is at its first place
+    for place, conditions in expected.pop("conditions").items():
+        assert places[place] == conditions
+    for name, fact in expected.items():
+        assert found[name] == fact, name
+    return copied

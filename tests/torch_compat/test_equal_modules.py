@@ -1,0 +1,82 @@
+"""Equal modules are traced once; guards of the first are stated for each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph.torch_compat.dynamo import Captured, capture_full_graph, dynamo_tracing
+from piecegraph.torch_compat.inlined import GuardFact
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot move the place of a guard"),
+]
+
+NAMES = "none", "tanh", "none"
+
+
+class Layer(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.name, self.scale = name, 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.aten.gelu(x * self.weight, approximate=self.name).sin() + self.scale  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(name) for name in NAMES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1  # else the first call has an argument of another form: an input of the graph
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def captured(model: nn.Module) -> Captured:
+    torch._dynamo.reset()
+    with dynamo_tracing("backed"):
+        found = capture_full_graph(model, (torch.ones(3, 8),), {})
+    assert found is not None
+    return found
+
+
+def test_a_copied_region_has_its_own_weights_names_and_guards() -> None:
+    from piecegraph.torch_compat.equal_modules import equal_modules_traced_once, without_names
+
+    model = Stack()
+    found = captured(model)
+    assert found.copied == 2
+    calls = [node for node in found.graph.graph.nodes if "gelu" in str(node.target)]
+    passed = [node.kwargs["approximate"] for node in calls]
+    assert [(type(each), each) for each in passed] == [(str, name) for name in NAMES]
+    inputs = found.graph.graph.find_nodes(op="placeholder")
+    assert len(inputs) == 4  # of each layer, and the input
+    guards = {(fact.expression, fact.kind) for fact in found.guards}
+    for name, kind in {(e.replace("'0'", "'{}'"), k) for e, k in guards if "['0']" in e}:
+        assert all((name.format(number), kind) in guards for number in range(3)), (name, kind)
+    without_names(found.graph.graph)  # none are left
+    with equal_modules_traced_once() as copies:
+        assert copies == []
+
+
+def test_facts_of_a_copy_are_those_of_the_original() -> None:
+    from piecegraph.torch_compat.equal_modules import copied_facts
+
+    facts = [
+        GuardFact("L['self'].a.x", "CONSTANT_MATCH"),
+        GuardFact("L['self'].ab", "TYPE_MATCH"),
+        GuardFact("L['self'].a.y", "DUPLICATE_INPUT", "L['self'].a.z"),
+    ]
+    found = copied_facts(facts, [("L['self'].a", "L['self'].b"), ("L['self'].b", "L['self'].c")])
+    assert {*found} == {
+        *facts,
+        *(GuardFact(f"L['self'].{n}.x", "CONSTANT_MATCH") for n in "bc"),
+        *(GuardFact(f"L['self'].{n}.y", "DUPLICATE_INPUT", f"L['self'].{n}.z") for n in "bc"),
+    }

@@ -1,0 +1,56 @@
+"""The forms of arguments, and names among the arguments of nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.torch_compat.dynamo import import_dynamo
+
+pytestmark = pytest.mark.compile
+
+
+def test_arguments_of_different_form() -> None:
+    import_dynamo()
+    from torch._dynamo.variables import ConstantVariable, ListVariable, TupleVariable
+
+    from piecegraph.torch_compat.regions import form_of
+
+    def form(*values: Any) -> Any:
+        items = [ConstantVariable.create(each) for each in values]
+        return form_of(TupleVariable(items), [])
+
+    different = [form(1), form(True), form(1.0), form(0.0), form(-0.0), form("1"), form(1, None)]
+    assert len({*different}) == len(different)
+    assert form(1, "a") == form(1, "a")
+    assert form_of(ListVariable([]), []) is None  # may be changed by the call
+
+
+def test_names_within_arguments() -> None:
+    import_dynamo()
+    from piecegraph.torch_compat.regions import Name
+
+    assert Name.within((1, [Name("layer.0")], {"key": torch.float32}))
+    assert not Name.within((1, ["layer.0"], {"key": torch.float32}))
+
+
+def test_what_tells_tensors_and_sources_apart() -> None:
+    import_dynamo()
+    from torch._dynamo.source import AttrSource, LocalSource
+
+    from piecegraph.torch_compat.regions import metadata, text
+
+    one = torch.zeros(4, 4)
+    others = [
+        torch.zeros(4, 4).t(),
+        one[:2],
+        one.double(),
+        one[1:],
+        torch.nn.Parameter(one),
+        one.view(2, 8),
+    ]
+    assert all(metadata(one) != metadata(other) for other in others)
+    assert metadata(one) == metadata(torch.ones(4, 4))
+    assert text(AttrSource(LocalSource("self"), "name")) == "L['self'].name"

@@ -1,0 +1,242 @@
+"""Trace equal modules once: the call of a module copies what an equal one left in the graph.
+
+Dynamo traces each layer of a model, though most are equal. `regions` says when one may be copied.
+Guards of the module that was traced hold for each copy: `copied_facts` states them for its place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+from torch._dynamo.utils import get_fake_value, set_example_value
+from torch._dynamo.variables import ConstantVariable, TupleVariable
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.nn_module import (
+    UnspecializedBuiltinNNModuleVariable,
+    UnspecializedNNModuleVariable,
+)
+from torch._guards import Source
+from torch.fx.node import map_aggregate
+
+from .inlined import GuardFact
+from .patch import replaced
+from .region_match import Match
+from .regions import Name, Names, Region, form_of, form_of_node, text
+
+_MODULES = (UnspecializedNNModuleVariable, UnspecializedBuiltinNNModuleVariable)
+_MOST_REGIONS = 4
+"""How many regions a call is compared with."""
+
+Copies = list[tuple[str, str]]
+"""Expressions of a module that was traced and of one whose call copied its region, in order."""
+
+
+@contextmanager
+def equal_modules_traced_once() -> Iterator[Copies]:
+    """Within one trace, copy regions of equal modules. Torch below 2.13 lacks what it takes."""
+    regions = _Regions()
+    if not hasattr(Source, "clone"):
+        yield regions.copies
+        return
+    module: Any = UnspecializedNNModuleVariable
+    builder: Any = VariableBuilder
+    translator: Any = InliningInstructionTranslator
+    lazy: Any = LazyVariableTracker
+    call_module, build, wrap = module.call_function, builder.__call__, builder._wrap
+    create = lazy.create
+    inline = translator.inline_call.__func__
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        return regions.call(call_module, self, tx, list(args), kwargs)
+
+    def built(self: Any, value: Any) -> Any:
+        variable = build(self, value)
+        for region in regions.active:
+            region.reads.append((self.source, value, variable))
+        return variable
+
+    def created(value: Any, source: Any, *args: Any, **options: Any) -> Any:
+        for region in regions.active:
+            region.reads.append((source, value, None))
+        return create(value, source, *args, **options)
+
+    def wrapped(self: Any, value: Any) -> Any:
+        variable = wrap(self, value)
+        if regions.active and type(value) is str and type(variable) is ConstantVariable:
+            return _Passed(value, names=regions.names, source=self.source)
+        return variable
+
+    def inline_call(cls: Any, parent: Any, func: Any, *rest: Any, **kwargs: Any) -> Any:
+        for region in regions.active:
+            region.functions.add(getattr(func, "fn", func.get_code()))
+        return inline(cls, parent, func, *rest, **kwargs)
+
+    with (
+        replaced(module, "call_function", call_function),
+        replaced(builder, "__call__", built),
+        replaced(builder, "_wrap", wrapped),
+        replaced(lazy, "create", staticmethod(created)),
+        replaced(translator, "inline_call", classmethod(inline_call)),
+    ):
+        yield regions.copies
+
+
+def copied_facts(facts: Iterable[GuardFact], copies: Copies) -> tuple[GuardFact, ...]:
+    """`facts`, and those on a traced module also for each module that copied its region."""
+    found = {(fact.expression, fact.kind, repr(fact.argument)): fact for fact in facts}
+    for original, copied in copies:
+        named = re.compile(re.escape(original) + r"(?!\w)")
+        for fact in [each for each in found.values() if original in each.expression]:
+            expression, argument = named.sub(lambda _: copied, fact.expression), fact.argument  # noqa: B023
+            if fact.kind == "DUPLICATE_INPUT":
+                argument = named.sub(lambda _: copied, argument)  # noqa: B023
+            moved = replace(fact, expression=expression, argument=argument)
+            found.setdefault((expression, fact.kind, repr(argument)), moved)
+    return tuple(found[each] for each in sorted(found))
+
+
+def without_names(graph: torch.fx.Graph) -> None:
+    """Make names of layers in the arguments of nodes plain strings again."""
+    for node in graph.nodes:
+        if Name.within((node.args, node.kwargs)):
+            node.args, node.kwargs = map_aggregate(
+                (node.args, node.kwargs), lambda each: str(each) if type(each) is Name else each
+            )
+
+
+class _Passed(ConstantVariable):
+    """A string of a module. Everything but passing it to an operator reads `value`."""
+
+    _nonvar_fields = {"names", *ConstantVariable._nonvar_fields}  # noqa: RUF012
+
+    def __init__(self, value: str, names: Names, source: Any, **kwargs: Any) -> None:
+        self.names = names
+        super().__init__(value, source=source, **kwargs)
+
+    @property
+    def value(self) -> Any:
+        self.names.inspected.add(text(self.source))
+        return self.__dict__["value"]
+
+    @value.setter
+    def value(self, value: str) -> None:
+        self.__dict__["value"] = value
+
+    def as_proxy(self) -> Any:
+        name = Name(self.__dict__["value"])
+        name.source = self.source
+        self.names.passed.add(text(name.source))
+        return name
+
+
+class _Regions:
+    """All regions of one trace."""
+
+    def __init__(self) -> None:
+        self.copies: Copies = []
+        self.active: list[Region] = []
+        self.names = Names()
+        self._known: dict[Any, list[Region]] = {}
+        self._output: Any = None
+
+    def _begin(self, output: Any) -> None:
+        """Forget what belongs to another graph: Dynamo may start a trace over."""
+        if output is not self._output:
+            self._output = output
+            for table in (self.copies, self.names.passed, self.names.inspected, self._known):
+                table.clear()
+
+    def call(
+        self,
+        original: Callable[..., Any],
+        variable: Any,
+        tx: Any,
+        args: list[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The result of calling a module: of a copied region, else of Dynamo's trace."""
+        self._begin(tx.output)
+        module = variable.value
+        is_leaf = type(variable) is not UnspecializedNNModuleVariable and not module._modules
+        if type(variable) not in _MODULES or is_leaf or not _plain(variable, tx):
+            return original(variable, tx, args, kwargs)
+        inputs: list[Any] = []
+        forms = [form_of(each, inputs) for each in (*args, *kwargs.values())]
+        effects = tx.output.side_effects
+        if None in forms or any(map(effects.has_pending_mutation, inputs)):
+            return original(variable, tx, args, kwargs)
+        known = self._known.setdefault((type(module), (*forms,), (*kwargs,), len(args)), [])
+        for region in known:
+            match = Match(self.names, region, module, variable.source, tx)
+            if match.holds():
+                return self._copied(region, match, inputs, tx)
+        region = Region(module, variable.source, inputs, tx)
+        self.active.append(region)
+        try:
+            result = original(variable, tx, args, kwargs)
+        finally:
+            self.active.remove(region)
+        with suppress(Exception):  # what cannot be examined is not copied
+            if len(known) < _MOST_REGIONS and _plain(variable, tx) and region.end(result):
+                known.append(region)
+        return result
+
+    def _copied(self, region: Region, match: Match, inputs: list[Any], tx: Any) -> Any:
+        """Add the nodes of a region to the graph as Dynamo does; returns the result of the call."""
+        graph, tracer = tx.output.graph, tx.output.current_tracer
+        variables = dict(zip(region.given, inputs, strict=True))
+        new = {node: variable.as_proxy().node for node, variable in variables.items()}
+        for node in region.outside:
+            found = match.placeholder(node)
+            new[node] = VariableBuilder(tx, found[0])(found[1]).as_proxy().node if found else node
+        for source, value in match.shared:
+            VariableBuilder(tx, source)(value)  # adds the guard that both are one object
+        self.copies.append((region.name, text(match.source)))
+
+        def leaf(value: Any) -> Any:
+            if type(value) is Name:
+                return match.name(value)
+            return new[value] if isinstance(value, torch.fx.Node) else value
+
+        results = region.result if isinstance(region.result, tuple) else (region.result,)
+        for node in region.nodes:
+            args, kwargs = map_aggregate((node.args, node.kwargs), leaf)
+            made = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+            made.meta = {key: node.meta[key] for key in node.meta if key != "example_value"}
+            new[node] = made
+            if node in results:
+                variables[node] = wrap_fx_proxy(tx, torch.fx.Proxy(made, tracer))
+            elif (value := get_fake_value(made, tx, allow_non_graph_fake=True)) is not None:
+                set_example_value(made, value)
+        if any(form_of_node(node) != form_of_node(new[node]) for node in region.nodes):
+            raise RuntimeError("an operator has results of another form for another name")
+        for active in self.active:
+            active.reads += match.reads
+            active.functions |= region.functions
+        none = ConstantVariable.create(None)
+        items = [none if node is None else variables[node] for node in results]
+        return TupleVariable(items) if isinstance(region.result, tuple) else items[0]
+
+
+def _plain(variable: Any, tx: Any) -> bool:
+    """Whether nothing outside the graph differs from what it was when the trace began."""
+    effects = tx.output.side_effects
+    existing = (
+        each
+        for each in effects.id_to_variable.values()
+        if "Existing" in type(each.mutation_type).__name__
+    )
+    return bool(
+        variable.source is not None
+        and len(tx.output.tracers) == 1
+        and not tx.output.export
+        and not tx.symbolic_torch_function_state.mode_stack
+        and not any(map(effects.is_modified, existing))
+    )
