@@ -67,11 +67,8 @@ def test_a_listener_that_takes_itself_off_silences_nobody():
     assert heard == ["capture.recorded"]
 
 
-@pytest.mark.slow
-def test_details_are_made_only_where_somebody_looks():
-    """In a separate process: pytest's log capture counts as a reader."""
-    code = """
-import logging, torch
+UNTRACED = """
+import logging
 from piecegraph import Events
 events = Events()
 events.detail("split_graph", lambda: 1 / 0)
@@ -82,25 +79,25 @@ logging.getLogger("piecegraph").setLevel(logging.DEBUG)
 events.detail("split_graph", lambda: {"steps": []})
 assert len(events.events) == 1
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.slow
-def test_texts_are_made_only_for_a_trace(tmp_path, monkeypatch):
-    code = """
+TRACED = """
 import torch
 from piecegraph.events import trace_artifact
 from piecegraph.torch_compat.structured_trace import trace_is_on
 assert trace_is_on() is {traced}
 trace_artifact("graph", lambda: print("made") or "text")
 """
+
+
+@pytest.mark.slow
+def test_details_are_made_only_where_somebody_looks_and_texts_for_a_trace(tmp_path, monkeypatch):
+    """In separate processes: pytest's log capture counts as a reader."""
     for traced in (False, True):
-        environment = {"TORCH_TRACE": str(tmp_path)} if traced else {}
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(traced=traced)], capture_output=True, text=True
-        )
+        program = TRACED.format(traced=traced)
+        if traced:
+            monkeypatch.setenv("TORCH_TRACE", str(tmp_path))
+        else:
+            program += UNTRACED
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout == ("made\n" if traced else "")
     (trace,) = tmp_path.iterdir()

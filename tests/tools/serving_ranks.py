@@ -3,7 +3,8 @@
 FEATURES are more options of `piecegraph run`, as JSON.
 
 Each rank writes its steps and the tokens of its requests into FOLDER. The last one has one request
-and is idle afterwards. Rank 0 also serves all requests alone.
+and is idle afterwards. The parent serves all requests alone and forks then: Dynamo is imported and
+has traced once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -51,13 +53,14 @@ def play(folder: Path, rank: int, size: int, features: dict) -> None:
     dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=60), size, rank)
     owner = {i: size - 1 if i == 0 else i % (size - 1) for i in range(OPTIONS["requests"])}
     steps, tokens = served(features, lambda i: owner[i] == rank, Ranks(timeout_s=60.0))
-    alone = served(features, lambda i: True)[1] if rank == 0 else {}
-    result = {"steps": steps, "tokens": tokens, "alone": alone}
-    (folder / f"rank-{rank}.json").write_text(json.dumps(result))
+    (folder / f"rank-{rank}.json").write_text(json.dumps({"steps": steps, "tokens": tokens}))
 
 
 def main() -> int:
     folder, size, features = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    torch.set_num_threads(1)  # threads do not survive a fork
+    _, alone = served(features, lambda i: True)
+    (folder / "alone.json").write_text(json.dumps(alone))
     children = []
     for rank in range(size):
         child = os.fork()

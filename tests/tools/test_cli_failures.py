@@ -51,7 +51,7 @@ def test_a_log_that_cannot_be_written_loses_no_report(library):
     program = "import sys; from piecegraph.tools.cli.app import main\n"
     program += "import piecegraph.tools.cli.app as app\n"
     program += "def talk(): print('talk', file=sys.stderr); print('report'); return 0\n"
-    program += "app.app = lambda *_, **__: talk()\n"
+    program += "app._command = lambda: lambda *_, **__: talk()\n"
     program += "sys.exit(main(['x']))"
     command = f'{sys.executable} -c "{program}" 2>/dev/full'
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import sys
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str]) -> int:
     try:
         log_to_stderr()
-        status = app(arguments, standalone_mode=False)
+        status = _command()(arguments, standalone_mode=False)
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as error:
@@ -101,6 +102,12 @@ def _run(arguments: Sequence[str]) -> int:
             message += f" Choose one of {', '.join(context.command.list_commands(context))}."
         return _fail(message, BAD_VALUE)
     return status if isinstance(status, int) else 0
+
+
+@functools.cache
+def _command() -> Any:
+    """The parser of all commands, which takes typer 50 ms to make."""
+    return typer.main.get_command(app)
 
 
 class _BestEffort:
