@@ -14,7 +14,8 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,17 +36,17 @@ def main(name: str, way: str, model: dict[str, int], folder: Path, results: Text
         print(json.dumps(facts), file=results, flush=True)
 
     start = {"vllm": _vllm, "transformers": _transformers}[name]
-    generate, began = start(way, _model_config(model), folder)
-    ready = time.perf_counter() - began
-    generate([_prompt(0)], 1)
-    first_token = time.perf_counter() - began
-    version = importlib.import_module(name).__version__
-    say(ready=ready, first_token=first_token, version=version)
-    for line in sys.stdin:
-        prompts = [_prompt(number) for number in range(int(line))]
-        began = time.perf_counter()
-        made = generate(prompts, NEW_TOKENS)
-        say(tokens_per_second=made / (time.perf_counter() - began))
+    with start(way, _model_config(model), folder) as (generate, began):
+        ready = time.perf_counter() - began
+        generate([_prompt(0)], 1)
+        first_token = time.perf_counter() - began
+        version = importlib.import_module(name).__version__
+        say(ready=ready, first_token=first_token, version=version)
+        for line in sys.stdin:
+            prompts = [_prompt(number) for number in range(int(line))]
+            began = time.perf_counter()
+            made = generate(prompts, NEW_TOKENS)
+            say(tokens_per_second=made / (time.perf_counter() - began))
     say(peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 
 
@@ -72,7 +73,8 @@ def _model_config(model: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _vllm(way: str, config: dict[str, Any], folder: Path) -> tuple[Generate, float]:
+@contextmanager
+def _vllm(way: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[Generate, float]]:
     """Ready when `LLM(…)` returns; the import of vLLM is not in it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     vllm: Any = importlib.import_module("vllm")
@@ -104,11 +106,18 @@ def _vllm(way: str, config: dict[str, Any], folder: Path) -> tuple[Generate, flo
         outputs = llm.generate(given, sampling, use_tqdm=False)
         return sum(len(each.outputs[0].token_ids) for each in outputs)
 
-    return generate, began
+    yield generate, began
 
 
-def _transformers(way: str, config: dict[str, Any], folder: Path) -> tuple[Generate, float]:
-    """Ready after a prefill and a decode step, in which transformers compiles."""
+@contextmanager
+def _transformers(
+    way: str, config: dict[str, Any], folder: Path
+) -> Iterator[tuple[Generate, float]]:
+    """Ready after a prefill and a decode step, in which transformers compiles.
+
+    One manager serves all requests, as in a server: `generate_batch` starts and stops one each
+    time, with a collection of all garbage in both, which would take most of a small model's time.
+    """
     import torch
 
     transformers: Any = importlib.import_module("transformers")
@@ -120,29 +129,34 @@ def _transformers(way: str, config: dict[str, Any], folder: Path) -> tuple[Gener
         max_batch_tokens=MAX_NUM_TOKENS,
         num_blocks=256,
         page_size=16,
+        allow_block_sharing=False,
         default_compile_level=1 if way == "engine" else 0,
     )
-
-    def generate(prompts: Sequence[list[int]], count: int) -> int:
-        settings = transformers.GenerationConfig(
-            max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
-        made = model.generate_batch(
-            list(prompts),
-            generation_config=settings,
-            continuous_batching_config=batching,
-            progress_bar=False,
-        )
-        return sum(len(result.generated_tokens) for result in made.values())
-
+    settings = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     began = time.perf_counter()
     if way == "piecegraph":
         from ... import Config
         from ..integrations.continuous_batching import accelerate
 
         accelerate(model, Config(max_num_tokens=MAX_NUM_TOKENS, graph_mode="NONE"))
-    generate([_prompt(0)], 2)
-    return generate, began
+    with model.continuous_batching_context_manager(
+        generation_config=settings, continuous_batching_config=batching, timeout=5
+    ) as manager:
+
+        def generate(prompts: Sequence[list[int]], count: int) -> int:
+            manager.add_requests(list(prompts), max_new_tokens=count)
+            made, left = 0, len(prompts)
+            while left:
+                result = manager.get_result(timeout=1)
+                if result is None and not manager.is_running():
+                    raise SystemExit("the manager stopped")
+                if result is not None and result.is_finished():
+                    made += len(result.generated_tokens)
+                    left -= 1
+            return made
+
+        generate([_prompt(0)], 2)
+        yield generate, began
 
 
 if __name__ == "__main__":

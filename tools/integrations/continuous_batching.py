@@ -103,20 +103,23 @@ def _attend_with(module: Any) -> Any:
             output.zero_()
             return
         rows = arguments["input_ids"].shape[1]
+        real = output
+        if rows < output.shape[0]:
+            query, key, value, real = (x[:rows] for x in (query, key, value, output))
+            output[rows:] = 0
         mask = arguments["attention_mask"]
         if isinstance(mask, Mapping):
             mask = mask[arguments["cache"].layer_to_allocator[module.layer_idx].layer_type]
         given = {k: v for k, v in arguments.items() if k not in NOT_FOR_ATTENTION}
         result, _ = functions[module.config._attn_implementation](
             module,
-            *(x[:rows].transpose(0, 1)[None] for x in (query, key, value)),
+            *(x.transpose(0, 1)[None] for x in (query, key, value)),
             mask,
             dropout=0.0,
             scaling=rule.scale,
             sliding_window=rule.window or None,
             **given,
         )
-        output[:rows] = result[0]
-        output[rows:] = 0
+        real.copy_(result[0])
 
     return attend
