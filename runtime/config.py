@@ -173,7 +173,8 @@ class Config(CompileConfig):
     the rest between steps (`"delayed"`), or the rest on first use (`"lazy"`)."""
 
     captures_per_step: Annotated[int, SERVING, Field(ge=1)] = 1
-    """The most captures between two steps, for `"delayed"` and `"lazy"`."""
+    """The most captures between two steps: for `"delayed"` and `"lazy"`, and after a model has
+    switched to compiled code (`cold="serve"`) for all."""
 
     capture_ms_per_step: Annotated[float | None, SERVING, Field(ge=0)] = None
     """The most milliseconds of capturing between two steps, by the measured cost of earlier

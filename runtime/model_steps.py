@@ -316,7 +316,7 @@ class ModelSteps(ObservableSteps):
         return results
 
     def wait_until_compiled(self, timeout_s: float | None = None) -> bool:
-        """With `cold="serve"`: wait for the compiled code, and switch to it.
+        """With `cold="serve"`: wait for the compiled code, switch to it, and capture as at startup.
 
         Returns whether compiled code serves now: False after `timeout_s`, and where the model
         cannot be compiled, for which the report has the reason. With several ranks all must make
@@ -324,11 +324,17 @@ class ModelSteps(ObservableSteps):
         """
         self._must_be_open()
         if self._behind is not None:
-            self._switch_if_ready(self._behind, self._behind.background.wait(timeout_s))
+            compiled = self._behind.background.wait(timeout_s)
+            self._switch_if_ready(self._behind, compiled, waited=True)
         return self.compiled.traced
 
-    def _switch_if_ready(self, behind: Behind, compiled: CompiledModel | None) -> bool:
-        """Between two steps: serve `compiled`, if there is one, and capture by the strategy."""
+    def _switch_if_ready(
+        self, behind: Behind, compiled: CompiledModel | None, *, waited: bool = False
+    ) -> bool:
+        """Between two steps: serve `compiled`, if there is one.
+
+        The startup set is captured between the next steps, or now if the program has `waited`.
+        """
         if compiled is not None or behind.background.over:
             self._stop_background()
             self._behind, self._capturer.active = None, False
@@ -341,8 +347,10 @@ class ModelSteps(ObservableSteps):
             self.usage.follow(policy.dispatcher.plan)
             self._replace(compiled, policy)
             self._with_form = None
-            if self._captures_after_switch:
+            if self._captures_after_switch and waited:
                 self._capturer.startup(serving=True)
+            elif self._captures_after_switch:
+                self._capturer.startup_while_serving()
         seconds, steps = behind.background.seconds, behind.background.steps
         self.records.add(Switched(seconds, steps, span.seconds * 1000))
         return True

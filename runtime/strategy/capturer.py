@@ -97,10 +97,7 @@ class Capturer:
 
         In `serving`, between two steps, a dummy batch that fails is no error.
         """
-        if self.queue.untouched:
-            self._forget_failed_probes()
-            if self._config.memory_limit is not None:
-                self._plan_memory()
+        self._apply_memory_limit()
         self._capture_startup_set(progress, serving)
         eager = self._config.strategy is CaptureStrategy.EAGER
         while self._over_limit or (eager and self._make_room()):
@@ -112,6 +109,20 @@ class Capturer:
         if self.memory.forecast is not None:
             captured = [i for i, state in enumerate(self.queue.states) if state.captured]
             self._records.add(self.memory.accuracy(self._dispatcher.plan, captured))
+
+    def startup_while_serving(self) -> None:
+        """Capture the startup set between the next steps, within the budget of each."""
+        self._apply_memory_limit()
+        states = self.queue.states
+        firsts = (next((i for i in g if not states[i].dropped), None) for g in self.queue.startup())
+        self.queue.add(i for i in firsts if i is not None)
+        self._refresh_active()
+
+    def _apply_memory_limit(self) -> None:
+        if self.queue.untouched:
+            self._forget_failed_probes()
+            if self._config.memory_limit is not None:
+                self._plan_memory()
 
     def _capture_startup_set(
         self, progress: Callable[[CaptureRecord], None] | None, serving: bool

@@ -6,7 +6,8 @@
 | DELAYED  | the largest of each mode  | the wanted graph if missing, then the next largest        |
 | LAZY     | the largest of each mode  | the wanted graph once it has been wanted `min_hits` times |
 
-Under all of them, graphs that a refit of the sizes adds are captured between steps.
+Under all of them, graphs that a refit of the sizes adds are captured between steps, and so is the
+startup set of a model that has switched to compiled code while it serves.
 
 Uses are counted per graph, that is per padded size. Everything here depends only on the plan, the
 wanted graphs and the outcomes of captures, so ranks with equal input choose the same.
@@ -91,6 +92,10 @@ class CaptureQueue:
         self._plan = plan
         self.states += [GraphState() for _ in plan.entries[len(self.states) :]]
         self._by_size = _largest_first(plan)
+        self.add(added)
+
+    def add(self, added: Iterable[int]) -> None:
+        """Capture `added` between the next steps, under every strategy."""
         self._added = list(added)
         for graph_index in self._added:
             self.states[graph_index].dropped = False

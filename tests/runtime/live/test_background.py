@@ -156,6 +156,33 @@ def test_steps_are_right_before_and_after_the_switch(
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("strategy", ["eager", "lazy"])
+def test_graphs_are_captured_between_the_steps_after_the_switch(
+    serve_cold: Callable[..., LiveServed], strategy: str
+) -> None:
+    served = serve_cold(strategy=strategy, captures_per_step=1)
+    served.prepared.capture()
+    serve_until_over(served)
+    captured = [0]
+    wanted = 3 if strategy == "eager" else 1
+    while captured[-1] < wanted:
+        captured.append(len(served.prepared.recordings()))
+        served.step(16)  # has no graph
+    assert captured == [0, *range(wanted + 1)]
+    assert served.step(8) == "PIECEWISE 8"
+
+
+@pytest.mark.compile
+def test_who_waits_for_the_switch_has_the_graphs_of_startup(
+    serve_cold: Callable[..., LiveServed],
+) -> None:
+    served = serve_cold()
+    served.prepared.capture()
+    assert served.prepared.wait_until_compiled()
+    assert len(served.prepared.recordings()) == 3
+
+
+@pytest.mark.compile
 def test_the_switch_can_be_awaited_and_a_step_without_tokens_runs_before_it(
     serve_cold: Callable[..., LiveServed],
 ) -> None:
