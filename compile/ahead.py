@@ -8,12 +8,15 @@ nor Inductor. The model is traced again; its artifacts come from the cache.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import replace
 
 from ..errors import InvalidSetting
 from ..torch_compat.dynamo import reasoning_about_sizes
-from .backends.aoti import build_library
-from .backends.jobs import Job, compile_pieces, compiler_options, store_artifact
+from .backends.aoti import begin_library, building
+from .backends.jobs import Compiled, Job, compile_pieces, compiler_options, store_artifact
 from .backends.registry import compiler_named
 from .bundle.bundle import store_bundle
 from .bundle.key_factors import trace_key
@@ -40,38 +43,55 @@ def compile_ahead(request: CompileRequest) -> bool:
     key = trace_key(request.model, request.config, request.device, request.examples)
     split = split_model(trace_with_guards(request), request.events)
     compiled = compile_pieces(request, split, compiler_named(request.config.compiler))
-    artifacts: list[Blobs] = []
-    for job, made in zip(compiled.jobs, compiled.results, strict=True):
-        if LIBRARY not in made.blobs:
-            library = _library(request, split, job)
-            if library is None:
-                return False
-            made = replace(made, blobs={**made.blobs, LIBRARY: library})
-            store_artifact(request, split, job, made)
-        artifacts.append(made.blobs)
+    artifacts = _with_libraries(request, split, compiled)
+    if artifacts is None:
+        return False
     plan = split.plan(compiled.ranges)
     return store_bundle(request, key, split.trace, split.config, plan, artifacts)
 
 
-def _library(request: CompileRequest, split: SplitModel, job: Job) -> bytes | None:
+def _with_libraries(
+    request: CompileRequest, split: SplitModel, compiled: Compiled
+) -> list[Blobs] | None:
+    """The artifacts with a library each, all stored; None if one of them cannot have one.
+
+    Code for all of them is generated first, while C++ compilers run.
+    """
+    begun: dict[int, Callable[[], bytes]] = {}
+    artifacts = [made.blobs for made in compiled.results]
+    with building() as threads:
+        for number, job in enumerate(compiled.jobs):
+            if LIBRARY not in artifacts[number]:
+                with _naming_failures(request, job):
+                    begun[number] = _begin(request, split, job, threads)
+        for number, finish in begun.items():
+            job, made = compiled.jobs[number], compiled.results[number]
+            with _naming_failures(request, job):
+                artifacts[number] = {**made.blobs, LIBRARY: finish()}
+                request.events.count("library_compiles")
+                store_artifact(request, split, job, replace(made, blobs=artifacts[number]))
+    return artifacts if all(LIBRARY in blobs for blobs in artifacts) else None
+
+
+@contextmanager
+def _naming_failures(request: CompileRequest, job: Job) -> Iterator[None]:
+    """Report an error, for torch may refuse for many reasons: the standalone form serves then."""
+    index, events = job.unique.index, request.events
+    try:
+        with events.span("compile.library", piece=index, digest=job.unique.digest[:12]):
+            yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        events.emit("compile.library_failed", level=logging.WARNING, piece=index, reason=reason)
+
+
+def _begin(
+    request: CompileRequest, split: SplitModel, job: Job, threads: Executor
+) -> Callable[[], bytes]:
     graph = job.unique.piece.module(split.trace.graph)
     limits = split.guards.limits()
     if job.size is not None:
         limits |= dict.fromkeys(job.unique.piece.symbols(), (job.size, job.size))
-    index = job.unique.index
-    try:
-        with (
-            request.events.span("compile.library", piece=index, digest=job.unique.digest[:12]),
-            reasoning_about_sizes(split.config.dynamic_shapes.value),
-        ):
-            library = build_library(
-                graph, limits, request.device, compiler_options(request, split, job)
-            )
-    except Exception as error:  # torch may refuse for many reasons: the standalone form serves
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        request.events.emit(
-            "compile.library_failed", level=logging.WARNING, piece=index, reason=reason
-        )
-        return None
-    request.events.count("library_compiles")
-    return library
+    options = compiler_options(request, split, job)
+    with reasoning_about_sizes(split.config.dynamic_shapes.value):
+        return begin_library(graph, limits, request.device, options, threads)

@@ -6,45 +6,59 @@ only if its results agree with those of the piece.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...errors import LibraryDisagrees, LibraryNotGeneral
-from ...torch_compat.aoti import AheadCompiled, aoti_compile
-from ...torch_compat.inductor import inductor_cache_directory, inductor_options
+from ...torch_compat.aoti import AheadCompiled, aoti_compile, cpp_threads
 from ...torch_compat.symbolic import expression_of, traced_size
 from ...torch_compat.tensors import fresh_fake_mode
 from ..guards.numerics_check import numeric_difference
 from ..guards.prover import Ranges, prove
 from ..guards.range_check import corners
 from ..pieces.piece import size_positions
-from .inductor import load_library, scratch, toolchain_directory
+from .inductor import compiling, load_library
 
 
-def build_library(
-    graph: GraphModule, limits: Ranges, device: torch.device, options: Mapping[str, Any]
-) -> bytes:
-    """Compile a piece's graph ahead of time.
+@contextmanager
+def building() -> Iterator[Executor]:
+    """Threads in which the C++ compilers of several libraries run, and a directory for them."""
+    with compiling(), cpp_threads() as threads:
+        yield threads
 
-    Raises LibraryNotGeneral if the library would not hold for every size in `limits`,
-    LibraryDisagrees if its results differ from the graph's, and torch's errors where the piece
-    cannot be exported.
+
+def begin_library(
+    graph: GraphModule,
+    limits: Ranges,
+    device: torch.device,
+    options: Mapping[str, Any],
+    threads: Executor,
+) -> Callable[[], bytes]:
+    """Generate the library of a piece's graph; the function returned waits for it and checks it.
+
+    Raises LibraryNotGeneral if the library would not hold for every size in `limits`, and torch's
+    errors where the piece cannot be exported; the function raises LibraryDisagrees if its results
+    differ from the graph's. Call both inside `building()`.
     """
     carried = _sizes_as_tensors(graph)
     inputs, dynamic = _example_tensors(carried, limits)
-    with scratch() as folder:
-        with inductor_cache_directory(folder), inductor_options(toolchain_directory(folder)):
-            compiled = aoti_compile(carried, inputs, dynamic, dict(options))
-        _check_general(compiled)
-        library = load_library(Path(compiled.path), size_positions(graph.graph), device)
+    compiled = aoti_compile(carried, inputs, dynamic, dict(options), threads)
+    _check_general(compiled)
+
+    def finish() -> bytes:
+        path = compiled.link()
+        library = load_library(path, size_positions(graph.graph), device)
         for sizes in corners(limits):
             if fault := numeric_difference(library, graph, sizes):
                 raise LibraryDisagrees(fault=fault, sizes=dict(sizes))
-        return Path(compiled.path).read_bytes()
+        return path.read_bytes()
+
+    return finish
 
 
 def _sizes_as_tensors(graph: GraphModule) -> GraphModule:
