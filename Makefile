@@ -32,6 +32,7 @@ test-fast: $(VENV)/.dev
 # More cases of what `make test` shows. About ten minutes.
 heavy: $(VENV)/.dev
 	$(PYTEST) -m "heavy and not gpu"
+	$(PYTEST) --hypothesis-profile=many -k "properties or fit or coverage or replay_property" tests/dispatch tests/runtime/test_replay_property.py
 
 # Of the tests of `make unit`. In parts: `make coverage PART=tests/cache` adds to what was measured before.
 coverage: $(VENV)/.dev

@@ -1,7 +1,7 @@
 """Runs programs as `python program.py` does, without the seconds that importing torch takes.
 
-Imports torch, Dynamo and the package once, and forks for each line of standard input: a program, a
-file for its output, its environment. Answers each with the exit status.
+Imports torch, its compilers and the package once, and forks for each line of standard input: a
+program, a file for its output, its environment. Answers each with the exit status.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import runpy
 import sys
 import traceback
 
-import torch._dynamo
-
 import piecegraph
+from piecegraph.torch_compat.dynamo import import_dynamo
+from piecegraph.torch_compat.inductor import import_inductor
 
 
 def run(script: str, output: str, environment: dict[str, str]) -> int:
@@ -42,7 +42,9 @@ def run(script: str, output: str, environment: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    _ = torch._dynamo, piecegraph.prepare  # imported on first use
+    import_dynamo()
+    import_inductor()
+    _ = piecegraph.prepare  # imported on first use
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

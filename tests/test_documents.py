@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+import piecegraph as pg
+
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]
 RESULTS = sorted((ROOT / "benchmarks").glob("*.json"))
@@ -49,3 +51,9 @@ def test_every_page_is_linked_from_another():
         if "://" not in link
     }
     assert [page for page in (ROOT / "docs").glob("*.md") if page.resolve() not in linked] == []
+
+
+def test_every_method_of_a_prepared_model_is_described():
+    page = (ROOT / "docs/prepared_model.md").read_text()
+    methods = [name for name in dir(pg.PreparedModel) if not name.startswith("_")]
+    assert [name for name in methods if f"`{name}" not in page] == []

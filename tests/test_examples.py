@@ -1,7 +1,10 @@
-"""The programs in examples/ run."""
+"""Programs run: those of examples/, the samples of a page of docs/ as one, each of README.md."""
 
+import json
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +13,67 @@ import pytest
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+PAGES = [
+    "bisect.md",
+    "check.md",
+    "prepared_model.md",
+    "production.md",
+    "steps.md",
+    "testing-capture-modes.md",
+]
+
+
+def samples(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def run_forked():
+    """`run_forked(script, output, **variables)`: what a program writes, which must succeed."""
+    command = [sys.executable, Path(__file__).with_name("run_programs.py")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as forking:
+
+        def run(script, output, **variables):
+            request = [str(script), str(output), {**os.environ, **variables}]
+            print(json.dumps(request), file=forking.stdin, flush=True)
+            status = forking.stdout.readline()
+            assert status == "0\n", output.read_text()
+            return output.read_text()
+
+        yield run
+        forking.stdin.close()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_samples_of_a_page_run(run_forked, name, tmp_path):
+    blocks = samples(ROOT / "docs" / name)
+    assert blocks
+    script = tmp_path / "page.py"
+    script.write_text("\n\n".join(blocks))
+    run_forked(script, tmp_path / "output")
+
+
+@pytest.mark.parametrize("example", samples(ROOT / "README.md"))
+def test_an_example_of_the_readme_runs(run_forked, example, tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    places = {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    assert "tensor(" in run_forked(script, tmp_path / "output", **places)
+
+
+def test_a_model_with_its_own_attention(run_forked, tmp_path):
+    variables = {"PIECEGRAPH_CACHE_DIR": str(tmp_path / "cache"), "PIECEGRAPH_OFF": "inductor"}
+    script = Path(shutil.copy(EXAMPLES / "own_model.py", tmp_path))
+    output = run_forked(script, tmp_path / "output", **variables)
+    assert "8 steps, equal; the last one ran in mode FULL" in output
 
 
 @pytest.fixture
 def run(tmp_path):
-    """`run("own_model.py", …)`: its output; the cache is a fresh directory."""
+    """`run("hugging_face.py", …)`: its output; the cache is a fresh directory."""
 
     def run(name, *arguments, **variables):
         command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
@@ -27,11 +85,6 @@ def run(tmp_path):
         return done.stdout
 
     return run
-
-
-def test_a_model_with_its_own_attention(run):
-    output = run("own_model.py", PIECEGRAPH_OFF="inductor")
-    assert "8 steps, equal; the last one ran in mode FULL" in output
 
 
 @pytest.mark.heavy

@@ -154,6 +154,7 @@ def test_every_error_is_raised_somewhere(package_sources: dict[str, Path]) -> No
     assert [cls.__name__ for cls in catalog() if cls.__name__ not in sources] == []
 
 
+@pytest.mark.slow
 def test_every_public_function_of_dispatch_has_a_caller() -> None:
     """Policy that nothing but tests uses cannot be reached by an engine."""
     uses: dict[str, set[tuple[Path, int]]] = {}

@@ -39,6 +39,7 @@ def assert_miss_then_repaired(cache: Cache, key: Key, expected: dict[str, bytes]
     assert (repaired.contents, repaired.meta) == (expected, META)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [300, pytest.param(2100, marks=pytest.mark.heavy)])
 def test_failure_W7_damaged_files(memory_root: Path, key: Key, cases: int) -> None:
     """Flips, truncations, growth, swaps and removals, applied to random files."""

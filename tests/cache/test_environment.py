@@ -116,6 +116,7 @@ def test_c1_vllm_14953_reading_an_undeclared_variable_is_an_error(
         read("PIECEGRAPH_SECRET_SWITCH")
 
 
+@pytest.mark.slow
 def test_c1_1cat_536_nothing_reads_the_environment_but_the_registry(
     package_sources: dict[str, Path],
 ) -> None:

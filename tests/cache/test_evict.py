@@ -156,6 +156,7 @@ def test_blob_that_gets_an_entry_during_the_eviction_is_put_back(
     assert isinstance(filled.lookup("artifact", numbered(0)), Entry)
 
 
+@pytest.mark.slow
 def test_publishing_keeps_the_directory_within_its_limit(root: Path, events: Events) -> None:
     cache = Cache(root, events, limits=Limits(size=100 * KB, grace=0.0))
     for number in range(60):

@@ -247,6 +247,7 @@ def test_large_file_that_is_no_bundle_is_refused_by_its_header(tmp_path: Path) -
     assert peak_bytes(refuse) < 64 << 20
 
 
+@pytest.mark.slow
 def test_export_and_import_hold_one_entry_in_memory(tmp_path: Path, memory_root: Path) -> None:
     cache = Cache(memory_root, Events())
     for number in range(12):

@@ -190,6 +190,7 @@ def kernel(x):
 """
 
 
+@pytest.mark.slow
 def test_failure_W10_keys_do_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
     (tmp_path / "tests_sources.py").write_text(SOURCES)
     seen = set()

@@ -46,7 +46,6 @@ pytestmark = [
 ]
 
 SAMPLE = (
-    "llama",
     "gemma3_text",
     "lfm2",  # a convolution
     "mamba2",  # no attention
@@ -60,6 +59,7 @@ SAMPLE = (
     *(
         pytest.param(family, marks=pytest.mark.heavy)
         for family in (
+            "llama",  # test_model_is_compiled_with_its_own_inputs
             "qwen3_moe",
             "phimoe",  # a window of 8 tokens that is in the mask alone
             "gpt2",

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 
 from piecegraph.dispatch import (
@@ -113,7 +113,6 @@ def fits(plan: DispatchPlan, entry, batch: Batch) -> bool:
     )
 
 
-@settings(max_examples=250)
 @given(st.data())
 def test_dispatch_takes_the_cheapest_captured_graph_that_fits(data):
     plan = data.draw(plans)

@@ -441,6 +441,7 @@ def test_wanted_does_not_wait_for_the_capture():
     assert it.dispatch(batch).graph_index == larger
 
 
+@pytest.mark.slow
 def test_hot_rows_are_found_again_after_many_batch_classes(monkeypatch):
     it = dispatcher("FULL_AND_PIECEWISE", [4, 8], lora_cases=range(512))
     it.dispatch(Batch(3, 3))

@@ -7,7 +7,7 @@ import random
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.dispatch import fit_sizes, fit_validated, padding_waste, refit
@@ -28,7 +28,6 @@ def total_cost(counts, sizes, cost=float) -> float:
 histograms = st.lists(st.integers(0, 9), min_size=2, max_size=10)
 
 
-@settings(max_examples=300)
 @given(histograms, st.integers(2, 6), st.data())
 def test_the_fit_is_the_best_of_all_lists(counts, max_graphs, data):
     every = range(1, len(counts))
@@ -42,7 +41,6 @@ def test_the_fit_is_the_best_of_all_lists(counts, max_graphs, data):
     assert total_cost(counts, sizes) == best
 
 
-@settings(max_examples=300)
 @given(histograms, st.integers(1, 6), st.data())
 def test_the_fit_is_the_best_for_any_measured_cost(counts, max_graphs, data):
     table = data.draw(st.lists(st.integers(1, 9), min_size=len(counts), max_size=len(counts)))
@@ -91,6 +89,7 @@ def test_no_traffic_needs_the_base_alone():
     assert fit_sizes([0, 0, 0], max_graphs=4, base=[2]) == (2,)
 
 
+@pytest.mark.slow
 def test_the_work_of_a_large_fit_is_linear_in_the_batch_sizes(monkeypatch):
     rng = random.Random(0)
     counts = [rng.randrange(1000) for _ in range(8193)]

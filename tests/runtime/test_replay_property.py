@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -65,7 +65,6 @@ OPS: list[Op] = [
 steps = st.tuples(st.integers(0, len(OPS) - 1), st.integers(0, 9), st.integers(0, 9))
 
 
-@settings(max_examples=150)
 @given(
     program=st.lists(steps, max_size=12),
     breaks=st.booleans(),

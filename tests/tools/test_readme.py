@@ -1,4 +1,4 @@
-"""The README is correct: its commands run. Its examples: tests/test_document_samples.py."""
+"""The README is correct: its commands run. Its examples: tests/test_examples.py."""
 
 from __future__ import annotations
 
