@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo_config
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.utils import get_fake_value, set_example_value
 from torch._dynamo.variables import ConstantVariable, TupleVariable
@@ -31,6 +32,7 @@ from .region_match import Match
 from .regions import Name, Names, Region, form_of, form_of_node, text
 
 _MODULES = (UnspecializedNNModuleVariable, UnspecializedBuiltinNNModuleVariable)
+_LAZY_VALUES = "computed_lazy_constant_max_nodes"
 _MOST_REGIONS = 4
 """How many regions a call is compared with."""
 
@@ -78,7 +80,10 @@ def equal_modules_traced_once() -> Iterator[Copies]:
             region.functions.add(getattr(func, "fn", func.get_code()))
         return inline(cls, parent, func, *rest, **kwargs)
 
+    # from torch 2.14 on a value made of constants does not show that they were looked at
+    without_lazy_values = {name: 0 for name in [_LAZY_VALUES] if hasattr(dynamo_config, name)}
     with (
+        dynamo_config.patch(without_lazy_values),
         replaced(module, "call_function", call_function),
         replaced(builder, "__call__", built),
         replaced(builder, "_wrap", wrapped),
@@ -218,7 +223,7 @@ class _Regions:
         if any(form_of_node(node) != form_of_node(new[node]) for node in region.nodes):
             raise RuntimeError("an operator has results of another form for another name")
         for active in self.active:
-            active.reads += match.reads
+            active.reads += match.reads()
             active.functions |= region.functions
         none = ConstantVariable.create(None)
         items = [none if node is None else variables[node] for node in results]

@@ -15,9 +15,9 @@ class Match:
 
     def __init__(self, names: Names, region: Region, module: Any, source: Any, tx: Any) -> None:
         self.source = source
-        self.reads: list[tuple[Any, Any, Any]] = []
         self.shared: list[tuple[Any, Any]] = []
         """Source and value of each object that both modules hold and that the region has read."""
+        self._values: list[tuple[Any, Any]] = []
         self._names, self._region, self._module, self._tx = names, region, module, tx
         self._pairs: dict[int, Any] = {}
         self._paired: set[int] = set()
@@ -37,13 +37,17 @@ class Match:
             region.is_now()
             and not any(node._erased for node in region.nodes)
             and self._same(region.module, self._module, region.name)
-            and all(self._read_alike(*each) for each in region.reads)
+            and all(self._read_alike(*each) for each in region.own)
             and all(map(self._placed, region.outside))
         )
 
     def placeholder(self, node: torch.fx.Node) -> tuple[Any, torch.Tensor] | None:
         """Source and value of the tensor for a placeholder of the region; None for a size."""
         return self._placeholders.get(node)
+
+    def reads(self) -> list[tuple[Any, Any, Any]]:
+        """What the trace of the module would have read, as in `Region.reads`."""
+        return [(self._moved(source), value, None) for source, value in self._values]
 
     def name(self, name: Name) -> Name:
         source = self._moved(name.source)
@@ -57,6 +61,11 @@ class Match:
 
     def _value(self, source: Any) -> Any:
         return eval(text(source), {}, self._scope)
+
+    def _value_moved(self, expression: str) -> Any:
+        return eval(
+            self._region.pattern.sub(lambda _: text(self.source), expression), {}, self._scope
+        )
 
     def _same(self, one: Any, other: Any, path: str) -> bool:
         """Whether two values are equal in all that a trace can see."""
@@ -105,26 +114,20 @@ class Match:
     def _is_passed(self, path: str) -> bool:
         return path in self._names.passed and path not in self._names.inspected
 
-    def _read_alike(self, source: Any, value: Any, variable: Any) -> bool:
+    def _read_alike(self, expression: str, source: Any, value: Any, built: bool) -> bool:
         """Whether what the region read is equal where the module would read it."""
-        if not self._region.holds(source):
-            return True
-        moved = self._moved(source)
-        try:
-            other = self._value(moved)
-        except Exception:  # nothing is there
-            return False
-        self.reads.append((moved, other, None))
+        other = self._value_moved(expression)
+        self._values.append((source, other))
         is_shared = other is value and self._module is not self._region.module
-        if is_shared and variable is not None and other in self._tx.output.side_effects:
-            self.shared.append((moved, other))
+        if is_shared and built and other in self._tx.output.side_effects:
+            self.shared.append((self._moved(source), other))
         if isinstance(value, (torch.nn.Module, torch.Tensor)):
             return self._pairs.get(id(value), value) is other
         if isinstance(value, types.MethodType) and isinstance(other, types.MethodType):
             owner = value.__self__
             own = self._pairs.get(id(owner), owner) is other.__self__
             return own and value.__func__ is other.__func__
-        return value is other or self._same(value, other, text(source))
+        return value is other or self._same(value, other, expression)
 
     def _placed(self, node: torch.fx.Node) -> bool:
         """Find what stands for a placeholder: of the module, if the region's is of its module."""
@@ -135,8 +138,8 @@ class Match:
             return False
         value = self._value(source)
         if not self._region.holds(source):
-            places = [s for s, v, _ in self._region.reads if v is value and self._region.holds(s)]
-            source = places[0] if places else source
+            places = (own for _, own, held, _ in self._region.own if held is value)
+            source = next(places, source)
         moved = self._moved(source)
         self._placeholders[node] = moved, self._value(moved)
         return isinstance(value, torch.Tensor)

@@ -76,12 +76,16 @@ class Region:
     functions: set[Any] = field(default_factory=set)
     """What was inlined: functions, and the code of those that were made while tracing."""
     nodes: list[torch.fx.Node] = field(default_factory=list)
+    own: list[tuple[str, Any, Any, bool]] = field(default_factory=list)
+    """Expression, source and value of what was read below the module, and whether it became a
+    variable: each once."""
     outside: list[torch.fx.Node] = field(default_factory=list)
     """Placeholders that nodes use, besides arguments."""
     result: Any = None
     """The nodes of the result; a tuple for a tuple."""
 
     def __post_init__(self) -> None:
+        self.pattern = re.compile(re.escape(self.name) + r"(?!\w)")
         self.given = [each.as_proxy().node for each in self.inputs]
         self._modes = torch._C._dynamo.guards.GlobalStateGuard()
         self._inference = torch.is_inference_mode_enabled()
@@ -99,7 +103,7 @@ class Region:
 
     def holds(self, source: Any) -> bool:
         """Whether a source is the module's, or of something below it."""
-        return re.search(re.escape(self.name) + r"(?!\w)", text(source)) is not None
+        return self.pattern.search(text(source)) is not None
 
     def end(self, result: Any) -> bool:
         """Note what the call has left; whether it may be copied."""
@@ -112,7 +116,12 @@ class Region:
             if node.op != "placeholder":
                 self.nodes.insert(0, node)
         self.result = self._nodes_of(result)
-        return self.result is not None and self._can_be_copied()
+        if self.result is None or not self._can_be_copied():
+            return False
+        built = {(text(s), id(value)) for s, value, variable in self.reads if variable is not None}
+        reads = {(text(s), id(value)): (s, value) for s, value, _ in self.reads if self.holds(s)}
+        self.own = [(each[0], *read, each in built) for each, read in reads.items()]
+        return True
 
     def _written(self) -> Any:
         """What a call may change without a node in the graph."""

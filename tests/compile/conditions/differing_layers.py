@@ -343,6 +343,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: x * int(m.name), lambda _, m, n: set_name(m, str(n))
     ),
     "the name in a text": lambda: stack(lambda m, x: x * 3 if m.name in "layer.2, layer.9" else x),
+    "a longer name is passed": lambda: stack(
+        lambda m, x: torch.ops.piecegraph_test.named_rows(x, m.name + "."),
+    ),
     "the name is compared": lambda: stack(lambda m, x: x * 3 if m.name == "layer.2" else x),
     "the name is formatted": lambda: stack(lambda m, x: x * 3 if f"{m.name}." == "layer.2." else x),
     "the name is joined": lambda: stack(
