@@ -72,7 +72,8 @@ def class_obstacle(plan: DispatchPlan, entry: PlanEntry, kind: BatchClass) -> Re
     key = entry.descriptor
     if key.uniform_query_len is not None and key.uniform_query_len != kind.query_len:
         return Reason.CAPABILITY
-    if key.max_query_len is not None and not _within(kind.max_query_len, key.max_query_len):
+    longest = kind.max_query_len
+    if key.max_query_len is not None and (longest is None or longest > key.max_query_len):
         return Reason.CAPABILITY
     for axis, (_, captured), (_, value) in zip(plan.axes, key.axes, kind.axes, strict=True):
         if value > captured or (value < captured and not axis.rounds_up):
@@ -84,7 +85,3 @@ def class_obstacle(plan: DispatchPlan, entry: PlanEntry, kind: BatchClass) -> Re
     if not kind.modes >> entry.mode & 1:
         return Reason.EXCLUDED
     return None
-
-
-def _within(length: int | None, bound: int) -> bool:
-    return length is not None and length <= bound

@@ -12,7 +12,7 @@ import torch
 from ...errors import ModelMismatch
 from ..conditions.places import reader
 from ..ir.compilation import PieceFn
-from ..ir.plan import CompiledRange, Plan
+from ..ir.plan import Plan
 from ..ir.serialization import dtype_name
 from .codegen import Hook, StepFn, build_step
 
@@ -36,7 +36,10 @@ class CompiledModel:
 
         With several ranges it chooses by the size it is called with.
         """
-        steps = [self._linked(interval, piece_hook, call_hook) for interval in self.plan.ranges]
+        steps = []
+        for interval in self.plan.ranges:
+            pieces = [self.pieces[artifact] for artifact in interval.artifacts]
+            steps.append(build_step(self.plan, pieces, self.weights, piece_hook, call_hook))
         if len(steps) == 1:
             return steps[0]
         ends = [interval.high for interval in self.plan.ranges]
@@ -50,12 +53,6 @@ class CompiledModel:
     def rebound(self) -> CompiledModel:
         """The same plan and pieces with the model's current weights; raises ModelMismatch."""
         return replace(self, weights=weights_of(self.model, self.plan))
-
-    def _linked(
-        self, interval: CompiledRange, piece_hook: Hook | None, call_hook: Hook | None
-    ) -> StepFn:
-        pieces = [self.pieces[artifact] for artifact in interval.artifacts]
-        return build_step(self.plan, pieces, self.weights, piece_hook, call_hook)
 
 
 def bind(

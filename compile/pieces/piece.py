@@ -7,7 +7,7 @@ piece returns a tuple.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +167,8 @@ class _Builder:
         if expression.is_Integer:
             return int(expression)
         placeholders = {
-            s: Proxy(self._input(s, self._symbols[s])) for s in _ordered(expression.free_symbols)
+            symbol: Proxy(self._input(symbol, self._symbols[symbol]))
+            for symbol in sorted(expression.free_symbols, key=str)
         }
         result = fx_nodes_of(expression, placeholders)
         node: Node = result.node
@@ -183,10 +184,6 @@ class _Builder:
             self._placeholders[key] = node
             self.inputs.append(key)
         return self._placeholders[key]
-
-
-def _ordered(symbols: set[sympy.Symbol]) -> Iterator[sympy.Symbol]:
-    return iter(sorted(symbols, key=str))
 
 
 def _with_inputs_first(graph: Graph) -> Graph:

@@ -87,17 +87,13 @@ def find_piece(plan: Plan, right: Ran, call: WrongCall | None) -> int | None:
 def find_guard(plan: Plan, size: int) -> tuple[str | None, str]:
     """Source location and text of the guard that does not hold; (None, "") if all are proved."""
     unproved = [guard for guard in plan.guards if not guard.proved]
-    broken = [guard for guard in unproved if size in _sizes(guard.failing)]
+    broken = [g for g in unproved if any(size in sizes.values() for sizes in g.failing)]
     if not unproved:
         return None, ""
     guard = (broken or unproved)[0]
     failing = ", ".join(str(one) for one in guard.failing) or guard.method
     operator = guard.where and guard.where.rpartition("/")[2]  # directories may be cut
     return operator, f"guard {guard.expression} was not proved: it fails for {failing}"
-
-
-def _sizes(failing: tuple[dict[str, int], ...]) -> set[Any]:
-    return {size for sizes in failing for size in sizes.values()}
 
 
 class PieceSearch:
@@ -172,7 +168,7 @@ class PieceSearch:
             args, kwargs = _arguments(case, each)
             bound = inspect.signature(case.model.forward).bind(*args, **kwargs)
             bound.apply_defaults()
-            tensors = [_at(bound.arguments, i.path) for i in compiled.plan.inputs]
+            tensors = [functools.reduce(at, i.path, bound.arguments) for i in compiled.plan.inputs]
             metadata = earlier.metadata_for(earlier.without_graph())
             with forward_context(ForwardContext(case.layers, metadata)), torch.no_grad():
                 run(*tensors)
@@ -226,10 +222,6 @@ def _taking_a_list(graph: GraphModule) -> Any:
 
 def _arguments(case: BisectCase, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return case.steps[step].args, dict(case.steps[step].kwargs)
-
-
-def _at(arguments: Any, path: Sequence[str | int]) -> Any:
-    return functools.reduce(at, path, arguments)
 
 
 def _beginning(graph: GraphModule, nodes: Sequence[Node]) -> GraphModule:

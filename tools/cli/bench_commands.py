@@ -13,7 +13,8 @@ import typer
 
 from ...dispatch import CaptureStrategy, GraphMode
 from ...errors import BenchmarksMissing, InvalidSetting
-from ..report.output import outputs, read_facts
+from ..report import sections
+from ..report.output import Output, outputs, read_facts
 from ..serve.options import RunOptions, choice
 from .run_commands import JsonOption, console_beside, stderr, with_run_options, write_json
 
@@ -74,10 +75,7 @@ def _compare(
     benchmark = find(name)
     draw = plotter(benchmark, to_plot.path) if to_plot else None
     result = benchmark.run(quick, **chosen)
-    from ..report.sections import as_terminal, benchmark_section
-
-    console_beside(to_json).print(*as_terminal(benchmark_section(name, result)), sep="\n")
-    write_json(to_json, result)
+    _show(sections.benchmark_section(name, result), result, to_json)
     if to_plot and draw:
         with to_plot.writing():
             draw(result)
@@ -135,10 +133,7 @@ def engine_command(
             expected="a multiple of 128",
         )
     result = run(engine, layers=layers, hidden=hidden, rounds=rounds, runs=runs)
-    from ..report.sections import as_terminal, benchmark_section
-
-    console_beside(to_json).print(*as_terminal(benchmark_section(engine, result)), sep="\n")
-    write_json(to_json, result)
+    _show(sections.benchmark_section(engine, result), result, to_json)
     return 0
 
 
@@ -295,10 +290,7 @@ def compare_command(
     command = "piecegraph bench serve --json"
     results = (read_facts(path, "result", command, SCHEMA, "summary") for path in (old, new))
     found = compare(*results)
-    from ..report.sections import as_terminal
-
-    console_beside(to_json).print(*as_terminal(comparison_section(found)), sep="\n")
-    write_json(to_json, found)
+    _show(comparison_section(found), found, to_json)
     return 0
 
 
@@ -343,7 +335,6 @@ def _measure(
     from ..bench import serving
     from ..bench.compare import SCHEMA, summary_section, summed_up
     from ..bench.load import summary
-    from ..report.sections import as_terminal
     from ..serve.report import origin
 
     timed = [serving.with_arrivals(requests, times) for times in loads]
@@ -387,14 +378,18 @@ def _measure(
         "runs": runs,
         "summary": summed_up(runs, ["mode", "strategy", *labels[0]]),
     }
-    console_beside(to_json).print(*as_terminal(summary_section(result["summary"])), sep="\n")
+    _show(summary_section(result["summary"]), result, to_json)
     if errors := sorted({error for run in runs for error in run["errors"]}):
         print(f"warning: requests failed: {', '.join(errors)}", file=sys.stderr)
-    write_json(to_json, result)
     if to_plot is not None:
         with to_plot.writing() as path:
             serving.plot(result, path)
     return 0
+
+
+def _show(section: sections.Section, result: dict[str, Any], to_json: Output | None) -> None:
+    console_beside(to_json).print(*sections.as_terminal(section), sep="\n")
+    write_json(to_json, result)
 
 
 def _chosen(flag: str, text: str | None, kinds: Any, default: Any) -> list[Any]:

@@ -49,6 +49,7 @@ def chrome_trace(events: Events, steps: Sequence[StepRecord]) -> dict[str, Any]:
 
     Steps follow each other without the time between them: what the engine's clock measured.
     """
+    end = max((span.start + span.seconds for span in events.spans), default=0.0)
     return {
         "displayTimeUnit": "ms",
         "traceEvents": [
@@ -57,7 +58,7 @@ def chrome_trace(events: Events, steps: Sequence[StepRecord]) -> dict[str, Any]:
             _named("thread_name", STEPS, "steps"),
             *_spans(events),
             *_instants(events),
-            *_steps(steps[:MAX_STEPS], _end(events)),
+            *_steps(steps[:MAX_STEPS], end),
         ],
     }
 
@@ -90,10 +91,6 @@ def _steps(steps: Sequence[StepRecord], start: float) -> Iterable[dict[str, Any]
         }
         yield _complete(f"{step.mode} {step.padded_tokens}", STEPS, start, step.seconds, facts)
         start += step.seconds
-
-
-def _end(events: Events) -> float:
-    return max((span.start + span.seconds for span in events.spans), default=0.0)
 
 
 def _complete(
