@@ -92,7 +92,7 @@ class CapturedGraphs:
             self.addresses.watch_read(name, reader(*place, compiled.model))
         self._chunked = ChunkedStep(compiled) if self._dispatcher.plan.chunked else None
         # code that is not traced reads the model's weights itself, any of them
-        own = [name for name in compiled.weights if name not in placed]
+        own = {name: each for name, each in compiled.weights.items() if name not in placed}
         self.addresses.watch_module(compiled.model, own if compiled.traced else None)
         self.unrecorded = self.addresses.snapshot(compiled.weights)
         self.memory_check = memory_check(compiled, self._seen_written)

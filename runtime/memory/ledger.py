@@ -56,7 +56,9 @@ class MemoryLedger:
     def own_range(self, owner: Owner, device: str, start: int, stop: int) -> None:
         """Enter those addresses from `start` to `stop` of a device that have no owner yet."""
         owned = self._owned.setdefault(device, [])
-        first = bisect.bisect_left(owned, start, key=lambda taken: taken[1])
+        first = bisect.bisect_left(owned, (start,))
+        if first and owned[first - 1][1] >= start:
+            first -= 1
         place, fresh = start, 0
         last = first
         while last < len(owned) and owned[last][0] <= stop:

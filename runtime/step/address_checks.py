@@ -88,13 +88,11 @@ class Addresses:
         for label, part in zip(self._parts[name], parts, strict=True):
             self._watch(label, partial(address_of, part))
 
-    def watch_module(self, module: nn.Module, names: Iterable[str] | None = None) -> None:
+    def watch_module(self, module: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
         """Watch parameters and buffers by qualified name, by default all; also replaced ones, and
         those of replaced submodules. Of a tensor subclass the inner tensors are watched."""
-        if names is None:
-            names = [name for name, _ in named_weights(module)]
-        for name in names:
-            parts = list(_attributes(attrgetter(name)(module)))
+        for name, tensor in (dict(named_weights(module)) if weights is None else weights).items():
+            parts = list(_attributes(tensor))
             self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
             for label, part in zip(self._parts[name], parts, strict=True):
                 self._watch(label, address_reader(module, name, self.address, part))
