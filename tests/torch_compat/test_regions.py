@@ -54,3 +54,18 @@ def test_what_tells_tensors_and_sources_apart() -> None:
     assert all(metadata(one) != metadata(other) for other in others)
     assert metadata(one) == metadata(torch.ones(4, 4))
     assert text(AttrSource(LocalSource("self"), "name")) == "L['self'].name"
+
+
+def test_results_of_nodes_are_compared_by_form() -> None:
+    import_dynamo()
+    from piecegraph.torch_compat.regions import form_of_node
+
+    def node(*results: object) -> torch.fx.Node:
+        made = torch.fx.Graph().call_function(torch.relu, ())
+        made.meta["example_value"] = results
+        return made
+
+    one = form_of_node(node(torch.zeros(2, 3), 4))
+    assert one == form_of_node(node(torch.ones(2, 3), 4))
+    assert one != form_of_node(node(torch.zeros(2, 3), 5))
+    assert one != form_of_node(node(torch.zeros(3, 2).t(), 4))
