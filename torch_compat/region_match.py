@@ -37,6 +37,7 @@ class Match:
             region.is_now()
             and not any(node._erased for node in region.nodes)
             and self._same(region.module, self._module, region.name)
+            and all(map(self._is_shared, region.elsewhere))
             and all(self._read_alike(*each) for each in region.own)
             and all(map(self._placed, region.outside))
         )
@@ -78,11 +79,12 @@ class Match:
                 return self._pairs.get(id(one)) is other
             self._pairs[id(one)] = other
             self._paired.add(id(other))
+            is_known = other in self._tx.output.side_effects
+            if is_known and one is not other and not isinstance(one, torch.nn.Module):
+                return False  # another part of the model reads it too
         if isinstance(one, torch.nn.Module):
             return self._same_modules(one, other, path)
         if isinstance(one, torch.Tensor):
-            if one is not other and other in self._tx.output.side_effects:
-                return False  # another part of the model reads it too
             return metadata(one) == metadata(other) and self._same(vars(one), vars(other), path)
         if type(one) in (list, tuple):
             return len(one) == len(other) and all(
@@ -128,6 +130,11 @@ class Match:
             own = self._pairs.get(id(owner), owner) is other.__self__
             return own and value.__func__ is other.__func__
         return value is other or self._same(value, other, expression)
+
+    def _is_shared(self, value: Any) -> bool:
+        """Whether what another part of the model reads too has the same place in both modules."""
+        own = self._pairs.get(id(value), value) is value
+        return own and (id(value) in self._pairs or id(value) not in self._paired)
 
     def _placed(self, node: torch.fx.Node) -> bool:
         """Find what stands for a placeholder: of the module, if the region's is of its module."""

@@ -79,6 +79,8 @@ class Region:
     own: list[tuple[str, Any, Any, bool]] = field(default_factory=list)
     """Expression, source and value of what was read below the module, and whether it became a
     variable: each once."""
+    elsewhere: list[Any] = field(default_factory=list)
+    """Values that were read by a path outside the module, now or before: each once."""
     outside: list[torch.fx.Node] = field(default_factory=list)
     """Placeholders that nodes use, besides arguments."""
     result: Any = None
@@ -121,6 +123,12 @@ class Region:
         built = {(text(s), id(value)) for s, value, variable in self.reads if variable is not None}
         reads = {(text(s), id(value)): (s, value) for s, value, _ in self.reads if self.holds(s)}
         self.own = [(each[0], *read, each in built) for each, read in reads.items()]
+        elsewhere = {
+            id(value): value
+            for source, value, variable in self.reads
+            if not self.holds(source) or not self.holds(getattr(variable, "source", None) or source)
+        }
+        self.elsewhere = [*elsewhere.values()]
         return True
 
     def _written(self) -> Any:

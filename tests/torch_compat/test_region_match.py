@@ -51,7 +51,8 @@ def test_modules_are_compared_by_value(given: dict[str, Any], alike: bool) -> No
     from piecegraph.torch_compat.regions import Names, Region
 
     graph = SimpleNamespace(graph=torch.fx.Graph(), side_effects=SimpleNamespace())
-    graph.side_effects = type("Effects", (set,), {"store_attr_mutations": {}})()
+    none = {"store_attr_mutations": {}, "__contains__": lambda self, value: False}
+    graph.side_effects = type("Effects", (), none)()
     tx: Any = SimpleNamespace(output=graph)
     root = LocalSource("self")
     first, second = Layer(), Layer(**given)

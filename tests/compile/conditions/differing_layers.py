@@ -231,6 +231,13 @@ def with_own(third: Any, others: Any, use: Callable[[Any, Any], Any]) -> nn.Modu
     )
 
 
+def with_part_read_before() -> nn.Module:
+    """A stack that reads a weight of its first layer by another name before it calls the layers."""
+    model: Any = Outer(lambda m, x: Stack.forward(m, x + m.first.bias))
+    model.first = model.layers[0].linear
+    return model
+
+
 def marked(model: Any, x: Tensor) -> Tensor:
     for number, layer in enumerate(model.layers):
         x = x + 1
@@ -286,6 +293,7 @@ class Factor:
 
 
 TRIPLE = Factor(3)
+KINDS = [1, 2]
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "the type in a set": lambda: with_own({1.5, 2}, {1.5, 2.0}, lambda own, x: sum(own)),
@@ -295,6 +303,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         collections.defaultdict(lambda: 1),
         lambda own, x: own[2],
     ),
+    "a list that is a global one": lambda: with_own(
+        KINDS, [*KINDS], lambda own, x: 3 if own is KINDS else 1
+    ),
+    "a part that the model reads before": with_part_read_before,
     "the order of a dict": lambda: with_own(
         {"a": 1, "b": 2}, {"b": 2, "a": 1}, lambda own, x: next(iter(own.values()))
     ),

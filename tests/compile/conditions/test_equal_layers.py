@@ -44,6 +44,7 @@ def test_equal_layers_are_traced_once() -> None:
 EACH_TIME = (
     *("changed: a hook", "changed: the name", "the last of a list", "in a global list"),
     *("the end of the name", "autocast for one layer", "the shape depends on the name"),
+    *("a list that is a global one", "a part that the model reads before"),
 )
 
 
