@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .regions import PRIMITIVE, Name, Names, Region, metadata, text
+from .regions import CONTAINERS, PRIMITIVE, Name, Names, Region, metadata, text
 
 
 class Match:
@@ -72,16 +72,20 @@ class Match:
         """Whether two values are equal in all that a trace can see."""
         if type(one) is not type(other):
             return False
-        if type(one) in PRIMITIVE:
-            return repr(one) == repr(other) or (type(one) is str and self._is_passed(path))
-        if isinstance(one, (torch.nn.Module, torch.Tensor, list, dict, set)):
+        is_value = type(one) in PRIMITIVE
+        may_differ = type(one) is str and self._is_passed(path)
+        if is_value and repr(one) != repr(other) and not may_differ:
+            return False
+        if isinstance(one, (torch.nn.Module, torch.Tensor, *CONTAINERS, *PRIMITIVE)):
             if id(one) in self._pairs or id(other) in self._paired:
                 return self._pairs.get(id(one)) is other
             self._pairs[id(one)] = other
             self._paired.add(id(other))
-            is_known = other in self._tx.output.side_effects
-            if is_known and one is not other and not isinstance(one, torch.nn.Module):
-                return False  # another part of the model reads it too
+        if is_value:
+            return True
+        is_known = one is not other and other in self._tx.output.side_effects
+        if is_known and isinstance(one, (torch.Tensor, list, dict, set)):
+            return False  # another part of the model reads it too
         if isinstance(one, torch.nn.Module):
             return self._same_modules(one, other, path)
         if isinstance(one, torch.Tensor):
@@ -129,7 +133,8 @@ class Match:
             owner = value.__self__
             own = self._pairs.get(id(owner), owner) is other.__self__
             return own and value.__func__ is other.__func__
-        return value is other or self._same(value, other, expression)
+        is_itself = value is other and self._pairs.get(id(value), value) is value
+        return is_itself or self._same(value, other, expression)
 
     def _is_shared(self, value: Any) -> bool:
         """Whether what another part of the model reads too has the same place in both modules."""

@@ -294,6 +294,7 @@ class Factor:
 
 TRIPLE = Factor(3)
 KINDS = [1, 2]
+HALF = float("0.5")
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "the type in a set": lambda: with_own({1.5, 2}, {1.5, 2.0}, lambda own, x: sum(own)),
@@ -305,6 +306,12 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "a list that is a global one": lambda: with_own(
         KINDS, [*KINDS], lambda own, x: 3 if own is KINDS else 1
+    ),
+    "a float that is one object": lambda: with_own(
+        (HALF, HALF), (HALF, float("0.5")), lambda own, x: 3 if own[0] is own[1] else 1
+    ),
+    "a float that is a global one": lambda: with_own(
+        HALF, float("0.5"), lambda own, x: 3 if own is HALF else 1
     ),
     "a part that the model reads before": with_part_read_before,
     "the order of a dict": lambda: with_own(

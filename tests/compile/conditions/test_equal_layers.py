@@ -45,6 +45,7 @@ EACH_TIME = (
     *("changed: a hook", "changed: the name", "the last of a list", "in a global list"),
     *("the end of the name", "autocast for one layer", "the shape depends on the name"),
     *("a list that is a global one", "a part that the model reads before"),
+    *("a float that is one object", "a float that is a global one"),
 )
 
 
