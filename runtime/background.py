@@ -291,8 +291,9 @@ def main(descriptor: int) -> None:
 
 def _run(connection: Connection, make: Factory, job: Job) -> None:
     """Compile in a new thread. The child ends with its parent, which closes the connection."""
+    # not a session of its own: Linux shares cores equally among sessions, whatever their priority
     with suppress(OSError):
-        os.setsid()
+        os.setpgrp()
     with suppress(OSError):
         os.nice(NICE)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

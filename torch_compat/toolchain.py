@@ -27,6 +27,8 @@ def cpp_compiler() -> str | None:
             return None
 
 
+MAX_HEADER_BYTES = 2 << 30
+"""Most that precompiled headers take."""
 PROBES = "isa_probes"
 _IS_PROBE = re.compile("[0-9a-f]{64}").fullmatch
 
@@ -91,7 +93,8 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
     """Let Inductor use and store precompiled C++ headers in `toolchain`.
 
     Its own place for them is `torchinductor_<user>` in the directory for temporary files, which it
-    uses without checking the owner.
+    uses without checking the owner. The oldest are removed: each installed torch and compiler has
+    its own, of 150 MB. Where one is missing, the compiler reads the plain header.
     """
     with preserve_cache_variables():
         from torch._inductor import codecache
@@ -105,7 +108,20 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
         replaced(codecache, "_HEADER_LOCK_DIR", f"{directory}/locks"),
         replaced(codecache, "_precompile_header", _precompiled_once(directory)),
     ):
-        yield
+        try:
+            yield
+        finally:
+            _remove_oldest_headers(Path(directory))
+
+
+def _remove_oldest_headers(directory: Path) -> None:
+    with suppress(OSError):  # another process removes them at the same time
+        files = [(file.stat(), file) for file in directory.glob("*.gch")]
+        total = 0
+        for facts, file in sorted(files, key=lambda each: each[0].st_mtime, reverse=True):
+            total += facts.st_size
+            if total > MAX_HEADER_BYTES:
+                file.unlink()
 
 
 @functools.cache

@@ -108,6 +108,22 @@ def test_headers_are_used_from_the_given_directory_only(
     assert (codecache._precompile_header, codecache._HEADER_DIR) == before
 
 
+def test_only_the_newest_headers_are_kept(tmp_path: Path) -> None:
+    directory = tmp_path / "precompiled_headers"
+    directory.mkdir()
+    for age in range(3):
+        (directory / f"{age}.h").touch()
+        with open(directory / f"{age}.h.gch", "wb") as header:
+            header.truncate(toolchain.MAX_HEADER_BYTES // 2)
+        os.utime(directory / f"{age}.h.gch", (0, 1000 - age))
+    with toolchain.precompiled_headers_in(tmp_path):
+        pass
+    assert {file.name for file in directory.iterdir()} == {
+        *("0.h", "1.h", "2.h"),
+        *("0.h.gch", "1.h.gch"),
+    }
+
+
 def test_kept_probes_are_found(tmp_path: Path) -> None:
     assert toolchain.probes(tmp_path) == {}
     toolchain.keep_probe(tmp_path, "a" * 64, b"builds")

@@ -207,6 +207,7 @@ def test_a_child_that_is_killed_ten_times_leaves_serving_alone(
         time.sleep(0.003)
         child = child_of(served)
         if child is not None and child not in seen and (wait := wait - 1) < 0:
+            assert os.getsid(child) == os.getsid(0)  # in another one its priority has no effect
             seen.add(child)
             os.kill(child, signal.SIGKILL)
             wait = random.randrange(100)
