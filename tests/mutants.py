@@ -107,8 +107,9 @@ MUTANTS = [
      "return {}", f"{FAITHFUL} -k declares_nothing"),  # 10, W12
     (CAPTURER, "(lazily and not self.queue.complete)", "not self.queue.complete",
      f"{FAILURES} -k w14"),
-    ("runtime/strategy/queue.py", "            return\n        delayed =", "        delayed =",
-     f"{QUEUE} -k eager_queue"),
+    ("runtime/strategy/queue.py",
+     "        if self._strategy is CaptureStrategy.EAGER:\n            return\n        delayed",
+     "        delayed", f"{QUEUE} -k eager_queue"),
     (CAPTURER, "if self.memory.exceeded:", "if False:", f"{CURVES} -k holds_on"),
     (CAPTURER, "            self._evict(graph_index)\n        with",
      "            pass\n        with", f"{WEIGHTS} -k stale_graphs"),
