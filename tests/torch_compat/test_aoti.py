@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +16,21 @@ from piecegraph.torch_compat.patch import replaced
 TOOLCHAIN = toolchain_directory("")
 
 
-@pytest.mark.compile
-def test_library_is_compiled_and_loaded(tmp_path: Path) -> None:
+def applied_to_itself(op: Callable[..., Any]) -> tuple[torch.fx.GraphModule, torch.Tensor]:
+    """The graph of `op(x, x)`, and a fake `x`."""
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
-    graph.output((graph.call_function(torch.add, (x, x)),))
+    graph.output((graph.call_function(op, (x, x)),))
     with tensors.fresh_fake_mode():
-        fake = torch.empty(8, 2)
+        return torch.fx.GraphModule({}, graph), torch.empty(8, 2)
+
+
+@pytest.mark.compile
+def test_library_is_compiled_and_loaded(tmp_path: Path) -> None:
+    module, fake = applied_to_itself(torch.add)
     before = settings.changed_settings()
     with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options(TOOLCHAIN):
-        module, dynamic = torch.fx.GraphModule({}, graph), [{0: ("s0", 1, 64)}]
+        dynamic = [{0: ("s0", 1, 64)}]
         with aoti.cpp_threads() as threads:
             made = aoti.aoti_compile(module, [fake], dynamic, {}, threads)
             run = aoti.aoti_load(str(made.link()), torch.device("cpu"))
@@ -39,11 +46,7 @@ def test_library_is_compiled_and_loaded(tmp_path: Path) -> None:
 def test_a_compiler_that_fails_in_a_thread_is_an_error_of_link(tmp_path: Path) -> None:
     from torch._inductor import cpp_builder
 
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    graph.output((graph.call_function(torch.mul, (x, x)),))
-    with tensors.fresh_fake_mode():
-        fake = torch.empty(8, 2)
+    module, fake = applied_to_itself(torch.mul)
     original, refused = cpp_builder.run_compile_cmd, []
 
     def refuse(command: str, cwd: str) -> None:
@@ -58,7 +61,7 @@ def test_a_compiler_that_fails_in_a_thread_is_an_error_of_link(tmp_path: Path) -
         replaced(cpp_builder, "run_compile_cmd", refuse),
         aoti.cpp_threads() as threads,
     ):
-        made = aoti.aoti_compile(torch.fx.GraphModule({}, graph), [fake], [{}], {}, threads)
+        made = aoti.aoti_compile(module, [fake], [{}], {}, threads)
         with pytest.raises(OSError, match="no space left"):
             made.link()
     assert len(refused) == 1
