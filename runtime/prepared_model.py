@@ -85,17 +85,17 @@ class PreparedModel(ModelSteps):
     ) -> None:
         """Run each compiled range, capture as `capture` does, run the engine's `tasks`.
 
+        A model that is served uncompiled has no ranges, and is captured when it switches.
         `skip` names kinds of warm-up to leave out ("range", "capture", "auxiliary"); the cost of
         that is logged. `show` is called with a line of progress for each item. Raises
         InvalidSetting for an unknown kind, and what `capture` raises.
         """
         self._make_ready(metadata_for)
-        plan = WarmupPlan(
-            range_tasks(self.compiled.plan.symbols, self._graphs.run_dummy),
-            capture_items(self._capturer.queue, self.dispatcher.plan),
-            tasks,
-            skip,
-        )
+        ranges, captures = [], []
+        if self._behind is None:
+            ranges = range_tasks(self.compiled.plan.symbols, self._graphs.run_dummy)
+            captures = capture_items(self._capturer.queue, self.dispatcher.plan)
+        plan = WarmupPlan(ranges, captures, tasks, skip)
         plan.run(self.capture, WarmupProgress(self.records, self.backend.memory, show))
 
     def memory_plan(

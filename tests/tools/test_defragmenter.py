@@ -81,12 +81,25 @@ def test_pairs_stop_where_nothing_is_gained() -> None:
     assert len(swap_pairs(range(1000, 2000), range(1000))) == 512
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 3, 700])
-def test_warm_up_covers_every_size_and_changes_nothing(num_blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_blocks", "sizes"),
+    [
+        (1, ()),
+        (2, ()),
+        (3, (8,)),
+        (18, (8,)),
+        (19, (8, 16)),
+        (514, SWAP_SIZES[:-1]),
+        (515, SWAP_SIZES),
+    ],
+)
+def test_warm_up_covers_every_size_that_occurs_and_changes_nothing(
+    num_blocks: int, sizes: tuple[int, ...]
+) -> None:
     _, layers, defragmenter = make(num_blocks, 0)
     before = {name: layer.clone() for name, layer in layers.items()}
     task = defragmenter.warmup()
-    assert task.shapes == (SWAP_SIZES if num_blocks > 2 else ())
+    assert task.shapes == sizes
     for size in task.shapes:
         task.run(size)
     for name, layer in layers.items():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from piecegraph.tools.cli.app import main
+from piecegraph.tools.engine.engine import process_seconds
 
 DOCS = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
 DOCUMENTED = [
@@ -50,3 +53,24 @@ def test_a_requests_tokens_are_all_counted(report):
     rows = read_trace(EXCERPT, limit=3, length_scale=0.05)
     assert report["serving"]["prompt_tokens"] == sum(row.num_prompt for row in rows)
     assert report["serving"]["generated_tokens"] == sum(row.num_generate for row in rows)
+
+
+def test_the_first_token_and_answer_count_from_the_start_of_the_process(library, capsys):
+    before = process_seconds()
+    assert main(["run", "--requests", "3", "--model", "layers=2,hidden=32", "--json", "-"]) == 0
+    output = capsys.readouterr()
+    startup = json.loads(output.out)["startup"]
+    token, answer = startup["first_token_seconds"], startup["first_answer_seconds"]
+    assert before < token <= answer < process_seconds()
+    assert f"{token:.2f} s after the start of the process" in output.err
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork
+def test_a_process_counts_from_its_own_start(tmp_path):
+    began = time.monotonic()
+    if os.fork() == 0:
+        (tmp_path / "seconds").write_text(str(process_seconds()))
+        os._exit(0)
+    os.wait()
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    assert -tick <= float((tmp_path / "seconds").read_text()) <= time.monotonic() - began + tick

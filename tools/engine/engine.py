@@ -7,11 +7,14 @@ with the real rows. The library handles padding, graphs and static buffers.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,10 +41,24 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Served:
-    """What happened: steps in order, and for each request when its tokens came, in seconds."""
+    """What happened: steps in order, and for each request when its tokens came, in seconds.
+
+    `first_token_at` and `first_answer_at` are seconds from the start of the process to the first
+    token and to the first request that was complete.
+    """
 
     steps: list[StepRecord] = field(default_factory=list)
     token_times: dict[int, list[float]] = field(default_factory=dict)
+    first_token_at: float | None = None
+    first_answer_at: float | None = None
+
+
+def process_seconds() -> float | None:
+    """Seconds since the start of this process; None on systems other than Linux."""
+    if sys.platform != "linux":
+        return None
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 class Clock:
@@ -151,6 +168,10 @@ class Engine:
             if generated := len(share.request.tokens) - known:
                 times = self.served.token_times.setdefault(share.request.id, [])
                 times.extend([now] * generated)
+        if self.served.first_token_at is None and self.served.token_times:
+            self.served.first_token_at = process_seconds()
+        if self.served.first_answer_at is None and completed:
+            self.served.first_answer_at = process_seconds()
         self.defragmenter.run()
         self._refit()
         return completed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -85,13 +86,14 @@ class Defragmenter:
             cache[table.flip(1).flatten()] = cache[table.flatten()]
 
     def warmup(self) -> AuxiliaryTask:
-        """The warm-up task: exchanges of every size, made and reverted. None without two blocks."""
+        """The warm-up task: exchanges of every size that can occur, made and reverted."""
 
         def run(size: int) -> None:
             for _ in ("done", "undone"):
                 self._swap([(2, 1)], size)
 
-        sizes = SWAP_SIZES if self._blocks.num_blocks > 2 else ()
+        most = (self._blocks.num_blocks - 1) // 2  # pairs of a used and a free block
+        sizes = SWAP_SIZES[: bisect_left(SWAP_SIZES, most) + 1] if most else ()
         return AuxiliaryTask("defragmenter", sizes, "blocks change places between steps", run)
 
 

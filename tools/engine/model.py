@@ -13,7 +13,7 @@ from torch import nn
 
 from . import attention as _registers_the_op  # noqa: F401
 from .decoder_config import DecoderConfig
-from .lora import LoraIndex, LoraLinear
+from .lora import Linear, LoraIndex, LoraLinear
 
 INPUTS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
 
@@ -39,8 +39,8 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         kv_size = config.kv_heads * config.head_dim
         self.q_proj = LoraLinear(config.hidden, config.hidden, adapters=max_loras)
-        self.k_proj = nn.Linear(config.hidden, kv_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden, kv_size, bias=False)
+        self.k_proj = Linear(config.hidden, kv_size)
+        self.v_proj = Linear(config.hidden, kv_size)
         self.o_proj = LoraLinear(config.hidden, config.hidden, adapters=max_loras)
 
     def forward(
@@ -58,9 +58,9 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
+        self.gate_proj = Linear(config.hidden, config.intermediate)
+        self.up_proj = Linear(config.hidden, config.intermediate)
+        self.down_proj = Linear(config.intermediate, config.hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
             DecoderLayer(config, name, max_loras) for name in self.layer_names
         )
         self.norm = RMSNorm(config.hidden, config.norm_eps)
-        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.head = Linear(config.hidden, config.vocab)
         cos, sin = rotary_table(config)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)

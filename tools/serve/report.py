@@ -49,15 +49,17 @@ def build_report(
 
     `phases` are the main job's own, in seconds, before the library's.
     """
-    own_phases = [{"name": name, "seconds": seconds} for name, seconds in phases]
-    startup = prepared["startup"]
+    startup = dict(prepared["startup"])
+    startup["phases"] = [{"name": n, "seconds": s} for n, s in phases] + startup["phases"]
+    startup["first_token_seconds"] = served.first_token_at
+    startup["first_answer_seconds"] = served.first_answer_at
     arrivals = {request.id: request.arrival for request in requests}
     return {
         "schema": SCHEMA,
         **origin(),
         "options": _options(options),
         **prepared,
-        "startup": {**startup, "phases": own_phases + startup["phases"]},
+        "startup": startup,
         "lora": _lora(options, prepared["dispatch"]),
         "speculation": speculation,
         "refit": _refit(served.steps, refits) if options.refit else None,
@@ -299,6 +301,10 @@ def _facts(report: Report) -> dict[str, str]:
         f" in {pieces['segments']} segments; tokens {ranges}",
         "graph mode": f"{mode['resolved']} ({mode['requested'] or 'no mode'} was asked for)",
     }
+    token, answer = (report["startup"][f"first_{what}_seconds"] for what in ("token", "answer"))
+    if answer is not None:
+        facts["first token"] = f"{token:.2f} s after the start of the process"
+        facts["first answer"] = f"{answer:.2f} s after it, verification included"
     if (background := report["background"]) is not None:
         facts["compiled behind"] = _background(background)
     if cache["not_cacheable"]:
