@@ -161,7 +161,7 @@ def none_decision(
     plan: DispatchPlan, kind: BatchClass, num_tokens: int, reason: Reason
 ) -> Decision:
     """NONE runs the batch unpadded, except up to the fewest tokens of the model."""
-    padded = max(num_tokens, plan.min_num_tokens) if num_tokens else 0
+    padded = max(num_tokens, plan.min_num_tokens)
     descriptor = BatchDescriptor(padded, lora_case=kind.num_loras, axes=kind.axes)
     max_reqs = most_reqs(kind, num_tokens)
     return Decision(RuntimeMode.NONE, descriptor, NO_GRAPH, reason, reason, max_reqs=max_reqs)

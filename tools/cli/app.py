@@ -23,6 +23,7 @@ from ...errors import (
     InvalidSetting,
     PiecegraphError,
 )
+from ..serve.ranks import launched_rank
 from .bench_commands import bench_app
 from .cache_commands import cache_app
 from .check_commands import check_app
@@ -185,5 +186,7 @@ app.add_typer(check_app, name="check")
 
 
 def _fail(message: str, status: int) -> int:
-    print("error:", " ".join(message.split()), file=sys.stderr)
+    rank = launched_rank()
+    where = "" if rank is None else f" on rank {rank}"
+    print(f"error{where}:", " ".join(message.split()), file=sys.stderr)
     return status

@@ -18,6 +18,7 @@ from ..explain import FORMATS, compared, rendered
 from ..explain.against import SCHEMA
 from ..report.output import outputs, read_facts
 from ..serve.options import RunOptions, choice, declared_options, read_run_options
+from ..serve.ranks import joined_ranks, launched_rank, of_rank, ranks_section
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,13 +82,18 @@ def run_command(
         Path | None, typer.Option(help="Record the steps into this file, for `--replay`.")
     ] = None,
 ) -> int:
-    """Bring a model up through the cache and serve a real request trace with it."""
+    """Bring a model up through the cache and serve a real request trace with it.
+
+    Processes that torchrun starts are data-parallel ranks: each serves a part of the requests.
+    """
+    if launched_rank():  # rank 0 reports
+        json_path = metrics = record = None
     to_json, to_metrics, to_record = outputs(
         {"--json": json_path, "--metrics": metrics, "--record": record},
         stdout=("--json", "--metrics"),
     )
-    options = replace(options, json=to_json, metrics=to_metrics)
-    with served(options, record=to_record) as (service, report):
+    options = replace(of_rank(options), json=to_json, metrics=to_metrics)
+    with served(options, record=to_record, joining=True) as (service, report):
         exposition = ""
         if to_metrics is not None:
             from ..integrations.prometheus import metrics_text
@@ -97,12 +103,16 @@ def run_command(
     from ..serve.report import run_sections
 
     console = console_beside(to_json, to_metrics)
-    for section in run_sections(report):
+    sections, is_right = run_sections(report), report["verification"]["ok"]
+    if (ranks := report["ranks"]) is not None:
+        sections = [] if launched_rank() and is_right else [*sections, ranks_section(ranks)]
+        is_right = all(rank["verification"]["ok"] for rank in ranks)
+    for section in sections:
         console.print(*as_terminal(section))
     if to_metrics is not None:
         to_metrics.write(exposition)
     write_json(to_json, report)
-    return 0 if report["verification"]["ok"] else WRONG_RESULT
+    return 0 if is_right else WRONG_RESULT
 
 
 @with_run_options
@@ -228,9 +238,11 @@ def served(
     record: Output | None = None,
     replay: Path | None = None,
     profile: Output | None = None,
+    joining: bool = False,
 ) -> Iterator[tuple[Service, Report]]:
     """Serve the trace, or the steps in `replay`; gives the service, not closed yet, and the report.
 
+    With `joining` this is a rank, if torchrun has started it, and serves its part of the requests.
     Steps are recorded into `record`; a trace of torch's profiler is written to `profile`. Times
     the import of torch, so nothing may import torch earlier. Raises InvalidSetting for a device
     that this machine does not have and for settings that the library rejects.
@@ -244,7 +256,11 @@ def served(
         from ..serve.run import serve, service_report, start_service
     phases = [("import torch", time.perf_counter() - began)]
     with ExitStack() as stack:
-        service = stack.enter_context(start_service(options, requests, phases, console, events))
+        ranks = stack.enter_context(joined_ranks()) if joining else None
+        starting = start_service(options, requests, phases, console, events, ranks)
+        service = stack.enter_context(starting)
+        if ranks is not None:
+            requests = requests[ranks.rank :: ranks.size]
         if replay is not None:
             from ..steps import load_steps, replay_step
 
@@ -303,7 +319,7 @@ def console_beside(*outputs: Output | None) -> Console:
 def stderr() -> Console:
     from rich.console import Console
 
-    return Console(stderr=True)
+    return Console(stderr=True, quiet=bool(launched_rank()))
 
 
 def write_json(output: Output | None, report: dict[str, Any]) -> None:

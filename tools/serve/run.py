@@ -49,6 +49,7 @@ from ..engine.scheduler import Request, Scheduler
 from .host_memory import allocating, require_memory
 from .options import RunOptions
 from .progress import counting, working
+from .ranks import rank_facts
 from .report import Report, build_report
 from .verify import SAMPLE_EVERY, TOLERANCE, Verification, Verifier
 
@@ -154,9 +155,11 @@ def service_report(
 ) -> Report:
     """The report of what was served."""
     drafter, speculation = service.engine.scheduler.drafter, None
+    ranks = service.engine.ranks
     if drafter is not None:
         saved = None
-        if options.time_scale == 0:  # else the steps depend on the time that each takes
+        # else the steps depend on the time that each takes, or on the requests of other ranks
+        if options.time_scale == 0 and ranks is None:
             without = steps_without_drafts(options, requests)
             saved = without - len(service.engine.served.steps)
         speculation = {
@@ -171,7 +174,7 @@ def service_report(
         some = requests if options.verify == "all" else requests[:SAMPLED_REQUESTS]
         model = own_model(options, find_device(options.device))
         generated = compare_with_generate(model, some)
-    return build_report(
+    report = build_report(
         generated=generated,
         speculation=speculation,
         refits=service.engine.refits,
@@ -182,6 +185,8 @@ def service_report(
         served=service.engine.served,
         verification=service.verification,
     )
+    report["ranks"] = ranks and ranks.exchange("report", rank_facts(report))
+    return report
 
 
 def steps_without_drafts(options: RunOptions, requests: Sequence[Request]) -> int:
