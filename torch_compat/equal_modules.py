@@ -16,8 +16,8 @@ import torch
 import torch._dynamo.config as dynamo_config
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.utils import get_fake_value, set_example_value
-from torch._dynamo.variables import ConstantVariable, TupleVariable
-from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables import ConstantVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables.builder import VariableBuilder, handle_traced_output
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import (
     UnspecializedBuiltinNNModuleVariable,
@@ -26,6 +26,7 @@ from torch._dynamo.variables.nn_module import (
 from torch._guards import Source
 from torch.fx.node import map_aggregate
 
+from .copied_values import CopiedValues, RegionValues
 from .inlined import GuardFact
 from .patch import replaced
 from .region_match import Match
@@ -190,6 +191,7 @@ class _Regions:
             self.active.remove(region)
         with suppress(Exception):  # what cannot be examined is not copied
             if len(known) < _MOST_REGIONS and _plain(variable, tx) and region.end(result):
+                region.values = RegionValues(region, tx.fake_mode)
                 known.append(region)
         return result
 
@@ -211,16 +213,28 @@ class _Regions:
             return new[value] if isinstance(value, torch.fx.Node) else value
 
         results = region.result if isinstance(region.result, tuple) else (region.result,)
+        values, run = CopiedValues(region.values), []
+        for node, other in new.items():
+            values.pair(node.meta["example_value"], other.meta["example_value"])
         for node in region.nodes:
             args, kwargs = map_aggregate((node.args, node.kwargs), leaf)
             made = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
             made.meta = {key: node.meta[key] for key in node.meta if key != "example_value"}
             new[node] = made
+            if region.values.are_known(node):
+                value = values.copy(node.meta["example_value"])
+            else:
+                value = get_fake_value(made, tx, allow_non_graph_fake=True)
+                values.pair(node.meta.get("example_value"), value)
+                run.append(node)
             if node in results:
-                variables[node] = wrap_fx_proxy(tx, torch.fx.Proxy(made, tracer))
-            elif (value := get_fake_value(made, tx, allow_non_graph_fake=True)) is not None:
+                proxy = torch.fx.Proxy(made, tracer)
+                variables[node] = handle_traced_output(value, tx, proxy, {}, None, TensorVariable)
+                tracer.record_proxyable_vt(variables[node])
+            elif value is not None:
                 set_example_value(made, value)
-        if any(form_of_node(node) != form_of_node(new[node]) for node in region.nodes):
+        values.end()
+        if any(form_of_node(node) != form_of_node(new[node]) for node in run):
             raise RuntimeError("an operator has results of another form for another name")
         for active in self.active:
             active.reads += match.reads()

@@ -85,6 +85,8 @@ class Region:
     """Placeholders that nodes use, besides arguments."""
     result: Any = None
     """The nodes of the result; a tuple for a tuple."""
+    values: Any = None
+    """What a copy needs to know of the example values of the nodes."""
 
     def __post_init__(self) -> None:
         self.pattern = re.compile(re.escape(self.name) + r"(?!\w)")

@@ -8,6 +8,7 @@ value at its place, and what was observed when the model was traced.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import types
@@ -190,8 +191,16 @@ _NAMED_KINDS = ("type", "length", "keys", "added", "result", "names", "calls", "
 
 @dataclass
 class _Node:
+    value: Any
     conditions: list[list[Any]] = field(default_factory=list)
-    below: dict[bytes, tuple[Step, _Node]] = field(default_factory=dict)
+    below: dict[str | bytes, tuple[Step, _Node]] = field(default_factory=dict)
+    stated: set[tuple[str, bytes]] = field(default_factory=set)
+
+    def then(self, step: Step) -> _Node:
+        key = step if isinstance(step, str) else canonical(step)
+        if key not in self.below:
+            self.below[key] = step, _Node(follow(self.value, step))
+        return self.below[key][1]
 
 
 class Recorder:
@@ -200,25 +209,21 @@ class Recorder:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._roots: dict[str, _Node] = {}
-        self._seen: set[bytes] = set()
         self._same: list[Json] = []
         self._variables: dict[str, str | None] = {}
 
     def add(self, root: str, steps: Sequence[Step], kind: str, argument: Any = None) -> None:
         """A condition on the value that is at a place now; raises Undescribable."""
-        identity = canonical([root, list(steps), kind, argument])
-        if identity in self._seen:
+        if root not in self._roots:
+            self._roots[root] = _Node(root_value(root, self._model))
+        node = functools.reduce(_Node.then, steps, self._roots[root])
+        if (identity := (kind, canonical(argument))) in node.stated:
             return
-        self._seen.add(identity)
-        node = self._roots.setdefault(root, _Node())
-        value = root_value(root, self._model)
-        for step in steps:
-            node = node.below.setdefault(canonical(step), (step, _Node()))[1]
-            value = follow(value, step)
-        if value is MISSING:
+        node.stated.add(identity)
+        if node.value is MISSING:
             raise Undescribable(spelled(root, steps, self._model), "cannot be located")
         try:
-            text = "" if kind == IDENTITY else observed(kind, argument, value)
+            text = "" if kind == IDENTITY else observed(kind, argument, node.value)
         except Undescribable as error:
             where = spelled(root, steps, self._model) + error.where
             raise Undescribable(where, error.reason) from error

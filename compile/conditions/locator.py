@@ -62,6 +62,8 @@ class Locator:
     aliases: dict[str, tuple[Located, Located]] = field(default_factory=dict)
     """Other places of the model, of modules and of the environment, each with the one that what
     is below is located from."""
+    _text: bytes = b""
+    _inside: dict[str, Located] = field(default_factory=dict)
 
     def place(self, expression: str) -> Place:
         """The place of an expression; raises Unlocatable, also for what hangs below an argument."""
@@ -89,10 +91,18 @@ class Locator:
                 node = ast.parse(expression, mode="eval").body
             except SyntaxError as error:
                 raise Unlocatable(f"{expression} cannot be located") from error
+            self._text = expression.encode()
             self.found[expression] = self._find(node)
         return self.found[expression]
 
     def _find(self, node: ast.expr) -> Located:
+        """What an expression inside the one that is being located leads to: many begin alike."""
+        inside = self._text[node.col_offset : node.end_col_offset].decode()
+        if inside not in self._inside:
+            self._inside[inside] = self._followed(node)
+        return self._inside[inside]
+
+    def _followed(self, node: ast.expr) -> Located:
         try:
             located = self._step(node)
         except (LookupError, AttributeError, TypeError) as error:

@@ -64,6 +64,7 @@ class _Writer:
         self._root = root
         self._numbers: dict[Node, int] = {}
         self._symbols: dict[Any, Any] = {}
+        self._sizes: dict[Any, str] = {}
         self._storages: dict[int, int] = {}
         self._ops: dict[str, Callable[..., Any]] = {}
 
@@ -174,10 +175,12 @@ class _Writer:
 
         if not isinstance(expression, sympy.Basic) or expression.is_Integer:
             return str(expression)
-        for symbol in sorted(expression.free_symbols, key=str):
-            self._symbols.setdefault(symbol, sympy.Symbol(f"S{len(self._symbols)}", integer=True))
-        text: str = sympy.srepr(expression.xreplace(self._symbols))
-        return text
+        if expression not in self._sizes:
+            for symbol in sorted(expression.free_symbols, key=str):
+                own = sympy.Symbol(f"S{len(self._symbols)}", integer=True)
+                self._symbols.setdefault(symbol, own)
+            self._sizes[expression] = sympy.srepr(expression.xreplace(self._symbols))
+        return self._sizes[expression]
 
 
 def op_source(op: Any) -> str:

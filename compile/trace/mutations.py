@@ -45,6 +45,8 @@ def written_placeholders(trace: Trace) -> set[Node]:
             if (storage := storage_id(tensor)) in untouched
             and writes_counted(tensor) > untouched[storage]
         }
+        if not (op_names(node) or isinstance(node.target, HigherOrderOperator)):
+            continue  # torch has counted its writes
         args, kwargs = tree_map_only(
             Node, lambda used: used.meta.get("example_value"), (node.args, node.kwargs)
         )
@@ -54,13 +56,11 @@ def written_placeholders(trace: Trace) -> set[Node]:
 
 
 def _written(node: Node, args: Any, kwargs: Any) -> Iterable[Tensor]:
-    """By an op's schema or a Triton kernel's code; for any other op of higher order all tensors."""
+    """By an op's schema or a Triton kernel's code; for an other op of higher order all tensors."""
     if op_names(node):
         return written_by(overload_of(node.target), args, kwargs)
-    if isinstance(node.target, HigherOrderOperator):
-        known = triton_writes(node, kwargs)
-        return _dense((args, kwargs) if known is None else known)
-    return ()
+    known = triton_writes(node, kwargs)
+    return _dense((args, kwargs) if known is None else known)
 
 
 def _dense(value: Any) -> list[Tensor]:

@@ -1,0 +1,150 @@
+"""Example values of copied regions equal those that operators would have computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph.torch_compat.dynamo import (
+    Captured,
+    capture_full_graph,
+    dynamo_tracing,
+    mark_dynamic,
+)
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot move the place of a guard"),
+]
+
+
+def views(x: Tensor, w: Tensor) -> Tensor:
+    first, second = (x @ w).view(-1, 2, 4).transpose(0, 1).chunk(2, dim=-1)
+    return x + torch.cat((second, first), dim=-1).transpose(0, 1).reshape(-1, 8)
+
+
+def writes(x: Tensor, w: Tensor) -> Tensor:
+    y = x.clone()
+    y[:, :4].mul_(w[0, :4])
+    z = y.add_(w.t()[0]).t_().contiguous()
+    return z.t() + y.unsqueeze_(0)[0].t()
+
+
+def dtypes(x: Tensor, w: Tensor) -> Tensor:
+    y = (x * w[0]).contiguous()
+    halves = torch.view_as_complex(y.view(-1, 4, 2)) * 1j
+    return torch.view_as_real(halves).flatten(1) + y.view(torch.int32).to(torch.float32)
+
+
+def sizes(x: Tensor, w: Tensor) -> Tensor:
+    tokens, width = x.shape
+    steps = torch.arange(tokens, device=x.device) * (width + 1)
+    empty = torch.empty(0, width)
+    stacked = torch.cat([x[1:], x[:1], empty]).expand(3, tokens, width)
+    return x + stacked.sum(0) * steps[:, None] + w.new_ones(2 * tokens, width)[::2]
+
+
+def constants(x: Tensor, w: Tensor) -> Tensor:
+    scale = torch.tensor([2.0])
+    real, imaginary = torch.complex(x, x).conj().real, torch.view_as_real(x + 0j)
+    return x * scale + real.neg() + imaginary[..., 1] * w[0].detach()
+
+
+@torch.library.custom_op("copied_values::doubled", mutates_args=("x",))
+def doubled(x: Tensor) -> Tensor:
+    return x.mul_(2).sum()
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(())
+
+
+def into_weights(x: Tensor, w: Tensor) -> Tensor:
+    total = doubled(w)
+    return (x @ w).sin() + total
+
+
+def into_argument(x: Tensor, w: Tensor) -> Tensor:
+    total = doubled(x)
+    return (x @ w).sin() + total
+
+
+class Layer(nn.Module):
+    def __init__(self, operators: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.operators = nn.Parameter(torch.eye(8)), operators
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.operators(x, self.weight)
+
+
+class Stack(nn.Module):
+    def __init__(self, operators: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(operators) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def captured(operators: Callable[[Tensor, Tensor], Tensor]) -> Captured:
+    torch._dynamo.reset()
+    x = torch.ones(5, 8)
+    mark_dynamic(x, 0, "num_tokens", (1, 64), "backed")
+    with dynamo_tracing("backed"), torch.no_grad():
+        found = capture_full_graph(Stack(operators), (x,), {})
+    assert found is not None
+    return found
+
+
+def values_of(found: Captured) -> list[Any]:
+    """All that can be read of the example values: which are one object and which share memory
+    as the position of the first."""
+    objects: dict[int, int] = {}
+    memory: dict[int, int] = {}
+    facts: list[Any] = []
+    for node in found.graph.graph.nodes:
+        for value in torch.utils._pytree.tree_leaves(node.meta.get("example_value")):
+            facts.append((node.name, type(value).__name__))
+            if not isinstance(value, Tensor):
+                facts.append(str(value))
+                continue
+            storage = value.untyped_storage()
+            facts += [
+                objects.setdefault(id(value), len(objects)),
+                memory.setdefault(storage._cdata, len(memory)),
+                (str(value.dtype), str(value.device), value.requires_grad, value.is_leaf),
+                [str(size) for size in (*value.shape, *value.stride(), value.storage_offset())],
+                (value.is_conj(), value.is_neg(), value.is_inference()),
+                str(storage.nbytes()),
+                value._version,
+            ]
+    return facts
+
+
+@pytest.mark.parametrize(
+    ("operators", "num_copied"),
+    [
+        *((views, 3), (writes, 2), (dtypes, 3), (sizes, 3), (constants, 3), (into_argument, 3)),
+        (into_weights, 3),
+    ],
+)
+def test_copied_values_are_what_operators_compute(
+    operators: Callable[[Tensor, Tensor], Tensor],
+    num_copied: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = captured(operators)
+    assert num_copied == found.copied
+    from piecegraph.torch_compat.copied_values import RegionValues
+
+    monkeypatch.setattr(RegionValues, "are_known", lambda self, node: False)
+    assert values_of(found) == values_of(captured(operators))
