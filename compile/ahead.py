@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import replace
 
 from ..errors import InvalidSetting
+from ..torch_compat.aoti_build import LibraryBuilds
 from ..torch_compat.dynamo import reasoning_about_sizes
 from .backends.aoti import begin_library, building
 from .backends.jobs import Compiled, Job, compile_pieces, compiler_options, store_artifact
@@ -59,17 +59,19 @@ def _with_libraries(
     """
     begun: dict[int, Callable[[], bytes]] = {}
     artifacts = [made.blobs for made in compiled.results]
-    with building() as threads:
+    with building() as builds:
         for number, job in enumerate(compiled.jobs):
             if LIBRARY not in artifacts[number]:
                 with _naming_failures(request, job):
-                    begun[number] = _begin(request, split, job, threads)
+                    begun[number] = _begin(request, split, job, builds)
         for number, finish in begun.items():
             job, made = compiled.jobs[number], compiled.results[number]
             with _naming_failures(request, job):
                 artifacts[number] = {**made.blobs, LIBRARY: finish()}
                 request.events.count("library_compiles")
                 store_artifact(request, split, job, replace(made, blobs=artifacts[number]))
+    for reason in dict.fromkeys(builds.fallbacks):  # slower, and right
+        request.events.emit("compile.library_whole", level=logging.WARNING, reason=reason)
     return artifacts if all(LIBRARY in blobs for blobs in artifacts) else None
 
 
@@ -86,7 +88,7 @@ def _naming_failures(request: CompileRequest, job: Job) -> Iterator[None]:
 
 
 def _begin(
-    request: CompileRequest, split: SplitModel, job: Job, threads: Executor
+    request: CompileRequest, split: SplitModel, job: Job, builds: LibraryBuilds
 ) -> Callable[[], bytes]:
     graph = job.unique.piece.module(split.trace.graph)
     limits = split.guards.limits()
@@ -94,4 +96,4 @@ def _begin(
         limits |= dict.fromkeys(job.unique.piece.symbols(), (job.size, job.size))
     options = compiler_options(request, split, job)
     with reasoning_about_sizes(split.config.dynamic_shapes.value):
-        return begin_library(graph, limits, request.device, options, threads)
+        return begin_library(graph, limits, request.device, options, builds)

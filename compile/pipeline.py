@@ -35,7 +35,7 @@ def compile_model(request: CompileRequest) -> CompiledModel:
 
     Raises the errors of tracing, splitting, guards and compilers, and those of `find_model`.
     """
-    with _gc_paused():
+    with gc_paused():
         if not request.config.compile:
             request.record_bundle(BundleOutcome(hit=False, reason="compile is off"))
             return eager_model(request)
@@ -60,7 +60,7 @@ def find_model(request: CompileRequest) -> CompiledModel | NoBundle | str:
     Compiles nothing. Raises BundleMissing where the settings require a bundle and none can be used,
     RankLost where ranks must agree and one does not answer.
     """
-    with _gc_paused():
+    with gc_paused():
         compiler = compiler_for(request)
         key = _bundle_key(request, compiler)
         if isinstance(key, str):
@@ -79,7 +79,7 @@ def find_model(request: CompileRequest) -> CompiledModel | NoBundle | str:
 
 def compile_trace(request: CompileRequest, guarded: GuardedTrace) -> CompiledModel:
     """The compiled form of a graph that the caller traced; stores artifacts and no bundle."""
-    with _gc_paused():
+    with gc_paused():
         return _compile(request, guarded, None)
 
 
@@ -135,7 +135,7 @@ def _bundle_key(request: CompileRequest, compiler: Compiler) -> Key | str:
 
 
 @contextmanager
-def _gc_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Turn off cyclic garbage collection, which takes a tenth of a start."""
     enabled = gc.isenabled()
     gc.disable()

@@ -6,6 +6,7 @@ import torch
 
 from ..compile.ahead import compile_ahead as build
 from ..compile.ir.compilation import ExampleArguments
+from ..compile.pipeline import gc_paused
 from ..events import Events
 from .config import Config
 from .records import Records
@@ -29,5 +30,5 @@ def compile_ahead(
     bundle unchanged. Raises what `prepare` raises.
     """
     config = resolve_config(config)
-    with allow_compilation():
+    with allow_compilation(), gc_paused():
         return build(compile_request(model, config, Records(events), examples))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import hashlib
 import os
 import re
+import shlex
 import shutil
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,9 @@ def cpp_compiler() -> str | None:
 
 
 MAX_HEADER_BYTES = 2 << 30
-"""Most that precompiled headers take."""
+"""Most that precompiled headers take, of all installed torch versions and compilers."""
+MAX_OBJECT_BYTES = 64 << 20
+OBJECTS = "objects"
 PROBES = "isa_probes"
 _IS_PROBE = re.compile("[0-9a-f]{64}").fullmatch
 
@@ -93,34 +98,80 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
     """Let Inductor use and store precompiled C++ headers in `toolchain`.
 
     Its own place for them is `torchinductor_<user>` in the directory for temporary files, which it
-    uses without checking the owner. The oldest are removed: each installed torch and compiler has
-    its own, of 150 MB. Where one is missing, the compiler reads the plain header.
+    uses without checking the owner. Each installed torch and set of options has its own, of 150 MB:
+    when one is made, those that no process has used for longest are removed. Where one is missing,
+    the compiler reads the plain header.
     """
     with preserve_cache_variables():
         from torch._inductor import codecache
 
-    directory = str(toolchain / "precompiled_headers")
     if not hasattr(codecache, "_HEADER_DIR"):
         yield
         return
-    with (
-        replaced(codecache, "_HEADER_DIR", directory),
-        replaced(codecache, "_HEADER_LOCK_DIR", f"{directory}/locks"),
-        replaced(codecache, "_precompile_header", _precompiled_once(directory)),
-    ):
-        try:
+    directory = toolchain / "precompiled_headers"
+    once = _precompiled_once(str(directory))
+    with ExitStack() as in_use:
+
+        def precompile(header: str, *command: Any, **options: Any) -> str:
+            before = set(directory.glob("*.gch"))
+            with _whole_headers():
+                plain = once(header, *command, **options)
+            made = Path(f"{plain}.gch")
+            _keep_in_use(made, in_use)
+            if made not in before:
+                remove_oldest(directory, "*.gch*", MAX_HEADER_BYTES)
+            return plain
+
+        with (
+            replaced(codecache, "_HEADER_DIR", str(directory)),
+            replaced(codecache, "_HEADER_LOCK_DIR", f"{directory}/locks"),
+            replaced(codecache, "_precompile_header", precompile),
+        ):
             yield
-        finally:
-            _remove_oldest_headers(Path(directory))
 
 
-def _remove_oldest_headers(directory: Path) -> None:
-    with suppress(OSError):  # another process removes them at the same time
-        files = [(file.stat(), file) for file in directory.glob("*.gch")]
-        total = 0
-        for facts, file in sorted(files, key=lambda each: each[0].st_mtime, reverse=True):
-            total += facts.st_size
-            if total > MAX_HEADER_BYTES:
+@contextmanager
+def _whole_headers() -> Iterator[None]:
+    """Name a header when it is complete: the compiler fails on one that a killed process left."""
+    from torch._inductor import cpp_builder
+
+    original = cpp_builder.run_compile_cmd
+
+    def run(command: str, cwd: str) -> None:
+        words = shlex.split(command)
+        output = words[words.index("-o") + 1] if "-o" in words else ""
+        if output.endswith(".gch"):
+            part = f"{output}.{os.getpid()}"
+            original(shlex.join([part if word == output else word for word in words]), cwd)
+            os.replace(part, output)
+        else:
+            original(command, cwd)
+
+    with replaced(cpp_builder, "run_compile_cmd", run):
+        yield
+
+
+def _keep_in_use(file: Path, until: ExitStack) -> None:
+    """Note that `file` is used now, and lock it against removal."""
+    with suppress(OSError):  # another process has removed it
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        until.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.utime(descriptor)
+
+
+def remove_oldest(directory: Path, pattern: str, limit: int) -> None:
+    """Remove the files used longest ago beyond `limit` bytes, none that a process has locked."""
+    files = []
+    for file in directory.glob(pattern):
+        with suppress(OSError):  # another process removes them at the same time
+            files.append((file.stat(), file))
+    total = 0
+    for facts, file in sorted(files, key=lambda each: each[0].st_mtime, reverse=True):
+        total += facts.st_size
+        if total > limit:
+            with suppress(OSError), file.open("rb") as opened:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.unlink()
 
 
@@ -131,6 +182,31 @@ def _precompiled_once(directory: str) -> Callable[..., str]:
 
     original: Callable[..., str] = codecache._precompile_header.__wrapped__
     return functools.cache(original)
+
+
+def known_object(toolchain: Path, name: str) -> bytes | None:
+    """The object file that `keep_object` stored, None if it is missing or damaged."""
+    with suppress(OSError):
+        file = toolchain / OBJECTS / name
+        digest, content = (whole := file.read_bytes())[:32], whole[32:]
+        if hashlib.sha256(content).digest() == digest:
+            os.utime(file)
+            return content
+    return None
+
+
+def keep_object(toolchain: Path, name: str, content: bytes) -> None:
+    """Store an object file; without write access it is built each time."""
+    _publish(toolchain / OBJECTS, name, hashlib.sha256(content).digest() + content)
+    remove_oldest(toolchain / OBJECTS, "*", MAX_OBJECT_BYTES)
+
+
+def _publish(directory: Path, name: str, content: bytes) -> None:
+    with suppress(OSError):
+        directory.mkdir(parents=True, exist_ok=True)
+        whole = directory / f"{name}.{os.getpid()}"
+        whole.write_bytes(content)
+        whole.replace(directory / name)
 
 
 def probes(toolchain: Path) -> dict[str, bytes]:
@@ -157,12 +233,7 @@ def known_probe(toolchain: Path, name: str) -> bytes | None:
 
 def keep_probe(toolchain: Path, name: str, answer: bytes) -> None:
     """Add a result to `probes`; without write access the probe is repeated each time."""
-    with suppress(OSError):
-        directory = toolchain / PROBES
-        directory.mkdir(parents=True, exist_ok=True)
-        whole = directory / f"{name}.{os.getpid()}"
-        whole.write_bytes(answer)
-        whole.replace(directory / name)
+    _publish(toolchain / PROBES, name, answer)
 
 
 _EXTENSIONS = re.compile(

@@ -7,7 +7,6 @@ only if its results agree with those of the piece.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,21 +14,23 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...errors import LibraryDisagrees, LibraryNotGeneral
-from ...torch_compat.aoti import AheadCompiled, aoti_compile, cpp_threads
+from ...torch_compat.aoti import AheadCompiled, aoti_compile
+from ...torch_compat.aoti_build import LibraryBuilds, library_builds
+from ...torch_compat.inductor import cache_directory
 from ...torch_compat.symbolic import expression_of, traced_size
 from ...torch_compat.tensors import fresh_fake_mode
 from ..guards.numerics_check import numeric_difference
 from ..guards.prover import Ranges, prove
 from ..guards.range_check import corners
 from ..pieces.piece import size_positions
-from .inductor import compiling, load_library
+from .inductor import compiling, load_library, toolchain_directory
 
 
 @contextmanager
-def building() -> Iterator[Executor]:
+def building() -> Iterator[LibraryBuilds]:
     """Threads in which the C++ compilers of several libraries run, and a directory for them."""
-    with compiling(), cpp_threads() as threads:
-        yield threads
+    with compiling(), library_builds(toolchain_directory(cache_directory())) as builds:
+        yield builds
 
 
 def begin_library(
@@ -37,7 +38,7 @@ def begin_library(
     limits: Ranges,
     device: torch.device,
     options: Mapping[str, Any],
-    threads: Executor,
+    builds: LibraryBuilds,
 ) -> Callable[[], bytes]:
     """Generate the library of a piece's graph; the function returned waits for it and checks it.
 
@@ -47,11 +48,11 @@ def begin_library(
     """
     carried = _sizes_as_tensors(graph)
     inputs, dynamic = _example_tensors(carried, limits)
-    compiled = aoti_compile(carried, inputs, dynamic, dict(options), threads)
+    compiled = aoti_compile(carried, inputs, dynamic, dict(options), builds)
     _check_general(compiled)
 
     def finish() -> bytes:
-        path = compiled.link()
+        path = compiled.library.result()
         library = load_library(path, size_positions(graph.graph), device)
         for sizes in corners(limits):
             if fault := numeric_difference(library, graph, sizes):

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -86,42 +87,120 @@ def test_headers_are_ready_or_not(tmp_path: Path) -> None:
     assert toolchain.cpp_headers_ready(tmp_path)
 
 
+@pytest.fixture
+def made_headers(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Headers that Inductor made, each of half of what is kept, in place of those it compiles."""
+    from torch._inductor import codecache
+
+    made: list[str] = []
+
+    def precompile(header: str, command: str) -> str:
+        path = f"{codecache._HEADER_DIR}/{header}"
+        if not os.path.exists(f"{path}.gch"):
+            made.append(codecache._HEADER_DIR)
+            os.makedirs(codecache._HEADER_DIR, exist_ok=True)
+            with open(f"{path}.gch", "wb") as file:
+                file.truncate(toolchain.MAX_HEADER_BYTES // 2)
+        return path
+
+    monkeypatch.setattr(codecache._precompile_header, "__wrapped__", precompile)
+    return made
+
+
+def precompile(header: str) -> str:
+    from torch._inductor import codecache
+
+    path: str = codecache._precompile_header(header, "g++")
+    return path
+
+
 def test_headers_are_used_from_the_given_directory_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made_headers: list[str]
 ) -> None:
     from torch._inductor import codecache
 
     before = codecache._precompile_header, codecache._HEADER_DIR
-    made: list[str] = []
-
-    def precompile(header: str, command: str) -> str:
-        made.append(codecache._HEADER_DIR)
-        return f"{codecache._HEADER_DIR}/{header}"
-
-    monkeypatch.setattr(codecache._precompile_header, "__wrapped__", precompile)
     for _ in range(2):
         for name in ("one", "other"):
             with toolchain.precompiled_headers_in(tmp_path / name):
-                header = codecache._precompile_header("prefix.h", "g++")
+                header = precompile("prefix.h")
                 assert header == str(tmp_path / name / "precompiled_headers" / "prefix.h")
-    assert len(made) == 2
+    assert len(made_headers) == 2
     assert (codecache._precompile_header, codecache._HEADER_DIR) == before
 
 
-def test_only_the_newest_headers_are_kept(tmp_path: Path) -> None:
+def headers_in(directory: Path) -> set[str]:
+    return {file.name for file in directory.glob("*.gch*")}
+
+
+def test_headers_used_longest_ago_are_removed_when_one_is_made(
+    tmp_path: Path, made_headers: list[str]
+) -> None:
     directory = tmp_path / "precompiled_headers"
-    directory.mkdir()
-    for age in range(3):
-        (directory / f"{age}.h").touch()
-        with open(directory / f"{age}.h.gch", "wb") as header:
-            header.truncate(toolchain.MAX_HEADER_BYTES // 2)
-        os.utime(directory / f"{age}.h.gch", (0, 1000 - age))
     with toolchain.precompiled_headers_in(tmp_path):
-        pass
-    assert {file.name for file in directory.iterdir()} == {
-        *("0.h", "1.h", "2.h"),
-        *("0.h.gch", "1.h.gch"),
-    }
+        precompile("old.h")
+    with toolchain.precompiled_headers_in(tmp_path):
+        precompile("new.h")
+    for age, name in enumerate(("old.h", "new.h", "killed.h.gch.17")):
+        file = directory / (name if age == 2 else f"{name}.gch")
+        with open(file, "ab") as part:
+            part.truncate(toolchain.MAX_HEADER_BYTES // 2)
+        os.utime(file, (0, 1000 + age))
+    with toolchain.precompiled_headers_in(tmp_path):  # such as a load
+        assert len(headers_in(directory)) == 3
+        precompile("old.h")  # used now, and not made
+    assert len(headers_in(directory)) == 3
+    with toolchain.precompiled_headers_in(tmp_path):
+        precompile("newest.h")
+    assert headers_in(directory) == {"old.h.gch", "newest.h.gch"}
+
+
+def test_a_header_in_use_is_not_removed(tmp_path: Path, made_headers: list[str]) -> None:
+    directory = tmp_path / "precompiled_headers"
+    with toolchain.precompiled_headers_in(tmp_path):
+        precompile("used.h")
+        os.utime(directory / "used.h.gch", (0, 1000))
+        with toolchain.precompiled_headers_in(tmp_path):
+            for name in "ab":
+                precompile(f"{name}.h")
+        assert headers_in(directory) == {"used.h.gch", "a.h.gch", "b.h.gch"}
+    with toolchain.precompiled_headers_in(tmp_path):
+        precompile("c.h")
+    assert "used.h.gch" not in headers_in(directory)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_header_has_its_name_when_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+) -> None:
+    from torch._inductor import codecache, cpp_builder
+
+    def compile_half(command: str, cwd: str) -> None:
+        Path(command.split()[-1]).write_bytes(b"half")
+        if killed:
+            raise KeyboardInterrupt
+
+    def build(header: str, command: str) -> str:
+        cpp_builder.run_compile_cmd(f"g++ -o {tmp_path}/x.h.gch", "")
+        return f"{tmp_path}/{header}"
+
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", compile_half)
+    monkeypatch.setattr(codecache._precompile_header, "__wrapped__", build)
+    with toolchain.precompiled_headers_in(tmp_path / "headers"):
+        with pytest.raises(KeyboardInterrupt) if killed else nullcontext():
+            precompile("x.h")
+    assert (tmp_path / "x.h.gch").exists() is not killed
+
+
+def test_objects_are_kept_whole(tmp_path: Path) -> None:
+    assert toolchain.known_object(tmp_path, "a") is None
+    toolchain.keep_object(tmp_path, "a", b"code")
+    toolchain.keep_object(tmp_path, "a", b"code")  # another process, at the same time
+    assert toolchain.known_object(tmp_path, "a") == b"code"
+    (file,) = (tmp_path / toolchain.OBJECTS).iterdir()
+    for damaged in (b"", file.read_bytes()[:-1], file.read_bytes() + b"x"):
+        file.write_bytes(damaged)
+        assert toolchain.known_object(tmp_path, "a") is None
 
 
 def test_kept_probes_are_found(tmp_path: Path) -> None:
