@@ -198,13 +198,15 @@ class ModelSteps(ObservableSteps):
                 idle.steps += 1
             else:
                 modes = allowed_modes, excluded_modes
-                if self._behind is not None:
-                    if self._switch_if_ready(self._behind, self._behind.background.poll()):
-                        decision = self.dispatcher.decide(batch, *modes)
-                    return decision
-                if capturer.before_step(batch, decision, *modes):
+                behind = self._behind
+                if behind is not None:
+                    changed = self._switch_if_ready(behind, behind.background.poll())
+                else:
+                    changed = capturer.before_step(batch, decision, *modes)
+                if changed:
                     decision = self.dispatcher.decide(batch, *modes)
-                if not self._capturer.active and self.config.strategy is not CaptureStrategy.EAGER:
+                lazily = self.config.strategy is not CaptureStrategy.EAGER
+                if behind is None and lazily and not self._capturer.active:
                     self.seal()
         for observer in self._observers:
             observer.dispatched(batch, decision)
@@ -323,9 +325,11 @@ class ModelSteps(ObservableSteps):
         the same call.
         """
         self._must_be_open()
-        if self._behind is not None:
-            compiled = self._behind.background.wait(timeout_s)
-            self._switch_if_ready(self._behind, compiled, waited=True)
+        if (behind := self._behind) is not None:
+            compiled = behind.background.wait(timeout_s)
+            self._must_be_open()
+            if self._behind is behind:  # else a step has switched
+                self._switch_if_ready(behind, compiled, waited=True)
         return self.compiled.traced
 
     def _switch_if_ready(

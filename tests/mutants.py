@@ -28,6 +28,7 @@ GRAPH = f"{CAPTURE}/captured_graph.py"
 ADDRESSES, INPUTS = f"{STEP}/address_checks.py", f"{STEP}/static_inputs.py"
 CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
 CAPTURER, MODEL = "runtime/strategy/capturer.py", "runtime/prepared_model.py"
+LIMITED = "runtime/strategy/limited_captures.py"
 STEPS = "runtime/model_steps.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
@@ -110,7 +111,7 @@ MUTANTS = [
     ("runtime/strategy/queue.py",
      "        if self._strategy is CaptureStrategy.EAGER:\n            return\n        delayed",
      "        delayed", f"{QUEUE} -k eager_queue"),
-    (CAPTURER, "if self.memory.exceeded:", "if False:", f"{CURVES} -k holds_on"),
+    (LIMITED, "if self.memory.exceeded:", "if False:", f"{CURVES} -k holds_on"),
     (CAPTURER, "            self._evict(graph_index)\n        with",
      "            pass\n        with", f"{WEIGHTS} -k stale_graphs"),
     ("runtime/strategy/limits.py", "self._last.ms + self.ms_per_step", "self.ms_per_step",

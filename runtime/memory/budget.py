@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from time import perf_counter
 from typing import Any, Protocol
 
 from ...dispatch import DispatchPlan, Histogram, RuntimeMode
@@ -96,10 +97,30 @@ class GraphMemory:
         record: RecordGraph,
         exchange: Exchange,
         events: Events,
-    ) -> None:
-        """Forecast what the graphs of `plan` take; all ranks use the largest of their forecasts."""
+        *,
+        serving: bool = False,
+    ) -> Iterator[float]:
+        """Forecast what the graphs of `plan` take, from a few captures; yields the milliseconds of
+        each, and has the forecast at the end. All ranks use the largest of their forecasts.
+
+        In `serving` steps may run in between. Ranks probe at the same steps, until all are done.
+        """
         indices = range(len(plan.entries))
-        forecast, failed = forecast_memory(backend, plan, indices, record, events)
+        probes = forecast_memory(backend, plan, indices, record, events, serving)
+        found: tuple[Forecast, list[int]] | None = None
+        while True:
+            began = perf_counter()
+            if found is None:
+                try:
+                    next(probes)
+                except StopIteration as end:
+                    found = end.value
+            ms = (perf_counter() - began) * 1000
+            answers = exchange("probe", {"ms": ms, "done": found is not None})
+            if found is not None and all(answer["done"] for answer in answers):
+                break
+            yield max(answer["ms"] for answer in answers)
+        forecast, failed = found
         answers = exchange("forecast", {"forecast": forecast.as_json(), "failed": failed})
         self.forecast = Forecast.worst([answer["forecast"] for answer in answers])
         self._probed = self.forecast

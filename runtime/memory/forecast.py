@@ -8,14 +8,14 @@ the working memory of the largest; the smallest captured alone has its own worki
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from ...dispatch import DispatchPlan, RuntimeMode
-from ...errors import CaptureFailed
+from ...errors import CaptureFailed, DummyStepFailed
 from ...events import Events
 from ..backends.protocol import GraphBackend
 from ..capture.recording import Recording
@@ -124,49 +124,61 @@ def _most(curves: Sequence[Sequence[Sequence[float]]]) -> Points:
 
 def forecast_memory(
     backend: GraphBackend, plan: DispatchPlan, indices: Iterable[int], record: RecordGraph,
-    events: Events,
-) -> tuple[Forecast, list[int]]:  # fmt: skip
-    """Probe a few sizes of each mode, at most six captures.
+    events: Events, serving: bool,
+) -> Generator[None, None, tuple[Forecast, list[int]]]:  # fmt: skip
+    """Probe a few sizes of each mode, at most six captures; yields after each.
 
     Returns the forecast and the graphs whose probe failed, which need not be tried again. Probing
-    takes the memory of these captures; all of it is freed on return.
+    takes the memory of these captures; all of it is freed at the end. In `serving` steps may run
+    between two probes, and a dummy batch that fails is no error.
     """
+    handled = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
     by_mode: dict[RuntimeMode, list[int]] = {}
     for graph_index in indices:
         by_mode.setdefault(plan.entries[graph_index].mode, []).append(graph_index)
     failed: list[int] = []
     modes = {}
 
-    def probe(candidates: Iterable[int], most: int) -> list[tuple[int, int]]:
+    def probe(candidates: Iterable[int], most: int) -> Generator[None, None, list[tuple[int, int]]]:
         """(graph_index, bytes) of the first `most` of `candidates` that can be captured."""
         pool, recordings = backend.new_pool(), list[Recording]()
         measured: list[tuple[int, int]] = []
-        with capture_session(backend, pool, events) as session:
-            for graph_index in candidates:
-                if len(measured) == most:
-                    break
-                try:
-                    recordings.append(record(graph_index, session))
-                except CaptureFailed:
-                    failed.append(graph_index)
-                else:
-                    measured.append((graph_index, recordings[-1].bytes))
-        for recording in recordings:
-            recording.release()
-        backend.release_pool(pool)
+        try:
+            with ExitStack() as sessions:
+                session = None
+                for graph_index in candidates:
+                    if len(measured) == most:
+                        break
+                    if session is None:
+                        session = sessions.enter_context(
+                            capture_session(backend, pool, events, prepare=not serving)
+                        )
+                    try:
+                        recordings.append(record(graph_index, session))
+                    except handled:
+                        failed.append(graph_index)
+                    else:
+                        measured.append((graph_index, recordings[-1].bytes))
+                    if serving:
+                        sessions.close()
+                        session = None
+                    yield
+        finally:
+            for recording in recordings:
+                recording.release()
+            backend.release_pool(pool)
         return measured
 
     def size(graph_index: int) -> int:
         return plan.entries[graph_index].descriptor.num_tokens
 
-    with events.span("forecast", level=logging.INFO):
-        for mode, candidates in by_mode.items():
-            measured = probe(_to_probe(candidates), 5)
-            if not measured:  # not the largest, nor those beside it
-                measured = probe([i for i in candidates if i not in failed], 1)
-            if measured:
-                alone = probe([measured[-1][0]], 1) if len(measured) > 1 else []
-                modes[mode] = fit([(size(i), n) for i, n in measured], *(n for _, n in alone))
+    for mode, candidates in by_mode.items():
+        measured = yield from probe(_to_probe(candidates), 5)
+        if not measured:  # not the largest, nor those beside it
+            measured = yield from probe([i for i in candidates if i not in failed], 1)
+        if measured:
+            alone = (yield from probe([measured[-1][0]], 1)) if len(measured) > 1 else []
+            modes[mode] = fit([(size(i), n) for i, n in measured], *(n for _, n in alone))
     return Forecast(modes), failed
 
 

@@ -85,6 +85,7 @@ class CaptureQueue:
         self._next_retry = 0
         self.idle_steps: dict[int, Idle] = {}
         self._added: list[int] = []
+        self._kept: frozenset[int] = frozenset()
 
     def change_plan(self, plan: DispatchPlan, added: Iterable[int]) -> None:
         """Follow a plan to which entries were appended; `added` are captured between steps under
@@ -94,13 +95,19 @@ class CaptureQueue:
         self._by_size = _largest_first(plan)
         self.add(added)
 
-    def add(self, added: Iterable[int]) -> None:
-        """Capture `added` between the next steps, under every strategy."""
+    def add(self, added: Iterable[int], *, kept: bool = False) -> None:
+        """Capture `added` between the next steps, under every strategy; `kept` ones are those of
+        the startup."""
         self._added = list(added)
+        self._kept |= frozenset(self._added if kept else ())
         for graph_index in self._added:
             self.states[graph_index].dropped = False
             self.states[graph_index].failures = self.states[graph_index].retry_at = 0
         self._pending = None
+
+    def is_kept(self, graph_index: int) -> bool:
+        """Whether the graph belongs to a startup set, also one that is captured between steps."""
+        return graph_index in self._kept
 
     @property
     def adding(self) -> bool:

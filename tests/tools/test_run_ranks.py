@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx.experimental.symbolic_shapes  # so that each fork has it
 
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.cli.app import main
+from piecegraph.tools.serve import run as _run  # noqa: F401 - so that each fork has it
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.ranks import of_rank
 

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,16 +26,20 @@ from torch import Tensor, nn
 from piecegraph import (
     Batch,
     Config,
+    Decision,
     ForwardContext,
     PreparedModel,
     Ranks,
+    StepObserver,
     forward_context,
     prepare,
 )
 from piecegraph.compile.backends import registry
 from piecegraph.compile.backends.registry import Compiler
-from piecegraph.errors import GuardUnproved, InvalidSetting
+from piecegraph.errors import GuardUnproved, InvalidSetting, StepInProgress
 from piecegraph.runtime import background
+from piecegraph.runtime.capture.captured_graphs import CapturedGraphs
+from piecegraph.runtime.records import Eviction
 
 from ..conftest import strict_backend
 from .conftest import HIDDEN, MAX_TOKENS, LiveServed, Model, Stage
@@ -170,6 +175,93 @@ def test_graphs_are_captured_between_the_steps_after_the_switch(
         served.step(16)  # has no graph
     assert captured == [0, *range(wanted + 1)]
     assert served.step(8) == "PIECEWISE 8"
+
+
+@pytest.mark.compile
+def test_probes_of_a_memory_limit_run_between_steps_too(
+    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, record = list[int](), CapturedGraphs.record
+
+    def counted(graphs: CapturedGraphs, graph_index: int, session: Any) -> Any:
+        recorded.append(graph_index)
+        return record(graphs, graph_index, session)
+
+    monkeypatch.setattr(CapturedGraphs, "record", counted)
+    served = serve_cold(memory_limit=10**9, captures_per_step=1)
+    served.prepared.capture()
+    serve_until_over(served)
+    per_step = [len(recorded)]
+    while len(served.prepared.recordings()) < 3:
+        before = len(recorded)
+        served.step(16)  # has no graph
+        per_step.append(len(recorded) - before)
+    assert max(per_step) == 1
+    assert sum(per_step) == 4 + 3  # three sizes, the smallest alone, then the captures
+    assert served.prepared.events.named("memory.forecast")
+    assert served.step(8) == "PIECEWISE 8"
+
+
+@pytest.mark.compile
+def test_who_closes_while_a_forecast_is_made_leaves_no_graph(
+    serve_cold: Callable[..., LiveServed],
+) -> None:
+    served = serve_cold(memory_limit=10**9)
+    served.prepared.capture()
+    serve_until_over(served)
+    served.step(16)
+    assert served.prepared.backend.memory().used > 0
+    served.prepared.close()
+    assert served.prepared.backend.memory().used == 0
+
+
+@pytest.mark.compile
+def test_the_startup_set_after_the_switch_is_not_evicted(
+    serve_cold: Callable[..., LiveServed],
+) -> None:
+    served = serve_cold(strategy="lazy", lazy_bytes=1)
+    served.prepared.capture()
+    serve_until_over(served)
+    for _ in range(3):
+        served.step(2)
+    assert served.step(8) == "PIECEWISE 8"
+    assert not served.prepared.records.of(Eviction)
+
+
+@pytest.mark.compile
+def test_the_steps_of_an_uncompiled_model_are_logged(
+    serve_cold: Callable[..., LiveServed],
+) -> None:
+    served = serve_cold()
+    seen = list[tuple[Batch, Decision]]()
+
+    class Observer(StepObserver):
+        def dispatched(self, batch: Batch, decision: Decision) -> None:
+            seen.append((batch, decision))
+
+    served.prepared.observe(Observer())
+    served.step(3, 1)
+    assert [decision.mode.name for _, decision in seen] == ["NONE"]
+
+
+@pytest.mark.compile
+def test_another_thread_may_wait_for_the_switch(serve_cold: Callable[..., LiveServed]) -> None:
+    """It switches between two steps or raises, and steps are right."""
+    served, ended = serve_cold(), list[Any]()
+
+    def wait() -> None:
+        try:
+            ended.append(served.prepared.wait_until_compiled())
+        except StepInProgress as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    serve_until_over(served)
+    thread.join()
+    assert ended == [True] or isinstance(ended[0], StepInProgress)
+    for lengths in LENGTHS:
+        served.step(*lengths)
 
 
 @pytest.mark.compile
