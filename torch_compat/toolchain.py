@@ -15,6 +15,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .patch import compiler_lock, preserve_cache_variables, replaced
 
 
@@ -109,13 +111,12 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
         yield
         return
     directory = toolchain / "precompiled_headers"
-    once = _precompiled_once(str(directory))
+    once = _precompiled_once(toolchain)
     with ExitStack() as in_use:
 
         def precompile(header: str, *command: Any, **options: Any) -> str:
             before = set(directory.glob("*.gch"))
-            with _whole_headers():
-                plain = once(header, *command, **options)
+            plain = once(header, *command, **options)
             made = Path(f"{plain}.gch")
             _keep_in_use(made, in_use)
             if made not in before:
@@ -130,9 +131,52 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
             yield
 
 
+@functools.cache
+def _precompiled_once(toolchain: Path) -> Callable[..., str]:
+    """Inductor's function for a header, with the paths in one directory remembered.
+
+    Inductor runs the preprocessor (0.4 s) to see whether a header has changed. It need not if none
+    of the files that the preprocessor read has another time or size.
+    """
+    from torch._inductor import codecache
+
+    original: Callable[..., str] = codecache._precompile_header.__wrapped__
+
+    @functools.cache
+    def precompile(header: str, *command: Any, **options: Any) -> str:
+        places = [os.environ.get(name) for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
+        asked = [header, *command, sorted(options.items()), *places]
+        build = [torch.__version__, torch.version.git_version, compiler_version()]
+        name = hashlib.sha256("\0".join(map(str, asked + build)).encode()).hexdigest()
+        if (known := known_object(toolchain, name)) is not None:
+            plain, *files = known.decode().split("\0")
+            paths = [file.partition("/")[2] for file in files]
+            if os.path.exists(f"{plain}.gch") and _described(paths) == files:
+                return plain
+        read: list[str] = []
+        with _watched_compiler(read):
+            plain = original(header, *command, **options)
+        if read and (files := _described(read)):
+            keep_object(toolchain, name, "\0".join([plain, *files]).encode())
+        return plain
+
+    return precompile
+
+
+def _described(paths: list[str]) -> list[str]:
+    """Time, size and path of each file; nothing if one is missing."""
+    with suppress(OSError):
+        facts = ((path, os.stat(path)) for path in paths)
+        return [f"{fact.st_mtime_ns}:{fact.st_size}/{path}" for path, fact in facts]
+    return []
+
+
 @contextmanager
-def _whole_headers() -> Iterator[None]:
-    """Name a header when it is complete: the compiler fails on one that a killed process left."""
+def _watched_compiler(read: list[str]) -> Iterator[None]:
+    """Add to `read` what the preprocessor reads. Name a header only when it is complete.
+
+    The compiler fails on a part of a header, which a killed process leaves.
+    """
     from torch._inductor import cpp_builder
 
     original = cpp_builder.run_compile_cmd
@@ -144,6 +188,11 @@ def _whole_headers() -> Iterator[None]:
             part = f"{output}.{os.getpid()}"
             original(shlex.join([part if word == output else word for word in words]), cwd)
             os.replace(part, output)
+        elif "-E" in words:
+            original(shlex.join([*words, "-MD", "-MF", f"{output}.d"]), cwd)
+            with suppress(OSError):
+                rule = Path(f"{output}.d").read_text().replace("\\\n", " ")
+                read.extend(word for word in shlex.split(rule)[1:] if word not in words)
         else:
             original(command, cwd)
 
@@ -175,17 +224,8 @@ def remove_oldest(directory: Path, pattern: str, limit: int) -> None:
                 file.unlink()
 
 
-@functools.cache
-def _precompiled_once(directory: str) -> Callable[..., str]:
-    """Inductor's function for a header, with the paths in one directory remembered."""
-    from torch._inductor import codecache
-
-    original: Callable[..., str] = codecache._precompile_header.__wrapped__
-    return functools.cache(original)
-
-
 def known_object(toolchain: Path, name: str) -> bytes | None:
-    """The object file that `keep_object` stored, None if it is missing or damaged."""
+    """What `keep_object` stored, None if it is missing or damaged."""
     with suppress(OSError):
         file = toolchain / OBJECTS / name
         digest, content = (whole := file.read_bytes())[:32], whole[32:]
@@ -196,7 +236,7 @@ def known_object(toolchain: Path, name: str) -> bytes | None:
 
 
 def keep_object(toolchain: Path, name: str, content: bytes) -> None:
-    """Store an object file; without write access it is built each time."""
+    """Store an object file, or what is known of a header; without write access nothing is kept."""
     _publish(toolchain / OBJECTS, name, hashlib.sha256(content).digest() + content)
     remove_oldest(toolchain / OBJECTS, "*", MAX_OBJECT_BYTES)
 

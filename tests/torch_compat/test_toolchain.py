@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import shlex
 import shutil
 import signal
 import stat
@@ -190,6 +191,50 @@ def test_a_header_has_its_name_when_it_is_complete(
         with pytest.raises(KeyboardInterrupt) if killed else nullcontext():
             precompile("x.h")
     assert (tmp_path / "x.h.gch").exists() is not killed
+
+
+def test_the_preprocessor_runs_again_if_a_file_that_it_read_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import codecache, cpp_builder
+
+    read = [tmp_path / "a b.h", tmp_path / "c.h"]
+    for file in read:
+        file.touch()
+    ran: list[list[str]] = []
+
+    def compiler(command: str, cwd: str) -> None:
+        ran.append(shlex.split(command))
+        rule = "header.o: x.hpp \\\n " + " \\\n ".join(str(f).replace(" ", "\\ ") for f in read)
+        Path(ran[-1][-1]).write_text(rule)
+
+    def build(header: str, command: str) -> str:
+        cpp_builder.run_compile_cmd(f"g++ x.hpp -E -P -o {tmp_path}/header.i", "")
+        (tmp_path / f"{header}.gch").touch()
+        return str(tmp_path / header)
+
+    def start() -> int:
+        """Another process: how often the preprocessor has run."""
+        toolchain._precompiled_once.cache_clear()
+        with toolchain.precompiled_headers_in(tmp_path / "toolchain"):
+            assert precompile("x.h") == str(tmp_path / "x.h")
+        return len(ran)
+
+    monkeypatch.setattr(cpp_builder, "run_compile_cmd", compiler)
+    monkeypatch.setattr(codecache._precompile_header, "__wrapped__", build)
+    assert [start(), start(), start()] == [1, 1, 1]
+    os.utime(read[0], (0, 1000))
+    assert [start(), start()] == [2, 2]
+    read[1].write_text("#define NEW")
+    assert [start(), start()] == [3, 3]
+    read[1].unlink()
+    assert [start(), start()] == [4, 5]
+    read[1].touch()
+    (tmp_path / "x.h.gch").unlink()
+    assert [start(), start()] == [6, 6]
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    assert [start(), start()] == [7, 7]
+    toolchain._precompiled_once.cache_clear()
 
 
 def test_objects_are_kept_whole(tmp_path: Path) -> None:
