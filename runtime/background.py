@@ -111,6 +111,7 @@ class Background:
         self._final = False
         """Whether another child would fail in the same way."""
         self._expired = False
+        self._phase = ("", 0)
         self._child: int | None = None
         self._reaping = threading.Lock()
         self._start()
@@ -200,6 +201,9 @@ class Background:
 
     def _fork(self, ours: Connection, theirs: Connection) -> Callable[[], int]:
         model = self._missing.request.model
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(AttributeError, OSError, ValueError):  # there may be none
+                stream.flush()  # else the child writes what is buffered too
         with warnings.catch_warnings():  # Python warns of threads, which this module is about
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
@@ -246,6 +250,9 @@ class Background:
                 reason = reason if final or reason else f"the child ended with status {code}"
             self._child = None
         ours.close()
+        if self._final:
+            self._outcome = "the model was closed"
+            return
         try:
             found = self._missing.load()  # also after a kill: another process may have stored it
         except Exception as error:
@@ -269,7 +276,10 @@ class Background:
             self._note(told["phase"])
 
     def _note(self, phase: str) -> None:
-        self._records.add(BackgroundPhase(phase, self.attempt, round(self.seconds, 3)))
+        """Record a phase once, though a child that waits for another process repeats it."""
+        if self._phase != (phase, self.attempt):
+            self._phase = phase, self.attempt
+            self._records.add(BackgroundPhase(phase, self.attempt, round(self.seconds, 3)))
 
 
 def main(descriptor: int) -> None:
@@ -304,8 +314,11 @@ def _run(connection: Connection, make: Factory, job: Job) -> None:
 
 
 def _end_with_parent(connection: Connection) -> None:
+    """Processes that the parent has forked later may keep the connection open."""
+    parent = os.getppid()
     with suppress(EOFError, OSError):
-        connection.recv()
+        while os.getppid() == parent and not connection.poll(1.0):
+            pass
     os.killpg(0, signal.SIGKILL)
 
 

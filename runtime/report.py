@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from ..cache import Cache
@@ -112,6 +113,8 @@ def _stored(cache: Cache) -> dict[str, int]:
     """Entries in the private directory, and the bytes of all blobs."""
     if cache.private is None:
         return {"entries": 0, "bytes": 0}
-    root = cache.private.root
-    sizes = [(root / name).stat().st_size for name in blob_names(root)]
-    return {"entries": len(list(entry_names(root))), "bytes": sum(sizes)}
+    root, num_bytes = cache.private.root, 0
+    for name in blob_names(root):
+        with suppress(FileNotFoundError):  # another process has just removed it
+            num_bytes += (root / name).stat().st_size
+    return {"entries": len(list(entry_names(root))), "bytes": num_bytes}

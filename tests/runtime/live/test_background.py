@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ from piecegraph import (
 )
 from piecegraph.compile.backends import registry
 from piecegraph.compile.backends.registry import Compiler
-from piecegraph.errors import GuardUnproved, InvalidSetting, StepInProgress
+from piecegraph.errors import GuardUnproved, InvalidSetting, ModelClosed, StepInProgress
 from piecegraph.runtime import background
 from piecegraph.runtime.capture.captured_graphs import CapturedGraphs
 from piecegraph.runtime.records import Eviction
@@ -362,6 +363,64 @@ def test_a_child_runs_parallel_loops_though_its_parent_did(
         assert serve_cold().prepared.wait_until_compiled(timeout_s=30)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.compile
+def test_what_is_buffered_is_written_once(
+    serve_cold: Callable[..., LiveServed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chatty = Texts(before=lambda: print("compiling", flush=True))
+    monkeypatch.setattr(registry, "entry_points", lambda group: [chatty])
+    with (tmp_path / "output.txt").open("w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        print("before")
+        assert serve_cold().prepared.wait_until_compiled()
+        print("after")
+        monkeypatch.undo()
+    lines = (tmp_path / "output.txt").read_text().splitlines()
+    assert lines[0] == "before"
+    assert lines.count("before") == lines.count("after") == 1
+    assert "compiling" in lines
+
+
+def test_a_child_ends_with_its_parent_though_another_process_keeps_the_connection() -> None:
+    """The parent of the child is a fork, of which this process has the end of the connection."""
+    ours, theirs = multiprocessing.Pipe()
+    if (parent := os.fork()) == 0:
+        if os.fork() == 0:
+            os.setpgrp()
+            theirs.send(os.getpid())
+            background._end_with_parent(theirs)
+        signal.pause()
+    child = ours.recv()
+    theirs.close()
+    os.kill(child, 0)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    assert ours.poll(60)  # the end of the child closes its side
+    with pytest.raises(EOFError):
+        ours.recv()
+
+
+@pytest.mark.compile
+def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(
+    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forever = Texts(before=lambda: time.sleep(3600))
+    monkeypatch.setattr(registry, "entry_points", lambda group: [forever])
+    served, ended = serve_cold(), list[Exception]()
+
+    def wait() -> None:
+        try:
+            served.prepared.wait_until_compiled()
+        except ModelClosed as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    served.prepared.close()
+    thread.join()
+    assert len(ended) == 1
 
 
 def test_a_closed_model_leaves_no_child(serve_cold: Callable[..., LiveServed]) -> None:
