@@ -145,7 +145,8 @@ def _precompiled_once(toolchain: Path) -> Callable[..., str]:
     @functools.cache
     def precompile(header: str, *command: Any, **options: Any) -> str:
         places = [os.environ.get(name) for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
-        asked = [header, *command, sorted(options.items()), *places]
+        chosen = [f"{name}={value}" for name, value in sorted(options.items())]
+        asked = [header, *command, *chosen, *places]
         build = [torch.__version__, torch.version.git_version, compiler_version()]
         name = hashlib.sha256("\0".join(map(str, asked + build)).encode()).hexdigest()
         if (known := known_object(toolchain, name)) is not None:
