@@ -14,7 +14,7 @@ from torch.fx.node import Node
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .regions import Name, Region
+from .regions import Region, may_differ
 from .tensors import storage_id
 
 _MEMOS = ("_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo")
@@ -35,7 +35,7 @@ class RegionValues:
         self._known = {
             node
             for node in region.nodes
-            if not may_write and not Name.within((node.args, node.kwargs)) and self._is_known(node)
+            if not may_write and not may_differ(node) and self._is_known(node)
         }
 
     def are_known(self, node: Node) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -18,6 +18,9 @@ from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from .inlined import GuardFact, Inlined, inlined_calls, is_user_file, user_line
 from .patch import compiler_lock, dynamo_lock, preserve_cache_variables, replaced
 from .symbolic import release_shape_environments
+
+if TYPE_CHECKING:
+    from .equal_modules import Copies
 
 enter_autocast = _enter_autocast
 """How Dynamo writes the start of an autocast block into a graph."""
@@ -49,6 +52,8 @@ class Captured:
     """The meaning of `G`: the globals of the traced function, with the names Dynamo added."""
     copied: int
     """How many calls of modules copied what an equal module had left in the graph."""
+    traced_again: Mapping[str, str]
+    """By class of modules, why the last call was traced and not copied."""
     changes: tuple[StateChange, ...]
     """What the model changes in objects that were there before; running `call` does not."""
 
@@ -107,22 +112,22 @@ def capture_full_graph(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Captured | None:
     """One Dynamo graph of `model.forward`, or None if it holds no tensor operation."""
-    from .equal_modules import equal_modules_traced_once
+    from .equal_modules import Copies, equal_modules_traced_once
 
     try:
         with equal_modules_traced_once() as copies:
             return _capture(model, args, kwargs, copies)
     except Exception:
-        if not copies:
+        if not copies.places:
             raise
-    return _capture(model, args, kwargs, [])  # what fails is traced without copies
+    return _capture(model, args, kwargs, Copies())  # what fails is traced without copies
 
 
 def _capture(
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    copies: list[tuple[str, str]],
+    copies: Copies,
 ) -> Captured | None:
     from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
 
@@ -133,6 +138,7 @@ def _capture(
         _state_changes() as changes,
         _forward_as_function(model),
         _names_of_dynamo(),
+        _parts_of_values_guarded(),
     ):
         output = fullgraph_capture(model, args, kwargs)
         function, bound = get_traced_fn(model)
@@ -159,12 +165,13 @@ def _capture(
         fake_mode=fake_mode,
         call=call,
         inlined=inlined,
-        guards=copied_facts(facts, copies),
+        guards=copied_facts(facts, copies.places),
         aliases=dict(output.graph_capture_output.import_sources),
         local_scope=_local_scope(function, bound, args, kwargs),
         closure=dict(inspect.getclosurevars(function).nonlocals),
         global_scope=global_scope,
-        copied=len(copies),
+        copied=len(copies.places),
+        traced_again=copies.reasons,
         changes=tuple(change for change in changes if change.expression != f"L[{own_kwargs!r}]"),
     )
 
@@ -192,6 +199,28 @@ def _names_of_dynamo() -> Iterator[None]:
     finally:
         for hook in hooks:
             hook()
+
+
+@contextmanager
+def _parts_of_values_guarded() -> Iterator[None]:
+    """Add guards on the arguments of which the forward makes a value of an opaque type.
+
+    Dynamo adds none if the type was registered with `hoist=True`: its code makes the value before
+    each call of the graph. Ours has the value that the trace made.
+    """
+    from torch._dynamo.variables import script_object
+    from torch._dynamo.variables.lazy import LazyVariableTracker
+
+    names = "OpaqueObjectClassVariable", "CustomClassVariable"  # the second from torch 2.14 on
+    made: Any = next(vars(script_object)[name] for name in names if hasattr(script_object, name))
+    original = made.call_function
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        given = LazyVariableTracker.realize_all([[*args], kwargs])
+        return original(self, tx, *given)
+
+    with replaced(made, "call_function", call_function):
+        yield
 
 
 @contextmanager

@@ -7,16 +7,26 @@ Guards of the module that was traced hold for each copy: `copied_facts` states t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABCMeta
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch._dynamo.utils import get_fake_value, set_example_value
-from torch._dynamo.variables import ConstantVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables import (
+    BuiltinVariable,
+    ConstantVariable,
+    TensorVariable,
+    TupleVariable,
+    UserDefinedObjectVariable,
+    functions,
+    nn_module,
+)
 from torch._dynamo.variables.builder import VariableBuilder, handle_traced_output
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.nn_module import (
@@ -30,15 +40,33 @@ from .copied_values import CopiedValues, RegionValues
 from .inlined import GuardFact
 from .patch import replaced
 from .region_match import Match
-from .regions import Name, Names, Region, form_of, form_of_node, text
+from .regions import (
+    PASSED,
+    Names,
+    Reads,
+    Region,
+    changes_of,
+    form_of,
+    form_of_node,
+    passed_within,
+    text,
+)
 
 _MODULES = (UnspecializedNNModuleVariable, UnspecializedBuiltinNNModuleVariable)
 _LAZY_VALUES = "computed_lazy_constant_max_nodes"
+_FEWEST_NODES = 3
 _MOST_REGIONS = 4
 """How many regions a call is compared with."""
 
-Copies = list[tuple[str, str]]
-"""Expressions of a module that was traced and of one whose call copied its region, in order."""
+
+@dataclass
+class Copies:
+    """What a trace copied, and why it did not copy more."""
+
+    places: list[tuple[str, str]] = field(default_factory=list)
+    """Expressions of a module that was traced and of one whose call copied its region, in order."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """By class, why the last call that could be compared was traced, unless it was copied."""
 
 
 @contextmanager
@@ -53,7 +81,9 @@ def equal_modules_traced_once() -> Iterator[Copies]:
     translator: Any = InliningInstructionTranslator
     lazy: Any = LazyVariableTracker
     call_module, build, wrap = module.call_function, builder.__call__, builder._wrap
-    create = lazy.create
+    create, load = lazy.create, SideEffects.load_attr
+    opener: Any = _owner(UserDefinedObjectVariable, "get_dict_vt")
+    open_dict = opener.get_dict_vt
     inline = translator.inline_call.__func__
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -61,18 +91,20 @@ def equal_modules_traced_once() -> Iterator[Copies]:
 
     def built(self: Any, value: Any) -> Any:
         variable = build(self, value)
+        regions.reads.add(self.source, value)
         for region in regions.active:
             region.reads.append((self.source, value, variable))
         return variable
 
     def created(value: Any, source: Any, *args: Any, **options: Any) -> Any:
+        regions.reads.add(source, value)
         for region in regions.active:
             region.reads.append((source, value, None))
         return create(value, source, *args, **options)
 
     def wrapped(self: Any, value: Any) -> Any:
         variable = wrap(self, value)
-        if regions.active and type(value) is str and type(variable) is ConstantVariable:
+        if regions.active and type(value) in PASSED and type(variable) is ConstantVariable:
             return _Passed(value, names=regions.names, source=self.source)
         return variable
 
@@ -80,6 +112,30 @@ def equal_modules_traced_once() -> Iterator[Copies]:
         for region in regions.active:
             region.functions.add(getattr(func, "fn", func.get_code()))
         return inline(cls, parent, func, *rest, **kwargs)
+
+    def looked(hidden: bool) -> None:
+        for region in regions.active:
+            region.unseen |= hidden
+
+    def watched(owner: Any, name: str, hides: Callable[..., bool] = lambda *_: True) -> Any:
+        """A function of Dynamo that looks into objects without a read."""
+        called = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            looked(hides(*args))
+            return called(*args, **kwargs)
+
+        return replaced(owner, name, call)
+
+    def get_dict(self: Any, *args: Any) -> Any:
+        for region in regions.active:
+            region.opened.append(getattr(self, "value", None))
+        return open_dict(self, *args)
+
+    def load_attr(self: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
+        for region in regions.active:
+            region.loads_change |= "Existing" in type(item.mutation_type).__name__
+        return load(self, item, *args, **kwargs)
 
     # from torch 2.14 on a value made of constants does not show that they were looked at
     without_lazy_values = {name: 0 for name in [_LAZY_VALUES] if hasattr(dynamo_config, name)}
@@ -90,11 +146,33 @@ def equal_modules_traced_once() -> Iterator[Copies]:
         replaced(builder, "_wrap", wrapped),
         replaced(lazy, "create", staticmethod(created)),
         replaced(translator, "inline_call", classmethod(inline_call)),
+        replaced(SideEffects, "load_attr", load_attr),
+        watched(functions, "invoke_and_store_as_constant"),
+        watched(nn_module, "invoke_and_store_as_constant"),
+        replaced(opener, "get_dict_vt", get_dict),
+        watched(BuiltinVariable, "call_isinstance", _runs_instance_check),
+        replaced(BuiltinVariable, "call_function_handler_cache", {}),  # has unwatched functions
     ):
         yield regions.copies
 
 
-def copied_facts(facts: Iterable[GuardFact], copies: Copies) -> tuple[GuardFact, ...]:
+def _owner(kind: type, name: str) -> type:
+    """The class from which another one has a method."""
+    return next(each for each in kind.__mro__ if name in vars(each))
+
+
+def _runs_instance_check(dynamo: Any, tx: Any, value: Any, kinds: Any) -> bool:
+    """Whether `isinstance` runs code of the model, which Dynamo calls instead of tracing it."""
+    given = kinds.as_python_constant()
+    checks = {
+        type(each).__instancecheck__ for each in (given if type(given) is tuple else (given,))
+    }
+    return not checks <= {type.__instancecheck__, ABCMeta.__instancecheck__}
+
+
+def copied_facts(
+    facts: Iterable[GuardFact], copies: Sequence[tuple[str, str]]
+) -> tuple[GuardFact, ...]:
     """`facts`, and those on a traced module also for each module that copied its region."""
     found = {(fact.expression, fact.kind, repr(fact.argument)): fact for fact in facts}
     for original, copied in copies:
@@ -102,27 +180,30 @@ def copied_facts(facts: Iterable[GuardFact], copies: Copies) -> tuple[GuardFact,
         for fact in [each for each in found.values() if original in each.expression]:
             expression, argument = named.sub(lambda _: copied, fact.expression), fact.argument  # noqa: B023
             if fact.kind == "DUPLICATE_INPUT":
-                argument = named.sub(lambda _: copied, argument)  # noqa: B023
+                argument, inside = named.subn(lambda _: copied, argument)  # noqa: B023
+                if not inside:  # Dynamo has added its own, if the copy has that object too
+                    continue
             moved = replace(fact, expression=expression, argument=argument)
             found.setdefault((expression, fact.kind, repr(argument)), moved)
     return tuple(found[each] for each in sorted(found))
 
 
 def without_names(graph: torch.fx.Graph) -> None:
-    """Make names of layers in the arguments of nodes plain strings again."""
+    """Make names and numbers of layers in the arguments of nodes plain values again."""
+    plain = {special: kind for kind, special in PASSED.items()}
     for node in graph.nodes:
-        if Name.within((node.args, node.kwargs)):
+        if passed_within((node.args, node.kwargs)):
             node.args, node.kwargs = map_aggregate(
-                (node.args, node.kwargs), lambda each: str(each) if type(each) is Name else each
+                (node.args, node.kwargs), lambda each: plain.get(type(each), lambda x: x)(each)
             )
 
 
 class _Passed(ConstantVariable):
-    """A string of a module. Everything but passing it to an operator reads `value`."""
+    """A value of a module. Everything but passing it to an operator reads `value`."""
 
     _nonvar_fields = {"names", *ConstantVariable._nonvar_fields}  # noqa: RUF012
 
-    def __init__(self, value: str, names: Names, source: Any, **kwargs: Any) -> None:
+    def __init__(self, value: Any, names: Names, source: Any, **kwargs: Any) -> None:
         self.names = names
         super().__init__(value, source=source, **kwargs)
 
@@ -132,23 +213,25 @@ class _Passed(ConstantVariable):
         return self.__dict__["value"]
 
     @value.setter
-    def value(self, value: str) -> None:
+    def value(self, value: Any) -> None:
         self.__dict__["value"] = value
 
     def as_proxy(self) -> Any:
-        name = Name(self.__dict__["value"])
-        name.source = self.source
-        self.names.passed.add(text(name.source))
-        return name
+        value = self.__dict__["value"]
+        passed = PASSED[type(value)](value)
+        passed.source = self.source
+        self.names.passed.add(text(self.source))
+        return passed
 
 
 class _Regions:
     """All regions of one trace."""
 
     def __init__(self) -> None:
-        self.copies: Copies = []
+        self.copies = Copies()
         self.active: list[Region] = []
         self.names = Names()
+        self.reads = Reads()
         self._known: dict[Any, list[Region]] = {}
         self._output: Any = None
 
@@ -156,8 +239,10 @@ class _Regions:
         """Forget what belongs to another graph: Dynamo may start a trace over."""
         if output is not self._output:
             self._output = output
-            for table in (self.copies, self.names.passed, self.names.inspected, self._known):
+            names, copies = vars(self.names).values(), vars(self.copies).values()
+            for table in (*copies, *names, self._known):
                 table.clear()
+            self.reads.clear()
 
     def call(
         self,
@@ -169,7 +254,7 @@ class _Regions:
     ) -> Any:
         """The result of calling a module: of a copied region, else of Dynamo's trace."""
         self._begin(tx.output)
-        module = variable.value
+        module, kind = variable.value, type(variable.value).__qualname__
         is_leaf = type(variable) is not UnspecializedNNModuleVariable and not module._modules
         if type(variable) not in _MODULES or is_leaf or not _plain(variable, tx):
             return original(variable, tx, args, kwargs)
@@ -180,19 +265,26 @@ class _Regions:
             return original(variable, tx, args, kwargs)
         known = self._known.setdefault((type(module), (*forms,), (*kwargs,), len(args)), [])
         for region in known:
-            match = Match(self.names, region, module, variable.source, tx)
+            match = Match(region, module, variable.source, tx)
             if match.holds():
+                for each in module.modules():
+                    self.copies.reasons.pop(type(each).__qualname__, None)
                 return self._copied(region, match, inputs, tx)
-        region = Region(module, variable.source, inputs, tx)
+            self.copies.reasons[kind] = f"not as {region.name}: {match.reason}"
+        region = Region(module, variable.source, inputs, tx, self.names, self.reads)
         self.active.append(region)
         try:
             result = original(variable, tx, args, kwargs)
         finally:
             self.active.remove(region)
         with suppress(Exception):  # what cannot be examined is not copied
-            if len(known) < _MOST_REGIONS and _plain(variable, tx) and region.end(result):
-                region.values = RegionValues(region, tx.fake_mode)
-                known.append(region)
+            if len(known) < _MOST_REGIONS and _plain(variable, tx):
+                reason = region.end(result)
+                if reason is not None:
+                    self.copies.reasons[kind] = f"{region.name} {reason}"
+                elif len(region.nodes) >= _FEWEST_NODES:
+                    region.values = RegionValues(region, tx.fake_mode)
+                    known.append(region)
         return result
 
     def _copied(self, region: Region, match: Match, inputs: list[Any], tx: Any) -> Any:
@@ -205,11 +297,11 @@ class _Regions:
             new[node] = VariableBuilder(tx, found[0])(found[1]).as_proxy().node if found else node
         for source, value in match.shared:
             VariableBuilder(tx, source)(value)  # adds the guard that both are one object
-        self.copies.append((region.name, text(match.source)))
+        self.copies.places.append((region.name, text(match.source)))
 
         def leaf(value: Any) -> Any:
-            if type(value) is Name:
-                return match.name(value)
+            if type(value) in PASSED.values():
+                return match.passed(value)
             return new[value] if isinstance(value, torch.fx.Node) else value
 
         results = region.result if isinstance(region.result, tuple) else (region.result,)
@@ -239,23 +331,19 @@ class _Regions:
         for active in self.active:
             active.reads += match.reads()
             active.functions |= region.functions
+            active.unseen |= region.unseen
+            active.opened += match.opened()
         none = ConstantVariable.create(None)
         items = [none if node is None else variables[node] for node in results]
         return TupleVariable(items) if isinstance(region.result, tuple) else items[0]
 
 
 def _plain(variable: Any, tx: Any) -> bool:
-    """Whether nothing outside the graph differs from what it was when the trace began."""
-    effects = tx.output.side_effects
-    existing = (
-        each
-        for each in effects.id_to_variable.values()
-        if "Existing" in type(each.mutation_type).__name__
-    )
+    """Whether a call has a place of its own, in a trace that changes nothing but attributes."""
     return bool(
         variable.source is not None
         and len(tx.output.tracers) == 1
         and not tx.output.export
         and not tx.symbolic_torch_function_state.mode_stack
-        and not any(map(effects.is_modified, existing))
+        and changes_of(tx) is not None
     )

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import types
+from abc import ABCMeta
 from typing import Any
 
 import torch
 
-from .regions import CONTAINERS, PRIMITIVE, Name, Names, Region, metadata, text
+from .reachable import CONTAINERS, PRIMITIVE, is_python_class
+from .regions import Region, metadata, pattern_of, text
+
+_HOOKS = "_hooks", "_hooks_with_kwargs", "_hooks_always_called"
+_FUNCTION = "__defaults__", "__kwdefaults__", "__closure__", "__dict__"
+_INSIDE = (torch.nn.Module, torch.Tensor, *CONTAINERS)
 
 
 class Match:
     """The comparison of a module that is called with the module of a region."""
 
-    def __init__(self, names: Names, region: Region, module: Any, source: Any, tx: Any) -> None:
+    def __init__(self, region: Region, module: Any, source: Any, tx: Any) -> None:
         self.source = source
         self.shared: list[tuple[Any, Any]] = []
         """Source and value of each object that both modules hold and that the region has read."""
         self._values: list[tuple[Any, Any]] = []
-        self._names, self._region, self._module, self._tx = names, region, module, tx
+        self._names, self._region, self._module, self._tx = region.names, region, module, tx
+        self.reason = ""
+        """What differs first."""
         self._pairs: dict[int, Any] = {}
         self._paired: set[int] = set()
         self._placeholders: dict[torch.fx.Node, tuple[Any, Any]] = {}
@@ -28,15 +37,16 @@ class Match:
     def holds(self) -> bool:
         try:
             return self._holds()
-        except Exception:  # such as a source that cannot be evaluated: the call is traced
+        except Exception as error:  # such as a source that cannot be evaluated: the call is traced
+            self.reason = self.reason or f"{type(error).__name__}: {error}"
             return False
 
     def _holds(self) -> bool:
         region = self._region
+        if not region.is_now() or any(node._erased for node in region.nodes):
+            return self._differ(region.name, "modes or attributes were changed since")
         return (
-            region.is_now()
-            and not any(node._erased for node in region.nodes)
-            and self._same(region.module, self._module, region.name)
+            self._same(region.module, self._module, region.name)
             and all(map(self._is_shared, region.elsewhere))
             and all(self._read_alike(*each) for each in region.own)
             and all(map(self._placed, region.outside))
@@ -50,10 +60,18 @@ class Match:
         """What the trace of the module would have read, as in `Region.reads`."""
         return [(self._moved(source), value, None) for source, value in self._values]
 
-    def name(self, name: Name) -> Name:
-        source = self._moved(name.source)
-        moved = Name(self._value(source))
+    def opened(self) -> list[Any]:
+        """Objects whose `__dict__` the trace of the module would have opened."""
+        return [self._pairs.get(id(each), each) for each in self._region.opened]
+
+    def passed(self, value: Any) -> Any:
+        """What the trace of the module would have passed for a `Name` or `Number`."""
+        source = self._moved(value.source)
+        moved = type(value)(self._value(source))
         moved.source = source
+        self._names.passed.add(text(source))
+        if text(value.source) in self._names.inspected:
+            self._names.inspected.add(text(source))
         return moved
 
     def _moved(self, source: Any) -> Any:
@@ -71,54 +89,104 @@ class Match:
     def _same(self, one: Any, other: Any, path: str) -> bool:
         """Whether two values are equal in all that a trace can see."""
         if type(one) is not type(other):
-            return False
+            return self._differ(path, f"{_brief(one)} and {_brief(other)}")
         is_value = type(one) in PRIMITIVE
-        may_differ = type(one) is str and self._is_passed(path)
-        if is_value and repr(one) != repr(other) and not may_differ:
-            return False
-        if isinstance(one, (torch.nn.Module, torch.Tensor, *CONTAINERS, *PRIMITIVE)):
-            if id(one) in self._pairs or id(other) in self._paired:
-                return self._pairs.get(id(one)) is other
-            self._pairs[id(one)] = other
-            self._paired.add(id(other))
-        if is_value:
+        if is_value and repr(one) != repr(other):
+            if not self._is_passed(path):
+                return self._differ(path, f"{_brief(one)} and {_brief(other)}")
+            if type(one) is int:  # equal numbers are often one object
+                return True
+        if id(one) in self._pairs or id(other) in self._paired:
+            is_pair = self._pairs.get(id(one)) is other
+            return is_pair or self._differ(path, "objects are shared in another way")
+        self._pairs[id(one)] = other
+        self._paired.add(id(other))
+        if is_value or (one is other and not isinstance(one, _INSIDE)):
             return True
-        is_known = one is not other and other in self._tx.output.side_effects
-        if is_known and isinstance(one, (torch.Tensor, list, dict, set)):
-            return False  # another part of the model reads it too
+        if one is not other and self._is_read_elsewhere(one, other):
+            return self._differ(path, "another part of the model reads it too")
+        return self._same_content(one, other, path)
+
+    def _same_content(self, one: Any, other: Any, path: str) -> bool:
         if isinstance(one, torch.nn.Module):
-            return self._same_modules(one, other, path)
+            return self._same_attributes(one, other, path)
         if isinstance(one, torch.Tensor):
-            return metadata(one) == metadata(other) and self._same(vars(one), vars(other), path)
+            alike = metadata(one) == metadata(other) or self._differ(path, "tensors of other forms")
+            return alike and self._same(vars(one), vars(other), path)
         if type(one) in (list, tuple):
-            return len(one) == len(other) and all(
+            alike = len(one) == len(other) or self._differ(path, "other lengths")
+            return alike and all(
                 self._same(a, b, f"{path}[{i}]")
                 for i, (a, b) in enumerate(zip(one, other, strict=True))
             )
         if type(one) in (dict, set, frozenset):
             alike = [*map(repr, one)] == [*map(repr, other)]
             if not alike or any(type(each) not in PRIMITIVE for each in one):
-                return False
+                return self._differ(path, "other keys or items")
             return type(one) is not dict or all(
                 self._same(one[key], other[key], f"{path}[{key!r}]") for key in one
             )
-        return one is other
+        if isinstance(one, types.FunctionType):
+            return self._same_functions(one, other, path)
+        ours, theirs = _parts(one), _parts(other)
+        if ours is None or theirs is None or [*ours] != [*theirs]:
+            return self._differ(path, f"two objects of {type(one).__name__}")
+        if ours.keys() == {"__dict__"}:
+            return self._same_attributes(one, other, path)
+        return all(self._same(ours[name], theirs[name], f"{path}.{name}") for name in ours)
 
-    def _same_modules(self, one: Any, other: Any, path: str) -> bool:
+    def _same_functions(self, one: Any, other: Any, path: str) -> bool:
+        """Whether two functions run the same code on equal values."""
+        if one.__code__ is not other.__code__ or one.__globals__ is not other.__globals__:
+            return self._differ(path, "two functions")
+        compiled = "_torchdynamo_inline"  # what Dynamo traces of a function of `torch.compile`
+        is_compiled = hasattr(one, compiled) and hasattr(other, compiled)
+        names = (compiled,) if is_compiled else _FUNCTION
+        return all(
+            self._same(getattr(one, name), getattr(other, name), f"{path}.{name}") for name in names
+        )
+
+    def _same_attributes(self, one: Any, other: Any, path: str) -> bool:
         ours, theirs = vars(one), vars(other)
         if [*ours] != [*theirs]:
-            return False
+            return self._differ(path, "other attributes")
+        may_have_hooks = isinstance(one, torch.nn.Module)
         for key, value in ours.items():
             inside = f"{path}.{key}"
-            if key.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+            if may_have_hooks and key.endswith(_HOOKS):
                 if value or theirs[key]:
-                    return False
+                    return self._differ(path, "hooks")
+            elif self._is_never_read(one, value, theirs[key]):
+                continue
             elif not self._same(value, theirs[key], inside):
                 return False
         return True
 
+    def _is_never_read(self, owner: Any, one: Any, other: Any) -> bool:
+        """Whether attributes may differ, since all reads of them are compared."""
+        region, kinds = self._region, {type(one), type(other)}
+        is_known = not region.unseen and all(each is not owner for each in region.opened)
+        return kinds in ({int}, {str}) and one != other and is_known
+
+    def _is_read_elsewhere(self, one: Any, other: Any) -> bool:
+        """Whether what is in no module has read an object, such as to compare it with others."""
+        if isinstance(one, (torch.nn.Module, tuple, frozenset)):
+            return False
+        if isinstance(one, (torch.Tensor, list, dict, set)):
+            return other in self._tx.output.side_effects
+        reads, below = self._region.all_reads.of, pattern_of(self.source)
+        return not (
+            all(map(self._region.holds, reads(one)))
+            and all(below.search(text(source)) for source in reads(other))
+        )
+
+    def _differ(self, path: str, what: str) -> bool:
+        self.reason = self.reason or f"{path}: {what}"
+        return False
+
     def _is_passed(self, path: str) -> bool:
-        return path in self._names.passed and path not in self._names.inspected
+        names = self._names
+        return path in names.passed and path not in names.inspected and not self._region.unseen
 
     def _read_alike(self, expression: str, source: Any, value: Any, built: bool) -> bool:
         """Whether what the region read is equal where the module would read it."""
@@ -139,7 +207,8 @@ class Match:
     def _is_shared(self, value: Any) -> bool:
         """Whether what another part of the model reads too has the same place in both modules."""
         own = self._pairs.get(id(value), value) is value
-        return own and (id(value) in self._pairs or id(value) not in self._paired)
+        is_shared = own and (id(value) in self._pairs or id(value) not in self._paired)
+        return is_shared or self._differ(_brief(value), "another part of the model has it too")
 
     def _placed(self, node: torch.fx.Node) -> bool:
         """Find what stands for a placeholder: of the module, if the region's is of its module."""
@@ -155,3 +224,32 @@ class Match:
         moved = self._moved(source)
         self._placeholders[node] = moved, self._value(moved)
         return isinstance(value, torch.Tensor)
+
+
+def _parts(value: Any) -> dict[str, Any] | None:
+    """All that an object holds, by name; None where it may hold more."""
+    kind = type(value)
+    if kind is functools.partial:
+        return {**_named(value, "func", "args", "keywords"), "__dict__": vars(value)}
+    if kind is types.MethodType:
+        return _named(value, "__func__", "__self__")
+    if kind is types.CellType:
+        return {"cell_contents": value.cell_contents}
+    if type(kind) not in (type, ABCMeta) or not is_python_class(kind):
+        return None  # such as a type that is opaque to torch, which calls its methods
+    slots = {
+        name: slot.__get__(value, kind)
+        for each in kind.__mro__
+        for name, slot in vars(each).items()
+        if isinstance(slot, types.MemberDescriptorType) and hasattr(value, name)
+    }
+    return slots | ({"__dict__": vars(value)} if kind.__dictoffset__ else {})
+
+
+def _named(value: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names}
+
+
+def _brief(value: Any) -> str:
+    shown = repr(value) if type(value) in PRIMITIVE else type(value).__name__
+    return shown if len(shown) < 60 else f"{shown[:60]}…"

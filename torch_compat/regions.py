@@ -8,37 +8,26 @@ could not have differed:
 - The arguments have the same form, and torch is in the same state (gradients, autocast, …).
 - The region reads no other module, asks for no identity, changes no Python state, and returns
   tensors of its own.
-- A string may differ, such as the name of a layer, if it is only passed to operators.
+- An integer or a string of a module may differ, such as the name or the number of a layer, if it is
+  never read or only passed to operators; an integer only to custom ones.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
 import re
-import types
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
 from torch._dynamo.variables import ConstantVariable, TensorVariable, TupleVariable
 from torch._dynamo.variables.lazy import LazyConstantVariable, LazyVariableTracker
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map
 
-from .inlined import is_torch_file
+from .reachable import CONTAINERS, is_without_modules, knows_no_module
 
-PRIMITIVE = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device)
-CONTAINERS = (list, tuple, dict, set, frozenset)
-_IDENTITY = ("id", "hash", "__hash__")
-_LEAVES = (
-    *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, torch.Tensor),
-    *(Enum, functools._lru_cache_wrapper, logging.Logger, property, staticmethod, classmethod),
-)
-_LEAF_PACKAGES = ("torch", "typing", "re")
-_MOST_OBJECTS = 200
-_FEWEST_NODES = 3
+_TORCH_OPS = ("aten", "prim", "prims", "inductor", "higher_order")
 
 
 class Name(str):
@@ -46,20 +35,54 @@ class Name(str):
 
     source: Any
 
-    @staticmethod
-    def within(value: Any) -> bool:
-        """Whether there is one among the arguments of a node."""
-        found: list[Any] = []
-        map_aggregate(value, lambda each: found.append(each) if type(each) is Name else None)
-        return bool(found)
+
+class Number(int):
+    """An integer of a module in the arguments of a node; `source` is where it was read."""
+
+    source: Any
+
+
+PASSED: dict[type, Any] = {str: Name, int: Number}
+"""What stands for a value of a module in the arguments of a node."""
+
+
+def passed_within(value: Any) -> list[Any]:
+    """Each `Name` and `Number` among the arguments of a node."""
+    found: list[Any] = []
+    kinds = (*PASSED.values(),)
+    map_aggregate(value, lambda each: found.append(each) if type(each) in kinds else None)
+    return found
 
 
 @dataclass
 class Names:
-    """Strings of modules, by expression, that were passed to operators, and that were looked at."""
+    """Values of modules, by expression, that were passed to operators, and that were looked at."""
 
     passed: set[str] = field(default_factory=set)
     inspected: set[str] = field(default_factory=set)
+
+
+class Reads:
+    """The sources by which a trace has read each object."""
+
+    def __init__(self) -> None:
+        self._read: list[tuple[Any, Any]] = []
+        self._sources: dict[int, list[Any]] = {}
+        self._known = 0
+
+    def add(self, source: Any, value: Any) -> None:
+        self._read.append((source, value))
+
+    def of(self, value: Any) -> list[Any]:
+        for source, each in self._read[self._known :]:
+            self._sources.setdefault(id(each), []).append(source)
+        self._known = len(self._read)
+        return self._sources.get(id(value), [])
+
+    def clear(self) -> None:
+        self._read.clear()
+        self._sources.clear()
+        self._known = 0
 
 
 @dataclass
@@ -71,8 +94,17 @@ class Region:
     inputs: list[Any]
     """Variables of the tensors among the arguments that the trace computed."""
     tx: Any
+    names: Names
+    all_reads: Reads
+    """What the trace has read, in this region or elsewhere."""
     reads: list[tuple[Any, Any, Any]] = field(default_factory=list)
     """Source, value and variable of each value that was read; no variable where it was copied."""
+    opened: list[Any] = field(default_factory=list)
+    """Objects into whose `__dict__` it looked: what was read of it before shows in no read."""
+    unseen: bool = False
+    """Whether something looked into an object without a read."""
+    loads_change: bool = False
+    """Whether it read a value that the trace had given to an attribute."""
     functions: set[Any] = field(default_factory=set)
     """What was inlined: functions, and the code of those that were made while tracing."""
     nodes: list[torch.fx.Node] = field(default_factory=list)
@@ -89,10 +121,11 @@ class Region:
     """What a copy needs to know of the example values of the nodes."""
 
     def __post_init__(self) -> None:
-        self.pattern = re.compile(re.escape(self.name) + r"(?!\w)")
+        self.pattern = pattern_of(self.source)
         self.given = [each.as_proxy().node for each in self.inputs]
         self._modes = torch._C._dynamo.guards.GlobalStateGuard()
         self._inference = torch.is_inference_mode_enabled()
+        self.changes = changes_of(self.tx)
         self._before = self._written()
         self._last = next(iter(reversed(self.tx.output.graph.nodes)), None)
 
@@ -103,25 +136,31 @@ class Region:
     def is_now(self) -> bool:
         """Whether torch is in the state in which the region began."""
         inference = torch.is_inference_mode_enabled()
-        return self._modes.check() and inference is self._inference
+        return (
+            self._modes.check()
+            and inference is self._inference
+            and changes_of(self.tx) == self.changes
+        )
 
     def holds(self, source: Any) -> bool:
         """Whether a source is the module's, or of something below it."""
         return self.pattern.search(text(source)) is not None
 
-    def end(self, result: Any) -> bool:
-        """Note what the call has left; whether it may be copied."""
+    def end(self, result: Any) -> str | None:
+        """Note what the call has left; why it may not be copied, if so."""
         erased = self._last is not None and self._last._erased
-        if erased or not self.is_now() or self._before != self._written():
-            return False
+        if erased or self.loads_change or not self.is_now() or self._before != self._written():
+            return "changes modes, sizes or attributes, or reads one that was changed"
         for node in reversed(self.tx.output.graph.nodes):
             if node is self._last:
                 break
             if node.op != "placeholder":
                 self.nodes.insert(0, node)
         self.result = self._nodes_of(result)
-        if self.result is None or not self._can_be_copied():
-            return False
+        if self.result is None:
+            return "returns more than tensors that it made"
+        if (obstacle := self._obstacle()) is not None:
+            return obstacle
         built = {(text(s), id(value)) for s, value, variable in self.reads if variable is not None}
         reads = {(text(s), id(value)): (s, value) for s, value, _ in self.reads if self.holds(s)}
         self.own = [(each[0], *read, each in built) for each, read in reads.items()]
@@ -131,13 +170,16 @@ class Region:
             if not self.holds(source) or not self.holds(getattr(variable, "source", None) or source)
         }
         self.elsewhere = [*elsewhere.values()]
-        return True
+        for node in self.nodes:
+            if not may_differ(node):
+                passed = passed_within((node.args, node.kwargs))
+                self.names.inspected |= {text(each.source) for each in passed}
+        return None
 
     def _written(self) -> Any:
         """What a call may change without a node in the graph."""
-        written = self.tx.output.side_effects.store_attr_mutations
         values = [node.meta["example_value"] for node in self.given]
-        return [*map(metadata, values)], sum(map(len, written.values()))
+        return [*map(metadata, values)], changes_of(self.tx)
 
     def _nodes_of(self, result: Any) -> Any:
         """The nodes of a result; None if it has others than tensors of the region."""
@@ -150,89 +192,46 @@ class Region:
         node = result.as_proxy().node if type(result) is TensorVariable else None
         return node if node in self.given or node in self.nodes else False
 
-    def _can_be_copied(self) -> bool:
+    def _obstacle(self) -> str | None:
+        """What in the region prevents that it is copied."""
         inside = {*self.nodes, *self.given}
         used = {each for node in self.nodes for each in node.all_input_nodes} - inside
         self.outside = [node for node in self.tx.output.graph.nodes if node in used]
+        for node in self.nodes:
+            if (
+                node.op not in ("call_function", "call_method")
+                or isinstance(node.target, torch._ops.HigherOrderOperator)
+                or _switches_mode(node)
+                or "unbacked_bindings" in node.meta
+            ):
+                return f"calls {node.target}"
+        for node in self.outside:
+            if node.op != "placeholder":
+                return f"uses {node.name}, which is neither an argument nor an input of the model"
+        for function in self.functions:
+            if not knows_no_module(function):
+                return f"{getattr(function, '__qualname__', function)} can reach other modules"
         tree = {*self.module.modules()}
-        return (
-            len(self.nodes) >= _FEWEST_NODES
-            and all(node.op in ("call_function", "call_method") for node in self.nodes)
-            and not any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in self.nodes)
-            and not any(map(_switches_mode, self.nodes))
-            and not any("unbacked_bindings" in node.meta for node in self.nodes)
-            and all(node.op == "placeholder" for node in self.outside)
-            and all(map(_knows_no_module, self.functions))
-            and all(_may_be_read(self, tree, *each) for each in self.reads)
-        )
+        for read in self.reads:
+            if not _may_be_read(self, tree, *read):
+                return f"reads {text(read[0])}, which can reach other modules"
+        return None
+
+
+def may_differ(node: torch.fx.Node) -> bool:
+    """Whether a copy of a node may have another name, or another number: of a custom operator."""
+    kinds = {*map(type, passed_within((node.args, node.kwargs)))}
+    ops = torch._ops.OpOverload, torch._ops.OpOverloadPacket
+    is_custom = (
+        isinstance(node.target, ops) and str(node.target).partition(".")[0] not in _TORCH_OPS
+    )
+    return Name in kinds or (Number in kinds and is_custom)
 
 
 def _switches_mode(node: torch.fx.Node) -> bool:
     """Whether a node may have been added for an effect on the trace, such as autocast."""
     ops = torch._ops.OpOverload, torch._ops.OpOverloadPacket
     return "example_value" not in node.meta and not isinstance(node.target, ops)
-
-
-def _knows_no_module(function: Any) -> bool:
-    """Whether a function can reach no module but through its arguments, and asks for no identity.
-
-    Dynamo reads globals and variables of enclosing functions once per trace, not once per region.
-    """
-    if isinstance(function, types.CodeType):
-        names, values = _names_of(function), []
-    elif not isinstance(function, types.FunctionType):
-        return False
-    elif is_torch_file(function.__code__.co_filename):
-        return True
-    else:
-        names, known = _names_of(function.__code__), function.__globals__
-        cells = map(_content, function.__closure__ or ())
-        defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
-        values = [*cells, *defaults, *(known[name] for name in names if name in known)]
-    return not names & {*_IDENTITY} and all(map(_is_without_modules, values))
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing was assigned yet
-        return None
-
-
-def _names_of(code: types.CodeType) -> set[str]:
-    nested = (each for each in code.co_consts if isinstance(each, types.CodeType))
-    return {*code.co_names}.union(*map(_names_of, nested))
-
-
-def _is_without_modules(value: Any, seen: dict[int, Any] | None = None) -> bool:
-    """Whether no module, and no means to ask for an identity, can be reached from a value."""
-    seen = {} if seen is None else seen
-    if id(value) in seen or isinstance(value, PRIMITIVE):
-        return True
-    seen[id(value)] = value
-    if (
-        isinstance(value, torch.nn.Module)
-        or value is id
-        or value is hash
-        or len(seen) > _MOST_OBJECTS
-    ):
-        return False
-    kind = type(value)
-    if isinstance(value, _LEAVES) or kind.__module__.partition(".")[0] in _LEAF_PACKAGES:
-        return True
-    if isinstance(value, dict):
-        inside = [*value, *value.values()]
-    elif isinstance(value, CONTAINERS):
-        inside = list(value)
-    elif isinstance(value, types.MethodType):
-        inside = [value.__self__]
-    elif isinstance(value, functools.partial):
-        inside = [value.func, *value.args, *value.keywords.values()]
-    elif hasattr(value, "__dict__") and not hasattr(kind, "__slots__"):
-        inside = list(vars(value).values())
-    else:
-        return False
-    return len(seen) < _MOST_OBJECTS and all(_is_without_modules(each, seen) for each in inside)
 
 
 def _is_none(variable: Any) -> bool:
@@ -242,13 +241,18 @@ def _is_none(variable: Any) -> bool:
 def _may_be_read(region: Region, tree: set[Any], source: Any, value: Any, variable: Any) -> bool:
     """Whether a value that a region read is the same for each module that equals its own."""
     if not region.holds(source):
-        return _is_without_modules(value)
+        return is_without_modules(value)
     if isinstance(value, torch.nn.Module):
         return value in tree
     # what was read by another expression before may be compared with it, and the content of a
     # container shows in no read here
     known = getattr(variable, "source", None) is None or region.holds(variable.source)
     return known or not isinstance(value, (*CONTAINERS, torch.Tensor))
+
+
+def pattern_of(source: Any) -> re.Pattern[str]:
+    """Finds a source in the expressions of what is below it."""
+    return re.compile(re.escape(text(source)) + r"(?!\w)")
 
 
 def text(source: Any) -> str:
@@ -279,6 +283,36 @@ def form_of(variable: Any, inputs: list[Any]) -> Any:
         items = [form_of(each, inputs) for each in variable.items]
         return None if None in items else ("tuple", *items)
     return None
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that the trace gave to an attribute of an object that was there before."""
+
+    owner: Any
+    name: str
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Change) and (
+            self.owner is other.owner and self.name == other.name and self.value is other.value
+        )
+
+
+def changes_of(tx: Any) -> list[Change] | None:
+    """What the trace has changed in objects that were there before; None if it is more than
+    attributes of plain objects."""
+    effects, changes = tx.output.side_effects, []
+    for each in effects.id_to_variable.values():
+        if "Existing" not in type(each.mutation_type).__name__ or not effects.is_modified(each):
+            continue
+        if type(each) is not UserDefinedObjectVariable:
+            return None
+        if each not in effects.store_attr_mutations:
+            return None
+        written = effects.store_attr_mutations[each]
+        changes += [Change(each, name, value) for name, value in written.items()]
+    return changes
 
 
 def form_of_node(node: torch.fx.Node) -> Any:

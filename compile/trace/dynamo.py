@@ -102,6 +102,8 @@ def trace(request: CompileRequest) -> Trace:
         raise NothingToCompile(model=type(model).__name__)
     events.count("dynamo_traces")
     events.count("equal_modules", captured.copied)
+    for kind, reason in captured.traced_again.items():
+        events.emit("module_traced_again", module=kind, reason=reason)
     graph = captured.graph
     inline_regions(graph)
     inline_opaque_values(graph)

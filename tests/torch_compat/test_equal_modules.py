@@ -63,7 +63,7 @@ def test_a_copied_region_has_its_own_weights_names_and_guards() -> None:
         assert all((name.format(number), kind) in guards for number in range(3)), (name, kind)
     without_names(found.graph.graph)  # none are left
     with equal_modules_traced_once() as copies:
-        assert copies == []
+        assert copies.places == []
 
 
 def test_facts_of_a_copy_are_those_of_the_original() -> None:
@@ -73,6 +73,7 @@ def test_facts_of_a_copy_are_those_of_the_original() -> None:
         GuardFact("L['self'].a.x", "CONSTANT_MATCH"),
         GuardFact("L['self'].ab", "TYPE_MATCH"),
         GuardFact("L['self'].a.y", "DUPLICATE_INPUT", "L['self'].a.z"),
+        GuardFact("L['self'].a.y", "DUPLICATE_INPUT", "L['self'].y"),  # not of each copy
     ]
     found = copied_facts(facts, [("L['self'].a", "L['self'].b"), ("L['self'].b", "L['self'].c")])
     assert {*found} == {

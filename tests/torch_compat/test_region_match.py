@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,24 @@ pytestmark = [
 ]
 
 
+class Options:
+    __slots__ = ("__dict__", "size")
+
+    def __init__(self, size: int, **given: Any) -> None:
+        self.size = size
+        vars(self).update(given)
+
+    def method(self) -> int:
+        return self.size
+
+
 class Layer(nn.Module):
     def __init__(self, **given: Any) -> None:
         super().__init__()
         self.linear, self.name, self.sizes = nn.Linear(2, 2), "layer.0", [1, {"more": (2.0,)}]
+        self.number, self.options = 7, Options(4)
+        self.made = functools.partial(torch.add, other=2)
+        self.method = self.options.method
         for name, value in given.items():
             setattr(self, name, value)
 
@@ -32,7 +47,15 @@ SHARED = nn.Linear(2, 2)
     ("given", "alike"),
     [
         ({}, True),
-        ({"name": "layer.1"}, True),  # it was only passed to operators
+        ({"name": "layer.1"}, True),  # it was never read
+        ({"number": 8}, True),
+        ({"number": 8.0}, False),
+        ({"made": functools.partial(torch.add, other=2)}, True),
+        ({"made": functools.partial(torch.add, other=3)}, False),
+        ({"made": functools.partial(torch.sub, other=2)}, False),
+        ({"options": Options(4)}, False),  # the method is another object's
+        ({"options": Options(5)}, False),
+        ({"options": Options(4, one=Options(4))}, False),
         ({"linear": SHARED}, True),
         ({"sizes": [1, {"more": (2,)}]}, False),
         ({"sizes": [1, {"less": (2.0,)}]}, False),
@@ -48,18 +71,20 @@ def test_modules_are_compared_by_value(given: dict[str, Any], alike: bool) -> No
     from torch._dynamo.source import AttrSource, LocalSource
 
     from piecegraph.torch_compat.region_match import Match
-    from piecegraph.torch_compat.regions import Names, Region
+    from piecegraph.torch_compat.regions import Names, Reads, Region
 
     graph = SimpleNamespace(graph=torch.fx.Graph(), side_effects=SimpleNamespace())
-    none = {"store_attr_mutations": {}, "__contains__": lambda self, value: False}
+    none = {"id_to_variable": {}, "__contains__": lambda self, value: False}
     graph.side_effects = type("Effects", (), none)()
     tx: Any = SimpleNamespace(output=graph)
     root = LocalSource("self")
     first, second = Layer(), Layer(**given)
     tx.output.root_tx = SimpleNamespace(f_locals={"self": [first, second]}, f_globals={})
-    region = Region(first, AttrSource(root, "first"), [], tx)
-    names = Names(passed={"L['self'].first.name"})
-    assert Match(names, region, second, AttrSource(root, "second"), tx).holds() is alike
-    names.inspected |= names.passed
-    same = Match(names, region, second, AttrSource(root, "second"), tx).holds()
-    assert same is (alike and second.name == first.name)
+    region = Region(first, AttrSource(root, "first"), [], tx, Names(), Reads())
+    match = Match(region, second, AttrSource(root, "second"), tx)
+    assert match.holds() is alike
+    assert bool(match.reason) is not alike
+    region.unseen = True
+    values = {name: given[name] for name in ("name", "number") if name in given}
+    is_equal = values.items() <= vars(first).items()
+    assert Match(region, second, AttrSource(root, "second"), tx).holds() is (alike and is_equal)

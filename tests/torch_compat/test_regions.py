@@ -30,10 +30,11 @@ def test_arguments_of_different_form() -> None:
 
 def test_names_within_arguments() -> None:
     import_dynamo()
-    from piecegraph.torch_compat.regions import Name
+    from piecegraph.torch_compat.regions import Name, Number, passed_within
 
-    assert Name.within((1, [Name("layer.0")], {"key": torch.float32}))
-    assert not Name.within((1, ["layer.0"], {"key": torch.float32}))
+    name, number = Name("layer.0"), Number(1)
+    assert passed_within((1, [name, number], {"key": torch.float32})) == [name, number]
+    assert not passed_within((1, ["layer.0"], {"key": torch.float32}))
 
 
 def test_what_tells_tensors_and_sources_apart() -> None:

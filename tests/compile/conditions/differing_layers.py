@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 import itertools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +23,30 @@ define(
     lambda x, layer: torch.empty_like(x[:, :4] if layer == "layer.2" else x),
 )
 
+define(
+    "numbered(Tensor x, int layer) -> Tensor",
+    lambda x, layer: x * layer,
+    lambda x, layer: torch.empty_like(x),
+)
+define(
+    "numbered_rows(Tensor x, int layer) -> Tensor",
+    lambda x, layer: x[:, :layer].clone(),
+    lambda x, layer: torch.empty_like(x[:, :layer]),
+)
+NUMBERED = torch.ops.piecegraph_test.numbered
+
 COUNT = 4
 """The first layer adds guards on sizes, so that the second is the first that can be copied."""
+
+
+class Factor:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    __call__ = apply
 
 
 class Layer(nn.Module):
@@ -32,7 +56,9 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.norm = nn.Sequential(nn.LayerNorm(8), nn.ReLU())
-        self.number = 7
+        self.number, self.index = 7, number
+        self.unread = number
+        self.own, self.part = Factor(2), functools.partial(torch.mul, other=0.5)
         self.name = f"layer.{number}"
         self.scales = [2.0, {"more": 0.5}]
 
@@ -41,6 +67,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         y = self.norm(self.linear(self.before(x))) * self.scales[0] + self.scales[1]["more"]
+        y = NUMBERED(self.part(self.own.apply(y)), self.index)
         out = torch.empty_like(y)
         torch.ops.piecegraph_test.mix(y * self.options.gain, out, self.name)
         return x + out
@@ -69,6 +96,21 @@ def stack(before: Callable[[Any, Tensor], Any], made: Any = None) -> nn.Module:
     if made is not None:
         for number, layer in enumerate(model.layers):
             made(model, layer, number)
+    return model
+
+
+class TwoForms(Layer):
+    def forward(self, x: Tensor, first: bool = False) -> Any:  # type: ignore[override]
+        return super().forward(x * self.given[0] if first else x)
+
+
+def called_in_two_forms() -> nn.Module:
+    """Only in its first call does the second layer read what the model has under another name."""
+    model: Any = Outer(lambda m, x: Stack.forward(m, m.layers[1](x * m.alias[0], True)))
+    model.layers = nn.ModuleList(TwoForms(i) for i in range(COUNT))
+    for layer in model.layers:
+        layer.given = [2.0]
+    model.alias = model.layers[1].given
     return model
 
 
@@ -215,6 +257,10 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a submodule": lambda layer: setattr(layer.norm, "1", nn.Tanh()),
     "no bias": lambda layer: setattr(layer.linear, "bias", None),
     "the name": lambda layer: set_name(layer, "another"),
+    "the number": lambda layer: setattr(layer, "index", 9),
+    "an object": lambda layer: setattr(layer, "own", Factor(3)),
+    "a number of an object": lambda layer: setattr(layer.own, "factor", 3),
+    "a partial": lambda layer: setattr(layer, "part", functools.partial(torch.mul, other=3)),
     "a dtype": lambda layer: layer.norm[0].double().float().half().float(),
     "strides": lambda layer: setattr(
         layer.linear, "weight", nn.Parameter(layer.linear.weight.detach().t().contiguous().t())
@@ -226,8 +272,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def with_own(third: Any, others: Any, use: Callable[[Any, Any], Any]) -> nn.Module:
     """A stack in which an attribute of the third layer differs."""
     return stack(
-        lambda m, x: x * use(m.own, x),
-        lambda _, m, n: setattr(m, "own", third if n == 2 else others),
+        lambda m, x: x * use(m.given, x),
+        lambda _, m, n: setattr(m, "given", third if n == 2 else others),
     )
 
 
@@ -279,24 +325,206 @@ def slotted() -> nn.Module:
 
 
 def of_objects(make: Callable[[int], Any]) -> nn.Module:
-    return stack(lambda m, x: m.own(x), lambda _, m, n: setattr(m, "own", make(n)))
-
-
-class Factor:
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
-
-    def apply(self, x: Tensor) -> Tensor:
-        return x * self.factor
-
-    __call__ = apply
+    return stack(lambda m, x: m.given(x), lambda _, m, n: setattr(m, "given", make(n)))
 
 
 TRIPLE = Factor(3)
 KINDS = [1, 2]
 HALF = float("0.5")
 
+
+def numbered(before: Callable[[Any, Tensor], Any]) -> nn.Module:
+    """A stack whose layers have other numbers, and call `before(layer, x)` first."""
+    return stack(before, lambda _, m, n: setattr(m, "rank", n))
+
+
+class Asked(type):
+    """A metaclass that looks at an object: Dynamo calls it instead of tracing it."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return bool(value.rank == 2)
+
+
+class IsThird(metaclass=Asked):
+    pass
+
+
+class WithProperties(Layer):
+    third = property(operator.attrgetter("rank"))
+
+    def __getattr__(self, name: str) -> Any:
+        return self.rank * 3 if name == "computed" else super().__getattr__(name)
+
+    @property
+    def doubled(self) -> int:
+        return self.rank * 2  # type: ignore[no-any-return, operator]
+
+    @torch._dynamo.assume_constant_result
+    def constant(self) -> int:
+        return self.rank  # type: ignore[return-value]
+
+    def extra_repr(self) -> str:
+        return f"{self.rank}"
+
+
+def with_properties(use: Callable[[Any, Tensor], Any]) -> nn.Module:
+    class Used(WithProperties):
+        def before(self, x: Tensor) -> Tensor:
+            return x * use(self, x)
+
+    model = Stack(Used)
+    for number, layer in enumerate(model.layers):
+        layer.rank = number
+    return model
+
+
+class Holding(collections.deque[Any]):
+    """A container whose items are not in its `__dict__`."""
+
+
+HOLDING = Holding()
+
+
+def is_held(layer: Any, x: Tensor) -> Tensor:
+    return x * 3 if layer is HOLDING[2] else x
+
+
+def of_parts(make: Callable[[], Any], use: Callable[[Any, Tensor, Any], Any]) -> nn.Module:
+    """A stack whose layers have equal objects; a variable of their method is that of the third."""
+    held: list[Any] = [make() for _ in range(COUNT)]
+    third = held[2]
+    return stack(lambda m, x: use(m, x, third), lambda _, m, n: setattr(m, "given", held[n]))
+
+
+def stated(read: Callable[[Any], Any], run: Callable[[Any, Any], Any]) -> nn.Module:
+    """A stack of which each layer is called after `run(state, number)` has changed a state."""
+    shared = Factor(2)
+
+    def loop(model: Any, x: Tensor) -> Tensor:
+        for number, layer in enumerate(model.layers):
+            run(model.state, number)
+            x = layer(x)
+        return x
+
+    model = Outer(loop)
+    model.layers = stack(
+        lambda m, x: x * read(m.state), lambda _, m, n: setattr(m, "state", shared)
+    ).layers
+    model.state = shared
+    return model
+
+
+def matched(layer: Any, x: Tensor) -> Tensor:
+    match layer:
+        case Layer(rank=2):
+            return x * 3
+    return x
+
+
+def vars_before() -> nn.Module:
+    model: Any = numbered(lambda m, x: x * vars(m)["rank"])
+    outer = Outer(lambda m, x: Stack.forward(m, x * sum(vars(each)["rank"] for each in m.layers)))
+    outer.layers = model.layers
+    return outer
+
+
+def set_once(state: Any, number: int) -> None:
+    if number == 0:
+        state.seen = 1
+
+
+def set_third(state: Any, number: int) -> None:
+    if number == 2:
+        state.factor = 3
+
+
+def appended(state: Any, number: int) -> None:
+    if number == 0:
+        state.seen = []
+    state.seen.append(number)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
+    "a number that is not read": lambda: numbered(lambda m, x: x),
+    "a number that is passed": lambda: numbered(lambda m, x: NUMBERED(x, m.rank)),
+    "a number in a condition": lambda: numbered(lambda m, x: x * 3 if m.rank == 2 else x),
+    "a number as a condition": lambda: numbered(lambda m, x: x * 3 if m.rank else x),
+    "a number that is passed, then read": lambda: numbered(
+        lambda m, x: NUMBERED(x, m.rank) * (3 if m.rank > 1 else 1)
+    ),
+    "a number as a factor": lambda: numbered(lambda m, x: x * m.rank),
+    "a number as an index": lambda: numbered(lambda m, x: x + x[:, m.rank, None]),
+    "a number as a dimension": lambda: stack(
+        lambda m, x: x + x.sum(m.rank, keepdim=True), lambda _, m, n: setattr(m, "rank", n % 2)
+    ),
+    "a number as a size": lambda: numbered(lambda m, x: x + x.new_ones(m.rank + 1).sum()),
+    "a number in a shape": lambda: stack(
+        lambda m, x: x + x.view(-1, m.rank).sum(), lambda _, m, n: setattr(m, "rank", 2 + 2 * n)
+    ),
+    "the shape depends on the number": lambda: numbered(
+        lambda m, x: x * torch.ops.piecegraph_test.numbered_rows(x, m.rank).shape[1]
+    ),
+    "a number is an index of a list": lambda: numbered(lambda m, x: x * [1, 2, 5, 7][m.rank]),
+    "a number is a key": lambda: numbered(lambda m, x: x * {2: 3}.get(m.rank, 1)),
+    "a number in a range": lambda: numbered(lambda m, x: x * len(range(m.rank))),
+    "a number in a text": lambda: numbered(lambda m, x: x * 3 if f"{m.rank}" == "2" else x),
+    "a number in a sum": lambda: numbered(lambda m, x: NUMBERED(x, m.rank + 1)),
+    "a number times a size": lambda: numbered(lambda m, x: NUMBERED(x, x.shape[0] * m.rank)),
+    "a number that is matched": lambda: numbered(matched),
+    "a number in the vars": lambda: numbered(lambda m, x: x * vars(m)["rank"]),
+    "a number among the vars": lambda: numbered(
+        lambda m, x: x * sum(v for v in vars(m).values() if type(v) is int)
+    ),
+    "vars that were read before": lambda: vars_before(),
+    "a number by a computed name": lambda: numbered(lambda m, x: x * getattr(m, "ra" + "nk")),
+    "a number by object": lambda: numbered(lambda m, x: x * object.__getattribute__(m, "rank")),
+    "a number by a getter": lambda: numbered(lambda m, x: x * operator.attrgetter("rank")(m)),
+    "a number by inspect": lambda: numbered(lambda m, x: x * inspect.getattr_static(m, "rank")),
+    "a number by isinstance": lambda: numbered(lambda m, x: x * 3 if isinstance(m, IsThird) else x),
+    "a number by a property": lambda: with_properties(lambda m, x: m.doubled),
+    "a number by a property in C": lambda: with_properties(lambda m, x: m.third),
+    "a number by __getattr__": lambda: with_properties(lambda m, x: m.computed),
+    "a number by a constant result": lambda: with_properties(lambda m, x: m.constant()),
+    "a number by a representation": lambda: with_properties(lambda m, x: len(repr(m)) + m.rank),
+    "the digits of a number": lambda: with_properties(lambda m, x: repr(m).count("2")),
+    "a name by isinstance": lambda: stack(
+        lambda m, x: NUMBERED(x, 3) if isinstance(m, IsThird) else x,
+        lambda _, m, n: setattr(m, "rank", "2" if n == 2 else 2),
+    ),
+    "a module in a deque": lambda: stack(
+        is_held, lambda _, m, n: (HOLDING.clear() if n == 0 else None, HOLDING.append(m))
+    ),
+    "a partial of a closure": lambda: of_parts(
+        lambda: functools.partial(torch.mul, other=2),
+        lambda m, x, third: m.given(x) * (3 if m.given is third else 1),
+    ),
+    "an object of a closure": lambda: of_parts(
+        lambda: Factor(2), lambda m, x, third: m.given(x) * (3 if m.given is third else 1)
+    ),
+    "a method of a closure": lambda: of_parts(
+        lambda: Factor(2).apply, lambda m, x, third: m.given(x) * (3 if m.given is third else 1)
+    ),
+    "the owner of a method": lambda: of_parts(
+        lambda: Factor(2).apply,
+        lambda m, x, third: m.given(x) * (3 if m.given.__self__ is third.__self__ else 1),
+    ),
+    "a tuple of a closure": lambda: of_parts(
+        lambda: (*KINDS,), lambda m, x, third: x * (3 if m.given is third else 1)
+    ),
+    "equal objects": lambda: of_parts(lambda: Factor(2), lambda m, x, third: m.given(x)),
+    "equal partials": lambda: of_parts(
+        lambda: functools.partial(torch.mul, other=2), lambda m, x, third: m.given(x)
+    ),
+    "objects of which one differs": lambda: of_objects(lambda n: Factor(3 if n == 2 else 2)),
+    "partials of which one differs": lambda: of_objects(
+        lambda n: functools.partial(torch.mul, other=3 if n == 2 else 2)
+    ),
+    "a number of an object": lambda: stack(
+        lambda m, x: x * m.given.factor, lambda _, m, n: setattr(m, "given", Factor(n))
+    ),
+    "a state that is set once": lambda: stated(lambda state: state.factor, set_once),
+    "a state that is set for one": lambda: stated(lambda state: state.factor, set_third),
+    "a state that grows": lambda: stated(lambda state: len(state.seen), appended),
     "the type in a set": lambda: with_own({1.5, 2}, {1.5, 2.0}, lambda own, x: sum(own)),
     "the type in a set of one": lambda: with_own({1.0}, {1}, lambda own, x: x.int() + max(own)),
     "the factory of a dict": lambda: with_own(

@@ -15,7 +15,17 @@ from piecegraph.errors import BundleMissing, CompileError
 from ..models import MIX
 from ..starts import start, use_text_compiler
 from ..traces import expect_equal_traces
-from .differing_layers import CHANGES, COUNT, FACTORS, KNOWN, MODELS, Layer, Stack, changed
+from .differing_layers import (
+    CHANGES,
+    COUNT,
+    FACTORS,
+    KNOWN,
+    MODELS,
+    Layer,
+    Stack,
+    called_in_two_forms,
+    changed,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.compile]
 
@@ -73,3 +83,8 @@ def test_a_change_of_one_layer_is_a_miss(names: list[str], tmp_path: Path) -> No
                 if not torch.allclose(made(X), model(X), atol=1e-5):
                     wrong.append(name)
     assert not wrong
+
+
+def test_facts_of_another_call_of_a_layer_are_not_those_of_its_copies(tmp_path: Path) -> None:
+    begin(called_in_two_forms(), tmp_path)
+    assert begin(called_in_two_forms(), tmp_path, bundle="force").hit
