@@ -397,7 +397,11 @@ def test_a_child_ends_with_its_parent_though_another_process_keeps_the_connectio
     os.kill(child, 0)
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
-    assert ours.poll(60)  # the end of the child closes its side
+    try:
+        assert ours.poll(60)  # the end of the child closes its side
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
     with pytest.raises(EOFError):
         ours.recv()
 
