@@ -83,17 +83,22 @@ def test_artifact_survives_storing_and_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch._inductor.config as inductor_config
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
+    from torch._inductor import codecache
+    from torch._inductor.codecache import CacheBase, CppPythonBindingsCodeCache
 
-    x = torch.randn(4)
+    x, keys = torch.randn(4), CacheBase.get_system
     with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options(TOOLCHAIN):
         with inductor_config.patch(compile_threads=1), monkeypatch.context() as within:
             # where torch waits for a kernel, if it has one thread
             within.setattr(CppPythonBindingsCodeCache, "load_pybinding", None)
+            # what reads all sources of torch and Triton
+            within.setattr(codecache, "torch_key", None)
+            within.setattr(CacheBase, "get_system", None)
             artifact, libraries = inductor.inductor_compile(*doubled(), {})
         assert all(path.exists() for path in libraries())
         data = inductor.inductor_serialize(artifact)
         assert data is not None
+        assert CacheBase.get_system is keys
         loaded = inductor.inductor_deserialize(data)
         for each in (artifact, loaded):
             (result,) = inductor.inductor_callable(each)([x])
@@ -160,7 +165,12 @@ def test_what_tracing_and_compiling_need_can_be_imported_before() -> None:
         "def imported(name, function):\n"
         "    assert name not in sys.modules; function(); assert name in sys.modules\n"
         "imported('torch._dynamo.convert_frame', dynamo.import_dynamo)\n"
-        "imported('torch._inductor.graph', inductor.import_inductor)"
+        "imported('torch._inductor.graph', inductor.import_inductor)\n"
+        "import copy\n"
+        "from torch._inductor.kernel.mm import mm_template\n"
+        "assert type(copy.copy(mm_template.template)).__module__ == inductor.__name__\n"
+        "assert mm_template.template and 'indent_except_first' in "
+        "mm_template.template.environment.filters"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
