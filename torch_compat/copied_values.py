@@ -15,7 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .regions import Region, may_differ
-from .tensors import storage_id
+from .tensors import fresh_fake_mode, storage_id, writes_of_faking
 
 _MEMOS = ("_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo")
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -30,18 +30,12 @@ class RegionValues:
         self.versions = {
             id(each): each._version for node in region.nodes for each in _tensors(node)
         }
-        used = [each for node in (*region.given, *region.outside) for each in _tensors(node)]
-        may_write = any(each._version for each in used)
-        self._known = {
+        may_write = any(map(_may_be_written, (*region.given, *region.outside)))
+        self.nodes = {
             node
             for node in region.nodes
             if not may_write and not may_differ(node) and self._is_known(node)
         }
-
-    def are_known(self, node: Node) -> bool:
-        """Whether the operator of a node has results of the same form for each copy, and only
-        these."""
-        return node in self._known
 
     def _is_known(self, node: Node) -> bool:
         return "example_value" in node.meta and all(
@@ -70,17 +64,20 @@ class CopiedValues:
         self._tensors: dict[int, torch.Tensor] = {}
         self._memory: dict[int, torch.Tensor] = {}
         """By storage of the region: a tensor in that of the copy."""
+        self._alike = True
+        """Whether tensors that were not copied share memory wherever those of the region do."""
 
     def pair(self, one: Any, other: Any) -> None:
         """`other`, which was not copied, stands for `one`."""
         for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True):
             if isinstance(a, torch.Tensor):
-                known = self._memory.setdefault(storage_id(a), b)
-                if (
-                    storage_id(known) != storage_id(b)
-                    or self._tensors.setdefault(id(a), b) is not b
-                ):
-                    raise RuntimeError("results of an operator share memory in another way")
+                memory = self._memory.setdefault(storage_id(a), b)
+                same = self._tensors.setdefault(id(a), b) is b
+                self._alike = self._alike and same and storage_id(memory) == storage_id(b)
+
+    def are_known(self, node: Node) -> bool:
+        """Whether `copy` makes the results of a node's operator, and it does nothing else."""
+        return self._alike and node in self._known.nodes
 
     def copy(self, value: Any) -> Any:
         """The value that stands for a value of the region."""
@@ -91,8 +88,8 @@ class CopiedValues:
     def end(self) -> None:
         """Give all tensors the versions that those of the region had."""
         for key, version in self._known.versions.items():
-            tensor = self._tensors[key]
-            if tensor._version != version:
+            tensor = self._tensors.get(key)
+            if tensor is not None and tensor._version != version:
                 torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
     def _copy(self, value: Any) -> Any:
@@ -114,6 +111,14 @@ class CopiedValues:
         made = FakeTensor(mode, made, device, requires_grad=False)
         self._tensors[id(value)] = self._memory[storage_id(value)] = made
         return made
+
+
+def _may_be_written(node: Node) -> bool:
+    """Whether anything was written to the memory of a value since it was made."""
+    (counted,) = {each._version for each in _tensors(node)} or {0}
+    if counted == 0 or node.op != "placeholder":
+        return counted != 0
+    return counted != writes_of_faking(node.meta["grapharg"].example, fresh_fake_mode())
 
 
 def _tensors(node: Node) -> list[torch.Tensor]:

@@ -313,7 +313,7 @@ class _Regions:
             made = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
             made.meta = {key: node.meta[key] for key in node.meta if key != "example_value"}
             new[node] = made
-            if region.values.are_known(node):
+            if values.are_known(node):
                 value = values.copy(node.meta["example_value"])
             else:
                 value = get_fake_value(made, tx, allow_non_graph_fake=True)

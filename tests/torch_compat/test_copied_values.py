@@ -95,12 +95,39 @@ class Stack(nn.Module):
         return x
 
 
-def captured(operators: Callable[[Tensor, Tensor], Tensor]) -> Captured:
+class Parts(nn.Module):
+    """A layer of which two weights are parts of one memory, or are not."""
+
+    def __init__(self, of_one: bool) -> None:
+        super().__init__()
+        whole = torch.ones(16, 8)
+        self.low = nn.Parameter(whole[:8])
+        self.high = nn.Parameter((whole if of_one else whole.clone())[8:])
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.cat((y[:, :4] @ self.low[:4, :4], x[:, 4:] + self.high[0, 4:]), dim=1)
+
+
+class Unlike(nn.Module):
+    """Calls of equal form, of which some have arguments or weights that share memory."""
+
+    def __init__(self, of_one: tuple[bool, ...], views: tuple[bool, ...]) -> None:
+        super().__init__()
+        self.layers, self.views = nn.ModuleList(map(Parts, of_one)), views
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 1
+        for layer, is_view in zip(self.layers, self.views, strict=True):
+            x = layer(x, x.view(-1, 8) if is_view else x * 1)
+        return x
+
+
+def captured(model: nn.Module) -> Captured:
     torch._dynamo.reset()
     x = torch.ones(5, 8)
     mark_dynamic(x, 0, "num_tokens", (1, 64), "backed")
     with dynamo_tracing("backed"), torch.no_grad():
-        found = capture_full_graph(Stack(operators), (x,), {})
+        found = capture_full_graph(model, (x,), {})
     assert found is not None
     return found
 
@@ -130,21 +157,25 @@ def values_of(found: Captured) -> list[Any]:
     return facts
 
 
+YES, NO = (True, True, True), (False, False, False)
+
+
 @pytest.mark.parametrize(
-    ("operators", "num_copied"),
+    ("model", "num_copied"),
     [
-        *((views, 3), (writes, 2), (dtypes, 3), (sizes, 3), (constants, 3), (into_argument, 3)),
-        (into_weights, 3),
+        *((Stack(views), 3), (Stack(writes), 2), (Stack(dtypes), 3), (Stack(sizes), 3)),
+        *((Stack(constants), 3), (Stack(into_argument), 3), (Stack(into_weights), 3)),
+        *((Unlike(YES, YES), 2), (Unlike(NO, NO), 2)),
+        *((Unlike((True, False, True), NO), 2), (Unlike((False, True, False), NO), 2)),
+        *((Unlike(NO, (True, False, True)), 2), (Unlike(NO, (False, True, False)), 2)),
     ],
 )
 def test_copied_values_are_what_operators_compute(
-    operators: Callable[[Tensor, Tensor], Tensor],
-    num_copied: int,
-    monkeypatch: pytest.MonkeyPatch,
+    model: nn.Module, num_copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = captured(operators)
+    found = captured(model)
     assert num_copied == found.copied
-    from piecegraph.torch_compat.copied_values import RegionValues
+    from piecegraph.torch_compat.copied_values import CopiedValues
 
-    monkeypatch.setattr(RegionValues, "are_known", lambda self, node: False)
-    assert values_of(found) == values_of(captured(operators))
+    monkeypatch.setattr(CopiedValues, "are_known", lambda self, node: False)
+    assert values_of(found) == values_of(captured(model))
