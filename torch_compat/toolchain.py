@@ -120,7 +120,7 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
             made = Path(f"{plain}.gch")
             _keep_in_use(made, in_use)
             if made not in before:
-                remove_oldest(directory, "*.gch*", MAX_HEADER_BYTES)
+                _remove_oldest(directory, "*.gch*", MAX_HEADER_BYTES)
             return plain
 
         with (
@@ -210,7 +210,7 @@ def _keep_in_use(file: Path, until: ExitStack) -> None:
         os.utime(descriptor)
 
 
-def remove_oldest(directory: Path, pattern: str, limit: int) -> None:
+def _remove_oldest(directory: Path, pattern: str, limit: int) -> None:
     """Remove the files used longest ago beyond `limit` bytes, none that a process has locked."""
     files = []
     for file in directory.glob(pattern):
@@ -239,7 +239,7 @@ def known_object(toolchain: Path, name: str) -> bytes | None:
 def keep_object(toolchain: Path, name: str, content: bytes) -> None:
     """Store an object file, or what is known of a header; without write access nothing is kept."""
     _publish(toolchain / OBJECTS, name, hashlib.sha256(content).digest() + content)
-    remove_oldest(toolchain / OBJECTS, "*", MAX_OBJECT_BYTES)
+    _remove_oldest(toolchain / OBJECTS, "*", MAX_OBJECT_BYTES)
 
 
 def _publish(directory: Path, name: str, content: bytes) -> None:

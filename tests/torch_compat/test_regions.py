@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,3 +71,57 @@ def test_results_of_nodes_are_compared_by_form() -> None:
     assert one == form_of_node(node(torch.ones(2, 3), 4))
     assert one != form_of_node(node(torch.zeros(2, 3), 5))
     assert one != form_of_node(node(torch.zeros(3, 2).t(), 4))
+
+
+def test_which_nodes_may_have_another_name_or_number() -> None:
+    import_dynamo()
+    from piecegraph.torch_compat.regions import Name, Number, may_differ
+
+    def node(op: Any, *args: object) -> torch.fx.Node:
+        return torch.fx.Graph().call_function(op, args)
+
+    assert may_differ(node(torch.ops.aten.gelu, "x", Name("layer.0")))
+    assert not may_differ(node(torch.ops.aten.add, "x", Number(1)))  # a copy would add another one
+    assert not may_differ(node(torch.add, "x", Number(1)))
+    assert not may_differ(node(torch.ops.aten.add, "x", 1))
+
+
+def test_a_source_is_found_in_expressions_of_what_is_below_it() -> None:
+    import_dynamo()
+    from torch._dynamo.source import AttrSource, LocalSource
+
+    from piecegraph.torch_compat.regions import pattern_of
+
+    found = pattern_of(AttrSource(LocalSource("self"), "a"))
+    assert found.search("L['self'].a.weight")
+    assert not found.search("L['self'].ab.weight")
+
+
+def test_changes_of_plain_objects_are_compared_and_of_others_unknown() -> None:
+    import_dynamo()
+    from torch._dynamo.side_effects import AttributeMutationExisting
+    from torch._dynamo.source import LocalSource
+    from torch._dynamo.variables import ListVariable, UserDefinedObjectVariable
+
+    from piecegraph.torch_compat.regions import changes_of
+
+    class Effects:
+        def __init__(self, *variables: Any) -> None:
+            self.id_to_variable = dict(enumerate(variables))
+            self.store_attr_mutations = {each: {"count": 1} for each in variables}
+
+        def is_modified(self, variable: Any) -> bool:
+            return True
+
+    def changes(*variables: Any) -> Any:
+        return changes_of(SimpleNamespace(output=SimpleNamespace(side_effects=Effects(*variables))))
+
+    there: Any = {"mutation_type": AttributeMutationExisting(), "source": LocalSource("x")}
+    own = UserDefinedObjectVariable(SimpleNamespace(), **there)
+    other = UserDefinedObjectVariable(SimpleNamespace(), **there)
+    made = ListVariable([], **there)
+    assert changes() == []
+    assert [(each.name, each.value) for each in changes(own)] == [("count", 1)]
+    assert changes(own) == changes(own)
+    assert changes(own) != changes(other)
+    assert changes(own, made) is None

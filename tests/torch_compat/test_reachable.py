@@ -1,0 +1,96 @@
+"""What a function or a value can reach: other modules, and the identity of objects."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.torch_compat.reachable import is_python_class, is_without_modules, knows_no_module
+
+LINEAR = nn.Linear(2, 2)
+SCALES = [1.0, 2.0]
+
+
+class Plain:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Slots:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Queue(deque[Any]):
+    """Holds what neither its `__dict__` nor a slot shows."""
+
+
+def of_arguments(x: torch.Tensor) -> torch.Tensor:
+    return x * SCALES[0]
+
+
+def of_a_module(x: torch.Tensor) -> Any:
+    return LINEAR(x)
+
+
+def of_an_attribute(x: Any) -> Any:
+    return x.LINEAR
+
+
+def of_identity(x: Any) -> int:
+    return id(x)
+
+
+def with_default(x: torch.Tensor, layer: Any = LINEAR) -> Any:
+    return layer(x)
+
+
+def nested(x: torch.Tensor) -> Any:
+    return (lambda: LINEAR(x))()
+
+
+def closure(over: Any) -> Callable[..., Any]:
+    return lambda x: over(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "knows_none"),
+    [
+        *((of_arguments, True), (of_an_attribute, True), (torch.nn.functional.silu, True)),
+        *((of_a_module, False), (of_identity, False), (with_default, False), (nested, False)),
+        *((closure(torch.sin), True), (closure(LINEAR), False), (closure(id), False)),
+        *((of_identity.__code__, False), (of_arguments.__code__, True), (len, False)),
+    ],
+)
+def test_what_a_function_knows(function: Any, knows_none: bool) -> None:
+    assert knows_no_module(function) is knows_none
+
+
+@pytest.mark.parametrize("held", [LINEAR, id, hash])
+def test_what_a_value_reaches(held: Any) -> None:
+    ways: list[Callable[[Any], Any]] = [
+        lambda value: value,
+        lambda value: {"key": [(value,)]},
+        functools.partial(functools.partial, print),
+        lambda value: types.MappingProxyType({"key": value}),
+        Plain,
+        Slots,
+        lambda value: types.SimpleNamespace(held=value),
+    ]
+    assert not any(is_without_modules(way(held)) for way in ways)
+    assert all(is_without_modules(way(1.0)) for way in ways)
+    assert not is_without_modules(Queue([1.0]))  # it cannot be known
+
+
+def test_classes_whose_objects_show_what_they_hold() -> None:
+    assert all(map(is_python_class, (Plain, Slots, types.SimpleNamespace)))
+    assert not any(map(is_python_class, (Queue, deque, int)))
