@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -320,6 +321,12 @@ def _without_idle_wrappers() -> Iterator[None]:
 
 
 def forget_threads() -> None:
-    """In a fork: forget Inductor's pool of threads, which exist in the parent only."""
+    """In a fork: forget Inductor's pool of threads, which exist in the parent only.
+
+    Inductor also takes the lock of progress bars, which is one for all forks: a thread of the
+    parent may hold it, and a fork that is killed never gives it back.
+    """
     if module := sys.modules.get("torch._inductor.async_compile"):
         module.AsyncCompile.pool.cache_clear()
+    if progress := sys.modules.get("tqdm"):
+        progress.tqdm.set_lock(threading.RLock())

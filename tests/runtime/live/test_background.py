@@ -290,9 +290,16 @@ def test_the_switch_can_be_awaited_and_a_step_without_tokens_runs_before_it(
 
 @pytest.mark.compile
 def test_a_child_that_is_killed_ten_times_leaves_serving_alone(
-    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
+    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    all_killed = tmp_path / "all killed"
+
+    def wait_for_all() -> None:
+        while not all_killed.exists():
+            time.sleep(0.01)
+
     monkeypatch.setattr(background, "ATTEMPTS", 11)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(wait_for_all)])
     served, seen, wait = serve_cold(), set[int](), 0
     served.prepared.capture()
     while len(seen) < 10:
@@ -304,6 +311,7 @@ def test_a_child_that_is_killed_ten_times_leaves_serving_alone(
             seen.add(child)
             os.kill(child, signal.SIGKILL)
             wait = random.randrange(100)
+    all_killed.touch()
     serve_until_over(served)
     found = facts(served)
     assert found["state"] == "compiled"
