@@ -18,8 +18,10 @@ from .regions import Region, may_differ
 from .tensors import fresh_fake_mode, storage_id, writes_of_faking
 
 _MEMOS = ("_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo")
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_IMMUTABLE = (
+    *(bool, int, float, str, type(None), torch.dtype, torch.device),
+    *(torch.SymInt, torch.SymFloat, torch.SymBool),
+)
 
 
 class RegionValues:
@@ -39,7 +41,7 @@ class RegionValues:
 
     def _is_known(self, node: Node) -> bool:
         return "example_value" in node.meta and all(
-            isinstance(value, (*_PLAIN, *_SYMBOLIC)) or self._can_be_copied(value)
+            isinstance(value, _IMMUTABLE) or self._can_be_copied(value)
             for value in tree_leaves(node.meta["example_value"])
         )
 
@@ -115,7 +117,7 @@ class CopiedValues:
 
 def _may_be_written(node: Node) -> bool:
     """Whether anything was written to the memory of a value since it was made."""
-    (counted,) = {each._version for each in _tensors(node)} or {0}
+    counted = sum(each._version for each in _tensors(node))  # of one tensor, or a size
     if counted == 0 or node.op != "placeholder":
         return counted != 0
     return counted != writes_of_faking(node.meta["grapharg"].example, fresh_fake_mode())

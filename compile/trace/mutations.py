@@ -56,7 +56,7 @@ def written_placeholders(trace: Trace) -> set[Node]:
 
 
 def _written(node: Node, args: Any, kwargs: Any) -> Iterable[Tensor]:
-    """By an op's schema or a Triton kernel's code; for an other op of higher order all tensors."""
+    """By an op's schema or a Triton kernel's code; for any other op of higher order all tensors."""
     if op_names(node):
         return written_by(overload_of(node.target), args, kwargs)
     known = triton_writes(node, kwargs)
