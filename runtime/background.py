@@ -111,6 +111,7 @@ class Background:
         self._final = False
         """Whether another child would fail in the same way."""
         self._expired = False
+        self._stopped = False
         self._phase = ("", 0)
         self._child: int | None = None
         self._reaping = threading.Lock()
@@ -142,7 +143,7 @@ class Background:
 
     def stop(self) -> None:
         """Kill the child and wait for its end. Idempotent."""
-        self._final = True
+        self._final = self._stopped = True
         self._kill()
         self._thread.join()
 
@@ -168,7 +169,8 @@ class Background:
             failure = found if isinstance(found, str) else ""
         if failure:
             self.over = True
-            self._records.add(BackgroundFailure(self.attempt, failure, final=True))
+            if not self._stopped:
+                self._records.add(BackgroundFailure(self.attempt, failure, final=True))
         return compiled if ready and not failure else None
 
     def _failure(self) -> str:
@@ -250,7 +252,7 @@ class Background:
                 reason = reason if final or reason else f"the child ended with status {code}"
             self._child = None
         ours.close()
-        if self._final:
+        if self._stopped:
             self._outcome = "the model was closed"
             return
         try:

@@ -247,10 +247,10 @@ class PreparedModel(ModelSteps):
         if not self._closed:
             self.events.emit("dispatch", rows=self.usage.rows(), reasons=self.usage.reasons())
             self.release()
+            self._closed = True  # a thread may wait for the background
             if self._behind is not None:
                 self._stop_background()
             self._behind = self._with_form = None
-            self._closed = True
             self._bind = _refuse
             self._eager = self._last_graph = None
             self._context.layers = {}

@@ -20,7 +20,13 @@ import torch
 from .inductor_fixes import repaired_lowering, without_lost_cubins
 from .patch import preserve_cache_variables, replaced
 from .tensors import fresh_fake_mode, is_grad_enabled
-from .toolchain import compiler_version, keep_probe, known_probe, precompiled_headers_in
+from .toolchain import (
+    compiler_version,
+    keep_probe,
+    known_probe,
+    libraries_named_by_text,
+    precompiled_headers_in,
+)
 
 
 @contextmanager
@@ -135,15 +141,20 @@ def _traced_sizes(graph: torch.fx.GraphModule) -> Iterator[None]:
 
 @contextmanager
 def _kernels_in_background() -> Iterator[list[dict[str, Any]]]:
-    """Load generated code without waiting for its C++ kernels; yields the code's namespaces.
+    """Load generated code without waiting for its C++ kernels; yields namespaces that have them.
 
     Generated code ends with `async_compile.wait(globals())`, which replaces each kernel that is
     being compiled by its function. Kernels are not called before the code is. Where torch has one
     thread to compile in, as in vLLM on a CPU, it would compile each kernel before the next line of
-    code is generated; here that thread is another one than this.
+    code is generated; here that thread is another one than this. With the option `cpp_wrapper` all
+    code is one library, which no namespace has.
     """
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-    from torch._inductor.codecache import CppPythonBindingsCodeCache, LambdaFuture
+    from torch._inductor.codecache import (
+        CppPythonBindingsCodeCache,
+        CppWrapperCodeCache,
+        LambdaFuture,
+    )
 
     namespaces: list[dict[str, Any]] = []
     original = AsyncCompile.wait
@@ -163,8 +174,16 @@ def _kernels_in_background() -> Iterator[list[dict[str, Any]]]:
         namespace.update(others)
         namespaces.append(namespace)
 
+    load_wrapper = CppWrapperCodeCache.load_pybinding
+
+    def load_pybinding(*args: Any, **options: Any) -> Any:
+        entry = load_wrapper(*args, **options)
+        namespaces.append({"inductor_entry": entry})
+        return entry
+
     alone = get_compile_threads() <= 1
     with (
+        replaced(CppWrapperCodeCache, "load_pybinding", staticmethod(load_pybinding)),
         replaced(AsyncCompile, "wait", wait),
         replaced(AsyncCompile, "cpp_pybinding", cpp_pybinding) if alone else nullcontext(),
     ):
@@ -270,6 +289,7 @@ def inductor_options(toolchain: Path) -> Iterator[None]:
 
     with (
         precompiled_headers_in(toolchain),
+        libraries_named_by_text(),
         without_lost_cubins(),
         _without_idle_wrappers(),
         replaced(VecISA, "check_build", check_build),

@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,10 @@ def compiler_version() -> bytes:
 def without_compiler(folder: str, version: bytes) -> Iterator[None]:
     """Load code with all its libraries, with or without a C++ compiler on the machine.
 
-    Before Inductor looks for a library it precompiles headers, for which it runs the preprocessor
-    even if they exist (0.3 s); here it does not. And it asks the compiler for its `version`. If
-    there is no compiler, a script in `folder` answers like the one that built the libraries, and
-    refuses to compile.
+    Inductor would compile a library that it does not find; here that is an error. Before it looks
+    for one it precompiles headers, for which it runs the preprocessor even if they exist (0.3 s);
+    here it does not. And it asks the compiler for its `version`. If there is no compiler, a script
+    in `folder` answers like the one that built the libraries, and refuses to compile.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor import codecache
@@ -70,21 +70,48 @@ def without_compiler(folder: str, version: bytes) -> Iterator[None]:
     def uncompiled(header: str, *command: Any, **options: Any) -> str:
         return header
 
-    name = inductor_config.cpp.cxx[-1]
-    with compiler_lock(), replaced(codecache, "_precompile_header", uncompiled):
-        if shutil.which(name) is not None:
+    def must_exist(lock: str, builders: Sequence[Any]) -> None:
+        library = builders[-1].get_target_file_path()
+        if not os.path.exists(library):
+            raise FileNotFoundError(f"the library {os.path.basename(library)} was not stored")
+
+    with (
+        compiler_lock(),
+        replaced(codecache, "_precompile_header", uncompiled),
+        replaced(codecache, "_worker_compile_cpp", must_exist),
+    ):
+        if shutil.which(inductor_config.cpp.cxx[-1]) is not None:
             yield
             return
-        stand_in = Path(folder, os.path.basename(name))
+        stand_in = Path(folder, "g++")
         stand_in.write_text(_NO_COMPILER)
         stand_in.chmod(0o700)
         Path(f"{stand_in}.version").write_bytes(version + b"\n")
-        before = os.environ.get("PATH", "")
-        os.environ["PATH"] = f"{before}{os.pathsep}{folder}"
-        try:
+        with inductor_config.patch({"cpp.cxx": (None, str(stand_in))}):
             yield
-        finally:
-            os.environ["PATH"] = before
+
+
+@contextmanager
+def libraries_named_by_text() -> Iterator[None]:
+    """Let Inductor name a library of C++ by its text alone, in the cache directory of one compile.
+
+    It finds a library that is loaded by that name, of which the whole command is a part: the paths
+    of the compiler, of Python and of torch, which differ in another container. The options of the
+    command are equal for all code of one compile, and factors of the key under which it is stored.
+    """
+    from torch._inductor import codecache
+
+    original = codecache.write
+
+    def write(content: Any, extension: str, extra: str = "", *args: Any, **options: Any) -> Any:
+        if extension in ("main.cpp", "optimized.cpp"):
+            # the text of the optimized part, if there is one, and a command such as "g++ i -O3 …"
+            before, separator, _ = extra.rpartition(" i -")
+            extra = before.rpartition(" ")[0] if separator else extra
+        return original(content, extension, extra, *args, **options)
+
+    with replaced(codecache, "write", write):
+        yield
 
 
 def cpp_headers_ready(toolchain: Path) -> bool:

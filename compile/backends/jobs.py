@@ -143,7 +143,14 @@ def _stored(
         return None
     if not _covers(entry.meta, _ranges(split, job)):
         return None
-    (fn,) = compiler.load([entry.contents])
+    try:
+        (fn,) = compiler.load([entry.contents])
+    except Exception as error:  # code of another system or compiler
+        reason = f"it cannot be loaded: {type(error).__name__}: {error}"
+        request.events.emit(
+            "artifact.refused", level=logging.WARNING, piece=job.unique.index, reason=reason
+        )
+        return None
     seconds = entry.meta.get("compile_seconds")
     known = float(seconds) if isinstance(seconds, (int, float)) else 0.0
     return CompiledJob(fn, entry.contents, proved=True, seconds=known)

@@ -48,6 +48,16 @@ def test_artifact_without_any_pass_is_kept_too(compiled):
     assert again.events.counters["inductor_compiles"] == 0
 
 
+@pytest.mark.heavy
+def test_code_that_is_one_library_is_loaded_with_it(compiled):
+    settings = {"inputs": X, "compiler": "inductor", "inductor_options": {"cpp_wrapper": True}}
+    for compiles in (2, 0):
+        made = compiled(Stack(1), splitting_ops=MIX, **settings)
+        assert made.events.counters["inductor_compiles"] == compiles
+        x = torch.randn(7, 8)
+        torch.testing.assert_close(made(x), Stack(1)(x).detach())
+
+
 def test_what_inductor_itself_does_not_keep_is_served_and_not_kept(compiled):
     settings = {"inputs": X, "compiler": "inductor"}
     options = {"force_disable_caches": True}

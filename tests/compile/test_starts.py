@@ -15,6 +15,7 @@ import torch
 
 from piecegraph.cache import Cache
 from piecegraph.cache.directory import DirectoryLayer
+from piecegraph.cache.inspection import manifests
 from piecegraph.errors import BundleMissing
 from piecegraph.events import Events
 
@@ -170,14 +171,22 @@ def _contents(root: Path, made: Start) -> Any:
     return getattr(Cache(root, Events()).lookup("bundle", made.key), "contents", "none")
 
 
-def test_code_that_does_not_load_is_a_miss(tmp_path: Path) -> None:
-    first = start(Tiny(), tmp_path)
+@pytest.mark.parametrize("kinds", [("bundle",), ("bundle", "artifact")])
+def test_code_that_does_not_load_is_compiled_again_and_replaced(
+    tmp_path: Path, kinds: tuple[str, ...]
+) -> None:
+    start(Tiny(), tmp_path)
     cache = Cache(tmp_path, Events())
-    entry: Any = cache.lookup("bundle", first.key)
-    cache.publish("bundle", first.key, entry.meta, {**entry.contents, "a0.code": b"not code"})
+    for kind in kinds:
+        for manifest, _ in list(manifests(tmp_path, kind)):
+            entry: Any = cache.lookup(kind, manifest.key)
+            code = "code" if kind == "artifact" else "a0.code"
+            cache.publish(kind, manifest.key, entry.meta, {**entry.contents, code: b"not code"})
     made = start(Tiny(), tmp_path)
     assert "it cannot be loaded: NameError" in made.reason
+    assert len(made.events.named("artifact.refused")) == len(kinds) - 1
     assert is_right(made, Tiny())
+    assert start(Tiny(), tmp_path).hit
 
 
 def test_full_disk_and_vanished_directory_do_not_keep_a_process_from_serving(

@@ -61,15 +61,43 @@ def test_no_compiler_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stand_in_answers_and_refuses_to_compile(tmp_path: Path) -> None:
     import torch._inductor.config as inductor_config
 
-    before = os.environ["PATH"]
-    options = inductor_config.patch({"cpp.cxx": (None, "no-such-compiler")})
+    options = inductor_config.patch({"cpp.cxx": (None, "/usr/missing/compiler")})
     with options, toolchain.without_compiler(str(tmp_path), b"some version"):
-        said = subprocess.run(
-            ["no-such-compiler", "-v"], capture_output=True, text=True, check=True
-        )
+        compiler = toolchain.cpp_compiler()
+        assert compiler is not None
+        said = subprocess.run([compiler, "-v"], capture_output=True, text=True, check=True)
         assert said.stdout == "some version\n"
-        assert subprocess.run(["no-such-compiler", "-o", "x", "x.cpp"]).returncode == 1
-    assert os.environ["PATH"] == before
+        assert subprocess.run([compiler, "-o", "x", "x.cpp"]).returncode == 1
+
+
+@pytest.mark.parametrize("optimized", [None, "int i -= 1;"])
+def test_a_library_is_named_by_its_text_alone(tmp_path: Path, optimized: str | None) -> None:
+    """Of the same text and another compiler, Python or torch; a header has its command's name."""
+    from torch._inductor import codecache
+
+    def named(text: str, command: str, extension: str = "main.cpp", **place: str) -> str:
+        name: str = codecache.write(text, extension, extra=f"{optimized} {command}", **place)[0]
+        return name
+
+    here, there = "g++ i -O3 -I/a/torch", "/usr/bin/g++-12 i -O3 -I/b/torch -L/b/lib"
+    with inductor.inductor_cache_directory(str(tmp_path)), toolchain.libraries_named_by_text():
+        assert named("int x;", here) == named("int x;", there)
+        assert named("int x;", here) != named("int y;", here)
+        assert named("int x;", here) != codecache.write("int x;", "main.cpp", f"other {here}")[0]
+        headers = {named("int x;", c, "h", specified_dir=str(tmp_path)) for c in (here, there)}
+        assert len(headers) == 2
+
+
+def test_a_library_that_was_not_stored_is_an_error(tmp_path: Path) -> None:
+    from torch._inductor import codecache
+    from torch._inductor.cpp_builder import CppBuilder, CppOptions
+
+    text = tmp_path / "text.cpp"
+    text.write_text("int x;")
+    builder = CppBuilder("text", str(text), CppOptions(), str(tmp_path))
+    with toolchain.without_compiler(str(tmp_path), b"some version"):
+        with pytest.raises(FileNotFoundError, match=r"the library text\.so was not stored"):
+            codecache._worker_compile_cpp(str(tmp_path / "lock"), [builder])
 
 
 def test_no_header_is_compiled_for_code_that_is_loaded(

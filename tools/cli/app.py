@@ -121,12 +121,12 @@ class _BestEffort:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # it may be closed
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError, ValueError):  # it may be closed
             self._stream.flush()
 
 

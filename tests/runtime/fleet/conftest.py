@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 Outcome = dict[str, Any]
 StartOnce = Callable[..., Outcome]
@@ -75,10 +76,14 @@ def form(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> dict[str, str]:
-    """The environment of a container without a compiler, torch's own directories empty."""
-    empty = tmp_path / "empty"
+    """The environment of a container without a compiler, with torch at another path and its own
+    directories empty."""
+    empty, packages = tmp_path / "empty", tmp_path / "packages"
     empty.mkdir()
+    packages.mkdir()
+    (packages / "torch").symlink_to(Path(torch.__file__).parent)
     return {
+        "PYTHONPATH": str(packages),
         "PATH": str(empty),
         "TORCHINDUCTOR_CACHE_DIR": str(empty / "inductor"),
         "TRITON_CACHE_DIR": str(empty / "triton"),

@@ -56,6 +56,7 @@ def start(cache: str, options: dict[str, Any]) -> dict[str, Any]:
         compile_ahead(model, Config(**settings))
     return {
         "hit": hit,
+        "torch": os.path.dirname(torch.__file__),
         "background": prepared.report()["background"],
         "error_of_uncompiled": uncompiled,
         "bytes": facts.get("bytes"),

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from piecegraph.cache.inspection import manifests
 
@@ -25,6 +26,7 @@ def test_starts_without_a_compiler_and_without_torch_caches(
     shutil.copytree(form, copied)
     outcome = start_once(copied, bare, bundle="force", layers=32)
     assert outcome["hit"]
+    assert outcome["torch"] != str(Path(torch.__file__).parent)
     assert outcome["error_of_results"] < 1e-4
     if form.name == "libraries":
         assert outcome["compilers_loaded"] == []

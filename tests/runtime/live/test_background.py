@@ -40,7 +40,7 @@ from piecegraph.compile.backends.registry import Compiler
 from piecegraph.errors import GuardUnproved, InvalidSetting, ModelClosed, StepInProgress
 from piecegraph.runtime import background
 from piecegraph.runtime.capture.captured_graphs import CapturedGraphs
-from piecegraph.runtime.records import Eviction
+from piecegraph.runtime.records import BackgroundFailure, Eviction
 
 from ..conftest import strict_backend
 from .conftest import HIDDEN, MAX_TOKENS, LiveServed, Model, Stage
@@ -420,19 +420,33 @@ def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(
 ) -> None:
     forever = Texts(before=lambda: time.sleep(3600))
     monkeypatch.setattr(registry, "entry_points", lambda group: [forever])
-    served, ended = serve_cold(), list[Exception]()
+    wait, stop = background.Background.wait, background.Background.stop
+    waiting, ended = threading.Event(), list[Exception]()
 
-    def wait() -> None:
+    def wait_and_say_so(self: background.Background, timeout_s: float | None) -> Any:
+        waiting.set()
+        return wait(self, timeout_s)
+
+    def stop_before_the_other_thread_goes_on(self: background.Background) -> None:
+        stop(self)
+        thread.join()
+
+    monkeypatch.setattr(background.Background, "wait", wait_and_say_so)
+    monkeypatch.setattr(background.Background, "stop", stop_before_the_other_thread_goes_on)
+    served = serve_cold()
+
+    def wait_until_compiled() -> None:
         try:
             served.prepared.wait_until_compiled()
         except ModelClosed as error:
             ended.append(error)
 
-    thread = threading.Thread(target=wait)
+    thread = threading.Thread(target=wait_until_compiled)
     thread.start()
+    assert waiting.wait(60)
     served.prepared.close()
-    thread.join()
     assert len(ended) == 1
+    assert served.prepared.records.of(BackgroundFailure) == []
 
 
 def test_a_closed_model_leaves_no_child(serve_cold: Callable[..., LiveServed]) -> None:
