@@ -92,6 +92,8 @@ class Background:
             )
         self.attempt = 0
         self.steps = 0
+        self.between_steps = threading.RLock()
+        """Held while a step runs, and while a child is started or the model switches."""
         self.over = False
         """Whether the model stays uncompiled, on all ranks."""
         self._missing = missing
@@ -123,7 +125,10 @@ class Background:
         return time.perf_counter() - self._began
 
     def poll(self) -> CompiledModel | None:
-        """The compiled model, once all ranks have loaded it; to be called once before each step."""
+        """The compiled model, once all ranks have loaded it; to be called once before each step.
+
+        `between_steps` is held.
+        """
         self.steps += 1
         if self._exchange is not None and self.steps % STEPS_PER_EXCHANGE:
             return None
@@ -137,7 +142,8 @@ class Background:
         end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while True:
             self._thread.join(max(0.0, min(1.0, end - time.monotonic())))
-            compiled = self._ready(expired=time.monotonic() >= end)
+            with self.between_steps:
+                compiled = self._ready(expired=time.monotonic() >= end)
             if compiled is not None or self.over or self._expired:
                 return compiled
 

@@ -169,7 +169,10 @@ class ModelSteps(ObservableSteps):
         """
         decision = self.dispatch(batch)
         made = metadata(decision) if callable(metadata) else metadata
-        return self._step(decision, args, kwargs, made, batch.num_tokens)
+        if (behind := self._behind) is None:
+            return self._step(decision, args, kwargs, made, batch.num_tokens)
+        with behind.background.between_steps:
+            return self._step(decision, args, kwargs, made, batch.num_tokens)
 
     def dispatch(
         self,
@@ -200,7 +203,7 @@ class ModelSteps(ObservableSteps):
                 modes = allowed_modes, excluded_modes
                 behind = self._behind
                 if behind is not None:
-                    changed = self._switch_if_ready(behind, behind.background.poll())
+                    changed = self._poll(behind)
                 else:
                     changed = capturer.before_step(batch, decision, *modes)
                 if changed:
@@ -221,7 +224,10 @@ class ModelSteps(ObservableSteps):
         are a step of padding alone: an idle rank makes one so that its collectives run. Raises
         AutocastActive under torch.autocast.
         """
-        return self._step(decision, args, kwargs, metadata, None)
+        if (behind := self._behind) is None:
+            return self._step(decision, args, kwargs, metadata, None)
+        with behind.background.between_steps:
+            return self._step(decision, args, kwargs, metadata, None)
 
     def _step(
         self,
@@ -321,35 +327,52 @@ class ModelSteps(ObservableSteps):
         """With `cold="serve"`: wait for the compiled code, switch to it, and capture as at startup.
 
         Returns whether compiled code serves now: False after `timeout_s`, and where the model
-        cannot be compiled, for which the report has the reason. With several ranks all must make
-        the same call.
+        cannot be compiled, for which the report has the reason. Another thread may run steps
+        meanwhile, unless there are several ranks: all must make the same call. Raises ModelClosed.
         """
-        self._must_be_open()
         if (behind := self._behind) is not None:
+            with behind.background.between_steps:
+                self._must_be_open()
             compiled = behind.background.wait(timeout_s)
-            self._must_be_open()
-            if self._behind is behind:  # else a step has switched
+            with behind.background.between_steps:
+                self._must_be_open()
                 self._switch_if_ready(behind, compiled, waited=True)
+        self._must_be_open()
         return self.compiled.traced
+
+    def _poll(self, behind: Behind) -> bool:
+        """Switch if compiled code is ready. Whether a step may be decided otherwise now."""
+        with behind.background.between_steps:
+            if self._behind is not behind:  # a thread that waits has switched
+                return True
+            return self._switch_if_ready(behind, behind.background.poll())
 
     def _switch_if_ready(
         self, behind: Behind, compiled: CompiledModel | None, *, waited: bool = False
     ) -> bool:
-        """Between two steps: serve `compiled`, if there is one.
+        """Between two steps: serve `compiled`, if there is one and no other thread has switched.
 
         The startup set is captured between the next steps, or now if the program has `waited`.
         """
-        if compiled is not None or behind.background.over:
-            self._stop_background()
-            self._behind, self._capturer.active = None, False
-        if compiled is None:
+        if self._behind is not behind or (compiled is None and not behind.background.over):
             return False
+        self._stop_background()
+        self._capturer.active = False
+        try:
+            if compiled is not None:
+                self._switch(behind, compiled, waited)
+        finally:
+            self._behind = None  # from now on steps take no lock
+        return compiled is not None
+
+    def _switch(self, behind: Behind, compiled: CompiledModel, waited: bool) -> None:
         with allow_compilation(), self.events.span("switch") as span:
             policy = behind.policy_of(compiled)
             if policy.dispatcher.plan.digest == self.dispatcher.plan.digest:
                 policy = Policy(self.resolved, self.dispatcher)
             self.usage.follow(policy.dispatcher.plan)
             self._replace(compiled, policy)
+            self._capturer.active = False
             self._with_form = None
             if self._captures_after_switch and waited:
                 self._capturer.startup(serving=True)
@@ -357,7 +380,6 @@ class ModelSteps(ObservableSteps):
                 self._capturer.startup_while_serving()
         seconds, steps = behind.background.seconds, behind.background.steps
         self.records.add(Switched(seconds, steps, span.seconds * 1000))
-        return True
 
     def seal(self) -> None:
         """From now on nothing compiles, and only the strategy captures."""

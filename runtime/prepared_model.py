@@ -133,7 +133,7 @@ class PreparedModel(ModelSteps):
         `cold="serve"` it also switches to compiled code that is ready.
         """
         if self._behind is not None:
-            self._switch_if_ready(self._behind, self._behind.background.poll())
+            self._poll(self._behind)
         return 0 if self._behind is not None else self._capturer.idle(budget_ms)
 
     def refit(self, max_graphs: int | None = None) -> Refit:

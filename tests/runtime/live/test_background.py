@@ -37,10 +37,10 @@ from piecegraph import (
 )
 from piecegraph.compile.backends import registry
 from piecegraph.compile.backends.registry import Compiler
-from piecegraph.errors import GuardUnproved, InvalidSetting, ModelClosed, StepInProgress
+from piecegraph.errors import GuardUnproved, InvalidSetting, ModelClosed
 from piecegraph.runtime import background
 from piecegraph.runtime.capture.captured_graphs import CapturedGraphs
-from piecegraph.runtime.records import BackgroundFailure, Eviction
+from piecegraph.runtime.records import BackgroundFailure, Eviction, Switched
 
 from ..conftest import strict_backend
 from .conftest import HIDDEN, MAX_TOKENS, LiveServed, Model, Stage
@@ -246,21 +246,28 @@ def test_the_steps_of_an_uncompiled_model_are_logged(
 
 
 @pytest.mark.compile
-def test_another_thread_may_wait_for_the_switch(serve_cold: Callable[..., LiveServed]) -> None:
-    """It switches between two steps or raises, and steps are right."""
-    served, ended = serve_cold(), list[Any]()
+@pytest.mark.parametrize("captured", [False, True])
+def test_another_thread_may_wait_for_the_switch(
+    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
+    """No step runs while the model switches, however long that takes."""
+    make = CapturedGraphs.__init__
 
-    def wait() -> None:
-        try:
-            ended.append(served.prepared.wait_until_compiled())
-        except StepInProgress as error:
-            ended.append(error)
+    def make_slowly(*arguments: Any) -> None:
+        time.sleep(0.2)
+        make(*arguments)
 
+    served, ended = serve_cold(), list[bool]()
+    if captured:
+        served.prepared.capture()
+    monkeypatch.setattr(CapturedGraphs, "__init__", make_slowly)
+    wait = lambda: ended.append(served.prepared.wait_until_compiled())  # noqa: E731
     thread = threading.Thread(target=wait)
     thread.start()
-    serve_until_over(served)
-    thread.join()
-    assert ended == [True] or isinstance(ended[0], StepInProgress)
+    while thread.is_alive():
+        served.step(*random.choice(LENGTHS))
+    assert ended == [True]
+    assert len(served.prepared.records.of(Switched)) == 1
     for lengths in LENGTHS:
         served.step(*lengths)
 
