@@ -117,10 +117,11 @@ def capture_full_graph(
     try:
         with equal_modules_traced_once() as copies:
             return _capture(model, args, kwargs, copies)
-    except Exception:
-        if not copies.places:
+    except Exception as error:
+        if not (copies.places or copies.names.passed):
             raise
-    return _capture(model, args, kwargs, Copies())  # what fails is traced without copies
+        reason = f"a trace with copies failed: {type(error).__name__}: {error}".partition("\n")[0]
+    return _capture(model, args, kwargs, Copies(reasons={type(model).__qualname__: reason}))
 
 
 def _capture(
@@ -152,7 +153,8 @@ def _capture(
     # a shape environment, its fake inputs and their sizes are a cycle that no collection sees
     fake_mode.shape_env.tracked_fakes.clear()
     without_names(output.backend_input.graph_module.graph)
-    facts = *_guard_facts(output.graph_capture_output.output_graph.guards), *inlined.probes
+    guards = _guard_facts(output.graph_capture_output.output_graph.guards)
+    facts = *guards, *inlined.probes, *inlined.aliases
 
     def call(compiled_fn: Callable[..., Any]) -> Callable[..., Any]:
         forward: Callable[..., Any] = runtime.forward_callable(

@@ -34,15 +34,17 @@ from torch._dynamo.variables.nn_module import (
     UnspecializedNNModuleVariable,
 )
 from torch._guards import Source
+from torch.fx.experimental import sym_node
 from torch.fx.node import map_aggregate
 
 from .copied_values import CopiedValues, RegionValues
-from .inlined import GuardFact
+from .inlined import SHARED_CELL, GuardFact
 from .patch import replaced
 from .region_match import Match
 from .regions import (
     PASSED,
     Names,
+    Number,
     Reads,
     Region,
     changes_of,
@@ -67,6 +69,8 @@ class Copies:
     """Expressions of a module that was traced and of one whose call copied its region, in order."""
     reasons: dict[str, str] = field(default_factory=dict)
     """By class, why the last call that could be compared was traced, unless it was copied."""
+    names: Names = field(default_factory=Names)
+    """Values of modules in the arguments of nodes."""
 
 
 @contextmanager
@@ -82,6 +86,8 @@ def equal_modules_traced_once() -> Iterator[Copies]:
     lazy: Any = LazyVariableTracker
     call_module, build, wrap = module.call_function, builder.__call__, builder._wrap
     create, load = lazy.create, SideEffects.load_attr
+    symbolic: Any = sym_node
+    to_node = symbolic.to_node
     opener: Any = _owner(UserDefinedObjectVariable, "get_dict_vt")
     open_dict = opener.get_dict_vt
     inline = translator.inline_call.__func__
@@ -132,6 +138,9 @@ def equal_modules_traced_once() -> Iterator[Copies]:
             region.opened.append(getattr(self, "value", None))
         return open_dict(self, *args)
 
+    def operand(self: Any, value: Any) -> Any:
+        return to_node(self, int(value) if type(value) is Number else value)
+
     def load_attr(self: Any, item: Any, *args: Any, **kwargs: Any) -> Any:
         for region in regions.active:
             region.loads_change |= "Existing" in type(item.mutation_type).__name__
@@ -147,6 +156,7 @@ def equal_modules_traced_once() -> Iterator[Copies]:
         replaced(lazy, "create", staticmethod(created)),
         replaced(translator, "inline_call", classmethod(inline_call)),
         replaced(SideEffects, "load_attr", load_attr),
+        replaced(symbolic, "to_node", operand),  # of a size and a number
         watched(functions, "invoke_and_store_as_constant"),
         watched(nn_module, "invoke_and_store_as_constant"),
         replaced(opener, "get_dict_vt", get_dict),
@@ -179,10 +189,10 @@ def copied_facts(
         named = re.compile(re.escape(original) + r"(?!\w)")
         for fact in [each for each in found.values() if original in each.expression]:
             expression, argument = named.sub(lambda _: copied, fact.expression), fact.argument  # noqa: B023
-            if fact.kind == "DUPLICATE_INPUT":
+            if fact.kind in ("DUPLICATE_INPUT", SHARED_CELL):
                 argument, inside = named.subn(lambda _: copied, argument)  # noqa: B023
-                if not inside:  # Dynamo has added its own, if the copy has that object too
-                    continue
+                if fact.kind == "DUPLICATE_INPUT" and not inside:
+                    continue  # Dynamo has added its own, if the copy has that object too
             moved = replace(fact, expression=expression, argument=argument)
             found.setdefault((expression, fact.kind, repr(argument)), moved)
     return tuple(found[each] for each in sorted(found))
@@ -230,7 +240,7 @@ class _Regions:
     def __init__(self) -> None:
         self.copies = Copies()
         self.active: list[Region] = []
-        self.names = Names()
+        self.names = self.copies.names
         self.reads = Reads()
         self._known: dict[Any, list[Region]] = {}
         self._output: Any = None
@@ -239,8 +249,8 @@ class _Regions:
         """Forget what belongs to another graph: Dynamo may start a trace over."""
         if output is not self._output:
             self._output = output
-            names, copies = vars(self.names).values(), vars(self.copies).values()
-            for table in (*copies, *names, self._known):
+            names, copies = vars(self.names).values(), self.copies
+            for table in (copies.places, copies.reasons, *names, self._known):
                 table.clear()
             self.reads.clear()
 

@@ -24,6 +24,10 @@ STDLIB = sysconfig.get_path("stdlib") + os.sep
 PACKAGES = sysconfig.get_path("purelib") + os.sep
 
 
+SHARED_CELL = "SHARED_CELL"
+"""Kind of the fact that a variable of an enclosing function is the same at two expressions."""
+
+
 @dataclass(frozen=True)
 class GuardFact:
     """One guard of Dynamo: an expression over `L` and `G`, and what is checked of its value."""
@@ -31,7 +35,7 @@ class GuardFact:
     expression: str
     kind: str
     argument: Any = None
-    """The attribute or key that the guard is about; for DUPLICATE_INPUT the other expression."""
+    """The attribute or key that the guard is about, or the other expression of an object."""
     where: str | None = None
     """file:line of the user's code that made Dynamo add it."""
 
@@ -59,6 +63,8 @@ class Inlined:
     """file:line of each attribute, key or name whose absence the model handled, without a guard."""
     probes: set[GuardFact] = field(default_factory=set)
     """Attributes and keys whose absence the model handled, as guards that Dynamo did not add."""
+    aliases: set[GuardFact] = field(default_factory=set)
+    """Two expressions of one object, of which Dynamo guards only the value at one."""
     class_reads: set[tuple[type, str]] = field(default_factory=set)
     """Attributes, present or not, of classes whose origin Dynamo does not track: no guard is on
     them. A class that `__get__` of a descriptor is given is one."""
@@ -77,7 +83,8 @@ def inlined_calls() -> Iterator[Inlined]:
         InliningInstructionTranslator,
         InstructionTranslatorBase,
     )
-    from torch._dynamo.variables.functions import PolyfilledFunctionVariable
+    from torch._dynamo.variables import builder
+    from torch._dynamo.variables.functions import PolyfilledFunctionVariable, UserFunctionVariable
     from torch._dynamo.variables.misc import PythonModuleVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
     from torch._dynamo.variables.user_defined import UserDefinedClassVariable
@@ -146,6 +153,25 @@ def inlined_calls() -> Iterator[Inlined]:
 
         return replaced(UserDefinedClassVariable, name, read)
 
+    of_builder: Any = builder
+    guard_of_both, original_bind = of_builder.make_dupe_guard, UserFunctionVariable.bind_args
+
+    def make_dupe_guard(source: Any, known: Any) -> Any:
+        guard = guard_of_both(source, known)
+        if guard is None and known is not None and known != source:  # an argument and a global
+            inlined.aliases.add(GuardFact(str(source.name), "DUPLICATE_INPUT", str(known.name)))
+        return guard
+
+    def bind_args(self: Any, parent: Any, *rest: Any) -> Any:
+        source, effects = self.get_source(), parent.output.side_effects
+        for index, cell in enumerate(self.fn.__closure__ or () if source is not None else ()):
+            contents: Any = effects[cell].pre_existing_contents if cell in effects else None
+            known = getattr(contents, "source", None)
+            place = f"{source.name}.__closure__[{index}].cell_contents"
+            if known is not None and place != str(known.name):
+                inlined.aliases.add(GuardFact(place, SHARED_CELL, str(known.name)))
+        return original_bind(self, parent, *rest)
+
     _ABSENT = (ObservedAttributeError, ObservedLookupError)
     with (
         ExitStack() as lookups,
@@ -153,6 +179,8 @@ def inlined_calls() -> Iterator[Inlined]:
         replaced(InstructionTranslatorBase, "exception_handler", exception_handler),
         watched(TorchInGraphFunctionVariable, "value"),
         watched(PolyfilledFunctionVariable, "fn"),
+        replaced(of_builder, "make_dupe_guard", make_dupe_guard),
+        replaced(UserFunctionVariable, "bind_args", bind_args),
     ):
         for name in _MODULE_ACCESS & vars(PythonModuleVariable).keys():
             lookups.enter_context(asked(name))

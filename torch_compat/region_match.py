@@ -172,8 +172,12 @@ class Match:
         """Whether what is in no module has read an object, such as to compare it with others."""
         if isinstance(one, (torch.nn.Module, tuple, frozenset)):
             return False
+        effects = self._tx.output.side_effects
         if isinstance(one, (torch.Tensor, list, dict, set)):
-            return other in self._tx.output.side_effects
+            return other in effects
+        if isinstance(one, types.CellType) and one in effects:
+            source = getattr(effects[one].pre_existing_contents, "source", None)
+            return other in effects or source is None or not self._region.holds(source)
         reads, below = self._region.all_reads.of, pattern_of(self.source)
         return not (
             all(map(self._region.holds, reads(one)))

@@ -27,7 +27,7 @@ from ...cache.keys.code import (
 from ...cache.keys.encoder import KNOWN, Undescribable, class_name, package_of, unwrapped
 from ...cache.keys.factors import Json
 from ...torch_compat.dynamo import Captured
-from ...torch_compat.inlined import GuardFact, is_torch_file
+from ...torch_compat.inlined import SHARED_CELL, GuardFact, is_torch_file
 from ...torch_compat.modules import CALL_METHODS
 from ...torch_compat.settings import is_settings
 from .conditions import IDENTITY, Recorder
@@ -125,9 +125,9 @@ class _TraceConditions:
             return
         if located.root.startswith(OF_TORCH) and not is_settings(sys.modules[located.root]):
             return
-        if guard.kind == "DUPLICATE_INPUT":
+        if guard.kind in ("DUPLICATE_INPUT", SHARED_CELL):
             other = self.locator.locate(guard.argument)
-            if other.root is not None:
+            if other.root is not None and not other.root.startswith(OF_TORCH):
                 self.recorder.same((located.root, located.steps), (other.root, other.steps))
             return
         value, name = located.value, located.steps[-1] if located.steps else ""
@@ -161,7 +161,9 @@ class _TraceConditions:
         self.recorder.add(located.root, located.steps, kind, argument)
         if isinstance(value, EnumMeta) and package_of(value) not in KNOWN:
             self.recorder.add(located.root, located.steps, "members")
-        if kind in ("type", "length", "keys") and not isinstance(value, _WITHOUT_IDENTITY):
+        is_made = isinstance(value, types.FunctionType) and "<" in value.__code__.co_qualname
+        has_identity = kind in ("type", "length", "keys") or is_made
+        if has_identity and not isinstance(value, _WITHOUT_IDENTITY):
             self.recorder.add(located.root, located.steps, IDENTITY)
 
     def _add_class(self, located: Located) -> None:

@@ -54,10 +54,20 @@ def facts_of_trace(model: nn.Module, **settings: Any) -> tuple[dict[str, Any], i
         "sources": [*map(str, trace.sources.values())],
         "pieces": unique,
         "conditions": _conditions(data),
-        "same": sorted(map(str, data["same"])),  # type: ignore[arg-type]
+        "same": sorted(map(json.dumps, data["same"])),  # type: ignore[arg-type]
         "rest": [data["environment"], trace.conditions.obstacles],
     }
     return facts, events.counters["equal_modules"]
+
+
+def _is_implied(same: str, others: list[str]) -> bool:
+    """Whether two places hold one object because others, or those that they are below, do."""
+    one, other = json.loads(same)
+    while json.dumps([one, other]) not in others:
+        if not one[1] or one[1][-1:] != other[1][-1:]:
+            return False
+        one, other = [one[0], one[1][:-1]], [other[0], other[1][:-1]]
+    return True
 
 
 @contextlib.contextmanager
@@ -81,6 +91,9 @@ def expect_equal_traces(model: nn.Module, **settings: Any) -> int:
     # of an object that layers share, Dynamo guards only what is at its first place
     for place, conditions in expected.pop("conditions").items():
         assert places[place] == conditions
+    same = expected.pop("same")
+    assert not {*same} - {*found["same"]}
+    assert all(_is_implied(each, same) for each in found.pop("same"))
     for name, fact in expected.items():
         assert found[name] == fact, name
     return copied

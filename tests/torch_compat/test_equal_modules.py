@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -81,3 +83,23 @@ def test_facts_of_a_copy_are_those_of_the_original() -> None:
         *(GuardFact(f"L['self'].{n}.x", "CONSTANT_MATCH") for n in "bc"),
         *(GuardFact(f"L['self'].{n}.y", "DUPLICATE_INPUT", f"L['self'].{n}.z") for n in "bc"),
     }
+
+
+@pytest.mark.parametrize("name", ["_Regions._copied", "_Passed.as_proxy"])
+def test_what_fails_with_copies_is_traced_without(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from piecegraph.torch_compat import equal_modules
+
+    kind, _, method = name.partition(".")
+    owner: Any = getattr(equal_modules, kind)
+    original = getattr(owner, method)
+
+    def fail(self: Any, *args: Any) -> Any:
+        original(self, *args)
+        raise RuntimeError("no copies here")
+
+    monkeypatch.setattr(owner, method, fail)
+    found = captured(Stack())
+    assert found.copied == 0
+    assert "no copies here" in found.traced_again["Stack"]

@@ -389,6 +389,21 @@ def is_held(layer: Any, x: Tensor) -> Tensor:
     return x * 3 if layer is HOLDING[2] else x
 
 
+def closing_over(factor: float) -> Callable[[], list[Callable[[Tensor], Tensor]]]:
+    """A function that makes two functions of one variable."""
+    return lambda: [lambda x: x * factor, lambda x: x + factor]
+
+
+def by_closures(variables: str, factors: list[float]) -> nn.Module:
+    """A stack whose layers have two functions of a variable; layers of one letter share it."""
+    own = (closing_over(float(repr(each))) for each in factors)  # each a number of its own
+    make = dict(zip(variables, own, strict=True))
+    return stack(
+        lambda m, x: m.functions[1](m.functions[0](x)),
+        lambda _, m, n: setattr(m, "functions", make[variables[n]]()),
+    )
+
+
 def of_parts(make: Callable[[], Any], use: Callable[[Any, Tensor, Any], Any]) -> nn.Module:
     """A stack whose layers have equal objects; a variable of their method is that of the third."""
     held: list[Any] = [make() for _ in range(COUNT)]
@@ -470,6 +485,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "a number in a text": lambda: numbered(lambda m, x: x * 3 if f"{m.rank}" == "2" else x),
     "a number in a sum": lambda: numbered(lambda m, x: NUMBERED(x, m.rank + 1)),
     "a number times a size": lambda: numbered(lambda m, x: NUMBERED(x, x.shape[0] * m.rank)),
+    "a number and a size are compared": lambda: numbered(
+        lambda m, x: x * 3 if x.shape[0] > 64 * m.rank else x
+    ),
+    "a limit of sizes": lambda: stack(
+        lambda m, x: x * 3 if x.shape[0] > m.limit else x, lambda _, m, n: setattr(m, "limit", 64)
+    ),
+    "the largest of a number and a size": lambda: numbered(
+        lambda m, x: NUMBERED(x, max(x.shape[0], 60 + m.rank))
+    ),
     "a number that is matched": lambda: numbered(matched),
     "a number in the vars": lambda: numbered(lambda m, x: x * vars(m)["rank"]),
     "a number among the vars": lambda: numbered(

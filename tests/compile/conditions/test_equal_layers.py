@@ -23,6 +23,7 @@ from .differing_layers import (
     MODELS,
     Layer,
     Stack,
+    by_closures,
     called_in_two_forms,
     changed,
 )
@@ -49,6 +50,11 @@ def begin(model: nn.Module, root: Path, **settings: Any) -> Any:
 def test_equal_layers_are_traced_once() -> None:
     copied = expect_equal_traces(Stack())
     assert copied == (COUNT - 2 if torch.__version__ >= "2.13" else 0)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="layers are not copied")
+def test_a_layer_that_compares_a_size_with_its_number_is_copied() -> None:
+    assert expect_equal_traces(MODELS["a limit of sizes"]()) == COUNT - 2
 
 
 EACH_TIME = (
@@ -83,6 +89,20 @@ def test_a_change_of_one_layer_is_a_miss(names: list[str], tmp_path: Path) -> No
                 if not torch.allclose(made(X), model(X), atol=1e-5):
                     wrong.append(name)
     assert not wrong
+
+
+@pytest.mark.parametrize("variables", ["abcd", "aaaa", "aabb"])
+def test_a_variable_of_several_functions_is_compared_in_each(
+    variables: str, tmp_path: Path
+) -> None:
+    factors = [2.0] * COUNT
+    begin(by_closures(variables, factors), tmp_path)
+    assert begin(by_closures(variables, factors), tmp_path, bundle="force").hit
+    for number in (2, 3):
+        letters = f"{variables[:number]}z{variables[number + 1 :]}"
+        model = by_closures(letters, [3.0 if each == "z" else 2.0 for each in letters])
+        with pytest.raises(BundleMissing):
+            begin(model, tmp_path, bundle="force")
 
 
 def test_facts_of_another_call_of_a_layer_are_not_those_of_its_copies(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ run by a process of its own on the cache of the first.
 
 from __future__ import annotations
 
-from . import absent, classes, functions, modules, operators, process
+from . import absent, aliases, classes, functions, modules, operators, process
 from .attributes import ATTRIBUTE_MODULE, ATTRIBUTES
 from .unread import UNREAD, UNREAD_MODEL
 
@@ -25,7 +25,7 @@ def sources() -> dict[str, str]:
         f"attribute_{name}": ATTRIBUTE_MODULE.replace("VALUE", value).replace("RESULT", result)
         for name, (value, result) in ATTRIBUTES.items()
     }
-    subjects = (absent, functions, classes, operators, modules, process)
+    subjects = (absent, aliases, functions, classes, operators, modules, process)
     others = {name: source for each in subjects for name, source in each.CASES.items()}
     return {name: HEAD + source for name, source in {**attributes, **others}.items()}
 
