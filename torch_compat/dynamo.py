@@ -132,7 +132,8 @@ def _capture(
 ) -> Captured | None:
     from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
 
-    from .equal_modules import copied_facts, without_names
+    from .equal_modules import copied_facts
+    from .passed_values import without_names
 
     with (
         inlined_calls() as inlined,

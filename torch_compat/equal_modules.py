@@ -17,7 +17,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.symbolic_convert import InliningInstructionTranslator
-from torch._dynamo.utils import get_fake_value, set_example_value
+from torch._dynamo.utils import get_fake_value, has_torch_function, set_example_value
 from torch._dynamo.variables import (
     BuiltinVariable,
     ConstantVariable,
@@ -26,6 +26,7 @@ from torch._dynamo.variables import (
     UserDefinedObjectVariable,
     functions,
     nn_module,
+    torch_function,
 )
 from torch._dynamo.variables.builder import VariableBuilder, handle_traced_output
 from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -34,24 +35,29 @@ from torch._dynamo.variables.nn_module import (
     UnspecializedNNModuleVariable,
 )
 from torch._guards import Source
+from torch._library.opaque_object import should_hoist
 from torch.fx.experimental import sym_node
 from torch.fx.node import map_aggregate
 
 from .copied_values import CopiedValues, RegionValues
 from .inlined import SHARED_CELL, GuardFact
-from .patch import replaced
-from .region_match import Match
-from .regions import (
+from .passed_values import (
+    OPAQUE_CLASS,
     PASSED,
     Names,
     Number,
+    PassedConstant,
+    PassedObject,
+    text,
+)
+from .patch import replaced
+from .region_match import Match
+from .regions import (
     Reads,
     Region,
     changes_of,
     form_of,
     form_of_node,
-    passed_within,
-    text,
 )
 
 _MODULES = (UnspecializedNNModuleVariable, UnspecializedBuiltinNNModuleVariable)
@@ -90,6 +96,7 @@ def equal_modules_traced_once() -> Iterator[Copies]:
     to_node = symbolic.to_node
     opener: Any = _owner(UserDefinedObjectVariable, "get_dict_vt")
     open_dict = opener.get_dict_vt
+    make, asks = OPAQUE_CLASS.call_function, has_torch_function
     inline = translator.inline_call.__func__
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -111,8 +118,21 @@ def equal_modules_traced_once() -> Iterator[Copies]:
     def wrapped(self: Any, value: Any) -> Any:
         variable = wrap(self, value)
         if regions.active and type(value) in PASSED and type(variable) is ConstantVariable:
-            return _Passed(value, names=regions.names, source=self.source)
+            return PassedConstant(value, names=regions.names, source=self.source)
         return variable
+
+    def made(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        for region in regions.active:
+            region.makes.add(self.value)
+        given = {*map(type, args)} if should_hoist(self.value) and not kwargs else set()
+        if PassedConstant not in given or not given <= {PassedConstant, ConstantVariable}:
+            return make(self, tx, args, kwargs)
+        plain = [each.plain() if type(each) is PassedConstant else each for each in args]
+        return PassedObject.of(make(self, tx, plain, kwargs), regions.names)
+
+    def asked(variable: Any) -> bool:
+        """Dynamo asks each argument of an operator, which for these is a question of the class."""
+        return asks(variable.plain() if type(variable) is PassedObject else variable)
 
     def inline_call(cls: Any, parent: Any, func: Any, *rest: Any, **kwargs: Any) -> Any:
         for region in regions.active:
@@ -160,6 +180,8 @@ def equal_modules_traced_once() -> Iterator[Copies]:
         watched(functions, "invoke_and_store_as_constant"),
         watched(nn_module, "invoke_and_store_as_constant"),
         replaced(opener, "get_dict_vt", get_dict),
+        replaced(OPAQUE_CLASS, "call_function", made),
+        replaced(torch_function, "has_torch_function", asked),
         watched(BuiltinVariable, "call_isinstance", _runs_instance_check),
         replaced(BuiltinVariable, "call_function_handler_cache", {}),  # has unwatched functions
     ):
@@ -196,42 +218,6 @@ def copied_facts(
             moved = replace(fact, expression=expression, argument=argument)
             found.setdefault((expression, fact.kind, repr(argument)), moved)
     return tuple(found[each] for each in sorted(found))
-
-
-def without_names(graph: torch.fx.Graph) -> None:
-    """Make names and numbers of layers in the arguments of nodes plain values again."""
-    plain = {special: kind for kind, special in PASSED.items()}
-    for node in graph.nodes:
-        if passed_within((node.args, node.kwargs)):
-            node.args, node.kwargs = map_aggregate(
-                (node.args, node.kwargs), lambda each: plain.get(type(each), lambda x: x)(each)
-            )
-
-
-class _Passed(ConstantVariable):
-    """A value of a module. Everything but passing it to an operator reads `value`."""
-
-    _nonvar_fields = {"names", *ConstantVariable._nonvar_fields}  # noqa: RUF012
-
-    def __init__(self, value: Any, names: Names, source: Any, **kwargs: Any) -> None:
-        self.names = names
-        super().__init__(value, source=source, **kwargs)
-
-    @property
-    def value(self) -> Any:
-        self.names.inspected.add(text(self.source))
-        return self.__dict__["value"]
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        self.__dict__["value"] = value
-
-    def as_proxy(self) -> Any:
-        value = self.__dict__["value"]
-        passed = PASSED[type(value)](value)
-        passed.source = self.source
-        self.names.passed.add(text(self.source))
-        return passed
 
 
 class _Regions:
@@ -303,10 +289,15 @@ class _Regions:
         variables = dict(zip(region.given, inputs, strict=True))
         new = {node: variable.as_proxy().node for node, variable in variables.items()}
         for node in region.outside:
+            if (made := match.made(node)) is not None:
+                new[node] = tx.output.synthetic_graph_input(*made).as_proxy().node
+                continue
             found = match.placeholder(node)
             new[node] = VariableBuilder(tx, found[0])(found[1]).as_proxy().node if found else node
         for source, value in match.shared:
             VariableBuilder(tx, source)(value)  # adds the guard that both are one object
+        for tensor in match.to_mark:
+            torch._dynamo.mark_static_address(tensor, guard=False)
         self.copies.places.append((region.name, text(match.source)))
 
         def leaf(value: Any) -> Any:
@@ -341,6 +332,7 @@ class _Regions:
         for active in self.active:
             active.reads += match.reads()
             active.functions |= region.functions
+            active.makes |= region.makes
             active.unseen |= region.unseen
             active.opened += match.opened()
         none = ConstantVariable.create(None)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dis
 import functools
 import gc
+import inspect
 import logging
 import types
+from collections.abc import Collection
 from enum import Enum
 from typing import Any
 
@@ -21,8 +23,11 @@ _LEAVES = (
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, torch.Tensor),
     *(Enum, functools._lru_cache_wrapper, logging.Logger, property, staticmethod, classmethod),
 )
+_SHOWN = (types.MappingProxyType, types.UnionType, types.GenericAlias)
+"""Types in C of which the garbage collector knows all that they hold."""
 _LEAF_PACKAGES = ("torch", "typing", "re")
 _MOST_OBJECTS = 200
+_STORING = ("RESUME", "LOAD_CONST", "STORE_ATTR", "RETURN_VALUE", "RETURN_CONST")
 
 
 def knows_no_module(function: Any) -> bool:
@@ -68,18 +73,20 @@ def _globals_of(code: types.CodeType) -> set[str]:
     return own.union(*map(_globals_of, nested))
 
 
-def is_without_modules(value: Any, seen: dict[int, Any] | None = None) -> bool:
-    """Whether no module, and no means to ask for an identity, can be reached from a value."""
+def is_without_modules(
+    value: Any,
+    seen: dict[int, Any] | None = None,
+    known: Collection[torch.nn.Module] = (),
+) -> bool:
+    """Whether no module but `known` ones, and no means to ask for an identity, can be reached from
+    a value. `seen` collects what can be, but not what a module holds."""
     seen = {} if seen is None else seen
     if id(value) in seen or isinstance(value, PRIMITIVE):
         return True
     seen[id(value)] = value
-    if (
-        isinstance(value, torch.nn.Module)
-        or value is id
-        or value is hash
-        or len(seen) > _MOST_OBJECTS
-    ):
+    if isinstance(value, torch.nn.Module):
+        return any(value is each for each in known)
+    if value is id or value is hash or len(seen) > _MOST_OBJECTS:
         return False
     kind = type(value)
     if isinstance(value, _LEAVES) or kind.__module__.partition(".")[0] in _LEAF_PACKAGES:
@@ -92,11 +99,13 @@ def is_without_modules(value: Any, seen: dict[int, Any] | None = None) -> bool:
         inside = [value.__self__]
     elif isinstance(value, functools.partial):
         inside = [value.func, *value.args, *value.keywords.values()]
-    elif kind is types.MappingProxyType or is_python_class(kind):
+    elif kind in _SHOWN or is_python_class(kind):
         inside = gc.get_referents(value)
     else:
         return False
-    return len(seen) < _MOST_OBJECTS and all(is_without_modules(each, seen) for each in inside)
+    return len(seen) < _MOST_OBJECTS and all(
+        is_without_modules(each, seen, known) for each in inside
+    )
 
 
 def is_python_class(kind: type) -> bool:
@@ -106,4 +115,21 @@ def is_python_class(kind: type) -> bool:
         each in (object, types.SimpleNamespace)
         or (each.__flags__ & heap_type and (each.__dictoffset__ or "__slots__" in vars(each)))
         for each in kind.__mro__
+    )
+
+
+def only_stores(kind: Any) -> bool:
+    """Whether an object of a class only stores what it is made of, in plain attributes."""
+    init = inspect.getattr_static(kind, "__init__")
+    if not isinstance(init, types.FunctionType):
+        return False
+    steps = {each.opname for each in dis.get_instructions(init)}
+    return (
+        type(kind).__call__ is type.__call__
+        and kind.__new__ is object.__new__
+        and kind.__setattr__ is object.__setattr__
+        and kind.__getattribute__ is object.__getattribute__
+        and not hasattr(kind, "__getattr__")
+        and all(each in _STORING or each.startswith("LOAD_FAST") for each in steps)
+        and not any(hasattr(kind, name) for name in init.__code__.co_names)
     )

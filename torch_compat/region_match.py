@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from .passed_values import is_made, text
 from .reachable import CONTAINERS, PRIMITIVE, is_python_class
-from .regions import Region, metadata, pattern_of, text
+from .regions import Region, metadata, pattern_of
 
 _HOOKS = "_hooks", "_hooks_with_kwargs", "_hooks_always_called"
 _FUNCTION = "__defaults__", "__kwdefaults__", "__closure__", "__dict__"
+_MARK = "_dynamo_static_input_type"
 _INSIDE = (torch.nn.Module, torch.Tensor, *CONTAINERS)
 
 
@@ -24,6 +26,8 @@ class Match:
         self.source = source
         self.shared: list[tuple[Any, Any]] = []
         """Source and value of each object that both modules hold and that the region has read."""
+        self.to_mark: list[torch.Tensor] = []
+        """Tensors that Dynamo would mark when it reads them."""
         self._values: list[tuple[Any, Any]] = []
         self._names, self._region, self._module, self._tx = region.names, region, module, tx
         self.reason = ""
@@ -31,6 +35,7 @@ class Match:
         self._pairs: dict[int, Any] = {}
         self._paired: set[int] = set()
         self._placeholders: dict[torch.fx.Node, tuple[Any, Any]] = {}
+        self._made: dict[torch.fx.Node, tuple[Any, ...]] = {}
         root = tx.output.root_tx
         self._scope = {"L": root.f_locals, "G": root.f_globals}
 
@@ -47,7 +52,7 @@ class Match:
             return self._differ(region.name, "modes or attributes were changed since")
         return (
             self._same(region.module, self._module, region.name)
-            and all(map(self._is_shared, region.elsewhere))
+            and all(map(self._is_shared, region.elsewhere.values()))
             and all(self._read_alike(*each) for each in region.own)
             and all(map(self._placed, region.outside))
         )
@@ -56,9 +61,17 @@ class Match:
         """Source and value of the tensor for a placeholder of the region; None for a size."""
         return self._placeholders.get(node)
 
+    def made(self, node: torch.fx.Node) -> tuple[Any, ...] | None:
+        """Class, arguments and their sources of the object for a placeholder that is one."""
+        if node not in self._made:
+            return None
+        kind, args, sources = self._made[node]
+        return kind, args, tuple(each and self._passed(each) for each in sources)
+
     def reads(self) -> list[tuple[Any, Any, Any]]:
         """What the trace of the module would have read, as in `Region.reads`."""
-        return [(self._moved(source), value, None) for source, value in self._values]
+        own = [(self._moved(source), value, None) for source, value in self._values]
+        return [*own, *self._region.beyond]
 
     def opened(self) -> list[Any]:
         """Objects whose `__dict__` the trace of the module would have opened."""
@@ -66,12 +79,17 @@ class Match:
 
     def passed(self, value: Any) -> Any:
         """What the trace of the module would have passed for a `Name` or `Number`."""
-        source = self._moved(value.source)
+        source = self._passed(value.source)
         moved = type(value)(self._value(source))
         moved.source = source
-        self._names.passed.add(text(source))
-        if text(value.source) in self._names.inspected:
-            self._names.inspected.add(text(source))
+        return moved
+
+    def _passed(self, source: Any) -> Any:
+        """Where the module has what the region passed to an operator."""
+        moved = self._moved(source)
+        self._names.passed.add(text(moved))
+        if text(source) in self._names.inspected:
+            self._names.inspected.add(text(moved))
         return moved
 
     def _moved(self, source: Any) -> Any:
@@ -112,7 +130,7 @@ class Match:
             return self._same_attributes(one, other, path)
         if isinstance(one, torch.Tensor):
             alike = metadata(one) == metadata(other) or self._differ(path, "tensors of other forms")
-            return alike and self._same(vars(one), vars(other), path)
+            return alike and self._same_marks(one, other, path)
         if type(one) in (list, tuple):
             alike = len(one) == len(other) or self._differ(path, "other lengths")
             return alike and all(
@@ -134,6 +152,22 @@ class Match:
         if ours.keys() == {"__dict__"}:
             return self._same_attributes(one, other, path)
         return all(self._same(ours[name], theirs[name], f"{path}.{name}") for name in ours)
+
+    def _same_marks(self, one: torch.Tensor, other: torch.Tensor, path: str) -> bool:
+        """Whether the attributes of two tensors are equal once Dynamo has marked what it reads."""
+        ours, theirs = vars(one), vars(other)
+        marked = [*ours] == [*theirs, _MARK] and ours[_MARK] == "unguarded"
+        if not (marked and self._is_marked_by_reading(one)):
+            return self._same(ours, theirs, path)
+        self.to_mark.append(other)
+        return all(self._same(ours[name], theirs[name], f"{path}.{name}") for name in theirs)
+
+    def _is_marked_by_reading(self, tensor: torch.Tensor) -> bool:
+        """Whether Dynamo marks what stands for `tensor` before anything can look at the mark."""
+        return not self._region.unseen and any(
+            value is tensor and source.guard_source.is_unspecialized_nn_module()
+            for _, source, value, _ in self._region.own
+        )
 
     def _same_functions(self, one: Any, other: Any, path: str) -> bool:
         """Whether two functions run the same code on equal values."""
@@ -217,6 +251,14 @@ class Match:
     def _placed(self, node: torch.fx.Node) -> bool:
         """Find what stands for a placeholder: of the module, if the region's is of its module."""
         source = getattr(node.meta.get("grapharg"), "source", None)
+        if is_made(node):
+            kind, args, sources = self._tx.output.synthetic_source_ctor_info[source]
+            values = (
+                arg if each is None else self._value(self._moved(each))
+                for arg, each in zip(args, sources, strict=True)
+            )
+            self._made[node] = kind, (*values,), sources
+            return True
         if isinstance(node.meta.get("example_value"), torch.SymInt):
             return source is None or not self._region.holds(source)
         if source is None:

@@ -9,7 +9,8 @@ could not have differed:
 - The region reads no other module, asks for no identity, changes no Python state, and returns
   tensors of its own.
 - An integer or a string of a module may differ, such as the name or the number of a layer, if it is
-  never read or only passed to operators; an integer only to custom ones.
+  never read or only passed to operators, itself or in an object that only stores it; an integer
+  only to custom ones.
 """
 
 from __future__ import annotations
@@ -22,44 +23,10 @@ import torch
 from torch._dynamo.variables import ConstantVariable, TensorVariable, TupleVariable
 from torch._dynamo.variables.lazy import LazyConstantVariable, LazyVariableTracker
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
-from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_map
 
-from .reachable import CONTAINERS, is_without_modules, knows_no_module
-
-_TORCH_OPS = ("aten", "prim", "prims", "inductor", "higher_order")
-
-
-class Name(str):
-    """A string of a module in the arguments of a node; `source` is where it was read."""
-
-    source: Any
-
-
-class Number(int):
-    """An integer of a module in the arguments of a node; `source` is where it was read."""
-
-    source: Any
-
-
-PASSED: dict[type, Any] = {str: Name, int: Number}
-"""What stands for a value of a module in the arguments of a node."""
-
-
-def passed_within(value: Any) -> list[Any]:
-    """Each `Name` and `Number` among the arguments of a node."""
-    found: list[Any] = []
-    kinds = (*PASSED.values(),)
-    map_aggregate(value, lambda each: found.append(each) if type(each) in kinds else None)
-    return found
-
-
-@dataclass
-class Names:
-    """Values of modules, by expression, that were passed to operators, and that were looked at."""
-
-    passed: set[str] = field(default_factory=set)
-    inspected: set[str] = field(default_factory=set)
+from .passed_values import Names, may_differ, passed_within, text
+from .reachable import CONTAINERS, is_without_modules, knows_no_module, only_stores
 
 
 class Reads:
@@ -101,6 +68,8 @@ class Region:
     """Source, value and variable of each value that was read; no variable where it was copied."""
     opened: list[Any] = field(default_factory=list)
     """Objects into whose `__dict__` it looked: what was read of it before shows in no read."""
+    makes: set[type] = field(default_factory=set)
+    """Classes that are opaque to torch, of which Dynamo made objects."""
     unseen: bool = False
     """Whether something looked into an object without a read."""
     loads_change: bool = False
@@ -111,8 +80,10 @@ class Region:
     own: list[tuple[str, Any, Any, bool]] = field(default_factory=list)
     """Expression, source and value of what was read below the module, and whether it became a
     variable: each once."""
-    elsewhere: list[Any] = field(default_factory=list)
-    """Values that were read by a path outside the module, now or before: each once."""
+    beyond: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    """What was read by a path outside the module, now or before, as in `reads`."""
+    elsewhere: dict[int, Any] = field(default_factory=dict)
+    """The values of `beyond`, and what they can reach, by identity."""
     outside: list[torch.fx.Node] = field(default_factory=list)
     """Placeholders that nodes use, besides arguments."""
     result: Any = None
@@ -164,12 +135,6 @@ class Region:
         built = {(text(s), id(value)) for s, value, variable in self.reads if variable is not None}
         reads = {(text(s), id(value)): (s, value) for s, value, _ in self.reads if self.holds(s)}
         self.own = [(each[0], *read, each in built) for each, read in reads.items()]
-        elsewhere = {
-            id(value): value
-            for source, value, variable in self.reads
-            if not self.holds(source) or not self.holds(getattr(variable, "source", None) or source)
-        }
-        self.elsewhere = [*elsewhere.values()]
         for node in self.nodes:
             if not may_differ(node):
                 passed = passed_within((node.args, node.kwargs))
@@ -211,21 +176,30 @@ class Region:
         for function in self.functions:
             if not knows_no_module(function):
                 return f"{getattr(function, '__qualname__', function)} can reach other modules"
-        tree = {*self.module.modules()}
-        for read in self.reads:
-            if not _may_be_read(self, tree, *read):
-                return f"reads {text(read[0])}, which can reach other modules"
+        for kind in self.makes:
+            if not only_stores(kind):
+                return f"makes a {kind.__qualname__}, which may do more than store its arguments"
+        tree = [*self.module.modules()]
+        for source, value, variable in self.reads:
+            if not self._may_be_read(tree, source, value, variable):
+                return f"reads {text(source)}, which can reach other modules"
         return None
 
-
-def may_differ(node: torch.fx.Node) -> bool:
-    """Whether a copy of a node may have another name, or another number: of a custom operator."""
-    kinds = {*map(type, passed_within((node.args, node.kwargs)))}
-    ops = torch._ops.OpOverload, torch._ops.OpOverloadPacket
-    is_custom = (
-        isinstance(node.target, ops) and str(node.target).partition(".")[0] not in _TORCH_OPS
-    )
-    return Name in kinds or (Number in kinds and is_custom)
+    def _may_be_read(
+        self, tree: list[torch.nn.Module], source: Any, value: Any, variable: Any
+    ) -> bool:
+        """Whether a value that was read may be the same for each module that equals the region's;
+        notes what must be."""
+        first = getattr(variable, "source", None) or source
+        if self.holds(source) and self.holds(first):
+            return not isinstance(value, torch.nn.Module) or any(value is each for each in tree)
+        self.beyond.append((first if self.holds(source) else source, value, variable))
+        reached: dict[int, Any] = {}
+        # the content of a container that was read before shows in no read here
+        shows = self.holds(source) and not isinstance(value, (*CONTAINERS, torch.nn.Module))
+        may = shows or is_without_modules(value, reached, tree)
+        self.elsewhere |= {id(value): value} | reached
+        return may
 
 
 def _switches_mode(node: torch.fx.Node) -> bool:
@@ -238,25 +212,9 @@ def _is_none(variable: Any) -> bool:
     return isinstance(variable, ConstantVariable) and variable.as_python_constant() is None
 
 
-def _may_be_read(region: Region, tree: set[Any], source: Any, value: Any, variable: Any) -> bool:
-    """Whether a value that a region read is the same for each module that equals its own."""
-    if not region.holds(source):
-        return is_without_modules(value)
-    if isinstance(value, torch.nn.Module):
-        return value in tree
-    # what was read by another expression before may be compared with it, and the content of a
-    # container shows in no read here
-    known = getattr(variable, "source", None) is None or region.holds(variable.source)
-    return known or not isinstance(value, (*CONTAINERS, torch.Tensor))
-
-
 def pattern_of(source: Any) -> re.Pattern[str]:
     """Finds a source in the expressions of what is below it."""
     return re.compile(re.escape(text(source)) + r"(?!\w)")
-
-
-def text(source: Any) -> str:
-    return str(source.name)
 
 
 def form_of(variable: Any, inputs: list[Any]) -> Any:

@@ -63,11 +63,17 @@ def facts_of_trace(model: nn.Module, **settings: Any) -> tuple[dict[str, Any], i
 def _is_implied(same: str, others: list[str]) -> bool:
     """Whether two places hold one object because others, or those that they are below, do."""
     one, other = json.loads(same)
-    while json.dumps([one, other]) not in others:
-        if not one[1] or one[1][-1:] != other[1][-1:]:
-            return False
-        one, other = [one[0], one[1][:-1]], [other[0], other[1][:-1]]
-    return True
+    rules = [*map(json.loads, others)]
+    return bool(_first_place(one, rules) == _first_place(other, rules))
+
+
+def _first_place(place: Any, rules: list[Any]) -> Any:
+    """The place by which the trace reads an object first."""
+    root, path = place
+    for (_, later), (above, earlier) in [each for each in rules if each[0][0] == root]:
+        if path[: len(later)] == later and later != earlier:
+            return _first_place([above, earlier + path[len(later) :]], rules)
+    return place
 
 
 @contextlib.contextmanager

@@ -50,7 +50,8 @@ def captured(model: nn.Module) -> Captured:
 
 
 def test_a_copied_region_has_its_own_weights_names_and_guards() -> None:
-    from piecegraph.torch_compat.equal_modules import equal_modules_traced_once, without_names
+    from piecegraph.torch_compat.equal_modules import equal_modules_traced_once
+    from piecegraph.torch_compat.passed_values import without_names
 
     model = Stack()
     found = captured(model)
@@ -85,7 +86,7 @@ def test_facts_of_a_copy_are_those_of_the_original() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["_Regions._copied", "_Passed.as_proxy"])
+@pytest.mark.parametrize("name", ["_Regions._copied", "PassedConstant.as_proxy"])
 def test_what_fails_with_copies_is_traced_without(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph.torch_compat.reachable import is_python_class, is_without_modules, knows_no_module
+from piecegraph.torch_compat.reachable import (
+    is_python_class,
+    is_without_modules,
+    knows_no_module,
+    only_stores,
+)
 
 LINEAR = nn.Linear(2, 2)
 SCALES = [1.0, 2.0]
@@ -85,10 +90,71 @@ def test_what_a_value_reaches(held: Any) -> None:
         Plain,
         Slots,
         lambda value: types.SimpleNamespace(held=value),
+        lambda value: types.GenericAlias(list, (value,)),
+        lambda value: int | types.GenericAlias(list, (value,)),
     ]
     assert not any(is_without_modules(way(held)) for way in ways)
     assert all(is_without_modules(way(1.0)) for way in ways)
     assert not is_without_modules(Queue([1.0]))  # it cannot be known
+
+
+def test_known_modules_may_be_reached() -> None:
+    held, other = [LINEAR, 1.0], nn.Linear(2, 2)
+    seen: dict[int, Any] = {}
+    assert is_without_modules(held, seen, [LINEAR, other])
+    assert [*seen.values()] == [held, LINEAR]
+    assert not is_without_modules(held, {}, [other])
+
+
+class Reading(Slots):
+    def __getattr__(self, name: str) -> Any:
+        return self.held
+
+
+class Setting(Plain):
+    def __setattr__(self, name: str, value: Any) -> None:
+        SCALES.append(value)
+
+
+class Property(Plain):
+    held: Any = property(lambda self: 1, lambda self, value: SCALES.append(value))
+
+
+class Looking(Plain):
+    def __init__(self, held: Any) -> None:
+        self.held = held[0]
+
+
+class Calling(Plain):
+    def __init__(self, held: Any) -> None:
+        super().__init__(held)
+
+
+class Making(Plain):
+    def __new__(cls, held: Any) -> Any:
+        return SCALES
+
+
+class Replacing(type):
+    def __call__(cls, held: Any) -> Any:
+        return SCALES
+
+
+class Replaced(Plain, metaclass=Replacing):
+    pass
+
+
+class Constant:
+    def __init__(self, one: Any, other: Any = 2) -> None:
+        self.one = one
+        self.other = other
+        self.kind = "kind"
+
+
+def test_classes_that_only_store() -> None:
+    assert all(map(only_stores, (Plain, Constant)))
+    others = Reading, Setting, Property, Looking, Calling, Making, Replaced, Queue, int
+    assert not any(map(only_stores, others))
 
 
 def test_classes_whose_objects_show_what_they_hold() -> None:

@@ -70,8 +70,9 @@ def test_modules_are_compared_by_value(given: dict[str, Any], alike: bool) -> No
     import_dynamo()
     from torch._dynamo.source import AttrSource, LocalSource
 
+    from piecegraph.torch_compat.passed_values import Names
     from piecegraph.torch_compat.region_match import Match
-    from piecegraph.torch_compat.regions import Names, Reads, Region
+    from piecegraph.torch_compat.regions import Reads, Region
 
     graph = SimpleNamespace(graph=torch.fx.Graph(), side_effects=SimpleNamespace())
     none = {"id_to_variable": {}, "__contains__": lambda self, value: False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph.errors import BundleMissing, CompileError
+from piecegraph.errors import BundleMissing, CompileError, TraceFailed
 
 from ..models import MIX
 from ..starts import start, use_text_compiler
 from ..traces import expect_equal_traces
+from . import named_layers
 from .differing_layers import (
     CHANGES,
     COUNT,
@@ -42,9 +44,15 @@ def _text(monkeypatch: pytest.MonkeyPatch) -> None:
 X = torch.linspace(-1, 1, 24).reshape(3, 8)
 
 
+def each_time(names: Collection[str], cheap: Collection[str]) -> list[Any]:
+    """Cases of which all but some are heavy."""
+    heavy = pytest.mark.heavy
+    return [pytest.param(each, marks=() if each in cheap else heavy) for each in names]
+
+
 def begin(model: nn.Module, root: Path, **settings: Any) -> Any:
     torch._dynamo.reset()
-    return start(model, root, splitting_ops=MIX, **settings)
+    return start(model, root, **{"splitting_ops": MIX, **settings})
 
 
 def test_equal_layers_are_traced_once() -> None:
@@ -65,10 +73,7 @@ EACH_TIME = (
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in EACH_TIME else pytest.mark.heavy) for name in MODELS],
-)
+@pytest.mark.parametrize("name", each_time(MODELS, EACH_TIME))
 def test_a_layer_that_differs_is_traced(name: str) -> None:
     with contextlib.suppress(CompileError):  # not to be traced, which is no wrong result
         expect_equal_traces(MODELS[name]())
@@ -108,3 +113,39 @@ def test_a_variable_of_several_functions_is_compared_in_each(
 def test_facts_of_another_call_of_a_layer_are_not_those_of_its_copies(tmp_path: Path) -> None:
     begin(called_in_two_forms(), tmp_path)
     assert begin(called_in_two_forms(), tmp_path, bundle="force").hit
+
+
+ONCE = "a label that is passed", "a shared part", "a tensor that is marked"
+OTHERWISE = (
+    *("compared", "its text", "the shape depends on it", "a constant of the graph"),
+    *("its class counts", "a part of its own", "in a list that was read", "a part that compares"),
+    "whether it is marked",
+)
+
+
+@pytest.mark.parametrize("name", each_time(named_layers.COPIED, ONCE))
+def test_layers_with_objects_of_their_name_are_traced_once(name: str) -> None:
+    copied = expect_equal_traces(named_layers.COPIED[name](), splitting_ops=())
+    assert copied == (COUNT - 2 if torch.__version__ >= "2.13" else 0)
+
+
+@pytest.mark.parametrize("name", each_time(named_layers.TRACED, OTHERWISE))
+def test_a_layer_that_uses_its_name_otherwise_is_traced(name: str) -> None:
+    with contextlib.suppress(TraceFailed):  # which is no wrong result
+        expect_equal_traces(named_layers.TRACED[name](), splitting_ops=())
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("a label that is passed", named_layers.changed_name),
+        ("a shared part", named_layers.TRACED["another factor"]),
+        ("a shared part", named_layers.TRACED["a part of its own"]),
+    ],
+)
+def test_a_change_of_a_name_or_a_part_is_a_miss(first: str, then: Any, tmp_path: Path) -> None:
+    settings: Any = {"splitting_ops": ("piecegraph_test::kept_Label",), "bundle": "force"}
+    begin(named_layers.COPIED[first](), tmp_path, **{**settings, "bundle": "use"})
+    assert begin(named_layers.COPIED[first](), tmp_path, **settings).hit
+    with pytest.raises(BundleMissing):
+        begin(then(), tmp_path, **settings)

@@ -1,0 +1,393 @@
+"""Stacks of layers that make an object of their name, or share parts, of which one differs."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._library import opaque_object as opaque
+from torch._opaque_base import OpaqueBaseMeta
+
+from ..ops import define
+from .differing_layers import COUNT, KINDS, Outer, Stack
+
+
+class Label(metaclass=OpaqueBaseMeta):
+    """The name of a layer, which Dynamo makes an input of the graph."""
+
+    def __init__(self, text: Any, other: Any = "") -> None:
+        self.text = text
+        self.other = other
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Label) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        kind = type(self)
+        return f"{kind.__name__}({self.text!r}, {self.other!r})", {kind.__name__: kind}
+
+
+class Short(Label):
+    def __len__(self) -> int:
+        return len(self.text) - len("layer.")
+
+
+class IsSecond(Label):
+    def __bool__(self) -> bool:
+        return bool(self.text == "layer.2")
+
+    def __str__(self) -> str:
+        return str(self.text)
+
+    def is_second(self) -> bool:
+        return bool(self)
+
+
+class Counted(Label):
+    """Its constructor changes the class."""
+
+    made = 0
+
+    def __init__(self, text: Any, other: Any = "") -> None:
+        self.text = text
+        self.other = other
+        type(self).made = 0 if text == "layer.0" else self.made + 1
+
+
+class Measured(Label):
+    """Its constructor looks at the text."""
+
+    def __init__(self, text: Any, other: Any = "") -> None:
+        self.text = text
+        self.other = other
+        self.factor = 3 if text == "layer.2" else 1
+
+
+class Constant(Label):
+    """Dynamo makes it a constant of the graph."""
+
+
+class Shown(Label):
+    """Fake operators may read its text."""
+
+
+SHOWN = {"text": opaque.MemberType.USE_REAL}
+for kind in (Label, Short, IsSecond, Counted, Measured, Constant, Shown):
+    members, hoist = SHOWN if kind is Shown else None, kind is not Constant
+    opaque.register_opaque_type(kind, typ="value", hoist=hoist, members=members)
+
+
+def _rows(x: Tensor, label: Any) -> Tensor:
+    return x[:, :4].clone() if label.text == "layer.2" else x.clone()
+
+
+for kind in (Label, Counted, Measured, Constant, Shown):
+    name, shown = kind.__name__, opaque.get_opaque_type_name(kind)
+    define(
+        f"kept_{name}(Tensor x, {shown} label) -> Tensor",
+        lambda x, label: x.clone(),
+        lambda x, label: torch.empty_like(x),
+    )
+    define(
+        f"rows_{name}(Tensor x, {shown} label) -> Tensor",
+        _rows,
+        lambda x, label: torch.empty_like(_rows(x, label)),
+    )
+OPS: Any = torch.ops.piecegraph_test
+
+
+class Layer(nn.Module):
+    kind: type[Label] = Label
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear, self.number = nn.Linear(8, 8), number
+        self.name, self.field = f"layer.{number}", "text"
+
+    def forward(self, x: Tensor) -> Any:
+        label = self.kind(self.name)
+        y = getattr(OPS, f"kept_{self.kind.__name__}")(self.linear(x).relu() + 1, label)
+        return self.use(y, label)
+
+    def use(self, x: Tensor, label: Any) -> Tensor:
+        return x * 2
+
+
+def stack(use: Callable[[Any, Tensor, Any], Any], made: Any = None, kind: Any = Label) -> nn.Module:
+    """A stack whose layers make a label of their name and call `use(layer, x, label)`."""
+
+    class Used(Layer):
+        def use(self, x: Tensor, label: Any) -> Tensor:
+            return use(self, x, label)  # type: ignore[no-any-return]
+
+    Used.kind = kind
+    model = Stack(Used)
+    if made is not None:
+        for number, layer in enumerate(model.layers):
+            made(model, layer, number)
+    return model
+
+
+def changed_name() -> nn.Module:
+    """A stack whose third layer has another name."""
+    return stack(kept, lambda _, m, n: setattr(m, "name", "another") if n == 2 else None)
+
+
+def kept(layer: Any, x: Tensor, label: Any) -> Tensor:
+    return OPS.kept_Label(x, label) * 2  # type: ignore[no-any-return]
+
+
+def made_again(layer: Any, x: Tensor, label: Any) -> Tensor:
+    return OPS.kept_Label(x, Label(layer.name, "again")) * 2  # type: ignore[no-any-return]
+
+
+def matched(layer: Any, x: Tensor, label: Any) -> Tensor:
+    match label:
+        case Label(text="layer.2"):
+            return x * 3
+    return x
+
+
+def changed(layer: Any, x: Tensor, label: Any) -> Tensor:
+    label.text = "another"
+    return OPS.kept_Label(x, label)  # type: ignore[no-any-return]
+
+
+class Part(nn.Module):
+    """A part that layers may share, such as a table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0, 1, 8))
+        self.factor, self.run = 2.0, self.scale
+
+    def scale(self, x: Tensor) -> Tensor:
+        return x * self.table * self.factor  # type: ignore[no-any-return, operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
+def sharing(
+    use: Callable[[Any, Tensor], Any],
+    third: Callable[[Part], Any] = lambda part: part,
+    before: Callable[[Any, Tensor], Tensor] = lambda m, x: x,
+    known: bool = False,
+) -> nn.Module:
+    """A stack whose layers share a part, apart from the third; `before` runs before all. Lists in
+    a global object, or if `known` in the part, hold the layers and their weights."""
+    model: Any = Outer(lambda m, x: Stack.forward(m, before(m, x)))
+    model.layers = stack(lambda m, x, _: use(m, x) * m.part(x)).layers
+    model.part = Part()
+    REGISTRY.known = BOX.known = [*model.layers]
+    REGISTRY.part = model.part
+    REGISTRY.weights = [each.linear.weight for each in model.layers]
+    if known:
+        model.part.known, model.part.weights = REGISTRY.known, REGISTRY.weights
+    for number, layer in enumerate(model.layers):
+        layer.part = third(model.part) if number == 2 else model.part
+        layer.registry, layer.box = REGISTRY, BOX
+    return model
+
+
+REGISTRY = types.SimpleNamespace(known=[], part=None, weights=[])
+BOX = types.SimpleNamespace(known=[])
+GIVEN, ALIAS = types.SimpleNamespace(first=()), types.SimpleNamespace(kind=list[int])
+
+
+def other_part(factor: float) -> Part:
+    part = Part()
+    part.factor = factor
+    return part
+
+
+def reads_all(model: Any, x: Tensor) -> Tensor:
+    """Read the layers and their weights from lists."""
+    for each in REGISTRY.known:
+        x = x + each.linear.bias
+    for each in REGISTRY.weights:
+        x = x + each[0]
+    return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given, self.linear = (*KINDS,), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).relu() + 1
+        return y * 3 if self.given is GIVEN.first else y
+
+
+def nested() -> nn.Module:
+    """A stack whose layers have a part that compares its own tuple with a global one, which is that
+    of the third layer. Only the part of the second layer equals that of the first."""
+
+    def made(_: Any, layer: Any, number: int) -> None:
+        layer.block = Block()
+        if number == 0:
+            layer.field = "first"
+        if number == 2:
+            GIVEN.first = layer.block.given
+
+    return stack(lambda m, x, _: m.block(x) * (2 if m.field == "first" else 5), made)
+
+
+class Holder:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def with_tensors(
+    use: Callable[[Any, Tensor], Any], third: Callable[[Tensor], Any] = lambda tensor: None
+) -> nn.Module:
+    """A stack of which each layer has an object with a tensor, which Dynamo marks when read."""
+
+    def made(_: Any, layer: Any, number: int) -> None:
+        layer.holder = Holder(torch.full((8,), 2.0))
+        if number == 2:
+            third(layer.holder.tensor)
+
+    return stack(lambda m, x, _: use(m, x), made)
+
+
+class Op:
+    """An operator that is an object, with the signature of its function."""
+
+    def __init__(self, name: str, op: Any, annotation: Any) -> None:
+        self.name, self.op, self.annotation = name, op, annotation
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.op(x)  # type: ignore[no-any-return]
+
+
+SINE = Op("sin", torch.ops.aten.sin.default, [Tensor | None, tuple[Tensor, Tensor]])
+
+
+def of_op(third: Op) -> nn.Module:
+    return stack(
+        lambda m, x, _: m.op(x), lambda _, m, n: setattr(m, "op", third if n == 2 else SINE)
+    )
+
+
+def aliased(model: Any, layer: Any, number: int) -> None:
+    if number == 2:
+        ALIAS.kind = types.GenericAlias(list, (layer,))
+
+
+COPIED: dict[str, Callable[[], nn.Module]] = {
+    "a label that is passed": lambda: stack(kept),
+    "two labels of a layer": lambda: stack(made_again),
+    "a label of a number": lambda: stack(
+        lambda m, x, _: OPS.kept_Label(x, Label(m.name, m.number))
+    ),
+    "a shared part": lambda: sharing(lambda m, x: x),
+    "an operator that is an object": lambda: stack(lambda m, x, _: SINE(x)),
+    "a tensor that is marked": lambda: with_tensors(lambda m, x: x * m.holder.tensor),
+}
+"""All but the first layer are copied, or all but two."""
+
+TRACED: dict[str, Callable[[], nn.Module]] = {
+    "compared": lambda: stack(lambda m, x, label: x * 3 if label == Label("layer.2") else x),
+    "compared with another": lambda: stack(
+        lambda m, x, label: x * 3 if label != Label("layer.1") else x
+    ),
+    "its text": lambda: stack(lambda m, x, label: x * 3 if label.text == "layer.2" else x),
+    "its text, which is shown": lambda: stack(
+        lambda m, x, label: x * 3 if label.text == "layer.2" else x, kind=Shown
+    ),
+    "its text by name": lambda: stack(
+        lambda m, x, label: x * 3 if getattr(label, m.field) == "layer.2" else x
+    ),
+    "all of it": lambda: stack(
+        lambda m, x, label: x * 3 if vars(label)["text"] == "layer.2" else x
+    ),
+    "a key": lambda: stack(lambda m, x, label: x * {Label("layer.2"): 3}.get(label, 1)),
+    "in a list": lambda: stack(lambda m, x, label: x * 3 if label in [Label("layer.2")] else x),
+    "in a set": lambda: stack(lambda m, x, label: x * len({label, Label("layer.2")})),
+    "as a condition": lambda: stack(lambda m, x, _: x * 3 if IsSecond(m.name) else x),
+    "its length": lambda: stack(
+        lambda m, x, _: x * len(Short(m.name)),
+        lambda _, m, n: setattr(m, "name", "layer." + "x" * (n + 1)),
+    ),
+    "as a text": lambda: stack(lambda m, x, _: x * 3 if str(IsSecond(m.name)) == "layer.2" else x),
+    "formatted": lambda: stack(lambda m, x, _: x * 3 if f"{IsSecond(m.name)}" == "layer.2" else x),
+    "a method": lambda: stack(lambda m, x, _: x * 3 if IsSecond(m.name).is_second() else x),
+    "matched": lambda: stack(matched),
+    "changed": lambda: stack(changed),
+    "the shape depends on it": lambda: stack(
+        lambda m, x, label: x * OPS.rows_Shown(x, label).shape[1], kind=Shown
+    ),
+    "of a longer name": lambda: stack(
+        lambda m, x, _: x * OPS.rows_Shown(x, Shown(m.name + "."[:0])).shape[1], kind=Shown
+    ),
+    "passed, then compared": lambda: stack(
+        lambda m, x, label: kept(m, x, label) * (3 if label == Label("layer.2") else 1)
+    ),
+    "a constant of the graph": lambda: stack(lambda m, x, _: x, kind=Constant),
+    "its class counts": lambda: stack(lambda m, x, _: x * Counted.made, kind=Counted),
+    "its class computes": lambda: stack(lambda m, x, label: x * label.factor, kind=Measured),
+    "a part of its own": lambda: sharing(
+        lambda m, x: x * 3 if m.part is m.registry.part else x, lambda part: other_part(2.0)
+    ),
+    "an equal part of its own": lambda: sharing(lambda m, x: x, lambda part: other_part(2.0)),
+    "a table of its own": lambda: sharing(
+        lambda m, x: x * 3 if m.part.table is m.registry.part.table else x,
+        lambda part: other_part(2.0),
+    ),
+    "another factor": lambda: sharing(lambda m, x: x, lambda part: other_part(3.0)),
+    "known by a shared part": lambda: sharing(
+        lambda m, x: x * 3 if m is m.part.known[2] else x, known=True
+    ),
+    "in a list of a shared part": lambda: sharing(
+        lambda m, x: x * 3 if m in m.part.known[2:] else x, known=True
+    ),
+    "in a list that was read": lambda: sharing(
+        lambda m, x: x * 3 if m in m.part.known[2:] else x, before=reads_all, known=True
+    ),
+    "in a shared list that was read": lambda: sharing(
+        lambda m, x: x * 3 if m is m.registry.known[2] else x, before=reads_all
+    ),
+    "in a list that was read by a name of the model": lambda: sharing(
+        lambda m, x: x * 3 if m in m.box.known[2:] else x, before=reads_all
+    ),
+    "a weight in a list that was read": lambda: sharing(
+        lambda m, x: x * 3 if m.linear.weight is m.part.weights[2] else x,
+        before=reads_all,
+        known=True,
+    ),
+    "a weight in a shared list that was read": lambda: sharing(
+        lambda m, x: x * 3 if m.linear.weight is m.registry.weights[2] else x, before=reads_all
+    ),
+    "a part that compares": nested,
+    "a guarded address": lambda: with_tensors(
+        lambda m, x: x * m.holder.tensor,
+        lambda tensor: torch._dynamo.mark_static_address(tensor, guard=True),
+    ),
+    "whether it is marked": lambda: with_tensors(
+        lambda m, x: x * (3 if hasattr(m.holder.tensor, "_dynamo_static_input_type") else 1)
+    ),
+    "another mark": lambda: with_tensors(
+        lambda m, x: x * m.holder.tensor * getattr(m.holder.tensor, "factor", 1),
+        lambda tensor: setattr(tensor, "factor", 3),
+    ),
+    "another operator": lambda: of_op(Op("cos", torch.ops.aten.cos.default, SINE.annotation)),
+    "another name of an operator": lambda: stack(
+        lambda m, x, _: m.op(x) * (3 if m.op.name == "cos" else 1),
+        lambda _, m, n: setattr(m, "op", Op("cos" if n == 2 else "sin", SINE.op, None)),
+    ),
+    "in the arguments of a type": lambda: stack(
+        lambda m, x, _: x * 3 if m in ALIAS.kind.__args__ else x,
+        aliased,
+    ),
+}
+"""What the third layer does otherwise: in each stack a copy of another layer would be wrong."""
+
+assert COUNT > 3
