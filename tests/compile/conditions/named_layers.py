@@ -103,7 +103,8 @@ OPS: Any = torch.ops.piecegraph_test
 
 
 class Layer(nn.Module):
-    kind: type[Label] = Label
+    kind: type[Label]
+    op: str
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         label = self.kind(self.name)
-        y = getattr(OPS, f"kept_{self.kind.__name__}")(self.linear(x).relu() + 1, label)
+        y = getattr(OPS, self.op)(self.linear(x).relu() + 1, label)
         return self.use(y, label)
 
     def use(self, x: Tensor, label: Any) -> Tensor:
@@ -126,7 +127,7 @@ def stack(use: Callable[[Any, Tensor, Any], Any], made: Any = None, kind: Any = 
         def use(self, x: Tensor, label: Any) -> Tensor:
             return use(self, x, label)  # type: ignore[no-any-return]
 
-    Used.kind = kind
+    Used.kind, Used.op = kind, f"kept_{kind.__name__}"
     model = Stack(Used)
     if made is not None:
         for number, layer in enumerate(model.layers):
@@ -273,7 +274,7 @@ SINE = Op("sin", torch.ops.aten.sin.default, [Tensor | None, tuple[Tensor, Tenso
 
 def of_op(third: Op) -> nn.Module:
     return stack(
-        lambda m, x, _: m.op(x), lambda _, m, n: setattr(m, "op", third if n == 2 else SINE)
+        lambda m, x, _: m.given(x), lambda _, m, n: setattr(m, "given", third if n == 2 else SINE)
     )
 
 
@@ -380,8 +381,8 @@ TRACED: dict[str, Callable[[], nn.Module]] = {
     ),
     "another operator": lambda: of_op(Op("cos", torch.ops.aten.cos.default, SINE.annotation)),
     "another name of an operator": lambda: stack(
-        lambda m, x, _: m.op(x) * (3 if m.op.name == "cos" else 1),
-        lambda _, m, n: setattr(m, "op", Op("cos" if n == 2 else "sin", SINE.op, None)),
+        lambda m, x, _: m.given(x) * (3 if m.given.name == "cos" else 1),
+        lambda _, m, n: setattr(m, "given", Op("cos" if n == 2 else "sin", SINE.op, None)),
     ),
     "in the arguments of a type": lambda: stack(
         lambda m, x, _: x * 3 if m in ALIAS.kind.__args__ else x,
