@@ -66,6 +66,7 @@ class Job:
     key: Key
     num_threads: int
     with_grad: bool
+    inference: bool
 
 
 class Background:
@@ -103,6 +104,7 @@ class Background:
             missing.key,
             torch.get_num_threads(),
             torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
         )
         self._records = records
         self._factory = factory
@@ -255,7 +257,7 @@ class Background:
         with self._reaping:
             with suppress(ChildProcessError):  # if the program waits for all its children itself
                 code = wait()
-                reason = reason if final or reason else f"the child ended with status {code}"
+                reason = f"the child ended with status {code}" if reason is None else reason
             self._child = None
         ours.close()
         if self._stopped:
@@ -269,18 +271,18 @@ class Background:
         none = f"the child is done, and there is no bundle: {found}"
         self._outcome = found if isinstance(found, Loaded) else reason or none
 
-    def _follow(self, ours: Connection) -> tuple[str, bool]:
-        """Record what the child reports until it ends; why, if it says so, and whether another
-        child would end in the same way."""
+    def _follow(self, ours: Connection) -> tuple[str | None, bool]:
+        """Record what the child reports until it ends; what failed, None if it does not say that
+        it is done, and whether another child would fail in the same way."""
         while True:
             try:
                 if not ours.poll(SILENT_SECONDS):
                     return f"the child reported nothing for {SILENT_SECONDS:.0f} s", False
                 told = ours.recv()
             except (EOFError, OSError):
-                return "", False
+                return None, False
             if "end" in told:
-                return told["end"], True
+                return told["end"], bool(told["end"])
             self._note(told["phase"])
 
     def _note(self, phase: str) -> None:
@@ -315,6 +317,7 @@ def _run(connection: Connection, make: Factory, job: Job) -> None:
     with suppress(OSError):
         os.nice(NICE)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)  # that of the parent's event loop
     threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
     worker = threading.Thread(target=_compile, args=(connection, make, job))
     worker.start()
@@ -351,8 +354,11 @@ def _compile(connection: Connection, make: Factory, job: Job) -> None:
     records.events.phase_listeners.append(lambda phase: tell(phase=phase))
     try:
         torch.set_num_threads(job.num_threads)
-        torch.set_grad_enabled(job.with_grad)
-        with allow_compilation():
+        with (
+            torch.inference_mode(job.inference),
+            torch.set_grad_enabled(job.with_grad),
+            allow_compilation(),
+        ):
             request = compile_request(make(), job.config, records, job.examples)
             found = find_model(request)
             if isinstance(found, NoBundle):
@@ -361,6 +367,6 @@ def _compile(connection: Connection, make: Factory, job: Job) -> None:
                     faults.append(f"the model of the factory has another key: {shown}")
                 else:
                     compile_model(request)
-        tell(end="; ".join(faults))
+        tell(end="; ".join(dict.fromkeys(faults)))
     except Exception as error:
         tell(end=f"{type(error).__name__}: {error}")

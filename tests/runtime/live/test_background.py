@@ -381,6 +381,67 @@ def test_a_child_runs_parallel_loops_though_its_parent_did(
 
 
 @pytest.mark.compile
+def test_a_model_that_is_prepared_in_inference_mode_switches(
+    serve_cold: Callable[..., LiveServed],
+) -> None:
+    with torch.inference_mode():
+        served = serve_cold()
+        assert served.prepared.wait_until_compiled()
+        served.step(3, 1)
+
+
+class Gained(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gain
+
+
+@pytest.mark.compile
+def test_a_model_that_is_changed_meanwhile_is_compiled_again(
+    serve_cold: Callable[..., LiveServed],
+) -> None:
+    served = serve_cold(Gained())
+    served.model.gain = 3.0
+    serve_until_over(served)
+    (failure,) = facts(served)["failures"]
+    assert "model.gain: 2.0 -> 3.0" in failure["reason"]
+    assert not failure["final"]
+    assert facts(served)["state"] == "compiled"
+    served.step(3, 1)
+
+
+def test_a_signal_to_a_child_is_none_to_the_event_loop_of_its_parent(
+    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    heard = tmp_path / "heard"
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        heard.touch()
+        time.sleep(3600)
+
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(interrupt)])
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    handler = signal.signal(signal.SIGUSR1, lambda *_: None)
+    loop = signal.set_wakeup_fd(writing)
+    try:
+        served = serve_cold()
+        while not heard.exists():
+            time.sleep(0.01)
+        served.prepared.close()
+    finally:
+        signal.set_wakeup_fd(loop)
+        signal.signal(signal.SIGUSR1, handler)
+        os.close(writing)
+    assert signal.SIGUSR1 not in os.read(reading, 100)
+    os.close(reading)
+
+
+@pytest.mark.compile
 def test_what_is_buffered_is_written_once(
     serve_cold: Callable[..., LiveServed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
