@@ -39,7 +39,8 @@ class Captured:
     graph: torch.fx.GraphModule
     fake_mode: Any
     call: Callable[..., Any]
-    """`call(compiled_fn)(*args, **kwargs)` runs Dynamo's bytecode around `compiled_fn`."""
+    """`call(compiled_fn)(*args, **kwargs)` runs Dynamo's bytecode around `compiled_fn`, to which it
+    passes nothing."""
     inlined: Inlined
     guards: tuple[GuardFact, ...]
     aliases: dict[str, str]
@@ -141,6 +142,7 @@ def _capture(
         _forward_as_function(model),
         _names_of_dynamo(),
         _parts_of_values_guarded(),
+        _graph_alone(),
     ):
         output = fullgraph_capture(model, args, kwargs)
         function, bound = get_traced_fn(model)
@@ -223,6 +225,46 @@ def _parts_of_values_guarded() -> Iterator[None]:
         return original(self, tx, *given)
 
     with replaced(made, "call_function", call_function):
+        yield
+
+
+@contextmanager
+def _graph_alone() -> Iterator[None]:
+    """Leave out what Dynamo makes of each input of a graph so that the graph can be called.
+
+    It names the weights below each module for exporters, generates Python code for two modules of
+    the graph, and bytecode that passes each input. No one calls the graph: code is generated when
+    its forward is called, and the bytecode around it passes no inputs.
+    """
+    from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.output_graph import OutputGraph
+
+    compile_graph, call_graph = (
+        OutputGraph.compile_and_call_fx_graph,
+        PyCodegen.make_call_generated_code,
+    )
+    generate = torch.fx.GraphModule.recompile
+
+    def on_demand(self: torch.fx.GraphModule) -> None:
+        def forward(self: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            generate(self)
+            return self.forward(*args, **kwargs)
+
+        type(self).forward = forward  # each has its own class
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        with replaced(torch.fx.GraphModule, "recompile", on_demand):
+            return compile_graph(*args, **kwargs)
+
+    def called(self: Any, name: str) -> None:
+        with replaced(OutputGraph, "graphargs", ()):
+            call_graph(self, name)
+
+    with (
+        replaced(OutputGraph, "compile_and_call_fx_graph", compiled),
+        replaced(PyCodegen, "make_call_generated_code", called),
+        replaced(OutputGraph, "add_fqn_info_for_inlined_modules", lambda *_: None),
+    ):
         yield
 
 

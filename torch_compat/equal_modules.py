@@ -39,7 +39,7 @@ from torch._library.opaque_object import should_hoist
 from torch.fx.experimental import sym_node
 from torch.fx.node import map_aggregate
 
-from .copied_values import CopiedValues, RegionValues
+from .copied_values import CopiedValues, RegionValues, copied_weight
 from .inlined import SHARED_CELL, GuardFact
 from .passed_values import (
     OPAQUE_CLASS,
@@ -104,15 +104,11 @@ def equal_modules_traced_once() -> Iterator[Copies]:
 
     def built(self: Any, value: Any) -> Any:
         variable = build(self, value)
-        regions.reads.add(self.source, value)
-        for region in regions.active:
-            region.reads.append((self.source, value, variable))
+        regions.read(self.source, value, variable)
         return variable
 
     def created(value: Any, source: Any, *args: Any, **options: Any) -> Any:
-        regions.reads.add(source, value)
-        for region in regions.active:
-            region.reads.append((source, value, None))
+        regions.read(source, value, None)
         return create(value, source, *args, **options)
 
     def wrapped(self: Any, value: Any) -> Any:
@@ -207,16 +203,23 @@ def copied_facts(
 ) -> tuple[GuardFact, ...]:
     """`facts`, and those on a traced module also for each module that copied its region."""
     found = {(fact.expression, fact.kind, repr(fact.argument)): fact for fact in facts}
+    inside: dict[str, list[GuardFact]] = {}
+    """By expression of a module that was traced, the facts that mention it."""
     for original, copied in copies:
+        if original not in inside:
+            inside[original] = [each for each in found.values() if original in each.expression]
         named = re.compile(re.escape(original) + r"(?!\w)")
-        for fact in [each for each in found.values() if original in each.expression]:
+        for fact in list(inside[original]):
             expression, argument = named.sub(lambda _: copied, fact.expression), fact.argument  # noqa: B023
             if fact.kind in ("DUPLICATE_INPUT", SHARED_CELL):
-                argument, inside = named.subn(lambda _: copied, argument)  # noqa: B023
-                if fact.kind == "DUPLICATE_INPUT" and not inside:
+                argument, mentions = named.subn(lambda _: copied, argument)  # noqa: B023
+                if fact.kind == "DUPLICATE_INPUT" and not mentions:
                     continue  # Dynamo has added its own, if the copy has that object too
-            moved = replace(fact, expression=expression, argument=argument)
-            found.setdefault((expression, fact.kind, repr(argument)), moved)
+            identity = (expression, fact.kind, repr(argument))
+            if identity not in found:
+                moved = found[identity] = replace(fact, expression=expression, argument=argument)
+                for each in [each for each in inside if each in expression]:
+                    inside[each].append(moved)
     return tuple(found[each] for each in sorted(found))
 
 
@@ -293,7 +296,7 @@ class _Regions:
                 new[node] = tx.output.synthetic_graph_input(*made).as_proxy().node
                 continue
             found = match.placeholder(node)
-            new[node] = VariableBuilder(tx, found[0])(found[1]).as_proxy().node if found else node
+            new[node] = self._weight(tx, node, *found) if found else node
         for source, value in match.shared:
             VariableBuilder(tx, source)(value)  # adds the guard that both are one object
         for tensor in match.to_mark:
@@ -338,6 +341,21 @@ class _Regions:
         none = ConstantVariable.create(None)
         items = [none if node is None else variables[node] for node in results]
         return TupleVariable(items) if isinstance(region.result, tuple) else items[0]
+
+    def _weight(self, tx: Any, node: torch.fx.Node, source: Any, value: torch.Tensor) -> Any:
+        """The placeholder for a weight that stands for that of `node`."""
+        variable = copied_weight(tx, node, source, value)
+        if variable is None:
+            variable = VariableBuilder(tx, source)(value)
+        else:
+            self.read(source, value, variable)
+        return variable.as_proxy().node
+
+    def read(self, source: Any, value: Any, variable: Any) -> None:
+        """Note what the trace has read, and the variable that it became, if any."""
+        self.reads.add(source, value)
+        for region in self.active:
+            region.reads.append((source, value, variable))
 
 
 def _plain(variable: Any, tx: Any) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from abc import ABCMeta
 from typing import Any
 
 import torch
+from torch._guards import ChainedSource, Source
 
 from .passed_values import is_made, text
 from .reachable import CONTAINERS, PRIMITIVE, is_python_class
@@ -37,7 +39,9 @@ class Match:
         self._placeholders: dict[torch.fx.Node, tuple[Any, Any]] = {}
         self._made: dict[torch.fx.Node, tuple[Any, ...]] = {}
         root = tx.output.root_tx
-        self._scope = {"L": root.f_locals, "G": root.f_globals}
+        self._scope = {"L": root.f_locals, "G": root.f_globals, "module": module}
+        self._sources = {region.source: source}
+        """By source of the region, the one for the module."""
 
     def holds(self) -> bool:
         try:
@@ -51,11 +55,16 @@ class Match:
         if not region.is_now() or any(node._erased for node in region.nodes):
             return self._differ(region.name, "modes or attributes were changed since")
         return (
-            self._same(region.module, self._module, region.name)
+            self._is_called_by_source()
+            and self._same(region.module, self._module, region.name)
             and all(map(self._is_shared, region.elsewhere.values()))
             and all(self._read_alike(*each) for each in region.own)
             and all(map(self._placed, region.outside))
         )
+
+    def _is_called_by_source(self) -> bool:
+        is_found = self._value(self.source) is self._module
+        return is_found or self._differ(text(self.source), "leads to another object")
 
     def placeholder(self, node: torch.fx.Node) -> tuple[Any, torch.Tensor] | None:
         """Source and value of the tensor for a placeholder of the region; None for a size."""
@@ -80,7 +89,7 @@ class Match:
     def passed(self, value: Any) -> Any:
         """What the trace of the module would have passed for a `Name` or `Number`."""
         source = self._passed(value.source)
-        moved = type(value)(self._value(source))
+        moved = type(value)(self._value_moved(text(value.source)))
         moved.source = source
         return moved
 
@@ -93,16 +102,24 @@ class Match:
         return moved
 
     def _moved(self, source: Any) -> Any:
-        old, new = self._region.source, self.source
-        return source.clone(lambda each: new if each == old else each)
+        """As `source.clone`, once for each part."""
+        known = self._sources.get(source)
+        if known is None and not isinstance(source, ChainedSource):
+            return source
+        if known is None:
+            parts = {each.name: getattr(source, each.name) for each in dataclasses.fields(source)}
+            inside = {name: part for name, part in parts.items() if isinstance(part, Source)}
+            moved = {name: self._moved(part) for name, part in inside.items()}
+            changed = any(moved[name] is not part for name, part in inside.items())
+            known = dataclasses.replace(source, **moved) if changed else source
+            self._sources[source] = known
+        return known
 
     def _value(self, source: Any) -> Any:
         return eval(text(source), {}, self._scope)
 
     def _value_moved(self, expression: str) -> Any:
-        return eval(
-            self._region.pattern.sub(lambda _: text(self.source), expression), {}, self._scope
-        )
+        return eval(self._region.code(expression), {}, self._scope)
 
     def _same(self, one: Any, other: Any, path: str) -> bool:
         """Whether two values are equal in all that a trace can see."""
@@ -267,8 +284,7 @@ class Match:
         if not self._region.holds(source):
             places = (own for _, own, held, _ in self._region.own if held is value)
             source = next(places, source)
-        moved = self._moved(source)
-        self._placeholders[node] = moved, self._value(moved)
+        self._placeholders[node] = self._moved(source), self._value_moved(text(source))
         return isinstance(value, torch.Tensor)
 
 

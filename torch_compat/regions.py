@@ -92,7 +92,7 @@ class Region:
     """What a copy needs to know of the example values of the nodes."""
 
     def __post_init__(self) -> None:
-        self.pattern = pattern_of(self.source)
+        self.pattern, self._codes = pattern_of(self.source), dict[str, Any]()
         self.given = [each.as_proxy().node for each in self.inputs]
         self._modes = torch._C._dynamo.guards.GlobalStateGuard()
         self._inference = torch.is_inference_mode_enabled()
@@ -112,6 +112,13 @@ class Region:
             and inference is self._inference
             and changes_of(self.tx) == self.changes
         )
+
+    def code(self, expression: str) -> Any:
+        """Finds the value of an expression, with the module of a call as `module`."""
+        if expression not in self._codes:
+            moved = self.pattern.sub("module", expression)
+            self._codes[expression] = compile(moved, "<place>", "eval")
+        return self._codes[expression]
 
     def holds(self, source: Any) -> bool:
         """Whether a source is the module's, or of something below it."""
@@ -262,6 +269,8 @@ def changes_of(tx: Any) -> list[Change] | None:
     attributes of plain objects."""
     effects, changes = tx.output.side_effects, []
     for each in effects.id_to_variable.values():
+        if type(each) is TensorVariable and each not in effects.store_attr_mutations:
+            continue
         if "Existing" not in type(each.mutation_type).__name__ or not effects.is_modified(each):
             continue
         if type(each) is not UserDefinedObjectVariable:

@@ -193,14 +193,19 @@ _NAMED_KINDS = ("type", "length", "keys", "added", "result", "names", "calls", "
 class _Node:
     value: Any
     conditions: list[list[Any]] = field(default_factory=list)
-    below: dict[str | bytes, tuple[Step, _Node]] = field(default_factory=dict)
-    stated: set[tuple[str, bytes]] = field(default_factory=set)
+    below: dict[Any, tuple[Step, _Node]] = field(default_factory=dict)
+    stated: set[Any] = field(default_factory=set)
 
     def then(self, step: Step) -> _Node:
-        key = step if isinstance(step, str) else canonical(step)
+        key = step if isinstance(step, str) else (step[0], _hashable(step[1]))
         if key not in self.below:
             self.below[key] = step, _Node(follow(self.value, step))
         return self.below[key][1]
+
+
+def _hashable(argument: Any) -> Any:
+    """What stands for an argument in the key of a dict: equal for equal JSON."""
+    return argument if type(argument) in (str, types.NoneType) else canonical(argument)
 
 
 class Recorder:
@@ -211,23 +216,32 @@ class Recorder:
         self._roots: dict[str, _Node] = {}
         self._same: list[Json] = []
         self._variables: dict[str, str | None] = {}
+        self._classes: dict[type, str] = {}
 
     def add(self, root: str, steps: Sequence[Step], kind: str, argument: Any = None) -> None:
         """A condition on the value that is at a place now; raises Undescribable."""
         if root not in self._roots:
             self._roots[root] = _Node(root_value(root, self._model))
         node = functools.reduce(_Node.then, steps, self._roots[root])
-        if (identity := (kind, canonical(argument))) in node.stated:
+        if (identity := (kind, _hashable(argument))) in node.stated:
             return
         node.stated.add(identity)
         if node.value is MISSING:
             raise Undescribable(spelled(root, steps, self._model), "cannot be located")
         try:
-            text = "" if kind == IDENTITY else observed(kind, argument, node.value)
+            text = "" if kind == IDENTITY else self._observed(kind, argument, node.value)
         except Undescribable as error:
             where = spelled(root, steps, self._model) + error.where
             raise Undescribable(where, error.reason) from error
         node.conditions.append([kind, argument, text])
+
+    def _observed(self, kind: str, argument: Any, value: Any) -> str:
+        if kind != "type" or value is MISSING:
+            return observed(kind, argument, value)
+        cls = type(value)
+        if cls not in self._classes:  # a class is described once
+            self._classes[cls] = observed(kind, argument, value)
+        return self._classes[cls]
 
     def same(self, one: tuple[str, Sequence[Step]], other: tuple[str, Sequence[Step]]) -> None:
         """The condition that two places hold one object."""

@@ -14,7 +14,6 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node, Proxy
-from torch.fx.node import map_arg
 
 from ...torch_compat.symbolic import expression_of, fx_nodes_of
 from ..ir.ops import ALLOCATIONS
@@ -144,10 +143,7 @@ class _Builder:
         for used in node.all_input_nodes:
             if used not in self.values:
                 self.values[used] = self._outer_value(used)
-        new = self.graph.node_copy(node, lambda n: n)
-        new.args = map_arg(node.args, self.values.__getitem__)
-        new.kwargs = map_arg(node.kwargs, self.values.__getitem__)
-        self.values[node] = new
+        self.values[node] = self.graph.node_copy(node, self.values.__getitem__)
 
     def _outer_value(self, node: Node) -> Any:
         value: Any = node.meta.get("example_value")

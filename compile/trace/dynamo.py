@@ -234,7 +234,7 @@ def _structure(captured: Captured, model: torch.nn.Module, examples: Examples) -
     outputs: Any = captured.graph.graph.output_node().args[0]
     stand_ins = [torch.empty(0, device="meta") for _ in outputs]
     args, kwargs = examples.call_arguments()
-    result = captured.call(lambda *_: tuple(stand_ins))(*args, **kwargs)
+    result = captured.call(lambda: tuple(stand_ins))(*args, **kwargs)
     known = {id(value): Ref(f"o{i}") for i, value in enumerate(stand_ins)}
     for leaf in examples.leaves():
         if isinstance(leaf.value, torch.Tensor):

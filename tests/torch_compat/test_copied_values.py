@@ -157,6 +157,34 @@ def values_of(found: Captured) -> list[Any]:
     return facts
 
 
+def with_memory_of_another() -> nn.Module:
+    """A stack of which two weights are two parameters on one memory."""
+    model = Stack(views)
+    model.layers[2].weight.data = model.layers[1].weight.data
+    return model
+
+
+def of_many_forms() -> nn.Module:
+    """A stack whose weights differ in what a fake tensor keeps of them; each layer is like two."""
+    model = nn.Module.__new__(Stack)
+    nn.Module.__init__(model)
+    weights = [
+        torch.eye(8),
+        nn.Parameter(torch.eye(8), requires_grad=False),
+        nn.Parameter(torch.eye(9).t()[:8, :8]),
+        nn.Parameter(torch.zeros(64)[None].expand(8, 64)[:, ::8]),
+    ]
+    model.layers = nn.ModuleList(Layer(views) for _ in range(3 * len(weights)))
+    for layer, weight in zip(model.layers, (w for w in weights for _ in range(3)), strict=True):
+        del layer.weight
+        made = weight.detach().clone()
+        if isinstance(weight, nn.Parameter):
+            layer.weight = nn.Parameter(made, requires_grad=weight.requires_grad)
+        else:
+            layer.register_buffer("weight", made)
+    return model
+
+
 YES, NO = (True, True, True), (False, False, False)
 
 
@@ -165,6 +193,7 @@ YES, NO = (True, True, True), (False, False, False)
     [
         *((Stack(views), 3), (Stack(writes), 2), (Stack(dtypes), 3), (Stack(sizes), 3)),
         *((Stack(constants), 3), (Stack(into_argument), 3), (Stack(into_weights), 3)),
+        *((with_memory_of_another(), 3), (of_many_forms(), 8)),
         *((Unlike(YES, YES), 2), (Unlike(NO, NO), 2)),
         *((Unlike((True, False, True), NO), 2), (Unlike((False, True, False), NO), 2)),
         *((Unlike(NO, (True, False, True)), 2), (Unlike(NO, (False, True, False)), 2)),
@@ -175,7 +204,28 @@ def test_copied_values_are_what_operators_compute(
 ) -> None:
     found = captured(model)
     assert num_copied == found.copied
+    from piecegraph.torch_compat import equal_modules
     from piecegraph.torch_compat.copied_values import CopiedValues
 
     monkeypatch.setattr(CopiedValues, "are_known", lambda self, node: False)
+    monkeypatch.setattr(equal_modules, "copied_weight", lambda *_: None)
     assert values_of(found) == values_of(captured(model))
+
+
+def test_weights_of_copies_are_not_examined_by_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless they share memory."""
+    from torch._dynamo.variables import builder
+
+    built: list[Any] = []
+    made = builder.wrap_to_fake_tensor_and_record
+
+    def wrapped(value: Any, *args: Any, **kwargs: Any) -> Any:
+        built.append(value)
+        return made(value, *args, **kwargs)
+
+    monkeypatch.setattr(builder, "wrap_to_fake_tensor_and_record", wrapped)
+    captured(Stack(views))
+    assert len(built) == 2  # the argument, and the weight of the layer that was traced
+    built.clear()
+    captured(with_memory_of_another())
+    assert len(built) == 3

@@ -75,12 +75,13 @@ def test_modules_are_compared_by_value(given: dict[str, Any], alike: bool) -> No
     from piecegraph.torch_compat.regions import Reads, Region
 
     graph = SimpleNamespace(graph=torch.fx.Graph(), side_effects=SimpleNamespace())
-    none = {"id_to_variable": {}, "__contains__": lambda self, value: False}
-    graph.side_effects = type("Effects", (), none)()
+    none = {"id_to_variable": {}, "store_attr_mutations": {}}
+    graph.side_effects = type("Effects", (), {**none, "__contains__": lambda *_: False})()
     tx: Any = SimpleNamespace(output=graph)
     root = LocalSource("self")
     first, second = Layer(), Layer(**given)
-    tx.output.root_tx = SimpleNamespace(f_locals={"self": [first, second]}, f_globals={})
+    scope = {"self": SimpleNamespace(first=first, second=second)}
+    tx.output.root_tx = SimpleNamespace(f_locals=scope, f_globals={})
     region = Region(first, AttrSource(root, "first"), [], tx, Names(), Reads())
     match = Match(region, second, AttrSource(root, "second"), tx)
     assert match.holds() is alike

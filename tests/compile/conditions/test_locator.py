@@ -1,0 +1,78 @@
+"""Expressions of Dynamo's lead to places; most are found without parsing them."""
+
+from __future__ import annotations
+
+import ast
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.compile.conditions.locator import Locator, Unlocatable
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.settings = {"a": [1, {"b.c": 2}], "d]": 3, "e[0]": (4, 5), 6: 7}
+        self.itself = [self]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+EXPRESSIONS = [
+    "L['self']",
+    "L['self'].parts",
+    "L['self']._modules['parts']._modules['1']._parameters['weight']",
+    "L['self']._modules['parts']._modules['1']._parameters['weight'].requires_grad",
+    "L['self'].settings",
+    "L['self'].settings['a']",
+    "L['self'].settings['a'][1]",
+    "L['self'].settings['a'][1]['b.c']",
+    "L['self'].settings['d]']",
+    "L['self'].settings['e[0]']",
+    "L['self'].settings['e[0]'][0]",
+    "L['self'].settings['e[0]'][-1]",
+    "L['self'].settings[6]",
+    'L["self"].settings["a"]',
+    "L['self'].settings[list(dict.keys(L['self'].settings))[1]]",
+    "list(dict.keys(L['self'].settings))[0]",
+    "type(L['self']).forward",
+    "dict(type(L['self']).__mro__[0].__dict__)['forward']",
+    "L['self'].itself[0]",
+    "L['self'].itself[0].settings",
+    "G['torch'].nn",
+]
+MISSING = ["L['self'].other", "L['self'].settings['f']", "L['self'].settings['a'][2]", "L", "x.y"]
+
+
+def locator(model: nn.Module) -> Locator:
+    scopes = {"local_scope": {"self": model}, "global_scope": {"torch": torch}, "aliases": {}}
+    captured: Any = SimpleNamespace(**scopes)
+    return Locator(model, captured)
+
+
+def test_expressions_are_located_alike_with_and_without_parsing() -> None:
+    model = Model()
+    together = locator(model)
+    for expression in EXPRESSIONS:
+        alone, found = locator(model), together.locate(expression)
+        alone._extended = lambda _: None  # type: ignore[method-assign]
+        expected = alone.locate(expression)
+        assert found.value is expected.value or found.value == expected.value
+        assert (found.root, found.steps) == (expected.root, expected.steps), expression
+        assert alone.aliases.items() <= together.aliases.items()
+    for expression in MISSING:
+        with pytest.raises(Unlocatable):
+            together.locate(expression)
+
+
+def test_one_step_more_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = locator(Model())
+    found.locate("L['self'].settings")
+    monkeypatch.setattr(ast, "parse", None)
+    assert found.locate("L['self'].settings['a'][1]['b.c']").value == 2
