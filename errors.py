@@ -280,6 +280,11 @@ class InputNotTraceable(CompileError):
     todo = "Pass it as an argument, or make it a tensor and register it as a buffer."
 
 
+class ReturnedUnread(CompileError):
+    what = "the model only returns argument {name!r}: no input has the size of its dimension {dim}"
+    todo = "Declare that dimension with a name that another input has, or do not return it."
+
+
 class ModelNotAdaptable(CompileError):
     what = "{family} cannot be adapted: {reason}"
     todo = "{advice}."

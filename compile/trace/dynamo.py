@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from ...errors import (
     HostRead,
     InputNotTraceable,
     NothingToCompile,
+    ReturnedUnread,
     StateChanged,
     TraceFailed,
     TransformInForward,
@@ -114,12 +116,17 @@ def trace(request: CompileRequest) -> Trace:
     sources, tensors = _sources(captured, model, examples, locator)
     with events.span("conditions"):
         conditions = record_conditions(model, captured, locator)
+    structure, returned = _structure(captured, model, examples)
+    for leaf in returned:
+        if leaf not in sources.values():
+            node = _add_input(captured, leaf, sources, examples)
+            sources[node], tensors[node] = leaf, leaf.value
     return Trace(
         graph=graph,
         shape_env=captured.fake_mode.shape_env,
         sources=sources,
         tensors=tensors,
-        structure=_structure(captured, model, examples),
+        structure=structure,
         examples=examples,
         conditions=conditions,
     )
@@ -229,14 +236,64 @@ def _place(expression: str, weight: str | None, locator: Locator) -> str | Place
     return place if weight is None or not locator.is_registered(place) else weight
 
 
-def _structure(captured: Captured, model: torch.nn.Module, examples: Examples) -> Any:
-    """Run the bytecode that surrounds the graph, with one stand-in per graph output."""
+def _structure(
+    captured: Captured, model: torch.nn.Module, examples: Examples
+) -> tuple[Any, list[Leaf]]:
+    """Run the bytecode that surrounds the graph, with one stand-in per graph output.
+
+    Returns the result, and the arguments that are in it.
+    """
     outputs: Any = captured.graph.graph.output_node().args[0]
     stand_ins = [torch.empty(0, device="meta") for _ in outputs]
     args, kwargs = examples.call_arguments()
     result = captured.call(lambda: tuple(stand_ins))(*args, **kwargs)
-    known = {id(value): Ref(f"o{i}") for i, value in enumerate(stand_ins)}
-    for leaf in examples.leaves():
-        if isinstance(leaf.value, torch.Tensor):
-            known.setdefault(id(leaf.value), Ref(f"L.{leaf.label}"))
-    return with_refs(result, lambda value: known.get(id(value)))
+    made = {id(value): Ref(f"o{i}") for i, value in enumerate(stand_ins)}
+    arguments = {
+        id(leaf.value): leaf
+        for leaf in reversed(examples.leaves())
+        if isinstance(leaf.value, torch.Tensor)
+    }
+    returned: dict[str, Leaf] = {}
+
+    def ref(value: Any) -> Ref | None:
+        if (leaf := arguments.get(id(value))) is None:
+            return made.get(id(value))
+        returned[leaf.label] = leaf
+        return Ref(f"L.{leaf.label}")
+
+    return with_refs(result, ref), list(returned.values())
+
+
+def _add_input(
+    captured: Captured,
+    leaf: Leaf,
+    sources: Mapping[Node, Leaf | str | Place | None],
+    examples: Examples,
+) -> Node:
+    """Add an argument that is only returned, of which Dynamo makes no input, to the graph.
+
+    Raises ReturnedUnread if no other argument has one of its dynamic sizes.
+    """
+    sizes = {
+        examples.symbols.get((source.label, dim)): size
+        for node, source in sources.items()
+        if isinstance(source, Leaf)
+        for dim, size in enumerate(node.meta["example_value"].shape)
+    }
+    value, shape = leaf.value, list(leaf.value.shape)
+    for dim in range(value.dim()):
+        if (symbol := examples.symbols.get((leaf.label, dim))) is not None:
+            if symbol not in sizes:
+                raise ReturnedUnread(name=leaf.label, dim=dim)
+            shape[dim] = sizes[symbol]
+    graph = captured.graph.graph
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        node = graph.placeholder(re.sub(r"\W+", "_", f"returned_{leaf.label}"))
+    form = {"dtype": value.dtype, "device": value.device}
+    with captured.fake_mode:
+        if all(type(size) is int for size in shape):
+            made = torch.empty_strided(shape, value.stride(), **form)
+        else:
+            made = torch.empty(shape, **form)  # inputs of dynamic size are contiguous
+    node.meta["example_value"] = made
+    return node

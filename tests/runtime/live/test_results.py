@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from piecegraph import Batch, BatchDescriptor, RuntimeMode
-from piecegraph.errors import AutocastActive, BatchInvalid, BatchMismatch
+from piecegraph import Batch, BatchDescriptor, Config, RuntimeMode, prepare
+from piecegraph.errors import AutocastActive, BatchInvalid, BatchMismatch, ReturnedUnread
 from piecegraph.runtime.capture import captured_graph
+
+from ..conftest import strict_backend
 
 DECODE = Batch(2, 2, is_decode=True, query_len=1)
 
@@ -53,6 +55,36 @@ def test_nothing_that_a_caller_does_to_a_result_changes_later_steps(
         result, expected = run(served, lengths)
         assert torch.equal(result, expected)
         assert not result.requires_grad
+
+
+class Passing(nn.Module):
+    """Returns arguments of which the graph reads one."""
+
+    def forward(self, x: Tensor, ids: Tensor, table: Tensor) -> dict[str, Any]:
+        return {"ids": ids, "own": x * 2, "given": (table, x)}
+
+
+INPUTS = {"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]", "table": "float32[2, 3]"}
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+def test_arguments_that_are_only_returned_are_the_callers_own(mode: str) -> None:
+    settings = {"inputs": INPUTS, "max_num_tokens": 8, "compiler": "eager", "graph_mode": mode}
+    prepared = prepare(Passing(), Config(**settings), backend=strict_backend())
+    prepared.capture()
+    for size in (3, 8, 3):
+        x, ids, table = torch.randn(size, 4), torch.arange(size), torch.randn(3, 2).t()
+        result = prepared(x, ids, table, batch=Batch(size, 1))
+        assert result["ids"] is ids
+        assert result["given"][0] is table
+        assert result["given"][1] is x
+        assert torch.equal(result["own"], x * 2)
+
+
+def test_a_size_that_only_a_returned_argument_has_is_named() -> None:
+    inputs = {**INPUTS, "ids": "int64[num_ids]"}
+    with pytest.raises(ReturnedUnread, match="argument 'ids' .* dimension 0"):
+        prepare(Passing(), Config(inputs=inputs, max_num_tokens=8, compiler="eager"))
 
 
 def test_results_of_one_size_are_new_objects(serve: Callable[..., Any]) -> None:
