@@ -83,7 +83,7 @@ def test_arguments_that_are_only_returned_are_the_callers_own(mode: str) -> None
 
 def test_a_size_that_only_a_returned_argument_has_is_named() -> None:
     inputs = {**INPUTS, "ids": "int64[num_ids]"}
-    with pytest.raises(ReturnedUnread, match="argument 'ids' .* dimension 0"):
+    with pytest.raises(ReturnedUnread, match="argument 'ids': no input .* dimension 0"):
         prepare(Passing(), Config(inputs=inputs, max_num_tokens=8, compiler="eager"))
 
 
