@@ -57,6 +57,16 @@ class Names:
     inspected: set[str] = field(default_factory=set)
 
 
+def _noted(name: str) -> Any:
+    """An attribute whose reading is a look at the values at the variable's `places`."""
+
+    def read(self: Any) -> Any:
+        self.names.inspected |= self.places
+        return self.__dict__[name]
+
+    return property(read, lambda self, value: self.__dict__.__setitem__(name, value))
+
+
 class PassedConstant(ConstantVariable):
     """A value of a module. Everything but passing it to an operator reads `value`."""
 
@@ -66,20 +76,17 @@ class PassedConstant(ConstantVariable):
         self.names = names
         super().__init__(value, source=source, **kwargs)
 
-    @property
-    def value(self) -> Any:
-        self.names.inspected.add(text(self.source))
-        return self.__dict__["value"]
+    value = _noted("value")
 
-    @value.setter
-    def value(self, value: Any) -> None:
-        self.__dict__["value"] = value
+    @property
+    def places(self) -> set[str]:
+        return {text(self.source)}
 
     def as_proxy(self) -> Any:
         value = self.__dict__["value"]
         passed = PASSED[type(value)](value)
         passed.source = self.source
-        self.names.passed.add(text(self.source))
+        self.names.passed |= self.places
         return passed
 
     def plain(self) -> Any:
@@ -105,23 +112,7 @@ class PassedObject(OPAQUE_OBJECT):  # type: ignore[misc]
         given = made.proxy, made.value, made.ctor_args_kwargs
         return cls(*given, ctor_arg_sources=sources, names=names, places=places)
 
-    @property
-    def value(self) -> Any:
-        self.names.inspected |= self.places
-        return self.__dict__["value"]
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        self.__dict__["value"] = value
-
-    @property
-    def proxy(self) -> Any:
-        self.names.inspected |= self.places
-        return self.__dict__["proxy"]
-
-    @proxy.setter
-    def proxy(self, proxy: Any) -> None:
-        self.__dict__["proxy"] = proxy
+    value, proxy = _noted("value"), _noted("proxy")
 
     def as_proxy(self) -> Any:
         places, self.places = self.places, frozenset()
