@@ -23,7 +23,7 @@ from .bundle.key_factors import trace_key
 from .guards.trace_with_guards import trace_with_guards
 from .ir.compilation import LIBRARY, Blobs, CompileRequest
 from .ir.locations import first_line
-from .lower.split_model import SplitModel, split_model
+from .plan.split_model import SplitModel, split_model
 
 
 def compile_ahead(request: CompileRequest) -> bool:

@@ -18,9 +18,9 @@ from .guards.numerics_check import concrete_inputs, numeric_difference
 from .guards.trace_with_guards import trace_with_guards
 from .ir.compilation import CompileRequest, PieceFn
 from .ir.config import TOKENS, CompileConfig
-from .lower.split_model import split_model
 from .passes.graph_pass import GraphPass, inductor_passes, passes_for
 from .pieces.compile_ranges import CompileRange, compile_ranges
+from .plan.split_model import split_model
 
 
 @dataclass(frozen=True)

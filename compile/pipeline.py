@@ -20,10 +20,10 @@ from ..cache.lock import Flight
 from ..errors import BundleMissing, PieceFailed
 from .backends.registry import compiler_for
 from .bundle.key_factors import obstacle, trace_key
+from .eager_model import eager_model
 from .ir.compilation import BundleOutcome, Compiler, CompileRequest
 from .ir.config import BundleUse
-from .lower.compiled_model import CompiledModel, bind
-from .lower.eager_model import eager_model
+from .plan.compiled_model import CompiledModel, bind
 from .warm import Loaded, NoBundle, load_bundle, ranks_agree
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ def _cold_start(request: CompileRequest, key: Key | None) -> CompiledModel:
 def _compile(request: CompileRequest, guarded: GuardedTrace, key: Key | None) -> CompiledModel:
     from .backends.jobs import compile_pieces
     from .bundle.bundle import store_bundle
-    from .lower.dependencies import dependencies, drawing
-    from .lower.report_plan import dump_plan, report_plan
-    from .lower.split_model import split_model
+    from .plan.dependencies import dependencies, drawing
+    from .plan.report_plan import dump_plan, report_plan
+    from .plan.split_model import split_model
 
     events = request.events
     split = split_model(guarded, events)

@@ -22,8 +22,8 @@ from .ir.compilation import (
     PieceFn,
     kernels,
 )
-from .lower.compiled_model import CompiledModel, bind
-from .lower.report_plan import report_lookup, report_plan
+from .plan.compiled_model import CompiledModel, bind
+from .plan.report_plan import report_lookup, report_plan
 
 SHOWN = 3
 """How many differences from the nearest entry a reason names."""

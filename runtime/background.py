@@ -29,8 +29,8 @@ import torch
 from ..cache import Key
 from ..cache.keys.key import diff
 from ..compile.ir.compilation import ExampleArguments
-from ..compile.lower.compiled_model import CompiledModel
 from ..compile.pipeline import compile_model, find_model
+from ..compile.plan.compiled_model import CompiledModel
 from ..compile.warm import SHOWN, Loaded, NoBundle
 from ..errors import InvalidSetting, ModelMismatch
 from ..events import Event

@@ -12,7 +12,7 @@ import torch
 
 from ..cache import Cache
 from ..compile.ir.config import TOKENS
-from ..compile.lower.compiled_model import CompiledModel
+from ..compile.plan.compiled_model import CompiledModel
 from ..dispatch import (
     NO_GRAPH,
     Batch,

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from ..compile.eager_model import eager_model, uncompiled_model
 from ..compile.ir.compilation import CompileRequest, ExampleArguments
 from ..compile.ir.config import TOKENS
-from ..compile.lower.compiled_model import CompiledModel
-from ..compile.lower.eager_model import eager_model, uncompiled_model
 from ..compile.pipeline import compile_model, find_model
+from ..compile.plan.compiled_model import CompiledModel
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,

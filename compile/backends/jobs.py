@@ -28,10 +28,10 @@ from ..ir.compilation import CODE, Blobs, Compiler, CompileRequest, PieceBuilt, 
 from ..ir.config import TOKENS
 from ..ir.locations import first_line, node_location
 from ..ir.plan import CompiledRange
-from ..lower.report_plan import report_lookup
-from ..lower.split_model import SplitModel, UniquePiece
 from ..passes.graph_pass import GraphPass, inductor_passes, passes_for
 from ..pieces.compile_ranges import CompileRange, compile_ranges
+from ..plan.report_plan import report_lookup
+from ..plan.split_model import SplitModel, UniquePiece
 from .partition import partition_options, partitions_of
 
 

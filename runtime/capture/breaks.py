@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...compile.backends.partition import partitions_through
 from ...compile.ir.ops import resolve_op, tensors_in
-from ...compile.lower.compiled_model import CompiledModel
+from ...compile.plan.compiled_model import CompiledModel
 from ...torch_compat.ops import OpOverload
 from ...torch_compat.tensors import is_fake, is_faking
 from .recorder import ACTIVE

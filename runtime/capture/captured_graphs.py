@@ -13,7 +13,7 @@ from torch import Tensor
 from ...compile.conditions.places import reader
 from ...compile.ir.config import TOKENS
 from ...compile.ir.serialization import dtype_name
-from ...compile.lower.compiled_model import CompiledModel
+from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, Dispatcher, RuntimeMode
 from ...errors import BatchExceeded, CaptureFailed, DummyStepFailed, ModelClosed
 from ...torch_compat.tensors import writes_counted

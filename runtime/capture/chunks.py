@@ -19,8 +19,8 @@ from ...compile.ir.config import TOKENS
 from ...compile.ir.ops import resolve_op
 from ...compile.ir.plan import CallStep, PieceStep, Plan
 from ...compile.ir.serialization import decode, refs
-from ...compile.lower.codegen import used
-from ...compile.lower.compiled_model import CompiledModel
+from ...compile.plan.codegen import used
+from ...compile.plan.compiled_model import CompiledModel
 from ...torch_compat.ops import mutated_arguments
 from ..step.row_mixing import form_of
 from .recording import Recording

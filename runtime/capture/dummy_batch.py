@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...compile.ir.locations import first_line
-from ...compile.lower.compiled_model import CompiledModel
+from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, RuntimeMode
 from ...errors import LayerMissing, MetadataFailed
 from ...torch_compat.inlined import is_torch_file

@@ -10,7 +10,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from ...compile.ir.plan import CallStep, PieceStep, Plan
-from ...compile.lower.codegen import Hook
+from ...compile.plan.codegen import Hook
 from ...dispatch import Decision
 from ..step.step_log import StepObserver
 from .recording import Recording, SegmentKind, run_calls

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...compile.lower.compiled_model import CompiledModel
+from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import RuntimeMode
 from ...torch_compat.tensors import inner_tensors
 from ..backends.protocol import Memory

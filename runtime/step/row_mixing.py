@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...compile.ir.config import TOKENS
 from ...compile.ir.plan import CompiledRange, PieceStep, Plan
-from ...compile.lower.compiled_model import CompiledModel
+from ...compile.plan.compiled_model import CompiledModel
 
 Shape = tuple[int, ...]
 

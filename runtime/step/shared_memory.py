@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ...compile.lower.compiled_model import CompiledModel
+from ...compile.plan.compiled_model import CompiledModel
 from ...errors import InputsShareMemory
 from ...torch_compat.tensors import inner_tensors, storage_id
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compile.lower.compiled_model import CompiledModel
+from ...compile.plan.compiled_model import CompiledModel
 from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
 from ...torch_compat.tensors import storage_id, zero_all
 from ..config import Config, Padding, check_choice

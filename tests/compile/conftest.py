@@ -14,8 +14,8 @@ import torch
 from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.ir.config import CompileConfig
-from piecegraph.compile.lower.compiled_model import CompiledModel
 from piecegraph.compile.pipeline import compile_model
+from piecegraph.compile.plan.compiled_model import CompiledModel
 from piecegraph.events import Events
 from piecegraph.runtime.step.binding import binder, packer
 

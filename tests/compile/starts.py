@@ -24,8 +24,8 @@ from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.bundle.key_factors import trace_key
 from piecegraph.compile.ir.compilation import CODE, Blobs, CompileRequest, Finish, PieceFn
 from piecegraph.compile.ir.config import CompileConfig
-from piecegraph.compile.lower.compiled_model import CompiledModel
 from piecegraph.compile.pipeline import compile_model
+from piecegraph.compile.plan.compiled_model import CompiledModel
 from piecegraph.events import Events
 
 from .models import X

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.compile.ir.serialization import Expr, Ref
-from piecegraph.compile.lower.codegen import build_step, resolve_op, step_source
+from piecegraph.compile.plan.codegen import build_step, resolve_op, step_source
 
 from .plans import call, piece, small_plan
 

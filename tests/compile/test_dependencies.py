@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from piecegraph.compile.ir.serialization import Ref
-from piecegraph.compile.lower.dependencies import dependencies, drawing
+from piecegraph.compile.plan.dependencies import dependencies, drawing
 from piecegraph.errors import IllegalOrder
 
 from .plans import call, piece, small_plan

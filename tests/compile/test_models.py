@@ -79,7 +79,7 @@ def test_equal_pieces_are_found_under_every_shape_type(compiled, shapes):
 
 @pytest.mark.parametrize("make", [lambda: Stack(5), lambda: Stack(5, 2), lambda: Mamba(4)])
 def test_reuse_of_equal_pieces_changes_no_output(compiled, monkeypatch, make):
-    from piecegraph.compile.lower import split_model
+    from piecegraph.compile.plan import split_model
 
     model = make()
     settings = {"inputs": X, "splitting_ops": model_ops(model)}
@@ -229,7 +229,7 @@ def test_tied_weights_and_buffers(compiled):
 
 
 def test_weights_of_another_model_of_the_same_form_can_be_bound(compiled):
-    from piecegraph.compile.lower.compiled_model import bind
+    from piecegraph.compile.plan.compiled_model import bind
 
     made = compiled(Weights(), inputs=X)
     other = Weights()
@@ -246,7 +246,7 @@ def test_weights_of_another_model_of_the_same_form_can_be_bound(compiled):
 def test_model_on_the_meta_device_is_compiled_without_weights(compiled):
     with torch.device("meta"):
         model = Stack(3)
-    from piecegraph.compile.lower.compiled_model import bind
+    from piecegraph.compile.plan.compiled_model import bind
 
     made = compiled(model, inputs=X, splitting_ops=MIX, device="meta")
     real = Stack(3)

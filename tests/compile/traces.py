@@ -14,8 +14,8 @@ from piecegraph.cache import Cache
 from piecegraph.compile.guards.trace_with_guards import trace_with_guards
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.ir.config import CompileConfig
-from piecegraph.compile.lower.split_model import split_model
 from piecegraph.compile.pieces.fingerprint import canonical_text
+from piecegraph.compile.plan.split_model import split_model
 from piecegraph.events import Events
 from piecegraph.torch_compat import equal_modules
 from piecegraph.torch_compat.patch import replaced

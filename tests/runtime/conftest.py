@@ -16,8 +16,8 @@ import torch
 from piecegraph import Batch, Config, Dispatcher, Events, GraphMode, PreparedModel
 from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import CompileRequest
-from piecegraph.compile.lower.compiled_model import CompiledModel
 from piecegraph.compile.pipeline import compile_model
+from piecegraph.compile.plan.compiled_model import CompiledModel
 from piecegraph.dispatch import Histogram, resolve_mode
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import GraphBackend

@@ -30,7 +30,7 @@ from piecegraph import (
     forward_context,
     get_forward_context,
 )
-from piecegraph.compile.lower.compiled_model import CompiledModel, bind
+from piecegraph.compile.plan.compiled_model import CompiledModel, bind
 
 from .conftest import compile_once, prepare_on_replay
 

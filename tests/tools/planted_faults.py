@@ -23,8 +23,8 @@ from torch._inductor.virtualized import V
 
 from piecegraph import Batch, Config, PreparedModel
 from piecegraph.compile.backends import registry
-from piecegraph.compile.lower import plan_builder, split_model
 from piecegraph.compile.passes.graph_pass import GraphPass
+from piecegraph.compile.plan import plan_builder, split_model
 from piecegraph.tools.bisect import BisectCase, Finding, Step, bisect
 
 sys.path.append(str(Path(__file__).parent))

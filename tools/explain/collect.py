@@ -8,7 +8,7 @@ from typing import Any
 from ... import Events, PreparedModel
 from ...compile.ir.ops import resolve_op
 from ...compile.ir.plan import CallStep, Plan
-from ...compile.lower.report_plan import split_graph as plan_steps
+from ...compile.plan.report_plan import split_graph as plan_steps
 from ...runtime.records import CaptureFailure, CaptureRecord, ForecastAccuracy, MemoryUse
 from ...torch_compat.ops import given_arguments
 from ..engine.engine import StepRecord

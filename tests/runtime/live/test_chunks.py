@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from piecegraph import Batch, Config, GraphMode, prepare
-from piecegraph.compile.lower.compiled_model import CompiledModel
+from piecegraph.compile.plan.compiled_model import CompiledModel
 from piecegraph.errors import InvalidSetting
 from piecegraph.runtime.capture.chunks import chunk_obstacle
 

@@ -14,7 +14,7 @@ import torch
 
 from piecegraph import Batch, CaptureStrategy, Config, GraphMode, get_forward_context
 from piecegraph.compile.ir.plan import Check
-from piecegraph.compile.lower.compiled_model import CompiledModel, bind
+from piecegraph.compile.plan.compiled_model import CompiledModel, bind
 from piecegraph.errors import (
     AllCapturesFailed,
     CaptureFailed,

@@ -31,7 +31,7 @@ from piecegraph import (
     forward_context,
     get_forward_context,
 )
-from piecegraph.compile.lower.compiled_model import CompiledModel, bind
+from piecegraph.compile.plan.compiled_model import CompiledModel, bind
 from piecegraph.dispatch import NO_GRAPH, Axis, Reason
 from piecegraph.errors import BatchInvalid, DecisionNotPossible, NoModeLeft
 from piecegraph.runtime.capture import measured_costs

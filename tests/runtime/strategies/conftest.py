@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from piecegraph import Config, GraphMode, get_forward_context
-from piecegraph.compile.lower.compiled_model import CompiledModel
+from piecegraph.compile.plan.compiled_model import CompiledModel
 
 from ..conftest import Served, compile_once, prepare_on_replay
 

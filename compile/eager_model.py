@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ResultFormUnknown
-from ...torch_compat.tensors import (
+from ..errors import ResultFormUnknown
+from ..torch_compat.tensors import (
     FakeTensorMode,
     tree_flatten,
     tree_leaves,
     tree_map,
     tree_unflatten,
 )
-from ..ir.compilation import CompileRequest
-from ..ir.config import CompileConfig
-from ..ir.ops import Writes
-from ..ir.plan import CompiledRange, PieceStep, Plan, PlanPiece, Result, Symbol, UserInput
-from ..ir.serialization import Ref, dtype_name, encode, encode_result, with_refs
-from ..trace.examples import Examples, Leaf, example_inputs
-from .compiled_model import CompiledModel
+from .ir.compilation import CompileRequest
+from .ir.config import CompileConfig
+from .ir.ops import Writes
+from .ir.plan import CompiledRange, PieceStep, Plan, PlanPiece, Result, Symbol, UserInput
+from .ir.serialization import Ref, dtype_name, encode, encode_result, with_refs
+from .plan.compiled_model import CompiledModel
+from .trace.examples import Examples, Leaf, example_inputs
 
 _OTHER_SIZES = (41, 43, 47, 53, 59, 61)
 """Sizes that no example input has."""
