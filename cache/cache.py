@@ -37,7 +37,7 @@ from .lock import (
     single_flight,
 )
 from .manifest import BadManifest, BlobRef, Manifest, decode, encode
-from .names import LOCK_AREA, checked_name, entry_name, note_name
+from .names import checked_name, entry_name, lock_name
 
 
 class Cache:
@@ -256,7 +256,7 @@ class Cache:
             yield Flight.UNLOCKED
             return
         label = _label(kind, key)
-        name = note_name(LOCK_AREA, checked_name(kind, "kind of entry"), key.digest)
+        name = lock_name(kind, key.digest)
         root = self.private.root
         with single_flight(root / name, label, self._events, wait_limit, progress_every) as flight:
             there = os.path.exists(root / entry_name(kind, key.digest))

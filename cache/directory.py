@@ -26,7 +26,7 @@ from .layers import Failures
 from .lock import owned_directory
 from .manifest import BlobRef, Manifest, encode, is_intact
 from .names import QUARANTINE_AREA, SCRATCH_AREA, blob_name, entry_name
-from .signing import Trust, sign, trust_all
+from .signing import Trust, trust_all
 
 USE_RESOLUTION = 60.0
 """Seconds between two records of an entry's use: saves a write per lookup."""
@@ -54,22 +54,13 @@ class DirectoryLayer:
         name: str | None = None,
         failures: Failures = "ignore",
         writable: bool = False,
-        secret: bytes | None = None,
-        file_mode: int = 0o600,
         fault: Fault = no_fault,
     ) -> None:
-        """Entries are stored signed if there is a `secret`, in files of `file_mode`.
-
-        Directories are created with the mode that lets the same users list them.
-        """
         self.root = root
         self.name = name or f"shared:{root}"
         self.failures: Failures = failures
         self.writable = writable
         self._trust = trust
-        self._secret = secret
-        self._file_mode = file_mode
-        self._directory_mode = file_mode | (file_mode & 0o444) >> 2
         self._fault = fault
 
     def read(self, name: str, limit: int) -> bytes:
@@ -85,9 +76,8 @@ class DirectoryLayer:
             for ref, content in blobs.items():
                 if self.file(ref, content) is None:
                     self._put_blob(scratch, ref, content)
-            signature = sign(manifest, self._secret) if self._secret is not None else None
             name = entry_name(manifest.kind, manifest.key.digest)
-            self._put(scratch / "manifest", encode(manifest, signature), name)
+            self._put(scratch / "manifest", encode(manifest), name)
             # An eviction that did not see the manifest yet may have removed a blob we reused.
             for ref, content in blobs.items():
                 try:
@@ -100,10 +90,9 @@ class DirectoryLayer:
         self._put(scratch / "blob", content, blob_name(ref.sha256))
 
     def _put(self, temporary: Path, content: bytes, name: str) -> None:
-        write_synced(temporary, [content], self._file_mode)
-        temporary.chmod(self._file_mode)  # regardless of the umask
+        write_synced(temporary, [content])
         self._fault(f"{temporary.name} written")
-        place(temporary, self.root / name, self._directory_mode)
+        place(temporary, self.root / name)
         self._fault(f"{temporary.name} placed")
 
     def file(self, ref: BlobRef, content: bytes) -> Path | None:

@@ -18,22 +18,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import InvalidName
 from ..events import Events
-from .files import Irregular, make_directory, place, write_synced
+from .files import Irregular, place
 from .lock import owned_directory, remove_unowned
 from .manifest import BadManifest, BlobRef, read_manifest
 from .names import (
     LOCK_AREA,
-    PIN_AREA,
     QUARANTINE_AREA,
     SCRATCH_AREA,
     blob_name,
     blob_names,
-    checked_name,
     entry_names,
-    is_digest,
-    note_name,
 )
 
 
@@ -60,29 +55,7 @@ class _Stored:
     idle: float
     size: int
     blobs: frozenset[BlobRef]
-    pinned: bool
     whole: bool
-
-
-def pin(root: Path, kind: str, key_digest: str) -> None:
-    """Exempt an entry, present or future, from eviction."""
-    make_directory(root / PIN_AREA)
-    with contextlib.suppress(FileExistsError):
-        write_synced(_pin(root, kind, key_digest), [])
-
-
-def unpin(root: Path, kind: str, key_digest: str) -> None:
-    _pin(root, kind, key_digest).unlink(missing_ok=True)
-
-
-def is_pinned(root: Path, kind: str, key_digest: str) -> bool:
-    return _pin(root, kind, key_digest).exists()
-
-
-def _pin(root: Path, kind: str, key_digest: str) -> Path:
-    if not is_digest(key_digest):
-        raise InvalidName(name=key_digest, thing="key")
-    return root / note_name(PIN_AREA, checked_name(kind, "kind of entry"), key_digest)
 
 
 def evict(root: Path, limits: Limits, events: Events) -> None:
@@ -104,13 +77,11 @@ def evict(root: Path, limits: Limits, events: Events) -> None:
 
 def _stored(root: Path) -> Iterator[_Stored]:
     for name in entry_names(root):
-        _, kind, _, digest = name.split("/")
         with contextlib.suppress(FileNotFoundError):
             size, idle = (root / name).lstat().st_size, _idle(root / name)
-            pinned = (root / note_name(PIN_AREA, kind, digest)).exists()
             blobs = _blobs(root / name)
             whole = all((root / blob_name(ref.sha256)).exists() for ref in blobs)
-            yield _Stored(name, idle, size, blobs, pinned, whole)
+            yield _Stored(name, idle, size, blobs, whole)
 
 
 def _blobs(path: Path) -> frozenset[BlobRef]:
@@ -127,18 +98,17 @@ def _blobs(path: Path) -> frozenset[BlobRef]:
 def _divided(entries: Iterable[_Stored], limits: Limits) -> tuple[list[_Stored], list[_Stored]]:
     """Of entries, most recently used first, those to keep and those to remove.
 
-    A shared blob counts once. An entry that lost a blob is of no use, pinned or not; one that is
-    just being published may lack a blob for a moment.
+    A shared blob counts once. An entry that lost a blob is of no use; one that is just being
+    published may lack a blob for a moment.
     """
     kept: list[_Stored] = []
     removed: list[_Stored] = []
     blobs: set[BlobRef] = set()
     total = 0
-    for entry in sorted(entries, key=lambda entry: not entry.pinned):
+    for entry in entries:
         size = entry.size + sum(ref.size for ref in entry.blobs - blobs)
-        keep = entry.idle < limits.grace or (entry.pinned and entry.whole)
         fits = entry.whole and total + size <= limits.size and entry.idle < limits.age
-        if keep or fits:
+        if fits or entry.idle < limits.grace:
             total += size
             blobs |= entry.blobs
             kept.append(entry)

@@ -1,4 +1,4 @@
-"""Ship entries: as one file, to copy by hand, or as a directory that other users can read.
+"""Ship entries as one file, to copy by hand.
 
     piecegraph-bundle 1
     {"blobs":[[<sha256>,<bytes>],...],"manifests":[<bytes>,...]}
@@ -12,7 +12,6 @@ import. A file from others is trusted as a shared layer is: signed, pinned, or b
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import itertools
@@ -23,13 +22,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..errors import BundleRefused, EntryUnusable
-from .directory import DirectoryLayer
-from .files import Irregular, make_directory, open_regular, place, write_synced
+from .files import Irregular, open_regular, place, write_synced
 from .keys.factors import Json, canonical
 from .layers import CacheLayer, Entry, Failures, Miss, find, read_blob
 from .lock import owned_directory, remove_unowned
 from .manifest import MAX_MANIFEST_BYTES, BadManifest, BlobRef, Manifest, decode, encode
-from .names import SCRATCH_AREA, blob_name, entry_name, is_digest
+from .names import blob_name, entry_name, is_digest
 from .signing import Trust, sign
 
 MAGIC = b"piecegraph-bundle 1\n"
@@ -73,23 +71,6 @@ def export_entries(
         parts = itertools.chain([MAGIC, header, b"\n", *encoded], contents)
         write_synced(temporary, parts, mode=0o666)
         place(temporary, path)
-
-
-def write_layer(
-    manifests: Iterable[Manifest], source: CacheLayer, root: Path, secret: bytes | None = None
-) -> None:
-    """Write entries of `source`, signed if there is a `secret`, to a directory that others read.
-
-    Files have mode 0644 and new directories 0755, regardless of the umask: a container that
-    reads the layer often runs as another user. Raises EntryUnusable and OSError.
-    """
-    make_directory(root, 0o755)
-    layer = DirectoryLayer(root, writable=True, secret=secret, file_mode=0o644)
-    for manifest in manifests:
-        contents = {name: _content(source, manifest, name) for name in manifest.blobs}
-        layer.store(manifest, contents)
-    with contextlib.suppress(OSError):  # another process may be writing too
-        (root / SCRATCH_AREA).rmdir()
 
 
 def _check_limit(part: str, size: int, limit: int) -> None:

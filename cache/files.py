@@ -54,15 +54,13 @@ def read_file(path: Path, limit: int) -> bytes:
         return file.readall()
 
 
-def make_directory(directory: Path, mode: int = 0o700) -> None:
-    """Create `directory` and its missing parents, by default accessible to the owner only."""
+def make_directory(directory: Path) -> None:
+    """Create `directory` and its missing parents, accessible to the owner only."""
     if directory.is_dir():
         return
-    make_directory(directory.parent, mode)
+    make_directory(directory.parent)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
-        if mode != 0o700:
-            directory.chmod(mode)  # regardless of the umask
         sync_directory(directory.parent)
 
 
@@ -77,9 +75,9 @@ def write_synced(path: Path, parts: Iterable[bytes], mode: int = 0o600) -> None:
         os.fsync(descriptor)
 
 
-def place(temporary: Path, final: Path, directory_mode: int = 0o700) -> None:
+def place(temporary: Path, final: Path) -> None:
     """Rename `temporary` to `final` atomically and fsync the directory, created if missing."""
-    make_directory(final.parent, directory_mode)
+    make_directory(final.parent)
     os.replace(temporary, final)
     sync_directory(final.parent)
 

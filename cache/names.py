@@ -2,7 +2,7 @@
 
     entries-v1/<kind>/<2 hex>/<key digest>   manifests, replaced by rename
     blobs-v1/<2 hex>/<sha256>                immutable contents
-    tmp/ quarantine/ locks/ pins/            in the private directory only
+    tmp/ quarantine/ locks/                  in the private directory only
 
 Every layer, local or remote, uses the same relative names, so one can be copied to another. The
 schema version is part of the names: versions of the library can share a directory without
@@ -26,7 +26,6 @@ BLOB_AREA = f"blobs-v{SCHEMA}"
 SCRATCH_AREA = "tmp"
 QUARANTINE_AREA = "quarantine"
 LOCK_AREA = "locks"
-PIN_AREA = "pins"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -51,9 +50,8 @@ def entry_name(kind: str, key_digest: str) -> str:
     return f"{ENTRY_AREA}/{checked_name(kind, 'kind of entry')}/{key_digest[:2]}/{key_digest}"
 
 
-def note_name(area: str, kind: str, key_digest: str) -> str:
-    """The lock or pin of an entry. `kind` was checked or comes from a listing."""
-    return f"{area}/{kind}-{key_digest}"
+def lock_name(kind: str, key_digest: str) -> str:
+    return f"{LOCK_AREA}/{checked_name(kind, 'kind of entry')}-{key_digest}"
 
 
 def blob_name(sha256: str) -> str:

@@ -1,7 +1,7 @@
-"""`serve.py build` compiles into the private cache directory; `serve.py serve DIR` loads from DIR.
+"""`serve.py build DIR` compiles and stores the result in DIR; `serve.py serve DIR` loads from DIR.
 
-Run `build` while the image is built and `piecegraph cache layer DIR` after it, `serve DIR` when the
-container starts. `serve` never compiles: without a usable bundle it fails and names what differs.
+Run `build` while the image is built, `serve` when the container starts. `serve` never compiles:
+without a usable bundle it fails and names what differs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ def config(**settings: Any) -> pg.Config:
     return pg.Config(inputs={"x": "float32[num_tokens, 64]"}, max_num_tokens=128, **settings)
 
 
-def build() -> None:
-    model, settings = Model().eval(), config()
+def build(directory: Path) -> None:
+    # The private cache directory is readable by its owner only, a layer by every user.
+    layer = {"at": directory.resolve().as_uri(), "write_back": True, "trust": "anybody"}
+    model, settings = Model().eval(), config(cache_layers=(layer,))
     pg.prepare(model, settings)
     pg.compile_ahead(model, settings)  # libraries, which load in milliseconds
 
@@ -51,6 +53,6 @@ def serve(directory: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "build":
-        build()
+        build(Path(sys.argv[2]))
     else:
         serve(Path(sys.argv[2]))

@@ -11,11 +11,10 @@ import pytest
 
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache import evict as evict_module
-from piecegraph.cache.evict import Limits, evict, pin, unpin
+from piecegraph.cache.evict import Limits, evict
 from piecegraph.cache.inspection import verify
 from piecegraph.cache.manifest import Manifest
 from piecegraph.cache.names import BLOB_AREA, entry_name
-from piecegraph.errors import InvalidName
 from piecegraph.events import Events
 
 from .conftest import numbered
@@ -79,30 +78,8 @@ def test_an_entry_that_lost_a_blob_is_removed_unless_it_is_being_published(
         assert isinstance(found, Entry)
         filled.path(found, "own").unlink()
         set_idle(root, number, number * 3600)
-    pin(root, "artifact", numbered(4).digest)
     evict(root, Limits(), events)
     assert left(root) == [0, 1, 2, 5, 6, 7, 8, 9]
-
-
-def test_pinned_entries_stay(filled: Cache, root: Path, events: Events) -> None:
-    pin(root, "artifact", numbered(8).digest)
-    pin(root, "artifact", numbered(8).digest)
-    evict(root, Limits(size=35 * KB), events)
-    assert left(root) == [0, 8]
-    set_idle(root, 0, 3600)
-    evict(root, Limits(size=0, age=60), events)
-    assert left(root) == [8]
-    unpin(root, "artifact", numbered(8).digest)
-    unpin(root, "artifact", numbered(8).digest)
-    evict(root, Limits(size=0), events)
-    assert left(root) == []
-    assert size(root) == 0
-
-
-@pytest.mark.parametrize("name", [("../x", "0" * 64), ("artifact", "../../../x")])
-def test_pin_stays_inside(filled: Cache, root: Path, name: tuple[str, str]) -> None:
-    with pytest.raises(InvalidName):
-        pin(root, *name)
 
 
 def test_recently_used_entries_stay_whatever_the_limit(

@@ -7,20 +7,15 @@ import json
 import os
 import shutil
 import stat
-import tempfile
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from piecegraph import Events
-from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache import Cache, Key
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.names import blob_name, entry_name
-from piecegraph.cache.signing import signed_with
 from piecegraph.tools.cli.app import main
-
-from ..cache.children import fork, status
 
 SMALL = ["--model", "layers=1,hidden=16,heads=2,vocab=32"]
 SECRET = "a secret of more than sixteen bytes"
@@ -90,31 +85,6 @@ def test_prune_goes_down_to_a_size_and_an_age(root, capsys):
     assert not list(root.glob("entries*/*/*/*"))
 
 
-def test_pinned_entries_are_shown_and_stay(root, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    one, two = digest("trace", a=1), digest("codegen", b=1)
-    assert main(["cache", "pin", one[:10], f"artifact/{two[:10]}"]) == 0
-    assert capsys.readouterr().out == f"pinned: bundle/{one[:12]}\npinned: artifact/{two[:12]}\n"
-    assert main(["cache", "show", one]) == 0
-    assert json.loads(capsys.readouterr().out)["pinned"] is True
-    assert main(["cache", "prune", "--size", "0"]) == 0
-    assert "removed 1 entries" in capsys.readouterr().out
-    assert main(["cache", "list"]) == 0
-    assert "pinned compile_seconds=1.5" in capsys.readouterr().out
-    assert main(["cache", "verify"]) == 0
-    assert main(["cache", "unpin", one]) == 0
-    assert main(["cache", "prune", "--size", "0"]) == 0
-    assert main(["cache", "show", one]) == 2
-    assert main(["cache", "show", two]) == 0
-    assert main(["cache", "pin", "f" * 20]) == 2
-
-
-def test_a_pin_that_cannot_be_written_is_an_error(root, capsys):
-    (root / "pins").write_text("")
-    assert main(["cache", "pin", digest("trace", a=1)]) == 2
-    assert "cannot write" in capsys.readouterr().err
-
-
 def test_a_prune_that_fails_says_so(root, capsys):
     shutil.rmtree(root / "tmp")
     (root / "tmp").write_text("")
@@ -180,41 +150,6 @@ def test_bundles_travel_in_one_file_and_must_be_believed(root, capsys, tmp_path,
     assert main(["cache", "export", str(path)]) == 0
     assert main(["cache", "import", str(path), *target]) == 0
     assert main(["cache", "verify", *target]) == 0
-
-
-def test_a_layer_can_be_read_by_another_user(root, capsys, tmp_path, monkeypatch):
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
-    before = os.umask(0o077)
-    monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY", SECRET)
-    try:
-        assert main(["cache", "layer", str(tmp_path / "layer")]) == 0
-    finally:
-        os.umask(before)
-    assert "2 entries, signed" in capsys.readouterr().out
-    assert sorted(path.name for path in (tmp_path / "layer").iterdir()) == [
-        "blobs-v1",
-        "entries-v1",
-    ]
-    outside = Path(tempfile.mkdtemp(dir="/tmp"))
-    (tmp_path / "layer").rename(outside / "layer")
-    outside.chmod(0o755)
-
-    def read():
-        os.setgroups([])
-        os.setuid(65534)
-        layer = DirectoryLayer(outside / "layer", signed_with(SECRET.encode()))
-        found = Cache(None, Events(), shared=[layer]).lookup("bundle", Key.of("trace", {"a": 1}))
-        assert isinstance(found, Entry), found
-
-    assert status(fork(read)) == 0
-    shutil.rmtree(outside)
-
-
-def test_a_layer_is_not_written_over_the_private_directory(root, capsys):
-    assert main(["cache", "layer", str(root)]) == 2
-    assert "it is the private cache directory" in capsys.readouterr().err
-    assert main(["cache", "verify"]) == 0
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])

@@ -7,7 +7,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ from ..report.output import outputs
 from ..report.sections import rich_table
 from ..report.sections import size as shown_size
 from ..serve.options import RunOptions
-from .cache_entries import cache_directory, is_pinned, label, manifests, named
+from .cache_entries import cache_directory, label, manifests, named
 from .run_commands import with_run_options
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ cache_app = typer.Typer(
 )
 
 DirOption = Annotated[Path | None, typer.Option("--cache-dir", help="Where artifacts are kept.")]
-NamesArgument = Annotated[list[str], typer.Argument(help="First digits of keys, or kind/digits.")]
 
 
 @cache_app.command("list")
@@ -54,7 +53,7 @@ def list_command(cache_dir: DirOption = None) -> int:
             shown_size(sum(blob.size for blob in manifest.blobs.values())),
             len(manifest.blobs),
             _ago(used),
-            " ".join(_facts(root, manifest)),
+            " ".join(_facts(manifest)),
         )
         for manifest, used in sorted(manifests(root), key=lambda found: -found[1])
     ]
@@ -72,8 +71,7 @@ def show_command(
     root = cache_directory(cache_dir)
     (manifest,) = named(root, [name])
     facts: dict[str, Any] = json.loads(manifest.line())
-    facts |= {"digest": manifest.digest, "pinned": is_pinned(root, manifest)}
-    print(json.dumps(facts, indent=2))
+    print(json.dumps({**facts, "digest": manifest.digest}, indent=2))
     return 0
 
 
@@ -123,22 +121,6 @@ def prune_command(
     return 0
 
 
-@cache_app.command("pin")
-def pin_command(names: NamesArgument, cache_dir: DirOption = None) -> int:
-    """Keep entries whatever the limits of the cache say."""
-    from ...cache.evict import pin
-
-    return _each_pin(pin, "pinned", names, cache_dir)
-
-
-@cache_app.command("unpin")
-def unpin_command(names: NamesArgument, cache_dir: DirOption = None) -> int:
-    """Let pinned entries go again when the cache is too large or they are too old."""
-    from ...cache.evict import unpin
-
-    return _each_pin(unpin, "no longer pinned", names, cache_dir)
-
-
 @cache_app.command("export")
 def export_command(
     path: Annotated[Path, typer.Argument(help="The file to write.")],
@@ -160,38 +142,6 @@ def export_command(
         export_entries(chosen, DirectoryLayer(root, name=str(root)), path, secret)
     signed = "signed" if secret else "not signed"
     print(f"{len(chosen)} entries, {shown_size(path.stat().st_size)}, {signed}: {path}")
-    for manifest in chosen:
-        print(f"  {label(manifest)} digest {manifest.digest}")
-    return 0
-
-
-@cache_app.command("layer")
-def layer_command(
-    directory: Annotated[Path, typer.Argument(help="The directory to write to.")],
-    names: Annotated[
-        list[str] | None, typer.Argument(help="Entries to write; all bundles by default.")
-    ] = None,
-    cache_dir: DirOption = None,
-) -> int:
-    """Write bundles to a directory that any user can read, for `cache_layers`; signed as export."""
-    from ...cache.directory import DirectoryLayer
-    from ...cache.export import write_layer
-    from ...cache.signing import secret_from_environment
-
-    root, secret = cache_directory(cache_dir), secret_from_environment()
-    if directory.resolve() == root.resolve():
-        raise InvalidSetting(
-            name="DIRECTORY",
-            value=str(directory),
-            reason="it is the private cache directory",
-            expected="another directory",
-        )
-    chosen = _entries_to_ship(root, names)
-    try:
-        write_layer(chosen, DirectoryLayer(root, name=str(root)), directory, secret)
-    except OSError as error:
-        raise CacheNotWritable(path=directory, reason=error) from error
-    print(f"{len(chosen)} entries, {'signed' if secret else 'not signed'}: {directory}")
     for manifest in chosen:
         print(f"  {label(manifest)} digest {manifest.digest}")
     return 0
@@ -323,23 +273,8 @@ def _refuse_failed(root: Path, failures: Sequence[Event]) -> None:
         raise CacheNotWritable(path=root, reason=failures[0].facts["reason"])
 
 
-def _each_pin(
-    change: Callable[[Path, str, str], None], done: str, names: Sequence[str], where: Path | None
-) -> int:
-    root = cache_directory(where)
-    for manifest in named(root, names):
-        try:
-            change(root, manifest.kind, manifest.key.digest)
-        except OSError as error:
-            raise CacheNotWritable(path=root, reason=error) from error
-        print(f"{done}: {label(manifest)}")
-    return 0
-
-
-def _facts(root: Path, manifest: Manifest) -> Iterator[str]:
+def _facts(manifest: Manifest) -> Iterator[str]:
     """What a line of the list shows besides size and use."""
-    if is_pinned(root, manifest):
-        yield "pinned"
     for name, value in manifest.meta.items():
         if isinstance(value, int | float | str | list) and len(str(value)) < 20:
             yield f"{name}={value:.1f}" if isinstance(value, float) else f"{name}={value}"

@@ -48,11 +48,5 @@ def named(root: Path, names: Iterable[str]) -> list[Manifest]:
     return chosen
 
 
-def is_pinned(root: Path, manifest: Manifest) -> bool:
-    from ...cache import evict
-
-    return evict.is_pinned(root, manifest.kind, manifest.key.digest)
-
-
 def label(manifest: Manifest) -> str:
     return f"{manifest.kind}/{manifest.key.digest[:12]}"
