@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .torch_compat.structured_trace import (
+from .torch_compat.basics.structured_trace import (
     compile_unit,
     in_compile_unit,
     new_frame,

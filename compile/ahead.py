@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ..errors import InvalidSetting
-from ..torch_compat.aoti_build import LibraryBuilds
-from ..torch_compat.dynamo import reasoning_about_sizes
+from ..torch_compat.compiling.aoti_build import LibraryBuilds
+from ..torch_compat.tracing.dynamo import reasoning_about_sizes
 from .backends.aoti import begin_library, building
 from .backends.jobs import Compiled, Job, compile_pieces, compiler_options, store_artifact
 from .backends.registry import compiler_named

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+
 import torch
 from torch.fx import GraphModule
 
 from ..cache import Cache
 from ..events import Events
-from ..torch_compat.dynamo import reasoning_about_sizes
+from ..torch_compat.tracing.dynamo import reasoning_about_sizes
 from .backends.registry import compiler_named
 from .guards.numerics_check import concrete_inputs, numeric_difference
 from .guards.trace_with_guards import trace_with_guards

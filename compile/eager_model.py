@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ResultFormUnknown
-from ..torch_compat.tensors import (
+from ..torch_compat.basics.tensors import (
     FakeTensorMode,
     tree_flatten,
     tree_leaves,

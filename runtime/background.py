@@ -34,8 +34,8 @@ from ..compile.plan.compiled_model import CompiledModel
 from ..compile.warm import SHOWN, Loaded, NoBundle
 from ..errors import InvalidSetting, ModelMismatch
 from ..events import Event
-from ..torch_compat.inductor import forget_threads
-from ..torch_compat.modules import allocate_meta_tensors
+from ..torch_compat.basics.modules import allocate_meta_tensors
+from ..torch_compat.compiling.inductor import forget_threads
 from .config import ColdStart, Config
 from .memory.budget import Exchange
 from .records import BackgroundFailure, BackgroundPhase, Records

@@ -30,7 +30,7 @@ from ..errors import (
     ModelClosed,
     StepInProgress,
 )
-from ..torch_compat.tensors import is_autocast_enabled, is_grad_enabled, set_grad_enabled
+from ..torch_compat.basics.tensors import is_autocast_enabled, is_grad_enabled, set_grad_enabled
 from .backends.protocol import GraphBackend
 from .background import Background
 from .capture.captured_graph import CapturedGraph

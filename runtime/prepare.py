@@ -27,7 +27,7 @@ from ..dispatch import (
 )
 from ..errors import AutocastActive, InvalidSetting
 from ..events import Events
-from ..torch_compat.tensors import is_autocast_enabled
+from ..torch_compat.basics.tensors import is_autocast_enabled
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
 from .background import Background, Factory

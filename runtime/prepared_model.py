@@ -16,7 +16,7 @@ from ..errors import (
     ModelClosed,
     StepInProgress,
 )
-from ..torch_compat.tensors import is_autocast_enabled
+from ..torch_compat.basics.tensors import is_autocast_enabled
 from .capture.dummy_batch import MetadataFor
 from .capture.measured_costs import interpolated, measure_costs
 from .capture.recording import Recording

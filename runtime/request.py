@@ -8,7 +8,7 @@ import torch
 
 from ..compile.ir.compilation import CompileRequest, ExampleArguments
 from ..errors import InvalidSetting
-from ..torch_compat.modules import original_module
+from ..torch_compat.basics.modules import original_module
 from .config import Config
 from .open_cache import open_cache
 from .records import Records

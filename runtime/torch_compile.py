@@ -29,8 +29,8 @@ from ..compile.trace.inline_regions import inline_regions
 from ..compile.trace.symbols import argument_sizes, symbol_labels
 from ..errors import GradientsNeeded, InvalidSetting, UnboundSymbol
 from ..events import Events
-from ..torch_compat.dynamo import current_shape_env
-from ..torch_compat.symbolic import size_range, state_at_most
+from ..torch_compat.basics.symbolic import size_range, state_at_most
+from ..torch_compat.tracing.dynamo import current_shape_env
 from .config import Config
 from .open_cache import open_cache
 from .switches import resolve_config

@@ -13,8 +13,8 @@ import sys
 import traceback
 
 import piecegraph
-from piecegraph.torch_compat.dynamo import import_dynamo
-from piecegraph.torch_compat.inductor import import_inductor
+from piecegraph.torch_compat.compiling.inductor import import_inductor
+from piecegraph.torch_compat.tracing.dynamo import import_dynamo
 
 
 def run(script: str, output: str, environment: dict[str, str]) -> int:

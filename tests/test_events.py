@@ -82,7 +82,7 @@ assert len(events.events) == 1
 TRACED = """
 import torch
 from piecegraph.events import trace_artifact
-from piecegraph.torch_compat.structured_trace import trace_is_on
+from piecegraph.torch_compat.basics.structured_trace import trace_is_on
 assert trace_is_on() is {traced}
 trace_artifact("graph", lambda: print("made") or "text")
 """

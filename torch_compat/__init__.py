@@ -1,5 +1,5 @@
 """Every private or version-dependent torch API that the library uses (torch 2.11 to 2.14).
 
-One module per subsystem of torch. No module imports Dynamo or Inductor at module level, because a
-warm start needs neither. A test enforces that private names are used only here.
+One module per subsystem of torch. Outside `faster` no module imports Dynamo or Inductor at module
+level, because a warm start needs neither. A test enforces that private names are used only here.
 """

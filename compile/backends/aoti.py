@@ -14,11 +14,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...errors import LibraryDisagrees, LibraryNotGeneral
-from ...torch_compat.aoti import AheadCompiled, aoti_compile
-from ...torch_compat.aoti_build import LibraryBuilds, library_builds
-from ...torch_compat.inductor import cache_directory
-from ...torch_compat.symbolic import expression_of, traced_size
-from ...torch_compat.tensors import fresh_fake_mode
+from ...torch_compat.basics.symbolic import expression_of, traced_size
+from ...torch_compat.basics.tensors import fresh_fake_mode
+from ...torch_compat.compiling.aoti import AheadCompiled, aoti_compile
+from ...torch_compat.compiling.aoti_build import LibraryBuilds, library_builds
+from ...torch_compat.compiling.inductor import cache_directory
 from ..guards.numerics_check import numeric_difference
 from ..guards.prover import Ranges, prove
 from ..guards.range_check import corners

@@ -17,7 +17,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ...events import Events
-from ...torch_compat.inductor import (
+from ...torch_compat.compiling.inductor import (
     inductor_cache_directory,
     inductor_compile_to,
     inductor_load_from,

@@ -22,8 +22,9 @@ from ...cache.files import check_private
 from ...cache.lock import temporary_directory
 from ...errors import UntrustedDirectory
 from ...events import Events
-from ...torch_compat.aoti import aoti_load
-from ...torch_compat.inductor import (
+from ...torch_compat.basics.tensors import fresh_fake_mode
+from ...torch_compat.compiling.aoti import aoti_load
+from ...torch_compat.compiling.inductor import (
     cache_directory,
     import_inductor,
     inductor_cache_directory,
@@ -33,8 +34,7 @@ from ...torch_compat.inductor import (
     inductor_options,
     inductor_serialize,
 )
-from ...torch_compat.tensors import fresh_fake_mode
-from ...torch_compat.toolchain import (
+from ...torch_compat.compiling.toolchain import (
     compiler_version,
     cpp_headers_ready,
     keep_probe,

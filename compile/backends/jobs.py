@@ -16,12 +16,13 @@ from functools import cache, partial
 from typing import Any
 
 import sympy
+
 import torch
 
 from ...cache import Entry, Key
 from ...cache.keys.factors import Json
 from ...errors import PieceFailed, PiecegraphError
-from ...torch_compat.dynamo import reasoning_about_sizes
+from ...torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..bundle.key_factors import codegen_key, machine_key
 from ..guards.numerics_check import concrete_inputs, numeric_difference
 from ..ir.compilation import CODE, Blobs, Compiler, CompileRequest, PieceBuilt, PieceFn, kernels

@@ -17,8 +17,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ...errors import NotPartitioned
-from ...torch_compat.ops import is_decomposed
-from ...torch_compat.partition import Partitions, inductor_partitions
+from ...torch_compat.basics.ops import is_decomposed
+from ...torch_compat.compiling.partition import Partitions, inductor_partitions
 from ..ir.compilation import Blobs, Compiler, Finish, PieceFn
 from ..ir.ops import resolve_op
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ...errors import UnknownCompiler
-from ...torch_compat.dynamo import registered_backend, registered_backends
+from ...torch_compat.tracing.dynamo import registered_backend, registered_backends
 from ..ir.compilation import CompilePiece, Compiler, CompileRequest, Finish
 from . import inductor
 from .editable_code import editable_inductor

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from pydantic import ValidationError
+
+import torch
 
 from ...cache import Cache, Entry, Key, Miss
 from ...cache.keys.factors import Json, canonical

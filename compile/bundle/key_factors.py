@@ -24,10 +24,10 @@ from ...cache.keys.code import described_code, fingerprint
 from ...cache.keys.encoder import UNDESCRIBABLE, class_name, described, tensor_text
 from ...cache.keys.environment import environment_factors
 from ...cache.keys.factors import Json, Parts, config_factors
-from ...torch_compat.inductor_fixes import REPAIRS
-from ...torch_compat.settings import changed_settings, function_modes, global_state
-from ...torch_compat.tensors import subclass_parts
-from ...torch_compat.toolchain import cpp_compiler, cpu_extensions
+from ...torch_compat.basics.settings import changed_settings, function_modes, global_state
+from ...torch_compat.basics.tensors import subclass_parts
+from ...torch_compat.compiling.toolchain import cpp_compiler, cpu_extensions
+from ...torch_compat.repairs.inductor_fixes import REPAIRS
 from ..ir.compilation import ExampleArguments
 from ..ir.config import CompileConfig, InputSpec
 from ..ir.serialization import dtype_name

@@ -19,7 +19,7 @@ from torch.fx import Node
 from ...cache.keys.code import code_parts
 from ...cache.keys.encoder import KNOWN, Undescribable
 from ...cache.keys.factors import Json
-from ...torch_compat.ops import op_name, triton_call
+from ...torch_compat.basics.ops import op_name, triton_call
 from ..conditions.conditions import Change, changes, number_of_conditions
 from ..ir.config import CompileConfig
 from ..ir.locations import node_location

@@ -34,7 +34,7 @@ from ...cache.keys.encoder import (
     unwrapped,
 )
 from ...cache.keys.factors import Json, canonical
-from ...torch_compat.inlined import is_torch_file
+from ...torch_compat.basics.frames import is_torch_file
 from .places import HOOKS, MISSING, Step, follow, key_of, root_value, spelled
 
 _NATIVE = (

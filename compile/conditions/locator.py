@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...cache.keys.environment import VARIABLES
-from ...torch_compat.dynamo import Captured
+from ...torch_compat.tracing.dynamo import Captured
 from .places import (
     CONTAINERS,
     GLOBALS,

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...torch_compat.modules import called_function
+from ...torch_compat.basics.modules import called_function
 
 Step: TypeAlias = "str | list[Any]"
 MODEL, GLOBALS = "", "*"

@@ -26,10 +26,11 @@ from ...cache.keys.code import (
 )
 from ...cache.keys.encoder import KNOWN, Undescribable, class_name, package_of, unwrapped
 from ...cache.keys.factors import Json
-from ...torch_compat.dynamo import Captured
-from ...torch_compat.inlined import SHARED_CELL, GuardFact, is_torch_file
-from ...torch_compat.modules import CALL_METHODS
-from ...torch_compat.settings import is_settings
+from ...torch_compat.basics.facts import SHARED_CELL, GuardFact
+from ...torch_compat.basics.frames import is_torch_file
+from ...torch_compat.basics.modules import CALL_METHODS
+from ...torch_compat.basics.settings import is_settings
+from ...torch_compat.tracing.dynamo import Captured
 from .conditions import IDENTITY, Recorder
 from .locator import VARIABLES_AT, Located, Locator, Unlocatable, module_place
 from .places import HOOK_TABLES, MODEL, Step, called_as, encoded_key, forward_function

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
-from ...torch_compat.ops import overload_of
-from ...torch_compat.tensors import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
+from ...torch_compat.basics.ops import overload_of
+from ...torch_compat.basics.tensors import FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
 from ..conditions.places import Place
 from ..ir.config import TOKENS, CompileConfig
 from ..ir.ops import op_names, tensors_in, written_by

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+
 from torch.fx import GraphModule
 
 from ...errors import CompileError, GuardUnproved, ShapesDiffer, Specialized
 from ...events import Events
-from ...torch_compat.symbolic import (
+from ...torch_compat.basics.symbolic import (
     deferred_asserts,
     holds_by_intervals,
     narrowed_range,

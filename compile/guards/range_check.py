@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from ...torch_compat.ops import HigherOrderOperator
-from ...torch_compat.tensors import DynamicOutputShapeException, FakeTensorMode
+from ...torch_compat.basics.ops import HigherOrderOperator
+from ...torch_compat.basics.tensors import DynamicOutputShapeException, FakeTensorMode
 from ..ir.locations import first_line, node_location
 from ..ir.serialization import dtype_name
 from ..trace.symbols import Sizes, input_at, size_at

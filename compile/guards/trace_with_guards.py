@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...errors import CompileError, GuardUnproved
-from ...torch_compat.symbolic import state_equal
+from ...torch_compat.basics.symbolic import state_equal
 from ..ir.compilation import CompileRequest
 from ..ir.config import CompileConfig, DynamicShapes
 from ..trace.dynamo import Trace, trace

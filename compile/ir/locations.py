@@ -10,7 +10,7 @@ import re
 
 from torch.fx import GraphModule, Node
 
-from ...torch_compat.inlined import is_torch_file
+from ...torch_compat.basics.frames import is_torch_file
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _PLACE = re.compile(r"# File: (?:[^:\n]*/)?([^/:\n]+:\d+)")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ...torch_compat.ops import is_op, mutated_arguments, op_name, overload_name
-from ...torch_compat.tensors import TorchDispatchMode, storage_id, tree_leaves
+from ...torch_compat.basics.ops import is_op, mutated_arguments, op_name, overload_name
+from ...torch_compat.basics.tensors import TorchDispatchMode, storage_id, tree_leaves
 
 ALLOCATIONS = frozenset(
     {torch.empty, torch.empty_like, torch.empty_strided, "new_empty", "new_empty_strided"}

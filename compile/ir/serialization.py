@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ...errors import NotPortable, ResultNotPortable
-from ...torch_compat.tensors import is_opaque_value, opaque_source
+from ...torch_compat.basics.tensors import is_opaque_value, opaque_source
 
 RETURN_TYPES = "torch.return_types"
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ...torch_compat.ops import OpOverload, is_mutable
-from ...torch_compat.symbolic import statically_true
-from ...torch_compat.tensors import storage_id, tree_leaves
+from ...torch_compat.basics.ops import OpOverload, is_mutable
+from ...torch_compat.basics.symbolic import statically_true
+from ...torch_compat.basics.tensors import storage_id, tree_leaves
 
 _FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 

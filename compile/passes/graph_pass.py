@@ -15,7 +15,7 @@ from torch.fx import Graph
 from ...cache.keys.code import described_code
 from ...errors import InvalidSetting
 from ...events import Events, trace_artifact
-from ...torch_compat.inductor import post_grad_pass
+from ...torch_compat.compiling.inductor import post_grad_pass
 from ..ir.config import CompileConfig, named_object
 from . import add_rms_norm, functionalization, no_op, silu_and_mul
 

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from ...errors import ContextSplit
-from ...torch_compat.dynamo import enter_autocast, exit_autocast, is_gradient_switch
+from ...torch_compat.tracing.dynamo import enter_autocast, exit_autocast, is_gradient_switch
 from ..ir.locations import node_location
 from ..ir.ops import ALLOCATIONS
 from .split import Predicate, takes_element

@@ -22,8 +22,8 @@ from torch.fx import Graph, GraphModule, Node
 from ...cache.keys.code import code_parts
 from ...cache.keys.code import fingerprint as source_fingerprint
 from ...cache.keys.encoder import Undescribable, function_text, stable_text, unmatched_text
-from ...torch_compat.inlined import is_torch_file
-from ...torch_compat.ops import (
+from ...torch_compat.basics.frames import is_torch_file
+from ...torch_compat.basics.ops import (
     custom_op_function,
     fake_function,
     is_composite,
@@ -34,8 +34,8 @@ from ...torch_compat.ops import (
     schemas,
     triton_call,
 )
-from ...torch_compat.symbolic import expression_of
-from ...torch_compat.tensors import storage_id
+from ...torch_compat.basics.symbolic import expression_of
+from ...torch_compat.basics.tensors import storage_id
 from ..ir.ops import is_custom
 from ..ir.serialization import encode
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+
 import torch
 from torch.fx import Graph, GraphModule, Node, Proxy
 
-from ...torch_compat.symbolic import expression_of, fx_nodes_of
+from ...torch_compat.basics.symbolic import expression_of, fx_nodes_of
 from ..ir.ops import ALLOCATIONS
 from .split import Section
 

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from torch.fx import Graph, Node
 
 from ...errors import InvalidSetting, UnknownSplittingOp
-from ...torch_compat.ops import overload_of
+from ...torch_compat.basics.ops import overload_of
 from ..ir.config import CompileConfig, named_object
 from ..ir.ops import ALLOCATIONS, is_registered, op_names
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import IllegalOrder
-from ...torch_compat.ops import mutated_arguments
+from ...torch_compat.basics.ops import mutated_arguments
 from ..ir.ops import resolve_op
 from ..ir.plan import CallStep, PieceStep, Plan
 from ..ir.serialization import decode, refs

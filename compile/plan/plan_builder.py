@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import sympy
+
 import torch
 from torch.fx import Node
 
 from ...errors import UnboundSymbol
-from ...torch_compat.ops import overload_name, overload_of
-from ...torch_compat.symbolic import python_text
+from ...torch_compat.basics.ops import overload_name, overload_of
+from ...torch_compat.basics.symbolic import python_text
 from ..conditions.places import Place
 from ..guards.prover import Guard
 from ..ir.config import TOKENS, CompileConfig

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -28,7 +29,9 @@ from ...errors import (
     TransformInForward,
 )
 from ...events import Events
-from ...torch_compat.dynamo import (
+from ...torch_compat.basics.symbolic import expression_of
+from ...torch_compat.basics.tensors import is_transformed
+from ...torch_compat.tracing.dynamo import (
     Captured,
     StateChange,
     capture_full_graph,
@@ -38,8 +41,6 @@ from ...torch_compat.dynamo import (
     unsupported_op,
     user_location,
 )
-from ...torch_compat.symbolic import expression_of
-from ...torch_compat.tensors import is_transformed
 from ..conditions.locator import Locator, Unlocatable
 from ..conditions.places import Place
 from ..conditions.record import Conditions, record_conditions

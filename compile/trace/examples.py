@@ -21,8 +21,8 @@ from ...errors import (
     UndeclaredDynamicShape,
     UnknownInput,
 )
-from ...torch_compat.dynamo import mark_dynamic
-from ...torch_compat.tensors import leaves_with_paths, tree_leaves, tree_map, tree_map_only
+from ...torch_compat.basics.tensors import leaves_with_paths, tree_leaves, tree_map, tree_map_only
+from ...torch_compat.tracing.dynamo import mark_dynamic
 from ..ir.compilation import ExampleArguments
 from ..ir.config import TOKENS, CompileConfig, InputSpec
 from ..ir.plan import Constant, Path, dotted

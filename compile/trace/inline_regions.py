@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from ...torch_compat.tensors import opaque_value
+from ...torch_compat.basics.tensors import opaque_value
 
 
 def inline_regions(graph: GraphModule) -> int:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ...torch_compat.ops import HigherOrderOperator, overload_of, triton_writes
-from ...torch_compat.tensors import (
+from ...torch_compat.basics.ops import HigherOrderOperator, overload_of, triton_writes
+from ...torch_compat.basics.tensors import (
     fresh_fake_mode,
     is_wrapper_subclass,
     storage_id,

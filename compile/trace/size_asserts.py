@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import sympy
+
 import torch
 from torch.fx import Graph, Node
 
-from ...torch_compat.symbolic import expression_of
+from ...torch_compat.basics.symbolic import expression_of
 from ..ir.locations import node_location
 
 SizeAssert = tuple[sympy.Basic, str | None]

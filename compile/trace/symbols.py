@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import sympy
+
 import torch
 from torch.fx import Node
 
-from ...torch_compat.symbolic import expression_of, original_symbol
+from ...torch_compat.basics.symbolic import expression_of, original_symbol
 from .dynamo import Trace
 from .examples import Leaf
 

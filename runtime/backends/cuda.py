@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import BackendUnavailable
-from ...torch_compat.cuda import (
+from ...torch_compat.basics.cuda import (
     clear_cublas_workspaces,
     end_allocation_to_pool,
     flush_host_cache,
@@ -25,7 +25,7 @@ from ...torch_compat.cuda import (
     nodes_captured,
     raw_replay,
 )
-from ...torch_compat.tensors import unowned_alias
+from ...torch_compat.basics.tensors import unowned_alias
 from .ownership import Ownership, TensorTracker
 from .protocol import Memory
 

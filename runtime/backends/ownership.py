@@ -15,8 +15,8 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 
 from ...compile.ir.ops import tensors_in
-from ...torch_compat.ops import OpOverload, is_composite, run_kernel
-from ...torch_compat.tensors import (
+from ...torch_compat.basics.ops import OpOverload, is_composite, run_kernel
+from ...torch_compat.basics.tensors import (
     LightDispatchMode,
     StorageWeakRef,
     inner_tensors,

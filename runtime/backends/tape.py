@@ -22,9 +22,14 @@ from torch import Tensor
 
 from ...compile.ir.ops import tensors_in, written_by
 from ...errors import HostReadInCapture
-from ...torch_compat.inlined import is_torch_file
-from ...torch_compat.ops import OpOverload, is_python_op, run_kernel
-from ...torch_compat.tensors import LightDispatchMode, storage_id, tree_map_only, without_modes
+from ...torch_compat.basics.frames import is_torch_file
+from ...torch_compat.basics.ops import OpOverload, is_python_op, run_kernel
+from ...torch_compat.basics.tensors import (
+    LightDispatchMode,
+    storage_id,
+    tree_map_only,
+    without_modes,
+)
 from .ownership import ALLOCATIONS, Ownership, TensorTracker, memory_of
 
 _OURS = tuple(f"{Path(__file__).parents[2] / layer}{os.sep}" for layer in ("compile", "runtime"))

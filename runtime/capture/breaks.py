@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from ...compile.backends.partition import partitions_through
 from ...compile.ir.ops import resolve_op, tensors_in
 from ...compile.plan.compiled_model import CompiledModel
-from ...torch_compat.ops import OpOverload
-from ...torch_compat.tensors import is_fake, is_faking
+from ...torch_compat.basics.ops import OpOverload
+from ...torch_compat.basics.tensors import is_fake, is_faking
 from .recorder import ACTIVE
 
 P = ParamSpec("P")

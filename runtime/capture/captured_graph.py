@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...compile.ir.plan import Plan
 from ...errors import BatchExceeded, SizeOutOfRange
-from ...torch_compat.tensors import normal_alias
+from ...torch_compat.basics.tensors import normal_alias
 from ..backends.tape import poison
 from ..step.address_checks import MetadataAddresses, Snapshot
 from ..step.static_inputs import BoundInputs, Load, real_part

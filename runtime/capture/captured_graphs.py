@@ -16,7 +16,7 @@ from ...compile.ir.serialization import dtype_name
 from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, Dispatcher, RuntimeMode
 from ...errors import BatchExceeded, CaptureFailed, DummyStepFailed, ModelClosed
-from ...torch_compat.tensors import writes_counted
+from ...torch_compat.basics.tensors import writes_counted
 from ..backends.protocol import GraphBackend
 from ..config import Config
 from ..records import Records, UnwatchedTensors

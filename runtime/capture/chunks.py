@@ -21,7 +21,7 @@ from ...compile.ir.plan import CallStep, PieceStep, Plan
 from ...compile.ir.serialization import decode, refs
 from ...compile.plan.codegen import used
 from ...compile.plan.compiled_model import CompiledModel
-from ...torch_compat.ops import mutated_arguments
+from ...torch_compat.basics.ops import mutated_arguments
 from ..step.row_mixing import form_of
 from .recording import Recording
 

@@ -24,7 +24,7 @@ from ...compile.ir.locations import first_line
 from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, RuntimeMode
 from ...errors import LayerMissing, MetadataFailed
-from ...torch_compat.inlined import is_torch_file
+from ...torch_compat.basics.frames import is_torch_file
 from ..step.forward_context import ForwardContext, forward_context
 from ..step.static_inputs import BoundInputs
 

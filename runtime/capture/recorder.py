@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import NestedCapture, WorkAfterSeal
-from ...torch_compat.tensors import tree_map_only
+from ...torch_compat.basics.tensors import tree_map_only
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
 from ..step.forward_context import keep_context

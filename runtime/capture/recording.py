@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ...compile.ir.ops import tensors_in
 from ...errors import EagerResultChanged, RecordingReleased
-from ...torch_compat.ops import without_frame
-from ...torch_compat.tensors import storage_id, tree_flatten, tree_leaves, tree_unflatten
+from ...torch_compat.basics.ops import without_frame
+from ...torch_compat.basics.tensors import storage_id, tree_flatten, tree_leaves, tree_unflatten
 from ..backends.ownership import Ownership
 from ..backends.protocol import Graph
 

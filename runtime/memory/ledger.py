@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import RuntimeMode
-from ...torch_compat.tensors import inner_tensors
+from ...torch_compat.basics.tensors import inner_tensors
 from ..backends.protocol import Memory
 from ..step.static_inputs import StaticInputs
 

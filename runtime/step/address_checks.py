@@ -17,8 +17,8 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ...errors import MovedTensor
-from ...torch_compat.modules import address_reader
-from ...torch_compat.tensors import subclass_parts, weak_storage
+from ...torch_compat.basics.modules import address_reader
+from ...torch_compat.basics.tensors import subclass_parts, weak_storage
 from .shared_memory import named_weights
 
 Read = Callable[[], int | None]

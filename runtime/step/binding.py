@@ -19,7 +19,7 @@ from ...compile.ir.config import TOKENS
 from ...compile.ir.plan import Check, Constant, Plan, Symbol, UserInput, dotted
 from ...compile.ir.serialization import Ref, decode, source
 from ...errors import ArgumentFixed, GuardBroken, InputMismatch, SizeOutOfRange
-from ...torch_compat.tensors import form_test
+from ...torch_compat.basics.tensors import form_test
 
 Bind = Callable[..., tuple[tuple[Any, ...], tuple[int, ...]]]
 Pack = Callable[[Sequence[Any], tuple[Any, ...]], Any]

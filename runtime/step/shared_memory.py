@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...compile.plan.compiled_model import CompiledModel
 from ...errors import InputsShareMemory
-from ...torch_compat.tensors import inner_tensors, storage_id
+from ...torch_compat.basics.tensors import inner_tensors, storage_id
 
 _LARGEST_MASK = 1 << 24
 

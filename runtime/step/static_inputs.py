@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...compile.plan.compiled_model import CompiledModel
 from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
-from ...torch_compat.tensors import storage_id, zero_all
+from ...torch_compat.basics.tensors import storage_id, zero_all
 from ..config import Config, Padding, check_choice
 
 Load = Callable[[tuple[Tensor, ...]], None]

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ...errors import WorkAfterSeal
-from ...torch_compat.structured_trace import TRACE_LOGGER
+from ...torch_compat.basics.structured_trace import TRACE_LOGGER
 from ..backends.protocol import GraphBackend
 from ..config import AfterSeal
 from ..records import AfterSealWork, Records

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ...dispatch import DispatchPlan, Histogram
 from ...errors import RankLost, RanksDisagree
-from ...torch_compat.distributed import process_group_store
+from ...torch_compat.basics.distributed import process_group_store
 from ..config import Config
 from ..memory.budget import Exchange
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from piecegraph.compile.pieces.fingerprint import op_form
-from piecegraph.torch_compat.ops import fake_function
+from piecegraph.torch_compat.basics.ops import fake_function
 
 LIBRARY = torch.library.Library("fake_function_test", "DEF")
 LIBRARY.define("twice(Tensor x) -> Tensor")

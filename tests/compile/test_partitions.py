@@ -20,7 +20,7 @@ from piecegraph.compile.ir.compilation import CODE
 from piecegraph.compile.ir.config import CompileConfig
 from piecegraph.compile.pieces.fingerprint import fingerprint
 from piecegraph.errors import InvalidSetting, NotPartitioned, UnknownSplittingOp
-from piecegraph.torch_compat.partition import Partitions
+from piecegraph.torch_compat.compiling.partition import Partitions
 
 from . import ops as _registers  # noqa: F401
 from .test_models import MIX, SIZES, Stack, X

@@ -17,8 +17,8 @@ from piecegraph.compile.ir.config import CompileConfig
 from piecegraph.compile.pieces.fingerprint import canonical_text
 from piecegraph.compile.plan.split_model import split_model
 from piecegraph.events import Events
-from piecegraph.torch_compat import equal_modules
-from piecegraph.torch_compat.patch import replaced
+from piecegraph.torch_compat.basics.patch import replaced
+from piecegraph.torch_compat.faster.equal_layers import equal_modules
 
 from .models import MIX, X
 from .starts import CPU

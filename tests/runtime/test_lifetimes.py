@@ -17,7 +17,7 @@ from piecegraph.runtime.backends.replay import ReplayBackend
 from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
 from piecegraph.runtime.capture.recorder import record
 from piecegraph.runtime.capture.session import capture_session
-from piecegraph.torch_compat.tensors import storage_id, unowned_alias, weak_storage
+from piecegraph.torch_compat.basics.tensors import storage_id, unowned_alias, weak_storage
 
 from .conftest import found_by, strict_backend, tensors_alive
 

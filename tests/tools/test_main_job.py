@@ -15,7 +15,7 @@ from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import EXCERPT, read_trace
 from piecegraph.tools.serve.run import build_model, on_meta
-from piecegraph.torch_compat.modules import allocate_meta_tensors
+from piecegraph.torch_compat.basics.modules import allocate_meta_tensors
 
 pytestmark = pytest.mark.compile
 

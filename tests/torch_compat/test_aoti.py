@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from piecegraph.compile.backends.inductor import toolchain_directory
-from piecegraph.torch_compat import aoti, aoti_build, inductor, settings, tensors
-from piecegraph.torch_compat.patch import replaced
+from piecegraph.torch_compat.basics import settings, tensors
+from piecegraph.torch_compat.basics.patch import replaced
+from piecegraph.torch_compat.compiling import aoti, aoti_build, inductor
 
 TOOLCHAIN = toolchain_directory("")
 CPU = torch.device("cpu")

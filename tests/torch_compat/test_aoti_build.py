@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.torch_compat import aoti_build
+from piecegraph.torch_compat.compiling import aoti_build
 
 
 def test_the_header_declares_a_regular_expression_and_includes_what_was_asked_for() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph.torch_compat.dynamo import (
+from piecegraph.torch_compat.tracing.dynamo import (
     Captured,
     capture_full_graph,
     dynamo_tracing,
@@ -204,8 +204,8 @@ def test_copied_values_are_what_operators_compute(
 ) -> None:
     found = captured(model)
     assert num_copied == found.copied
-    from piecegraph.torch_compat import equal_modules
-    from piecegraph.torch_compat.copied_values import CopiedValues
+    from piecegraph.torch_compat.faster.equal_layers import equal_modules
+    from piecegraph.torch_compat.faster.equal_layers.copied_values import CopiedValues
 
     monkeypatch.setattr(CopiedValues, "are_known", lambda self, node: False)
     monkeypatch.setattr(equal_modules, "copied_weight", lambda *_: None)

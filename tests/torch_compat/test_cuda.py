@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from piecegraph.torch_compat import cuda
+from piecegraph.torch_compat.basics import cuda
 
 
 def test_names_for_a_device_exist_without_one() -> None:

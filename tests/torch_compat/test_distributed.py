@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from piecegraph.torch_compat.distributed import process_group_store
+from piecegraph.torch_compat.basics.distributed import process_group_store
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.torch_compat import dynamo
-from piecegraph.torch_compat.inlined import GuardFact
+from piecegraph.torch_compat.basics.facts import GuardFact
+from piecegraph.torch_compat.tracing import dynamo
 
 SCALE = 3
 

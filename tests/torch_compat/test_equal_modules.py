@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph.torch_compat.dynamo import Captured, capture_full_graph, dynamo_tracing
-from piecegraph.torch_compat.inlined import GuardFact
+from piecegraph.torch_compat.basics.facts import GuardFact
+from piecegraph.torch_compat.tracing.dynamo import Captured, capture_full_graph, dynamo_tracing
 
 pytestmark = [
     pytest.mark.compile,
@@ -50,8 +50,8 @@ def captured(model: nn.Module) -> Captured:
 
 
 def test_a_copied_region_has_its_own_weights_names_and_guards() -> None:
-    from piecegraph.torch_compat.equal_modules import equal_modules_traced_once
-    from piecegraph.torch_compat.passed_values import without_names
+    from piecegraph.torch_compat.faster.equal_layers.equal_modules import equal_modules_traced_once
+    from piecegraph.torch_compat.faster.equal_layers.passed_values import without_names
 
     model = Stack()
     found = captured(model)
@@ -70,7 +70,7 @@ def test_a_copied_region_has_its_own_weights_names_and_guards() -> None:
 
 
 def test_facts_of_a_copy_are_those_of_the_original() -> None:
-    from piecegraph.torch_compat.equal_modules import copied_facts
+    from piecegraph.torch_compat.faster.equal_layers.equal_modules import copied_facts
 
     facts = [
         GuardFact("L['self'].a.x", "CONSTANT_MATCH"),
@@ -90,7 +90,7 @@ def test_facts_of_a_copy_are_those_of_the_original() -> None:
 def test_what_fails_with_copies_is_traced_without(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from piecegraph.torch_compat import equal_modules
+    from piecegraph.torch_compat.faster.equal_layers import equal_modules
 
     kind, _, method = name.partition(".")
     owner: Any = getattr(equal_modules, kind)

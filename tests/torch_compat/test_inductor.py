@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from piecegraph.compile.backends.inductor import toolchain_directory
-from piecegraph.torch_compat import inductor, patch, tensors
+from piecegraph.torch_compat.basics import patch, tensors
+from piecegraph.torch_compat.compiling import inductor
 
 TOOLCHAIN = toolchain_directory("")
 
@@ -167,7 +168,8 @@ def test_forget_threads_gives_a_fork_its_own_pool_and_lock_of_progress_bars(
 @pytest.mark.slow
 def test_what_tracing_and_compiling_need_can_be_imported_before() -> None:
     program = (
-        "import sys; from piecegraph.torch_compat import dynamo, inductor\n"
+        "import sys; from piecegraph.torch_compat.compiling import inductor\n"
+        "from piecegraph.torch_compat.tracing import dynamo\n"
         "def imported(name, function):\n"
         "    assert name not in sys.modules; function(); assert name in sys.modules\n"
         "imported('torch._dynamo.convert_frame', dynamo.import_dynamo)\n"

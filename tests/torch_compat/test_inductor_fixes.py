@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.utils._ordered_set import OrderedSet
 
 from piecegraph.compile.backends.inductor import toolchain_directory
-from piecegraph.torch_compat import inductor, inductor_fixes, partition, tensors
+from piecegraph.torch_compat.basics import tensors
+from piecegraph.torch_compat.compiling import inductor, partition
+from piecegraph.torch_compat.repairs import inductor_fixes
 
 TOOLCHAIN = toolchain_directory("")
 

@@ -11,14 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.torch_compat.dynamo import capture_full_graph, dynamo_tracing
-from piecegraph.torch_compat.inlined import (
-    Inlined,
-    inlined_calls,
-    is_torch_file,
-    is_user_file,
-    user_line,
-)
+from piecegraph.torch_compat.tracing.dynamo import capture_full_graph, dynamo_tracing
+from piecegraph.torch_compat.tracing.inlined import Inlined, inlined_calls
 
 
 class Options:
@@ -76,12 +70,3 @@ def test_nothing_stays_replaced() -> None:
     with inlined_calls():
         assert InstructionTranslatorBase.exception_handler is not before
     assert InstructionTranslatorBase.exception_handler is before
-
-
-def test_files_of_torch_and_of_users() -> None:
-    assert is_torch_file(torch.nn.modules.linear.__file__)
-    assert not is_torch_file(__file__)
-    assert not is_torch_file(torch.__file__.replace("torch", "torchvision"))
-    assert is_user_file(__file__)
-    assert not is_user_file(os.__file__)
-    assert user_line(None) is None

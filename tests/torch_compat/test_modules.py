@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from piecegraph.torch_compat import modules
+from piecegraph.torch_compat.basics import modules
 
 
 def hook(*args: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.torch_compat import ops
+from piecegraph.torch_compat.basics import ops
 
 aten = torch.ops.aten
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from piecegraph.compile.backends.inductor import toolchain_directory
-from piecegraph.torch_compat import inductor, partition, tensors
+from piecegraph.torch_compat.basics import tensors
+from piecegraph.torch_compat.compiling import inductor, partition
 
 TOOLCHAIN = toolchain_directory("")
 

@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.torch_compat.dynamo import import_dynamo
+from piecegraph.torch_compat.tracing.dynamo import import_dynamo
 
 pytestmark = pytest.mark.compile
 
 
 def test_names_within_arguments() -> None:
     import_dynamo()
-    from piecegraph.torch_compat.passed_values import Name, Number, passed_within
+    from piecegraph.torch_compat.faster.equal_layers.passed_values import (
+        Name,
+        Number,
+        passed_within,
+    )
 
     name, number = Name("layer.0"), Number(1)
     assert passed_within((1, [name, number], {"key": torch.float32})) == [name, number]
@@ -24,7 +28,7 @@ def test_names_within_arguments() -> None:
 
 def test_which_nodes_may_have_another_name_or_number() -> None:
     import_dynamo()
-    from piecegraph.torch_compat.passed_values import Name, Number, may_differ
+    from piecegraph.torch_compat.faster.equal_layers.passed_values import Name, Number, may_differ
 
     def node(op: Any, *args: object) -> torch.fx.Node:
         return torch.fx.Graph().call_function(op, args)
@@ -37,7 +41,11 @@ def test_which_nodes_may_have_another_name_or_number() -> None:
 
 def test_nodes_are_left_with_plain_names_and_numbers() -> None:
     import_dynamo()
-    from piecegraph.torch_compat.passed_values import Name, Number, without_names
+    from piecegraph.torch_compat.faster.equal_layers.passed_values import (
+        Name,
+        Number,
+        without_names,
+    )
 
     graph = torch.fx.Graph()
     node = graph.call_function(torch.add, ("x", [Name("layer.0"), Number(1)]), {"key": Number(2)})
@@ -51,7 +59,7 @@ def test_a_node_that_stands_for_a_made_object_is_told_by_its_source() -> None:
     import_dynamo()
     from torch._dynamo.source import LocalSource, SyntheticLocalSource
 
-    from piecegraph.torch_compat.passed_values import is_made, text
+    from piecegraph.torch_compat.faster.equal_layers.passed_values import is_made, text
 
     made, given = SyntheticLocalSource("tmp_0"), LocalSource("x")
     nodes = [torch.fx.Graph().placeholder(name) for name in ("made", "given", "of_a_size")]

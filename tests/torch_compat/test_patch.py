@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from piecegraph.torch_compat import patch
+from piecegraph.torch_compat.basics import patch
 
 NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 

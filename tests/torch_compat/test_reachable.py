@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph.torch_compat.reachable import (
+from piecegraph.torch_compat.faster.equal_layers.reachable import (
     is_python_class,
     is_without_modules,
     knows_no_module,

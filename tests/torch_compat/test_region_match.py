@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph.torch_compat.dynamo import import_dynamo
+from piecegraph.torch_compat.tracing.dynamo import import_dynamo
 
 pytestmark = [
     pytest.mark.compile,
@@ -70,9 +70,9 @@ def test_modules_are_compared_by_value(given: dict[str, Any], alike: bool) -> No
     import_dynamo()
     from torch._dynamo.source import AttrSource, LocalSource
 
-    from piecegraph.torch_compat.passed_values import Names
-    from piecegraph.torch_compat.region_match import Match
-    from piecegraph.torch_compat.regions import Reads, Region
+    from piecegraph.torch_compat.faster.equal_layers.passed_values import Names
+    from piecegraph.torch_compat.faster.equal_layers.region_match import Match
+    from piecegraph.torch_compat.faster.equal_layers.regions import Reads, Region
 
     graph = SimpleNamespace(graph=torch.fx.Graph(), side_effects=SimpleNamespace())
     none = {"id_to_variable": {}, "store_attr_mutations": {}}

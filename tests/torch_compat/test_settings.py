@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from piecegraph.torch_compat import settings
+from piecegraph.torch_compat.basics import settings
 
 
 def test_changed_settings_are_those_that_shape_code() -> None:
@@ -41,7 +41,7 @@ def test_switches_of_the_process_are_stated(monkeypatch: pytest.MonkeyPatch) -> 
 PRECISION = """
 import os
 import torch
-from piecegraph.torch_compat import settings
+from piecegraph.torch_compat.basics import settings
 
 before = settings.global_state()
 for change, value in (

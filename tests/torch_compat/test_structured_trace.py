@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.torch_compat.structured_trace import TRACE_LOGGER
+from piecegraph.torch_compat.basics.structured_trace import TRACE_LOGGER
 
 
 def test_logger_is_the_one_torch_writes_to() -> None:
@@ -20,7 +20,7 @@ def test_logger_is_the_one_torch_writes_to() -> None:
 def test_asking_does_not_import_torch() -> None:
     code = (
         "import sys\n"
-        "from piecegraph.torch_compat.structured_trace import trace_is_on\n"
+        "from piecegraph.torch_compat.basics.structured_trace import trace_is_on\n"
         "assert not trace_is_on()\n"
         "assert 'torch' not in sys.modules\n"
     )
@@ -30,7 +30,7 @@ def test_asking_does_not_import_torch() -> None:
 @pytest.mark.slow
 def test_compile_unit_nests_artifacts_under_an_id_of_its_own(tmp_path: Path) -> None:
     code = (
-        "from piecegraph.torch_compat import structured_trace as trace\n"
+        "from piecegraph.torch_compat.basics import structured_trace as trace\n"
         "first, second = trace.new_frame(), trace.new_frame()\n"
         "assert second == first + 1\n"
         "assert not trace.in_compile_unit()\n"

@@ -12,8 +12,8 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Proxy
 
-from piecegraph.torch_compat import symbolic
-from piecegraph.torch_compat.tensors import fresh_fake_mode
+from piecegraph.torch_compat.basics import symbolic
+from piecegraph.torch_compat.basics.tensors import fresh_fake_mode
 
 
 def test_conditions_that_hold_for_all_sizes_are_decided_without_a_guard() -> None:
@@ -123,7 +123,7 @@ def test_symbols_that_became_numbers_have_their_line() -> None:
                 x = x + 1
             return x
 
-    from piecegraph.torch_compat import dynamo
+    from piecegraph.torch_compat.tracing import dynamo
 
     x = torch.zeros(5, 2)
     dynamo.mark_dynamic(x, 0, "num_tokens", (1, 64), "backed_size_oblivious")

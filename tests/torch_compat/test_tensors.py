@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from piecegraph.torch_compat import tensors
+from piecegraph.torch_compat.basics import tensors
 
 
 def test_without_modes_hides_calls_from_a_mode() -> None:
@@ -155,7 +155,7 @@ def test_parts_of_a_subclass_are_its_inner_tensors_and_its_context() -> None:
 def test_handler_of_a_light_mode_imports_no_dynamo() -> None:
     program = """
 import sys, torch
-from piecegraph.torch_compat.tensors import LightDispatchMode
+from piecegraph.torch_compat.basics.tensors import LightDispatchMode
 class Mode(LightDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))

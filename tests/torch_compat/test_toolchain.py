@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.compile.backends.inductor import compiling, toolchain_directory
-from piecegraph.torch_compat import inductor, toolchain
+from piecegraph.torch_compat.compiling import inductor, toolchain
 
 
 @pytest.mark.parametrize("code", ["int probe;", "not C++"])

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ... import Batch, Config, GraphMode, PreparedModel, RuntimeMode, prepare
-from ...torch_compat.tensors import form_test
+from ...torch_compat.basics.tensors import form_test
 from ._piece_wrapper import wrapped_step
 from ._real_pieces import real_rows
 from ._timing import LIBRARY, interleaved, row

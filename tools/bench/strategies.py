@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 import torch
 
 from ... import CaptureStrategy, Config

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ... import BatchDescriptor, RuntimeMode
 from ...errors import PiecegraphError
-from ...torch_compat.ops import overload_name
-from ...torch_compat.tensors import TorchDispatchMode, tree_leaves
+from ...torch_compat.basics.ops import overload_name
+from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
 from ..steps import replay_step
 from .case import BisectCase, first_wrong
 from .observe import copies

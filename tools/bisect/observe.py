@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ... import Decision, ForwardContext, PreparedModel, forward_context
-from ...torch_compat.ops import given_arguments, op_name, overload_name
-from ...torch_compat.tensors import TorchDispatchMode, tree_leaves
+from ...torch_compat.basics.ops import given_arguments, op_name, overload_name
+from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
 from .case import BisectCase
 from .state import State
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...torch_compat.modules import tensor_dict
+from ...torch_compat.basics.modules import tensor_dict
 
 DEPTH = 4
 

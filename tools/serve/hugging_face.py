@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
+
+import torch
 from torch import Tensor
 
 from ...errors import InvalidSetting

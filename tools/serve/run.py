@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
+
+import torch
 
 from ... import (
     AttentionSupport,

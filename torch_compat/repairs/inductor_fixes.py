@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from .ops import mutated_arguments
-from .patch import compiler_lock, replaced
-from .tensors import tree_leaves
+from ..basics.ops import mutated_arguments
+from ..basics.patch import compiler_lock, replaced
+from ..basics.tensors import tree_leaves
 
 
 @contextmanager

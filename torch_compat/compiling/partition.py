@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .inductor_fixes import share_memory_of_parts
-from .patch import preserve_cache_variables, replaced
+from ..basics.patch import preserve_cache_variables, replaced
+from ..repairs.inductor_fixes import share_memory_of_parts
 
 
 @dataclass

@@ -15,12 +15,14 @@ import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
-from .inlined import GuardFact, Inlined, inlined_calls, is_user_file, user_line
-from .patch import compiler_lock, dynamo_lock, preserve_cache_variables, replaced
-from .symbolic import release_shape_environments
+from ..basics.facts import GuardFact
+from ..basics.frames import is_user_file, user_line
+from ..basics.patch import compiler_lock, dynamo_lock, preserve_cache_variables, replaced
+from ..basics.symbolic import release_shape_environments
+from .inlined import Inlined, inlined_calls
 
 if TYPE_CHECKING:
-    from .equal_modules import Copies
+    from ..faster.equal_layers.equal_modules import Copies
 
 enter_autocast = _enter_autocast
 """How Dynamo writes the start of an autocast block into a graph."""
@@ -113,7 +115,7 @@ def capture_full_graph(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Captured | None:
     """One Dynamo graph of `model.forward`, or None if it holds no tensor operation."""
-    from .equal_modules import Copies, equal_modules_traced_once
+    from ..faster.equal_layers.equal_modules import Copies, equal_modules_traced_once
 
     try:
         with equal_modules_traced_once() as copies:
@@ -133,8 +135,8 @@ def _capture(
 ) -> Captured | None:
     from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
 
-    from .equal_modules import copied_facts
-    from .passed_values import without_names
+    from ..faster.equal_layers.equal_modules import copied_facts
+    from ..faster.equal_layers.passed_values import without_names
 
     with (
         inlined_calls() as inlined,

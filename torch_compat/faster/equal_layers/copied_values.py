@@ -19,9 +19,9 @@ from torch.fx.node import Node
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...basics.tensors import fresh_fake_mode, storage_id, writes_of_faking
 from .passed_values import may_differ
 from .regions import Region
-from .tensors import fresh_fake_mode, storage_id, writes_of_faking
 
 _MEMOS = ("_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo")
 _IMMUTABLE = (

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .patch import compiler_lock, preserve_cache_variables, replaced
+from ..basics.patch import compiler_lock, preserve_cache_variables, replaced
 
 
 def cpp_compiler() -> str | None:

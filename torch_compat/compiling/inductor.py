@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from .inductor_fixes import repaired_lowering, without_lost_cubins
-from .patch import preserve_cache_variables, replaced
-from .tensors import fresh_fake_mode, is_grad_enabled
+from ..basics.patch import preserve_cache_variables, replaced
+from ..basics.tensors import fresh_fake_mode, is_grad_enabled
+from ..repairs.inductor_fixes import repaired_lowering, without_lost_cubins
 from .toolchain import (
     compiler_version,
     keep_probe,

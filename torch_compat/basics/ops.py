@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from .inlined import is_torch_file
+from .frames import is_torch_file
 
 __all__ = ["HigherOrderOperator", "OpOverload"]
 

@@ -39,8 +39,9 @@ from torch._library.opaque_object import should_hoist
 from torch.fx.experimental import sym_node
 from torch.fx.node import map_aggregate
 
+from ...basics.facts import SHARED_CELL, GuardFact
+from ...basics.patch import replaced
 from .copied_values import CopiedValues, RegionValues, copied_weight
-from .inlined import SHARED_CELL, GuardFact
 from .passed_values import (
     OPAQUE_CLASS,
     PASSED,
@@ -50,7 +51,6 @@ from .passed_values import (
     PassedObject,
     text,
 )
-from .patch import replaced
 from .region_match import Match
 from .regions import (
     Reads,

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..basics.patch import replaced
+from ..repairs.inductor_fixes import repaired_lowering
 from .aoti_build import Build, LibraryBuilds, precompiled_header
-from .inductor_fixes import repaired_lowering
-from .patch import replaced
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .inlined import is_torch_file
+from ...basics.frames import is_torch_file
 
 PRIMITIVE = (bool, int, float, complex, str, bytes, types.NoneType, torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, frozenset)

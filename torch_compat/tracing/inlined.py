@@ -8,36 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-import torch
-
-from .patch import replaced
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-STDLIB = sysconfig.get_path("stdlib") + os.sep
-PACKAGES = sysconfig.get_path("purelib") + os.sep
-
-
-SHARED_CELL = "SHARED_CELL"
-"""Kind of the fact that a variable of an enclosing function is the same at two expressions."""
-
-
-@dataclass(frozen=True)
-class GuardFact:
-    """One guard of Dynamo: an expression over `L` and `G`, and what is checked of its value."""
-
-    expression: str
-    kind: str
-    argument: Any = None
-    """The attribute or key that the guard is about, or the other expression of an object."""
-    where: str | None = None
-    """file:line of the user's code that made Dynamo add it."""
+from ..basics.facts import SHARED_CELL, GuardFact
+from ..basics.frames import user_line
+from ..basics.patch import replaced
 
 
 @dataclass(frozen=True)
@@ -271,20 +250,3 @@ def _variable_name(args: Any) -> str | None:
         return os.fsdecode(args[-1].as_python_constant())
     except Exception:  # not a constant
         return None
-
-
-def user_line(stack: Any) -> str | None:
-    frames = [frame for frame in stack or () if not is_torch_file(frame.filename)]
-    own = [frame for frame in frames if is_user_file(frame.filename)] or frames
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
-
-
-def is_torch_file(file: str) -> bool:
-    """Whether a source file belongs to torch itself, unlike torchvision and others."""
-    return file.startswith(_TORCH)
-
-
-def is_user_file(file: str) -> bool:
-    """Whether a file is outside torch and Python's standard library."""
-    standard = file.startswith(STDLIB) and not file.startswith(PACKAGES)
-    return not (standard or is_torch_file(file))

@@ -1,0 +1,18 @@
+"""Which files are of torch, of Python and of users."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from piecegraph.torch_compat.basics.frames import is_torch_file, is_user_file, user_line
+
+
+def test_files_of_torch_and_of_users() -> None:
+    assert is_torch_file(torch.nn.modules.linear.__file__)
+    assert not is_torch_file(__file__)
+    assert not is_torch_file(torch.__file__.replace("torch", "torchvision"))
+    assert is_user_file(__file__)
+    assert not is_user_file(os.__file__)
+    assert user_line(None) is None

@@ -1,0 +1,1 @@
+"""What every layer uses: tensors, operators, modules, sizes, settings. Imports no compiler."""

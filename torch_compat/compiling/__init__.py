@@ -1,0 +1,1 @@
+"""Inductor: generate code, build it, load it."""

@@ -1,0 +1,1 @@
+"""What only saves time. Everything else is right without it."""

@@ -1,0 +1,1 @@
+"""Trace equal modules once, and copy what they leave in the graph."""

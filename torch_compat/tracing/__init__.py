@@ -1,0 +1,1 @@
+"""Dynamo: one trace, and what it relied on."""
