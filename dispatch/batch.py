@@ -75,7 +75,6 @@ class Reason(StrEnum, metaclass=Members):
     PADDED = "padded"
     RELAXED = "relaxed"
     """A decode batch on a graph that serves other query lengths too."""
-    CHUNKED = "chunked"
     RANK_DECISION = "rank decision"
 
     NO_TOKENS = "no tokens"
@@ -97,10 +96,7 @@ class Decision:
 
     `reason` says how the graph fits or, for NONE, why there is no graph. `missed` says why no
     graph of a better mode was chosen, for the candidate that came closest; it is None if the plan
-    has no better mode. `chunks` are the graph indices to replay one after another over
-    consecutive tokens when the batch is above the largest size; the descriptor is then that of the
-    whole batch, unpadded, on which attention runs. `max_reqs` is the largest number
-    of requests for which the decision holds.
+    has no better mode. `max_reqs` is the largest number of requests for which the decision holds.
     """
 
     mode: RuntimeMode
@@ -108,5 +104,4 @@ class Decision:
     graph_index: int
     reason: Reason
     missed: Reason | None = None
-    chunks: tuple[int, ...] = ()
     max_reqs: int = sys.maxsize

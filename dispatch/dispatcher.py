@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import BatchInvalid, DecisionNotPossible, NoModeLeft
 from .batch import NO_GRAPH, Batch, Decision, Reason
-from .batch_class import BatchClass, class_obstacle, classify, contradiction
+from .batch_class import BatchClass, classify, contradiction
 from .decision_table import DecisionTable, Preference, graph_decision, none_decision
 from .modes import RuntimeMode
 from .plan import DispatchPlan, PlanEntry
@@ -38,7 +38,6 @@ class _Tables:
         self.preference = preference
         self.captured = captured
         self.by_class: dict[BatchClass, DecisionTable] = {}
-        self.for_chunks: dict[BatchClass, DecisionTable] = {}
         self.above: dict[tuple[BatchClass, int], Decision] = {}
 
     def table(self, kind: BatchClass) -> DecisionTable:
@@ -55,7 +54,7 @@ class _Tables:
         num_tokens = batch.num_tokens
         table = self.table(kind)
         if num_tokens < len(table.decisions):
-            decision = table.decisions[num_tokens] or self._decide_first(table, num_tokens)
+            decision = table.at(num_tokens)
             if batch.num_reqs > decision.max_reqs:
                 decision = table.decide(num_tokens, batch.num_reqs)
         else:
@@ -65,71 +64,14 @@ class _Tables:
             raise NoModeLeft(batch=batch, allowed=allowed, reason=decision.reason.value)
         return decision
 
-    def _decide_first(self, table: DecisionTable, num_tokens: int) -> Decision:
-        """The stored decision for a number of tokens that did not occur yet."""
-        decision = table.at(num_tokens)
-        if decision.graph_index == NO_GRAPH and num_tokens > 0:
-            decision = self._chunks(table.kind, num_tokens, otherwise=decision)
-            table.decisions[num_tokens] = decision
-        return decision
-
     def _above(self, kind: BatchClass, num_tokens: int) -> Decision:
         """The decision for more tokens than the largest size has."""
         decision = self.above.get((kind, num_tokens))
         if decision is None:
             if len(self.above) >= _CACHE_SIZE:
                 self.above = {}
-            decision = self.table(kind).decide(num_tokens)
-            decision = self._chunks(kind, num_tokens, otherwise=decision)
-            self.above[kind, num_tokens] = decision
+            decision = self.above[kind, num_tokens] = self.table(kind).decide(num_tokens)
         return decision
-
-    def _chunks(self, kind: BatchClass, num_tokens: int, otherwise: Decision) -> Decision:
-        """PIECEWISE over consecutive tokens: the largest graph repeated, one for the remainder.
-
-        Attention runs between the pieces on the whole batch, so only tokens are split. Returns
-        `otherwise` if the plan does not allow chunks or the usable graphs do not cover the batch.
-        """
-        if not (self.preference.plan.chunked and kind.modes >> RuntimeMode.PIECEWISE & 1):
-            return otherwise
-        table = self.for_chunks.get(kind)
-        if table is None:
-            if len(self.for_chunks) >= _CACHE_SIZE:
-                self.for_chunks = {}
-            piecewise = kind._replace(modes=1 << RuntimeMode.PIECEWISE)
-            table = DecisionTable(self.preference, piecewise, self.captured)
-            self.for_chunks[kind] = table
-        sizes = range(len(table.decisions) - 1, 0, -1)
-        usable = (d for n in sizes if (d := table.at(n)).graph_index != NO_GRAPH)
-        whole = next(usable, None)
-        if whole is None:
-            return otherwise
-        times, rest = divmod(num_tokens, whole.descriptor.num_tokens)
-        chunks = (whole.graph_index,) * times + ((table.at(rest).graph_index,) if rest else ())
-        if NO_GRAPH in chunks or self.preference.none_is_cheaper(chunks, num_tokens, kind):
-            return otherwise
-        return replace(self._in_chunks(kind, num_tokens, chunks), missed=otherwise.missed)
-
-    def chunked(
-        self, kind: BatchClass, num_tokens: int, chunks: tuple[int, ...]
-    ) -> Decision | None:
-        """The decision to run a batch in these chunks, None if they cannot."""
-        entries = self.preference.plan.entries
-        usable = all(
-            0 <= graph_index < len(entries)
-            and self.captured[graph_index]
-            and class_obstacle(self.preference.plan, entries[graph_index], kind) is None
-            for graph_index in chunks
-        )
-        if not usable or num_tokens > sum(entries[i].descriptor.num_tokens for i in chunks):
-            return None
-        return self._in_chunks(kind, num_tokens, chunks)
-
-    def _in_chunks(self, kind: BatchClass, num_tokens: int, chunks: tuple[int, ...]) -> Decision:
-        entry = self.preference.plan.entries[chunks[0]]
-        decision = graph_decision(entry, chunks[0], kind, num_tokens)
-        whole = replace(entry.descriptor, num_tokens=num_tokens)
-        return replace(decision, descriptor=whole, reason=Reason.CHUNKED, chunks=chunks)
 
 
 class Dispatcher:
@@ -222,23 +164,16 @@ class Dispatcher:
         kind = classify(self.plan, batch, allowed_modes, excluded_modes)
         return self._registered.decide(batch, kind)
 
-    def follow(self, graph_index: int, batch: Batch, chunks: tuple[int, ...] = ()) -> Decision:
+    def follow(self, graph_index: int, batch: Batch) -> Decision:
         """Apply another rank's decision, `graph_index` or NO_GRAPH, to this rank's batch.
 
-        `chunks` are those of the decision, of which a rank with fewer tokens runs the last ones on
-        padding. A rank without tokens can follow any decision: its rows are all padding. Raises
-        DecisionNotPossible if these graphs cannot serve the batch here.
+        A rank without tokens can follow any decision: its rows are all padding. Raises
+        DecisionNotPossible if this graph cannot serve the batch here.
         """
         kind = classify(self.plan, batch)
         if graph_index == NO_GRAPH:
             return none_decision(self.plan, kind, batch.num_tokens, Reason.RANK_DECISION)
         captured = self._live.captured
-        if chunks:
-            whole = self._live.chunked(kind, batch.num_tokens, chunks)
-            if whole is None:
-                reason = "its chunks are not captured here or hold fewer tokens"
-                raise DecisionNotPossible(graph_index=graph_index, batch=batch, reason=reason)
-            return replace(whole, reason=Reason.RANK_DECISION)
         if not batch.num_tokens and graph_index < len(captured) and captured[graph_index]:
             decision = graph_decision(self.plan.entries[graph_index], graph_index, kind, 0)
             return replace(decision, reason=Reason.RANK_DECISION)
@@ -263,11 +198,13 @@ class Dispatcher:
         """Every entry of the plan, most preferred first, with why `batch` cannot use it."""
         kind = classify(self.plan, batch, allowed_modes, excluded_modes)
         decision = self._live.decide(batch, kind)
-        used = decision.chunks or (decision.graph_index,)
         obstacles = self._live.table(kind).obstacles(batch.num_tokens, batch.num_reqs)
         return tuple(
             Candidate(
-                self.plan.entries[graph_index], graph_index, obstacle, chosen=graph_index in used
+                self.plan.entries[graph_index],
+                graph_index,
+                obstacle,
+                chosen=graph_index == decision.graph_index,
             )
             for graph_index, obstacle in obstacles.items()
         )

@@ -69,16 +69,15 @@ class PlanEntry:
 class DispatchPlan:
     """Everything that dispatch depends on: ranks with equal digests make equal decisions.
 
-    Entries are in capture order: PIECEWISE before FULL, the largest first. `chunked` allows
-    PIECEWISE in chunks above the largest size. Raises PlanInvalid for a duplicate entry, an entry
-    of mode NONE or of size 0, and an entry whose axes are not exactly the plan's.
+    Entries are in capture order: PIECEWISE before FULL, the largest first. Raises PlanInvalid for
+    a duplicate entry, an entry of mode NONE or of size 0, and an entry whose axes are not exactly
+    the plan's.
     """
 
     entries: tuple[PlanEntry, ...]
     max_num_reqs: int
     axes: tuple[Axis, ...] = ()
     padding: PaddingLimit = PaddingLimit()
-    chunked: bool = False
     min_num_tokens: int = 1
     """Smaller batches are padded to this size, also without a graph."""
 
@@ -116,7 +115,6 @@ class DispatchPlan:
             "max_num_reqs": self.max_num_reqs,
             "axes": [[axis.name, list(axis.values), axis.rounds_up] for axis in self.axes],
             "padding": [self.padding.factor, self.padding.tokens],
-            "chunked": self.chunked,
             **({"min_num_tokens": self.min_num_tokens} if self.min_num_tokens > 1 else {}),
         }
 
@@ -169,7 +167,6 @@ def make_plan(
     lora_cases: Sequence[int] = (0,),
     axes: Sequence[Axis] = (),
     padding: PaddingLimit | None = None,
-    chunked: bool = False,
     mixed_end: int | None = None,
 ) -> DispatchPlan:
     """The plan of a resolved `mode` over capture `sizes` (see `default_capture_sizes`).
@@ -205,7 +202,7 @@ def make_plan(
     }
     ordered = sorted(entries, key=lambda entry: (entry.mode, -entry.descriptor.num_tokens))
     limit = padding or PaddingLimit()
-    return DispatchPlan(tuple(ordered), max_num_reqs, tuple(axes), limit, chunked)
+    return DispatchPlan(tuple(ordered), max_num_reqs, tuple(axes), limit)
 
 
 def bucket_plan(buckets: Iterable[Bucket], max_num_reqs: int) -> DispatchPlan:

@@ -26,7 +26,7 @@ SETTINGS = {
     "Dispatch": (
         "query_len", "query_lens", "speculation_schedule", "max_loras", "lora_graphs", "axes",
         "capture_sizes", "size_alignment", "size_ceiling", "interactive_sizes", "padding_limit",
-        "chunked", "buckets", "bucket_limits",
+        "buckets", "bucket_limits",
     ),
     "Graphs": (
         "graph_mode", "strategy", "captures_per_step", "capture_ms_per_step",

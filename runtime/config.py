@@ -195,10 +195,6 @@ class Config(CompileConfig):
     """What padding contains, by input: `"zero"` (the default), `"repeat"` (the last real row),
     `"keep"` (the previous contents), or a number, such as the cache slot reserved for padding."""
 
-    chunked: Annotated[bool, SERVING] = False
-    """Steps above the largest size run as PIECEWISE graphs over consecutive chunks of their tokens,
-    with attention over the whole step."""
-
     padding_limit: Annotated[PaddingLimit | None, SERVING] = None
     """The most padding a graph may add, a `PaddingLimit`. Batches that need more use a lower
     mode."""

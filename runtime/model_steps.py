@@ -256,8 +256,6 @@ class ModelSteps(ObservableSteps):
         if self._graphs.memory_check is not None:
             self._graphs.memory_check(tensors)
         captured = self._captured[decision.graph_index]
-        if decision.chunks and None in [self._captured[index] for index in decision.chunks]:
-            captured = None
         if captured is None and decision.graph_index != NO_GRAPH:
             descriptor = BatchDescriptor(num_tokens)
             decision = Decision(RuntimeMode.NONE, descriptor, NO_GRAPH, Reason.NOT_CAPTURED)
@@ -275,9 +273,7 @@ class ModelSteps(ObservableSteps):
             if with_grad:
                 set_grad_enabled(False)
             results: Sequence[Any]
-            if decision.chunks:
-                results = self._graphs.run_chunks(decision.chunks, tensors, num_tokens)
-            elif captured is None:
+            if captured is None:
                 if num_tokens < self._min_num_tokens:
                     self._find_form()
                     results = self._graphs.run_padded(tensors, sizes)

@@ -67,7 +67,6 @@ def dispatch_plan(
         ),
         axes=config.axes,
         padding=config.padding_limit,
-        chunked=config.chunked,
         mixed_end=(config.size_ceiling or DENSE_END) if config.capture_sizes is None else None,
     )
 

@@ -31,7 +31,6 @@ from ..torch_compat.basics.tensors import is_autocast_enabled
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
 from .background import Background, Factory
-from .capture.chunks import chunk_obstacle
 from .capture.dummy_batch import model_state, preserve_contents, preserve_rng_state
 from .config import ColdStart, Config, Padding, without_tokens
 from .model_steps import Behind, Engine, Services
@@ -155,12 +154,8 @@ def _policy(
     if not lows:
         raise without_tokens(config)
     plan = plan.without_sizes_below(lows[0])
-    if config.chunked and (obstacle := chunk_obstacle(compiled, owned)):
-        raise _not_chunked(obstacle)
-    pads = config.chunked or config.padding_limit != NO_PADDING
+    pads = config.padding_limit != NO_PADDING
     if plan.entries and pads and _mixes_rows(compiled, config, device, records):
-        if config.chunked:
-            raise _not_chunked("a row of its results depends on other rows")
         unpadded = dispatch_plan(resolved.mode, config.changed(padding_limit=NO_PADDING))
         plan = unpadded.without_sizes_below(lows[0])
     for size in _padded_whole(compiled, config, owned) if plan.entries else ():
@@ -185,15 +180,6 @@ def _find_bucket_holes(config: Config, records: Records) -> None:
             records.add(BucketsMissing(phase.value, [tuple(bucket) for bucket in missing]))
 
 
-def _not_chunked(obstacle: str) -> InvalidSetting:
-    return InvalidSetting(
-        name="chunked",
-        value=True,
-        reason=f"this model cannot run in chunks: {obstacle}",
-        expected="False, or a model whose pieces compute each row by itself",
-    )
-
-
 NO_PADDING = PaddingLimit(tokens=0)
 
 
@@ -207,9 +193,8 @@ def _mixes_rows(
     """Whether padding of `size` would change real rows."""
     padding = {item.label: config.padding_of(item.label) for item in compiled.plan.inputs}
     sentinels = {n: value for n, (kind, value) in padding.items() if kind is Padding.SENTINEL}
-    chunked = config.chunked and size == TOKENS
     with preserve_rng_state(), torch.no_grad(), preserve_contents(model_state(compiled)):
-        found = find_mixed_rows(compiled, device, in_chunks=chunked, size=size, sentinels=sentinels)
+        found = find_mixed_rows(compiled, device, size=size, sentinels=sentinels)
     for mixed in found:
         records.add(RowsMixed(mixed.piece, mixed.result, mixed.where, mixed.size))
     return bool(found)

@@ -62,10 +62,6 @@ class CapturedGraph:
         self.recording.replay()
         return (results[0](),) if len(results) == 1 else [fresh() for fresh in results]
 
-    def load_of(self, sizes: tuple[int, ...]) -> Load:
-        """What copies inputs of these sizes to the static inputs."""
-        return (self._by_size.get(sizes) or self._prepare(sizes))[0]
-
     def poison(self) -> None:
         """Overwrite the static results, so that code that reads them after the step gets NaN."""
         for output in self.recording.outputs or ():  # none if the graph was evicted

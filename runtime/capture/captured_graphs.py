@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from ...compile.ir.config import TOKENS
 from ...compile.ir.serialization import dtype_name
 from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, Dispatcher, RuntimeMode
-from ...errors import BatchExceeded, CaptureFailed, DummyStepFailed, ModelClosed
+from ...errors import CaptureFailed, DummyStepFailed, ModelClosed
 from ...torch_compat.basics.tensors import writes_counted
 from ..backends.protocol import GraphBackend
 from ..config import Config
@@ -27,7 +27,6 @@ from ..step.shared_memory import memory_check, named_weights
 from ..step.static_inputs import BoundInputs, StaticInputs
 from .breaks import recordable
 from .captured_graph import CapturedGraph, WritingGraph, real_results
-from .chunks import Chunk, ChunkedStep
 from .dummy_batch import DummyBatch, MetadataFor, model_state
 from .profiler_ranges import name_segments, range_hooks
 from .recorder import record
@@ -47,7 +46,7 @@ class CapturedGraphs:
     """
 
     __slots__ = (
-        "_chunked", "_context", "_dispatcher", "_inputs", "_laid_out", "_recordable", "_records",
+        "_context", "_dispatcher", "_inputs", "_laid_out", "_recordable", "_records",
         "_runs_python", "_seen_written", "_splitting_ops", "_unwatched", "addresses", "captured",
         "compiled", "memory_check", "metadata_for", "ranged", "stitched", "unrecorded",
     )  # fmt: skip
@@ -90,7 +89,6 @@ class CapturedGraphs:
         placed = {each.target: each.place for each in compiled.plan.weights if each.place}
         for name, place in placed.items():
             self.addresses.watch_read(name, reader(*place, compiled.model))
-        self._chunked = ChunkedStep(compiled) if self._dispatcher.plan.chunked else None
         # code that is not traced reads the model's weights itself, any of them
         own = {name: each for name, each in compiled.weights.items() if name not in placed}
         self.addresses.watch_module(compiled.model, own if compiled.traced else None)
@@ -138,7 +136,6 @@ class CapturedGraphs:
         model = torch.nn.Module()
         self.compiled = replace(self.compiled, pieces=(), weights={}, model=model)
         self.stitched = self._recordable = _closed
-        self._chunked = None
         self.addresses = Addresses(self.addresses.address)
         self.unrecorded = self.addresses.snapshot()
         self.metadata_for = None
@@ -177,28 +174,6 @@ class CapturedGraphs:
         results = real_results(plan, outputs, sizes)
         return tuple(result.clone() if inputs.holds(result) else result for result in results)
 
-    def run_chunks(
-        self, graph_indices: Sequence[int], tensors: tuple[Any, ...], num_tokens: int
-    ) -> tuple[Any, ...]:
-        """Run a step of more tokens than a graph has: these graphs over consecutive chunks.
-
-        Later graphs may have no tokens left; they run on padding, as on the other ranks. Raises
-        MovedTensor if a tensor that a graph reads was moved, BatchExceeded for too many tokens.
-        """
-        assert self._chunked is not None
-        chunks: list[Chunk] = []
-        end = 0
-        for graph_index in graph_indices:
-            graph, start = self.captured[graph_index], min(end, num_tokens)
-            assert graph is not None
-            graph.addresses.check_step()
-            end += self._dispatcher.plan.entries[graph_index].descriptor.num_tokens
-            stop = min(end, num_tokens)
-            chunks.append(Chunk(start, stop, graph.recording, graph.load_of((stop - start,))))
-        if end < num_tokens:
-            raise BatchExceeded(name=TOKENS, size=num_tokens, most=end)
-        return self._chunked.run(chunks, tensors)
-
     def record(self, graph_index: int, session: CaptureSession) -> Recording:
         """Capture a dummy batch that fills the graph's descriptor.
 
@@ -217,7 +192,6 @@ class CapturedGraphs:
                 recording = record(
                     self._recordable, views, session,
                     name=name, breaks=breaks, warm_up=self.stitched,
-                    keep_pieces=breaks and self._dispatcher.plan.chunked,
                 )  # fmt: skip
                 self._note_writes(counted)
                 recording.metadata = self._context.metadata

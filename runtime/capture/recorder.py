@@ -25,7 +25,7 @@ from ...torch_compat.basics.tensors import tree_map_only
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
 from ..step.forward_context import keep_context
-from .recording import CapturedPiece, Recording, Segment, SegmentKind, eager_call, static_results
+from .recording import Recording, Segment, SegmentKind, eager_call, static_results
 from .session import CaptureSession, capture_failure
 
 Fn = Callable[..., Any]
@@ -42,19 +42,17 @@ def record(
     name: str,
     breaks: bool,
     warm_up: Fn | None = None,
-    keep_pieces: bool = False,
 ) -> Recording:
     """Capture `fn(*inputs)` and execute it once; `warm_up`, if given, is called first.
 
-    PIECEWISE if `breaks`, else FULL. `keep_pieces` notes the tensors of each piece, for steps in
-    chunks. Raises CaptureFailed or CaptureOutOfMemory, and what `warm_up` raises. After an error no
-    graph is open or kept.
+    PIECEWISE if `breaks`, else FULL. Raises CaptureFailed or CaptureOutOfMemory, and what `warm_up`
+    raises. After an error no graph is open or kept.
     """
     if ACTIVE.get() is not None:
         raise NestedCapture(name=name)
     if warm_up is not None:
         warm_up(*inputs)
-    recorder = Recorder(session, breaks, keep_pieces)
+    recorder = Recorder(session, breaks)
     memory, began = session.backend.memory, perf_counter()
     used, token = memory().used, ACTIVE.set(recorder)
     try:
@@ -69,7 +67,7 @@ def record(
     finally:
         ACTIVE.reset(token)
     recording = Recording(name, recorder.segments, recorder.graphs, recorder.ownership)
-    recording.outputs, recording.pieces = recorder.weak(outputs), recorder.pieces
+    recording.outputs = recorder.weak(outputs)
     recording.seconds, recording.bytes = perf_counter() - began, memory().used - used
     session.events.emit("capture.recorded", **recording.facts())
     return recording
@@ -78,16 +76,13 @@ def record(
 class Recorder:
     """One capture in progress: the segments so far and the graph that is open, if any."""
 
-    def __init__(self, session: CaptureSession, breaks: bool, keep_pieces: bool) -> None:
+    def __init__(self, session: CaptureSession, breaks: bool) -> None:
         self.breaks = breaks
         self.segments: list[Segment] = []
         self.graphs: list[Graph] = []
-        self.pieces: list[CapturedPiece] = []
         self.ownership = Ownership()
         self._session = session
-        self._keep_pieces = keep_pieces
         self._open: Capture | None = None
-        self._piece: tuple[Any, Any] | None = None
         self._in_context = keep_context(session.strict)
 
     def begin(self) -> None:
@@ -100,13 +95,9 @@ class Recorder:
         capture, self._open = self._open, None
         graph = capture.end()
         self.graphs.append(graph)  # also an empty one: it owns memory
-        if replay := graph.replay if graph.operations else None:
-            replay()
-            self.segments.append(Segment(SegmentKind.GRAPH, [replay], graph.operations))
-        if self._piece is not None:
-            # not held: a replay's results are read before any later segment is replayed
-            self.pieces.append(CapturedPiece(replay, *self.weak(self._piece, hold=False)))
-            self._piece = None
+        if graph.operations:
+            graph.replay()
+            self.segments.append(Segment(SegmentKind.GRAPH, [graph.replay], graph.operations))
 
     def splitting_op(self, name: str, fn: Fn, args: Any, kwargs: Any) -> Any:
         """End the open graph, run `fn` eagerly and keep the call, open the next graph."""
@@ -125,10 +116,7 @@ class Recorder:
         """Call a compiled piece as one operation, which reads the context of its capture."""
         if self._open is None:
             return fn(*args)
-        given = list(args[0]) if self._keep_pieces else None  # compiled code empties its list
-        result = self._open.opaque(self._in_context(fn), args)
-        self._piece = None if given is None else (given, result)
-        return result
+        return self._open.opaque(self._in_context(fn), args)
 
     def abort(self) -> None:
         """Drop the open graph and all others."""
@@ -137,13 +125,12 @@ class Recorder:
         for graph in self.graphs:
             graph.release()
 
-    def weak(self, value: Any, hold: bool = True) -> Any:
-        """`value` with weak tensors for those that graphs made; the session holds these, if so."""
+    def weak(self, value: Any) -> Any:
+        """`value` with weak tensors for those that graphs made; the session holds these."""
 
         def weaken(tensor: Tensor) -> Tensor:
             if self.ownership.is_made(tensor):
-                if hold:
-                    self._session.hold(tensor)
+                self._session.hold(tensor)
                 tensor = self._session.backend.weak(tensor)
             return tensor
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,27 +48,17 @@ class Segment:
         self.copied += copied
 
 
-class CapturedPiece(NamedTuple):
-    """A piece that has a graph of its own: how to replay it, None if it has no operations, and the
-    tensors that it reads and makes."""
-
-    replay: Callable[[], None] | None
-    args: Sequence[Any]
-    results: Sequence[Any]
-
-
 class Recording:
     """What one capture produced: `replay()` runs its segments and overwrites its `outputs`.
 
     `graphs` own the pool's memory, `ownership` holds the tensors from outside that they read.
-    `metadata` is what it was captured with, until it is in use. `pieces` are in the order of the
-    model, if they were asked for. `bytes` is by how much the memory grew that this process uses on
-    the device.
+    `metadata` is what it was captured with, until it is in use. `bytes` is by how much the
+    memory grew that this process uses on the device.
     """
 
     __slots__ = (
-        "bytes", "calls", "graphs", "metadata", "name", "outputs", "ownership", "pieces", "replay",
-        "seconds", "segments",
+        "bytes", "calls", "graphs", "metadata", "name", "outputs", "ownership", "replay", "seconds",
+        "segments",
     )  # fmt: skip
 
     def __init__(
@@ -80,7 +70,6 @@ class Recording:
         self.ownership = ownership
         self.outputs: Any = None
         self.metadata: Any = None
-        self.pieces: Sequence[CapturedPiece] = ()
         self.seconds = 0.0
         self.bytes = 0
         self.calls = tuple(call for segment in segments for call in segment.calls)
@@ -115,7 +104,6 @@ class Recording:
         for graph in self.graphs:
             graph.release()
         self.segments = self.graphs = self.calls = ()
-        self.pieces = ()
         self.ownership = Ownership()
         self.outputs = None
         self.replay = partial(_refuse, self.name)

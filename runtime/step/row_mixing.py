@@ -50,14 +50,12 @@ def find_mixed_rows(
     compiled: CompiledModel,
     device: torch.device,
     *,
-    in_chunks: bool = False,
     size: str = TOKENS,
     sentinels: Mapping[str, float] = {},
 ) -> list[MixedRows]:
     """The pieces in which padding of `size` reaches real rows. A piece that cannot be run alone,
     because an op in it needs a step, is left out.
 
-    `in_chunks` finds those too in which a row depends on earlier rows, or on its own position.
     `sentinels` are values of padding by input.
     """
     plan, found = compiled.plan, []
@@ -71,7 +69,7 @@ def find_mixed_rows(
         span, real, padded = sizes
         fn = compiled.pieces[span.artifacts[index]]
         try:
-            result = _mixed(compiled, step, fn, real, padded, device, in_chunks, fixed)
+            result = _mixed(compiled, step, fn, real, padded, device, fixed)
         except Exception:
             continue
         if result is not None:
@@ -99,7 +97,6 @@ def _mixed(
     real: Mapping[str, int],
     padded: Mapping[str, int],
     device: torch.device,
-    in_chunks: bool,
     fixed: Mapping[str, float],
 ) -> str | None:
     """The first result of a piece whose real rows depend on padding."""
@@ -130,20 +127,14 @@ def _mixed(
 
     first, second = run(padded, whole), run(padded, mixed_in)
     alone = run(real, [value[box].clone() for value, box in zip(whole, boxes, strict=True)])
-    ends = [_end(_at(shape, real, compiled.plan), tuple(value.shape))
-            for (_, _, shape), value in zip(names, whole, strict=True)]  # fmt: skip
-    last = alone
-    if in_chunks:
-        last = run(real, [value[end].clone() for value, end in zip(whole, ends, strict=True)])
     unwritten = compiled.plan.pieces[step.piece].unwritten
-    results = zip(step.outs, first, second, alone, last, strict=True)
-    for at, (name, one, two, three, four) in enumerate(results):
+    results = zip(step.outs, first, second, alone, strict=True)
+    for at, (name, one, two, three) in enumerate(results):
         if isinstance(one, Tensor) and at not in unwritten:
             box = _box(tuple(three.shape))
             precision = torch.finfo(one.dtype).eps if one.dtype.is_floating_point else 0.0
             same = _close(one[box], two[box], _LAST_BITS * precision)
-            end = _end(tuple(four.shape), tuple(one.shape)) if in_chunks else box
-            if not (same and _close(one[box], three) and _close(one[end], four)):
+            if not (same and _close(one[box], three)):
                 return f"{name}: {compiled.plan.shapes.get(name, '')}"
     return None
 
@@ -175,10 +166,6 @@ def _at(shape: tuple[int | str, ...], sizes: Mapping[str, int], plan: Plan) -> S
 
 def _box(shape: Shape) -> tuple[slice, ...]:
     return tuple(slice(size) for size in shape)
-
-
-def _end(shape: Shape, whole: Shape) -> tuple[slice, ...]:
-    return tuple(slice(total - size, total) for size, total in zip(shape, whole, strict=True))
 
 
 def _random(dtype: str, shape: Shape, generator: torch.Generator) -> Tensor:

@@ -162,11 +162,11 @@ def runner_up(dispatcher: Dispatcher, batch: Batch, decision: Decision) -> str |
     A graph that is too small is the closest one only if all are.
     """
     candidates = dispatcher.explain(batch)
-    used = decision.chunks or (decision.graph_index,)
-    chosen = next((n for n, each in enumerate(candidates) if each.graph_index in used), None)
+    used = decision.graph_index
+    chosen = next((n for n, each in enumerate(candidates) if each.graph_index == used), None)
     better = [(each, each.obstacle) for each in candidates[:chosen] if each.obstacle is not None]
     close = [each for each in better if each[1] is not Reason.ABOVE_LARGEST_SIZE]
-    usable = [each for each in candidates if each.obstacle is None and each.graph_index not in used]
+    usable = [each for each in candidates if each.obstacle is None and each.graph_index != used]
     if close:
         closest, obstacle = max(close, key=lambda each: NEARNESS.index(each[1]))
         why = obstacle.value

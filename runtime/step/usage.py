@@ -28,7 +28,7 @@ class Usage:
     objects. Decisions are summed when counts are read, or when there are many.
     """
 
-    __slots__ = ("_chunked", "_plan", "_reasons", "_steps", "_tallies", "_tokens", "_without")
+    __slots__ = ("_plan", "_reasons", "_steps", "_tallies", "_tokens", "_without")
 
     def __init__(self, plan: DispatchPlan) -> None:
         self._plan = plan
@@ -36,7 +36,6 @@ class Usage:
         self._steps = [0] * len(plan.entries)
         self._tokens = [0] * len(plan.entries)
         self._without: Counter[int] = Counter()
-        self._chunked: dict[tuple[int, ...], _Tally] = {}
         self._reasons: tuple[Counter[Reason], ...] = tuple(Counter() for _ in RuntimeMode)
 
     def follow(self, plan: DispatchPlan) -> None:
@@ -71,7 +70,7 @@ class Usage:
     def rows(self) -> list[dict[str, Any]]:
         """`{mode, num_tokens, count, padded_tokens}`: graphs first, each sorted by size.
 
-        Rows of graphs have their `descriptor`, rows of steps in chunks the sizes of the `chunks`.
+        Rows of graphs have their `descriptor`.
         """
         self._sum()
         used = [
@@ -88,29 +87,10 @@ class Usage:
             if steps
         ]
         used.sort(key=lambda row: (row["mode"], row["num_tokens"]))
-        return (
-            used
-            + self._chunked_rows()
-            + [
-                {"mode": "NONE", "num_tokens": size, "count": count, "padded_tokens": 0}
-                for size, count in sorted(self._without.items())
-            ]
-        )
-
-    def _chunked_rows(self) -> list[dict[str, Any]]:
-        rows = []
-        for chunks, tally in sorted(self._chunked.items()):
-            sizes = [self._plan.entries[index].descriptor.num_tokens for index in chunks]
-            rows.append(
-                {
-                    "mode": tally.decision.mode.name,
-                    "num_tokens": sum(sizes),
-                    "count": tally.steps,
-                    "padded_tokens": tally.steps * sum(sizes) - tally.tokens,
-                    "chunks": sizes,
-                }
-            )
-        return rows
+        return used + [
+            {"mode": "NONE", "num_tokens": size, "count": count, "padded_tokens": 0}
+            for size, count in sorted(self._without.items())
+        ]
 
     def reasons(self) -> list[dict[str, Any]]:
         """`{mode, reason, count}`: how often each reason was decisive."""
@@ -126,11 +106,7 @@ class Usage:
         for tally in tallies.values():
             decision, graph_index = tally.decision, tally.decision.graph_index
             self._reasons[decision.mode][decision.reason] += tally.steps
-            if decision.chunks:
-                chunked = self._chunked.setdefault(decision.chunks, _Tally(decision))
-                chunked.steps += tally.steps
-                chunked.tokens += tally.tokens
-            elif graph_index == NO_GRAPH:
+            if graph_index == NO_GRAPH:
                 self._without[decision.descriptor.num_tokens] += tally.steps
             else:
                 self._steps[graph_index] += tally.steps

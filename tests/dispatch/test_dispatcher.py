@@ -299,36 +299,6 @@ def test_a_padding_limit_that_nothing_keeps_is_an_error(limit):
         PaddingLimit(**limit)
 
 
-def test_chunks_above_the_largest_size_only_if_allowed():
-    batch = Batch(30, 2)
-    assert dispatcher("PIECEWISE", [4, 8, 12]).dispatch(batch).mode is NONE
-    it = dispatcher("PIECEWISE", [4, 8, 12], chunked=True)
-    decision = it.dispatch(batch)
-    sizes = [it.plan.entries[graph_index].descriptor.num_tokens for graph_index in decision.chunks]
-    assert (decision.mode, decision.reason, sizes) == (PIECEWISE, Reason.CHUNKED, [12, 12, 8])
-    assert it.dispatch(batch, excluded_modes=[PIECEWISE]).mode is NONE
-    it.set_captured(decision.chunks[0], False)
-    sizes = [
-        it.plan.entries[graph_index].descriptor.num_tokens
-        for graph_index in it.dispatch(batch).chunks
-    ]
-    assert sizes == [8, 8, 8, 8]
-    assert dispatcher("FULL", [4, 8, 12], chunked=True).dispatch(batch).mode is NONE
-
-
-def test_chunks_start_from_the_largest_usable_graph():
-    it = dispatcher("PIECEWISE", [4, 8, 16], chunked=True)
-    it.set_captured(0, False)
-    for _ in range(2):
-        decision = it.dispatch(Batch(11, 1))  # below the largest size, above the largest usable one
-        assert (decision.mode, decision.chunks) == (PIECEWISE, (1, 2))
-    assert it.dispatch(Batch(16, 1)).chunks == (1, 1)
-    assert it.dispatch(Batch(8, 1)).graph_index == 1
-    assert it.dispatch(Batch(11, 1), allowed_modes=[PIECEWISE]).chunks == (1, 2)
-    it.set_captured(0, True)
-    assert it.dispatch(Batch(11, 1)).graph_index == 0
-
-
 def test_a_rank_without_requests_can_follow_any_captured_graph():
     it = dispatcher("FULL_AND_PIECEWISE", [4, 8])
     for graph_index in range(len(it.plan.entries)):
@@ -343,19 +313,6 @@ def test_sizes_above_the_end_of_mixed_batches_serve_decode_only():
     it = Dispatcher(plan, captured=range(len(plan.entries)))
     assert it.dispatch(Batch(520, 3)).mode is NONE
     assert it.dispatch(Batch(1000, 1000, is_decode=True, query_len=1)).mode is FULL
-
-
-def test_no_chunks_if_the_rest_of_the_tokens_would_be_padded_too_much():
-    it = dispatcher("PIECEWISE", [4, 12], chunked=True, padding=PaddingLimit(tokens=1))
-    assert len(it.dispatch(Batch(27, 2)).chunks) == 3
-    assert it.dispatch(Batch(26, 2)).mode is NONE
-
-
-def test_chunks_compete_with_none_on_measured_cost():
-    it = dispatcher("PIECEWISE", [4, 12], chunked=True)
-    it.set_costs({0: 3.0, 1: 1.0}, none_cost=lambda tokens: 6.5)
-    assert it.dispatch(Batch(24, 2)).mode is PIECEWISE
-    assert it.dispatch(Batch(25, 2)).mode is NONE
 
 
 def test_decode_of_unequal_lengths_by_an_upper_bound():
@@ -477,15 +434,13 @@ def test_costs_must_cover_the_plan():
 
 
 def test_a_rank_decision_is_followed_or_refused():
-    it = dispatcher("FULL_AND_PIECEWISE", [4, 8], chunked=True)
+    it = dispatcher("FULL_AND_PIECEWISE", [4, 8])
     batch = Batch(3, 3, True, 1)
     graph_index = index_of(it, PIECEWISE, 8)
     decision = it.follow(graph_index, batch)
     assert (decision.graph_index, decision.reason) == (graph_index, Reason.RANK_DECISION)
     none = it.follow(NO_GRAPH, batch)
     assert (none.mode, none.descriptor) == (NONE, BatchDescriptor(3))
-    large = Batch(17, 3)
-    assert it.follow(it.dispatch(large).graph_index, large).chunks == it.dispatch(large).chunks
     with pytest.raises(DecisionNotPossible, match="above largest size"):
         dispatcher("FULL_AND_PIECEWISE", [4, 8]).follow(graph_index, Batch(9, 9, True, 1))
     it.set_captured(graph_index, False)
@@ -517,7 +472,6 @@ def test_digests_agree_just_where_decisions_do():
     assert digest() == digest()
     assert len(digest()) == 64
     others = [
-        digest(chunked=True),
         digest(padding=PaddingLimit(factor=2)),
         digest(lora_cases=(0, 2)),
         digest(axes=[Axis("a", (1,))]),

@@ -66,7 +66,6 @@ OTHER: dict[str, Any] = {
     "axes": (Axis("micro_batches", (1, 2)),),
     "traits": {"pooling": True},
     "size_alignment": 2,
-    "chunked": True,
     "buckets": ((1, 8, 0),),
     "bucket_limits": BucketLimits(16, 64, 128, 4),
     "size_ceiling": 64,

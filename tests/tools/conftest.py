@@ -100,7 +100,7 @@ class EagerPrepared:
         else:
             mode = RuntimeMode.FULL if batch.is_decode else RuntimeMode.PIECEWISE
         descriptor = BatchDescriptor(num_tokens=padded or batch.num_tokens)
-        return SimpleNamespace(mode=mode, descriptor=descriptor, reason="the next size", chunks=())
+        return SimpleNamespace(mode=mode, descriptor=descriptor, reason="the next size")
 
     def run(self, decision, input_ids, positions, *, metadata):
         missing = decision.descriptor.num_tokens - len(input_ids)

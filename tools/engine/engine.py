@@ -156,7 +156,7 @@ class Engine:
             StepRecord(
                 mode=decision.mode.name,
                 num_tokens=schedule.num_tokens,
-                padded_tokens=self._padded_tokens(decision),
+                padded_tokens=decision.descriptor.num_tokens,
                 num_reqs=len(schedule.shares),
                 num_preempted=len(schedule.preempted),
                 seconds=now - began,
@@ -203,14 +203,7 @@ class Engine:
             max_query_len=most["max_query_len"] if decode else None,
         )
         decision = self.prepared.dispatch(common)
-        return self.prepared.dispatcher.follow(decision.graph_index, batch, decision.chunks)
-
-    def _padded_tokens(self, decision: Decision) -> int:
-        """The rows that a step runs: those of its chunks, if it has any."""
-        if not decision.chunks:
-            return decision.descriptor.num_tokens
-        entries = self.prepared.dispatcher.plan.entries
-        return sum(entries[graph_index].descriptor.num_tokens for graph_index in decision.chunks)
+        return self.prepared.dispatcher.follow(decision.graph_index, batch)
 
     def _refit(self) -> None:
         """Let the capture sizes follow the traffic, every `refit_every` steps; 0 is never."""

@@ -136,9 +136,7 @@ class Engine:
             num_tokens = min(num_tokens, num_reqs * batch.max_query_len)
         theirs = replace(batch, num_tokens=num_tokens, num_reqs=num_reqs)
         try:
-            followed = self.prepared.dispatcher.follow(
-                decision.graph_index, theirs, decision.chunks
-            )
+            followed = self.prepared.dispatcher.follow(decision.graph_index, theirs)
         except DecisionNotPossible:  # too much padding
             assert self.prepared.config.padding_limit is not None
             return
@@ -336,7 +334,6 @@ def random_settings(draw: random.Random) -> dict[str, Any]:
         "query_lens": lengths,
         "traits": {"varlen_decode": draw.random() < 0.3},
         "axes": [axes[name] for name in sorted(axes) if draw.random() < 0.4],
-        "chunked": draw.random() < 0.5,
         "padding_limit": draw.choice((None, PaddingLimit(factor=1.5), PaddingLimit(tokens=2))),
         "strategy": draw.choice(list(CaptureStrategy)),
         "size_alignment": draw.choice((1, 1, 2)),
