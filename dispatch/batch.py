@@ -87,7 +87,6 @@ class Reason(StrEnum, metaclass=Members):
     TOO_MANY_REQS = "too many requests"
     PADDING_LIMIT = "padding limit"
     NOT_CAPTURED = "not captured yet"
-    COST = "costs more"
 
 
 @dataclass(frozen=True, slots=True)

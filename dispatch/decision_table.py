@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-from ..errors import PlanInvalid
 from .batch import NO_GRAPH, BatchDescriptor, Decision, Reason
 from .batch_class import BatchClass, class_obstacle
 from .modes import RuntimeMode
@@ -21,7 +20,6 @@ NEARNESS = (
     Reason.TOO_MANY_REQS,
     Reason.PADDING_LIMIT,
     Reason.NOT_CAPTURED,
-    Reason.COST,
     Reason.NO_TOKENS,
 )
 """Obstacles in the order in which they are checked. A later one means a closer candidate."""
@@ -30,24 +28,12 @@ NEARNESS = (
 class Preference:
     """The plan's graph indices from most to least preferred.
 
-    Without `costs` the better mode wins and, within a mode, the fewer padded tokens: padding
-    alone cannot be compared between modes, because NONE has none. With measured `costs` (seconds
-    by graph index; `none_cost` in seconds by number of tokens) the least cost wins and NONE
-    competes; on equal cost the better mode wins, then the fewer tokens. Raises PlanInvalid unless
-    every graph has a cost.
+    The better mode wins and, within a mode, the fewer padded tokens: padding alone cannot be
+    compared between modes, because NONE has none.
     """
 
-    def __init__(
-        self,
-        plan: DispatchPlan,
-        costs: Mapping[int, float] | None = None,
-        none_cost: Callable[[int], float] | None = None,
-    ) -> None:
-        if costs is not None and costs.keys() != set(range(len(plan.entries))):
-            raise PlanInvalid(fault="measured costs must cover exactly the plan's graphs")
+    def __init__(self, plan: DispatchPlan) -> None:
         self.plan = plan
-        self.costs = costs
-        self.none_cost = none_cost if costs is not None else None
         self.order = tuple(sorted(range(len(plan.entries)), key=self._rank))
         sizes = (entry.descriptor.num_tokens for entry in plan.entries)
         self.least_tokens = tuple(plan.padding.least_tokens(size) for size in sizes)
@@ -55,7 +41,6 @@ class Preference:
     def _rank(self, graph_index: int) -> tuple[object, ...]:
         mode, key = self.plan.entries[graph_index].mode, self.plan.entries[graph_index].descriptor
         return (
-            self.costs[graph_index] if self.costs else 0.0,
             -mode,
             key.num_tokens,
             key.lora_case,
@@ -64,12 +49,6 @@ class Preference:
             key.max_query_len or 0,
             key.num_reqs or sys.maxsize,
         )
-
-    def none_is_cheaper(self, indices: Sequence[int], num_tokens: int, kind: BatchClass) -> bool:
-        """Whether NONE is allowed and costs less than replaying `indices`."""
-        if self.costs is None or self.none_cost is None or not kind.modes & 1 << RuntimeMode.NONE:
-            return False
-        return self.none_cost(num_tokens) < sum(self.costs[graph_index] for graph_index in indices)
 
 
 class DecisionTable:
@@ -105,8 +84,7 @@ class DecisionTable:
             return Reason.PADDING_LIMIT
         if not self.captured[graph_index]:
             return Reason.NOT_CAPTURED
-        cheaper = self.preference.none_is_cheaper((graph_index,), num_tokens, self.kind)
-        return Reason.COST if cheaper else None
+        return None
 
     def decide(self, num_tokens: int, num_reqs: int = 0) -> Decision:
         """Compute the decision for these counts."""
@@ -117,9 +95,9 @@ class DecisionTable:
         )
         mode = RuntimeMode.NONE if chosen == NO_GRAPH else entries[chosen].mode
         better = {
-            why or Reason.COST
+            why
             for graph_index, why in obstacles.items()
-            if entries[graph_index].mode > mode
+            if why is not None and entries[graph_index].mode > mode
         }
         missed = max(better, key=NEARNESS.index, default=None)
         if chosen == NO_GRAPH:

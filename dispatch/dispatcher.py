@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -182,7 +182,7 @@ class Dispatcher:
             return replace(own, reason=Reason.RANK_DECISION)
         obstacles = self._live.table(kind).obstacles(batch.num_tokens, batch.num_reqs)
         obstacle = obstacles.get(graph_index, "no such graph")
-        if obstacle not in (None, Reason.COST):
+        if obstacle is not None:
             raise DecisionNotPossible(graph_index=graph_index, batch=batch, reason=str(obstacle))
         decision = graph_decision(
             self.plan.entries[graph_index], graph_index, kind, batch.num_tokens
@@ -220,7 +220,7 @@ class Dispatcher:
     def change_plan(self, added: Iterable[PlanEntry], retired: Collection[int]) -> None:
         """Append entries to the plan; `retired` graphs are not wanted from now on.
 
-        Indices of earlier entries stay. Measured costs are forgotten: they do not cover new ones.
+        Indices of earlier entries stay.
         """
         with self._lock:
             self.plan = replace(self.plan, entries=(*self.plan.entries, *added))
@@ -231,16 +231,6 @@ class Dispatcher:
             self._live = _Tables(
                 preference, tuple(i < len(captured) and captured[i] for i in indices)
             )
-            self._drop_fast_path()
-
-    def set_costs(
-        self, costs: Mapping[int, float], none_cost: Callable[[int], float] | None = None
-    ) -> None:
-        """Prefer by measured cost from now on; see `Preference` for units and errors."""
-        preference = Preference(self.plan, dict(costs), none_cost)
-        with self._lock:
-            self._registered = _Tables(preference, self._registered.captured)
-            self._live = _Tables(preference, self._live.captured)
             self._drop_fast_path()
 
     def _build_fast_path(self) -> None:

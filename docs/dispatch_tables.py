@@ -29,7 +29,6 @@ FEATURES = (
     ("--lora", "4"),
     ("--speculate", "3"),
     ("--refit",),
-    ("--measure-costs",),
     ("--lora", "4", "--speculate", "3"),
     ("--lora", "4", "--refit"),
     ("--speculate", "3", "--refit"),

@@ -18,14 +18,12 @@ from ..errors import (
 )
 from ..torch_compat.basics.tensors import is_autocast_enabled
 from .capture.dummy_batch import MetadataFor
-from .capture.measured_costs import interpolated, measure_costs
 from .capture.recording import Recording
 from .memory.ledger import MemoryLedger, MemoryPlan, plan_memory
 from .model_steps import ModelSteps
 from .policy import capture_sizes, dispatch_plan, largest_size, query_lens
 from .records import CaptureFailure, CaptureRecord, MemoryUse
 from .report import build_report
-from .strategy.monitors import allow_compilation
 from .strategy.ranks import start_facts, traffic
 from .strategy.warmup import (
     AuxiliaryTask,
@@ -174,23 +172,6 @@ class PreparedModel(ModelSteps):
             self._sizes = change.sizes
         self.events.emit("refit", level=logging.INFO, add=change.add, drop=change.drop)
         return change
-
-    def measure_costs(self, repeats: int = 5) -> None:
-        """Let measured seconds decide between graphs, and between a graph and none, from now on.
-
-        Measures a dummy batch in each captured graph, and without a graph at some sizes. A graph
-        that is captured later is not used until costs are measured again; `refit` forgets them.
-        With several ranks all must make the same call; the slowest rank counts.
-        """
-        self._make_ready(None)
-        if self._behind is not None or not self.dispatcher.plan.entries:
-            return
-        plan, exchange = self.dispatcher.plan, self._exchange
-        with allow_compilation():
-            costs, without = measure_costs(self._graphs, plan, self.backend, exchange, repeats)
-        self.dispatcher.set_costs(costs, interpolated(without))
-        captured = {graph_index: costs[graph_index] for graph_index, _ in self.recordings()}
-        self.events.emit("costs", level=logging.INFO, graphs=captured, without_graph=without)
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """Check in steps that a long-lived tensor (KV cache, workspace) stays at its address.

@@ -409,30 +409,6 @@ def test_hot_rows_are_found_again_after_many_batch_classes(monkeypatch):
     assert it.dispatch(Batch(5, 5)) is first
 
 
-def test_measured_costs_decide_between_modes():
-    it = dispatcher("FULL_AND_PIECEWISE", [4, 8])
-    batch = Batch(3, 3, True, 1)
-    full = index_of(it, FULL, 4)
-    piecewise = index_of(it, PIECEWISE, 8)
-    costs = dict.fromkeys(range(len(it.plan.entries)), 3.0)
-    it.set_costs(costs)
-    assert it.dispatch(batch).graph_index == full
-    it.set_costs(costs | {piecewise: 1.0})
-    decision = it.dispatch(batch)
-    assert (decision.graph_index, decision.missed) == (piecewise, Reason.COST)
-    it.set_costs(costs, none_cost=lambda tokens: 0.5 * tokens)
-    assert it.dispatch(batch).reason is Reason.COST
-    assert it.wanted(batch).mode is NONE
-    assert it.dispatch(batch, excluded_modes=[NONE]).graph_index == full
-    assert it.dispatch(Batch(6, 6, True, 1)).mode is FULL
-
-
-def test_costs_must_cover_the_plan():
-    it = dispatcher("PIECEWISE", [4, 8])
-    with pytest.raises(PlanInvalid, match="costs"):
-        it.set_costs({0: 1.0})
-
-
 def test_a_rank_decision_is_followed_or_refused():
     it = dispatcher("FULL_AND_PIECEWISE", [4, 8])
     batch = Batch(3, 3, True, 1)

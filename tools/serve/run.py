@@ -136,8 +136,6 @@ def start_service(
             prepared.watch(name, tensor)
         with working(console, "warming up and capturing"):
             prepared.warm_up(buffers.padding, _warmup_tasks(prepared, model, engine))
-            if options.measure_costs:
-                prepared.measure_costs()
             prepared.seal()
         yield Service(prepared, model, layers, buffers, engine, verification)
     finally:

@@ -7,10 +7,8 @@ dispatch key gives a wrong result.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import count
 from typing import Any
 
 import pytest
@@ -34,7 +32,6 @@ from piecegraph import (
 from piecegraph.compile.plan.compiled_model import CompiledModel, bind
 from piecegraph.dispatch import NO_GRAPH, Axis, Reason
 from piecegraph.errors import BatchInvalid, DecisionNotPossible, NoModeLeft
-from piecegraph.runtime.capture import measured_costs
 from piecegraph.runtime.config import LoraGraphs
 
 from ..conftest import compile_once, prepare_on_replay
@@ -263,40 +260,6 @@ def test_lazy_captures_a_graph_of_an_allowed_mode(engine: Callable[..., Engine])
     assert (decisions[-1].mode, decisions[-1].descriptor.num_tokens) == (PIECEWISE, 4)
 
 
-def test_measured_costs_decide(engine: Callable[..., Engine]) -> None:
-    it = engine()
-    entries = it.prepared.dispatcher.plan.entries
-    costs = {index: 9.0 if entry.mode is FULL else 1.0 for index, entry in enumerate(entries)}
-    it.prepared.dispatcher.set_costs(costs, none_cost=lambda tokens: 0.5 * tokens)
-    assert it.step(decode(4)).mode is PIECEWISE
-    assert it.step(decode(1)).mode is NONE
-
-
-def test_costs_are_measured_on_dummy_batches(
-    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a clock for which each run takes longer than the one before: the graph that is measured
-    first is the cheapest, and any graph is cheaper than none."""
-
-    def clock() -> Iterator[float]:
-        now = 0.0
-        for seconds in count(1):
-            yield now
-            now += seconds
-            yield now
-
-    monkeypatch.setattr(measured_costs, "perf_counter", partial(next, clock()))
-    it = engine()
-    assert it.step(decode(4)).mode is FULL
-    it.prepared.measure_costs()
-    cheapest = it.prepared.recordings()[0][0]
-    assert [it.step(each).graph_index for each in (decode(4), Batch(7, 2))] == [cheapest] * 2
-    assert it.step(decode(4)).reason is Reason.RELAXED
-    it.prepared.release()
-    it.prepared.capture()
-    assert it.step(decode(4)).graph_index == cheapest
-
-
 def test_another_ranks_decision_is_followed(engine: Callable[..., Engine]) -> None:
     it = engine()
     wide = it.prepared.dispatch(decode(8))
@@ -378,8 +341,6 @@ def test_all_of_it_together(engine: Callable[..., Engine], seed: int) -> None:
         event = draw.random()
         if event < 0.05:
             it.prepared.refit()
-        elif event < 0.08:
-            it.prepared.measure_costs(repeats=1)
         elif event < 0.1:
             it.prepared.release()
             it.prepared.capture()
