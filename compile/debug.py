@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-
 import torch
 from torch.fx import GraphModule
 

@@ -16,7 +16,6 @@ from functools import cache, partial
 from typing import Any
 
 import sympy
-
 import torch
 
 from ...cache import Entry, Key

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 import torch
+from pydantic import ValidationError
 
 from ...cache import Cache, Entry, Key, Miss
 from ...cache.keys.factors import Json, canonical

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-
 from torch.fx import GraphModule
 
 from ...errors import CompileError, GuardUnproved, ShapesDiffer, Specialized

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -19,8 +20,6 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-
-import torch
 
 from ...cache.keys.factors import Feeds, exempt
 from ...errors import InvalidSetting

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-
 import torch
 from torch.fx import Graph, GraphModule, Node, Proxy
 

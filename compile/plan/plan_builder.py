@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import sympy
-
 import torch
 from torch.fx import Node
 

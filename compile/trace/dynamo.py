@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
-
 import torch
 from torch.fx import GraphModule, Node
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import sympy
-
 import torch
 from torch.fx import Graph, Node
 

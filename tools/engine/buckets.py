@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-
 import torch
 
 from ... import Batch, BatchDescriptor, Decision, RuntimeMode

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
-
 import torch
 
 from ... import BatchDescriptor, Decision, RuntimeMode

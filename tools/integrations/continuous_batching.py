@@ -15,10 +15,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
-
-from torch import Tensor
 
 from ... import Batch, BatchDescriptor, Config, Events, PreparedModel, RuntimeMode, prepare
 from .transformers import INPUTS, SPLITTING_OP, PackedModel, Rule

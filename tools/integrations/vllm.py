@@ -18,13 +18,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
-
-import torch
 
 from ... import (
     Batch,

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 import torch
+import transformers
 from torch import Tensor
 
 from ...errors import InvalidSetting

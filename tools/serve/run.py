@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 import torch
+from rich.console import Console
 
 from ... import (
     AttentionSupport,

@@ -66,7 +66,6 @@ def holds_by_intervals(
 ) -> bool:
     """Whether interval arithmetic proves `condition` over `ranges` (inclusive)."""
     import sympy
-
     from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
     bounds = {symbol: ValueRanges(low, high) for symbol, (low, high) in ranges.items()}

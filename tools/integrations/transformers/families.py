@@ -25,12 +25,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
+from torch import Tensor
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-import torch
-from torch import Tensor
 
 from .... import Batch, Config, ReplayBackend, ReplayOptions, RuntimeMode, prepare
 from ....errors import PiecegraphError
