@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Hundreds of processes of the tests import the package: with this set, each would compile its sources.
 unexport PYTHONDONTWRITEBYTECODE
-PACKAGES := cache compile dispatch runtime tools torch_compat
+PACKAGES := cache compile dispatch runtime tools torch_compat benchmarks
 
 .PHONY: run test unit test-fast heavy coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke mutants clean
 
@@ -57,7 +57,7 @@ gpu:
 	$(PYTHON) -m pip install --no-index --find-links .wheels pydantic platformdirs
 	$(PYTHON) -m pip install --no-deps --no-build-isolation -e .
 	$(PYTHON) -m pytest -m gpu
-	$(PYTHON) -m piecegraph bench step --quick
+	$(PYTHON) -m benchmarks step --quick
 
 # The cuda backend on torch's real CUDA code without a GPU: see docs/gpu.md. About 5 GB to download;
 # CUDA_TORCH=torch==2.11.0 tests the oldest supported version.

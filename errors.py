@@ -579,16 +579,6 @@ class ToolMissing(ConfigError):
     todo = "Install it with `pip install 'piecegraph[{extra}]'`, or '.[{extra}]' in a checkout."
 
 
-class BenchmarksMissing(ConfigError):
-    what = "the benchmarks are not installed"
-    todo = "Run `piecegraph bench` in a checkout of the repository; wheels do not contain them."
-
-
-class EngineMissing(ConfigError):
-    what = "the engine {name} is not installed in this environment"
-    todo = "Run `make engine-env` in a checkout, or install {package} beside piecegraph."
-
-
 class ImportRefused(ConfigError):
     what = "{path} cannot be imported: {reason}"
     todo = "Give {expected}."

@@ -1,39 +1,49 @@
-"""`piecegraph bench`: comparisons within the library, serving under load, two results compared."""
+"""`python -m benchmarks`, in a checkout: comparisons within the library, engines under load."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import ModuleType
+from typing import Annotated, Any
 
 import typer
 
-from ...dispatch import CaptureStrategy, GraphMode
-from ...errors import BenchmarksMissing, InvalidSetting
-from ..report import sections
-from ..report.output import Output, outputs, read_facts
-from ..serve.options import RunOptions, choice
-from .run_commands import JsonOption, console_beside, stderr, with_run_options, write_json
-
-if TYPE_CHECKING:
-    from ..engine.scheduler import Request
-
-bench_app = typer.Typer(
-    help="Benchmarks; they are in a checkout of the repository only.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+from piecegraph.dispatch import CaptureStrategy, GraphMode
+from piecegraph.errors import InvalidSetting
+from piecegraph.tools.cli.app import run_app
+from piecegraph.tools.cli.run_commands import (
+    JsonOption,
+    console_beside,
+    stderr,
+    with_run_options,
+    write_json,
 )
+from piecegraph.tools.engine.scheduler import Request
+from piecegraph.tools.report.output import Output, figure_class, outputs, read_facts
+from piecegraph.tools.report.sections import Section, as_terminal
+from piecegraph.tools.serve.options import RunOptions, choice
+from piecegraph.tools.serve.report import origin
+from piecegraph.tools.serve.requests import read_requests, requests_of
 
-COMPARISONS = {
-    "dispatch": "What a decision costs.",
-    "prepare": "What a cold and a warm start cost.",
-    "step": "What the library adds to a step.",
-    "strategies": "What capturing early or late costs.",
-}
+from . import dispatch, engine, prepare, serving, step, strategies
+from .compare import SCHEMA, compare, comparison_section, summary_section, summed_up
+from .load import RAMPS, Arrivals, parse_objectives, summary, synthetic_rows
+from .ratios import ratios_section
 
+app = typer.Typer(
+    help="Benchmarks of piecegraph.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+main = functools.partial(run_app, app)
+
+QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repetitions.")]
 RoundsOption = Annotated[
     int, typer.Option(min=1, help="How often each load is served; a verdict needs 3.")
 ]
@@ -51,47 +61,24 @@ GoodputOption = Annotated[
 PlotOption = Annotated[Path | None, typer.Option(help="Draw the result into this image.")]
 
 
-@contextmanager
-def _benchmarks() -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != "piecegraph.tools.bench":
-            raise
-        raise BenchmarksMissing from error
+def _comparison(name: str, benchmark: ModuleType, help: str) -> None:
+    """A command that compares two ways within one run."""
+
+    @app.command(name, help=f"{help} Compared within one run.")
+    def command(quick: QuickOption = False, json_path: JsonOption = None) -> int:
+        (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
+        result = benchmark.run(quick)
+        _show(ratios_section(name, result), result, to_json)
+        return 0
 
 
-QuickOption = Annotated[bool, typer.Option("--quick", help="Fewer repetitions.")]
+_comparison("dispatch", dispatch, "What a decision costs.")
+_comparison("step", step, "What the library adds to a step.")
+_comparison("strategies", strategies, "What capturing early or late costs.")
 
 
-def _compare(
-    name: str, quick: bool, plot: Path | None, json_path: Path | None, **chosen: Any
-) -> int:
-    with _benchmarks():
-        from ..bench import find, plotter
-    to_json, to_plot = outputs(
-        {"--json": json_path, "--plot": plot}, stdout=("--json",), plots=("--plot",)
-    )
-    benchmark = find(name)
-    draw = plotter(benchmark, to_plot.path) if to_plot else None
-    result = benchmark.run(quick, **chosen)
-    _show(sections.benchmark_section(name, result), result, to_json)
-    if to_plot and draw:
-        with to_plot.writing():
-            draw(result)
-    return 0
-
-
-def _comparison(name: str) -> Any:
-    def run(
-        quick: QuickOption = False, plot: PlotOption = None, json_path: JsonOption = None
-    ) -> int:
-        return _compare(name, quick, plot, json_path)
-
-    return run
-
-
-def _starts(
+@app.command("prepare")
+def prepare_command(
     quick: QuickOption = False,
     ways: Annotated[
         str | None, typer.Option(help="Ways to start, such as cold,warm_ahead; all by default.")
@@ -99,21 +86,21 @@ def _starts(
     plot: PlotOption = None,
     json_path: JsonOption = None,
 ) -> int:
-    with _benchmarks():
-        from ..bench.prepare import WAYS
-    chosen = [choice("--ways", way, tuple(WAYS)) for way in ways.split(",")] if ways else [*WAYS]
-    return _compare("prepare", quick, plot, json_path, ways=chosen)
+    """What a cold and a warm start cost. Compared within one run."""
+    all_ways = tuple(prepare.WAYS)
+    chosen = [choice("--ways", way, all_ways) for way in ways.split(",")] if ways else all_ways
+    to_json, to_plot = _outputs(json_path, plot)
+    result = prepare.run(quick, chosen)
+    _show(ratios_section("prepare", result), result, to_json)
+    if to_plot is not None:
+        with to_plot.writing() as path:
+            prepare.plot(result, path)
+    return 0
 
 
-for _name, _help in COMPARISONS.items():
-    bench_app.command(_name, help=f"{_help} Two ways, compared within one run.")(
-        _starts if _name == "prepare" else _comparison(_name)
-    )
-
-
-@bench_app.command("engine")
+@app.command("engine")
 def engine_command(
-    engine: Annotated[str, typer.Option(help="vllm or transformers.")],
+    engine_name: Annotated[str, typer.Option("--engine", help="vllm or transformers.")],
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
     hidden: Annotated[int, typer.Option(min=128, help="Its width, a multiple of 128.")] = 256,
     rounds: Annotated[int, typer.Option(min=1, help="How often each way is started.")] = 1,
@@ -122,9 +109,7 @@ def engine_command(
 ) -> int:
     """Compare an engine with and without piecegraph: starts, throughput and memory."""
     (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
-    with _benchmarks():
-        from ..bench.engine import INSTALL, run
-    engine = choice("--engine", engine, tuple(INSTALL))
+    engine_name = choice("--engine", engine_name, tuple(engine.INSTALL))
     if hidden % 128:
         raise InvalidSetting(
             name="--hidden",
@@ -132,12 +117,12 @@ def engine_command(
             reason="heads have a width of 64, and two share keys and values",
             expected="a multiple of 128",
         )
-    result = run(engine, layers=layers, hidden=hidden, rounds=rounds, runs=runs)
-    _show(sections.benchmark_section(engine, result), result, to_json)
+    result = engine.run(engine_name, layers=layers, hidden=hidden, rounds=rounds, runs=runs)
+    _show(ratios_section(engine_name, result), result, to_json)
     return 0
 
 
-@bench_app.command("serve")
+@app.command("serve")
 @with_run_options
 def serve_command(
     options: RunOptions,
@@ -177,8 +162,6 @@ def serve_command(
     plot: PlotOption = None,
 ) -> int:
     """Serve requests that arrive over time: throughput, goodput and latencies."""
-    with _benchmarks():
-        from ..bench.load import RAMPS, Arrivals, parse_objectives, synthetic_rows
     if (ramp is None) != (end_rate is None):
         raise InvalidSetting(
             name="--ramp", value=ramp, reason="a ramp has two ends", expected="with --end-rate"
@@ -189,8 +172,6 @@ def serve_command(
         )
     kind = None if ramp is None else choice("--ramp", ramp, RAMPS)
     rates = _rates(rate)
-    from ..serve.requests import read_requests, requests_of
-
     rows = None
     if input_len is not None and output_len is not None:
         rows = synthetic_rows(
@@ -239,7 +220,7 @@ def serve_command(
     )
 
 
-@bench_app.command("latency")
+@app.command("latency")
 @with_run_options
 def latency_command(
     options: RunOptions,
@@ -255,10 +236,6 @@ def latency_command(
     json_path: JsonOption = None,
 ) -> int:
     """Serve one batch from start to end: the latency of a request, and of each of its tokens."""
-    with _benchmarks():
-        from ..bench.load import synthetic_rows
-    from ..serve.requests import requests_of
-
     rows = synthetic_rows(batch, input_len, output_len, spread=0, seed=options.seed)
     options = replace(options, max_num_reqs=max(options.max_num_reqs, batch))
     if options.max_num_tokens < options.max_num_reqs:
@@ -277,17 +254,15 @@ def latency_command(
     )
 
 
-@bench_app.command("compare")
+@app.command("compare")
 def compare_command(
-    old: Annotated[Path, typer.Argument(help="Result of `bench serve --json`.")],
+    old: Annotated[Path, typer.Argument(help="Result of `serve --json`.")],
     new: Annotated[Path, typer.Argument(help="Another one.")],
     json_path: JsonOption = None,
 ) -> int:
     """Compare two results: better, worse or no difference, by the spread of their rounds."""
     (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
-    with _benchmarks():
-        from ..bench.compare import SCHEMA, compare, comparison_section
-    command = "piecegraph bench serve --json"
+    command = "python -m benchmarks serve --json"
     results = (read_facts(path, "result", command, SCHEMA, "summary") for path in (old, new))
     found = compare(*results)
     _show(comparison_section(found), found, to_json)
@@ -325,18 +300,7 @@ def _measure(
     plot: Path | None = None,
 ) -> int:
     """Measure, print a table, and write what is asked for."""
-    to_json, to_plot = outputs(
-        {"--json": json_path, "--plot": plot}, stdout=("--json",), plots=("--plot",)
-    )
-    if to_plot is not None:
-        from ..report.output import figure_class
-
-        figure_class()
-    from ..bench import serving
-    from ..bench.compare import SCHEMA, summary_section, summed_up
-    from ..bench.load import summary
-    from ..serve.report import origin
-
+    to_json, to_plot = _outputs(json_path, plot)
     timed = [serving.with_arrivals(requests, times) for times in loads]
     rounds, warmup, limit = about["rounds"], about["warmup"], about["concurrency"]
     runs = []
@@ -373,7 +337,7 @@ def _measure(
             runs.append({**name, "round": number, **summary(served, objectives)})
     result = {
         "schema": SCHEMA,
-        **origin(),
+        **origin("benchmarks"),
         "load": {**about, "objectives": objectives},
         "runs": runs,
         "summary": summed_up(runs, ["mode", "strategy", *labels[0]]),
@@ -387,10 +351,24 @@ def _measure(
     return 0
 
 
-def _show(section: sections.Section, result: dict[str, Any], to_json: Output | None) -> None:
-    console_beside(to_json).print(*sections.as_terminal(section), sep="\n")
+def _outputs(json_path: Path | None, plot: Path | None) -> tuple[Output | None, Output | None]:
+    """Checked before anything is measured. Raises ToolMissing for a plot without matplotlib."""
+    to_json, to_plot = outputs(
+        {"--json": json_path, "--plot": plot}, stdout=("--json",), plots=("--plot",)
+    )
+    if to_plot is not None:
+        figure_class()
+    return to_json, to_plot
+
+
+def _show(section: Section, result: dict[str, Any], to_json: Output | None) -> None:
+    console_beside(to_json).print(*as_terminal(section), sep="\n")
     write_json(to_json, result)
 
 
 def _chosen(flag: str, text: str | None, kinds: Any, default: Any) -> list[Any]:
     return [default] if text is None else [choice(flag, each, kinds) for each in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

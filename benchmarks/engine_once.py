@@ -1,4 +1,4 @@
-"""One start of a real engine in its own process: `python -m … ENGINE WAY MODEL FOLDER`.
+"""One start of a real engine in its own process: `python engine_once.py ENGINE WAY MODEL FOLDER`.
 
 ENGINE is `vllm` or `transformers`. WAY is `piecegraph`, `engine` (compiled as the engine does) or
 `eager`. MODEL is JSON. FOLDER is for its files; vLLM's cache has its path in its keys. Writes lines
@@ -135,8 +135,8 @@ def _transformers(
     settings = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     began = time.perf_counter()
     if way == "piecegraph":
-        from ... import Config
-        from ..integrations.continuous_batching import accelerate
+        from piecegraph import Config
+        from piecegraph.tools.integrations.continuous_batching import accelerate
 
         accelerate(model, Config(max_num_tokens=MAX_NUM_TOKENS, graph_mode="NONE"))
     with model.continuous_batching_context_manager(

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import InvalidSetting
-from ..serve.requests import TraceRow
+from piecegraph.errors import InvalidSetting
+from piecegraph.tools.serve.requests import TraceRow
 
 PERCENTILES = (50, 90, 95, 99)
 RAMPS = ("linear", "exponential")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ... import PreparedModel, RuntimeMode
+from piecegraph import PreparedModel, RuntimeMode
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ..report.output import figure_class
-from ..serve.report import origin
+from piecegraph.tools.report.output import figure_class
+from piecegraph.tools.serve.report import origin
 
 PHASES = {
     "trace": "trace.dynamo",
@@ -161,9 +161,9 @@ def _start(
     """What a start took; of three warm ones the median."""
     theirs.mkdir(parents=True, exist_ok=True)
     started_as = STARTED_AS.get(way, "piecegraph")
-    module = f"{__package__}._prepare_once"
-    program = [sys.executable, "-m", module, started_as, str(layers), str(ours), model]
-    command = ["env", f"TORCHINDUCTOR_CACHE_DIR={theirs}", *program]
+    program = [sys.executable, "-P", str(Path(__file__).with_name("prepare_once.py"))]
+    arguments = [started_as, str(layers), str(ours), model]
+    command = ["env", f"TORCHINDUCTOR_CACHE_DIR={theirs}", *program, *arguments]
     starts: list[dict[str, Any]] = []
     for _ in range(3 if "warm" in way else 1):
         done = subprocess.run(command, capture_output=True, text=True, check=True)

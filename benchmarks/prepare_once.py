@@ -1,4 +1,4 @@
-"""One timed start of a model in its own process: `python -m … WAY LAYERS CACHE [MODEL]`.
+"""One timed start of a model in its own process: `python prepare_once.py WAY LAYERS CACHE [MODEL]`.
 
 MODEL is `reference`, the decoder of the reference engine, or `hugging_face`, a narrow Llama.
 Prints `{"import_torch": s, "model": s, "ready": s, "phases": {name: s}}`. A model is ready when it
@@ -45,8 +45,8 @@ def main(way: str, layers: int, folder: Path, named: str = "reference") -> dict[
 
 
 def _reference(layers: int) -> tuple[Any, dict[str, Any]]:
-    from ..engine.decoder_config import DecoderConfig
-    from ..engine.model import Decoder
+    from piecegraph.tools.engine.decoder_config import DecoderConfig
+    from piecegraph.tools.engine.model import Decoder
 
     return Decoder(DecoderConfig(layers=layers, hidden=HIDDEN), seed=0).eval(), {
         "splitting_ops": ("piecegraph_reference::paged_attention",),
@@ -57,7 +57,7 @@ def _reference(layers: int) -> tuple[Any, dict[str, Any]]:
 
 def _hugging_face(layers: int) -> tuple[Any, dict[str, Any]]:
     transformers: Any = importlib.import_module("transformers")
-    from ..integrations.transformers import INPUTS, SPLITTING_OP, PackedModel
+    from piecegraph.tools.integrations.transformers import INPUTS, SPLITTING_OP, PackedModel
 
     config = transformers.LlamaConfig(
         vocab_size=64,
@@ -79,7 +79,7 @@ def _hugging_face(layers: int) -> tuple[Any, dict[str, Any]]:
 def _piecegraph(
     way: str, model: Any, settings: dict[str, Any], began: float
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    from ... import Config, Events, compile_ahead, prepare
+    from piecegraph import Config, Events, compile_ahead, prepare
 
     config = Config(**settings, cold="serve" if way == "served" else "compile")
     events, seconds = Events(), 0.0
@@ -110,7 +110,7 @@ def _served(model: Any, config: Any, began: float) -> tuple[dict[str, float], di
     """Serve uncompiled while a child compiles, until compiled code serves."""
     import torch
 
-    from ... import Batch, ForwardContext, forward_context, prepare
+    from piecegraph import Batch, ForwardContext, forward_context, prepare
 
     layers, metadata, tokens = _step_of(model)
     prepared = prepare(model, config, layers=layers)
@@ -143,7 +143,7 @@ def _served(model: Any, config: Any, began: float) -> tuple[dict[str, float], di
 def _torch_compile(model: Any) -> dict[str, float]:
     import torch
 
-    from ... import ForwardContext, forward_context
+    from piecegraph import ForwardContext, forward_context
 
     layers, metadata, tokens = _step_of(model)
     compiled: Any = torch.compile(model, fullgraph=True, dynamic=True)
@@ -156,9 +156,9 @@ def _step_of(model: Any) -> tuple[dict[str, Any], Any, Any]:
     """A KV cache by layer, and metadata and token ids of one step."""
     import torch
 
-    from ... import BatchDescriptor, RuntimeMode
-    from ..engine.kv_cache import allocate_layer_caches
-    from ..engine.metadata import MetadataBuffers
+    from piecegraph import BatchDescriptor, RuntimeMode
+    from piecegraph.tools.engine.kv_cache import allocate_layer_caches
+    from piecegraph.tools.engine.metadata import MetadataBuffers
 
     config = model.config
     layers = allocate_layer_caches(

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import Batch, Config, GraphMode, PreparedModel, compile_ahead, prepare
-from ._timing import LIBRARY, interleaved, row
+from piecegraph import Batch, Config, GraphMode, PreparedModel, compile_ahead, prepare
+
+from .timing import LIBRARY, interleaved, row
 
 HIDDEN, LAYERS = 64, 32
 

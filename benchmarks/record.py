@@ -1,6 +1,6 @@
 """Run a benchmark that prints JSON, and write its result with the facts of the machine.
 
-python benchmarks/record.py benchmarks/step-cpu.json -- piecegraph bench step --quick --json -
+python benchmarks/record.py benchmarks/step-cpu.json -- python -m benchmarks step --quick --json -
 """
 
 from __future__ import annotations

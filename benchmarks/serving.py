@@ -21,11 +21,12 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
-from ...errors import InvalidSetting
-from ..engine.scheduler import Request
-from ..report.output import figure_class
-from ..serve.options import RunOptions
-from ..serve.run import Service, start_service
+from piecegraph.errors import InvalidSetting
+from piecegraph.tools.engine.scheduler import Request
+from piecegraph.tools.report.output import figure_class
+from piecegraph.tools.serve.options import RunOptions
+from piecegraph.tools.serve.run import Service, start_service
+
 from .load import Served
 
 REQUEST_TIMEOUT = 600

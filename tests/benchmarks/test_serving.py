@@ -12,17 +12,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from piecegraph.errors import InvalidSetting
-from piecegraph.tools.bench.compare import compare, summed_up
-from piecegraph.tools.bench.load import (
+from piecegraph.benchmarks.__main__ import main
+from piecegraph.benchmarks.compare import compare, summed_up
+from piecegraph.benchmarks.load import (
     Arrivals,
     Served,
     parse_objectives,
     summary,
     synthetic_rows,
 )
-from piecegraph.tools.bench.serving import check_url, measure_url, serve_load
-from piecegraph.tools.cli.app import main
+from piecegraph.benchmarks.serving import check_url, measure_url, serve_load
+from piecegraph.errors import InvalidSetting
 
 
 def gaps(arrivals, count=4000):
@@ -213,7 +213,7 @@ def test_the_commands_measure_plot_and_compare(tmp_path, capsys):
     json_, image = tmp_path / "a.json", tmp_path / "a.svg"
     load = ["--rate", "50,inf", "--modes", "none,full", "--strategies", "eager,lazy"]
     more = ["--rounds", "2", "--warmup", "1", "--goodput", "ttft:10000", "--plot", str(image)]
-    assert main(["bench", "serve", *small, *load, *more, "--json", str(json_)]) == 0
+    assert main(["serve", *small, *load, *more, "--json", str(json_)]) == 0
     found = json.loads(json_.read_text())
     places = [(row["mode"], row["strategy"], row["rate"]) for row in found["summary"]]
     assert len(places) == len(set(places)) == 8
@@ -223,11 +223,11 @@ def test_the_commands_measure_plot_and_compare(tmp_path, capsys):
     assert found["machine"]["threads"] >= 1
     assert "<svg" in image.read_text()
     capsys.readouterr()
-    assert main(["bench", "compare", str(json_), str(json_), "--json", "-"]) == 0
+    assert main(["compare", str(json_), str(json_), "--json", "-"]) == 0
     compared = json.loads(capsys.readouterr().out)["rows"]
     assert {row["verdict"] for row in compared} == {"no difference"}
     latency = ["--batch", "2", "--input", "3", "--output", "2", "--rounds", "1"]
-    assert main(["bench", "latency", *small[:5], *latency, "--json", "-"]) == 0
+    assert main(["latency", *small[:5], *latency, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["summary"][0]["batch"] == 2
 
 
@@ -244,5 +244,16 @@ def test_the_commands_measure_plot_and_compare(tmp_path, capsys):
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_runs(wrong, capsys):
-    assert main(["bench", "serve", "--requests", "2", *wrong]) == 2
+    assert main(["serve", "--requests", "2", *wrong]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize("text", ["{}", '{"schema": 0}', '{"schema": 1}', "[]", "x", None])
+def test_a_file_of_another_command_is_refused(text, tmp_path, capsys):
+    path = tmp_path / "a.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["compare", str(path), str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "invalid setting result = " in error
+    assert "a file that `python -m benchmarks serve --json` wrote" in error

@@ -133,9 +133,7 @@ def test_c1_1cat_536_nothing_reads_the_environment_but_the_registry(
     )
     compat = {f"torch_compat/{name}.py" for name in readers_of_torch}
     # variables of engines and of torchrun, not ours
-    theirs = {
-        f"tools/{name}.py" for name in ("bench/_engine_once", "integrations/vllm", "serve/ranks")
-    }
+    theirs = {f"tools/{name}.py" for name in ("integrations/vllm", "serve/ranks")}
     assert readers == {"cache/keys/environment.py", *compat, *theirs}
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 
 import pytest
 
 from piecegraph import GraphMode
 from piecegraph.errors import InvalidSetting
-from piecegraph.tools.bench import find
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.requests import EXCERPT
 
@@ -79,7 +77,6 @@ def test_an_output_that_fills_its_disk_is_an_error_after_the_report(
     [
         ["run", "--json", "same", "--metrics", "./same"],
         ["explain", "--output", "same", "--timeline", "same"],
-        ["bench", "step", "--json", "same", "--plot", "same"],
         ["sizes", "fit", str(EXCERPT), "--json", "same", "--output", "same"],
     ],
 )
@@ -218,42 +215,9 @@ def test_an_error_of_the_librarys_configuration_is_exit_status_2(monkeypatch, ca
     assert "invalid setting x = 1" in capsys.readouterr().err
 
 
-def test_an_unknown_benchmark_lists_those_there_are(capsys):
-    assert main(["bench", "nonsense"]) == 2
-    assert "Choose one of" in capsys.readouterr().err
-
-
-def test_a_benchmark_prints_a_table_and_writes_json(capsys, monkeypatch, tmp_path):
-    from piecegraph.tools import bench
-
-    class Sleepy:
-        @staticmethod
-        def run(quick):
-            return {"ratios": {"a_over_b": 1.25}, "rows": [{"name": "a", "us": 2.5, "n": 3}]}
-
-    monkeypatch.setattr(bench, "find", lambda name: Sleepy)
-    path = tmp_path / "bench.json"
-    assert main(["bench", "step", "--quick", "--json", str(path)]) == 0
-    assert json.loads(path.read_text())["ratios"] == {"a_over_b": 1.25}
-    out = capsys.readouterr().out
-    assert "a_over_b" in out
-    assert "2.5" in out
-    assert main(["bench", "step", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"]
-
-
-@pytest.mark.parametrize("name", ["prepare", "strategies"])
-def test_a_plot_that_cannot_be_is_refused_before_the_benchmark_runs(name, monkeypatch, tmp_path):
-    module = find(name)
-    monkeypatch.setattr(module, "run", lambda quick: pytest.fail("it ran"))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["bench", name, "--plot", str(tmp_path / "x.png")]) == 2
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["bench", "step", "--plot", "-"],
         ["bisect", "--script", "-"],
         ["cache", "export", "-"],
     ],
@@ -288,7 +252,7 @@ def test_a_model_that_is_too_large_is_a_bad_value(command, capsys, monkeypatch):
 def test_no_command_is_a_call_for_help(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
-    assert all(text in out for text in ("Usage", "run", "bench"))
+    assert all(text in out for text in ("Usage", "run", "cache"))
 
 
 def test_sizes_that_cannot_be_allocated_are_a_bad_value(library, capsys, monkeypatch):
@@ -309,7 +273,6 @@ def test_sizes_that_cannot_be_allocated_are_a_bad_value(library, capsys, monkeyp
     [
         (["explain", "--against"], "--against", "piecegraph explain --format json"),
         (["explain", "--of"], "--of", "piecegraph explain --format json"),
-        (["bench", "compare", "a.json"], "result", "piecegraph bench serve --json"),
     ],
 )
 @pytest.mark.parametrize("text", ["{}", '{"schema": 0}', '{"schema": 1}', "[]", "x", None])

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
-from piecegraph.tools.bench._serving import gpu_options
-from piecegraph.tools.engine.decoder_config import parse_decoder_config
 from piecegraph.tools.serve import run
+from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import read_requests
 
 
@@ -32,14 +30,16 @@ def test_kv_contents_tables_and_random_state_are_as_before(monkeypatch: pytest.M
         return make_tasks(prepared, model, engine)
 
     monkeypatch.setattr(run, "_warmup_tasks", fill_first)
-    options = replace(
-        gpu_options("eager", 4),
-        device="cpu",
-        dtype="float32",
-        model=parse_decoder_config("layers=2,hidden=32,heads=2,kv_heads=1"),
-        capture_sizes=(1, 4),
+    options = read_run_options(
+        model="layers=2,hidden=32,heads=2,kv_heads=1",
+        requests=4,
+        length_scale=0.2,
+        capture_sizes="1,4",
         max_num_tokens=32,
         max_num_reqs=4,
+        backend="eager",
+        no_cache=True,
+        verify="none",
     )
     requests = read_requests(options)
     with run.start_service(options, requests, [], Console(file=io.StringIO())) as started:

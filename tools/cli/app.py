@@ -24,7 +24,6 @@ from ...errors import (
     PiecegraphError,
 )
 from ..serve.ranks import launched_rank
-from .bench_commands import bench_app
 from .cache_commands import cache_app
 from .check_commands import check_app
 from .run_commands import (
@@ -48,6 +47,11 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command of `piecegraph` and return its status."""
+    return run_app(app, arguments)
+
+
+def run_app(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its status.
 
     0: fine; 1: a wrong number, or what a command of `cache` documents; 2: a bad value or an output
@@ -57,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     with redirect_stderr(cast(TextIO, _BestEffort(sys.stderr))):
         try:
-            status = _run(given)
+            status = _run(app, given)
             sys.stdout.flush()
             return status
         except OSError as error:
@@ -69,10 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _fail(f"standard output cannot be written: {error.strerror}", BAD_VALUE)
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(app: typer.Typer, arguments: Sequence[str]) -> int:
     try:
         log_to_stderr()
-        status = _command()(arguments, standalone_mode=False)
+        status = _parser(app)(arguments, standalone_mode=False)
     except KeyboardInterrupt:
         return INTERRUPTED
     except SystemExit as error:
@@ -106,7 +110,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 @functools.cache
-def _command() -> Any:
+def _parser(app: typer.Typer) -> Any:
     """The parser of all commands, which takes typer 50 ms to make."""
     return typer.main.get_command(app)
 
@@ -176,7 +180,6 @@ app.command("run")(run_command)
 app.add_typer(sizes_app, name="sizes")
 
 
-app.add_typer(bench_app, name="bench")
 app.command("bisect")(bisect_command)
 app.command("explain")(explain_command)
 app.command("profile")(profile_command)

@@ -10,9 +10,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table as RichTable
 
-WIDE = 8
-"""A table with more columns than this does not fit into the width of a terminal."""
-
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -121,39 +118,6 @@ def rich_table(title: str, names: Sequence[str], rows: Iterable[Sequence[Any]]) 
     for row in rows:
         result.add_row(*(Text(str(cell)) for cell in row))
     return result
-
-
-def benchmark_section(name: str, result: dict[str, Any]) -> Section:
-    """What a benchmark measured, if anything, and the ratios that sum it up.
-
-    Of `rows` those `columns` are shown, by default all, that hold something. A table of many
-    columns is shown transposed.
-    """
-    tables, rows = [], result["rows"]
-    if rows:
-        wanted = result.get("columns", rows[0])
-        filled = [column for column in wanted if any(row[column] is not None for row in rows)]
-        cells = [[_short(row[column]) for column in filled] for row in rows]
-        heads = [column.replace("_", " ") for column in filled]
-        if len(heads) > WIDE:
-            heads, *cells = map(list, zip(heads, *cells, strict=True))
-        title = f"{name}: {result['note']}" if "note" in result else name
-        tables.append(Table(cells, columns(*heads), title))
-    heads = ["medians of paired runs", "ratio"]
-    ratios: list[tuple[Any, ...]] = [
-        (ratio, _short(value)) for ratio, value in result["ratios"].items()
-    ]
-    if quartiles := result.get("quartiles"):
-        heads.append("middle half")
-        spread = [" to ".join(map(_short, quartiles.get(name, ()))) for name, _ in ratios]
-        ratios = [(*row, shown) for row, shown in zip(ratios, spread, strict=True)]
-    tables.append(Table(ratios, columns(*heads), "Ratios"))
-    return Section(name, tables)
-
-
-def _short(cell: Any) -> Any:
-    """A number to three significant digits."""
-    return f"{float(f'{cell:.3g}'):g}" if isinstance(cell, float) else _plain(cell)
 
 
 def size(num_bytes: int) -> str:

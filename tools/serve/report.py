@@ -72,11 +72,11 @@ def build_report(
     }
 
 
-def origin() -> Report:
+def origin(program: str = "piecegraph") -> Report:
     """When, by what command, from which code and on what machine something was measured."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": ["piecegraph", *sys.argv[1:]],
+        "command": [program, *sys.argv[1:]],
         "versions": {
             **{name: _version(name) for name in ("piecegraph", "torch")},
             "commit": _commit(),
