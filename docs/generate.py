@@ -64,7 +64,7 @@ NAMES = {
 """The public names by section of docs/api.md."""
 
 OTHER_DOCS = {
-    "SWITCHES": "The parts that can be turned off, with the settings that do it; docs/switches.md.",
+    "SWITCHES": "Parts that can be turned off, with the settings that do it; docs/debugging.md.",
     "__version__": "The version of the package.",
 }
 """Names whose values have no docstring."""
@@ -74,8 +74,8 @@ CONFIG_INTRO = """# Settings
 
 `Config` holds all settings. Unknown names and invalid values are errors when it is made. Choices
 may be given by name: `Config(guards="check", graph_mode="PIECEWISE")`. Parts can be turned off from
-the command line or the environment: [switches.md](switches.md). This page is generated from the
-docstrings by `docs/generate.py`.
+the command line or the environment: [debugging.md](debugging.md#turn-parts-off). This page is
+generated from the docstrings by `docs/generate.py`.
 """
 
 API_INTRO = """# Public names
@@ -113,14 +113,14 @@ def _default(name: str) -> str:
 
 def _meaning(name: str) -> str:
     text = " ".join(field_docstrings(Config)[name].split())
-    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
+    return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text)
 
 
 def _summary(name: str) -> str:
     value = getattr(piecegraph, name)
     text = OTHER_DOCS.get(name) or inspect.getdoc(value) or ""
     summary = " ".join(text.partition("\n\n")[0].split())
-    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", summary)
+    return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", summary)
 
 
 PAGES = {"config.md": config_page, "api.md": api_page}

@@ -1,4 +1,4 @@
-"""What a prepared model did, as data: the library's part of the report (schema: docs/report.md)."""
+"""What a prepared model did, as data: its part of the report of docs/metrics-and-report.md."""
 
 from __future__ import annotations
 

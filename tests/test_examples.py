@@ -16,11 +16,9 @@ pytestmark = [pytest.mark.compile, pytest.mark.slow]
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PAGES = [
-    "bisect.md",
-    "check.md",
+    "debugging.md",
     "prepared_model.md",
     "production.md",
-    "steps.md",
     "testing-capture-modes.md",
 ]
 

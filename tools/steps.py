@@ -1,6 +1,6 @@
 """Steps of an engine in a file: recorded while it serves, replayed by explain, bisect and bench.
 
-See docs/steps.md.
+See docs/debugging.md.
 """
 
 from __future__ import annotations

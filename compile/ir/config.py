@@ -171,7 +171,7 @@ class CompileConfig(Settings):
 
     dump_dir: Annotated[Path | None, LOCATION] = None
     """A directory for readable graphs and generated code. Edits of that code take effect; see
-    docs/switches.md."""
+    docs/debugging.md."""
 
     bundle: Annotated[BundleUse, exempt("behavior without a bundle, not its content")] = (
         BundleUse.USE

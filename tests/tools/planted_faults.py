@@ -1,7 +1,7 @@
 """Faults to plant, one of each kind, and what bisect must say of each.
 
-`python tests/tools/planted_faults.py` plants them under Inductor, one after another, and prints the
-table of docs/bisect.md.
+`python tests/tools/planted_faults.py` plants them under Inductor, one after another, and prints a
+table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The report's schema is as documented in docs/report.md, and it is strict JSON."""
+"""The report's schema is as documented in docs/metrics-and-report.md, and it is strict JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.engine.engine import process_seconds
 
-DOCS = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "metrics-and-report.md").read_text()
 DOCUMENTED = [
     name
     for line in DOCS.splitlines()

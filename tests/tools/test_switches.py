@@ -14,7 +14,7 @@ from piecegraph.errors import InvalidSetting
 from piecegraph.tools.serve.options import SWITCH_NAMES
 
 ROOT = Path(__file__).parents[2]
-TABLE = (ROOT / "docs" / "switches.md").read_text()
+TABLE = (ROOT / "docs" / "debugging.md").read_text()
 
 
 class Model(torch.nn.Module):

@@ -1,6 +1,6 @@
 """Finds the part of the library that causes a wrong result, and checks of a case.
 
-See docs/bisect.md and docs/check.md.
+See docs/debugging.md.
 """
 
 from ..steps import Step

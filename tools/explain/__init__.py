@@ -1,4 +1,4 @@
-"""Explains a startup and a run: as a page, as Markdown, as JSON. See docs/explain.md."""
+"""Explains a startup and a run: as a page, as Markdown, as JSON. See docs/debugging.md."""
 
 from __future__ import annotations
 

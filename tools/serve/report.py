@@ -1,4 +1,4 @@
-"""The main job's report as data; docs/report.md documents every key."""
+"""The main job's report as data; docs/metrics-and-report.md documents every key."""
 
 from __future__ import annotations
 
