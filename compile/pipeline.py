@@ -109,8 +109,8 @@ def _compile(request: CompileRequest, guarded: GuardedTrace, key: Key | None) ->
     compiled = compile_pieces(request, split, compiler_for(request))
     plan = split.plan(compiled.ranges)
 
-    edges = dependencies(plan)  # raises if the plan's steps cannot run in their order
-    events.detail("piece_graph", lambda: drawing(plan, edges))
+    graph = dependencies(plan)  # raises if the plan's steps cannot run in their order
+    events.detail("piece_graph", lambda: drawing(graph))
     report_plan(plan, events)
     if (directory := request.config.dump_dir) is not None:
         dump_plan(plan, split.trace.graph, directory)

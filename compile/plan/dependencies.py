@@ -1,12 +1,12 @@
-"""Which steps of a plan depend on which: proof that the plan's order is legal, and data to draw.
+"""The dependency graph of a plan: proof that the plan's order is legal, and data to draw.
 
-A later step depends on an earlier one if it reads a value that the earlier one made, or if one of
+A later step depends on an earlier one if it reads a value that the earlier one makes, or if one of
 them writes a value in place that the other one touches.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import IllegalOrder
 from ...torch_compat.basics.ops import mutated_arguments
@@ -15,61 +15,56 @@ from ..ir.plan import CallStep, PieceStep, Plan
 from ..ir.serialization import decode, refs
 from .codegen import used
 
-Dependencies = dict[tuple[int, int], list[str]]
-"""(earlier step, later step): the values that connect them."""
+if TYPE_CHECKING:
+    from networkx import DiGraph
 
 
-def dependencies(plan: Plan) -> Dependencies:
-    """The dependencies between the steps of `plan`, by index.
+def dependencies(plan: Plan) -> DiGraph:
+    """The steps of `plan` by index; an edge has the `values` that connect two steps.
 
     Raises IllegalOrder where a step reads a value before it is made, or makes one twice.
     """
-    edges: Dependencies = {}
-    makers: dict[str, int] = {}
+    from networkx import DiGraph  # only a cold start needs it
+
+    graph = DiGraph()
+    writers: dict[str, int] = {}
     touched: dict[str, list[int]] = {}
     for index, step in enumerate(plan.steps):
+        label = f"piece {step.piece}" if isinstance(step, PieceStep) else step.op
+        graph.add_node(index, kind=step.kind, label=label)
         for name in used(step):
-            if name.startswith("t") and name not in makers:
+            if name.startswith("t") and name not in writers:
                 raise IllegalOrder(step=index, value=name, fault="before any step makes it")
-            if name in makers:
-                _connect(edges, makers[name], index, name)
+            _connect(graph, writers.get(name, index), index, name)
         for name in _written(step):
             for earlier in touched.get(name, []):
-                _connect(edges, earlier, index, name)
-            makers[name] = index
+                _connect(graph, earlier, index, name)
+            writers[name] = index
         for name in used(step):
             touched.setdefault(name, []).append(index)
         for name in filter(None, step.outs):
-            if name in makers:
+            if name in writers:
                 raise IllegalOrder(step=index, value=name, fault="though another step makes it")
-            makers[name] = index
-    return edges
+            writers[name] = index
+    return graph
 
 
-def drawing(plan: Plan, edges: Dependencies) -> dict[str, Any]:
+def drawing(graph: DiGraph) -> dict[str, Any]:
     """Steps with their depth, and edges, as JSON data for tools that draw them."""
-    depths = [0] * len(plan.steps)
-    for earlier, later in sorted(edges, key=lambda edge: edge[1]):
-        depths[later] = max(depths[later], depths[earlier] + 1)
-    return {
-        "steps": [
-            {"depth": depth, **_described(step)}
-            for depth, step in zip(depths, plan.steps, strict=True)
-        ],
-        "edges": [[*edge, values] for edge, values in sorted(edges.items())],
-    }
+    from networkx import topological_generations
+
+    for depth, steps in enumerate(topological_generations(graph)):
+        for step in steps:
+            graph.nodes[step]["depth"] = depth
+    edges = graph.edges(data="values")
+    return {"steps": [facts for _, facts in graph.nodes(data=True)], "edges": list(edges)}
 
 
-def _connect(edges: Dependencies, earlier: int, later: int, name: str) -> None:
-    values = edges.setdefault((earlier, later), []) if earlier != later else [name]
-    if name not in values:
-        values.append(name)
-
-
-def _described(step: PieceStep | CallStep) -> dict[str, Any]:
-    if isinstance(step, PieceStep):
-        return {"kind": "piece", "label": f"piece {step.piece}"}
-    return {"kind": "call", "label": step.op}
+def _connect(graph: DiGraph, earlier: int, later: int, name: str) -> None:
+    if earlier == later:
+        return
+    values = graph.get_edge_data(earlier, later, {"values": []})["values"]
+    graph.add_edge(earlier, later, values=list(dict.fromkeys([*values, name])))
 
 
 def _written(step: PieceStep | CallStep) -> list[str]:

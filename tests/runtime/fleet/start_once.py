@@ -43,7 +43,9 @@ def start(cache: str, options: dict[str, Any]) -> dict[str, Any]:
         prepared = prepare(model, Config(**settings), events=events, ranks=ranks, factory=factory)
     except PiecegraphError as error:
         return {"error": type(error).__name__, "message": str(error)}
-    loaded = [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
+    loaded = [
+        name for name in ("torch._dynamo", "torch._inductor", "networkx") if name in sys.modules
+    ]
     facts = events.named("bundle")[-1].facts
     hit = prepared.compiled.from_bundle
     if prepared.resolved.mode is not GraphMode.NONE:
