@@ -14,8 +14,8 @@ Start with `help(piecegraph.Config)`, `help(piecegraph.prepare)` and
 prepare     prepare, compile_ahead, Config, LayerConfig, SWITCHES, switched_off
 serve       PreparedModel, Batch, Decision, forward_context, get_forward_context, break_graph
 dispatch    GraphMode, RuntimeMode, AttentionSupport, DispatchPlan, PaddingLimit, CaptureStrategy
-explain     explain, Events, CacheForecast, explain_miss, MemoryPlan, errors
-observe     StepObserver, StepRecorder, Step, load_steps, replay_step, LoggedStep
+explain     Events, CacheForecast, explain_miss, MemoryPlan, errors
+observe     StepObserver, LoggedStep
 test        ReplayBackend, ReplayOptions: graph capture without a GPU
 """
 
@@ -63,11 +63,6 @@ if TYPE_CHECKING:
     from .runtime.strategy.warmup import AuxiliaryTask as AuxiliaryTask
     from .runtime.switches import SWITCHES as SWITCHES
     from .runtime.switches import switched_off as switched_off
-    from .tools.explain import explain as explain
-    from .tools.steps import Step as Step
-    from .tools.steps import StepRecorder as StepRecorder
-    from .tools.steps import load_steps as load_steps
-    from .tools.steps import replay_step as replay_step
 
 __version__ = "0.1.0"
 
@@ -97,8 +92,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".runtime.strategy.ranks": ("Ranks",),
         ".runtime.strategy.warmup": ("AuxiliaryTask",),
         ".runtime.switches": ("SWITCHES", "switched_off"),
-        ".tools.explain": ("explain",),
-        ".tools.steps": ("Step", "StepRecorder", "load_steps", "replay_step"),
     },
 )  # fmt: skip
 __all__ += ["__version__", "errors"]

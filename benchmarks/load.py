@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from piecegraph.errors import InvalidSetting
-from piecegraph.tools.serve.requests import TraceRow
+from piecegraph.tools.serve.trace import TraceRow
 
 PERCENTILES = (50, 90, 95, 99)
 RAMPS = ("linear", "exponential")

@@ -20,8 +20,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from piecegraph.tools.report.origin import origin
 from piecegraph.tools.report.output import figure_class
-from piecegraph.tools.serve.report import origin
 
 PHASES = {
     "trace": "trace.dynamo",

@@ -18,7 +18,7 @@ from typing import Any
 import piecegraph
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.fitted_sizes import fit_trace
-from piecegraph.tools.serve.requests import EXCERPT, read_trace
+from piecegraph.tools.serve.trace import EXCERPT, read_trace
 
 PAGE = Path(piecegraph.__file__).parent / "docs" / "dispatch.md"
 MODEL = "layers=1,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"  # decisions do not differ

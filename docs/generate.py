@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import piecegraph
@@ -53,15 +55,19 @@ NAMES = {
         "BatchDescriptor", "DispatchPlan", "Dispatcher",
     ),
     "Explain": (
-        "explain", "Events", "explain_miss", "CacheForecast", "cache_root", "MemoryPlan",
+        "Events", "explain_miss", "CacheForecast", "cache_root", "MemoryPlan",
         "PiecegraphError", "errors", "__version__",
     ),
-    "Observe steps": (
-        "StepObserver", "LoggedStep", "StepRecorder", "Step", "load_steps", "replay_step",
-    ),
+    "Observe steps": ("StepObserver", "LoggedStep"),
     "Test without a GPU": ("ReplayBackend", "ReplayOptions"),
 }  # fmt: skip
 """The public names by section of docs/api.md."""
+
+TOOLS = {
+    "piecegraph.tools.explain": ("explain",),
+    "piecegraph.tools.steps": ("StepRecorder", "Step", "load_steps", "replay_step"),
+}
+"""The public names of tools, which the package does not import."""
 
 OTHER_DOCS = {
     "SWITCHES": "Parts that can be turned off, with the settings that do it; docs/debugging.md.",
@@ -81,8 +87,9 @@ generated from the docstrings by `docs/generate.py`.
 API_INTRO = """# Public names
 
 All names of `piecegraph`, imported on first use. Other modules are internal, except
-`piecegraph.dispatch` (policy without torch), `piecegraph.compile.debug` (pieces as graphs) and
-`piecegraph.tools.integrations`. This page is generated from the docstrings by `docs/generate.py`.
+`piecegraph.dispatch` (policy without torch), `piecegraph.compile.debug` (pieces as graphs),
+`piecegraph.tools.integrations` and those of [Tools](#tools). This page is generated from the
+docstrings by `docs/generate.py`.
 """
 
 
@@ -97,8 +104,14 @@ def config_page() -> str:
 def api_page() -> str:
     sections = []
     for title, names in NAMES.items():
-        rows = (f"| `{name}` | {_summary(name)} |" for name in names)
+        rows = (f"| `{name}` | {_summary(piecegraph, name)} |" for name in names)
         sections.append(_section(title, "| name | what it is |", "|---|---|", *rows))
+    tools = (
+        f"| `{module}` | `{name}` | {_summary(importlib.import_module(module), name)} |"
+        for module, names in TOOLS.items()
+        for name in names
+    )
+    sections.append(_section("Tools", "| module | name | what it is |", "|---|---|---|", *tools))
     return "\n".join([API_INTRO, *sections])
 
 
@@ -116,8 +129,8 @@ def _meaning(name: str) -> str:
     return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text)
 
 
-def _summary(name: str) -> str:
-    value = getattr(piecegraph, name)
+def _summary(module: ModuleType, name: str) -> str:
+    value = getattr(module, name)
     text = OTHER_DOCS.get(name) or inspect.getdoc(value) or ""
     summary = " ".join(text.partition("\n\n")[0].split())
     return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", summary)

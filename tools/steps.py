@@ -1,4 +1,4 @@
-"""Steps of an engine in a file: recorded while it serves, replayed by explain, bisect and bench.
+"""Steps of an engine in a file: recorded while it serves, replayed by explain and bisect.
 
 See docs/debugging.md.
 """
@@ -61,7 +61,7 @@ def _as_it_is(metadata: Any, decision: Decision) -> Any:
 class StepRecorder(StepObserver):
     """Records the next `limit` steps of a prepared model and writes them to `path`.
 
-        with piecegraph.StepRecorder(prepared, "steps.pt", metadata=unpadded):
+        with StepRecorder(prepared, "steps.pt", metadata=unpadded):
             engine.serve()
 
     Inputs are copied. `metadata(metadata, decision)` gives what to keep of the metadata of a step,

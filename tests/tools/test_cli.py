@@ -10,7 +10,7 @@ import pytest
 from piecegraph import GraphMode
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.cli.app import main
-from piecegraph.tools.serve.requests import EXCERPT
+from piecegraph.tools.serve.trace import EXCERPT
 
 QUICK = ["run", "--requests", "6", "--model", "layers=2,hidden=32,vocab=64"]
 

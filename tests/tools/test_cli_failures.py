@@ -13,7 +13,7 @@ import pytest
 import piecegraph
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.options import read_run_options
-from piecegraph.tools.serve.requests import EXCERPT
+from piecegraph.tools.serve.trace import EXCERPT
 
 PROGRAM = [sys.executable, "-m", "piecegraph"]
 SMALL = ["run", "--requests", "6", "--model", "layers=2,hidden=32,vocab=64"]

@@ -13,8 +13,8 @@ from piecegraph import CaptureStrategy, GraphMode
 from piecegraph.compile.bundle.key_factors import weight_forms
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.options import read_run_options
-from piecegraph.tools.serve.requests import EXCERPT, read_trace
 from piecegraph.tools.serve.run import build_model, on_meta
+from piecegraph.tools.serve.trace import EXCERPT, read_trace
 from piecegraph.torch_compat.basics.modules import allocate_meta_tensors
 
 pytestmark = pytest.mark.compile

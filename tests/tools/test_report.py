@@ -48,7 +48,7 @@ def test_counts_agree_with_each_other(report):
 
 
 def test_a_requests_tokens_are_all_counted(report):
-    from piecegraph.tools.serve.requests import EXCERPT, read_trace
+    from piecegraph.tools.serve.trace import EXCERPT, read_trace
 
     rows = read_trace(EXCERPT, limit=3, length_scale=0.05)
     assert report["serving"]["prompt_tokens"] == sum(row.num_prompt for row in rows)

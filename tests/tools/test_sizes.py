@@ -13,7 +13,7 @@ from piecegraph.errors import InvalidSetting, ToolMissing
 from piecegraph.tools.cli.sizes_commands import sizes_app
 from piecegraph.tools.serve.fitted_sizes import draw, fit_trace, read_sizes, step_sizes
 from piecegraph.tools.serve.options import parse_sizes
-from piecegraph.tools.serve.requests import EXCERPT, TraceRow, read_trace
+from piecegraph.tools.serve.trace import EXCERPT, TraceRow, read_trace
 
 
 def decode_steps(requests, rate=1.0):

@@ -9,6 +9,7 @@ import torch
 
 import piecegraph as pg
 from piecegraph.errors import InvalidSetting, SizeOutOfRange
+from piecegraph.tools.steps import StepRecorder, load_steps, replay_step
 
 
 @pytest.fixture(scope="module")
@@ -92,25 +93,25 @@ def test_recorded_steps_give_the_same_results_again(prepared, tmp_path):
     file = tmp_path / "steps.pt"
     x = torch.randn(3, 4)
     batch = decode(3)
-    with pg.StepRecorder(prepared, file, metadata=lambda metadata, decision: metadata + 1):
+    with StepRecorder(prepared, file, metadata=lambda metadata, decision: metadata + 1):
         first = prepared.run(prepared.dispatch(batch), x, metadata=1).clone()
         x.zero_()
         batch.num_tokens = 2
         batch.num_reqs = 2
         prepared(torch.ones(2, 4), batch=batch, metadata=5)
     run(prepared, decode(1))
-    one, two = pg.load_steps(file, metadata=lambda kept, decision: (kept, decision.mode.name))
+    one, two = load_steps(file, metadata=lambda kept, decision: (kept, decision.mode.name))
     assert (one.batch, two.batch.num_tokens) == (decode(3), 2)
     assert one.metadata_for(prepared.dispatch(one.batch)) == (2, "FULL")
-    torch.testing.assert_close(pg.replay_step(prepared, one), first)
+    torch.testing.assert_close(replay_step(prepared, one), first)
 
 
 def test_a_recorder_stops_at_its_limit(prepared, tmp_path):
     file = tmp_path / "steps.pt"
-    recorder = pg.StepRecorder(prepared, file, limit=2)
+    recorder = StepRecorder(prepared, file, limit=2)
     for size in (1, 2, 3):
         run(prepared, decode(size))
-    assert [step.batch.num_tokens for step in pg.load_steps(file)] == [1, 2]
+    assert [step.batch.num_tokens for step in load_steps(file)] == [1, 2]
     recorder.close()
 
 
@@ -122,7 +123,7 @@ def test_a_file_without_steps_is_refused(content, tmp_path):
     else:
         file.write_bytes(content)
     with pytest.raises(InvalidSetting, match="steps file"):
-        pg.load_steps(file)
+        load_steps(file)
 
 
 @pytest.mark.compile

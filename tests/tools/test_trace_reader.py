@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from piecegraph.errors import ConfigError, TraceMalformed, TraceUnreadable
-from piecegraph.tools.serve.requests import EXCERPT, TraceRow, read_trace
+from piecegraph.tools.serve.trace import EXCERPT, TraceRow, read_trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 GOOD = "2023-11-16 18:15:46.6805900,374,44"

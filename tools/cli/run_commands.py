@@ -202,11 +202,10 @@ def decoder_case(
 
     The KV cache is empty, as at the first step.
     """
-    from ... import StepRecorder, load_steps
     from ..bisect import BisectCase
     from ..engine.metadata import recorded
     from ..serve.run import library_config, start_service
-    from ..steps import with_metadata
+    from ..steps import StepRecorder, load_steps, with_metadata
 
     eager = replace(options, off=("all",), verify="none")
     with start_service(eager, requests, [], stderr()) as service:
@@ -252,7 +251,7 @@ def served(
     requests, console = read_requests(options), stderr()
     began = time.perf_counter()
     with nullcontext() if events is None else events.span("import torch"):
-        from ..serve.report import origin
+        from ..report.origin import origin
         from ..serve.run import serve, service_report, start_service
     phases = [("import torch", time.perf_counter() - began)]
     with ExitStack() as stack:

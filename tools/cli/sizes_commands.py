@@ -45,7 +45,7 @@ def fit(
 ) -> None:
     """Fit capture sizes to TRACE and show the padding they waste on its last third."""
     from ..serve.fitted_sizes import draw, fit_trace, render
-    from ..serve.requests import read_trace
+    from ..serve.trace import read_trace
 
     to_json, to_plot, to_output = outputs(
         {"--json": json_path, "--plot": plot, "--output": output},

@@ -16,8 +16,8 @@ def explain(prepared: PreparedModel, format: str = "html") -> str:
     It contains spans and the source of each piece; the factors of cache keys only if the model was
     prepared with `events=Events(detailed=True)`. Raises InvalidSetting for another format.
     """
+    from ..report.origin import origin
     from ..serve.options import choice
-    from ..serve.report import origin
     from .collect import collect
 
     form = choice("format", format, FORMATS)

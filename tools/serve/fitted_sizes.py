@@ -22,7 +22,7 @@ from ...dispatch import (
 )
 from ...errors import InvalidSetting
 from ..report.output import figure_class
-from .requests import TraceRow
+from .trace import TraceRow
 
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2048, 256
 STEP_SECONDS, TOKEN_SECONDS = 8e-3, 3e-5

@@ -18,7 +18,7 @@ from ...dispatch import BucketStrategy, CaptureStrategy, GraphMode
 from ...errors import CacheNotWritable, InvalidSetting, ToolMissing
 from ..engine.decoder_config import DecoderConfig, parse_decoder_config
 from ..report.output import Output, folder_fault
-from .requests import EXCERPT
+from .trace import EXCERPT
 
 BACKENDS = ("inductor", "eager")
 DTYPES = ("float32", "float16", "bfloat16")
