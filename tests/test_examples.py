@@ -17,8 +17,9 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PAGES = [
     "debugging.md",
-    "prepared_model.md",
-    "production.md",
+    "guide.md",
+    "models.md",
+    "starts.md",
     "testing-capture-modes.md",
 ]
 

@@ -157,7 +157,7 @@ class CompileConfig(Settings):
 
     use_inductor_graph_partition: bool = False
     """`True` compiles the whole graph and lets Inductor split its code at the splitting ops; see
-    docs/partitions.md."""
+    docs/models.md."""
 
     inductor_options: dict[str, Any] = Field(default_factory=dict)
     """Inductor options by name, as in `torch._inductor.config`."""

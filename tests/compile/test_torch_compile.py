@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,9 +118,3 @@ def test_settings_of_serving_are_refused() -> None:
     error = refusal(Model(), torch.randn(3, 8), max_num_reqs=4)
     assert isinstance(error, InvalidSetting)
     assert "max_num_reqs" in str(error)
-
-
-def test_the_sample_of_the_page_runs() -> None:
-    page = Path(pg.__file__).parent / "docs" / "torch_compile.md"
-    (sample,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.M)
-    exec(sample, {})
