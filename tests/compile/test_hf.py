@@ -28,7 +28,6 @@ from piecegraph.tools.integrations.transformers import (  # noqa: E402
     PackedRequests,
     adapt,
     attend_packed,
-    families,
 )
 from piecegraph.tools.integrations.transformers.attention import (  # noqa: E402
     Mask,
@@ -38,6 +37,7 @@ from piecegraph.tools.integrations.transformers.attention import (  # noqa: E402
 )
 from piecegraph.tools.integrations.transformers.mixers import Mixer, UnknownCall  # noqa: E402
 
+from . import families  # noqa: E402
 from .starts import use_text_compiler  # noqa: E402
 
 pytestmark = [

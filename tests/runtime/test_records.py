@@ -39,7 +39,7 @@ def events() -> Events:
 
 def value(prepared: PreparedModel, name: str) -> Any:
     (metric,) = [metric for metric in read_metrics(prepared) if metric.name == name]
-    return sum(metric.samples.values())
+    return sum(sample.value for sample in metric.samples)
 
 
 def test_two_models_with_one_events_report_their_own(events: Events) -> None:

@@ -26,7 +26,9 @@ COMMANDS = [
     for line in block.splitlines()
     if line.startswith("$ ")
 ]
-OURS = [command for command in COMMANDS if command.startswith("piecegraph ")]
+OURS = [
+    command for command in COMMANDS if command.startswith(("piecegraph ", "python -m benchmarks "))
+]
 TARGETS = [command for command in COMMANDS if command.startswith("make ")]
 
 
@@ -49,9 +51,15 @@ def test_every_command_is_one_we_know_how_to_run():
 @pytest.mark.heavy
 @pytest.mark.parametrize("command", OURS)
 def test_a_command_succeeds(command, environment, tmp_path):
-    arguments = [sys.executable, "-m", *shlex.split(command)]
+    benchmark = command.startswith("python -m ")
+    arguments = [sys.executable, "-m", *shlex.split(command.removeprefix("python -m "))]
     done = subprocess.run(
-        arguments, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=280
+        arguments,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT if benchmark else tmp_path,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from ...errors import ToolMissing
 from ..explain import FORMATS, compared, rendered
 from ..explain.against import SCHEMA
 from ..report.output import outputs, read_facts
@@ -23,7 +24,7 @@ from ..serve.ranks import joined_ranks, launched_rank, of_rank, ranks_section
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ... import Events
+    from ... import Events, PreparedModel
     from ..bisect import BisectCase
     from ..engine.scheduler import Request
     from ..report.output import Output
@@ -92,12 +93,11 @@ def run_command(
         {"--json": json_path, "--metrics": metrics, "--record": record},
         stdout=("--json", "--metrics"),
     )
+    metrics_text = None if to_metrics is None else metrics_writer()
     options = replace(of_rank(options), json=to_json, metrics=to_metrics)
     with served(options, record=to_record, joining=True) as (service, report):
         exposition = ""
-        if to_metrics is not None:
-            from ..integrations.prometheus import metrics_text
-
+        if metrics_text is not None:
             exposition = metrics_text(service.prepared)
     from ..report.sections import as_terminal
     from ..serve.report import run_sections
@@ -113,6 +113,15 @@ def run_command(
         to_metrics.write(exposition)
     write_json(to_json, report)
     return 0 if is_right else WRONG_RESULT
+
+
+def metrics_writer() -> Callable[[PreparedModel], str]:
+    """Metrics of a model as text. Raises ToolMissing without prometheus-client."""
+    try:
+        from ..integrations.prometheus import metrics_text
+    except ModuleNotFoundError:
+        raise ToolMissing(name="prometheus-client", extra="metrics") from None
+    return metrics_text
 
 
 @with_run_options

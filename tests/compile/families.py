@@ -1,6 +1,6 @@
 """Which families of transformers the adapter serves: a table with one row for each.
 
-python -m piecegraph.tools.integrations.transformers.families RESULTS.json [FAMILY…]
+python tests/compile/families.py RESULTS.json [FAMILY…]
 
 Each family of decoders and text encoders that has a configuration small enough to run here is
 prepared with random weights and compared with its own attention, alone at several sizes and packed
@@ -31,9 +31,9 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .... import Batch, Config, ReplayBackend, ReplayOptions, RuntimeMode, prepare
-from ....errors import PiecegraphError
-from . import PackedModel, PackedRequests
+from piecegraph import Batch, Config, ReplayBackend, ReplayOptions, RuntimeMode, prepare
+from piecegraph.errors import PiecegraphError
+from piecegraph.tools.integrations.transformers import PackedModel, PackedRequests
 
 SIZES = (1, 2, 3, 7, 16, 33, 64)
 PACKED = ((3, 1, 4), (20, 1, 9, 12))
