@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from ..cache.keys.encoder import Undescribable
 from ..errors import InvalidSetting
 from ..torch_compat.compiling.aoti_build import LibraryBuilds
 from ..torch_compat.tracing.dynamo import reasoning_about_sizes
@@ -40,7 +41,11 @@ def compile_ahead(request: CompileRequest) -> bool:
             reason="an ahead-of-time library cannot be partitioned",
             expected="False for what is compiled ahead, or serve from Inductor's artifacts",
         )
-    key = trace_key(request.model, request.config, request.device, request.examples)
+    try:
+        key = trace_key(request.model, request.config, request.device, request.examples)
+    except Undescribable as error:
+        request.record_not_cacheable([str(error)])
+        return False
     split = split_model(trace_with_guards(request), request.events)
     compiled = compile_pieces(request, split, compiler_named(request.config.compiler))
     artifacts = _with_libraries(request, split, compiled)

@@ -16,12 +16,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..cache import Key
+from ..cache.keys.encoder import Undescribable
 from ..cache.lock import Flight
 from ..errors import BundleMissing, PieceFailed
 from .backends.registry import compiler_for
-from .bundle.key_factors import obstacle, trace_key
+from .bundle.key_factors import trace_key
 from .eager_model import eager_model
-from .ir.compilation import BundleOutcome, Compiler, CompileRequest
+from .ir.compilation import BundleMiss, Compiler, CompileRequest
 from .ir.config import BundleUse
 from .plan.compiled_model import CompiledModel, bind
 from .warm import Loaded, NoBundle, load_bundle, ranks_agree
@@ -37,24 +38,24 @@ def compile_model(request: CompileRequest) -> CompiledModel:
     """
     with gc_paused():
         if not request.config.compile:
-            request.record_bundle(BundleOutcome(hit=False, reason="compile is off"))
+            request.record_miss(BundleMiss("compile is off"))
             return eager_model(request)
-        found = find_model(request)
-        if isinstance(found, CompiledModel):
-            return found
-        if isinstance(found, str):
-            request.record_bundle(BundleOutcome(hit=False, reason=found))
+        result = find_model(request)
+        if isinstance(result, CompiledModel):
+            return result
+        if isinstance(result, BundleMiss):
+            request.record_miss(result)
             return _cold_start(request, None)
-        with request.cache.single_flight("bundle", found.key) as flight:
+        with request.cache.single_flight("bundle", result.key) as flight:
             # the process that held the lock before may have stored the bundle
-            if flight is Flight.AFTER_OTHERS and found.missing:
-                stored = load_bundle(request, found.key, found.compiler)
+            if flight is Flight.AFTER_OTHERS and result.missing:
+                stored = load_bundle(request, result.key, result.compiler)
                 if isinstance(stored, Loaded):
                     return stored.compiled
-            return _cold_start(request, found.key)
+            return _cold_start(request, result.key)
 
 
-def find_model(request: CompileRequest) -> CompiledModel | NoBundle | str:
+def find_model(request: CompileRequest) -> CompiledModel | NoBundle | BundleMiss:
     """The model from its bundle, or that there is none yet, or why its code cannot be stored.
 
     Compiles nothing. Raises BundleMissing where the settings require a bundle and none can be used,
@@ -63,17 +64,18 @@ def find_model(request: CompileRequest) -> CompiledModel | NoBundle | str:
     with gc_paused():
         compiler = compiler_for(request)
         key = _bundle_key(request, compiler)
-        if isinstance(key, str):
-            result: NoBundle | str = key
-            reason = key
+        if isinstance(key, BundleMiss):
+            result: NoBundle | BundleMiss = key
+            miss = key
         else:
-            own = load_bundle(request, key, compiler)
-            found = ranks_agree(request, key, own)
-            if isinstance(found, Loaded):
-                return found.compiled
-            result, reason = NoBundle(request, key, compiler, missing=isinstance(own, str)), found
+            local = load_bundle(request, key, compiler)
+            agreed = ranks_agree(request, key, local)
+            if isinstance(agreed, Loaded):
+                return agreed.compiled
+            miss = agreed
+            result = NoBundle(request, key, compiler, missing=isinstance(local, BundleMiss))
     if request.config.bundle is BundleUse.FORCE:
-        raise BundleMissing(model=type(request.model).__qualname__, reason=reason)
+        raise BundleMissing(model=type(request.model).__qualname__, reason=miss)
     return result
 
 
@@ -122,16 +124,16 @@ def _compile(request: CompileRequest, guarded: GuardedTrace, key: Key | None) ->
     return bind(plan, [made.fn for made in compiled.results], request.model, from_bundle=False)
 
 
-def _bundle_key(request: CompileRequest, compiler: Compiler) -> Key | str:
+def _bundle_key(request: CompileRequest, compiler: Compiler) -> Key | BundleMiss:
     """The key of the model's bundles, or why none can be stored."""
     if compiler.load is None:
         keeps_none = f"compiler {compiler.name!r} keeps no artifacts"
-        return keeps_none if request.cache.enabled else "the cache is off"
-    key = trace_key(request.model, request.config, request.device, request.examples)
-    if undescribable := obstacle(key):
-        request.record_not_cacheable([undescribable])
-        return f"not cacheable: {undescribable}"
-    return key
+        return BundleMiss(keeps_none if request.cache.enabled else "the cache is off")
+    try:
+        return trace_key(request.model, request.config, request.device, request.examples)
+    except Undescribable as error:
+        request.record_not_cacheable([str(error)])
+        return BundleMiss(f"not cacheable: {error}")
 
 
 @contextmanager

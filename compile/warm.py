@@ -15,6 +15,7 @@ from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle
 from .bundle.provenance import num_conditions
 from .ir.compilation import (
     LIBRARY,
+    BundleMiss,
     BundleOutcome,
     Compiler,
     CompileRecords,
@@ -37,16 +38,15 @@ class Loaded:
     plan_digest: str
 
 
-def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded | str:
+def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded | BundleMiss:
     """The model from the bundle under `key`, or the reason why there is none to use."""
     with request.events.span("cache.lookup", level=logging.INFO):
         entry = find_bundle(request.cache, key, request.model, request.events)
     report_lookup("bundle", key, entry, request)
     if not isinstance(entry, Entry):
-        detail = entry.detail or _nearest(request, key)
-        outcome = BundleOutcome(hit=False, reason=entry.reason, detail=detail)
-        request.record_bundle(outcome)
-        return f"{entry.reason}: {detail}" if detail else entry.reason
+        miss = BundleMiss(entry.reason, entry.detail or _nearest(request, key))
+        request.record_miss(miss)
+        return miss
     try:
         with request.events.span("bundle.load", level=logging.INFO):
             bundle = read_bundle(entry)
@@ -65,27 +65,29 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
     return Loaded(compiled, entry.manifest.blobs[PLAN].sha256)
 
 
-def ranks_agree(request: CompileRequest, key: Key, found: Loaded | str) -> Loaded | str:
-    """`found` if all ranks can start from their bundles, else the reason; then all of them trace.
+def ranks_agree(
+    request: CompileRequest, key: Key, local: Loaded | BundleMiss
+) -> Loaded | BundleMiss:
+    """`local` if all ranks can start from their bundles, else why not; then all of them trace.
 
     If some ranks loaded and others compiled they would run different code, and hang where only one
     of the two has a collective. Ranks may have different keys. Those with the same key must have
     the same plan; their code may differ in bytes. Raises RankLost where a rank does not answer.
     """
     if request.exchange is None:
-        return found
-    own: Mapping[str, Any] = {
+        return local
+    facts: Mapping[str, Any] = {
         "key": key.digest,
-        "plan": found.plan_digest if isinstance(found, Loaded) else None,
-        "reason": found if isinstance(found, str) else None,
+        "plan": local.plan_digest if isinstance(local, Loaded) else None,
+        "reason": str(local) if isinstance(local, BundleMiss) else None,
     }
     plans: dict[str, str] = {}
-    for rank, other in enumerate(request.exchange("bundle", own)):
+    for rank, other in enumerate(request.exchange("bundle", facts)):
         if other["plan"] is None:
             return _refused(request, f"rank {rank} has none: {other['reason']}")
         if plans.setdefault(other["key"], other["plan"]) != other["plan"]:
             return _refused(request, f"rank {rank} has another plan under the same key")
-    return found
+    return local
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,13 @@ class NoBundle:
     compiler: Compiler
     missing: bool
 
-    def load(self) -> Loaded | str:
+    def load(self) -> Loaded | BundleMiss:
         """The bundle of this rank, or why there is still none."""
         return load_bundle(self._apart(), self.key, self.compiler)
 
-    def agree(self, own: Loaded) -> Loaded | str:
-        """`own` if all ranks have loaded the same plan, else the reason."""
-        return ranks_agree(self._apart(), self.key, own)
+    def agree(self, local: Loaded) -> Loaded | BundleMiss:
+        """`local` if all ranks have loaded the same plan, else why not."""
+        return ranks_agree(self._apart(), self.key, local)
 
     def _apart(self) -> CompileRequest:
         """The records of the start, which had no bundle, stay as they are."""
@@ -127,9 +129,10 @@ def _load(
     ]
 
 
-def _refused(request: CompileRequest, reason: str) -> str:
-    request.record_bundle(BundleOutcome(hit=False, reason=reason), logging.WARNING)
-    return reason
+def _refused(request: CompileRequest, reason: str) -> BundleMiss:
+    miss = BundleMiss(reason)
+    request.record_miss(miss, logging.WARNING)
+    return miss
 
 
 def _nearest(request: CompileRequest, key: Key) -> str:

@@ -28,7 +28,7 @@ import torch
 
 from ..cache import Key
 from ..cache.keys.key import diff
-from ..compile.ir.compilation import ExampleArguments
+from ..compile.ir.compilation import BundleMiss, ExampleArguments
 from ..compile.pipeline import compile_model, find_model
 from ..compile.plan.compiled_model import CompiledModel
 from ..compile.warm import SHOWN, Loaded, NoBundle
@@ -173,8 +173,8 @@ class Background:
         self._expired = expired
         if ready:
             assert isinstance(self._outcome, Loaded)
-            found = self._missing.agree(self._outcome)
-            failure = found if isinstance(found, str) else ""
+            agreed = self._missing.agree(self._outcome)
+            failure = str(agreed) if isinstance(agreed, BundleMiss) else ""
         if failure:
             self.over = True
             if not self._stopped:
@@ -264,12 +264,12 @@ class Background:
             self._outcome = "the model was closed"
             return
         try:
-            found = self._missing.load()  # also after a kill: another process may have stored it
+            loaded = self._missing.load()  # also after a kill: another process may have stored it
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"
+            loaded = BundleMiss(f"{type(error).__name__}: {error}")
         self._final = self._final or final
-        none = f"the child is done, and there is no bundle: {found}"
-        self._outcome = found if isinstance(found, Loaded) else reason or none
+        none = f"the child is done, and there is no bundle: {loaded}"
+        self._outcome = loaded if isinstance(loaded, Loaded) else reason or none
 
     def _follow(self, ours: Connection) -> tuple[str | None, bool]:
         """Record what the child reports until it ends; what failed, None if it does not say that

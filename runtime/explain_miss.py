@@ -9,6 +9,7 @@ import torch
 
 from ..cache import Entry, Key
 from ..cache.inspection import NearEntry, nearest_entries
+from ..cache.keys.encoder import Undescribable
 from ..compile.bundle.bundle import BadBundle, find_bundle, read_bundle
 from ..compile.bundle.key_factors import trace_key
 from ..compile.ir.compilation import ExampleArguments
@@ -21,18 +22,19 @@ from .switches import resolve_config
 
 @dataclass(frozen=True, slots=True)
 class CacheForecast:
-    """What a start would find under `key`.
+    """What a start would find under `key`; None if the model is not cacheable.
 
     `reason` is None if the bundle would be used, otherwise why not. `nearest` are the bundles in
     the private directory and in layers that are directories, with the key factors that differ.
     """
 
-    key: Key
+    key: Key | None
     reason: str | None
     nearest: tuple[NearEntry, ...]
 
     def __str__(self) -> str:
-        lines = [f"bundle/{self.key.digest[:12]}: {self.reason or 'hit'}"]
+        name = "no bundle" if self.key is None else f"bundle/{self.key.digest[:12]}"
+        lines = [f"{name}: {self.reason or 'hit'}"]
         for near in self.nearest:
             lines.append(f"nearest: bundle/{near.key.digest[:12]}, which differs in")
             lines += [f"  {difference}" for difference in near.differences]
@@ -52,7 +54,10 @@ def explain_miss(
     """
     config = resolve_config(config)
     request = compile_request(model, config, Records(), examples)
-    key = trace_key(request.model, request.config, request.device, examples)
+    try:
+        key = trace_key(request.model, request.config, request.device, examples)
+    except Undescribable as error:
+        return CacheForecast(None, f"not cacheable: {error}", ())
     entry = find_bundle(request.cache, key, request.model, request.events)
     if not isinstance(entry, Entry):
         reason = f"{entry.reason}: {entry.detail}" if entry.detail else entry.reason

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..compile.eager_model import eager_model, uncompiled_model
-from ..compile.ir.compilation import CompileRequest, ExampleArguments
+from ..compile.ir.compilation import BundleMiss, CompileRequest, ExampleArguments
 from ..compile.ir.config import TOKENS
 from ..compile.pipeline import compile_model, find_model
 from ..compile.plan.compiled_model import CompiledModel
@@ -132,8 +132,8 @@ def _start(
     found = find_model(request)
     if isinstance(found, CompiledModel):
         return found, None
-    if isinstance(found, str):
-        records.events.emit("background.impossible", level=logging.WARNING, reason=found)
+    if isinstance(found, BundleMiss):
+        records.events.emit("background.impossible", level=logging.WARNING, reason=str(found))
         return compile_model(request), None
     uncompiled = uncompiled_model(request)
     background = Background(found, config, records, factory, request.exchange)

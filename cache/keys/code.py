@@ -28,10 +28,8 @@ from .encoder import (
     is_tensor,
     package_of,
     tensor_text,
-    unmatched_text,
     unwrapped,
 )
-from .factors import Parts
 
 _VERSIONED = {*sys.stdlib_module_names, "torch", "triton", "numpy", "sympy", "builtins"}
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -62,14 +60,6 @@ def fingerprint(value: Any) -> str:
     for path, text in code_parts(value).items():
         digest.update(f"{path}\0{text}\0".encode(errors="surrogatepass"))
     return digest.hexdigest()
-
-
-def described_code(value: Any) -> Parts:
-    """`code_parts` as a factor; text that occurs once, so that its key finds nothing, if none."""
-    try:
-        return Parts(code_parts(value, "code"))
-    except Undescribable as error:
-        return Parts(code=unmatched_text(error))
 
 
 class _Follower(Encoder):

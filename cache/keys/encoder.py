@@ -19,14 +19,11 @@ import importlib
 import logging
 import numbers
 import re
-import secrets
 import sys
 import types
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-from .factors import Stable
 
 DATA = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType, range, slice)
 _TORCH_DATA = {"dtype", "device", "layout", "memory_format", "Size", "finfo", "iinfo", "SymInt"}
@@ -61,22 +58,6 @@ class Undescribable(Exception):
 def stable_text(value: Any) -> str:
     """`value` as text; raises Undescribable."""
     return Encoder().text(value, "")
-
-
-UNDESCRIBABLE = "undescribable: "
-
-
-def described(value: Any) -> Stable:
-    """`stable_text` as a factor; text that occurs once, so that its key finds nothing, if none."""
-    try:
-        return Stable(stable_text(value))
-    except Undescribable as error:
-        return Stable(unmatched_text(error))
-
-
-def unmatched_text(error: Undescribable) -> str:
-    """A factor that no other key has, and why."""
-    return f"{UNDESCRIBABLE}{error} #{secrets.token_hex(8)}"
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -19,6 +19,7 @@ import sympy
 import torch
 
 from ...cache import Entry, Key
+from ...cache.keys.encoder import Undescribable
 from ...cache.keys.factors import Json
 from ...errors import PieceFailed, PiecegraphError
 from ...torch_compat.tracing.dynamo import reasoning_about_sizes
@@ -43,7 +44,8 @@ class Job:
     interval: CompileRange
     passes: tuple[GraphPass, ...]
     size: int | None
-    key: Key
+    key: Key | None
+    """None for what has no description: it is not stored."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def compile_pieces(request: CompileRequest, split: SplitModel, compiler: Compile
     with request.events.span("compile", level=logging.INFO, pieces=len(split.unique)):
         for unique in split.unique:
             split.guards.check_ends(unique.piece.module(split.trace.graph), f"piece {unique.index}")
-        jobs, used = _schedule(split, machine_key(split.config, request.device))
+        jobs, used = _schedule(split, request.device)
         made = {number: _stored(request, split, job, compiler) for number, job in enumerate(jobs)}
         missing = [number for number, stored in made.items() if stored is None]
         if missing and compiler.first_use is not None:
@@ -84,9 +86,13 @@ def compile_pieces(request: CompileRequest, split: SplitModel, compiler: Compile
 
 
 def _schedule(
-    split: SplitModel, machine: Key
+    split: SplitModel, device: torch.device
 ) -> tuple[list[Job], list[tuple[CompileRange, tuple[int, ...]]]]:
     """The distinct jobs, and for each range the numbers of the jobs that serve it."""
+    try:
+        machine = machine_key(split.config, device)
+    except Undescribable:
+        machine = None
     jobs: dict[Any, tuple[int, Job]] = {}
     used = []
     for interval in compile_ranges(split.config):
@@ -122,20 +128,30 @@ def _overlapped(begins: Iterable[Callable[[], Callable[[], CompiledJob]]]) -> It
         yield waiting()
 
 
-def _jobs(split: SplitModel, interval: CompileRange, machine: Key) -> Iterator[Job]:
+def _jobs(split: SplitModel, interval: CompileRange, machine: Key | None) -> Iterator[Job]:
     """A job for each unique piece; without dynamic sizes a piece has one job for all ranges."""
     for unique in split.unique:
         symbols = [str(split.guards.label(symbol)) for symbol in unique.piece.symbols()]
         passes = passes_for(split.config, interval.high if symbols else None)
         size = interval.low if interval.exact and symbols == [TOKENS] else None
-        key = codegen_key(machine, unique.digest, passes, size)
-        yield Job(unique, interval, passes, size, key)
+        yield Job(unique, interval, passes, size, _key(machine, unique, passes, size))
+
+
+def _key(
+    machine: Key | None, unique: UniquePiece, passes: Sequence[GraphPass], size: int | None
+) -> Key | None:
+    if machine is None or unique.obstacle is not None:
+        return None
+    try:
+        return codegen_key(machine, unique.digest, passes, size)
+    except Undescribable:
+        return None
 
 
 def _stored(
     request: CompileRequest, split: SplitModel, job: Job, compiler: Compiler
 ) -> CompiledJob | None:
-    if compiler.load is None:
+    if compiler.load is None or job.key is None:
         return None
     entry = request.cache.lookup("artifact", job.key)
     report_lookup("artifact", job.key, entry, request)
@@ -158,7 +174,7 @@ def _stored(
 
 def store_artifact(request: CompileRequest, split: SplitModel, job: Job, made: CompiledJob) -> None:
     """Store the artifact of a job with the ranges over which its guards are proved."""
-    if made.blobs and made.proved:
+    if job.key is not None and made.blobs and made.proved:
         meta: dict[str, Json] = {"compile_seconds": made.seconds, "ranges": _ranges(split, job)}
         request.cache.publish("artifact", job.key, meta, made.blobs)
 

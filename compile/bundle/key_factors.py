@@ -5,7 +5,7 @@ weights and of the examples, the settings, device, versions and switches of torc
 that a trace relied on is a condition of the bundle; see `provenance`. A codegen key holds what
 compiling one piece reads: its content, passes, options, device, compiler and versions.
 
-A factor that cannot be described makes its key unique, so that nothing is found under it.
+A factor that cannot be described is Undescribable: there is no key, and nothing is stored.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...cache import Key
-from ...cache.keys.code import described_code, fingerprint
-from ...cache.keys.encoder import UNDESCRIBABLE, class_name, described, tensor_text
+from ...cache.keys.code import code_parts, fingerprint
+from ...cache.keys.encoder import Undescribable, class_name, stable_text, tensor_text
 from ...cache.keys.environment import environment_factors
-from ...cache.keys.factors import Json, Parts, config_factors
+from ...cache.keys.factors import Parts, Stable, config_factors
 from ...torch_compat.basics.settings import changed_settings, function_modes, global_state
 from ...torch_compat.basics.tensors import subclass_parts
 from ...torch_compat.compiling.toolchain import cpp_compiler, cpu_extensions
@@ -44,46 +44,38 @@ def trace_key(
 ) -> Key:
     """Key of the bundles for `model` under `config` on `device`, traced with `examples` if given.
 
-    Raises the errors of `example_inputs` for examples that do not fit.
+    Raises the errors of `example_inputs` for examples that do not fit, and Undescribable.
     """
     return Key.of(
         "trace",
         {
             "model": class_name(type(model)),
-            "examples": example_signature(model, config, device, examples),
-            "weights": weight_forms(model),
+            "examples": _named("examples", example_signature, model, config, device, examples),
+            "weights": _named("weights", weight_forms, model),
             "config": config_factors(config, "trace"),
-            "splitting": predicate_factor(config),
-            "passes": pass_factors(passes_for(config)),
+            "splitting": _named("splitting", predicate_factor, config),
+            "passes": _named("passes", pass_factors, passes_for(config)),
             "autotune": config.autotunes(),
             "device": device_factors(device),
             "platform": f"{sys.platform} {platform.machine()}",
             "versions": versions(),
-            "torch_state": torch_state(),
+            "torch_state": _named("torch_state", torch_state),
             "environment": environment_factors(),
         },
     )
 
 
-def obstacle(key: Key) -> str | None:
-    """The factor that cannot be described, for which nothing is found under `key`; else None."""
-    for factor, value in key.factors.items():
-        for text in _texts(value):
-            if UNDESCRIBABLE in text:
-                return f"{factor}: {text.partition(UNDESCRIBABLE)[2].rpartition(' #')[0]}"
-    return None
-
-
-def _texts(value: Json) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
+def _named(factor: str, describe: Callable[..., Any], *arguments: Any) -> Any:
+    """What `describe` returns; an Undescribable that it raises names the factor."""
+    try:
+        return describe(*arguments)
+    except Undescribable as error:
+        where = error.where.lstrip(".") or "the value"
+        raise Undescribable(f"{factor}: {where}", error.reason) from error
 
 
 def machine_key(config: CompileConfig, device: torch.device) -> Key:
-    """What the codegen keys of all pieces of a model have in common."""
+    """What the codegen keys of all pieces of a model have in common; raises Undescribable."""
     return Key.of(
         "codegen",
         {
@@ -103,15 +95,17 @@ def machine_key(config: CompileConfig, device: torch.device) -> Key:
 def codegen_key(
     machine: Key, piece_digest: str, passes: Sequence[GraphPass], size: int | None
 ) -> Key:
-    """Key of the artifact of one unique piece under `passes`, static if for one `size`."""
-    own = {"piece": piece_digest, "size": size, "passes": pass_factors(passes)}
-    return machine.extended(own)
+    """Key of the artifact of one unique piece under `passes`, static if for one `size`.
+
+    Raises Undescribable.
+    """
+    return machine.extended({"piece": piece_digest, "size": size, "passes": pass_factors(passes)})
 
 
 def predicate_factor(config: CompileConfig) -> Parts | None:
     """The code of a user's splitting predicate, by part."""
     predicate = splitting_predicate(config)
-    return described_code(predicate) if predicate else None
+    return Parts(code_parts(predicate, "code")) if predicate else None
 
 
 def versions() -> dict[str, str]:
@@ -127,8 +121,8 @@ def versions() -> dict[str, str]:
 
 def torch_state() -> dict[str, Any]:
     """Process-wide switches of torch, and those settings of its compilers that were changed."""
-    changed = Parts({name: described(value) for name, value in changed_settings().items()})
-    modes = {str(n): described_code(mode) for n, mode in enumerate(function_modes())}
+    changed = Parts({name: stable_text(value) for name, value in changed_settings().items()})
+    modes = {str(n): Parts(code_parts(mode, "code")) for n, mode in enumerate(function_modes())}
     return {**global_state(), "settings": changed, "function_modes": modes}
 
 
@@ -183,7 +177,7 @@ def example_signature(
 
 def _form(leaf: Leaf, symbols: Mapping[tuple[str, int], str]) -> Any:
     if not isinstance(leaf.value, torch.Tensor):
-        return described(leaf.value)
+        return Stable(stable_text(leaf.value))
     shape = tuple(symbols.get((leaf.label, i), n) for i, n in enumerate(leaf.value.shape))
     return f"{leaf.value.device.type} {InputSpec(dtype=dtype_name(leaf.value.dtype), shape=shape)}"
 
@@ -202,7 +196,7 @@ def weight_forms(model: torch.nn.Module) -> dict[str, str]:
 def weight_form(tensor: torch.Tensor) -> str:
     inner, context = subclass_parts(tensor)
     parts = "".join(f" {name}: {weight_form(each)}" for name, each in inner.items())
-    return f"{tensor_text(tensor)}{parts}{f' {described(context)}' if inner else ''}"
+    return f"{tensor_text(tensor)}{parts}{f' {stable_text(context)}' if inner else ''}"
 
 
 def _installed(package: str) -> str:

@@ -82,6 +82,17 @@ class BundleOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class BundleMiss:
+    """Why a model does not come from a bundle."""
+
+    reason: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason
+
+
+@dataclass(frozen=True, slots=True)
 class PieceBuilt:
     """A unique piece that was compiled in this process."""
 
@@ -122,6 +133,11 @@ class CompileRequest:
         """Record whether a bundle is used; the last outcome holds."""
         self.records.bundle = outcome
         self.events.emit("bundle", level=level, **outcome.facts())
+
+    def record_miss(self, miss: BundleMiss, level: int = logging.DEBUG) -> None:
+        """Record why no bundle is used."""
+        outcome = BundleOutcome(hit=False, reason=miss.reason, detail=miss.detail or None)
+        self.record_bundle(outcome, level)
 
     def record_not_cacheable(self, reasons: Sequence[str]) -> None:
         """Record why no bundle of this model can be stored."""

@@ -6,13 +6,16 @@ rewrites. The source of every enabled pass is part of the codegen key.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph
 
-from ...cache.keys.code import described_code
+from ...cache.keys.code import code_parts
+from ...cache.keys.encoder import Undescribable
+from ...cache.keys.factors import Parts
 from ...errors import InvalidSetting
 from ...events import Events, trace_artifact
 from ...torch_compat.compiling.inductor import post_grad_pass
@@ -76,8 +79,8 @@ def thresholds(config: CompileConfig) -> tuple[int, ...]:
 
 
 def pass_factors(passes: Sequence[GraphPass]) -> list[Any]:
-    """Names and code by part, in order, for a key."""
-    return [[each.name, described_code(each.apply)] for each in passes]
+    """Names and code by part, in order, for a key; raises Undescribable."""
+    return [[each.name, Parts(code_parts(each.apply, "code"))] for each in passes]
 
 
 def inductor_passes(passes: Sequence[GraphPass], events: Events, piece: int) -> dict[str, Any]:
@@ -95,7 +98,11 @@ def inductor_passes(passes: Sequence[GraphPass], events: Events, piece: int) -> 
             trace_artifact(f"{label}.after", lambda: str(graph))
             events.emit("pass", graph_pass=each.name, piece=piece, rewrites=rewrites)
 
-    return {"post_grad_custom_post_pass": post_grad_pass(run, pass_factors(passes))}
+    try:
+        uuid: Any = pass_factors(passes)
+    except Undescribable:
+        uuid = secrets.token_hex(16)  # Inductor finds nothing of it again
+    return {"post_grad_custom_post_pass": post_grad_pass(run, uuid)}
 
 
 def _pays(each: GraphPass, num_tokens: int | None) -> bool:

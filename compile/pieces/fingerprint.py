@@ -21,7 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ...cache.keys.code import code_parts
 from ...cache.keys.code import fingerprint as source_fingerprint
-from ...cache.keys.encoder import Undescribable, function_text, stable_text, unmatched_text
+from ...cache.keys.encoder import Undescribable, function_text, stable_text
 from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.ops import (
     custom_op_function,
@@ -43,13 +43,9 @@ from ..ir.serialization import encode
 def fingerprint(graph: Graph, root: torch.nn.Module, cut_at: Sequence[str] = ()) -> str:
     """sha256, in hex, of the canonical text of `graph`; `root` holds its constants.
 
-    `cut_at` names the ops at which Inductor partitions the generated code.
+    `cut_at` names the ops at which Inductor partitions the generated code. Raises Undescribable.
     """
-    try:
-        text = canonical_text(graph, root, cut_at)
-    except Undescribable as error:
-        text = unmatched_text(error)  # compiled on its own, and not found again
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(canonical_text(graph, root, cut_at).encode()).hexdigest()
 
 
 def canonical_text(graph: Graph, root: torch.nn.Module, cut_at: Sequence[str] = ()) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...cache.keys.encoder import Undescribable
 from ...events import Events, trace_artifact
 from ..guards.prover import GuardProver
 from ..guards.trace_with_guards import GuardedTrace
@@ -29,6 +31,8 @@ class UniquePiece:
     index: int
     digest: str
     piece: Piece
+    obstacle: str | None = None
+    """Why its content has no description: it then equals no other piece, and is not stored."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,14 @@ def _unique_pieces(
             continue
         piece = lift(section, symbols, handles)
         check_contexts(piece.outputs)
-        digest = fingerprint(piece.graph, traced.graph, ops)
+        obstacle = None
+        try:
+            digest = fingerprint(piece.graph, traced.graph, ops)
+        except Undescribable as error:
+            digest, obstacle = secrets.token_hex(32), f"piece {len(unique)}: {error}"
         if not config.dedupe:
             digest = hashlib.sha256(f"{digest} {total}".encode()).hexdigest()
-        found = unique.setdefault(digest, UniquePiece(len(unique), digest, piece))
+        found = unique.setdefault(digest, UniquePiece(len(unique), digest, piece, obstacle))
         planner.piece(found.index, piece)
         total += 1
     events.emit("split", pieces=total, unique=len(unique))

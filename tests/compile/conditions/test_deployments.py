@@ -15,6 +15,7 @@ import torch
 from piecegraph.cache.inspection import manifests
 from piecegraph.compile import pipeline
 from piecegraph.compile.bundle import bundle, key_factors
+from piecegraph.compile.ir.compilation import BundleMiss
 
 from ..starts import Start, start, use_text_compiler
 
@@ -112,7 +113,7 @@ def test_a_bundle_stored_again_replaces_the_one_that_this_process_would_use(
         patched.setattr(bundle, "provenance", another)
         start(deployment.process(), tmp_path / "cache")
     with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "load_bundle", lambda *_: "absent")
+        patched.setattr(pipeline, "load_bundle", lambda *_: BundleMiss("absent"))
         assert not start(deployment.process(), tmp_path / "cache").hit
     (stored,) = manifests(tmp_path / "cache", "bundle")
     assert stored[0].meta["conditions"]["environment"] == {}

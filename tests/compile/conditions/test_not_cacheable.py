@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from piecegraph import Config, prepare
+from piecegraph import Config, compile_ahead, explain_miss, prepare
+from piecegraph.cache.inspection import manifests
 
 from ..starts import use_text_compiler
 
@@ -116,3 +117,7 @@ def test_report_names_the_setting_that_has_no_description(
     prepared = prepare(torch.nn.Linear(8, 8), config)
     (line,) = prepared.report()["cache"]["not_cacheable"]
     assert re.search(r"passes: code.* is a _io.StringIO, which has no description", line)
+    assert not list(manifests(tmp_path)), "neither a bundle nor an artifact that nobody could find"
+    forecast = explain_miss(torch.nn.Linear(8, 8), config)
+    assert str(forecast) == f"no bundle: not cacheable: {line}"
+    assert not compile_ahead(torch.nn.Linear(8, 8), config)
