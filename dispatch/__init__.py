@@ -56,13 +56,12 @@ if TYPE_CHECKING:
     from .sizing.capture_sizes import default_capture_sizes as default_capture_sizes
     from .sizing.capture_sizes import user_capture_sizes as user_capture_sizes
     from .sizing.fit import fit_sizes as fit_sizes
-    from .sizing.traffic import Histogram as Histogram
-    from .sizing.traffic import Refit as Refit
+    from .sizing.traffic import Suggestion as Suggestion
     from .sizing.traffic import Validated as Validated
     from .sizing.traffic import Waste as Waste
     from .sizing.traffic import fit_validated as fit_validated
     from .sizing.traffic import padding_waste as padding_waste
-    from .sizing.traffic import refit as refit
+    from .sizing.traffic import suggest_sizes as suggest_sizes
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
@@ -89,8 +88,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ),
         ".sizing.fit": ("fit_sizes",),
         ".sizing.traffic": (
-            "Histogram", "Refit", "Validated", "Waste", "fit_validated",
-            "padding_waste", "refit",
+            "Suggestion", "Validated", "Waste", "fit_validated", "padding_waste", "suggest_sizes",
         ),
     },
 )  # fmt: skip

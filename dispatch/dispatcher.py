@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ..errors import BatchInvalid, DecisionNotPossible, NoModeLeft
 from .batch import NO_GRAPH, Batch, Decision, Reason
@@ -13,9 +12,6 @@ from .batch_class import BatchClass, classify, contradiction
 from .decision_table import DecisionTable, Preference, graph_decision, none_decision
 from .modes import RuntimeMode
 from .plan import DispatchPlan, PlanEntry
-
-if TYPE_CHECKING:
-    from .sizing.traffic import Histogram
 
 _CACHE_SIZE = 256
 """Largest number of cached tables, and of cached decisions above the largest size."""
@@ -78,20 +74,11 @@ class Dispatcher:
     """Chooses the graph for each batch, from tables built once per set of captured graphs.
 
     `dispatch` chooses among the captured graphs; `wanted` chooses as if all were captured, which
-    is what a strategy should capture next. Thread-safe. `histogram`, if given, counts the tokens
-    of every dispatched batch.
+    is what a strategy should capture next. Thread-safe.
     """
 
-    def __init__(
-        self,
-        plan: DispatchPlan,
-        *,
-        captured: Iterable[int] = (),
-        histogram: Histogram | None = None,
-    ) -> None:
+    def __init__(self, plan: DispatchPlan, *, captured: Iterable[int] = ()) -> None:
         self.plan = plan
-        self.histogram = histogram
-        self._record = None if histogram is None else histogram.add
         done = frozenset(captured)
         indices = range(len(plan.entries))
         self._lock = threading.Lock()
@@ -122,8 +109,6 @@ class Dispatcher:
         contradict each other or the plan.
         """
         num_tokens = batch.num_tokens
-        if self._record is not None:
-            self._record(num_tokens)
         if (
             0 <= num_tokens < self._end
             and allowed_modes is None
@@ -150,7 +135,6 @@ class Dispatcher:
         allowed_modes: Collection[RuntimeMode] | None = None,
         excluded_modes: Collection[RuntimeMode] | None = None,
     ) -> Decision:
-        """What `dispatch` returns, without counting the batch again."""
         kind = classify(self.plan, batch, allowed_modes, excluded_modes)
         return self._live.decide(batch, kind)
 
@@ -215,22 +199,6 @@ class Dispatcher:
             flags = list(self._live.captured)
             flags[graph_index] = captured
             self._live = _Tables(self._live.preference, tuple(flags))
-            self._drop_fast_path()
-
-    def change_plan(self, added: Iterable[PlanEntry], retired: Collection[int]) -> None:
-        """Append entries to the plan; `retired` graphs are not wanted from now on.
-
-        Indices of earlier entries stay.
-        """
-        with self._lock:
-            self.plan = replace(self.plan, entries=(*self.plan.entries, *added))
-            indices = range(len(self.plan.entries))
-            preference = Preference(self.plan)
-            captured = self._live.captured
-            self._registered = _Tables(preference, tuple(i not in retired for i in indices))
-            self._live = _Tables(
-                preference, tuple(i < len(captured) and captured[i] for i in indices)
-            )
             self._drop_fast_path()
 
     def _build_fast_path(self) -> None:

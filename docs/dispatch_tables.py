@@ -28,11 +28,7 @@ FEATURES = (
     (),
     ("--lora", "4"),
     ("--speculate", "3"),
-    ("--refit",),
     ("--lora", "4", "--speculate", "3"),
-    ("--lora", "4", "--refit"),
-    ("--speculate", "3", "--refit"),
-    ("--lora", "4", "--speculate", "3", "--refit"),
     ("--buckets", "exponential"),
     ("--buckets", "linear"),
     ("--buckets", "padding-aware"),
@@ -43,8 +39,8 @@ def drift_table() -> list[str]:
     requests = read_trace(EXCERPT)
     rows = [
         "| graphs | rate | fitted on | chosen on | held out | drift: default | drift: fitted |"
-        " after a refit | fitted / default |",
-        "|---|---|---|---|---|---|---|---|---|",
+        " fitted / default |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for graphs in GRAPHS:
         for rate in RATES:
@@ -53,7 +49,7 @@ def drift_table() -> list[str]:
             parts = (
                 f"{part['default']:.1%} / {part['fitted']:.1%}" for part in result["parts"].values()
             )
-            met = (f"{drift[name]:.1%}" for name in ("default", "fitted", "refitted"))
+            met = (f"{drift[name]:.1%}" for name in ("default", "fitted"))
             ratio = f"{drift['fitted'] / drift['default']:.2f}"
             rows.append(" | ".join([f"| {graphs}", f"{rate:g} x", *parts, *met, f"{ratio} |"]))
     return rows
@@ -61,8 +57,8 @@ def drift_table() -> list[str]:
 
 def features_table() -> list[str]:
     return [
-        "| options | steps | FULL | PIECEWISE | padding | speculation | LoRA cases | refit |",
-        "|---|---|---|---|---|---|---|---|",
+        "| options | steps | FULL | PIECEWISE | padding | speculation | LoRA cases |",
+        "|---|---|---|---|---|---|---|",
         *map(features_row, FEATURES),
     ]
 
@@ -81,20 +77,14 @@ def features_row(options: tuple[str, ...]) -> str:
 
 
 def features(report: dict[str, Any]) -> list[str]:
-    speculation, lora, refit = (report[name] for name in ("speculation", "lora", "refit"))
-    drafts = adapters = sizes = ""
+    speculation, lora = report["speculation"], report["lora"]
+    drafts = adapters = ""
     if speculation:
         accepted, proposed = speculation["accepted"], speculation["proposed"]
         drafts = f"{accepted} of {proposed} accepted, {speculation['steps_saved']} steps saved"
     if lora:
         adapters = ", ".join(f"{each['case']}: {each['steps']}" for each in lora["cases_used"])
-    if refit:
-        names = ("graph_steps_before", "graph_steps_after", "waste_before", "waste_after")
-        before, after, waste, later = (
-            "-" if refit[name] is None else f"{refit[name]:.0%}" for name in names
-        )
-        sizes = refit["unchanged"] or f"graphs {before} → {after}, padding {waste} → {later}"
-    return [drafts, adapters, sizes]
+    return [drafts, adapters]
 
 
 def run(*options: str) -> dict[str, Any]:

@@ -113,8 +113,6 @@ class ModelSteps(ObservableSteps):
         self._sealed = False
         self._closed = False
         self._running = False
-        self._sizes: tuple[int, ...] = ()
-        """The capture sizes of the last refit."""
         options = getattr(self.backend, "options", None)
         self._poisons = bool(getattr(options, "poison_old_results", False))
         self._last_graph: CapturedGraph | None = None
@@ -143,7 +141,9 @@ class ModelSteps(ObservableSteps):
         shared = self.config, policy.dispatcher, self.backend
         self._graphs = CapturedGraphs(compiled, *shared, inputs, self._context, self.records)
         self._captured = self._graphs.captured
-        self._capturer = Capturer(*shared, self.records, self._graphs, self._exchange)
+        self._capturer = Capturer(
+            *shared, self.records, self._graphs, self._exchange, self.usage.counts
+        )
         self._capturer.active = (
             self._behind is not None
         )  # steps look whether compiled code is ready

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..dispatch import (
     DENSE_END,
@@ -12,13 +13,16 @@ from ..dispatch import (
     GraphMode,
     ResolvedMode,
     RuntimeMode,
+    Waste,
     align_sizes,
     bucket_plan,
     decode_tiers,
     default_capture_sizes,
     lora_cases,
     make_plan,
+    padding_waste,
     resolve_mode,
+    suggest_sizes,
     user_capture_sizes,
 )
 from .config import Config, LoraGraphs
@@ -45,20 +49,15 @@ def resolve_graph_mode(config: Config) -> ResolvedMode:
     )
 
 
-def dispatch_plan(
-    mode: GraphMode, config: Config, sizes: Sequence[int] | None = None
-) -> DispatchPlan:
-    """The graphs to capture for `mode`, for the sizes of `config` or others; none for mode NONE."""
+def dispatch_plan(mode: GraphMode, config: Config) -> DispatchPlan:
+    """The graphs to capture for `mode`; none for mode NONE."""
     if config.buckets and mode is not GraphMode.NONE:
         return bucket_plan(config.buckets, config.max_num_reqs)
-    lengths = query_lens(config)
-    if sizes is None:
-        sizes = capture_sizes(mode, config)
     return make_plan(
         mode,
-        sizes,
+        capture_sizes(mode, config),
         max_num_reqs=config.max_num_reqs,
-        query_lens=lengths,
+        query_lens=query_lens(config),
         varlen_decode=config.traits.varlen_decode,
         lora_cases=lora_cases(
             config.max_loras,
@@ -92,14 +91,35 @@ def capture_sizes(mode: GraphMode, config: Config) -> tuple[int, ...]:
     return sizes
 
 
-def largest_size(mode: GraphMode, config: Config) -> int:
-    """The largest size that a refit may choose: the last of the user's, or where default sizes may
-    end. Without graphs for mixed steps it is the last default size."""
-    last = capture_sizes(mode, config)[-1]
-    if config.capture_sizes is not None or mode.mixed is RuntimeMode.NONE:
-        return last
-    end = min(config.size_ceiling or DENSE_END, config.max_num_tokens)
-    return max(last, end - end % config.size_alignment)
+def suggested_sizes(
+    mode: GraphMode, config: Config, counts: Callable[[int], Sequence[int]]
+) -> dict[str, Any] | None:
+    """The sizes in use, and those that would serve the steps better if there are any, as the report
+    states them; None without sizes.
+
+    `counts` gives the number of steps of 0, 1, … tokens up to a limit. Suggested sizes end where
+    default sizes may end, or at the last of the user's.
+    """
+    sizes = capture_sizes(mode, config)
+    if not sizes:
+        return None
+    largest = sizes[-1]
+    if config.capture_sizes is None and mode.mixed is not RuntimeMode.NONE:
+        end = min(config.size_ceiling or DENSE_END, config.max_num_tokens)
+        largest = max(largest, end - end % config.size_alignment)
+    steps = counts(largest)
+    suggestion = suggest_sizes(
+        sizes,
+        steps,
+        widest=config.max_num_reqs * max(query_lens(config)),
+        alignment=config.size_alignment,
+    )
+    suggested = suggestion and _with_waste(suggestion.sizes, suggestion.waste)
+    return {**_with_waste(sizes, padding_waste(steps, sizes)), "suggested": suggested}
+
+
+def _with_waste(sizes: tuple[int, ...], waste: Waste) -> dict[str, Any]:
+    return {"sizes": sizes, "padding": waste.share, "steps_above": int(waste.without_graph)}
 
 
 def query_lens(config: Config) -> tuple[int, ...]:

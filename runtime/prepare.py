@@ -18,7 +18,6 @@ from ..dispatch import (
     Dispatcher,
     DispatchPlan,
     GraphMode,
-    Histogram,
     PaddingLimit,
     Phase,
     ResolvedMode,
@@ -162,7 +161,7 @@ def _policy(
         if _mixes_rows(compiled, config, device, records, size):
             plan = dispatch_plan(GraphMode.NONE, config)  # no graph has the size of a step
             break
-    return Policy(resolved, Dispatcher(plan, histogram=Histogram()))
+    return Policy(resolved, Dispatcher(plan))
 
 
 def _find_bucket_holes(config: Config, records: Records) -> None:

@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..dispatch import Refit, refit
 from ..errors import (
     AllCapturesFailed,
     AutocastActive,
@@ -21,10 +20,10 @@ from .capture.dummy_batch import MetadataFor
 from .capture.recording import Recording
 from .memory.ledger import MemoryLedger, MemoryPlan, plan_memory
 from .model_steps import ModelSteps
-from .policy import capture_sizes, dispatch_plan, largest_size, query_lens
+from .policy import suggested_sizes
 from .records import CaptureFailure, CaptureRecord, MemoryUse
 from .report import build_report
-from .strategy.ranks import start_facts, traffic
+from .strategy.ranks import start_facts
 from .strategy.warmup import (
     AuxiliaryTask,
     WarmupPlan,
@@ -134,45 +133,6 @@ class PreparedModel(ModelSteps):
             self._poll(self._behind)
         return 0 if self._behind is not None else self._capturer.idle(budget_ms)
 
-    def refit(self, max_graphs: int | None = None) -> Refit:
-        """Fit the capture sizes to the batches since the last refit, between two steps.
-
-        Graphs of sizes that are dropped are freed at once; those of new ones are captured between
-        the next steps, under every strategy and within its budgets. There are at most `max_graphs`
-        sizes, by default as many as at the start. They follow batches above the default sizes, up
-        to where default sizes may end; sizes that the user chose stay the largest. The sizes at the
-        start are kept or come back if they do better on the newer half of the batches. With several
-        ranks all must make the same call; they add up their batches.
-        """
-        self._must_be_open()
-        default = capture_sizes(self.resolved.mode, self.config)
-        histogram = self.dispatcher.histogram
-        if not default or histogram is None or self._behind is not None:
-            return Refit((), (), (), 0.0, 0.0)
-        largest = largest_size(self.resolved.mode, self.config)
-        older, newer = traffic(self._exchange, histogram, largest)
-        change = refit(
-            self._sizes or default,
-            older,
-            newer,
-            default=default,
-            max_graphs=max_graphs or len(default),
-            widest=self.config.max_num_reqs * max(query_lens(self.config)),
-            alignment=self.config.size_alignment,
-        )
-        histogram.clear()
-        if change.add or change.drop:
-            plan = dispatch_plan(self.resolved.mode, self.config, change.sizes)
-            plan = plan.without_sizes_below(self._min_num_tokens)
-            self.backend.synchronize()
-            self._last_graph = None
-            self._capturer.change_plan(set(plan.entries))
-            self._graphs.extend()
-            self.usage.extend(self.dispatcher.plan)
-            self._sizes = change.sizes
-        self.events.emit("refit", level=logging.INFO, add=change.add, drop=change.drop)
-        return change
-
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """Check in steps that a long-lived tensor (KV cache, workspace) stays at its address.
 
@@ -246,6 +206,7 @@ class PreparedModel(ModelSteps):
             self.usage,
             self._cache,
             self._stated_ledger(),
+            suggested_sizes(self.resolved.mode, self.config, self.usage.counts),
         )
 
     def recordings(self) -> list[tuple[int, Recording]]:

@@ -1,9 +1,8 @@
-"""Sizes from observed traffic: a histogram, the waste of given sizes, validated fits, refits."""
+"""Sizes from observed traffic: the waste of given sizes, validated fits, suggestions."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,39 +14,7 @@ DRIFT = 0.4
 
 LOADS = (0.4, 2.5)
 UNEXPECTED = 0.6
-UNEXPECTED_BY_REFIT = 0.2
-"""By what factors the load may change, and how much all that was not observed counts in a fit. It
-counts less where the next refit follows soon."""
-
-
-class Histogram:
-    """The numbers of tokens of the last `window` batches, in bounded memory.
-
-    `add` records one batch; it is the bound method of a C type, since every dispatch calls it.
-    """
-
-    def __init__(self, window: int = 1 << 16) -> None:
-        self._last: deque[int] = deque(maxlen=window)
-        self.add = self._last.append
-
-    def counts(self, limit: int) -> list[int]:
-        """How often each number of tokens from 0 to `limit` occurred."""
-        return _counted(self._last.copy(), limit)
-
-    def halves(self, limit: int) -> tuple[list[int], list[int]]:
-        """The counts of the older and of the newer half of the batches."""
-        last = list(self._last.copy())
-        middle = len(last) // 2
-        return _counted(last[:middle], limit), _counted(last[middle:], limit)
-
-    def clear(self) -> None:
-        """Forget all batches."""
-        self._last.clear()
-
-
-def _counted(batches: Iterable[int], limit: int) -> list[int]:
-    seen = Counter(batches)
-    return [seen[num_tokens] for num_tokens in range(limit + 1)]
+"""By what factors the load may change, and how much all that was not observed counts in a fit."""
 
 
 def blur(counts: Sequence[float], drift: float = DRIFT) -> list[float]:
@@ -73,7 +40,6 @@ def expect(
     default: Sequence[int],
     widest: int,
     drift: float = DRIFT,
-    unexpected: float = UNEXPECTED,
 ) -> list[float]:
     """The traffic to fit sizes to: as observed, blurred, and as it is under other loads.
 
@@ -89,7 +55,7 @@ def expect(
     anything = _by_padding([1 / max(1, tokens) for tokens in range(len(counts))], sizes)
     observed = _by_padding(blur(counts, drift), sizes)
     return [
-        (1 - unexpected) * seen + unexpected * (0.8 * sum(each) / len(LOADS) + 0.2 * some)
+        (1 - UNEXPECTED) * seen + UNEXPECTED * (0.8 * sum(each) / len(LOADS) + 0.2 * some)
         for seen, some, *each in zip(observed, anything, *loads, strict=True)
     ]
 
@@ -173,7 +139,6 @@ def fit_validated(
     max_graphs: int,
     widest: int | None = None,
     drift: float = DRIFT,
-    unexpected: float = UNEXPECTED,
     cost: Callable[[int], float] = float,
     alignment: int = 1,
 ) -> Validated:
@@ -184,7 +149,7 @@ def fit_validated(
     number. A fit keeps the `widest` decode batch, by default the largest size, and the largest.
     """
     base = sorted({default[-1], min(widest or default[-1], default[-1])})
-    expected = expect(counts, default=default, widest=base[0], drift=drift, unexpected=unexpected)
+    expected = expect(counts, default=default, widest=base[0], drift=drift)
     fitted = fit_sizes(
         expected, max_graphs=max_graphs, base=base[: max_graphs - 1], cost=cost, alignment=alignment
     )
@@ -210,52 +175,36 @@ def _thinned(sizes: Sequence[int], most: int) -> Sequence[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Refit:
-    """New sizes for a live plan, what they add and drop, and the cost of each real row before and
-    after, on the newer part of the traffic."""
+class Suggestion:
+    """Sizes that would serve observed traffic better, with their waste and that of those in use."""
 
     sizes: tuple[int, ...]
-    add: tuple[int, ...]
-    drop: tuple[int, ...]
-    cost_before: float
-    cost_after: float
+    waste: Waste
+    waste_now: Waste
 
 
-def refit(
+def suggest_sizes(
     sizes: Sequence[int],
-    older: Sequence[float],
-    newer: Sequence[float],
+    counts: Sequence[float],
     *,
-    default: Sequence[int],
-    max_graphs: int,
     widest: int | None = None,
-    drift: float = DRIFT,
-    cost: Callable[[int], float] = float,
     alignment: int = 1,
-    gain: float = 0.01,
-) -> Refit:
-    """The change from `sizes` to a fit of the `older` traffic, or to the `default` sizes if these
-    do better on the `newer`; nothing if that serves at most `gain` more of the batches with a
-    graph, and saves less than `gain` of the cost.
+    gain: float = 0.05,
+) -> Suggestion | None:
+    """At most as many sizes as `sizes`, fitted to `counts` (by number of tokens).
 
-    Both come from the dispatcher's `Histogram`, counted up to the largest size that may have a
-    graph. A fit ends at the largest batch that occurred, or at the largest default size.
+    None unless they serve a share of `gain` more of the batches with a graph, or as many at a cost
+    that is lower by `gain`. `counts` ends at the largest size that may have a graph. A fit ends at
+    the largest batch that occurred, or at the largest of `sizes`.
     """
-    largest = max(
-        (n for each in (older, newer) for n, count in enumerate(each) if count), default=0
-    )
-    limit = -(-max(largest, default[-1]) // alignment) * alignment + 1
+    largest = max((n for n, count in enumerate(counts) if count), default=0)
+    limit = -(-max(largest, sizes[-1]) // alignment) * alignment + 1
+    counts = [*counts[:limit], *[0] * (limit - len(counts))]
     fit = fit_validated(
-        _up_to(limit, older), _up_to(limit, newer), default=default, max_graphs=max_graphs,
-        widest=widest, drift=drift, unexpected=UNEXPECTED_BY_REFIT, cost=cost, alignment=alignment,
-    )  # fmt: skip
-    before, after = cost_per_row(newer, sizes, cost), cost_per_row(newer, fit.sizes, cost)
-    lost = padding_waste(newer, fit.sizes).without_graph - padding_waste(newer, sizes).without_graph
-    if lost >= -gain * sum(newer) and (lost > 0 or after > (1 - gain) * before):
-        return Refit(tuple(sizes), (), (), before, before)
-    add, drop = set(fit.sizes) - set(sizes), set(sizes) - set(fit.sizes)
-    return Refit(fit.sizes, tuple(sorted(add)), tuple(sorted(drop)), before, after)
-
-
-def _up_to(limit: int, counts: Sequence[float]) -> list[float]:
-    return [*counts[:limit], *[0] * (limit - len(counts))]
+        counts, counts, default=sizes, max_graphs=len(sizes), widest=widest, alignment=alignment
+    )
+    now = padding_waste(counts, sizes)
+    served = now.without_graph - fit.waste.without_graph
+    cheaper = cost_per_row(counts, fit.sizes) < (1 - gain) * cost_per_row(counts, sizes)
+    better = served > gain * sum(counts) or (served >= 0 and cheaper)
+    return Suggestion(fit.sizes, fit.waste, now) if better and not fit.kept_default else None

@@ -126,11 +126,6 @@ class CapturedGraphs:
                 tensor.copy_(copy)
         return results
 
-    def extend(self) -> None:
-        """Follow a plan to which entries were appended; the last item stays that of NO_GRAPH."""
-        more = len(self._dispatcher.plan.entries) + 1 - len(self.captured)
-        self.captured += [None] * more
-
     def close(self) -> None:
         """Free code, weights and buffers; only the plan is left. All recordings were removed."""
         model = torch.nn.Module()

@@ -7,7 +7,7 @@ from itertools import accumulate
 from time import perf_counter
 from typing import Any, Protocol
 
-from ...dispatch import DispatchPlan, Histogram, RuntimeMode
+from ...dispatch import DispatchPlan, RuntimeMode
 from ...events import Events
 from ..backends.protocol import GraphBackend, Memory
 from ..records import ForecastAccuracy, PlannedMemory, Records, UncertainForecast
@@ -131,21 +131,20 @@ class GraphMemory:
         self,
         limit: int | None,
         plan: DispatchPlan,
-        histogram: Histogram | None,
+        counts: Sequence[int],
         exchange: Exchange,
         records: Records,
     ) -> Collection[int]:
         """Set the limit; returns the graphs to drop so that the forecast of the rest keeps it.
 
-        `histogram` counts the batch sizes seen so far, if known. All ranks use the smallest limit
-        and the sum of their traffic.
+        `counts` are the steps of 0, 1, … tokens so far, if known. All ranks use the smallest limit
+        and the sum of their steps.
         """
         assert self.forecast is not None
-        own = histogram.counts(plan.largest) if histogram is not None else []
-        answers = exchange("memory limit", {"limit": limit, "traffic": own})
+        answers = exchange("memory limit", {"limit": limit, "traffic": list(counts)})
         self.limit = limit and min(answer["limit"] for answer in answers)
-        counts = [answer["traffic"] for answer in answers]
-        self._traffic = [sum(of_size) for of_size in zip(*counts, strict=True)]
+        by_rank = [answer["traffic"] for answer in answers]
+        self._traffic = [sum(of_size) for of_size in zip(*by_rank, strict=True)]
         pruned = self.to_drop(plan)
         lost = [*sorted(self.impossible), *pruned]
         kept = [i for i in range(len(plan.entries)) if i not in lost]

@@ -1,4 +1,4 @@
-"""How often each graph was used, for which reasons, and how much of it was padding."""
+"""The counter of steps: how often each graph and size was used, why, and how much was padding."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class _Tally:
 
 
 class Usage:
-    """Counts by graph, for steps without a graph by size, and reasons by runtime mode.
+    """Counts by graph, by number of real tokens, and reasons by runtime mode.
 
     A step costs one look-up by the identity of its decision, since the dispatcher reuses decision
     objects. Decisions are summed when counts are read, or when there are many.
     """
 
-    __slots__ = ("_plan", "_reasons", "_steps", "_tallies", "_tokens", "_without")
+    __slots__ = ("_plan", "_reasons", "_sizes", "_steps", "_tallies", "_tokens", "_without")
 
     def __init__(self, plan: DispatchPlan) -> None:
         self._plan = plan
@@ -36,6 +36,7 @@ class Usage:
         self._steps = [0] * len(plan.entries)
         self._tokens = [0] * len(plan.entries)
         self._without: Counter[int] = Counter()
+        self._sizes: Counter[int] = Counter()
         self._reasons: tuple[Counter[Reason], ...] = tuple(Counter() for _ in RuntimeMode)
 
     def follow(self, plan: DispatchPlan) -> None:
@@ -44,13 +45,6 @@ class Usage:
         self._plan = plan
         self._steps = [0] * len(plan.entries)
         self._tokens = [0] * len(plan.entries)
-
-    def extend(self, plan: DispatchPlan) -> None:
-        """Count by a plan to which entries were appended."""
-        more = len(plan.entries) - len(self._plan.entries)
-        self._plan = plan
-        self._steps += [0] * more
-        self._tokens += [0] * more
 
     def count(self, decision: Decision, num_tokens: int) -> None:
         """One step of `num_tokens` real tokens, run as decided."""
@@ -65,7 +59,13 @@ class Usage:
     def count_eager(self, num_tokens: int) -> None:
         """One step run by the model itself, where compiled code would be wrong."""
         self._without[num_tokens] += 1
+        self._sizes[num_tokens] += 1
         self._reasons[RuntimeMode.NONE][Reason.CAPABILITY] += 1
+
+    def counts(self, largest: int) -> list[int]:
+        """How many steps of 0 to `largest` real tokens were run."""
+        self._sum()
+        return [self._sizes[num_tokens] for num_tokens in range(largest + 1)]
 
     def rows(self) -> list[dict[str, Any]]:
         """`{mode, num_tokens, count, padded_tokens}`: graphs first, each sorted by size.
@@ -106,6 +106,7 @@ class Usage:
         for tally in tallies.values():
             decision, graph_index = tally.decision, tally.decision.graph_index
             self._reasons[decision.mode][decision.reason] += tally.steps
+            self._sizes[round(tally.tokens / tally.steps)] += tally.steps
             if graph_index == NO_GRAPH:
                 self._without[decision.descriptor.num_tokens] += tally.steps
             else:

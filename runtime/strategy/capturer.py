@@ -7,9 +7,9 @@ facts that all ranks share: the wanted graph, the step number, and outcomes of c
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterator
 
-from ...dispatch import Batch, CaptureStrategy, Decision, PlanEntry, RuntimeMode
+from ...dispatch import Batch, CaptureStrategy, Decision, RuntimeMode
 from ..records import CaptureRecord
 from .limited_captures import LimitedCaptures
 from .limits import CaptureBudget, LazyBytes, StepBudgets
@@ -72,7 +72,7 @@ class Capturer(LimitedCaptures):
     def _add_startup_set(self) -> None:
         states = self.queue.states
         firsts = (next((i for i in g if not states[i].dropped), None) for g in self.queue.startup())
-        self.queue.add((i for i in firsts if i is not None), kept=True)
+        self.queue.add(i for i in firsts if i is not None)
 
     def _probe(self, budget: CaptureBudget) -> bool:
         """Go on with a forecast, within `budget`; whether there is none left in progress."""
@@ -136,26 +136,6 @@ class Capturer(LimitedCaptures):
         self.queue.count_idle()
         budget = CaptureBudget(len(self._entries), budget_ms)
         return self._spend(budget, self.queue.in_idle_time()) if self._probe(budget) else 0
-
-    def change_plan(self, entries: Set[PlanEntry]) -> None:
-        """Make `entries` the graphs of the plan: others are freed, missing ones are captured
-        between the next steps, within the budgets."""
-        known = {entry: index for index, entry in enumerate(self._entries)}
-        new = sorted(entries - known.keys(), key=lambda entry: -entry.descriptor.num_tokens)
-        retired = frozenset(index for entry, index in known.items() if entry not in entries)
-        revived = sorted(self._retired - retired)
-        for graph_index in sorted(retired):
-            if self.queue.states[graph_index].captured:
-                self._evict(graph_index)
-        self._retired = retired
-        added = [*revived, *range(len(known), len(known) + len(new))]
-        self._dispatcher.change_plan(new, retired)
-        self._entries = self._lazy.entries = self._dispatcher.plan.entries
-        self.queue.change_plan(self._dispatcher.plan, added)
-        for graph_index in retired:
-            self.queue.states[graph_index].dropped = True
-        self._changed()
-        self._refresh_active()
 
     def recapture(self, indices: Collection[int]) -> None:
         """Free stale graphs, all of them before the first is captured again."""

@@ -7,7 +7,7 @@ captures are exchanged by ranks before any of them uses a graph.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
@@ -36,7 +36,10 @@ class Graphs(Protocol):
 
 
 class LimitedCaptures:
-    """The captures of one prepared model, one at a time; `Capturer` decides which and when."""
+    """The captures of one prepared model, one at a time; `Capturer` decides which and when.
+
+    `counts` gives how many steps of 0, 1, … tokens were run so far, up to a size.
+    """
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class LimitedCaptures:
         records: Records,
         graphs: Graphs,
         exchange: Exchange,
+        counts: Callable[[int], Sequence[int]] = lambda largest: (),
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self._config = config
@@ -56,10 +60,10 @@ class LimitedCaptures:
         self._events = records.events
         self._graphs = graphs
         self._exchange = exchange
+        self._counts = counts
         self._clock = clock
         self._changes = 0
         self._pool: Any = None
-        self._retired: frozenset[int] = frozenset()
         self.begin()
 
     def begin(self) -> None:
@@ -223,15 +227,17 @@ class LimitedCaptures:
 
     def _plan_limit(self) -> None:
         """Drop graphs above the limit, by what is forecast."""
-        plan, traffic = self._dispatcher.plan, self._dispatcher.histogram
+        plan = self._dispatcher.plan
         limit = limit_in_bytes(self._config.memory_limit, self._backend.memory())
-        dropped = self.memory.plan_limit(limit, plan, traffic, self._exchange, self._records)
+        dropped = self.memory.plan_limit(
+            limit, plan, self._counts(plan.largest), self._exchange, self._records
+        )
         self._drop(dropped)
         self._pruned = [i for i in dropped if i not in self.memory.impossible]
 
     def _drop(self, indices: Collection[int]) -> None:
         for graph_index, state in enumerate(self.queue.states):
-            state.dropped = graph_index in indices or graph_index in self._retired
+            state.dropped = graph_index in indices
 
     @contextmanager
     def _session(self, *, prepare: bool) -> Iterator[CaptureSession]:

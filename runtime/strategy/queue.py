@@ -6,8 +6,8 @@
 | DELAYED  | the largest of each mode  | the wanted graph if missing, then the next largest        |
 | LAZY     | the largest of each mode  | the wanted graph once it has been wanted `min_hits` times |
 
-Under all of them, graphs that a refit of the sizes adds are captured between steps, and so is the
-startup set of a model that has switched to compiled code while it serves.
+Under all of them, the startup set of a model that has switched to compiled code while it serves is
+captured between steps.
 
 Uses are counted per graph, that is per padded size. Everything here depends only on the plan, the
 wanted graphs and the outcomes of captures, so ranks with equal input choose the same.
@@ -87,31 +87,19 @@ class CaptureQueue:
         self._added: list[int] = []
         self._kept: frozenset[int] = frozenset()
 
-    def change_plan(self, plan: DispatchPlan, added: Iterable[int]) -> None:
-        """Follow a plan to which entries were appended; `added` are captured between steps under
-        every strategy."""
-        self._plan = plan
-        self.states += [GraphState() for _ in plan.entries[len(self.states) :]]
-        self._by_size = _largest_first(plan)
-        self.add(added)
-
-    def add(self, added: Iterable[int], *, kept: bool = False) -> None:
-        """Capture `added` between the next steps, under every strategy; `kept` ones are those of
-        the startup."""
+    def add(self, added: Iterable[int]) -> None:
+        """Capture graphs of the startup set between the next steps, under every strategy."""
         self._added = list(added)
-        self._kept |= frozenset(self._added if kept else ())
-        for graph_index in self._added:
-            self.states[graph_index].dropped = False
-            self.states[graph_index].failures = self.states[graph_index].retry_at = 0
+        self._kept = frozenset(self._added)
         self._pending = None
 
     def is_kept(self, graph_index: int) -> bool:
-        """Whether the graph belongs to a startup set, also one that is captured between steps."""
+        """Whether the graph belongs to a startup set that is captured between steps."""
         return graph_index in self._kept
 
     @property
     def adding(self) -> bool:
-        """Whether a change of the plan still has graphs to capture."""
+        """Whether the startup set still has graphs to capture between steps."""
         self._added = [i for i in self._added if not _done(self.states[i])]
         return bool(self._added)
 

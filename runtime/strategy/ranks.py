@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ...dispatch import DispatchPlan, Histogram
+from ...dispatch import DispatchPlan
 from ...errors import RankLost, RanksDisagree
 from ...torch_compat.basics.distributed import process_group_store
 from ..config import Config
@@ -66,13 +66,6 @@ def worst_outcome(
         max(outcome["bytes"] for outcome in outcomes),
         reason if len(outcomes) == 1 else "; ".join(failures),
     )
-
-
-def traffic(exchange: Exchange, histogram: Histogram, limit: int) -> Iterator[list[int]]:
-    """The older and the newer half of the batches of all ranks, counted by size."""
-    answers = exchange("traffic", {"halves": histogram.halves(limit)})
-    for halves in zip(*(answer["halves"] for answer in answers), strict=True):
-        yield [sum(counts) for counts in zip(*halves, strict=True)]
 
 
 class Ranks:

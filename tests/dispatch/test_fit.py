@@ -1,4 +1,4 @@
-"""Fitted sizes against brute force; validation and refits."""
+"""Fitted sizes against brute force; validation and suggestions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.dispatch import fit_sizes, fit_validated, padding_waste, refit
+from piecegraph.dispatch import fit_sizes, fit_validated, padding_waste, suggest_sizes
 from piecegraph.dispatch.sizing import fit
 from piecegraph.dispatch.sizing.traffic import _by_padding, blur, expect
 from piecegraph.errors import InvalidSetting
@@ -186,37 +186,23 @@ def test_the_default_is_kept_where_the_fit_does_not_beat_it():
     assert result.waste == result.default_waste
 
 
-def test_refit_says_what_to_add_and_what_to_drop():
+def test_better_sizes_are_suggested_and_not_again():
     counts = [0] * 65
     counts[21] = 1000
     default = (8, 16, 32, 64)
-    change = refit(default, counts, counts, default=default, max_graphs=4, drift=0.0)
-    assert (change.sizes, change.add, change.drop) == ((21, 64), (21,), (8, 16, 32))
-    assert (change.cost_before, change.cost_after) == (pytest.approx(32 / 21), 1)
-    after = refit((21, 64), counts, counts, default=default, max_graphs=4, drift=0.0)
-    assert (after.sizes, after.add, after.drop) == ((21, 64), (), ())
+    found = suggest_sizes(default, counts)
+    assert len(found.sizes) <= len(default)
+    assert min(size for size in found.sizes if size >= 21) < 32
+    assert found.waste.share < found.waste_now.share == pytest.approx(1 - 21 / 32)
+    assert suggest_sizes(found.sizes, counts) is None
 
 
-def test_refit_returns_to_the_default_where_newer_traffic_has_moved():
-    older, newer = [0] * 65, [0] * 65
-    older[63], newer[7] = 1000, 1000
-    change = refit((63, 64), older, newer, default=(8, 64), max_graphs=2, drift=0.0)
-    assert (change.sizes, change.add, change.drop) == ((8, 64), (8,), (63,))
-
-
-def test_refit_needs_a_gain_that_repays_captures():
+def test_sizes_that_gain_little_are_not_suggested():
     counts = [0] * 65
     counts[63] = 1000
-    facts = {"default": (8, 64), "max_graphs": 2, "drift": 0.0}
-    assert refit((8, 64), counts, counts, gain=0.02, **facts).add == ()
-    assert refit((8, 64), counts, counts, gain=0.01, **facts).add == (63,)
-
-
-def test_refit_knows_measured_costs():
-    counts = [0] * 65
-    counts[21] = 1000
-    flat = refit((8, 64), counts, counts, default=(8, 64), max_graphs=4, cost=lambda size: 1.0)
-    assert (flat.add, flat.drop) == ((), ())
+    assert suggest_sizes((8, 63), counts) is None
+    assert suggest_sizes((8, 64), counts, gain=0.02) is None
+    assert suggest_sizes((8, 64), [0] * 65) is None
 
 
 def test_a_kept_default_has_no_more_sizes_than_asked_for():
@@ -234,14 +220,15 @@ def test_on_a_tie_fewer_graphs_are_chosen():
     assert chosen.sizes == (8,)
 
 
-def test_a_refit_follows_batches_above_every_size():
+def test_suggested_sizes_follow_batches_above_every_size():
     counts = [0] * 129
     counts[4], counts[100], counts[120] = 10, 30, 20
-    default = (1, 2, 4, 8, 16, 32)
-    change = refit(default, counts, counts, default=default, max_graphs=6, widest=16)
-    assert change.sizes[-1] == 120
-    assert len(change.sizes) <= 6
-    aligned = refit(default, counts, counts, default=(8, 16, 32), max_graphs=6, alignment=8)
+    found = suggest_sizes((1, 2, 4, 8, 16, 32), counts, widest=16)
+    assert (found.sizes[-1], found.waste.without_graph, found.waste_now.without_graph) == (
+        120,
+        0,
+        50,
+    )
+    assert len(found.sizes) <= 6
+    aligned = suggest_sizes((8, 16, 32), counts, alignment=8)
     assert all(size % 8 == 0 for size in aligned.sizes)
-    quiet = [*counts[:5], *[0] * 124]
-    assert refit(change.sizes, quiet, quiet, default=default, max_graphs=6).sizes[-1] == 32

@@ -18,7 +18,7 @@ from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel
-from piecegraph.dispatch import Histogram, resolve_mode
+from piecegraph.dispatch import resolve_mode
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import GraphBackend
 from piecegraph.runtime.backends.registry import choose_backend
@@ -67,7 +67,7 @@ def prepare_on_replay(
 ) -> PreparedModel:
     """What `prepare` returns for a compiled model, on a strict backend."""
     config = config.changed(capture_sizes=tuple(sizes))
-    dispatcher = Dispatcher(dispatch_plan(mode, config), histogram=Histogram())
+    dispatcher = Dispatcher(dispatch_plan(mode, config))
     cache = Cache(None, Events())
     return PreparedModel(
         compiled,

@@ -47,6 +47,12 @@ LIBRARY_REPORT = {
     "counters": {"dynamo_traces": 1, "inductor_compiles": 3},
     "pieces": {"total": 3, "unique": 3, "segments": 5, "partitions": 0, "ranges": [[1, 128]]},
     "graph_mode": {"requested": "FULL", "resolved": "FULL_AND_PIECEWISE", "reasons": ["attention"]},
+    "sizes": {
+        "sizes": [8],
+        "padding": 0.25,
+        "steps_above": 2,
+        "suggested": {"sizes": [8, 30], "padding": 0.2, "steps_above": 0},
+    },
     "captures": [{"mode": "FULL", "num_tokens": 8, "ms": 1.5, "bytes": 2048}],
     "dispatch": [
         {"mode": "FULL", "num_tokens": 8, "count": 4, "padded_tokens": 8},

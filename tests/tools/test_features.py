@@ -1,4 +1,4 @@
-"""What dispatch decides, in the reference engine: adapters, drafts, refits, buckets, ranks."""
+"""What dispatch decides, in the reference engine: adapters, drafts, sizes, buckets, ranks."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def run(tmp_path):
     return run
 
 
-def test_adapters_drafts_and_refits_together(run):
+def test_adapters_and_drafts_together(run):
     report = run(
-        *("--lora", "2", "--speculate", "2", "--refit", "--requests", "12"),
+        *("--lora", "2", "--speculate", "2", "--requests", "12"),
         *("--length-scale", "0.1", "--max-num-reqs", "4", "--max-num-tokens", "32"),
         *("--capture-sizes", "4,12"),
     )
@@ -50,24 +50,20 @@ def test_adapters_drafts_and_refits_together(run):
     assert len(cases) > 1
     speculation = report["speculation"]
     assert 0 < speculation["accepted"] < speculation["proposed"]
-    assert report["refit"]["waste_before"] > 0
     keys = [row["descriptor"] for row in report["dispatch"] if row["mode"] == "FULL"]
     assert 3 in {key["uniform_query_len"] for key in keys}
 
 
-def test_a_refit_follows_the_steps_of_the_shipped_trace(run):
+def test_the_report_suggests_sizes_for_the_steps_of_the_shipped_trace(run):
     """Prompts fill steps of more tokens than the default sizes have."""
-    refit = run("--refit")["refit"]
-    assert refit["unchanged"] is None
-    assert refit["changes"][0]["step"] == 16
-    assert max(refit["changes"][0]["add"]) == 128
-    assert 0 <= refit["waste_before"] < 1
-    assert 0 <= refit["waste_after"] < 1
-    assert refit["graph_steps_before"] < 0.5 < refit["graph_steps_after"]
-
-
-def test_the_report_says_why_no_refit_changed_anything(run):
-    assert "before the first refit" in run("--refit", "--requests", "2")["refit"]["unchanged"]
+    sizes = run()["sizes"]
+    assert sizes["sizes"][-1] < 128 == sizes["suggested"]["sizes"][-1]
+    assert sizes["suggested"]["steps_above"] == 0 < sizes["steps_above"]
+    fitted = ",".join(map(str, sizes["suggested"]["sizes"]))
+    again = run("--capture-sizes", fitted)
+    assert again["sizes"]["suggested"] is None
+    with_graph = sum(row["count"] for row in again["dispatch"] if row["mode"] != "NONE")
+    assert with_graph == again["serving"]["steps"]
 
 
 def outputs(mode, **options):
@@ -135,7 +131,7 @@ def test_the_engine_with_buckets_has_no_other_features():
         read_run_options(buckets="fibonacci")
 
 
-ALL = {"lora": 2, "speculate": 2, "refit": True}
+ALL = {"lora": 2, "speculate": 2}
 
 
 @pytest.mark.parametrize(

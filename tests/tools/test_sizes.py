@@ -89,7 +89,7 @@ RATES = [1.0, 6.0, *(pytest.param(rate, marks=pytest.mark.heavy) for rate in (2.
 
 @pytest.mark.parametrize("rate", RATES)
 def test_fitted_sizes_waste_less_than_as_many_default_sizes_and_survive_drift(rate):
-    """On parts that were not fitted to, and at three times the rate before and after a refit."""
+    """On parts that were not fitted to, and at three times the rate."""
     requests = read_trace(EXCERPT)
     result = fit_trace(requests, rate=rate)
     assert not result["kept_default"]
@@ -97,13 +97,10 @@ def test_fitted_sizes_waste_less_than_as_many_default_sizes_and_survive_drift(ra
     for part in ("chosen_on", "held_out"):
         assert result["parts"][part]["fitted"] < result["parts"][part]["default"]
     assert result["drift"]["fitted"] < 0.75 * result["drift"]["default"]
-    assert result["drift"]["refitted"] < 0.75 * result["drift"]["default"]
     wastes = [point["waste"] for point in result["curve"]]
     assert wastes == sorted(wastes, reverse=True)
     half = fit_trace(requests, rate=rate, max_graphs=24)  # the default has 51
     assert half["drift"]["fitted"] <= 1.5 * half["drift"]["default"]
-    assert half["drift"]["refitted"] <= 1.2 * half["drift"]["default"]
-    assert half["drift"]["refitted"] <= half["drift"]["fitted"]
 
 
 def test_fitted_sizes_cut_the_waste_of_the_excerpt_to_a_fifth():

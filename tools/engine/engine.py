@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from ... import Batch, BatchDescriptor, Decision, PreparedModel, Ranks
-from ...dispatch import Refit
 from .kv_cache import Defragmenter
 from .metadata import Buffers, staged
 from .sampler import Sampler
@@ -91,8 +90,7 @@ class Clock:
 class Engine:
     """Serves with one prepared model; `run` is its `run`, or a replacement.
 
-    `ranks` serve in step with each other. `refits` has the outcome of each refit, with the number
-    of steps before it.
+    `ranks` serve in step with each other.
     """
 
     def __init__(
@@ -108,7 +106,6 @@ class Engine:
         sampler: Sampler,
         defragmenter: Defragmenter,
         max_loras: int = 0,
-        refit_every: int = 0,
         ranks: Ranks | None = None,
     ) -> None:
         self.prepared = prepared
@@ -122,9 +119,7 @@ class Engine:
         self.sampler = sampler
         self.defragmenter = defragmenter
         self.max_loras = max_loras
-        self.refit_every = refit_every
         self.ranks = ranks
-        self.refits: list[tuple[int, Refit]] = []
 
     def serve(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Serve requests in the order of their arrival; yields after each step what it completed.
@@ -173,7 +168,6 @@ class Engine:
         if self.served.first_answer_at is None and completed:
             self.served.first_answer_at = process_seconds()
         self.defragmenter.run()
-        self._refit()
         return completed
 
     def _work_left(self, here: bool) -> bool:
@@ -204,12 +198,6 @@ class Engine:
         )
         decision = self.prepared.dispatch(common)
         return self.prepared.dispatcher.follow(decision.graph_index, batch)
-
-    def _refit(self) -> None:
-        """Let the capture sizes follow the traffic, every `refit_every` steps; 0 is never."""
-        steps = len(self.served.steps)
-        if self.refit_every and steps % self.refit_every == 0:
-            self.refits.append((steps, self.prepared.refit()))
 
     def batch(self, schedule: Schedule) -> Batch:
         return to_batch(schedule)

@@ -18,7 +18,6 @@ from ...dispatch import (
     default_capture_sizes,
     fit_validated,
     padding_waste,
-    refit,
 )
 from ...errors import InvalidSetting
 from ..report.output import figure_class
@@ -110,7 +109,7 @@ def fit_trace(
     """Fit on the first third of the requests, choose on the second, judge on the last; JSON-able.
 
     `waste` holds padding rows over padded rows of the last third for each list, `parts` of each
-    third, `drift` of the last third at DRIFTED times the rate, also after a refit. `fitted` is that
+    third, `drift` of the second half of the last third at DRIFTED times the rate. `fitted` is that
     of `sizes`: the default sizes, at most `max_graphs` of them, unless the fit does better on the
     second third. `curve` has the waste of fits by number of graphs, better or not. Raises
     InvalidSetting for fewer than three requests, a rate that is not positive, or fewer than two
@@ -144,18 +143,7 @@ def fit_trace(
         return {name: padding_waste(counts, sizes).share for name, sizes in lists.items()}
 
     half = len(parts[2]) // 2
-    drifted, met = (
-        traffic(part, DRIFTED * rate, default[-1], **limits)
-        for part in (parts[2][: half or 1], parts[2][half:])
-    )
-    again = refit(
-        chosen.sizes,
-        drifted,
-        drifted,
-        default=default,
-        max_graphs=max_graphs,
-        widest=max_num_reqs,
-    )
+    met = traffic(parts[2][half:], DRIFTED * rate, default[-1], **limits)
     return {
         "trace": name,
         "rate": rate,
@@ -170,7 +158,7 @@ def fit_trace(
         },
         "drift": {
             "rate": DRIFTED * rate,
-            **wastes(met, {"default": default, "fitted": chosen.sizes, "refitted": again.sizes}),
+            **wastes(met, {"default": default, "fitted": chosen.sizes}),
         },
         "kept_default": chosen.kept_default,
         "curve": [
@@ -219,7 +207,7 @@ def render(result: dict[str, Any]) -> str:
     drift = result["drift"]
     lines += [
         f"{'at ' + format(drift['rate'], 'g') + ' x the rate':<21}{drift[name]:>8.1%} {name}"
-        for name in ("default", "fitted", "refitted")
+        for name in ("default", "fitted")
     ]
     verdict = "the default sizes are kept" if result["kept_default"] else "the fit is taken"
     lines += [f"{verdict}: {' '.join(map(str, result['sizes']))}"]

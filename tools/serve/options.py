@@ -269,7 +269,6 @@ class RunOptions:
         parse=bucket_source,
         metavar="STRATEGY|FILE",
     )
-    refit: bool = option(False, "Fit capture sizes to the traffic while serving.")
     verify: str = option("sample", "Compare none, sample or all steps.", parse=one_of(VERIFY))
     off: tuple[str, ...] = option(
         (),
@@ -350,7 +349,7 @@ def _check_conflicts(options: RunOptions) -> None:
     """Reject options of what another option turns off or does without. Raises InvalidSetting."""
     without: list[tuple[tuple[str, ...], str]] = []
     if options.buckets:
-        own = ("mode", "capture_sizes", "kv_blocks", "speculate", "lora", "refit")
+        own = ("mode", "capture_sizes", "kv_blocks", "speculate", "lora")
         without.append((own, "the engine that --buckets starts has no such option"))
     if options.hf is not None:
         without.append((("lora", "buckets"), "a model of --hf is served without"))

@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ...dispatch import Refit
 from ..engine.decoder_config import DecoderConfig
-from ..engine.engine import Served, StepRecord
+from ..engine.engine import Served
 from ..engine.scheduler import Request
 from ..report.origin import origin
 from ..report.output import Output
@@ -37,7 +36,6 @@ def build_report(
     verification: Verification,
     speculation: Report | None = None,
     generated: Any = None,
-    refits: Sequence[tuple[int, Refit]] = (),
 ) -> Report:
     """Combine the library's report (`prepared`) with the engine's measurements.
 
@@ -56,7 +54,6 @@ def build_report(
         "startup": startup,
         "lora": _lora(options, prepared["dispatch"]),
         "speculation": speculation,
-        "refit": _refit(served.steps, refits) if options.refit else None,
         "serving": _serving(requests, served),
         "latency": {
             **token_latencies(arrivals, served.token_times),
@@ -91,48 +88,6 @@ def _lora(options: RunOptions, dispatch: Sequence[Report]) -> Report | None:
             used[row["descriptor"]["lora_case"]] += row["count"]
     cases = [{"case": case, "steps": steps} for case, steps in sorted(used.items())]
     return {"adapters": options.lora, "cases_used": cases}
-
-
-def _refit(steps: Sequence[StepRecord], refits: Sequence[tuple[int, Refit]]) -> Report:
-    """The changes of the capture sizes, and what steps took before the first and after it.
-
-    `unchanged` says why there is nothing after it.
-    """
-    changes: list[Report] = [
-        {"step": step, "add": list(change.add), "drop": list(change.drop)}
-        for step, change in refits
-        if change.add or change.drop
-    ]
-    first = changes[0]["step"] if changes else len(steps)
-    before, after = steps[:first], steps[first:]
-    unchanged = None
-    if not refits:
-        unchanged = f"the {len(steps)} steps ended before the first refit"
-    elif not changes:
-        unchanged = f"in none of {len(refits)} refits did other sizes do better"
-    elif _waste(after) is None:
-        unchanged = f"none of the {len(after)} steps after the change had a graph"
-    return {
-        "refits": len(refits),
-        "changes": changes,
-        "unchanged": unchanged,
-        "waste_before": _waste(before),
-        "waste_after": _waste(after),
-        "graph_steps_before": _graph_steps(before),
-        "graph_steps_after": _graph_steps(after),
-    }
-
-
-def _graph_steps(steps: Sequence[StepRecord]) -> float | None:
-    """The share of steps with a graph; None if there are no steps."""
-    return sum(step.mode != "NONE" for step in steps) / len(steps) if steps else None
-
-
-def _waste(steps: Sequence[StepRecord]) -> float | None:
-    """Padding rows over all rows of steps with a graph; None if there are none."""
-    graphs = [step for step in steps if step.mode != "NONE"]
-    padded = sum(step.padded_tokens for step in graphs)
-    return 1 - sum(step.num_tokens for step in graphs) / padded if padded else None
 
 
 def _verification(verification: Verification, generated: Any) -> Report:
@@ -267,17 +222,14 @@ def _facts(report: Report) -> dict[str, str]:
             f"{speculation['accepted']} of {speculation['proposed']} drafts accepted"
             + ("" if saved is None else f", {saved} steps saved")
         )
-    if refit := report["refit"]:
-        facts["refits"] = refit["unchanged"] or (
-            f"{len(refit['changes'])} changes; padding {_percent(refit['waste_before'])} before"
-            f" and {_percent(refit['waste_after'])} after, steps with a graph"
-            f" {_percent(refit['graph_steps_before'])} and {_percent(refit['graph_steps_after'])}"
+    sizes = report["sizes"]
+    if sizes is not None and (fit := sizes["suggested"]) is not None:
+        facts["better sizes"] = (
+            f"padding {fit['padding']:.1%} instead of {sizes['padding']:.1%}, and"
+            f" {fit['steps_above']} instead of {sizes['steps_above']} steps above every size, with"
+            f" --capture-sizes {','.join(map(str, fit['sizes']))}"
         )
     return facts | ({"why": "; ".join(mode["reasons"])} if mode["reasons"] else {})
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 def _background(background: Report) -> str:

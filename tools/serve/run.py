@@ -56,9 +56,6 @@ from .verify import SAMPLE_EVERY, TOLERANCE, Verification, Verifier
 SAMPLED_REQUESTS = 4
 """Requests that are compared with the model's own `generate`, unless all are."""
 
-REFIT_EVERY = 16
-"""Steps between two refits of the capture sizes."""
-
 Phases = list[tuple[str, float]]
 
 
@@ -175,7 +172,6 @@ def service_report(
     report = build_report(
         generated=generated,
         speculation=speculation,
-        refits=service.engine.refits,
         options=options,
         prepared=service.prepared.report(),
         phases=phases,
@@ -379,7 +375,6 @@ def _engine(
         sampler=Sampler(seed=options.seed, device=device),
         defragmenter=Defragmenter(scheduler.blocks, layers),
         max_loras=options.lora,
-        refit_every=REFIT_EVERY if options.refit else 0,
     )
     return engine, verifier.result
 

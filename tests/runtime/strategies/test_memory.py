@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from piecegraph.dispatch import GraphMode, Histogram, RuntimeMode, make_plan
+from piecegraph.dispatch import GraphMode, RuntimeMode, make_plan
 from piecegraph.runtime.capture.captured_graphs import CapturedGraphs
 from piecegraph.runtime.memory import budget as graph_memory
 from piecegraph.runtime.memory.budget import GraphMemory, graph_of, prune
@@ -293,10 +293,9 @@ def test_worth_is_what_is_saved_per_byte() -> None:
 
 def test_ranks_prune_by_the_traffic_of_them_all() -> None:
     plan = make_plan(GraphMode.FULL, (8, 16, 17, 32), max_num_reqs=64)
-    memory, own, records = GraphMemory(), Histogram(), Records()
+    memory, records = GraphMemory(), Records()
     memory.forecast = Forecast({FULL: ModeForecast(((32, 100.0),), ((32, 0.0),))})
-    own.add(17)
-    own.add(32)
+    own = [int(n in (17, 32)) for n in range(33)]
 
     def exchange(topic: str, mine: Any) -> list[Any]:
         theirs = [100 if n == 16 else 0 for n in range(33)]
