@@ -27,13 +27,12 @@ SETTINGS = {
     ),
     "Dispatch": (
         "query_len", "query_lens", "speculation_schedule", "max_loras", "lora_graphs", "axes",
-        "capture_sizes", "size_alignment", "size_ceiling", "interactive_sizes", "padding_limit",
+        "capture_sizes", "size_alignment", "padding_limit",
         "buckets", "bucket_limits",
     ),
     "Graphs": (
-        "graph_mode", "strategy", "captures_per_step", "capture_ms_per_step",
-        "min_hits", "memory_limit", "lazy_bytes", "padding", "graph_backend",
-        "after_seal",
+        "graph_mode", "strategy", "captures_per_step", "memory_limit", "lazy_bytes",
+        "padding", "graph_backend", "after_seal",
     ),
     "The cache": (
         "cache", "cache_dir", "cache_layers", "cache_bytes", "cache_age_days", "bundle",

@@ -161,13 +161,6 @@ class Config(CompileConfig):
     size_alignment: Annotated[int, SERVING, Field(ge=1)] = 1
     """Capture sizes are rounded up to multiples of it: the number of sequence-parallel ranks."""
 
-    size_ceiling: Annotated[int | None, SERVING, Field(ge=1)] = None
-    """The end of the default capture sizes. `None` ends them at 512, or at the largest decode
-    step if that is larger; the sizes above 512 serve decode only."""
-
-    interactive_sizes: Annotated[bool, SERVING] = False
-    """`True` makes every number of tokens up to 32 a default capture size."""
-
     strategy: Annotated[CaptureStrategy, SERVING] = CaptureStrategy.EAGER
     """When graphs are captured: all at startup (`"eager"`), the largest of each mode at startup and
     the rest between steps (`"delayed"`), or the rest on first use (`"lazy"`)."""
@@ -175,13 +168,6 @@ class Config(CompileConfig):
     captures_per_step: Annotated[int, SERVING, Field(ge=1)] = 1
     """The most captures between two steps: for `"delayed"` and `"lazy"`, and after a model has
     switched to compiled code (`cold="serve"`) for all."""
-
-    capture_ms_per_step: Annotated[float | None, SERVING, Field(ge=0)] = None
-    """The most milliseconds of capturing between two steps, by the measured cost of earlier
-    captures; `None` does not limit the time."""
-
-    min_hits: Annotated[int, SERVING, Field(ge=1)] = 1
-    """How many batches must need a graph before `"lazy"` captures it."""
 
     memory_limit: Annotated[int | float | None, SERVING, Field(ge=0)] = None
     """The most memory for graphs: an integer is bytes, a float is a fraction of the device memory

@@ -66,7 +66,7 @@ def dispatch_plan(mode: GraphMode, config: Config) -> DispatchPlan:
         ),
         axes=config.axes,
         padding=config.padding_limit,
-        mixed_end=(config.size_ceiling or DENSE_END) if config.capture_sizes is None else None,
+        mixed_end=DENSE_END if config.capture_sizes is None else None,
     )
 
 
@@ -84,8 +84,6 @@ def capture_sizes(mode: GraphMode, config: Config) -> tuple[int, ...]:
             config.max_num_tokens,
             query_len=max(query_lens(config)),
             tiers=decode_tiers(config.speculation_schedule) if config.speculation_schedule else (),
-            ceiling=config.size_ceiling,
-            interactive=config.interactive_sizes,
             alignment=config.size_alignment,
         )
     return sizes
@@ -105,7 +103,7 @@ def suggested_sizes(
         return None
     largest = sizes[-1]
     if config.capture_sizes is None and mode.mixed is not RuntimeMode.NONE:
-        end = min(config.size_ceiling or DENSE_END, config.max_num_tokens)
+        end = min(DENSE_END, config.max_num_tokens)
         largest = max(largest, end - end % config.size_alignment)
     steps = counts(largest)
     suggestion = suggest_sizes(

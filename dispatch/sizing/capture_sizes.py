@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ...errors import CaptureSizeInvalid, InvalidSetting
 
 DENSE_END = 512
-"""The last default size, unless the platform has its own ceiling."""
+"""The last default size for batches that are not decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,49 +46,44 @@ def default_capture_sizes(
     *,
     query_len: int = 1,
     tiers: Sequence[DecodeTier] = (),
-    largest: int | None = None,
-    ceiling: int | None = None,
-    interactive: bool = False,
     alignment: int = 1,
 ) -> tuple[int, ...]:
     """The default sizes, ascending, for steps up to `max_num_reqs` and `max_num_tokens`.
 
-    `query_len` is 1 + speculative tokens; `tiers` replaces it if several lengths occur. `largest`
-    is the user's last size, `ceiling` the platform's. Without either, sizes above `DENSE_END`
-    double up to the largest decode batch, which is always a size. `interactive` adds every size
-    up to 32. With `alignment` every size is a multiple of it.
+    `query_len` is 1 + speculative tokens; `tiers` replaces it if several lengths occur. Sizes above
+    `DENSE_END` double up to the largest decode batch, which is always a size. With `alignment`
+    every size is a multiple of it.
 
     Raises InvalidSetting for a limit below 1.
     """
-    _positive(max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, query_len=query_len)
-    _positive(largest=largest, ceiling=ceiling, alignment=alignment)
+    _positive(max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens)
+    _positive(query_len=query_len, alignment=alignment)
     tiers = tiers or (DecodeTier(query_len, max_num_reqs),)
-    dense_end = ceiling or DENSE_END
     widest = max(tier.query_len for tier in tiers) * max_num_reqs
-    end = min(largest or min(2 * widest, dense_end), max_num_tokens)
-    sizes = {*_dense(end, interactive)}
-    if largest or end == max_num_tokens:
+    end = min(2 * widest, DENSE_END, max_num_tokens)
+    sizes = {*_dense(end)}
+    if end == max_num_tokens:
         sizes.add(end)
     for tier in tiers:
-        sizes |= {size for size in _tier_sizes(tier, dense_end) if size <= end}
+        sizes |= {size for size in _tier_sizes(tier) if size <= end}
         reach = tier.query_len * min(tier.max_num_reqs, max_num_tokens // tier.query_len)
         if 0 < reach <= end:
             sizes.add(reach)
-        elif reach > end and largest is None and ceiling is None:
+        elif reach > end:
             sizes |= {*_doubling(end, reach)}
     return align_sizes(sorted(sizes), alignment, limit=max_num_tokens)
 
 
-def _dense(end: int, interactive: bool) -> Iterable[int]:
-    yield from range(1, min(end, 32) + 1) if interactive else (n for n in (1, 2, 4) if n <= end)
+def _dense(end: int) -> Iterable[int]:
+    yield from (n for n in (1, 2, 4) if n <= end)
     yield from range(8, min(end + 1, 256), 8)
     yield from range(256, end + 1, 16)
 
 
-def _tier_sizes(tier: DecodeTier, dense_end: int) -> Iterable[int]:
+def _tier_sizes(tier: DecodeTier) -> Iterable[int]:
     """Sizes that hold a whole number of the tier's requests."""
-    widest = min(tier.max_num_reqs, dense_end)
-    counts = {widest} if tier.query_len == 1 else {widest, *_dense(widest, interactive=False)}
+    widest = min(tier.max_num_reqs, DENSE_END)
+    counts = {widest} if tier.query_len == 1 else {widest, *_dense(widest)}
     return (tier.query_len * count for count in counts)
 
 
@@ -98,14 +93,11 @@ def _doubling(start: int, end: int) -> Iterable[int]:
     yield end
 
 
-def user_capture_sizes(
-    sizes: Sequence[int], *, max_num_tokens: int, largest: int | None = None
-) -> tuple[int, ...]:
+def user_capture_sizes(sizes: Sequence[int], *, max_num_tokens: int) -> tuple[int, ...]:
     """A user's list, checked and otherwise unchanged.
 
     Raises CaptureSizeInvalid for the first value that is not a whole number from 1 to
-    `max_num_tokens`, is duplicated, or is out of order, and InvalidSetting for an empty list or a
-    `largest` that is not the last size.
+    `max_num_tokens`, is duplicated, or is out of order, and InvalidSetting for an empty list.
     """
     if not sizes:
         raise InvalidSetting(
@@ -118,13 +110,6 @@ def user_capture_sizes(
                 value=size, position=position, fault=fault, limit=max_num_tokens
             )
         before = size
-    if largest is not None and largest != before:
-        raise InvalidSetting(
-            name="largest capture size",
-            value=largest,
-            reason=f"the list of sizes ends with {before}",
-            expected=f"{before}, or leave it out",
-        )
     return tuple(sizes)
 
 
@@ -157,9 +142,9 @@ def align_sizes(sizes: Iterable[int], multiple: int, *, limit: int) -> tuple[int
     return tuple(sorted(size for size in rounded if size <= limit)) or (multiple,)
 
 
-def _positive(**limits: int | None) -> None:
+def _positive(**limits: int) -> None:
     for name, value in limits.items():
-        if value is not None and value < 1:
+        if value < 1:
             raise InvalidSetting(
                 name=name, value=value, reason="it is below 1", expected="1 or more"
             )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from ...dispatch import Batch, CaptureStrategy, Decision, RuntimeMode
 from ..records import CaptureRecord
 from .limited_captures import LimitedCaptures
-from .limits import CaptureBudget, LazyBytes, StepBudgets
+from .limits import CaptureBudget, LazyBytes
 from .monitors import allow_compilation
 
 
@@ -30,9 +30,6 @@ class Capturer(LimitedCaptures):
         lazily = self._config.strategy is CaptureStrategy.LAZY
         lazy_limit = self._config.lazy_bytes if lazily else None
         self._lazy = LazyBytes(lazy_limit, self.queue.states, self._entries)
-        self._budgets = StepBudgets(
-            self._config.captures_per_step, self._config.capture_ms_per_step
-        )
         self._probes: Iterator[float] | None = None
         """The forecast in progress, on which a startup set waits while the model serves."""
 
@@ -119,7 +116,7 @@ class Capturer(LimitedCaptures):
         """
         wanted = self._dispatcher.wanted(batch, allowed_modes, excluded_modes).graph_index
         self.queue.see(wanted)
-        changes, budget = self._changes, self._budgets.next_step()
+        changes, budget = self._changes, CaptureBudget(self._config.captures_per_step)
         if not self._probe(budget):
             return False
         self._spend(budget, self.queue.between_steps(wanted))
@@ -176,7 +173,6 @@ class Capturer(LimitedCaptures):
                 return
             estimate = self._estimate(graph_index)
             if estimate > budget.ms:
-                self._budgets.wait_for(estimate, self._events)
                 reason = f"it takes about {estimate:.1f} ms, more than the budget has"
                 self._log.refused(graph_index, reason)
                 return

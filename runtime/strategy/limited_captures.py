@@ -69,9 +69,7 @@ class LimitedCaptures:
     def begin(self) -> None:
         """Start over: no graph is captured."""
         self.memory = GraphMemory()
-        self.queue = CaptureQueue(
-            self._config.strategy, self._dispatcher.plan, self._config.min_hits
-        )
+        self.queue = CaptureQueue(self._config.strategy, self._dispatcher.plan)
         self._drop(())
         self._costs = CaptureCosts()
         self._log = CaptureLog(self._records, self._dispatcher, self.queue)

@@ -1,13 +1,11 @@
-"""What captures may take: time and number between two steps, and bytes of lazy recordings."""
+"""What captures may take: their number between two steps, idle time, bytes of lazy recordings."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 
 from ...dispatch import PlanEntry, RuntimeMode
-from ...events import Events
 from .queue import GraphState
 
 
@@ -33,7 +31,7 @@ class CaptureCosts:
 class CaptureBudget:
     """What is left for captures in one gap: a number of them, and milliseconds by estimate."""
 
-    def __init__(self, captures: int, ms: float) -> None:
+    def __init__(self, captures: int, ms: float = math.inf) -> None:
         self.captures = captures
         self.ms = ms
 
@@ -41,41 +39,6 @@ class CaptureBudget:
         """Subtract one capture that took `ms`."""
         self.captures -= 1
         self.ms -= ms
-
-
-class StepBudgets:
-    """The budgets of successive gaps. Time that is not spent accumulates (a token bucket).
-
-    So a capture that takes longer than `ms_per_step` follows after enough steps. What accumulates
-    is bounded by the time of the capture that waits. None is no limit.
-    """
-
-    def __init__(self, captures_per_step: int, ms_per_step: float | None) -> None:
-        self.ms_per_step = math.inf if ms_per_step is None else ms_per_step
-        self._needed = 0.0
-        self._warned = False
-        self._captures = captures_per_step
-        self._last = CaptureBudget(0, 0.0)
-
-    def next_step(self) -> CaptureBudget:
-        """The budget before one more step."""
-        most = max(self.ms_per_step, self._needed)
-        self._last = CaptureBudget(self._captures, min(self._last.ms + self.ms_per_step, most))
-        return self._last
-
-    def wait_for(self, ms: float, events: Events) -> None:
-        """Let time accumulate for a capture of `ms`. The first above a gap's time is logged."""
-        self._needed = ms
-        if ms > self.ms_per_step and not self._warned:
-            self._warned = True
-            steps = math.ceil(ms / self.ms_per_step) if self.ms_per_step else math.inf
-            events.emit(
-                "capture.small_budget",
-                level=logging.WARNING,
-                capture_ms_per_step=self.ms_per_step,
-                capture_ms=round(ms, 1),
-                steps_per_capture=steps,
-            )
 
 
 def worth(hits: int, launches: int, num_bytes: int) -> float:

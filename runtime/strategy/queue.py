@@ -4,7 +4,7 @@
 |----------|---------------------------|----------------------------------------------------------|
 | EAGER    | every graph                | none                                                     |
 | DELAYED  | the largest of each mode  | the wanted graph if missing, then the next largest        |
-| LAZY     | the largest of each mode  | the wanted graph once it has been wanted `min_hits` times |
+| LAZY     | the largest of each mode  | the wanted graph if missing                               |
 
 Under all of them, the startup set of a model that has switched to compiled code while it serves is
 captured between steps.
@@ -74,12 +74,11 @@ class CaptureQueue:
     counts itself there. It is emptied whenever a graph changes.
     """
 
-    def __init__(self, strategy: CaptureStrategy, plan: DispatchPlan, min_hits: int) -> None:
+    def __init__(self, strategy: CaptureStrategy, plan: DispatchPlan) -> None:
         self.states = [GraphState() for _ in plan.entries]
         self.step = 0
         self._strategy = strategy
         self._plan = plan
-        self._min_hits = min_hits
         self._by_size = _largest_first(plan)
         self._pending: list[int] | None = None
         self._next_retry = 0
@@ -166,29 +165,20 @@ class CaptureQueue:
                 yield graph_index
         if self._strategy is CaptureStrategy.EAGER:
             return
-        delayed = self._strategy is CaptureStrategy.DELAYED
-        wants = wanted != NO_GRAPH and self._may_capture(wanted)
-        if wants and (delayed or self.states[wanted].hits >= self._min_hits):
+        if wanted != NO_GRAPH and self._may_capture(wanted):
             yield wanted
-        if delayed:
+        if self._strategy is CaptureStrategy.DELAYED:
             for graph_index in self._capturable():
                 if graph_index != wanted and self._may_capture(graph_index):
                     yield graph_index
 
     def in_idle_time(self) -> Iterator[int]:
         """Graphs to capture while the engine is idle."""
+        wanted = self._by_size
         if self._strategy is CaptureStrategy.LAZY:
-            wanted: Iterable[int] = sorted(
-                self._by_size, key=lambda graph_index: -self.states[graph_index].hits
-            )
-            wanted = [
-                graph_index
-                for graph_index in wanted
-                if self.states[graph_index].hits >= self._min_hits
-            ]
-        else:
-            wanted = self._by_size
-        return (graph_index for graph_index in wanted if self._may_capture(graph_index))
+            used = [i for i in self._by_size if self.states[i].hits]
+            wanted = sorted(used, key=lambda i: -self.states[i].hits)
+        return (i for i in wanted if self._may_capture(i))
 
     def failed(self, graph_index: int) -> None:
         """Note a failed capture: it is tried again later, or after too many failures never."""

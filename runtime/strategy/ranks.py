@@ -47,9 +47,7 @@ def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:
         **stated,
         **{f"graph {index}": entry for index, entry in enumerate(entries)},
         "strategy": config.strategy.value,
-        "min_hits": config.min_hits,
         "captures_per_step": config.captures_per_step,
-        "capture_ms_per_step": config.capture_ms_per_step,
         "memory_limit": config.memory_limit,
         "lazy_bytes": config.lazy_bytes,
     }

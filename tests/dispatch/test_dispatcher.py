@@ -159,7 +159,7 @@ def test_failure_1_a_prefill_chunk_of_decode_shape_is_no_decode():
         ((1, 2, 3, 4), 8, (1, 2, 4, 8, 16, 24)),
         ((1, 2, 3, 4), 128, default_capture_sizes(128, 8192, query_len=4)),
         ((1, 3, 5), 64, default_capture_sizes(64, 8192, query_len=5)),
-        ((3, 17), 128, default_capture_sizes(128, 8192, query_len=17, ceiling=512)),
+        ((3, 17), 128, default_capture_sizes(128, 8192, query_len=17)),
     ],
 )
 def test_failure_W16_no_captured_full_graph_that_fits_is_missed(query_lens, max_num_reqs, sizes):

@@ -35,11 +35,9 @@ def test_default_sizes_above_512_serve_decode_only() -> None:
     assert sizes(max_num_reqs=2048, capture_sizes=(8, 1024))[PIECEWISE] == [8, 1024]
 
 
-def test_the_sizes_follow_alignment_ceiling_and_interactive_use() -> None:
+def test_the_sizes_follow_the_alignment() -> None:
     assert all(size % 4 == 0 for size in sizes(size_alignment=4)[PIECEWISE])
     assert sizes(size_alignment=4, capture_sizes=(1, 6, 8))[PIECEWISE] == [4, 8]
-    assert sizes(size_ceiling=64, max_num_reqs=512)[FULL][-1] == 64
-    assert sizes(interactive_sizes=True)[FULL][:9] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
 def test_a_speculation_schedule_gives_tiers() -> None:
@@ -87,7 +85,6 @@ def test_suggested_sizes_may_go_as_far_as_default_sizes_may() -> None:
 
     assert largest() == 512
     assert largest(max_num_tokens=100, size_alignment=8) == 96
-    assert largest(size_ceiling=64) == 64
     assert largest(max_num_reqs=1024) == 1024  # decode
     assert largest(capture_sizes=(8, 40)) == 40
     assert largest(graph_mode="FULL_DECODE_ONLY") == 32  # no graph would serve larger steps

@@ -323,7 +323,7 @@ def test_each_step_of_an_engine_equals_eager(steps: int) -> None:
         Engine(
             1,
             Served(copy.deepcopy(target), of_target, strategy="lazy", lazy_bytes=6000),
-            Served(copy.deepcopy(draft), of_draft, strategy="lazy", min_hits=2),
+            Served(copy.deepcopy(draft), of_draft, strategy="lazy"),
         ),
     ]
     threads = [threading.Thread(target=engine.serve, args=(steps,)) for engine in engines]

@@ -45,8 +45,8 @@ def test_a_wrong_setting_fails_in_config(settings: dict[str, Any], message: str)
 
 
 def test_a_changed_copy_is_checked_too() -> None:
-    with pytest.raises(UnknownSetting, match="did you mean 'min_hits'"):
-        Config().changed(min_hit=2)
+    with pytest.raises(UnknownSetting, match="did you mean 'max_loras'"):
+        Config().changed(max_lora=2)
 
 
 def test_attention_support_is_accepted_by_name() -> None:
@@ -70,7 +70,7 @@ def test_an_error_pickles_even_if_a_fact_does_not() -> None:
 def test_help_shows_each_setting_with_its_default_and_meaning() -> None:
     text = pydoc.plain(pydoc.render_doc(Config))
     assert len(text) < 12_000
-    assert " |  min_hits = 1\n |      How many batches must need a graph" in text
+    assert " |  captures_per_step = 1\n |      The most captures between two steps" in text
     docstrings = field_docstrings(Config)
     for name in Config.model_fields:
         assert docstrings[name], f"{name} has no docstring"

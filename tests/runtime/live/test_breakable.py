@@ -199,5 +199,5 @@ def test_what_the_level_decides_is_reported() -> None:
 
 def test_prepare_counts_the_traffic_that_pruning_uses() -> None:
     prepared = prepared_for(Untraceable(), GraphMode.PIECEWISE)
-    prepared(torch.randn(3, 4), batch=Batch(3, 1))
+    prepared(torch.randn(3, 4), batch=Batch(3, 1), metadata={"scale": torch.ones(())})
     assert prepared.usage.counts(4) == [0, 0, 0, 1, 0]

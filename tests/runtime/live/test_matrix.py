@@ -47,7 +47,6 @@ def test_any_batches_over_any_plan(serve: Callable[..., Any], data: st.DataObjec
         data.draw(modes),
         strategy=data.draw(st.sampled_from(CaptureStrategy)),
         captures_per_step=data.draw(st.integers(1, 2)),
-        min_hits=data.draw(st.integers(1, 2)),
         padding={"x": data.draw(st.sampled_from(["zero", "repeat", "keep", 7.5]))},
     )
     served.prepared.capture()
