@@ -44,23 +44,23 @@ if TYPE_CHECKING:
     from .events import Events as Events
     from .runtime.backends.replay import ReplayBackend as ReplayBackend
     from .runtime.backends.replay import ReplayOptions as ReplayOptions
-    from .runtime.capture.breaks import break_graph as break_graph
     from .runtime.compile_ahead import compile_ahead as compile_ahead
     from .runtime.config import Config as Config
     from .runtime.explain_miss import CacheForecast as CacheForecast
     from .runtime.explain_miss import explain_miss as explain_miss
-    from .runtime.memory.ledger import MemoryPlan as MemoryPlan
+    from .runtime.graphs.breaks import break_graph as break_graph
+    from .runtime.graphs.ledger import MemoryPlan as MemoryPlan
+    from .runtime.graphs.warmup import AuxiliaryTask as AuxiliaryTask
     from .runtime.open_cache import LayerConfig as LayerConfig
     from .runtime.open_cache import cache_root as cache_root
     from .runtime.prepare import prepare as prepare
     from .runtime.prepared_model import PreparedModel as PreparedModel
-    from .runtime.step.forward_context import ForwardContext as ForwardContext
-    from .runtime.step.forward_context import forward_context as forward_context
-    from .runtime.step.forward_context import get_forward_context as get_forward_context
-    from .runtime.step.step_log import LoggedStep as LoggedStep
-    from .runtime.step.step_log import StepObserver as StepObserver
-    from .runtime.strategy.ranks import Ranks as Ranks
-    from .runtime.strategy.warmup import AuxiliaryTask as AuxiliaryTask
+    from .runtime.ranks import Ranks as Ranks
+    from .runtime.steps.forward_context import ForwardContext as ForwardContext
+    from .runtime.steps.forward_context import forward_context as forward_context
+    from .runtime.steps.forward_context import get_forward_context as get_forward_context
+    from .runtime.steps.step_log import LoggedStep as LoggedStep
+    from .runtime.steps.step_log import StepObserver as StepObserver
     from .runtime.switches import SWITCHES as SWITCHES
     from .runtime.switches import switched_off as switched_off
 
@@ -77,20 +77,20 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".errors": ("PiecegraphError",),
         ".events": ("Events",),
         ".runtime.backends.replay": ("ReplayBackend", "ReplayOptions"),
-        ".runtime.capture.breaks": ("break_graph",),
+        ".runtime.graphs.breaks": ("break_graph",),
         ".runtime.compile_ahead": ("compile_ahead",),
         ".runtime.config": ("Config",),
         ".runtime.explain_miss": ("CacheForecast", "explain_miss"),
-        ".runtime.memory.ledger": ("MemoryPlan",),
+        ".runtime.graphs.ledger": ("MemoryPlan",),
         ".runtime.open_cache": ("LayerConfig", "cache_root"),
         ".runtime.prepare": ("prepare",),
         ".runtime.prepared_model": ("PreparedModel",),
-        ".runtime.step.forward_context": (
+        ".runtime.steps.forward_context": (
             "ForwardContext", "forward_context", "get_forward_context",
         ),
-        ".runtime.step.step_log": ("LoggedStep", "StepObserver"),
-        ".runtime.strategy.ranks": ("Ranks",),
-        ".runtime.strategy.warmup": ("AuxiliaryTask",),
+        ".runtime.steps.step_log": ("LoggedStep", "StepObserver"),
+        ".runtime.ranks": ("Ranks",),
+        ".runtime.graphs.warmup": ("AuxiliaryTask",),
         ".runtime.switches": ("SWITCHES", "switched_off"),
     },
 )  # fmt: skip

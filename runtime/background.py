@@ -36,11 +36,11 @@ from ..errors import InvalidSetting, ModelMismatch
 from ..events import Event
 from ..torch_compat.basics.modules import allocate_meta_tensors
 from ..torch_compat.compiling.inductor import forget_threads
+from .after_seal import allow_compilation
 from .config import ColdStart, Config
-from .memory.budget import Exchange
+from .ranks import Exchange
 from .records import BackgroundFailure, BackgroundPhase, Records
 from .request import compile_request
-from .strategy.monitors import allow_compilation
 
 ATTEMPTS = 3
 """How many children are started if they are killed. An error of the compiler is final."""

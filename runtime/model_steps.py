@@ -31,23 +31,23 @@ from ..errors import (
     StepInProgress,
 )
 from ..torch_compat.basics.tensors import is_autocast_enabled, is_grad_enabled, set_grad_enabled
+from .after_seal import Monitor, allow_compilation
 from .backends.protocol import GraphBackend
 from .background import Background
-from .capture.captured_graph import CapturedGraph
-from .capture.captured_graphs import CapturedGraphs
-from .capture.profiler_ranges import StepRanges
 from .config import BrokenGuard, Config
-from .memory.ledger import opening_ledger
+from .graphs.capturer import Capturer
+from .graphs.graph_set import CapturedGraphs
+from .graphs.installed_graph import CapturedGraph
+from .graphs.ledger import opening_ledger
+from .graphs.profiler_ranges import StepRanges
 from .policy import Policy
+from .ranks import Ranks, single_rank
 from .records import Records, Switched
-from .step.binding import Bind, binder, packer
-from .step.forward_context import CURRENT, ForwardContext, forward_context
-from .step.static_inputs import StaticInputs, allocate_inputs
-from .step.step_log import ObservableSteps
-from .step.usage import Usage
-from .strategy.capturer import Capturer
-from .strategy.monitors import Monitor, allow_compilation
-from .strategy.ranks import Ranks, single_rank
+from .steps.binding import Bind, binder, packer
+from .steps.forward_context import CURRENT, ForwardContext, forward_context
+from .steps.static_inputs import StaticInputs, allocate_inputs
+from .steps.step_log import ObservableSteps
+from .steps.usage import Usage
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,20 +27,20 @@ from ..dispatch import (
 from ..errors import AutocastActive, InvalidSetting
 from ..events import Events
 from ..torch_compat.basics.tensors import is_autocast_enabled
+from .after_seal import allow_compilation
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
 from .background import Background, Factory
-from .capture.dummy_batch import model_state, preserve_contents, preserve_rng_state
 from .config import ColdStart, Config, Padding, without_tokens
+from .graphs.dummy_batch import model_state, preserve_contents, preserve_rng_state
 from .model_steps import Behind, Engine, Services
 from .policy import Policy, dispatch_plan, resolve_graph_mode
 from .prepared_model import PreparedModel
+from .ranks import Ranks
 from .records import BucketHole, BucketsMissing, Records, RowsMixed
 from .report import mode_reasons
 from .request import compile_request
-from .step.row_mixing import find_mixed_rows
-from .strategy.monitors import allow_compilation
-from .strategy.ranks import Ranks
+from .steps.row_mixing import find_mixed_rows
 from .switches import resolve_config
 
 

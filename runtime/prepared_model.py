@@ -16,21 +16,21 @@ from ..errors import (
     StepInProgress,
 )
 from ..torch_compat.basics.tensors import is_autocast_enabled
-from .capture.dummy_batch import MetadataFor
-from .capture.recording import Recording
-from .memory.ledger import MemoryLedger, MemoryPlan, plan_memory
-from .model_steps import ModelSteps
-from .policy import suggested_sizes
-from .records import CaptureFailure, CaptureRecord, MemoryUse
-from .report import build_report
-from .strategy.ranks import start_facts
-from .strategy.warmup import (
+from .graphs.dummy_batch import MetadataFor
+from .graphs.ledger import MemoryLedger, MemoryPlan, plan_memory
+from .graphs.recording import Recording
+from .graphs.warmup import (
     AuxiliaryTask,
     WarmupPlan,
     WarmupProgress,
     capture_items,
     range_tasks,
 )
+from .model_steps import ModelSteps
+from .policy import suggested_sizes
+from .ranks import start_facts
+from .records import CaptureFailure, CaptureRecord, MemoryUse
+from .report import build_report
 
 
 class PreparedModel(ModelSteps):

@@ -9,7 +9,7 @@ from ..cache import Cache
 from ..cache.names import blob_names, entry_names
 from ..compile.ir.plan import Plan
 from ..dispatch import ResolvedMode
-from .memory.ledger import MemoryLedger
+from .graphs.ledger import MemoryLedger
 from .records import (
     BackgroundFailure,
     BackgroundPhase,
@@ -25,7 +25,7 @@ from .records import (
     UnwatchedTensors,
     WarmupStep,
 )
-from .step.usage import Usage
+from .steps.usage import Usage
 
 
 def build_report(

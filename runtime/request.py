@@ -11,8 +11,8 @@ from ..errors import InvalidSetting
 from ..torch_compat.basics.modules import original_module
 from .config import Config
 from .open_cache import open_cache
+from .ranks import Ranks
 from .records import Records
-from .strategy.ranks import Ranks
 
 
 def compile_request(

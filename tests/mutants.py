@@ -22,13 +22,13 @@ SHARED = f"{LIVE}/test_shared_memory.py"
 STATIC, RECORDER = "tests/runtime/test_static_inputs.py", "tests/runtime/test_recorder.py"
 POISON = "tests/runtime/test_replay_backend.py -k failure_27"
 RANKS = f"{STRATEGIES}/test_late_rank.py"
-CAPTURE, STEP, BACKENDS = "runtime/capture", "runtime/step", "runtime/backends"
-GRAPHS, BATCH = f"{CAPTURE}/captured_graphs.py", f"{CAPTURE}/dummy_batch.py"
-GRAPH = f"{CAPTURE}/captured_graph.py"
+CAPTURE, STEP, BACKENDS = "runtime/graphs", "runtime/steps", "runtime/backends"
+GRAPHS, BATCH = f"{CAPTURE}/graph_set.py", f"{CAPTURE}/dummy_batch.py"
+GRAPH = f"{CAPTURE}/installed_graph.py"
 ADDRESSES, INPUTS = f"{STEP}/address_checks.py", f"{STEP}/static_inputs.py"
 CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
-CAPTURER, MODEL = "runtime/strategy/capturer.py", "runtime/prepared_model.py"
-LIMITED = "runtime/strategy/limited_captures.py"
+CAPTURER, MODEL = "runtime/graphs/capturer.py", "runtime/prepared_model.py"
+LIMITED = "runtime/graphs/limited_captures.py"
 STEPS = "runtime/model_steps.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
@@ -108,14 +108,14 @@ MUTANTS = [
      "return {}", f"{FAITHFUL} -k declares_nothing"),  # 10, W12
     (CAPTURER, "(lazily and not self.queue.complete)", "not self.queue.complete",
      f"{FAILURES} -k w14"),
-    ("runtime/strategy/queue.py",
+    ("runtime/graphs/wanted.py",
      "        if self._strategy is CaptureStrategy.EAGER:\n            return\n        if",
      "        if", f"{QUEUE} -k eager_queue"),
     (LIMITED, "if self.memory.exceeded:", "if False:", f"{CURVES} -k holds_on"),
     (CAPTURER, "            self._evict(graph_index)\n        with",
      "            pass\n        with", f"{WEIGHTS} -k stale_graphs"),
     (CAPTURER, "if estimate > budget.ms:", "if False:", f"{QUEUE} -k idle_milliseconds"),
-    ("runtime/strategy/ranks.py",
+    ("runtime/ranks.py",
      'self._store.compare_set(self._key("lost"), "", json.dumps(found))', "json.dumps(found)",
      RANKS),
     (CLASSES, "            return Reason.AXIS\n", "            pass\n",

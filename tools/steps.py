@@ -16,7 +16,7 @@ import torch
 from ..dispatch import Batch, BatchDescriptor, Decision, Reason, RuntimeMode
 from ..errors import InvalidSetting
 from ..runtime.prepared_model import PreparedModel
-from ..runtime.step.step_log import StepObserver
+from ..runtime.steps.step_log import StepObserver
 from ..torch_compat.basics.tensors import tree_map_only
 from .report.output import Output
 

@@ -23,9 +23,9 @@ from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import GraphBackend
 from piecegraph.runtime.backends.registry import choose_backend
 from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
-from piecegraph.runtime.capture.recorder import record
-from piecegraph.runtime.capture.recording import Recording
-from piecegraph.runtime.capture.session import capture_session
+from piecegraph.runtime.graphs.recorder import record
+from piecegraph.runtime.graphs.recording import Recording
+from piecegraph.runtime.graphs.session import capture_session
 from piecegraph.runtime.model_steps import Engine, Services
 from piecegraph.runtime.policy import Policy, dispatch_plan
 from piecegraph.runtime.records import Records

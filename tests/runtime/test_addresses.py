@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from piecegraph.errors import MovedTensor
 from piecegraph.runtime.backends.replay import ReplayBackend
-from piecegraph.runtime.step.address_checks import Addresses
+from piecegraph.runtime.steps.address_checks import Addresses
 
 
 @pytest.fixture

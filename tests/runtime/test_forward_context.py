@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from piecegraph.errors import OutsideStep
-from piecegraph.runtime.step.forward_context import (
+from piecegraph.runtime.steps.forward_context import (
     ForwardContext,
     forward_context,
     get_forward_context,

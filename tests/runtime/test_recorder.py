@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from piecegraph.errors import CaptureFailed, EagerResultChanged, NoCaptureSession, RecordingReleased
-from piecegraph.runtime.capture.breaks import break_graph, opaque_piece
-from piecegraph.runtime.capture.recorder import record
-from piecegraph.runtime.capture.session import capture_session
-from piecegraph.runtime.step.forward_context import (
+from piecegraph.runtime.graphs.breaks import break_graph, opaque_piece
+from piecegraph.runtime.graphs.recorder import record
+from piecegraph.runtime.graphs.session import capture_session
+from piecegraph.runtime.steps.forward_context import (
     ForwardContext,
     forward_context,
     get_forward_context,

@@ -7,7 +7,7 @@ import torch
 
 from piecegraph import AttentionSupport, Config, Events, GraphMode, prepare
 from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
-from piecegraph.runtime.capture.recording import SegmentKind
+from piecegraph.runtime.graphs.recording import SegmentKind
 from piecegraph.tools.engine.engine import Engine
 from piecegraph.tools.explain.collect import pieces as explained
 from piecegraph.tools.serve.verify import Verifier

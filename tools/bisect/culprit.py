@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ... import ForwardContext, PreparedModel, forward_context
 from ...compile.debug import DebugPiece, compile_graph, debug_pieces, passes_of, static_sizes
-from ...runtime.step.binding import at
+from ...runtime.steps.binding import at
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves, tree_map_only
 from .case import BisectCase, first_wrong
 from .observe import Ran, splitting_ops

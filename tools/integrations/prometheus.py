@@ -24,10 +24,10 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ... import __version__
+from ...runtime.after_seal import Kind
 from ...runtime.records import CaptureRecord
 from ...runtime.report import background_facts
-from ...runtime.step.step_log import BOUNDS, StepLog
-from ...runtime.strategy.monitors import Kind
+from ...runtime.steps.step_log import BOUNDS, StepLog
 
 if TYPE_CHECKING:
     from ... import PreparedModel

@@ -20,7 +20,7 @@ import torch
 from small_model import Small, on_meta
 
 from piecegraph import Batch, Config, Events, GraphMode, PiecegraphError, compile_ahead, prepare
-from piecegraph.runtime.strategy.ranks import Ranks
+from piecegraph.runtime.ranks import Ranks
 
 SIZES = (1, 3, 17, 64)
 

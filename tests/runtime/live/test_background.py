@@ -39,7 +39,7 @@ from piecegraph.compile.backends import registry
 from piecegraph.compile.backends.registry import Compiler
 from piecegraph.errors import GuardUnproved, InvalidSetting, ModelClosed
 from piecegraph.runtime import background
-from piecegraph.runtime.capture.captured_graphs import CapturedGraphs
+from piecegraph.runtime.graphs.graph_set import CapturedGraphs
 from piecegraph.runtime.records import BackgroundFailure, Eviction, Switched
 
 from ..conftest import strict_backend

@@ -24,9 +24,9 @@ from piecegraph.errors import (
     OutsideStep,
     StepInProgress,
 )
-from piecegraph.runtime.capture.session import capture_session
-from piecegraph.runtime.strategy.monitors import TRACE_LOGGER
-from piecegraph.runtime.strategy.queue import RETRY_STEPS
+from piecegraph.runtime.after_seal import TRACE_LOGGER
+from piecegraph.runtime.graphs.session import capture_session
+from piecegraph.runtime.graphs.wanted import RETRY_STEPS
 
 from ..conftest import prepare_on_replay
 from .conftest import Model, Stage

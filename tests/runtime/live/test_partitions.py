@@ -22,7 +22,7 @@ from piecegraph import (
 )
 from piecegraph.errors import InvalidSetting
 from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
-from piecegraph.runtime.capture.recording import SegmentKind
+from piecegraph.runtime.graphs.recording import SegmentKind
 
 pytestmark = [
     pytest.mark.compile,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from piecegraph import Batch, BatchDescriptor, Config, RuntimeMode, prepare
 from piecegraph.errors import AutocastActive, BatchInvalid, BatchMismatch, ReturnedUnread
-from piecegraph.runtime.capture import captured_graph
+from piecegraph.runtime.graphs import installed_graph
 
 from ..conftest import strict_backend
 
@@ -219,7 +219,7 @@ def test_close_frees_buffers_code_and_weights(serve: Callable[..., Any]) -> None
 def test_what_is_kept_per_size_is_bounded(
     serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(captured_graph, "_MOST_KEPT", 2)
+    monkeypatch.setattr(installed_graph, "_MOST_KEPT", 2)
     served = ready(serve, sizes=(8,))
     for num_tokens in (1, 2, 3, 4, 3, 5):
         assert torch.equal(*run(served, (num_tokens, 1)))

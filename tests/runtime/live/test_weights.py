@@ -14,8 +14,8 @@ from torch import nn
 from piecegraph import Batch, Config, prepare
 from piecegraph.errors import ModelMismatch, MovedTensor, RecordingReleased
 from piecegraph.runtime.backends.replay import ReplayBackend
-from piecegraph.runtime.capture.captured_graphs import CapturedGraphs
-from piecegraph.runtime.capture.recording import Recording
+from piecegraph.runtime.graphs.graph_set import CapturedGraphs
+from piecegraph.runtime.graphs.recording import Recording
 
 from ..conftest import strict_backend, tensors_alive
 

@@ -23,12 +23,12 @@ from torch import Tensor
 from piecegraph import Batch, CaptureStrategy, Config, Dispatcher, GraphMode
 from piecegraph.dispatch import AttentionSupport, make_plan
 from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
-from piecegraph.runtime.capture.recorder import record
-from piecegraph.runtime.capture.recording import Recording
-from piecegraph.runtime.capture.session import CaptureSession
+from piecegraph.runtime.graphs.capturer import Capturer
+from piecegraph.runtime.graphs.recorder import record
+from piecegraph.runtime.graphs.recording import Recording
+from piecegraph.runtime.graphs.session import CaptureSession
+from piecegraph.runtime.ranks import Ranks, start_facts
 from piecegraph.runtime.records import Records
-from piecegraph.runtime.strategy.capturer import Capturer
-from piecegraph.runtime.strategy.ranks import Ranks, start_facts
 
 TIMEOUT_S = {"come_late": 4.0, "die": 4.0}  # of the scenes that wait for it
 DEADLINE_S = 60.0

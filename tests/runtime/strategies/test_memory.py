@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piecegraph.dispatch import GraphMode, RuntimeMode, make_plan
-from piecegraph.runtime.capture.captured_graphs import CapturedGraphs
-from piecegraph.runtime.memory import budget as graph_memory
-from piecegraph.runtime.memory.budget import GraphMemory, graph_of, prune
-from piecegraph.runtime.memory.forecast import Forecast, ModeForecast, fit
+from piecegraph.runtime.graphs import graph_memory
+from piecegraph.runtime.graphs.admitted import worth
+from piecegraph.runtime.graphs.forecast import Forecast, ModeForecast, fit
+from piecegraph.runtime.graphs.graph_memory import GraphMemory, graph_of, prune
+from piecegraph.runtime.graphs.graph_set import CapturedGraphs
+from piecegraph.runtime.ranks import single_rank
 from piecegraph.runtime.records import Records
-from piecegraph.runtime.strategy.limits import worth
-from piecegraph.runtime.strategy.ranks import single_rank
 
 FULL = RuntimeMode.FULL
 GRAPH = 1000

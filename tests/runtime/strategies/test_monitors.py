@@ -17,10 +17,10 @@ from torch import Tensor
 from piecegraph import Batch, Config
 from piecegraph.errors import WorkAfterSeal
 from piecegraph.runtime import compile_ahead as ahead
+from piecegraph.runtime.after_seal import TRACE_LOGGER, allow_compilation
 from piecegraph.runtime.backends.replay import ReplayBackend
-from piecegraph.runtime.capture.recorder import record
-from piecegraph.runtime.capture.session import capture_session
-from piecegraph.runtime.strategy.monitors import TRACE_LOGGER, allow_compilation
+from piecegraph.runtime.graphs.recorder import record
+from piecegraph.runtime.graphs.session import capture_session
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from piecegraph import Batch, CaptureStrategy, GraphMode, RuntimeMode
 from piecegraph.dispatch import make_plan
 from piecegraph.errors import BatchInvalid, CaptureAfterSeal
-from piecegraph.runtime.strategy.limits import CaptureCosts
-from piecegraph.runtime.strategy.queue import FADE_STEPS, GIVE_UP_AFTER, RETRY_STEPS, CaptureQueue
+from piecegraph.runtime.graphs.admitted import CaptureCosts
+from piecegraph.runtime.graphs.wanted import FADE_STEPS, GIVE_UP_AFTER, RETRY_STEPS, CaptureQueue
 
 EVERYTHING = ["PIECEWISE 8", "PIECEWISE 4", "PIECEWISE 2", "PIECEWISE 1"]
 EVERYTHING += ["FULL 8", "FULL 4", "FULL 2", "FULL 1"]

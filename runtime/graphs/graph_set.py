@@ -20,14 +20,14 @@ from ...torch_compat.basics.tensors import writes_counted
 from ..backends.protocol import GraphBackend
 from ..config import Config
 from ..records import Records, UnwatchedTensors
-from ..step.address_checks import Addresses, MetadataAddresses, Snapshot
-from ..step.binding import laid_out, lay_out
-from ..step.forward_context import ForwardContext
-from ..step.shared_memory import memory_check, named_weights
-from ..step.static_inputs import BoundInputs, StaticInputs
+from ..steps.address_checks import Addresses, MetadataAddresses, Snapshot
+from ..steps.binding import laid_out, lay_out
+from ..steps.forward_context import ForwardContext
+from ..steps.shared_memory import memory_check, named_weights
+from ..steps.static_inputs import BoundInputs, StaticInputs
 from .breaks import recordable
-from .captured_graph import CapturedGraph, WritingGraph, real_results
 from .dummy_batch import DummyBatch, MetadataFor, model_state
+from .installed_graph import CapturedGraph, WritingGraph, real_results
 from .profiler_ranges import name_segments, range_hooks
 from .recorder import record
 from .recording import Recording, SegmentKind

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 
 from ...dispatch import Batch, CaptureStrategy, Decision, RuntimeMode
+from ..after_seal import allow_compilation
 from ..records import CaptureRecord
+from .admitted import CaptureBudget, LazyBytes
 from .limited_captures import LimitedCaptures
-from .limits import CaptureBudget, LazyBytes
-from .monitors import allow_compilation
 
 
 class Capturer(LimitedCaptures):

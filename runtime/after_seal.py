@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from ...errors import WorkAfterSeal
-from ...torch_compat.basics.structured_trace import TRACE_LOGGER
-from ..backends.protocol import GraphBackend
-from ..config import AfterSeal
-from ..records import AfterSealWork, Records
-from ..step.forward_context import CURRENT, ForwardContext
+from ..errors import WorkAfterSeal
+from ..torch_compat.basics.structured_trace import TRACE_LOGGER
+from .backends.protocol import GraphBackend
+from .config import AfterSeal
+from .records import AfterSealWork, Records
+from .steps.forward_context import CURRENT, ForwardContext
 
 _ALLOWED: ContextVar[bool] = ContextVar("piecegraph_compilation_allowed", default=False)
 
@@ -201,7 +201,7 @@ def _shape(context: ForwardContext) -> str:
 
 def _frames() -> list[traceback.FrameSummary]:
     """The caller's frames without those of torch, logging and this package."""
-    package = Path(__file__).parents[2]
+    package = Path(__file__).parents[1]
     ours = tuple(f"{package}/{part}" for part in ("runtime/", "compile/", "events.py"))
     others = ("/torch/", "/logging/", "/triton/")
     return [

@@ -25,8 +25,8 @@ from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, RuntimeMode
 from ...errors import LayerMissing, MetadataFailed
 from ...torch_compat.basics.frames import is_torch_file
-from ..step.forward_context import ForwardContext, forward_context
-from ..step.static_inputs import BoundInputs
+from ..steps.forward_context import ForwardContext, forward_context
+from ..steps.static_inputs import BoundInputs
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""

@@ -14,17 +14,17 @@ from typing import Any, Protocol
 
 from ...dispatch import Dispatcher
 from ...errors import CaptureFailed, DummyStepFailed
+from ..after_seal import allow_compilation
 from ..backends.protocol import GraphBackend
-from ..capture.recording import Recording
-from ..capture.session import CaptureSession, capture_session
 from ..config import Config
-from ..memory.budget import Exchange, GraphMemory, graph_of, limit_in_bytes
+from ..ranks import Exchange, worst_outcome
 from ..records import CaptureRecord, Records
+from .admitted import CaptureCosts
 from .capture_log import CaptureLog
-from .limits import CaptureCosts
-from .monitors import allow_compilation
-from .queue import CaptureQueue
-from .ranks import worst_outcome
+from .graph_memory import GraphMemory, graph_of, limit_in_bytes
+from .recording import Recording
+from .session import CaptureSession, capture_session
+from .wanted import CaptureQueue
 
 
 class Graphs(Protocol):

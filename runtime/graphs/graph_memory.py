@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...dispatch import DispatchPlan, RuntimeMode
 from ...events import Events
 from ..backends.protocol import GraphBackend, Memory
+from ..ranks import Exchange
 from ..records import ForecastAccuracy, PlannedMemory, Records, UncertainForecast
 from .forecast import Forecast, Graph, RecordGraph, forecast_memory
 
@@ -22,10 +23,6 @@ class GraphState(Protocol):
 
     captured: bool
     dropped: bool
-
-
-Exchange = Callable[[str, Mapping[str, Any]], list[dict[str, Any]]]
-"""Sends facts on a topic to all ranks and returns those of each rank, by rank."""
 
 
 def limit_in_bytes(limit: int | float | None, memory: Memory) -> int | None:

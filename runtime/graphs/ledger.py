@@ -18,7 +18,7 @@ from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import RuntimeMode
 from ...torch_compat.basics.tensors import inner_tensors
 from ..backends.protocol import Memory
-from ..step.static_inputs import StaticInputs
+from ..steps.static_inputs import StaticInputs
 
 
 class Owner(StrEnum):

@@ -18,8 +18,8 @@ from ...dispatch import DispatchPlan, RuntimeMode
 from ...errors import CaptureFailed, DummyStepFailed
 from ...events import Events
 from ..backends.protocol import GraphBackend
-from ..capture.recording import Recording
-from ..capture.session import CaptureSession, capture_session
+from .recording import Recording
+from .session import CaptureSession, capture_session
 
 RecordGraph = Callable[[int, CaptureSession], Recording]
 

@@ -15,8 +15,8 @@ from ...compile.ir.plan import Plan
 from ...errors import BatchExceeded, SizeOutOfRange
 from ...torch_compat.basics.tensors import normal_alias
 from ..backends.tape import poison
-from ..step.address_checks import MetadataAddresses, Snapshot
-from ..step.static_inputs import BoundInputs, Load, real_part
+from ..steps.address_checks import MetadataAddresses, Snapshot
+from ..steps.static_inputs import BoundInputs, Load, real_part
 from .recording import Recording
 
 _MOST_KEPT = 256

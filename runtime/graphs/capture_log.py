@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ...dispatch import Dispatcher
-from ..capture.recording import Recording
 from ..records import CaptureFailure, CaptureRecord, CaptureRefusal, Eviction, Records
-from .queue import CaptureQueue
+from .recording import Recording
+from .wanted import CaptureQueue
 
 
 class CaptureLog:

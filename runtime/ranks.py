@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,13 +20,15 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ...dispatch import DispatchPlan
-from ...errors import RankLost, RanksDisagree
-from ...torch_compat.basics.distributed import process_group_store
-from ..config import Config
-from ..memory.budget import Exchange
+from ..dispatch import DispatchPlan
+from ..errors import RankLost, RanksDisagree
+from ..torch_compat.basics.distributed import process_group_store
+from .config import Config
 
 Facts = Mapping[str, Any]
+
+Exchange = Callable[[str, Facts], list[dict[str, Any]]]
+"""Sends facts on a topic to all ranks and returns those of each rank, by rank."""
 
 
 def single_rank(topic: str, facts: Facts) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from ...dispatch import PlanEntry, RuntimeMode
-from .queue import GraphState
+from .wanted import GraphState
 
 
 class CaptureCosts:

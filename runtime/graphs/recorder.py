@@ -24,7 +24,7 @@ from ...errors import NestedCapture, WorkAfterSeal
 from ...torch_compat.basics.tensors import tree_map_only
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
-from ..step.forward_context import keep_context
+from ..steps.forward_context import keep_context
 from .recording import Recording, Segment, SegmentKind, eager_call, static_results
 from .session import CaptureSession, capture_failure
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from ...compile.ir.plan import Symbol
 from ...dispatch import DispatchPlan
+from ..after_seal import allow_compilation
 from ..backends.protocol import Memory
-from ..capture.dummy_batch import preserve_rng_state
 from ..config import check_choice
 from ..records import CaptureRecord, Records, SkippedWarmup, WarmupStep
-from .monitors import allow_compilation
-from .queue import CaptureQueue
+from .dummy_batch import preserve_rng_state
+from .wanted import CaptureQueue
 
 
 class WarmupKind(StrEnum):

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from ...compile.ir.plan import CallStep, PieceStep, Plan
 from ...compile.plan.codegen import Hook
 from ...dispatch import Decision
-from ..step.step_log import StepObserver
+from ..steps.step_log import StepObserver
 from .recording import Recording, SegmentKind, run_calls
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
