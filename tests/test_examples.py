@@ -15,17 +15,13 @@ pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-PAGES = [
-    "debugging.md",
-    "guide.md",
-    "models.md",
-    "starts.md",
-    "testing-capture-modes.md",
-]
 
 
 def samples(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+PAGES = sorted(page.name for page in (ROOT / "docs").glob("*.md") if samples(page))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +45,6 @@ def run_forked():
 @pytest.mark.parametrize("name", PAGES)
 def test_the_samples_of_a_page_run(run_forked, name, tmp_path):
     blocks = samples(ROOT / "docs" / name)
-    assert blocks
     script = tmp_path / "page.py"
     script.write_text("\n\n".join(blocks))
     run_forked(script, tmp_path / "output")
