@@ -2,7 +2,7 @@
 
 On disk a manifest is two or three lines:
 
-    {"blobs":{...},"factors":{...},"key":...,"key_kind":...,"kind":...,"meta":{...},"schema":1}
+    {"blobs":{...},"factors":{...},"key":...,"key_kind":...,"kind":...,"meta":{...},"schema":2}
     sha256 <64 hex over line 1>
     hmac-sha256 <64 hex>                     only if it is signed
 

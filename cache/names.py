@@ -1,7 +1,7 @@
 """Names inside a layer: which are valid, and where each file is, relative to the layer's root.
 
-    entries-v1/<kind>/<2 hex>/<key digest>   manifests, replaced by rename
-    blobs-v1/<2 hex>/<sha256>                immutable contents
+    entries-v2/<kind>/<2 hex>/<key digest>   manifests, replaced by rename
+    blobs-v2/<2 hex>/<sha256>                immutable contents
     tmp/ quarantine/ locks/                  in the private directory only
 
 Every layer, local or remote, uses the same relative names, so one can be copied to another. The
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..errors import InvalidName
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of keys and manifests; part of every key as well."""
 
 ENTRY_AREA = f"entries-v{SCHEMA}"

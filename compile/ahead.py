@@ -52,7 +52,7 @@ def compile_ahead(request: CompileRequest) -> bool:
     if artifacts is None:
         return False
     plan = split.plan(compiled.ranges)
-    return store_bundle(request, key, split.trace, split.config, plan, artifacts)
+    return store_bundle(request, key, split.conditions(), plan, artifacts)
 
 
 def _with_libraries(

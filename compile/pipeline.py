@@ -75,7 +75,7 @@ def find_model(request: CompileRequest) -> CompiledModel | NoBundle | BundleMiss
             miss = agreed
             result = NoBundle(request, key, compiler, missing=isinstance(local, BundleMiss))
     if request.config.bundle is BundleUse.FORCE:
-        raise BundleMissing(model=type(request.model).__qualname__, reason=miss)
+        raise BundleMissing(model=type(request.model).__qualname__, reason=str(miss))
     return result
 
 
@@ -120,7 +120,7 @@ def _compile(request: CompileRequest, guarded: GuardedTrace, key: Key | None) ->
     artifacts = [made.blobs for made in compiled.results]
     if key is not None:
         with events.span("cache.store", level=logging.INFO):
-            store_bundle(request, key, split.trace, split.config, plan, artifacts)
+            store_bundle(request, key, split.conditions(), plan, artifacts)
     return bind(plan, [made.fn for made in compiled.results], request.model, from_bundle=False)
 
 

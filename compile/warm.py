@@ -12,7 +12,7 @@ from ..cache.inspection import nearest_entries
 from ..errors import ModelMismatch
 from .backends.inductor import load_library
 from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle
-from .bundle.provenance import num_conditions
+from .conditions.conditions import number_of_conditions
 from .ir.compilation import (
     LIBRARY,
     BundleMiss,
@@ -57,7 +57,7 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
     except Exception as error:  # code of another system or compiler
         return _refused(request, f"it cannot be loaded: {type(error).__name__}: {error}")
     counts = kernels(bundle.artifacts)
-    checked = num_conditions(entry.meta)
+    checked = number_of_conditions(entry.meta["conditions"])
     request.record_bundle(
         BundleOutcome(hit=True, bytes=entry.size, kernels=counts, conditions=checked)
     )

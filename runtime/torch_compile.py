@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..compile.conditions.conditions import Conditions
 from ..compile.conditions.places import Place
-from ..compile.conditions.record import Conditions
 from ..compile.guards.prover import GuardProver
 from ..compile.guards.trace_with_guards import GuardedTrace
 from ..compile.ir.compilation import CompileRequest

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from pydantic import ValidationError
@@ -18,13 +17,9 @@ from ...cache import Cache, Entry, Key, Miss
 from ...cache.keys.factors import Json, canonical
 from ...cache.manifest import Manifest
 from ...events import Events
+from ..conditions.conditions import Conditions, broken_conditions
 from ..ir.compilation import Blobs, CompileRequest
-from ..ir.config import CompileConfig
 from ..ir.plan import Plan
-from .provenance import NotCacheable, differences, provenance
-
-if TYPE_CHECKING:
-    from ..trace.dynamo import Trace
 
 PLAN = "plan.json"
 CANDIDATE = "candidate"
@@ -49,19 +44,18 @@ class Bundle:
 def store_bundle(
     request: CompileRequest,
     key: Key,
-    trace: Trace,
-    config: CompileConfig,
+    conditions: Conditions,
     plan: Plan,
     artifacts: Sequence[Blobs],
 ) -> bool:
     """Publish a bundle under its trace key beside others, or record why it cannot be."""
-    try:
-        if not all(artifacts):
-            raise NotCacheable("the compiler's own caches are off, so it gives no artifacts")
-        meta = provenance(trace, config)
-    except NotCacheable as error:
-        request.record_not_cacheable(error.args)
+    obstacles = list(conditions.obstacles)
+    if not all(artifacts):
+        obstacles.append("the compiler's own caches are off, so it gives no artifacts")
+    if obstacles:
+        request.record_not_cacheable(obstacles)
         return False
+    meta: dict[str, Json] = {"conditions": dict(conditions.data)}
     blobs = {
         f"a{index}.{name}": content
         for index, artifact in enumerate(artifacts)
@@ -79,11 +73,11 @@ def find_bundle(cache: Cache, key: Key, model: torch.nn.Module, events: Events) 
 
     def refusal(manifest: Manifest) -> str | None:
         with events.span("bundle.conditions"):
-            changed = differences(manifest.meta, model)
-        if not changed:
+            broken = broken_conditions(manifest.meta.get("conditions"), model)
+        if not broken:
             return None
-        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        refused.append("; ".join(map(str, changed[:SHOWN])) + more)
+        more = f" and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
+        refused.append("; ".join(map(str, broken[:SHOWN])) + more)
         return refused[-1]
 
     others = candidate_keys(key)
@@ -110,7 +104,8 @@ def _place(request: CompileRequest, key: Key, meta: Mapping[str, Json]) -> Key:
 
     def refusal(manifest: Manifest) -> str | None:
         same = canonical(dict(manifest.meta)) == canonical(dict(meta))
-        return None if same or not differences(manifest.meta, request.model) else "others hold"
+        broken = broken_conditions(manifest.meta.get("conditions"), request.model)
+        return None if same or not broken else "others hold"
 
     places, free = [*candidate_keys(key)], []
     for place in places:

@@ -32,8 +32,8 @@ from ..ir.compilation import ExampleArguments
 from ..ir.config import CompileConfig, InputSpec
 from ..ir.serialization import dtype_name
 from ..passes.graph_pass import GraphPass, pass_factors, passes_for
-from ..pieces.split import splitting_predicate
 from ..trace.examples import Leaf, example_inputs
+from ..trace.splitting import splitting_predicate
 
 
 def trace_key(

@@ -1,8 +1,8 @@
 """Conditions of a trace: recorded as data with a bundle, checked by value when it is loaded.
 
 Conditions form a tree of places, so that each value is looked up once, and equal subtrees (the
-layers of a model) are stored once. A condition is `[kind, argument, text]`: what is observed of the
-value at its place, and what was observed when the model was traced.
+layers of a model) are stored once. A condition is `[kind, argument, observation]`: what is observed
+of the value at its place, and what was observed when the model was traced.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -35,7 +35,8 @@ from ...cache.keys.encoder import (
 )
 from ...cache.keys.factors import Json, canonical
 from ...torch_compat.basics.frames import is_torch_file
-from .places import HOOKS, MISSING, Step, follow, key_of, root_value, spelled
+from .custom_ops import op_parts, op_signature
+from .places import HOOKS, MISSING, Step, follow, key_of, reader, root_value, spelled
 
 _NATIVE = (
     *(type, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
@@ -50,8 +51,16 @@ the numbers are stored apart from the tree, so that equal layers stay equal subt
 """
 
 
+@dataclass(frozen=True)
+class Conditions:
+    """What a trace relied on, as data, and why it must not be cached (empty if it may)."""
+
+    data: Mapping[str, Json]
+    obstacles: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
-class Change:
+class BrokenCondition:
     """A condition that does not hold."""
 
     what: str
@@ -65,8 +74,12 @@ class Change:
         return f"{self.what}: {old} -> {new}"
 
 
-def observed(kind: str, argument: Any, value: Any) -> str:
-    """The text of a condition of `kind` for a value; raises Undescribable."""
+Observation: TypeAlias = "str | dict[str, str]"
+"""What a condition compares: a text, or the text of each part."""
+
+
+def observed(kind: str, argument: Any, value: Any) -> Observation:
+    """What a condition of `kind` observes of a value; raises Undescribable."""
     if value is MISSING:
         return "missing"
     return _OBSERVERS[kind](value, argument)
@@ -165,7 +178,9 @@ def _result(function: Any, arguments: Sequence[Any]) -> str:
         return f"raises {type(error).__name__}"
 
 
-_OBSERVERS: dict[str, Callable[[Any, Any], str]] = {
+CALLED_OP, INLINED_OP, FUNCTION = "called op", "op", "function"
+
+_OBSERVERS: dict[str, Callable[[Any, Any], Observation]] = {
     "value": lambda value, _: stable_text(value),
     "type": lambda value, _: class_text(type(value)),
     "length": lambda value, _: f"{len(value)} items",
@@ -182,6 +197,9 @@ _OBSERVERS: dict[str, Callable[[Any, Any], str]] = {
     "calls": lambda value, _: stable_text(code_parts(unwrapped(value))),
     "members": lambda value, _: stable_text([[n, m.value] for n, m in value.__members__.items()]),
     "exists": lambda value, _: str(value is not None),
+    CALLED_OP: lambda op, _: op_signature(op),
+    INLINED_OP: lambda op, _: op_parts(op),
+    FUNCTION: lambda function, _: code_parts(function),
 }
 
 
@@ -208,7 +226,7 @@ def _hashable(argument: Any) -> Any:
     return argument if type(argument) in (str, types.NoneType) else canonical(argument)
 
 
-class Recorder:
+class ConditionTree:
     """Collects the conditions of one trace."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -216,7 +234,7 @@ class Recorder:
         self._roots: dict[str, _Node] = {}
         self._same: list[Json] = []
         self._variables: dict[str, str | None] = {}
-        self._classes: dict[type, str] = {}
+        self._classes: dict[type, Observation] = {}
 
     def add(self, root: str, steps: Sequence[Step], kind: str, argument: Any = None) -> None:
         """A condition on the value that is at a place now; raises Undescribable."""
@@ -229,13 +247,13 @@ class Recorder:
         if node.value is MISSING:
             raise Undescribable(spelled(root, steps, self._model), "cannot be located")
         try:
-            text = "" if kind == IDENTITY else self._observed(kind, argument, node.value)
+            observation = "" if kind == IDENTITY else self._observed(kind, argument, node.value)
         except Undescribable as error:
             where = spelled(root, steps, self._model) + error.where
             raise Undescribable(where, error.reason) from error
-        node.conditions.append([kind, argument, text])
+        node.conditions.append([kind, argument, observation])
 
-    def _observed(self, kind: str, argument: Any, value: Any) -> str:
+    def _observed(self, kind: str, argument: Any, value: Any) -> Observation:
         if kind != "type" or value is MISSING:
             return observed(kind, argument, value)
         cls = type(value)
@@ -276,34 +294,51 @@ class Recorder:
         return {**data, "identities": found, "environment": variables}
 
 
-def changes(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[Change]:
-    """The conditions that do not hold in this process.
+def broken_conditions(data: Any, model: torch.nn.Module) -> list[BrokenCondition]:
+    """The conditions that do not hold in this process; empty if the bundle may be used."""
+    try:
+        return list(_broken(data, model))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        unreadable = f"unreadable ({type(error).__name__}: {error})"
+        return [BrokenCondition("conditions", "recorded", unreadable)]
 
-    Raises KeyError, TypeError, ValueError or IndexError for data of another form.
-    """
+
+def _broken(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[BrokenCondition]:
     check = _Check(data["nodes"], data["identities"])
     for root, number in sorted(data["roots"].items()):
         check.below(number, root_value(root, model), [])
         for steps, (kind, argument, old), new in check.taken():
             name = spelled(root, steps, model)
+            if isinstance(old, dict):
+                yield from _changed_parts(name, old, new if isinstance(new, dict) else {"": new})
+                continue
             shown = f" {kind}" if kind in _NAMED_KINDS else ""
             asked = argument is not None and kind not in _NAMED_KINDS
             about = f" {kind} {key_of(argument)!r}" if asked else ""
-            yield Change(f"{name}{about}{shown}", old, new)
+            yield BrokenCondition(f"{name}{about}{shown}", old, str(new))
     for one, other in data["same"]:
-        if _at(one[0], one[1], model) is not _at(other[0], other[1], model):
+        if reader(one[0], one[1], model)() is not reader(other[0], other[1], model)():
             first, second = (spelled(root, steps, model) for root, steps in (one, other))
             if other[1]:
-                yield Change(f"{first} and {second}", "one object", "two")
+                yield BrokenCondition(f"{first} and {second}", "one object", "two")
             else:  # the model or a module, by the place `one`
-                yield Change(first, f"{second} itself", "another object")
+                yield BrokenCondition(first, f"{second} itself", "another object")
     for name, recorded in data["environment"].items():
         if (now := environment.observed(name)) != recorded:
             before, after = ("unset" if each is None else str(each) for each in (recorded, now))
-            yield Change(f"environment variable {name}", before, after)
+            yield BrokenCondition(f"environment variable {name}", before, after)
 
 
-def number_of_conditions(data: Mapping[str, Any]) -> int:
+def _changed_parts(
+    name: str, old: Mapping[str, str], new: Mapping[str, str]
+) -> Iterator[BrokenCondition]:
+    for part in sorted({*old, *new}):
+        before, after = old.get(part, "missing"), new.get(part, "missing")
+        if before != after:
+            yield BrokenCondition(f"{name}{part}", before, after)
+
+
+def number_of_conditions(data: Any) -> int:
     """How many conditions a check looks at."""
     counts: list[int] = []
     for conditions, below in data["nodes"]:  # inner nodes come first
@@ -324,11 +359,11 @@ class _Check:
         self.identities: list[int] = []
         """Objects, numbered by the order in which they are first found, one for each IDENTITY."""
         self._numbers: dict[int, tuple[int, Any]] = {}  # kept alive so that ids are not reused
-        self._classes: dict[type, str] = {}  # a class is described once
-        self._found: list[tuple[list[Step], Any, str]] = []
+        self._classes: dict[type, Observation] = {}  # a class is described once
+        self._found: list[tuple[list[Step], Any, Observation]] = []
 
-    def taken(self) -> list[tuple[list[Step], Any, str]]:
-        """The steps, condition and present text of what did not hold since the last call."""
+    def taken(self) -> list[tuple[list[Step], Any, Observation]]:
+        """The steps, condition and observation of what did not hold since the last call."""
         found, self._found = self._found, []
         return found
 
@@ -351,17 +386,15 @@ class _Check:
                 self._found.append((list(path), condition, new))
         for step, inner in below:
             path.append(step)
-            self.below(inner, MISSING if value is MISSING else follow(value, step), path)
+            self.below(inner, follow(value, step), path)
             path.pop()
 
-    def _observed(self, kind: str, argument: Any, value: Any) -> str:
-        if value is MISSING:
-            return "missing"
+    def _observed(self, kind: str, argument: Any, value: Any) -> Observation:
         try:
-            text = _OBSERVERS[kind](value, argument)
-            if kind == "type":
-                self._classes[type(value)] = text
-            return text
+            observation = observed(kind, argument, value)
+            if kind == "type" and value is not MISSING:
+                self._classes[type(value)] = observation
+            return observation
         except Undescribable as error:
             return f"undescribable: {error}"
         except Exception as error:  # the user's `__len__`, `__contains__`, … may raise anything
@@ -372,11 +405,3 @@ class _Check:
         place = len(self.identities)
         self.identities.append(number)
         return place >= len(self._recorded) or self._recorded[place] == number
-
-
-def _at(root: str, steps: Iterable[Step], model: torch.nn.Module) -> Any:
-    value = root_value(root, model)
-    for step in steps:
-        if value is not MISSING:
-            value = follow(value, step)
-    return value

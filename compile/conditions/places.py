@@ -1,7 +1,7 @@
 """Places: where a value is reached from, as data that another process can follow.
 
-A place is a root and steps from there. The root is the model, the globals of its forward, or a
-module by name. A step is an attribute, as a string, or a list `[kind, argument]`:
+A place is a root and steps from there. The root is the model, the globals of its forward, the
+custom ops, or a module by name. A step is an attribute, as a string, or a list `[kind, argument]`:
 
     item         `value[argument]`
     value, key   the value or the key at a position of a dict
@@ -27,8 +27,8 @@ import torch
 from ...torch_compat.basics.modules import called_function
 
 Step: TypeAlias = "str | list[Any]"
-MODEL, GLOBALS = "", "*"
-"""Roots that are no modules."""
+MODEL, GLOBALS, OPS = "", "*", "::"
+"""Roots that are no modules: the model, the globals of its forward, the custom ops."""
 
 CONTAINERS = ("_modules", "_parameters", "_buffers")
 
@@ -59,6 +59,8 @@ def root_value(root: str, model: torch.nn.Module) -> Any:
         return model
     if root == GLOBALS:
         return forward_function(model).__globals__
+    if root == OPS:
+        return torch.ops
     if (module := sys.modules.get(root)) is not None:
         return module
     try:
@@ -82,6 +84,8 @@ def reader(root: str, steps: Sequence[Step], model: torch.nn.Module) -> Callable
 
 def follow(value: Any, step: Step) -> Any:
     """The value one step further; MISSING if there is none."""
+    if value is MISSING:
+        return MISSING
     try:
         if isinstance(step, str):
             return getattr(value, step)
@@ -125,6 +129,8 @@ def key_of(encoded: Any) -> Any:
 
 def spelled(root: str, steps: Iterable[Step], model: torch.nn.Module) -> str:
     """A place as a person would write it: `model.layers.0.act.__self__.k`."""
+    if root == OPS:
+        return f"op {'::'.join(map(str, steps))}"
     named = {MODEL: "model", GLOBALS: str(forward_function(model).__module__)}
     name = named.get(root, root)
     hidden = False

@@ -21,10 +21,10 @@ from ...torch_compat.basics.tensors import FakeTensorMode, TorchDispatchMode, tr
 from ..conditions.places import Place
 from ..ir.config import TOKENS, CompileConfig
 from ..ir.ops import op_names, tensors_in, written_by
-from ..pieces.split import is_splitting
 from ..trace.dynamo import Trace
 from ..trace.examples import Examples
 from ..trace.mutations import written_placeholders
+from ..trace.splitting import is_splitting
 from .numerics_check import TOLERANCE
 
 

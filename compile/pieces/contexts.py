@@ -17,7 +17,8 @@ from ...errors import ContextSplit
 from ...torch_compat.tracing.dynamo import enter_autocast, exit_autocast, is_gradient_switch
 from ..ir.locations import node_location
 from ..ir.ops import ALLOCATIONS
-from .split import Predicate, takes_element
+from ..trace.splitting import Predicate
+from .split import takes_element
 
 AUTOCAST = "autocast"
 """Key in a node's meta: the arguments of the innermost autocast around a splitting op."""

@@ -6,10 +6,11 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...cache.keys.encoder import Undescribable
 from ...events import Events, trace_artifact
+from ..conditions.conditions import Conditions
 from ..guards.prover import GuardProver
 from ..guards.trace_with_guards import GuardedTrace
 from ..ir.config import CompileConfig
@@ -18,9 +19,10 @@ from ..ir.plan import CompiledRange, Plan
 from ..pieces.contexts import check_contexts, resolve_contexts
 from ..pieces.fingerprint import fingerprint
 from ..pieces.piece import Piece, is_size, lift, may_be_handle
-from ..pieces.split import Predicate, is_splitting, partition_ops, split
+from ..pieces.split import split
 from ..trace.dynamo import Trace
 from ..trace.examples import Leaf
+from ..trace.splitting import Predicate, is_splitting, partition_ops
 from .plan_builder import PlanBuilder, base_symbols
 
 
@@ -46,6 +48,12 @@ class SplitModel:
     config: CompileConfig
     partition_ops: tuple[str, ...] = ()
     """Ops at which Inductor splits; the graph is then one piece."""
+
+    def conditions(self) -> Conditions:
+        """What a bundle of the model relies on; a piece without a description is an obstacle."""
+        of_pieces = tuple(unique.obstacle for unique in self.unique if unique.obstacle)
+        conditions = self.trace.conditions
+        return replace(conditions, obstacles=conditions.obstacles or of_pieces)
 
     def plan(self, ranges: Sequence[CompiledRange]) -> Plan:
         """The plan, once it is known what serves which interval."""

@@ -40,14 +40,16 @@ from ...torch_compat.tracing.dynamo import (
     unsupported_op,
     user_location,
 )
+from ..conditions.conditions import Conditions
+from ..conditions.from_dynamo import record_conditions
 from ..conditions.locator import Locator, Unlocatable
 from ..conditions.places import Place
-from ..conditions.record import Conditions, record_conditions
 from ..ir.compilation import CompileRequest
 from ..ir.locations import first_line, node_location
 from ..ir.serialization import Ref, with_refs
 from .examples import Examples, Leaf, example_inputs, mark
 from .inline_regions import inline_opaque_values, inline_regions
+from .splitting import is_splitting
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def trace(request: CompileRequest) -> Trace:
     locator = Locator(model, captured)
     sources, tensors = _sources(captured, model, examples, locator)
     with events.span("conditions"):
-        conditions = record_conditions(model, captured, locator)
+        splits = is_splitting(graph.graph, config)
+        conditions = record_conditions(model, captured, locator, splits)
     structure, returned = _structure(captured, model, examples)
     for leaf in returned:
         if leaf not in sources.values():

@@ -238,7 +238,7 @@ GOOD = {
     "key_kind": "codegen",
     "kind": "artifact",
     "meta": {},
-    "schema": 1,
+    "schema": 2,
 }
 
 

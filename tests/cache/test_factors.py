@@ -94,7 +94,7 @@ def test_kind_is_part_of_the_key() -> None:
 
 def test_digest_is_full_length_and_stable() -> None:
     key = Key.of("codegen", {"a": [1, "ä"], "b": None})
-    content = b'{"factors":{"a":[1,"\\u00e4"],"b":null},"kind":"codegen","schema":1}'
+    content = b'{"factors":{"a":[1,"\\u00e4"],"b":null},"kind":"codegen","schema":2}'
     assert key.digest == hashlib.sha256(content).hexdigest()
 
 

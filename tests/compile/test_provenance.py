@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph.compile.bundle.provenance import differences
+from piecegraph.compile.conditions.conditions import broken_conditions
 
 from .starts import start, use_text_compiler
 
@@ -357,8 +357,8 @@ def test_fake_implementation_of_an_op_is_checked(
 
 
 def test_c1_no_provenance_is_a_reason() -> None:
-    for meta in ({}, {"conditions": 1, "code": {}}, {"conditions": {}, "code": 1}):
-        assert "unreadable" in str(differences(meta, torch.nn.Module())[0])
+    for conditions in (None, 1, {}, {"nodes": [], "identities": [], "roots": {"": 1}}):
+        assert "unreadable" in str(broken_conditions(conditions, torch.nn.Module())[0])
 
 
 HASHED = """

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from piecegraph.cache.inspection import manifests
 from piecegraph.compile import pipeline
 from piecegraph.compile.bundle import bundle, key_factors
+from piecegraph.compile.conditions.conditions import Conditions
 from piecegraph.compile.ir.compilation import BundleMiss
+from piecegraph.compile.trace import dynamo
 
 from ..starts import Start, start, use_text_compiler
 
@@ -104,13 +107,13 @@ def test_a_bundle_stored_again_replaces_the_one_that_this_process_would_use(
     """As compiling ahead does, whose trace of the same model may have other guards."""
     deployment.write(2.0)
     with monkeypatch.context() as patched:
-        recorded = bundle.provenance
+        recorded = dynamo.record_conditions
 
-        def another(*args: Any) -> dict[str, Any]:
-            meta = recorded(*args)
-            return {**meta, "conditions": {**meta["conditions"], "environment": {"UNSET": None}}}
+        def another(*args: Any) -> Conditions:
+            conditions = recorded(*args)
+            return replace(conditions, data={**conditions.data, "environment": {"UNSET": None}})
 
-        patched.setattr(bundle, "provenance", another)
+        patched.setattr(dynamo, "record_conditions", another)
         start(deployment.process(), tmp_path / "cache")
     with monkeypatch.context() as patched:
         patched.setattr(pipeline, "load_bundle", lambda *_: BundleMiss("absent"))

@@ -7,14 +7,17 @@ import io
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from piecegraph import Config, compile_ahead, explain_miss, prepare
 from piecegraph.cache.inspection import manifests
+from piecegraph.cache.keys.encoder import Undescribable
+from piecegraph.compile.plan import split_model
 
-from ..starts import use_text_compiler
+from ..starts import start, use_text_compiler
 
 pytestmark = pytest.mark.compile
 
@@ -121,3 +124,17 @@ def test_report_names_the_setting_that_has_no_description(
     forecast = explain_miss(torch.nn.Linear(8, 8), config)
     assert str(forecast) == f"no bundle: not cacheable: {line}"
     assert not compile_ahead(torch.nn.Linear(8, 8), config)
+
+
+def test_a_piece_without_a_description_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fingerprint(*_: Any) -> str:
+        raise Undescribable(".x", "has no description")
+
+    use_text_compiler(monkeypatch)
+    monkeypatch.setattr(split_model, "fingerprint", fingerprint)
+    made = start(torch.nn.Linear(8, 8), tmp_path, inputs={"input": "float32[num_tokens, 8]"})
+    assert not list(manifests(tmp_path))
+    (event,) = made.events.named("bundle.not_kept")
+    assert event.facts["reason"] == "piece 0: x has no description"

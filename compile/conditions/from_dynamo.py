@@ -11,12 +11,13 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, EnumMeta
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from ...cache.keys.code import (
     attribute_names,
@@ -25,13 +26,13 @@ from ...cache.keys.code import (
     probed_names,
 )
 from ...cache.keys.encoder import KNOWN, Undescribable, class_name, package_of, unwrapped
-from ...cache.keys.factors import Json
 from ...torch_compat.basics.facts import SHARED_CELL, GuardFact
 from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.modules import CALL_METHODS
 from ...torch_compat.basics.settings import is_settings
 from ...torch_compat.tracing.dynamo import Captured
-from .conditions import IDENTITY, Recorder
+from .conditions import IDENTITY, Conditions, ConditionTree
+from .from_graph import add_called_code
 from .locator import VARIABLES_AT, Located, Locator, Unlocatable, module_place
 from .places import HOOK_TABLES, MODEL, Step, called_as, encoded_key, forward_function
 
@@ -72,22 +73,18 @@ _METACLASS_METHODS = (
 _WITHOUT_IDENTITY = (bool, int, float, complex, str, bytes, tuple, Enum, type, types.NoneType)
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """What a trace relied on, as data, and why it must not be cached (empty if it may)."""
-
-    data: Mapping[str, Json]
-    obstacles: tuple[str, ...]
-
-
-def record_conditions(model: torch.nn.Module, captured: Captured, locator: Locator) -> Conditions:
+def record_conditions(
+    model: torch.nn.Module, captured: Captured, locator: Locator, splits: Callable[[Node], bool]
+) -> Conditions:
+    """All conditions of a trace; `splits` says at which nodes of its graph the graph is split."""
     trace = _TraceConditions(model, captured, locator)
     trace.add_guards()
     trace.add_code()
     trace.add_class_reads()
     trace.add_variables()
     trace.add_results()
-    return Conditions(trace.recorder.data(), tuple(dict.fromkeys(trace.obstacles)))
+    trace.obstacles += add_called_code(trace.tree, captured.graph.graph, model, splits)
+    return Conditions(trace.tree.data(), tuple(dict.fromkeys(trace.obstacles)))
 
 
 @dataclass
@@ -98,7 +95,7 @@ class _TraceConditions:
     obstacles: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.recorder = Recorder(self.model)
+        self.tree = ConditionTree(self.model)
         self._weights = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
         self._classes: dict[type, Located] = {}
 
@@ -114,7 +111,7 @@ class _TraceConditions:
         for here, known in self.locator.aliases.values():
             roots = here.root, known.root
             if all(root is not None and not root.startswith(OF_TORCH) for root in roots):
-                self.recorder.same((str(roots[0]), here.steps), (str(roots[1]), known.steps))
+                self.tree.same((str(roots[0]), here.steps), (str(roots[1]), known.steps))
 
     def _add_guard(self, guard: GuardFact) -> None:
         if guard.expression.endswith("()"):
@@ -129,7 +126,7 @@ class _TraceConditions:
         if guard.kind in ("DUPLICATE_INPUT", SHARED_CELL):
             other = self.locator.locate(guard.argument)
             if other.root is not None and not other.root.startswith(OF_TORCH):
-                self.recorder.same((located.root, located.steps), (other.root, other.steps))
+                self.tree.same((located.root, located.steps), (other.root, other.steps))
             return
         value, name = located.value, located.steps[-1] if located.steps else ""
         if (located.root, located.steps[:2]) == ("os", VARIABLES_AT) and len(located.steps) > 2:
@@ -141,10 +138,10 @@ class _TraceConditions:
         if id(value) in self._weights and not of_attribute:
             return  # the form of each weight is in the key
         if guard.kind == "EMPTY_NN_MODULE_HOOKS_DICT":
-            self.recorder.add(located.root, located.steps[:-1], "hooks")
+            self.tree.add(located.root, located.steps[:-1], "hooks")
             return
         if str(name).startswith(HOOK_TABLES):
-            self.recorder.add(located.root, located.steps, "length")
+            self.tree.add(located.root, located.steps, "length")
             return
         self._add_class(located)
         kind, argument = _KINDS.get(guard.kind, "value"), guard.argument
@@ -159,13 +156,13 @@ class _TraceConditions:
             raise Undescribable(guard.expression, "is called while tracing and its result is kept")
         if kind == "length" and isinstance(value, Mapping | Set):
             kind = "keys" if isinstance(value, Mapping) else "value"  # Dynamo has no other guard
-        self.recorder.add(located.root, located.steps, kind, argument)
+        self.tree.add(located.root, located.steps, kind, argument)
         if isinstance(value, EnumMeta) and package_of(value) not in KNOWN:
-            self.recorder.add(located.root, located.steps, "members")
+            self.tree.add(located.root, located.steps, "members")
         is_made = isinstance(value, types.FunctionType) and "<" in value.__code__.co_qualname
         has_identity = kind in ("type", "length", "keys") or is_made
         if has_identity and not isinstance(value, _WITHOUT_IDENTITY):
-            self.recorder.add(located.root, located.steps, IDENTITY)
+            self.tree.add(located.root, located.steps, IDENTITY)
 
     def _add_class(self, located: Located) -> None:
         """Remember where the class of a value, or a value that is a class, can be found."""
@@ -179,7 +176,7 @@ class _TraceConditions:
     def add_code(self) -> None:
         """Conditions on the code of each function that was inlined, as loaded in this process."""
         for name in sorted({"forward", called_as(self.model)}):
-            self.recorder.add(MODEL, [name], "code")
+            self.tree.add(MODEL, [name], "code")
         forward = forward_function(self.model)
         if isinstance(forward, types.FunctionType):
             for name in ("__defaults__", "__kwdefaults__"):
@@ -339,13 +336,13 @@ class _TraceConditions:
 
     def _try(self, root: str, steps: Sequence[Step], kind: str, argument: Any = None) -> None:
         try:
-            self.recorder.add(root, steps, kind, argument)
+            self.tree.add(root, steps, kind, argument)
         except Undescribable as error:
             self.obstacles.append(str(error))
 
     def add_variables(self) -> None:
         for name in sorted(self.captured.inlined.variables):
-            self.recorder.variable(name)
+            self.tree.variable(name)
         for where in self.captured.inlined.absences:
             self.obstacles.append(f"an exception for what is absent is handled ({where})")
         for where in self.captured.inlined.unnamed_variables:
