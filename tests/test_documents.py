@@ -1,10 +1,12 @@
 """Links in documents have targets; benchmark results state the facts of their machine."""
 
+import importlib
 import json
 import re
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import piecegraph as pg
 
@@ -66,3 +68,35 @@ def test_the_numbers_of_the_readme_are_the_recorded_ones():
     shown = [float(number) for number in re.findall(r"^\| .* \| (\d+\.\d) \|$", readme, re.M)]
     ways = ("compile_cold", "cold", "warm", "warm_ahead")
     assert shown == [round(ready[way], 1) for way in ways]
+
+
+PROGRAMS = {
+    "piecegraph": "piecegraph.tools.cli.app",
+    "python -m benchmarks": "piecegraph.benchmarks.__main__",
+}
+
+
+def commands(page):
+    """The commands of our programs that a page names, in a block or in a line."""
+    text = page.read_text().replace("\\\n", " ")
+    names = "|".join(PROGRAMS)
+    named = re.findall(rf"^\$ ({names}) (.*)$", text, re.M)
+    return named + re.findall(rf"`({names}) ([^`]+)`", text)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "CHANGELOG.md" and commands(page)],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_commands_of_a_page_exist_with_their_options(page):
+    for program, rest in commands(page):
+        command = get_command(importlib.import_module(PROGRAMS[program]).app)
+        words = rest.partition(" -- ")[0].split()
+        while words and words[0] in getattr(command, "commands", {}):
+            command = command.commands[words.pop(0)]
+        context = command.make_context("page", [], resilient_parsing=True)
+        known = {name for parameter in command.get_params(context) for name in parameter.opts}
+        options = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert options <= known | {"--version"}, f"{program} {rest}"
+        assert not hasattr(command, "commands") or not words or options, f"{program} {rest}"
