@@ -165,13 +165,6 @@ class InvalidEntry(CacheError):
     todo = "Pass meta as numbers, strings, lists and dicts, and large contents as blobs."
 
 
-class UndeclaredVariable(CacheError):
-    what = "environment variable {name} is read but not declared as a key factor"
-    todo = (
-        "Declare it in cache/keys/environment.py, as a factor or with the reason why it is not one."
-    )
-
-
 class UntrustedDirectory(CacheError):
     what = "loading code from cache directory {path} is not safe: {problem}"
     todo = "Run `{command}`, or choose another directory."
@@ -332,12 +325,10 @@ class NothingToCompile(CompileError):
 
 class NotPortable(CompileError):
     what = "a plan cannot store {value} of type {kind}"
-    todo = "Pass it as a tensor, number, string, slice, dtype, device or enum member."
-
-
-class ResultNotPortable(NotPortable):
-    what = "the model's result contains {value} of type {kind}, which a plan cannot store"
-    todo = "Return tensors and numbers in tuples, lists, dicts, dataclasses or named tuples."
+    todo = (
+        "Pass arguments of ops as tensors, numbers, strings, slices, dtypes, devices or enum "
+        "members; return tensors and numbers in tuples, lists, dicts, dataclasses or named tuples."
+    )
 
 
 class IllegalOrder(CompileError):
@@ -355,13 +346,8 @@ class NotPartitioned(CompileError):
     todo = "Set use_inductor_graph_partition=False to split the graph before it is compiled."
 
 
-class LibraryNotGeneral(CompileError):
-    what = "the ahead-of-time library is valid only if {expression}"
-    todo = "Inductor's standalone artifact is used for this piece instead."
-
-
-class LibraryDisagrees(CompileError):
-    what = "the ahead-of-time library and its piece disagree at {sizes}: {fault}"
+class LibraryUnusable(CompileError):
+    what = "the ahead-of-time library of a piece cannot be used: {reason}"
     todo = "Inductor's standalone artifact is used for this piece instead."
 
 
@@ -554,11 +540,6 @@ class TraceUnreadable(ConfigError):
     todo = "Use a CSV file with the columns TIMESTAMP, ContextTokens and GeneratedTokens."
 
 
-class TraceMalformed(ConfigError):
-    what = "invalid line {line} in the request trace {path}: {reason}"
-    todo = "Correct the line, or read fewer requests."
-
-
 class RequestTooLong(ConfigError):
     what = "request {request} has {num_tokens} tokens in total, but {limited_by} holds {limit}"
     todo = "Lower the length scale, or raise that limit."
@@ -577,11 +558,6 @@ class OutputNotWritten(ConfigError):
 class ToolMissing(ConfigError):
     what = "{name} is not installed"
     todo = "Install it with `pip install 'piecegraph[{extra}]'`, or '.[{extra}]' in a checkout."
-
-
-class ImportRefused(ConfigError):
-    what = "{path} cannot be imported: {reason}"
-    todo = "Give {expected}."
 
 
 class ToolFailed(RunError):

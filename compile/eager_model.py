@@ -26,7 +26,7 @@ from .ir.compilation import CompileRequest
 from .ir.config import CompileConfig
 from .ir.ops import Writes
 from .ir.plan import CompiledRange, PieceStep, Plan, PlanPiece, Result, Symbol, UserInput
-from .ir.serialization import Ref, dtype_name, encode, encode_result, with_refs
+from .ir.serialization import Ref, dtype_name, encode, with_refs
 from .plan.compiled_model import CompiledModel
 from .trace.examples import Examples, Leaf, example_inputs
 
@@ -104,7 +104,7 @@ def _result_form(model: torch.nn.Module, examples: Examples, symbols: list[Symbo
         _fake_result(model, examples, each) for each in (sizes, others)
     )
     (form, found), (other_form, again) = _without_tensors(first), _without_tensors(second)
-    structure = encode_result(form)
+    structure = encode(form)
     if structure != encode(other_form) or [t.dim() for t in found] != [t.dim() for t in again]:
         raise ResultFormUnknown(
             reason=f"at {sizes} it has other tensors, or other values beside them, than at {others}"

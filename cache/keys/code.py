@@ -19,6 +19,7 @@ from typing import Any
 
 from .encoder import (
     DATA,
+    KNOWN,
     MAX_DEPTH,
     Encoder,
     Undescribable,
@@ -31,7 +32,6 @@ from .encoder import (
     unwrapped,
 )
 
-_VERSIONED = {*sys.stdlib_module_names, "torch", "triton", "numpy", "sympy", "builtins"}
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _TRITON_FIELDS = ("fn", "configs", "keys", "values", "noinline", "do_not_specialize")
 _LOADS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"}
@@ -175,7 +175,7 @@ def _own(cls: type) -> Callable[[str], bool]:
 def _version(module: str | None) -> str:
     """ " (package version)" for code whose package is known by its version; else empty."""
     package = (module or "").partition(".")[0]
-    if package in _VERSIONED:
+    if package in KNOWN:
         return f" ({package})"
     file = getattr(sys.modules.get(package), "__file__", None) or ""
     if not any(folder in file for folder in _INSTALLED):

@@ -30,7 +30,7 @@ _TORCH_DATA = {"dtype", "device", "layout", "memory_format", "Size", "finfo", "i
 _NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType, types.ClassMethodDescriptorType)
 _OPAQUE = ("_thread.lock", "_thread.RLock", "_contextvars.ContextVar", "typing.TypeVar")
-KNOWN = {*sys.stdlib_module_names, "torch"}
+KNOWN = {*sys.stdlib_module_names, "torch", "triton"}
 """Packages whose code is known by a version that is in every key."""
 _METHODS = (types.FunctionType, classmethod, staticmethod, property)
 _SILENT = {

@@ -2,7 +2,7 @@
 
 Every variable with one of the prefixes is a factor unless it is listed here with a reason: a new
 variable of torch or Triton is covered the day it appears. Values that are paths are never factors.
-The library reads its own variables through `read`, which refuses one that is not declared.
+The library reads its own variables through `read`, which asserts that each is declared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import UndeclaredVariable
 from .factors import is_place, varies_per_run
 
 CACHE_DIR = "PIECEGRAPH_CACHE_DIR"
@@ -60,9 +59,8 @@ VARIABLES: Any = vars(os.environ)["_data"]
 
 
 def read(name: str) -> str | None:
-    """The value of one of our variables; raises UndeclaredVariable if it is not in DECLARED."""
-    if name not in DECLARED:
-        raise UndeclaredVariable(name=name)
+    """The value of one of our variables, which must be in DECLARED."""
+    assert name in DECLARED, f"declare {name} in cache/keys/environment.py"
     return os.environ.get(name)
 
 

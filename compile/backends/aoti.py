@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ...errors import LibraryDisagrees, LibraryNotGeneral
+from ...errors import LibraryUnusable
 from ...torch_compat.basics.symbolic import expression_of, traced_size
 from ...torch_compat.basics.tensors import fresh_fake_mode
 from ...torch_compat.compiling.aoti import AheadCompiled, aoti_compile
@@ -42,8 +42,8 @@ def begin_library(
 ) -> Callable[[], bytes]:
     """Generate the library of a piece's graph; the function returned waits for it and checks it.
 
-    Raises LibraryNotGeneral if the library would not hold for every size in `limits`, and torch's
-    errors where the piece cannot be exported; the function raises LibraryDisagrees if its results
+    Raises LibraryUnusable if the library would not hold for every size in `limits`, and torch's
+    errors where the piece cannot be exported; the function raises LibraryUnusable if its results
     differ from the graph's. Call both inside `building()`.
     """
     carried = _sizes_as_tensors(graph)
@@ -56,7 +56,7 @@ def begin_library(
         library = load_library(path, size_positions(graph.graph), device)
         for sizes in corners(limits):
             if fault := numeric_difference(library, graph, sizes):
-                raise LibraryDisagrees(fault=fault, sizes=dict(sizes))
+                raise LibraryUnusable(reason=f"at {dict(sizes)} {fault}")
         return path.read_bytes()
 
     return finish
@@ -110,4 +110,4 @@ def _range(size: torch.SymInt, limits: Ranges) -> tuple[str, int, int] | None:
 def _check_general(compiled: AheadCompiled) -> None:
     for guard in compiled.guards:
         if not prove(guard, compiled.ranges).holds:
-            raise LibraryNotGeneral(expression=guard)
+            raise LibraryUnusable(reason=f"it is valid only if {guard}")

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ...errors import NotPortable, ResultNotPortable
+from ...errors import NotPortable
 from ...torch_compat.basics.tensors import is_opaque_value, opaque_source
 
 RETURN_TYPES = "torch.return_types"
@@ -78,14 +78,6 @@ def with_refs(value: Any, ref: Callable[[Any], Ref | None]) -> Any:
     if isinstance(value, (list, tuple, dict)):
         raise NotPortable(value=reprlib.repr(value), kind=kind.__qualname__)
     return value
-
-
-def encode_result(structure: Any) -> Any:
-    """JSON form of a model's result; raises ResultNotPortable."""
-    try:
-        return encode(structure)
-    except NotPortable as error:
-        raise ResultNotPortable(**error.facts) from None
 
 
 def encode(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from piecegraph.errors import ConfigError, TraceMalformed, TraceUnreadable
+from piecegraph.errors import ConfigError, TraceUnreadable
 from piecegraph.tools.serve.trace import EXCERPT, TraceRow, read_trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
@@ -50,7 +50,7 @@ def test_only_the_requests_asked_for_are_read(tmp_path):
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, reason):
-    with pytest.raises(TraceMalformed, match=r"line 3 in .*trace\.csv") as caught:
+    with pytest.raises(TraceUnreadable, match=r"trace\.csv .* line 3: ") as caught:
         read_trace(write(tmp_path, GOOD, line), limit=2)
     assert reason in str(caught.value)
 
@@ -58,12 +58,12 @@ def test_a_malformed_line_is_named(tmp_path, line, reason):
 def test_another_files_header_is_line_1(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(TraceMalformed, match="line 1 "):
+    with pytest.raises(TraceUnreadable, match="line 1: "):
         read_trace(path, limit=1)
 
 
 def test_blank_lines_count_as_lines_only(tmp_path):
-    with pytest.raises(TraceMalformed, match="line 4 "):
+    with pytest.raises(TraceUnreadable, match="line 4: "):
         read_trace(write(tmp_path, GOOD, "", "x"), limit=2)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...cache.keys.environment import OFF, read
-from ...errors import CacheNotWritable, ImportRefused, InvalidSetting
+from ...errors import CacheNotWritable, InvalidSetting
 from ..report.output import outputs
 from ..report.sections import rich_table
 from ..report.sections import size as shown_size
@@ -178,8 +178,9 @@ def import_command(
     from ...cache.signing import secret_from_environment, signed_with, trust_all
 
     if not path.is_file():
-        raise ImportRefused(
-            path=path,
+        raise InvalidSetting(
+            name="PATH",
+            value=str(path),
             reason="it is not a file" if path.exists() else "there is no such file",
             expected="a file that `piecegraph cache export` wrote",
         )
@@ -189,8 +190,9 @@ def import_command(
     elif secret is not None:
         believed = signed_with(secret)
     else:
-        raise ImportRefused(
-            path=path,
+        raise InvalidSetting(
+            name="PATH",
+            value=str(path),
             reason="there is no key in the environment to check a signature with",
             expected="--pin DIGEST, --trust, or a key in PIECEGRAPH_CACHE_SIGNING_KEY_FILE",
         )

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from ...errors import TraceMalformed, TraceUnreadable
+from ...errors import TraceUnreadable
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 EXCERPT = Path(__file__).parent / "data" / "azure_conv_excerpt.csv"
@@ -35,8 +35,8 @@ def read_trace(
 ) -> list[TraceRow]:
     """The first `limit` requests, or all; their lengths times `length_scale`, rounded up.
 
-    Raises TraceUnreadable when there is no such text file or it holds fewer than `limit` requests
-    and TraceMalformed, with the line, for what is not a trace.
+    Raises TraceUnreadable when there is no such text file, when it holds fewer than `limit`
+    requests, or with the line for what is not a trace.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as lines:
@@ -56,36 +56,40 @@ def _rows(
     reader = csv.reader(lines)
     header = tuple(name.strip() for name in next(reader, []))
     if header != COLUMNS:
-        raise TraceMalformed(path=path, line=1, reason=f"the header is not {','.join(COLUMNS)}")
+        raise _malformed(path, 1, f"the header is not {','.join(COLUMNS)}")
     first: datetime | None = None
     previous = 0.0
     for cells in islice(filter(None, reader), limit):
-        malformed = partial(TraceMalformed, path=path, line=reader.line_num)
+        malformed = partial(_malformed, path, reader.line_num)
         if len(cells) != len(COLUMNS):
-            raise malformed(reason=f"it has {len(cells)} cells, not {len(COLUMNS)}")
+            raise malformed(f"it has {len(cells)} cells, not {len(COLUMNS)}")
         time = _time(cells[0], malformed)
         first = first or time
         arrival = (time - first).total_seconds()
         if arrival < previous:
-            raise malformed(reason="it arrives before the row above it")
+            raise malformed("it arrives before the row above it")
         previous = arrival
         prompt = _length(COLUMNS[1], cells[1], malformed)
         generate = _length(COLUMNS[2], cells[2], malformed)
         yield TraceRow(arrival, _scaled(prompt, length_scale), _scaled(generate, length_scale))
 
 
-def _time(cell: str, malformed: Callable[..., TraceMalformed]) -> datetime:
+def _malformed(path: Path, line: int, reason: str) -> TraceUnreadable:
+    return TraceUnreadable(path=path, reason=f"line {line}: {reason}")
+
+
+def _time(cell: str, malformed: Callable[[str], TraceUnreadable]) -> datetime:
     """The time without its zone; all rows of a trace are taken to be in the same one."""
     try:
         return datetime.fromisoformat(cell.strip()).replace(tzinfo=None)
     except ValueError:
-        raise malformed(reason=f"{cell!r} is not a time") from None
+        raise malformed(f"{cell!r} is not a time") from None
 
 
-def _length(name: str, cell: str, malformed: Callable[..., TraceMalformed]) -> int:
+def _length(name: str, cell: str, malformed: Callable[[str], TraceUnreadable]) -> int:
     text = cell.strip()
     if not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text) > 0):
-        raise malformed(reason=f"{name} {cell[:20]!r} is not a positive number of tokens")
+        raise malformed(f"{name} {cell[:20]!r} is not a positive number of tokens")
     return int(text)
 
 
