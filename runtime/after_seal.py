@@ -80,10 +80,16 @@ class Monitor:
         self._handler: _TraceHandler | None = None
         self._hooks: list[_Hook] = []
 
+    @property
+    def started(self) -> bool:
+        """Whether the model is sealed."""
+        return self._thread is not None
+
     def start(self) -> None:
         """Watch the steps of the model, and all work of the calling thread. Idempotent."""
         if self._thread is None:
             self._thread = threading.get_ident()
+            self._records.events.emit("seal")
             self._handler = _TraceHandler(self._saw)
             logging.getLogger(TRACE_LOGGER).addHandler(self._handler)
             self._hooks.append(_Hook(torch.cuda.CUDAGraph, "capture_begin", self._saw_cuda_graph))

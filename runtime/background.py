@@ -278,12 +278,12 @@ class Background:
             try:
                 if not ours.poll(SILENT_SECONDS):
                     return f"the child reported nothing for {SILENT_SECONDS:.0f} s", False
-                told = ours.recv()
+                message = ours.recv()
             except (EOFError, OSError):
                 return None, False
-            if "end" in told:
-                return told["end"], bool(told["end"])
-            self._note(told["phase"])
+            if "end" in message:
+                return message["end"], bool(message["end"])
+            self._note(message["phase"])
 
     def _note(self, phase: str) -> None:
         """Record a phase once, though a child that waits for another process repeats it."""
@@ -338,20 +338,20 @@ def _compile(connection: Connection, make: Factory, job: Job) -> None:
     records, lock = Records(), threading.Lock()
     faults: list[str] = []
 
-    def tell(**facts: str) -> None:
+    def send(**facts: str) -> None:
         with lock:
             connection.send(facts)
 
-    def hear(event: Event) -> None:
+    def report_event(event: Event) -> None:
         if event.name in ("bundle.not_kept", "cache.publish_failed"):
             faults.append(f"its code cannot be stored: {event.facts['reason']}")
         elif event.name == "compile.end":
-            tell(phase=f"compiled piece {event.facts['piece']}")
+            send(phase=f"compiled piece {event.facts['piece']}")
         elif event.name == "cache.wait":
-            tell(phase="another process compiles it")
+            send(phase="another process compiles it")
 
-    records.events.listeners.append(hear)
-    records.events.phase_listeners.append(lambda phase: tell(phase=phase))
+    records.events.listeners.append(report_event)
+    records.events.phase_listeners.append(lambda phase: send(phase=phase))
     try:
         torch.set_num_threads(job.num_threads)
         with (
@@ -367,6 +367,6 @@ def _compile(connection: Connection, make: Factory, job: Job) -> None:
                     faults.append(f"the model of the factory has another key: {shown}")
                 else:
                     compile_model(request)
-        tell(end="; ".join(dict.fromkeys(faults)))
+        send(end="; ".join(dict.fromkeys(faults)))
     except Exception as error:
-        tell(end=f"{type(error).__name__}: {error}")
+        send(end=f"{type(error).__name__}: {error}")

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NoReturn
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..errors import (
-    AllCapturesFailed,
-    AutocastActive,
-    CaptureAfterSeal,
-    ModelClosed,
-    StepInProgress,
-)
+from ..cache import Cache
+from ..compile.plan.compiled_model import CompiledModel
+from ..dispatch import Batch, Decision, Dispatcher, RuntimeMode
+from ..errors import AllCapturesFailed, AutocastActive, CaptureAfterSeal, ModelClosed
 from ..torch_compat.basics.tensors import is_autocast_enabled
+from .after_seal import Monitor
+from .backends.protocol import GraphBackend
+from .config import BrokenGuard, Config
+from .gate import Gate
 from .graphs.dummy_batch import MetadataFor
-from .graphs.ledger import MemoryLedger, MemoryPlan, plan_memory
+from .graphs.graphs import Graphs
+from .graphs.ledger import MemoryLedger, MemoryPlan, opening_ledger, plan_memory
 from .graphs.recording import Recording
 from .graphs.warmup import (
     AuxiliaryTask,
@@ -26,20 +30,119 @@ from .graphs.warmup import (
     capture_items,
     range_tasks,
 )
-from .model_steps import ModelSteps
-from .policy import suggested_sizes
-from .ranks import start_facts
-from .records import CaptureFailure, CaptureRecord, MemoryUse
+from .policy import Policy, suggested_sizes
+from .ranks import Ranks, single_rank, start_facts
+from .records import CaptureFailure, CaptureRecord, MemoryUse, Records
 from .report import build_report
+from .steps.code import ModelCode
+from .steps.forward_context import ForwardContext
+from .steps.profiler_ranges import StepRanges
+from .steps.static_inputs import StaticInputs, allocate_inputs
+from .steps.step_log import LoggedStep, StepLog, StepObserver
+from .steps.steps import Steps
+from .steps.usage import Usage
 
 
-class PreparedModel(ModelSteps):
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the model runs on: graph backend, device, cache and records."""
+
+    backend: GraphBackend
+    device: torch.device
+    cache: Cache
+    records: Records
+
+
+class PreparedModel:
     """A compiled model with its graphs. Made by `prepare`; not to be shared between threads.
 
     A step is `dispatch`, then `run` with metadata built for the decision's padded descriptor;
     calling the model does both. Results of a graph step are new tensors on static memory, which the
     next step overwrites: copy what must outlive the step.
     """
+
+    def __init__(
+        self,
+        compiled: CompiledModel,
+        config: Config,
+        policy: Policy,
+        services: Services,
+        *,
+        layers: Mapping[str, Any] | None = None,
+        input_buffers: Mapping[str, torch.Tensor] | None = None,
+        ranks: Ranks | None = None,
+        gate: Gate | None = None,
+    ) -> None:
+        self.config = config
+        self.backend = services.backend
+        self.records = services.records
+        self.events = services.records.events
+        self.resolved = policy.resolved
+        self.usage = Usage(policy.dispatcher.plan)
+        self._services = services
+        self._input_buffers = input_buffers or {}
+        self._ranks = ranks
+        self._closed = False
+        self._ranges = StepRanges()
+        self._gate = gate
+        context = ForwardContext(layers or {})
+        options = getattr(self.backend, "options", None)
+        self._steps = Steps(
+            context,
+            self.usage,
+            self.events,
+            config.max_num_reqs,
+            eager_if_broken=config.broken_guard is BrokenGuard.EAGER,
+            poisons=bool(getattr(options, "poison_old_results", False)),
+        )
+        self._run = self._steps.run
+        self._monitor = Monitor(config.after_seal, self.records, self.backend, context)
+        # a dropped model must not be watched for; the monitor does not refer to the model
+        weakref.finalize(self, self._monitor.stop).atexit = False
+        self.ledger = opening_ledger(compiled, self._use(compiled, policy.dispatcher))
+        if gate is not None:
+            gate.attach(self, self._serve, self._gate_opened)
+            self._run = gate.one_at_a_time(self._steps.run)
+            self._steps.before_padding = gate.find_form
+
+    def __call__(self, *args: Any, batch: Batch, metadata: Any = None, **kwargs: Any) -> Any:
+        """Dispatch and run one step.
+
+        Attention finds `metadata` in the forward context. It is an object, or a function of the
+        decision that makes one, for metadata that must be padded to the descriptor.
+        """
+        decision = self._steps.dispatch(batch, None, None)
+        if callable(metadata):
+            metadata = metadata(decision)
+        return self._run(decision, args, kwargs, metadata, batch.num_tokens)
+
+    def dispatch(
+        self,
+        batch: Batch,
+        allowed_modes: Collection[RuntimeMode] | None = None,
+        excluded_modes: Collection[RuntimeMode] | None = None,
+    ) -> Decision:
+        """Decide how to run `batch`. Under DELAYED and LAZY this may capture graphs.
+
+        `allowed_modes` and `excluded_modes` hold for this step only; by default every mode may be
+        used. `dispatcher.follow` applies another rank's decision, `dispatcher.explain` lists the
+        candidates.
+
+        Raises BatchInvalid for a batch beyond `max_num_reqs` or with contradictory facts, and
+        NoModeLeft if no allowed mode can serve it.
+        """
+        return self._steps.dispatch(batch, allowed_modes, excluded_modes)
+
+    def run(self, decision: Decision, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+        """Run one step as decided, on the real (unpadded) inputs.
+
+        Raises InputMismatch, SizeOutOfRange or ArgumentFixed for wrong inputs, BatchExceeded for
+        inputs larger than the decision's, and MovedTensor if a tensor that a graph reads was moved.
+        A decision whose graph was freed since runs without a graph, and is counted so. Zero tokens
+        are a step of padding alone: an idle rank makes one so that its collectives run. Raises
+        AutocastActive under torch.autocast.
+        """
+        return self._run(decision, args, kwargs, metadata, None)
 
     def capture(
         self,
@@ -56,21 +159,22 @@ class PreparedModel(ModelSteps):
         graph after it, CaptureAfterSeal, and LayerMissing or MetadataFailed if a dummy batch lacks
         what ops need.
         """
-        if self._sealed:
+        if self._monitor.started:
             raise CaptureAfterSeal(name="the startup set")
         self._make_ready(metadata_for)
         if self._ranks:
             self._ranks.agree("start", start_facts(self.config, self.dispatcher.plan))
-        if self._behind is not None:
-            self._captures_after_switch = True
+        if self._gate is not None:
+            self._gate.captures = True
             return
         before = len(self.records.of(CaptureFailure))
         with self.events.span("capture", level=logging.INFO):
-            self._capturer.startup(progress)
+            self._graphs.capturer.startup(progress)
         failures = self.records.of(CaptureFailure)[before:]
         if failures and not self.recordings():
             raise AllCapturesFailed(count=len(failures), reason=failures[0].reason)
-        self.records.add(self._memory_use())
+        taken, now = sum(each.bytes for _, each in self.recordings()), self.backend.memory()
+        self.records.add(MemoryUse(taken, now.used, now.free))
 
     def warm_up(
         self,
@@ -89,9 +193,9 @@ class PreparedModel(ModelSteps):
         """
         self._make_ready(metadata_for)
         ranges, captures = [], []
-        if self._behind is None:
-            ranges = range_tasks(self.compiled.plan.symbols, self._graphs.run_dummy)
-            captures = capture_items(self._capturer.queue, self.dispatcher.plan)
+        if self._gate is None:
+            ranges = range_tasks(self.compiled.plan.symbols, self._graphs.dummies.run)
+            captures = capture_items(self._graphs.capturer.queue, self.dispatcher.plan)
         plan = WarmupPlan(ranges, captures, tasks, skip)
         plan.run(self.capture, WarmupProgress(self.records, self.backend.memory, show))
 
@@ -105,23 +209,11 @@ class PreparedModel(ModelSteps):
         LayerMissing and MetadataFailed as `capture` does.
         """
         self._make_ready(metadata_for)
-        self._find_form()
-        graphs, margin = self._capturer.expected_bytes()
+        if self._gate is not None:
+            self._gate.find_form()
+        graphs, margin = self._graphs.capturer.limit.expected_bytes()
         ledger = self._stated_ledger()
         return plan_memory(self.backend.memory(), ledger, graphs, utilization, margin)
-
-    def _make_ready(self, metadata_for: MetadataFor | None) -> None:
-        """Before a capture or a warm-up: follow weights that were replaced since.
-
-        Raises ModelClosed, and ModelMismatch for weights of another form.
-        """
-        self._must_be_open()
-        if is_autocast_enabled():
-            raise AutocastActive(action="the capture or warm-up")
-        if self._graphs.unrecorded.moved():
-            self._graphs.bind(self.compiled.rebound())
-        if metadata_for is not None:
-            self._graphs.metadata_for = metadata_for
 
     def capture_idle(self, budget_ms: float) -> int:
         """Capture for at most `budget_ms` what DELAYED or LAZY still want; returns how many.
@@ -129,9 +221,26 @@ class PreparedModel(ModelSteps):
         For an engine that is idle. With several ranks all must make the same call. With
         `cold="serve"` it also switches to compiled code that is ready.
         """
-        if self._behind is not None:
-            self._poll(self._behind)
-        return 0 if self._behind is not None else self._capturer.idle(budget_ms)
+        if self._gate is not None:
+            self._gate.poll()
+        return 0 if self._gate is not None else self._graphs.capturer.idle(budget_ms)
+
+    def wait_until_compiled(self, timeout_s: float | None = None) -> bool:
+        """With `cold="serve"`: wait for the compiled code, switch to it, and capture as at startup.
+
+        Returns whether compiled code serves now: False after `timeout_s`, and where the model
+        cannot be compiled, for which the report has the reason. Another thread may run steps
+        meanwhile, unless there are several ranks: all must make the same call. Raises ModelClosed.
+        """
+        if self._gate is not None:
+            self._gate.wait(timeout_s, self._must_be_open)
+        self._must_be_open()
+        return self.compiled.traced
+
+    def seal(self) -> None:
+        """From now on nothing compiles, and only the strategy captures."""
+        self._must_be_open()
+        self._monitor.start()
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """Check in steps that a long-lived tensor (KV cache, workspace) stays at its address.
@@ -140,7 +249,7 @@ class PreparedModel(ModelSteps):
         watched already, it refers to this tensor from now on, and graphs that read the previous
         one raise MovedTensor until `refresh`.
         """
-        self._graphs.addresses.watch(name, tensor)
+        self._steps.code.addresses.watch(name, tensor)
 
     def refresh(self) -> tuple[int, ...]:
         """Follow weights that were replaced and watched names that refer to another tensor.
@@ -150,38 +259,24 @@ class PreparedModel(ModelSteps):
         several ranks all must make the same call.
         """
         self._must_be_open()
-        stale, moved = self._graphs.stale(), self._graphs.unrecorded.moved()
-        self._graphs.bind(self.compiled.rebound())
+        stale, moved = self._graphs.present.stale(), self._steps.code.moved()
+        self._steps.code.bind(self.compiled.rebound())
         self.events.emit("refresh", level=logging.INFO, stale=stale, moved=moved)
         self.backend.synchronize()
-        self._capturer.recapture(list(stale))
+        self._graphs.capturer.recapture(list(stale))
         return tuple(stale)
-
-    def profiler_ranges(self, on: bool = True) -> None:
-        """Put steps, graphs, pieces and splitting ops into named ranges for profilers, or no more.
-
-        Without them a step pays nothing for it. Ranges are those of `torch.profiler`.
-        """
-        self._must_be_open()
-        self._graphs.set_ranges(on)
-        self.unobserve(self._ranges)
-        if on:
-            self.observe(self._ranges)
 
     def release(self) -> None:
         """Free all graphs and their memory. Steps run without; `capture` captures again."""
-        if self._running:
-            raise StepInProgress()
+        self._steps.must_be_idle()
         self.backend.synchronize()
-        self._last_graph = None
-        for graph_index, _ in self.recordings():
-            self._graphs.remove(graph_index)
-        self.ledger.state_pools(dict.fromkeys(self._capturer.memory.by_mode, 0))
-        self._capturer.begin()
-        self._capturer.active = self._behind is not None
-        self._captures_after_switch = False
+        self._steps.forget_results()
+        self.ledger.state_pools(dict.fromkeys(self._graphs.capturer.memory.by_mode, 0))
+        self._graphs.release()
+        self._steps.between = self._gate or self._graphs.capturer
+        if self._gate is not None:
+            self._gate.captures = False
         self._monitor.stop()
-        self._sealed = False
 
     def close(self) -> None:
         """Free graphs, buffers, code and weights; steps raise ModelClosed then. Idempotent."""
@@ -189,13 +284,11 @@ class PreparedModel(ModelSteps):
             self.events.emit("dispatch", rows=self.usage.rows(), reasons=self.usage.reasons())
             self.release()
             self._closed = True  # a thread may wait for the background
-            if self._behind is not None:
-                self._stop_background()
-            self._behind = self._with_form = None
-            self._bind = _refuse
-            self._eager = self._last_graph = None
-            self._context.layers = {}
+            if self._gate is not None:
+                self._gate.stop()
+                self._gate = None
             self._graphs.close()
+            self._steps.close()
 
     def report(self) -> dict[str, Any]:
         """What was prepared, captured and dispatched so far; see `runtime.report`."""
@@ -204,26 +297,110 @@ class PreparedModel(ModelSteps):
             self.compiled.plan,
             self.resolved,
             self.usage,
-            self._cache,
+            self._services.cache,
             self._stated_ledger(),
             suggested_sizes(self.resolved.mode, self.config, self.usage.counts),
         )
 
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured graph indices with their recordings."""
-        return self._graphs.recordings()
+        return self._graphs.present.recordings()
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell `observer` about each step from now on."""
+        self._steps.observe(observer)
+
+    def unobserve(self, observer: StepObserver) -> None:
+        """Stop telling `observer`. Idempotent."""
+        self._steps.unobserve(observer)
+
+    def keep_steps(self, count: int) -> None:
+        """Log the last `count` steps for `last_steps`, from none on; 0 ends the log."""
+        self._steps.keep(count)
+
+    def last_steps(self) -> list[LoggedStep]:
+        """The last steps, oldest first: how each ran, why, and how long. Needs `keep_steps`."""
+        return list(self.step_log.steps) if self.step_log is not None else []
+
+    def profiler_ranges(self, on: bool = True) -> None:
+        """Put steps, graphs, pieces and splitting ops into named ranges for profilers, or no more.
+
+        Without them a step pays nothing for it. Ranges are those of `torch.profiler`.
+        """
+        self._must_be_open()
+        self._graphs.present.set_ranges(on)
+        self.unobserve(self._ranges)
+        if on:
+            self.observe(self._ranges)
+
+    @property
+    def compiled(self) -> CompiledModel:
+        """The compiled model, bound to the weights in use."""
+        return self._steps.code.compiled
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """What decides how a batch is run."""
+        return self._steps.dispatcher
+
+    @property
+    def step_log(self) -> StepLog | None:
+        """The log of the last steps, if steps are kept."""
+        return self._steps.step_log
+
+    def _use(self, compiled: CompiledModel, dispatcher: Dispatcher) -> StaticInputs:
+        """Run steps with `compiled`, so far without graphs; returns the static inputs."""
+        device, exchange = self._services.device, self._ranks and self._ranks.exchange
+        inputs = allocate_inputs(compiled, self.config, device, self._input_buffers)
+        code = ModelCode(compiled, inputs, self.backend.address)
+        self._graphs = Graphs(
+            code, inputs, dispatcher, self.config, self.backend, self._steps.context, self.records,
+            exchange or single_rank, self.usage.counts, self._monitor.start,
+        )  # fmt: skip
+        between = self._gate or self._graphs.capturer
+        self._steps.use(code, dispatcher, self._graphs.present.installed, between)
+        return inputs
+
+    def _serve(self, compiled: CompiledModel, policy: Policy | None) -> None:
+        """Run steps with `compiled` from now on; no graph was captured so far."""
+        dispatcher, code, graphs = self.dispatcher, self._steps.code, self._graphs
+        if policy is not None and policy.dispatcher.plan.digest != dispatcher.plan.digest:
+            self.resolved, dispatcher = policy.resolved, policy.dispatcher
+            self.usage.follow(dispatcher.plan)
+        self._use(compiled, dispatcher)
+        self._steps.code.addresses.follow(code.addresses)
+        self._graphs.dummies.metadata_for = graphs.dummies.metadata_for
+        if code.ranged:
+            self._graphs.present.set_ranges(on=True)
+
+    def _gate_opened(self, waited: bool | None) -> None:
+        """Compiled code serves or will never do so; from now on steps take no lock."""
+        self._gate, self._run = None, self._steps.run
+        self._steps.between = capturer = self._graphs.capturer
+        if waited:
+            capturer.startup(serving=True)
+        elif waited is not None:
+            capturer.startup_while_serving()
+
+    def _make_ready(self, metadata_for: MetadataFor | None) -> None:
+        """Before a capture or a warm-up: follow weights that were replaced since.
+
+        Raises ModelClosed, and ModelMismatch for weights of another form.
+        """
+        self._must_be_open()
+        if is_autocast_enabled():
+            raise AutocastActive(action="the capture or warm-up")
+        if self._steps.code.moved():
+            self._steps.code.bind(self.compiled.rebound())
+        if metadata_for is not None:
+            self._graphs.dummies.metadata_for = metadata_for
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise ModelClosed()
+        self._steps.must_be_idle()
 
     def _stated_ledger(self) -> MemoryLedger:
         """The ledger, updated with what the graphs of each mode take now."""
-        self.ledger.state_pools(self._capturer.memory.by_mode)
+        self.ledger.state_pools(self._graphs.capturer.memory.by_mode)
         return self.ledger
-
-    def _memory_use(self) -> MemoryUse:
-        """Bytes that recordings took when captured; bytes in use and free bytes now."""
-        taken = sum(recording.bytes for _, recording in self.recordings())
-        now = self.backend.memory()
-        return MemoryUse(taken, now.used, now.free)
-
-
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise ModelClosed()

@@ -39,10 +39,6 @@ class GraphRecord(Record):
     graph_index: int
     step: int
 
-    def facts(self) -> dict[str, Any]:
-        """The report calls the graph index `slot`."""
-        return {"slot" if k == "graph_index" else k: v for k, v in asdict(self).items()}
-
 
 @dataclass(frozen=True, slots=True)
 class CaptureRecord(GraphRecord):

@@ -24,12 +24,12 @@ POISON = "tests/runtime/test_replay_backend.py -k failure_27"
 RANKS = f"{STRATEGIES}/test_late_rank.py"
 CAPTURE, STEP, BACKENDS = "runtime/graphs", "runtime/steps", "runtime/backends"
 GRAPHS, BATCH = f"{CAPTURE}/graph_set.py", f"{CAPTURE}/dummy_batch.py"
+CODE, STEPS = f"{STEP}/code.py", f"{STEP}/steps.py"
 GRAPH = f"{CAPTURE}/installed_graph.py"
 ADDRESSES, INPUTS = f"{STEP}/address_checks.py", f"{STEP}/static_inputs.py"
 CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
 CAPTURER, MODEL = "runtime/graphs/capturer.py", "runtime/prepared_model.py"
-LIMITED = "runtime/graphs/limited_captures.py"
-STEPS = "runtime/model_steps.py"
+LIMITED = "runtime/graphs/memory_limit.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
@@ -37,7 +37,7 @@ MUTANTS = [
     (BATCH, "*self.state]", "]", f"{DUMMY} -k True"),
     (BATCH, "[*self.inputs.owned, ", "[", f"{DUMMY} -k True"),
     (BATCH, "context.layers = layers", "pass", f"{FAILURES} -k layers_back"),
-    (GRAPHS, "if self._laid_out(*tensors):", "if True:", f"{STRIDES} -k relies"),
+    (CODE, "if self._laid_out(*tensors):", "if True:", f"{STRIDES} -k relies"),
     (INPUTS, "if any_layout or (laid_out and whole):", "if True:", f"{STRIDES} -k copied"),
     (INPUTS, "if not _same_places(tensor, strides):", "if False:", f"{STRIDES} -k first_byte"),
     (INPUTS, "        fill()\n    if", "        pass\n    if", f"{STATIC} -k any_loads"),  # 25
@@ -49,34 +49,34 @@ MUTANTS = [
     (GRAPH, "del self._by_size[next(iter(self._by_size))]", "pass", f"{RESULTS} -k bounded"),
     (GRAPHS, "            graph.recording.release()\n", "            pass\n",
      f"{WEIGHTS} -k failure_18"),
-    (GRAPHS, "self.captured[graph_index] = self.captured[graph_index], None",
-     "self.captured[graph_index] = self.captured[graph_index], self.captured[graph_index]",
+    (GRAPHS, "self.installed[graph_index] = self.installed[graph_index], None",
+     "self.installed[graph_index] = self.installed[graph_index], self.installed[graph_index]",
      f"{WEIGHTS} -k failure_18"),
-    (GRAPHS, "warm_up=self.stitched", "warm_up=None", f"{FAITHFUL} -k failure_22"),
+    (GRAPHS, "warm_up=self._code.call", "warm_up=None", f"{FAITHFUL} -k failure_22"),
     (GRAPH, "        self.addresses.check_step()\n        load", "        load",
      f"{WEIGHTS} -k failure_19"),  # 13
     (GRAPH, "self.recording.outputs or ()", "self.recording.outputs", LOOP),
-    (MODEL, "self._graphs.bind(self.compiled.rebound())\n        if metadata_for",
+    (MODEL, "self._steps.code.bind(self.compiled.rebound())\n        if metadata_for",
      "pass\n        if metadata_for", f"{WEIGHTS} -k before_the_capture"),  # 18
-    (MODEL, "self._graphs.bind(self.compiled.rebound())\n        self.events",
+    (MODEL, "self._steps.code.bind(self.compiled.rebound())\n        self.events",
      "self.events", LOOP),  # 19
     (STEPS, "if is_autocast_enabled():", "if False:", f"{RESULTS} -k autocast"),
-    (MODEL, "self._graphs.close()", "pass", f"{RESULTS} -k close"),
-    (MODEL, "        self.backend.synchronize()\n        self._capturer.recapture",
-     "        self._capturer.recapture", f"{WEIGHTS} -k idle_before"),
-    (MODEL, "        self.backend.synchronize()\n        self._last_graph = None",
-     "        self._last_graph = None", f"{WEIGHTS} -k idle_before"),
+    (MODEL, "self._steps.close()", "pass", f"{RESULTS} -k close"),
+    (MODEL, "        self.backend.synchronize()\n        self._graphs.capturer.re",
+     "        self._graphs.capturer.re", f"{WEIGHTS} -k idle_before"),
+    (MODEL, "        self.backend.synchronize()\n        self._steps.forget",
+     "        self._steps.forget", f"{WEIGHTS} -k idle_before"),
     (STEPS, "if stated is not None and stated != num_tokens:", "if False:",
      f"{RESULTS} -k states_other"),
-    (STEPS, "if captured is None and decision.graph_index != NO_GRAPH:", "if False:",
+    (STEPS, "if graph is None and decision.graph_index != NO_GRAPH:", "if False:",
      f"{RESULTS} -k freed_reports"),
     (STEPS, "if batch.num_reqs > self._max_num_reqs:", "if False:",
      f"{RESULTS} -k contradict"),
-    (STEPS, "        self._running = True\n        context, token", "        context, token",
+    (STEPS, "        self.running = True\n        context, token", "        context, token",
      f"{FAILURES} -k middle"),
-    (STEPS, "self._graphs.memory_check is not None", "False", SHARED),
+    (STEPS, "self.code.memory_check is not None", "False", SHARED),
     (GRAPH, "if of_input:", "if False:", SHARED),
-    (GRAPHS, "result.clone() if inputs.holds(result) else result", "result",
+    (CODE, "result.clone() if inputs.holds(result) else result", "result",
      f"{LIVE}/test_low_end.py -k callers"),
     (f"{STEP}/binding.py", "is_neg()", "is_sparse", f"{STRIDES} -k negated"),
     (ADDRESSES, "if now is not None:", "if False:", f"{WEIGHTS} -k other_memory"),
@@ -106,13 +106,13 @@ MUTANTS = [
      f"{LIFETIMES} -k failure_17"),  # 16, 17
     ("runtime/config.py", "return {UNDECLARED: AttentionSupport.NEVER} if breaks else {}",
      "return {}", f"{FAITHFUL} -k declares_nothing"),  # 10, W12
-    (CAPTURER, "(lazily and not self.queue.complete)", "not self.queue.complete",
+    (CAPTURER, "(not self._eager and not self.queue.complete)", "not self.queue.complete",
      f"{FAILURES} -k w14"),
     ("runtime/graphs/wanted.py",
      "        if self._strategy is CaptureStrategy.EAGER:\n            return\n        if",
      "        if", f"{QUEUE} -k eager_queue"),
-    (LIMITED, "if self.memory.exceeded:", "if False:", f"{CURVES} -k holds_on"),
-    (CAPTURER, "            self._evict(graph_index)\n        with",
+    (LIMITED, "if captured and self.memory.exceeded:", "if False:", f"{CURVES} -k holds_on"),
+    (CAPTURER, "            self.captures.evict(graph_index)\n        with",
      "            pass\n        with", f"{WEIGHTS} -k stale_graphs"),
     (CAPTURER, "if estimate > budget.ms:", "if False:", f"{QUEUE} -k idle_milliseconds"),
     ("runtime/ranks.py",

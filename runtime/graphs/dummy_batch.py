@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compile.ir.config import TOKENS
 from ...compile.ir.locations import first_line
 from ...compile.plan.compiled_model import CompiledModel
-from ...dispatch import BatchDescriptor, RuntimeMode
+from ...dispatch import BatchDescriptor, DispatchPlan, RuntimeMode
 from ...errors import LayerMissing, MetadataFailed
 from ...torch_compat.basics.frames import is_torch_file
+from ..steps.code import ModelCode
 from ..steps.forward_context import ForwardContext, forward_context
-from ..steps.static_inputs import BoundInputs
+from ..steps.static_inputs import BoundInputs, StaticInputs
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
@@ -108,6 +110,47 @@ class DummyBatch:
                 num_tokens=self.descriptor.num_tokens,
                 reason=f"{type(error).__name__}: {first_line(error)}",
             ) from error
+
+
+class DummyBatches:
+    """Makes dummy batches of one model: on its static inputs, in its forward context."""
+
+    def __init__(
+        self, plan: DispatchPlan, code: ModelCode, inputs: StaticInputs, context: ForwardContext
+    ) -> None:
+        self.metadata_for: MetadataFor | None = None
+        self.context = context
+        self._plan = plan
+        self._code = code
+        self._inputs = inputs
+
+    def batch(
+        self, descriptor: BatchDescriptor, mode: RuntimeMode, sizes: Mapping[str, int]
+    ) -> AbstractContextManager[tuple[Tensor, ...]]:
+        """The static inputs of `sizes`, with a batch of padding in the forward context."""
+        state = model_state(self._code.compiled)
+        batch = DummyBatch(descriptor, mode, self._inputs.at(sizes), state)
+        return batch.in_context(self.context, self.metadata_for)
+
+    def run(self, sizes: Mapping[str, int]) -> None:
+        """Run the code without a graph on a dummy batch."""
+        with self.batch(BatchDescriptor(sizes[TOKENS]), RuntimeMode.NONE, sizes) as views:
+            self._code.call(*views)
+
+    def sizes(self, graph_index: int) -> dict[str, int]:
+        """A graph's size of each symbol; the largest where its descriptor does not state one."""
+        descriptor = self._plan.entries[graph_index].descriptor
+        sizes = dict(self._inputs.limits)
+        if descriptor.num_reqs is not None and "num_reqs" in sizes:
+            sizes["num_reqs"] = descriptor.num_reqs
+        if "num_loras" in sizes:
+            sizes["num_loras"] = descriptor.lora_case
+        stated = {TOKENS: descriptor.num_tokens, **dict(descriptor.axes)}
+        return sizes | {n: size for n, size in stated.items() if n in sizes}
+
+    def inputs(self, graph_index: int) -> BoundInputs:
+        """The static inputs of a graph."""
+        return self._inputs.at(self.sizes(graph_index))
 
 
 def model_state(compiled: CompiledModel) -> list[Tensor]:

@@ -16,8 +16,10 @@ from ...errors import BatchExceeded, SizeOutOfRange
 from ...torch_compat.basics.tensors import normal_alias
 from ..backends.tape import poison
 from ..steps.address_checks import MetadataAddresses, Snapshot
-from ..steps.static_inputs import BoundInputs, Load, real_part
-from .recording import Recording
+from ..steps.code import real_results
+from ..steps.profiler_ranges import call_names, piece_names, ranged
+from ..steps.static_inputs import BoundInputs, Load
+from .recording import Recording, SegmentKind, run_calls
 
 _MOST_KEPT = 256
 
@@ -26,7 +28,7 @@ FreshResults = tuple[Callable[[], Any], ...]
 such as `unsqueeze_`, changes no later step."""
 
 
-class CapturedGraph:
+class InstalledGraph:
     """A recording as steps use it. Loaders and results are kept per real size, the last 256."""
 
     __slots__ = (
@@ -83,7 +85,7 @@ class CapturedGraph:
         return load, results
 
 
-class WritingGraph(CapturedGraph):
+class WritingGraph(InstalledGraph):
     """A graph of a model that writes to its inputs; what it wrote is copied to the caller's."""
 
     __slots__ = ()
@@ -94,19 +96,20 @@ class WritingGraph(CapturedGraph):
         return results
 
 
-def real_results(plan: Plan, outputs: Sequence[Any], sizes: Sequence[int]) -> tuple[Any, ...]:
-    """Static outputs cut to the real `sizes`, which are in the order of the plan's symbols."""
-    names = {symbol.name: size for symbol, size in zip(plan.symbols, sizes, strict=True)}
-
-    def size(dim: int | str) -> int:
-        return dim if isinstance(dim, int) else int(eval(dim, {}, dict(names)))
-
-    return tuple(
-        real_part(output, [size(dim) for dim in result.shape])
-        if isinstance(output, Tensor)
-        else size(result.name)
-        for output, result in zip(outputs, plan.results, strict=True)
-    )
+def name_segments(recording: Recording, plan: Plan) -> None:
+    """Replay each segment of `recording` in a range, by the pieces and ops that it holds."""
+    graphs = [each for each in recording.segments if each.kind is SegmentKind.GRAPH]
+    pieces, calls = iter(piece_names(plan)), iter(call_names(plan))
+    known = len(graphs) == len(plan.piece_uses()) > 1
+    named = []
+    for segment in recording.segments:
+        for call in segment.calls:
+            if segment.kind is SegmentKind.EAGER:
+                name = next(calls, "op")
+            else:
+                name = next(pieces) if known else f"graph {recording.name}"
+            named.append(ranged(name, call))
+    recording.replay = partial(run_calls, tuple(named))
 
 
 def _fresh(result: Any, of_input: bool) -> Callable[[], Any]:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from ...dispatch import NO_GRAPH, CaptureStrategy, Decision, DispatchPlan
+from ..steps.usage import IdleSteps
 
 RETRY_STEPS = 64
 """Steps until a failed capture is tried again; each further failure doubles them."""
@@ -55,18 +56,6 @@ class GraphState:
         return self.captured and not self.kept
 
 
-class Idle:
-    """Steps of one decision for which there is nothing to capture, of `num_reqs` or more."""
-
-    __slots__ = ("decision", "num_reqs", "steps", "wanted")
-
-    def __init__(self, decision: Decision, wanted: int, num_reqs: int) -> None:
-        self.decision = decision
-        self.wanted = wanted
-        self.num_reqs = num_reqs
-        self.steps = 0
-
-
 class CaptureQueue:
     """What a strategy captures next. `step` counts batches.
 
@@ -82,7 +71,7 @@ class CaptureQueue:
         self._by_size = _largest_first(plan)
         self._pending: list[int] | None = None
         self._next_retry = 0
-        self.idle_steps: dict[int, Idle] = {}
+        self.idle_steps: dict[int, IdleSteps] = {}
         self._added: list[int] = []
         self._kept: frozenset[int] = frozenset()
 
@@ -128,7 +117,7 @@ class CaptureQueue:
         if len(self.idle_steps) >= _MOST_IDLE:
             self.count_idle()
             self.idle_steps.clear()
-        self.idle_steps[id(decision)] = Idle(decision, wanted, num_reqs)
+        self.idle_steps[id(decision)] = IdleSteps(decision, wanted, num_reqs)
 
     def count_idle(self) -> None:
         """Count the steps that counted themselves."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...dispatch import Batch, BatchDescriptor, Decision, Dispatcher, Reason, RuntimeMode
 from ...dispatch.decision_table import NEARNESS
-from .forward_context import ForwardContext
 
 _MOST_KEPT = 4096
 
@@ -58,56 +56,6 @@ class LoggedStep:
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "descriptor": self.descriptor.as_json()}
-
-
-class ObservableSteps:
-    """The part of a prepared model that tells observers about its steps."""
-
-    dispatcher: Dispatcher
-
-    def __init__(self) -> None:
-        self._observers: tuple[StepObserver, ...] = ()
-        self.step_log: StepLog | None = None
-
-    def observe(self, observer: StepObserver) -> None:
-        """Tell `observer` about each step from now on."""
-        self._observers = (*self._observers, observer)
-
-    def unobserve(self, observer: StepObserver) -> None:
-        """Stop telling `observer`. Idempotent."""
-        self._observers = tuple(each for each in self._observers if each is not observer)
-
-    def keep_steps(self, count: int) -> None:
-        """Log the last `count` steps for `last_steps`, from none on; 0 ends the log."""
-        if self.step_log is not None:
-            self.unobserve(self.step_log)
-        self.step_log = StepLog(self.dispatcher, count) if count else None
-        if self.step_log is not None:
-            self.observe(self.step_log)
-
-    def last_steps(self) -> list[LoggedStep]:
-        """The last steps, oldest first: how each ran, why, and how long. Needs `keep_steps`."""
-        return list(self.step_log.steps) if self.step_log is not None else []
-
-    @contextmanager
-    def _observing(
-        self, context: ForwardContext, decision: Decision, args: Any, kwargs: Any, metadata: Any
-    ) -> Iterator[None]:
-        """Tell the observers of a step that runs inside, and nobody of its own call of `run`."""
-        observers, self._observers = self._observers, ()
-        raised: BaseException | None = None
-        try:
-            for observer in observers:
-                observer.began(decision, args, kwargs, metadata)
-            yield
-        except BaseException as error:
-            raised = error
-            raise
-        finally:
-            self._observers = observers
-            done = decision if raised is not None else context.decision
-            for observer in reversed(observers):
-                observer.ended(done, context.num_tokens, raised)
 
 
 class StepLog(StepObserver):

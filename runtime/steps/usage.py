@@ -21,6 +21,22 @@ class _Tally:
         self.tokens = 0
 
 
+class IdleSteps:
+    """Batches of one decision for which there is nothing to capture, of `num_reqs` or more.
+
+    They want graph `wanted`. They are counted when they are dispatched, alike on all ranks; a rank
+    may run them by another decision.
+    """
+
+    __slots__ = ("decision", "num_reqs", "steps", "wanted")
+
+    def __init__(self, decision: Decision, wanted: int, num_reqs: int) -> None:
+        self.decision = decision
+        self.wanted = wanted
+        self.num_reqs = num_reqs
+        self.steps = 0
+
+
 class Usage:
     """Counts by graph, by number of real tokens, and reasons by runtime mode.
 

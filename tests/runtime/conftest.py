@@ -26,8 +26,8 @@ from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
 from piecegraph.runtime.graphs.recorder import record
 from piecegraph.runtime.graphs.recording import Recording
 from piecegraph.runtime.graphs.session import capture_session
-from piecegraph.runtime.model_steps import Engine, Services
 from piecegraph.runtime.policy import Policy, dispatch_plan
+from piecegraph.runtime.prepared_model import Services
 from piecegraph.runtime.records import Records
 
 
@@ -73,8 +73,9 @@ def prepare_on_replay(
         compiled,
         config,
         Policy(resolve_mode(mode, support={}, pieces=True), dispatcher),
-        Engine(layers, input_buffers or {}),
         Services(strict_backend(**options), torch.device("cpu"), cache, Records()),
+        layers=layers,
+        input_buffers=input_buffers,
     )
 
 

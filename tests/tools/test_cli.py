@@ -28,7 +28,7 @@ def test_run_writes_nothing_but_json_to_stdout(library, capsys):
     assert main([*QUICK, "--json", "-"]) == 0
     captured = capsys.readouterr()
     report = json.loads(captured.out)
-    assert report["schema"] == 1
+    assert report["schema"] == 2
     assert report["serving"]["requests"] == 6
     assert report["verification"]["ok"] is True
     assert [p["name"] for p in report["startup"]["phases"]] == [
@@ -275,7 +275,7 @@ def test_sizes_that_cannot_be_allocated_are_a_bad_value(library, capsys, monkeyp
         (["explain", "--of"], "--of", "piecegraph explain --format json"),
     ],
 )
-@pytest.mark.parametrize("text", ["{}", '{"schema": 0}', '{"schema": 1}', "[]", "x", None])
+@pytest.mark.parametrize("text", ["{}", '{"schema": 0}', '{"schema": 2}', "[]", "x", None])
 def test_a_file_of_another_command_is_refused(
     command, option, writer, text, tmp_path, capsys, monkeypatch
 ):

@@ -135,7 +135,7 @@ def test_the_json_has_what_the_page_shows(written):
     names = [span["name"] for span in facts["timeline"]]
     assert {"prepare", "trace.dynamo", "split", "compile", "compile.piece", "capture"} <= set(names)
     assert not any("this start was cold" in advice["what"] for advice in facts["advice"])
-    assert facts["schema"] == 1
+    assert facts["schema"] == 2
     assert facts["machine"]["cpus"] >= 1
     assert names[:2] == ["import torch", "build model"]
     for index, span in enumerate(facts["timeline"]):
@@ -347,7 +347,7 @@ def test_advice_is_given_where_it_is_due_and_only_there():
         "cache": {"hit": False, "reason": "absent", "not_cacheable": []},
         "guards": [{"proved": False, "expression": "Eq(a, 1)", "where": "m.py:3"}],
         "policy": "drop",
-        "failed": [{"slot": 3, "reason": "out of memory"}],
+        "failed": [{"graph_index": 3, "reason": "out of memory"}],
         "reasons": [{"mode": "NONE", "reason": "above largest size", "count": 10}],
         "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 50, "share": 0.5}],
         "captures": [{"captured": True, "steps": 0, "ms": 1.0}],

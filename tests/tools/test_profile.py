@@ -9,7 +9,7 @@ import torch
 
 import piecegraph as pg
 from piecegraph.errors import InvalidSetting
-from piecegraph.runtime.graphs.profiler_ranges import call_names, piece_names
+from piecegraph.runtime.steps.profiler_ranges import call_names, piece_names
 from piecegraph.tools.explain.kernel_times import profile_section, time_by_range
 
 
@@ -56,7 +56,7 @@ def test_w24_pieces_and_ops_are_named_by_their_layers_and_only_while_ranges_are_
     plan = prepared.compiled.plan
     assert piece_names(plan) == ["piece 0 layer 0", "piece 1 layers 0-1", "piece 2 layer 1"]
     assert call_names(plan) == ["op paged_attention layer 0", "op paged_attention layer 1"]
-    stitched = prepared._graphs.stitched
+    stitched = prepared._steps.code.call
     prepared.profiler_ranges()
     with torch.profiler.profile() as profiler:
         for batch in (pg.Batch(2, 1), pg.Batch(3, 1), pg.Batch(2, 2, True, 1)):
@@ -79,7 +79,7 @@ def test_w24_pieces_and_ops_are_named_by_their_layers_and_only_while_ranges_are_
     with torch.profiler.profile() as profiler:
         step(pg.Batch(2, 1))
     assert not [each for each in profiler.events() if each.name.startswith(("step ", "piece "))]
-    assert prepared._graphs.stitched is not stitched
+    assert prepared._steps.code.call is not stitched
 
 
 @pytest.fixture

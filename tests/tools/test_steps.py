@@ -136,4 +136,4 @@ def test_the_command_records_and_replays(tmp_path, capsys):
     assert main(["run", *options, "--record", file]) == 0
     assert main(["bisect", *options, "--replay", file, "--steps", "3"]) == 0
     assert main(["explain", *options, "--replay", file, "--format", "json", "--output", "-"]) == 0
-    assert '"schema": 1' in capsys.readouterr().out
+    assert '"schema": 2' in capsys.readouterr().out

@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import ForwardContext, PreparedModel, RuntimeMode, forward_context
 from ...dispatch import NO_GRAPH
 from ...errors import DispatchError, InvalidSetting
-from ...runtime.graphs.profiler_ranges import call_names
+from ...runtime.steps.profiler_ranges import call_names
 from ..steps import Step
 from .case import BisectCase
 from .observe import Call, Calls, copies, splitting_ops

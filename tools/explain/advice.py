@@ -74,7 +74,7 @@ def _guards(facts: Facts) -> Advice:
 def _failed(facts: Facts) -> Advice:
     for failure in facts["failed"]:
         yield (
-            f"entry {failure['slot']} could not be captured: {failure['reason']}",
+            f"entry {failure['graph_index']} could not be captured: {failure['reason']}",
             "Its batches run in a lower mode; drop the size or correct the op that is named.",
         )
 

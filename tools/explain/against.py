@@ -10,7 +10,7 @@ from ..report.sections import Section, Table, columns
 
 Facts = dict[str, Any]
 
-SCHEMA = 1
+SCHEMA = 2
 
 SLOWER, FASTER = 1.25, 0.8
 NOTICED_SECONDS = 0.05

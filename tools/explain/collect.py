@@ -151,7 +151,7 @@ def captures(prepared: PreparedModel) -> list[Facts]:
         capture = made.get(place)
         rows.append(
             {
-                "slot": graph_index,
+                "graph_index": graph_index,
                 "mode": place[0],
                 "num_tokens": place[1],
                 "captured": capture is not None,

@@ -211,7 +211,7 @@ def _captures(facts: Facts) -> Section:
     largest = max((row["bytes"] for row in rows), default=0) or 1
     plan = [
         (
-            row["slot"],
+            row["graph_index"],
             row["mode"],
             row["num_tokens"],
             f"{row['ms']:.1f}" if row["captured"] else "not captured",

@@ -21,7 +21,7 @@ from ..report.sections import Section, Table, columns, size
 from .options import RunOptions
 from .verify import Verification
 
-SCHEMA = 1
+SCHEMA = 2
 
 Report = dict[str, Any]
 

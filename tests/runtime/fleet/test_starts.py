@@ -134,7 +134,7 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
         "settings = dict(inputs={'x': 'float32[num_tokens, 16]'}, cold='serve', max_num_tokens=64,"
         f" splitting_ops=('piecegraph_fleet::mix',), cache_dir=Path({str(tmp_path / 'cache')!r}))\n"
         "prepared = s.prepare(s.Small(4).eval(), s.Config(**settings))\n"
-        "print(prepared._behind.background._child, flush=True)\n"
+        "print(prepared._gate.background._child, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(

@@ -39,7 +39,7 @@ from piecegraph.compile.backends import registry
 from piecegraph.compile.backends.registry import Compiler
 from piecegraph.errors import GuardUnproved, InvalidSetting, ModelClosed
 from piecegraph.runtime import background
-from piecegraph.runtime.graphs.graph_set import CapturedGraphs
+from piecegraph.runtime.graphs.graph_set import GraphSet
 from piecegraph.runtime.records import BackgroundFailure, Eviction, Switched
 
 from ..conftest import strict_backend
@@ -130,8 +130,8 @@ def serve_until_over(served: LiveServed) -> None:
 
 
 def child_of(served: LiveServed) -> int | None:
-    behind = served.prepared._behind
-    return behind.background._child if behind is not None else None
+    gate = served.prepared._gate
+    return gate.background._child if gate is not None else None
 
 
 @pytest.mark.compile
@@ -157,7 +157,7 @@ def test_steps_are_right_before_and_after_the_switch(
     assert report["counters"]["dynamo_traces"] == 0
     assert not report["cache"]["hit"]
     assert sum(row["count"] for row in report["dispatch"]) > found["switch"]["steps"]
-    assert "kept" in served.prepared._graphs.addresses._parts
+    assert "kept" in served.prepared._steps.code.addresses._parts
     assert serve_cold().prepared.compiled.from_bundle  # the next start is warm
 
 
@@ -182,13 +182,13 @@ def test_graphs_are_captured_between_the_steps_after_the_switch(
 def test_probes_of_a_memory_limit_run_between_steps_too(
     serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded, record = list[int](), CapturedGraphs.record
+    recorded, record = list[int](), GraphSet.record
 
-    def counted(graphs: CapturedGraphs, graph_index: int, session: Any) -> Any:
+    def counted(graphs: GraphSet, graph_index: int, session: Any) -> Any:
         recorded.append(graph_index)
         return record(graphs, graph_index, session)
 
-    monkeypatch.setattr(CapturedGraphs, "record", counted)
+    monkeypatch.setattr(GraphSet, "record", counted)
     served = serve_cold(memory_limit=10**9, captures_per_step=1)
     served.prepared.capture()
     serve_until_over(served)
@@ -251,7 +251,7 @@ def test_another_thread_may_wait_for_the_switch(
     serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch, captured: bool
 ) -> None:
     """No step runs while the model switches, however long that takes."""
-    make = CapturedGraphs.__init__
+    make = GraphSet.__init__
 
     def make_slowly(*arguments: Any) -> None:
         time.sleep(0.2)
@@ -260,7 +260,7 @@ def test_another_thread_may_wait_for_the_switch(
     served, ended = serve_cold(), list[bool]()
     if captured:
         served.prepared.capture()
-    monkeypatch.setattr(CapturedGraphs, "__init__", make_slowly)
+    monkeypatch.setattr(GraphSet, "__init__", make_slowly)
     wait = lambda: ended.append(served.prepared.wait_until_compiled())  # noqa: E731
     thread = threading.Thread(target=wait)
     thread.start()

@@ -113,14 +113,15 @@ def test_a_layer_that_prepare_was_not_given_is_the_callers_error(
     serve: Callable[..., Any], settings: dict[str, Any], call: str
 ) -> None:
     served = serve(**settings)
-    layers, served.prepared._context.layers = served.prepared._context.layers, {"other": 1}
+    context = served.prepared._steps.context
+    layers, context.layers = context.layers, {"other": 1}
     with pytest.raises(
         LayerMissing, match=r"no layer 'stage'; it has other \(at .*conftest.py:.*layers="
     ):
         getattr(served.prepared, call)()
     assert_at_rest()
-    assert served.prepared._context.layers == {"other": 1}
-    served.prepared._context.layers = layers
+    assert served.prepared._steps.context.layers == {"other": 1}
+    served.prepared._steps.context.layers = layers
     assert served.step(3) == "NONE 3"
     served.prepared.capture()
     assert served.step(3) == "PIECEWISE 4"
@@ -137,7 +138,7 @@ def test_a_key_error_of_the_ops_own_is_a_failed_capture(serve: Callable[..., Any
 def test_metadata_that_cannot_be_made_between_steps_is_reported(serve: Callable[..., Any]) -> None:
     served = serve(strategy="delayed")
     served.prepared.capture(lambda descriptor, mode: None)
-    served.prepared._graphs.metadata_for = no_metadata
+    served.prepared._graphs.dummies.metadata_for = no_metadata
     assert served.step(1, 1) == "FULL 8"
     assert_at_rest()
     (event,) = served.prepared.events.named("capture.failed")
@@ -261,7 +262,7 @@ def test_w14_nothing_is_captured_while_serving_under_eager(serve: Callable[..., 
     served = serve(sizes=(2, 4), options={"failing_captures": frozenset({1})})
     served.prepared.capture()
     served.prepared.seal()
-    assert not served.prepared._capturer.active  # no step asks
+    assert not served.prepared._graphs.capturer.active  # no step asks
     captures = served.backend.counters["captures"]
     for lengths in ((4,), (3,), (1, 1), (12,)):
         served.step(*lengths)
@@ -273,9 +274,9 @@ def test_w14_nothing_is_captured_while_serving_under_eager(serve: Callable[..., 
 
 def test_a_dummy_batch_gives_the_context_its_layers_back(serve: Callable[..., Any]) -> None:
     served = serve()
-    layers = served.prepared._context.layers
+    layers = served.prepared._steps.context.layers
     served.prepared.capture()
-    assert served.prepared._context.layers is layers
+    assert served.prepared._steps.context.layers is layers
 
 
 def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve: Callable[..., Any]) -> None:
@@ -287,7 +288,7 @@ def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve: Callable[..
         served.step(*lengths)
         graph_index = served.prepared.dispatch(served.batch(*lengths)).graph_index
         outputs = dict(served.prepared.recordings())[graph_index].outputs
-        inputs = served.prepared._graphs._inputs_of(graph_index).views
+        inputs = served.prepared._graphs.dummies.inputs(graph_index).views
         assert all(tensor.isfinite().all() for tensor in (*inputs, *outputs))
 
 
@@ -301,7 +302,7 @@ def test_failure_28_ops_read_how_many_rows_are_real(serve: Callable[..., Any]) -
             seen.append(get_forward_context().num_tokens)
             return served.stage
 
-    served.prepared._context.layers = Watching()
+    served.prepared._steps.context.layers = Watching()
     served.step(3)
     assert seen[:3] == [3, 3, 3]
 
@@ -317,11 +318,11 @@ def test_a_failed_capture_holds_nothing(serve: Callable[..., Any]) -> None:
                 raise FAULT
             return served.stage
 
-    prepared._context.layers = FailingLater()
+    prepared._steps.context.layers = FailingLater()
     pool = served.backend.new_pool()
     with capture_session(served.backend, pool, prepared.events) as session:
         with pytest.raises(CaptureFailed, match="no such block"):
-            prepared._graphs.record(0, session)
+            prepared._graphs.present.record(0, session)
         assert len(calls) == 5
         assert session._held == []
 

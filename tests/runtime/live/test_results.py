@@ -135,7 +135,7 @@ def test_a_decision_whose_graph_was_freed_reports_the_mode_that_ran(
     assert served.prepared.usage.reasons() == [
         {"mode": "NONE", "reason": "not captured yet", "count": 1}
     ]
-    assert served.prepared._context.decision.mode is RuntimeMode.NONE
+    assert served.prepared._steps.context.decision.mode is RuntimeMode.NONE
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (2, 1), (12,)])
@@ -204,12 +204,12 @@ def test_close_frees_buffers_code_and_weights(serve: Callable[..., Any]) -> None
     served = ready(serve)
     run(served)
     prepared = served.prepared
-    graphs = prepared._graphs
-    buffers = [weakref.ref(buffer) for buffer in graphs._inputs._buffers.values()]
-    others = [weakref.ref(thing) for thing in (graphs.stitched, served.model, served.stage)]
+    code = prepared._steps.code
+    buffers = [weakref.ref(buffer) for buffer in code._inputs._buffers.values()]
+    others = [weakref.ref(thing) for thing in (code.call, served.model, served.stage)]
     rows = prepared.report()["dispatch"]
     prepared.close()
-    del served, graphs
+    del served, code
     gc.collect()
     assert [ref() for ref in buffers + others] == [None] * 4
     assert prepared.report()["dispatch"] == rows
@@ -223,5 +223,5 @@ def test_what_is_kept_per_size_is_bounded(
     served = ready(serve, sizes=(8,))
     for num_tokens in (1, 2, 3, 4, 3, 5):
         assert torch.equal(*run(served, (num_tokens, 1)))
-    graphs = [graph for graph in served.prepared._captured if graph is not None]
+    graphs = [graph for graph in served.prepared._graphs.present.installed if graph is not None]
     assert {tuple(graph._by_size) for graph in graphs if graph._by_size} == {((2,),), ((5,), (6,))}

@@ -103,7 +103,8 @@ def test_failure_25_padding_is_what_the_config_says(both: tuple[PreparedModel, n
     decision = prepared.dispatch(Batch(3, 2))
     prepared.run(decision, *args, **kwargs)
     paths = [".".join(map(str, item.path)) for item in prepared.compiled.plan.inputs]
-    inputs = dict(zip(paths, prepared._graphs._inputs_of(decision.graph_index).views, strict=True))
+    views = prepared._graphs.dummies.inputs(decision.graph_index).views
+    inputs = dict(zip(paths, views, strict=True))
     ids, positions, hidden = inputs["ids"], inputs["positions"], inputs["hidden.x"]
     assert ids[3] == 31
     assert torch.equal(positions[:, 3], args[1][:, 2])

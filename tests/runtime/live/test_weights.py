@@ -14,7 +14,7 @@ from torch import nn
 from piecegraph import Batch, Config, prepare
 from piecegraph.errors import ModelMismatch, MovedTensor, RecordingReleased
 from piecegraph.runtime.backends.replay import ReplayBackend
-from piecegraph.runtime.graphs.graph_set import CapturedGraphs
+from piecegraph.runtime.graphs.graph_set import GraphSet
 from piecegraph.runtime.graphs.recording import Recording
 
 from ..conftest import strict_backend, tensors_alive
@@ -123,9 +123,9 @@ def test_refresh_captures_again_only_what_is_stale(serve: Callable[..., Any]) ->
         served.step(1, 1)
     recordings = dict(served.prepared.recordings())
     graph_index = next(iter(recordings))
-    served.prepared._graphs.captured[
+    served.prepared._graphs.present.installed[
         graph_index
-    ].addresses = served.prepared._graphs.addresses.snapshot()
+    ].addresses = served.prepared._steps.code.addresses.snapshot()
     assert set(served.prepared.refresh()) == set(recordings) - {graph_index}
     assert dict(served.prepared.recordings())[graph_index] is recordings[graph_index]
     served.step(1, 1)
@@ -212,9 +212,9 @@ def test_stale_graphs_are_freed_before_the_first_is_captured_again(
     served = captured(serve, options={"limit": captured(serve).used})  # no room for one more
     before, order = served.captured(), []
     for name in ("remove", "record"):
-        method = getattr(CapturedGraphs, name)
+        method = getattr(GraphSet, name)
         monkeypatch.setattr(
-            CapturedGraphs, name, lambda *a, n=name, m=method: (order.append(n), m(*a))[1]
+            GraphSet, name, lambda *a, n=name, m=method: (order.append(n), m(*a))[1]
         )
     replace_weight(served.model)
     stale = served.prepared.refresh()

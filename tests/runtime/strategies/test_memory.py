@@ -13,7 +13,7 @@ from piecegraph.runtime.graphs import graph_memory
 from piecegraph.runtime.graphs.admitted import worth
 from piecegraph.runtime.graphs.forecast import Forecast, ModeForecast, fit
 from piecegraph.runtime.graphs.graph_memory import GraphMemory, graph_of, prune
-from piecegraph.runtime.graphs.graph_set import CapturedGraphs
+from piecegraph.runtime.graphs.graph_set import GraphSet
 from piecegraph.runtime.ranks import single_rank
 from piecegraph.runtime.records import Records
 
@@ -99,13 +99,13 @@ def test_probes_are_released_even_if_their_recordings_are_held(
 ) -> None:
     served = make(LADDER, options=OPTIONS)
     held: list[Any] = []
-    record = CapturedGraphs.record
+    record = GraphSet.record
 
-    def holding(graphs: CapturedGraphs, graph_index: int, session: Any) -> Any:
+    def holding(graphs: GraphSet, graph_index: int, session: Any) -> Any:
         held.append(record(graphs, graph_index, session))
         return held[-1]
 
-    monkeypatch.setattr(CapturedGraphs, "record", holding)
+    monkeypatch.setattr(GraphSet, "record", holding)
     assert served.prepared.memory_plan().graphs > 0
     assert len(held) == 12
     assert served.used == 0
@@ -282,7 +282,7 @@ def test_eviction_from_the_shared_pool_changes_no_result(
     for is_decode, n in batches:
         served.decode(n) if is_decode else served.mixed(n)
         assert served.used - at_startup <= graphs * GRAPH
-        assert served.prepared._capturer.memory.used == served.used
+        assert served.prepared._graphs.capturer.memory.used == served.used
 
 
 def test_worth_is_what_is_saved_per_byte() -> None:

@@ -245,10 +245,10 @@ def test_the_first_start_keeps_small_decode_sizes(limit: int) -> None:
 def test_a_memory_plan_states_how_uncertain_its_forecast_is(caplog: Any) -> None:
     straight = Rig(*CURVES["affine"], None)
     bent = Rig(*CURVES["falling own"], None)
-    assert straight.capturer.expected_bytes()[1] == 0
+    assert straight.capturer.limit.expected_bytes()[1] == 0
     assert not straight.records.of(UncertainForecast)
     with caplog.at_level(logging.WARNING, "piecegraph"):
-        num_bytes, margin = bent.capturer.expected_bytes()
+        num_bytes, margin = bent.capturer.limit.expected_bytes()
     assert margin > 0.1 * num_bytes
     (planned,) = bent.records.of(PlannedMemory)
     assert (planned.bytes, planned.margin) == (num_bytes, margin)

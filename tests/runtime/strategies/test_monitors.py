@@ -79,8 +79,8 @@ def test_an_inductor_compile_is_reported(
 def test_in_a_step_the_shape_is_reported(sealed: Any) -> None:
     served = sealed()
     compiled = torch.compile(late, backend="eager", dynamic=False)
-    stitched = served.prepared._graphs.stitched
-    served.prepared._graphs.stitched = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
+    stitched = served.prepared._steps.code.call
+    served.prepared._steps.code.call = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
     served.check(Batch(11, 1))
     assert served.prepared.events.named("after_seal")[0].facts["shape"] == "11 tokens in NONE"
 
@@ -276,7 +276,7 @@ def test_a_dropped_model_is_not_watched_for_and_frees_its_layers(make: Any, stra
     prepared = served.prepared
     prepared.capture()
     prepared.seal()
-    layer, model = weakref.ref(prepared._context.layers["scale"]), weakref.ref(prepared)
+    layer, model = weakref.ref(prepared._steps.context.layers["scale"]), weakref.ref(prepared)
     del prepared, served
     assert model() is None
     assert layer() is None

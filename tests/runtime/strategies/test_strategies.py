@@ -93,7 +93,7 @@ def test_the_budget_bounds_captures_per_step(make: Any, per_step: int) -> None:
 def test_idle_milliseconds_go_by_what_captures_took(make: Any) -> None:
     moments = itertools.count(step=0.020)  # a capture is looked at twice, so it takes 20 ms
     served = make(strategy="delayed")
-    served.prepared._capturer._clock = lambda: next(moments)
+    served.prepared._graphs.capturer.captures.clock = lambda: next(moments)
     served.prepared.capture()
     assert served.prepared.capture_idle(19) == 0
     assert served.told("capture.refused")[0] == "PIECEWISE 4"
@@ -201,8 +201,8 @@ def test_no_garbage_collection_for_a_lazy_capture(
 
 def test_capturing_leaves_the_random_state_alone(make: Any) -> None:
     served = make(strategy="lazy")
-    noise = served.prepared._graphs.stitched
-    served.prepared._graphs.stitched = lambda *inputs: (torch.rand(3), noise(*inputs))[1]
+    noise = served.prepared._steps.code.call
+    served.prepared._steps.code.call = lambda *inputs: (torch.rand(3), noise(*inputs))[1]
     before = torch.get_rng_state()
     served.prepared.capture()
     served.prepared.dispatch(Batch(2, 2, is_decode=True, query_len=1))
@@ -263,9 +263,9 @@ def test_a_step_with_nothing_to_capture_does_not_ask_the_strategy(
         served.decode(n)
     asked: list[Any] = []
     monkeypatch.setattr(
-        served.prepared._capturer, "before_step", lambda *facts: asked.append(facts)
+        served.prepared._graphs.capturer, "before_step", lambda *facts: asked.append(facts)
     )
-    assert served.prepared._capturer.active
+    assert served.prepared._graphs.capturer.active
     for n in (8, 2, 9):
         served.decode(n)
     assert asked == []
@@ -276,8 +276,8 @@ def test_steps_that_do_not_ask_the_strategy_count_as_uses(make: Any) -> None:
     served.prepared.capture()
     for n in (2, 2, 2, 2, 1):
         served.decode(n)
-    assert served.prepared._capturer.queue.states[6].hits == 4
-    assert served.prepared._capturer.queue.step == 5
+    assert served.prepared._graphs.capturer.queue.states[6].hits == 4
+    assert served.prepared._graphs.capturer.queue.step == 5
 
 
 def test_a_batch_that_is_not_valid_captures_nothing(make: Any) -> None:

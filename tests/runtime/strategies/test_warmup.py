@@ -63,8 +63,8 @@ def test_what_is_skipped_is_said_with_its_cost(make: Any) -> None:
 
 def test_every_range_is_run_without_a_graph(make: Any) -> None:
     served = make((8,), strategy="lazy")
-    sizes, stitched = [], served.prepared._graphs.stitched
-    served.prepared._graphs.stitched = lambda *inputs: (
+    sizes, stitched = [], served.prepared._steps.code.call
+    served.prepared._steps.code.call = lambda *inputs: (
         sizes.append(len(inputs[0])),
         stitched(*inputs),
     )[1]
@@ -74,8 +74,8 @@ def test_every_range_is_run_without_a_graph(make: Any) -> None:
 
 def test_the_random_state_is_as_before(make: Any) -> None:
     served = make((8,), strategy="eager")
-    stitched = served.prepared._graphs.stitched
-    served.prepared._graphs.stitched = lambda *inputs: (torch.rand(3), stitched(*inputs))[1]
+    stitched = served.prepared._steps.code.call
+    served.prepared._steps.code.call = lambda *inputs: (torch.rand(3), stitched(*inputs))[1]
     before = torch.get_rng_state()
     drawing = AuxiliaryTask("drawing", [1], "", lambda shape: torch.rand(3))
     served.prepared.warm_up(None, [drawing])
@@ -123,11 +123,11 @@ def with_metadata(descriptor: Any, mode: Any) -> dict[str, int]:
 def needing_metadata(make: Any, **settings: Any) -> Any:
     """A model whose attention looks something up in its metadata."""
     served = make((2, 8), options={"graph_bytes": 1000, "limit": 10**6}, **settings)
-    indices = served.prepared._graphs
-    stitched = indices.stitched
-    indices.stitched = lambda *inputs: (
+    code = served.prepared._steps.code
+    call = code.call
+    code.call = lambda *inputs: (
         get_forward_context().metadata["block_table"],
-        stitched(*inputs),
+        call(*inputs),
     )[1]
     return served
 

@@ -1,0 +1,64 @@
+"""The graphs of one prepared model: the dummy batches, the graphs there are, what captures them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ...dispatch import Dispatcher
+from ..backends.protocol import GraphBackend
+from ..config import Config
+from ..ranks import Exchange
+from ..records import Records
+from ..steps.code import ModelCode
+from ..steps.forward_context import ForwardContext
+from ..steps.static_inputs import StaticInputs
+from .capturer import Capturer
+from .dummy_batch import DummyBatches
+from .graph_set import GraphSet
+
+
+class Graphs:
+    """Holds the parts. `counts` and `on_complete` are those of `Capturer`."""
+
+    def __init__(
+        self,
+        code: ModelCode,
+        inputs: StaticInputs,
+        dispatcher: Dispatcher,
+        config: Config,
+        backend: GraphBackend,
+        context: ForwardContext,
+        records: Records,
+        exchange: Exchange,
+        counts: Callable[[int], Sequence[int]],
+        on_complete: Callable[[], None],
+    ) -> None:
+        self.dummies = DummyBatches(dispatcher.plan, code, inputs, context)
+        self.present = GraphSet(
+            code, self.dummies, dispatcher, records, config.splitting_ops, backend.runs_python
+        )
+        self._new_capturer = partial(
+            Capturer,
+            config,
+            dispatcher,
+            backend,
+            records,
+            self.present,
+            exchange,
+            counts=counts,
+            on_complete=on_complete,
+        )
+        self.capturer = self._new_capturer()
+
+    def release(self) -> None:
+        """Free all graphs and start over."""
+        for graph_index, _ in self.present.recordings():
+            self.present.remove(graph_index)
+        self.capturer.captures.release_pool()
+        self.capturer = self._new_capturer()
+
+    def close(self) -> None:
+        """Forget the code. All graphs were released."""
+        self.present.close()
+        self.dummies.metadata_for = None

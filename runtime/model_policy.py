@@ -1,0 +1,97 @@
+"""The dispatch policy for the code of a model: its smallest size, and what padding would mix."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from ..compile.ir.config import TOKENS
+from ..compile.plan.compiled_model import CompiledModel
+from ..dispatch import (
+    Dispatcher,
+    DispatchPlan,
+    GraphMode,
+    PaddingLimit,
+    Phase,
+    ResolvedMode,
+    close_holes,
+    find_holes,
+)
+from .config import Config, Padding, without_tokens
+from .graphs.dummy_batch import model_state, preserve_contents, preserve_rng_state
+from .policy import Policy, dispatch_plan
+from .records import BucketHole, BucketsMissing, Records, RowsMixed
+from .steps.row_mixing import find_mixed_rows
+
+NO_PADDING = PaddingLimit(tokens=0)
+
+
+def model_policy(
+    config: Config,
+    plan: DispatchPlan,
+    resolved: ResolvedMode,
+    device: torch.device,
+    records: Records,
+    owned: Collection[str],
+    compiled: CompiledModel,
+) -> Policy:
+    """The dispatch policy for compiled code: `plan` without sizes that the code cannot run or must
+    not pad to. `owned` are inputs that the engine writes itself."""
+    lows = [symbol.low for symbol in compiled.plan.symbols if symbol.label == TOKENS]
+    if not lows:
+        raise without_tokens(config)
+    plan = plan.without_sizes_below(lows[0])
+    pads = config.padding_limit != NO_PADDING
+    if plan.entries and pads and _mixes_rows(compiled, config, device, records):
+        unpadded = dispatch_plan(resolved.mode, config.changed(padding_limit=NO_PADDING))
+        plan = unpadded.without_sizes_below(lows[0])
+    for size in _padded_whole(compiled, config, owned) if plan.entries else ():
+        if _mixes_rows(compiled, config, device, records, size):
+            plan = dispatch_plan(GraphMode.NONE, config)  # no graph has the size of a step
+            break
+    return Policy(resolved, Dispatcher(plan))
+
+
+def find_bucket_holes(config: Config, records: Records) -> None:
+    """Prove that every legal step has a bucket, or record those that have none."""
+    if config.bucket_limits is None:
+        return
+    for phase in Phase:
+        buckets = [bucket for bucket in config.buckets if bucket.phase is phase]
+        holes = find_holes(phase, config.bucket_limits, buckets)
+        closed = close_holes(phase, config.bucket_limits, buckets) if holes else ()
+        for hole in holes:
+            records.add(BucketHole(phase.value, tuple(hole.first), tuple(hole.last)))
+        if closed:
+            missing = sorted(set(closed) - set(buckets))
+            records.add(BucketsMissing(phase.value, [tuple(bucket) for bucket in missing]))
+
+
+def _mixes_rows(
+    compiled: CompiledModel,
+    config: Config,
+    device: torch.device,
+    records: Records,
+    size: str = TOKENS,
+) -> bool:
+    """Whether padding of `size` would change real rows."""
+    padding = {item.label: config.padding_of(item.label) for item in compiled.plan.inputs}
+    sentinels = {n: value for n, (kind, value) in padding.items() if kind is Padding.SENTINEL}
+    with preserve_rng_state(), torch.no_grad(), preserve_contents(model_state(compiled)):
+        found = find_mixed_rows(compiled, device, size=size, sentinels=sentinels)
+    for mixed in found:
+        records.add(RowsMixed(mixed.piece, mixed.result, mixed.where, mixed.size))
+    return bool(found)
+
+
+def _padded_whole(compiled: CompiledModel, config: Config, owned: Collection[str]) -> list[str]:
+    """The sizes beside the tokens that every graph has at their largest, and that the library pads:
+    no axis states them, and the engine does not write their inputs itself."""
+    plan = compiled.plan
+    sizes = {symbol.label: symbol.name for symbol in plan.symbols if symbol.label != TOKENS}
+    for axis in config.axes:
+        if not axis.rounds_up:
+            sizes.pop(axis.name, None)
+    written = [item for item in plan.inputs if item.label not in owned]
+    return [n for n, symbol in sizes.items() if any(symbol in item.shape for item in written)]

@@ -1,0 +1,144 @@
+"""The code of a model as a step runs it without a graph, and the weights that it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compile.conditions.places import reader
+from ...compile.ir.plan import Plan
+from ...compile.plan.compiled_model import CompiledModel
+from ...errors import ModelClosed
+from .address_checks import Addresses, Snapshot
+from .binding import laid_out, lay_out
+from .profiler_ranges import range_hooks
+from .shared_memory import memory_check
+from .static_inputs import StaticInputs, real_part
+
+
+class ModelCode:
+    """Compiled code, bound to weights whose addresses are watched.
+
+    `call` is the code from the plan's inputs to its results. `memory_check` is None if inputs
+    cannot share memory with what the model writes to.
+    """
+
+    __slots__ = (
+        "_inputs", "_laid_out", "_relied_on", "_seen_written", "addresses", "call", "compiled",
+        "memory_check", "ranged",
+    )  # fmt: skip
+
+    compiled: CompiledModel
+    call: Callable[..., tuple[Any, ...]]
+    memory_check: Callable[[tuple[Tensor, ...]], None] | None
+    _relied_on: Snapshot
+
+    def __init__(
+        self, compiled: CompiledModel, inputs: StaticInputs, address: Callable[[Tensor], int]
+    ) -> None:
+        self.addresses = Addresses(address)
+        self.ranged = False
+        self._inputs = inputs
+        self._seen_written: set[str] = set()
+        self._laid_out = laid_out(compiled.plan) if compiled.traced else _any_layout
+        self.bind(compiled)
+
+    def bind(self, compiled: CompiledModel) -> None:
+        """Use and watch the weights that `compiled` is bound to."""
+        self.compiled = compiled
+        self.call = compiled.link(*(range_hooks(compiled.plan) if self.ranged else ()))
+        placed = {each.target: each.place for each in compiled.plan.weights if each.place}
+        for name, place in placed.items():
+            self.addresses.watch_read(name, reader(*place, compiled.model))
+        # code that is not traced reads the model's weights itself, any of them
+        named = {name: each for name, each in compiled.weights.items() if name not in placed}
+        self.addresses.watch_module(compiled.model, named if compiled.traced else None)
+        self._relied_on = self.addresses.snapshot(compiled.weights)
+        self.memory_check = memory_check(compiled, self._seen_written)
+
+    def set_ranges(self, on: bool) -> None:
+        """Put pieces and splitting ops into ranges for profilers, or no longer."""
+        self.ranged = on
+        self.bind(self.compiled)
+
+    def moved(self) -> list[str]:
+        """Names of weights that were moved, freed or replaced."""
+        return self._relied_on.moved()
+
+    def note_written(self, names: Iterable[str]) -> None:
+        """Refuse inputs that share memory with weights that code which is not traced wrote to."""
+        written = set(names)
+        if not written <= self._seen_written:
+            self._seen_written |= written
+            self.memory_check = memory_check(self.compiled, self._seen_written)
+
+    def run(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run one step. Inputs of other strides than compiled code relies on are copied.
+
+        Raises MovedTensor if a weight was moved.
+        """
+        self._relied_on.check_step()
+        if self._laid_out(*tensors):
+            return self.call(*tensors)
+        inputs = self.compiled.plan.inputs
+        copies = [lay_out(item, tensor) for item, tensor in zip(inputs, tensors, strict=True)]
+        results = self.call(*copies)
+        for item, tensor, copy in zip(inputs, tensors, copies, strict=True):
+            if item.written and copy is not tensor:
+                tensor.copy_(copy)
+        return results
+
+    def run_padded(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
+        """Run a step on inputs padded to the fewest tokens that the code takes.
+
+        Returns the real rows of the results. Raises MovedTensor if a weight was moved.
+        """
+        self._relied_on.check_step()
+        plan = self.compiled.plan
+        padded = {
+            symbol.label: max(size, symbol.low)
+            for symbol, size in zip(plan.symbols, sizes, strict=True)
+        }
+        inputs = self._inputs.at(padded)
+        inputs.loader(sizes)(tensors)
+        outputs = self.call(*inputs.views)
+        if inputs.written:
+            inputs.copy_back(tensors)
+        results = real_results(plan, outputs, sizes)
+        return tuple(result.clone() if inputs.holds(result) else result for result in results)
+
+    def close(self) -> None:
+        """Free code, weights and buffers; only the plan is left."""
+        model = torch.nn.Module()
+        self.compiled = replace(self.compiled, pieces=(), weights={}, model=model)
+        self.call = _closed
+        self.addresses = Addresses(self.addresses.address)
+        self._relied_on = self.addresses.snapshot()
+        self._inputs.close()
+
+
+def real_results(plan: Plan, outputs: Sequence[Any], sizes: Sequence[int]) -> tuple[Any, ...]:
+    """Static outputs cut to the real `sizes`, which are in the order of the plan's symbols."""
+    names = {symbol.name: size for symbol, size in zip(plan.symbols, sizes, strict=True)}
+
+    def size(dim: int | str) -> int:
+        return dim if isinstance(dim, int) else int(eval(dim, {}, dict(names)))
+
+    return tuple(
+        real_part(output, [size(dim) for dim in result.shape])
+        if isinstance(output, Tensor)
+        else size(result.name)
+        for output, result in zip(outputs, plan.results, strict=True)
+    )
+
+
+def _closed(*args: Any) -> Any:
+    raise ModelClosed()
+
+
+def _any_layout(*tensors: Any) -> bool:
+    return True

@@ -1,0 +1,303 @@
+"""Dispatches and runs the steps of a prepared model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from ...compile.ir.config import TOKENS
+from ...dispatch import (
+    NO_GRAPH,
+    Batch,
+    BatchDescriptor,
+    Decision,
+    Dispatcher,
+    Reason,
+    RuntimeMode,
+)
+from ...errors import (
+    AutocastActive,
+    BatchInvalid,
+    BatchMismatch,
+    GuardBroken,
+    ModelClosed,
+    StepInProgress,
+)
+from ...events import Events
+from ...torch_compat.basics.tensors import (
+    is_autocast_enabled,
+    is_grad_enabled,
+    set_grad_enabled,
+)
+from .address_checks import MetadataAddresses
+from .binding import Bind, binder, packer
+from .code import ModelCode
+from .forward_context import CURRENT, ForwardContext, forward_context
+from .step_log import StepLog, StepObserver
+from .usage import IdleSteps, Usage
+
+
+class StepGraph(Protocol):
+    """A captured graph as steps use it."""
+
+    @property
+    def runs_python(self) -> bool: ...
+    @property
+    def metadata(self) -> MetadataAddresses | None: ...
+    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> Sequence[Any]: ...
+    def poison(self) -> None: ...
+
+
+class BetweenSteps(Protocol):
+    """What may change graphs or code before a step, asked while it is `active`.
+
+    Steps of a decision in `idle_steps` need not ask; they are counted there.
+    """
+
+    @property
+    def active(self) -> bool: ...
+    @property
+    def idle_steps(self) -> dict[int, IdleSteps]: ...
+    def before_step(
+        self,
+        batch: Batch,
+        decision: Decision,
+        allowed_modes: Collection[RuntimeMode] | None,
+        excluded_modes: Collection[RuntimeMode] | None,
+    ) -> bool:
+        """Whether the step may be decided otherwise now."""
+        ...
+
+
+class Steps:
+    """The steps of one prepared model. `use` says what they run."""
+
+    code: ModelCode
+    dispatcher: Dispatcher
+    between: BetweenSteps
+    _graphs: Sequence[StepGraph | None]
+    _bind: Bind
+
+    def __init__(
+        self,
+        context: ForwardContext,
+        usage: Usage,
+        events: Events,
+        max_num_reqs: int,
+        *,
+        eager_if_broken: bool,
+        poisons: bool,
+    ) -> None:
+        """`eager_if_broken` runs the model itself at sizes that break a guard. `poisons` poisons
+        the results of a graph once another step has run."""
+        self.context = context
+        self.usage = usage
+        self.events = events
+        self.running = False
+        self.step_log: StepLog | None = None
+        self.before_padding: Callable[[], None] = _nothing
+        """Called before a step is padded without a graph."""
+        self._max_num_reqs = max_num_reqs
+        self._eager_if_broken = eager_if_broken
+        self._poisons = poisons
+        self._observers: tuple[StepObserver, ...] = ()
+        self._last_graph: StepGraph | None = None
+
+    def use(
+        self,
+        code: ModelCode,
+        dispatcher: Dispatcher,
+        graphs: Sequence[StepGraph | None],
+        between: BetweenSteps,
+    ) -> None:
+        """Run steps with `code` from now on, and with `graphs` by graph index."""
+        plan, forward = code.compiled.plan, code.compiled.model.forward
+        self.code = code
+        self.dispatcher = dispatcher
+        self.between = between
+        self._graphs = graphs
+        if self.step_log is not None:
+            self.step_log.dispatcher = dispatcher
+        self._bind = binder(plan, inspect.signature(forward))
+        self._pack = packer(plan)
+        self._eager = forward if self._eager_if_broken else None
+        self._token_symbol = [symbol.label for symbol in plan.symbols].index(TOKENS)
+        self._min_num_tokens = plan.symbols[self._token_symbol].low
+
+    def must_be_idle(self) -> None:
+        """Raise StepInProgress inside a step."""
+        if self.running:
+            raise StepInProgress()
+
+    def dispatch(
+        self,
+        batch: Batch,
+        allowed_modes: Collection[RuntimeMode] | None,
+        excluded_modes: Collection[RuntimeMode] | None,
+    ) -> Decision:
+        """See `PreparedModel.dispatch`."""
+        if batch.num_reqs > self._max_num_reqs:
+            raise BatchInvalid(batch=batch, fault=f"max_num_reqs is {self._max_num_reqs}")
+        decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
+        between = self.between
+        if between.active:
+            if self.running:
+                raise StepInProgress()
+            idle = between.idle_steps.get(id(decision))
+            if idle is not None and batch.num_reqs >= idle.num_reqs:
+                idle.steps += 1
+            elif between.before_step(batch, decision, allowed_modes, excluded_modes):
+                decision = self.dispatcher.decide(batch, allowed_modes, excluded_modes)
+        for observer in self._observers:
+            observer.dispatched(batch, decision)
+        return decision
+
+    def run(
+        self,
+        decision: Decision,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        metadata: Any,
+        stated: int | None,
+    ) -> Any:
+        """Run one step, see `PreparedModel.run`; `stated` are the tokens that its batch states,
+        where that is known."""
+        if self._observers:
+            with self._observing(decision, args, kwargs, metadata):
+                return self.run(decision, args, kwargs, metadata, stated)
+        if is_autocast_enabled():
+            raise AutocastActive(action="the step")
+        try:
+            tensors, sizes = self._bind(stated, *args, **kwargs)
+        except GuardBroken as broken:
+            if self._eager is None:
+                raise
+            num_tokens = broken.facts["sizes"][self._token_symbol]
+            return self._run_eagerly(decision, num_tokens, metadata, args, kwargs)
+        num_tokens = sizes[self._token_symbol]
+        if stated is not None and stated != num_tokens:
+            raise BatchMismatch(stated=stated, actual=num_tokens)
+        if self.code.memory_check is not None:
+            self.code.memory_check(tensors)
+        graph = self._graphs[decision.graph_index]
+        if graph is None and decision.graph_index != NO_GRAPH:
+            descriptor = BatchDescriptor(num_tokens)
+            decision = Decision(RuntimeMode.NONE, descriptor, NO_GRAPH, Reason.NOT_CAPTURED)
+        if self.running:
+            raise StepInProgress()
+        self.running = True
+        context, token = self.context, None
+        context.metadata = metadata
+        context.decision = decision
+        context.num_tokens = num_tokens
+        with_grad = is_grad_enabled()
+        try:
+            if graph is None or graph.runs_python:
+                token = CURRENT.set(context)
+            if with_grad:
+                set_grad_enabled(False)
+            results: Sequence[Any]
+            if graph is None:
+                if num_tokens < self._min_num_tokens:
+                    self.before_padding()
+                    results = self.code.run_padded(tensors, sizes)
+                else:
+                    results = self.code.run(tensors)
+            else:
+                if graph.metadata is not None:
+                    graph.metadata.check(metadata)
+                results = graph.replay(tensors, sizes)
+        finally:
+            self.running = False
+            if token is not None:
+                CURRENT.reset(token)
+            if with_grad:
+                set_grad_enabled(True)
+        self.usage.count(decision, num_tokens)
+        if self._poisons:
+            self._poison_old_results(graph)
+        return self._pack(results, tensors)
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell `observer` about each step from now on."""
+        self._observers = (*self._observers, observer)
+
+    def unobserve(self, observer: StepObserver) -> None:
+        """Stop telling `observer`. Idempotent."""
+        self._observers = tuple(each for each in self._observers if each is not observer)
+
+    def keep(self, count: int) -> None:
+        """Log the last `count` steps; 0 ends the log."""
+        if self.step_log is not None:
+            self.unobserve(self.step_log)
+        self.step_log = StepLog(self.dispatcher, count) if count else None
+        if self.step_log is not None:
+            self.observe(self.step_log)
+
+    def forget_results(self) -> None:
+        """All graphs are freed: the results of the last one are not poisoned."""
+        self._last_graph = None
+
+    def close(self) -> None:
+        """Steps raise ModelClosed from now on. All graphs were released."""
+        self._bind = _refuse
+        self._eager = None
+        self.before_padding = _nothing
+        self.context.layers = {}
+        self.code.close()
+
+    def _poison_old_results(self, graph: StepGraph | None) -> None:
+        """Poison the results of the last graph, unless `graph` has just overwritten them."""
+        if self._last_graph is not None and self._last_graph is not graph:
+            self._last_graph.poison()
+        self._last_graph = graph
+
+    def _run_eagerly(
+        self, decision: Decision, num_tokens: int, metadata: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Run the model itself, for sizes at which the compiled code would be wrong."""
+        assert self._eager is not None
+        self.must_be_idle()
+        self.running = True
+        context = self.context
+        context.metadata, context.decision, context.num_tokens = metadata, decision, num_tokens
+        try:
+            with forward_context(context), torch.no_grad():
+                results = self._eager(*args, **kwargs)
+        finally:
+            self.running = False
+        self.events.count("eager_steps")
+        self.usage.count_eager(num_tokens)
+        return results
+
+    @contextmanager
+    def _observing(
+        self, decision: Decision, args: Any, kwargs: Any, metadata: Any
+    ) -> Iterator[None]:
+        """Tell the observers of a step that runs inside, and nobody of its own call of `run`."""
+        observers, self._observers = self._observers, ()
+        raised: BaseException | None = None
+        try:
+            for observer in observers:
+                observer.began(decision, args, kwargs, metadata)
+            yield
+        except BaseException as error:
+            raised = error
+            raise
+        finally:
+            self._observers = observers
+            done = decision if raised is not None else self.context.decision
+            for observer in reversed(observers):
+                observer.ended(done, self.context.num_tokens, raised)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    raise ModelClosed()
