@@ -65,6 +65,17 @@ def test_a_model_with_its_own_attention(run_forked, tmp_path):
     assert "8 steps, equal; the last one ran in mode FULL" in output
 
 
+def test_the_graphs_of_an_engine_on_one_page(run_forked, tmp_path):
+    script = EXAMPLES / "one_page_runner.py"
+    assert len(script.read_text().splitlines()) <= 150
+    output = run_forked(script, tmp_path / "output")
+    assert "5 requests, batched and alone: equal tokens" in output
+    assert {line.split(":")[0] for line in output.splitlines() if line.startswith("FULL")} == {
+        "FULL 1", "FULL 2", "FULL 4", "FULL 8",
+    }  # fmt: skip
+    assert "NONE" not in output
+
+
 @pytest.fixture
 def run(tmp_path):
     """`run("hugging_face.py", …)`: its output; the cache is a fresh directory."""
@@ -109,6 +120,7 @@ def test_each_program_is_run_here():
     programs = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py")}
     assert programs == {
         "own_model.py",
+        "one_page_runner.py",
         "hugging_face.py",
         "continuous_batching.py",  # these by tests/engines, in environments of their own
         "vllm_offline.py",
