@@ -38,7 +38,6 @@ app = typer.Typer(
     help="Benchmarks of piecegraph.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 main = functools.partial(run_app, app)

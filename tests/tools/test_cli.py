@@ -10,6 +10,7 @@ import pytest
 from piecegraph import GraphMode
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.cli.app import main
+from piecegraph.tools.serve.options import declared_options, flag_of
 from piecegraph.tools.serve.trace import EXCERPT
 
 QUICK = ["run", "--requests", "6", "--model", "layers=2,hidden=32,vocab=64"]
@@ -253,6 +254,19 @@ def test_no_command_is_a_call_for_help(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
     assert all(text in out for text in ("Usage", "run", "cache"))
+
+
+@pytest.mark.parametrize("command", [["run"], ["explain"], ["cache", "warm"], ["check", "keys"]])
+def test_help_is_one_screen_and_help_all_has_every_option(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert main([*command, "--help-all"]) == 0
+    everything = capsys.readouterr().out
+    assert main([*command, "--help"]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 40
+    for name, declared in declared_options():
+        assert f"{flag_of(name)} " in everything
+        assert (f"{flag_of(name)} " in short) is (declared.panel is None)
 
 
 def test_sizes_that_cannot_be_allocated_are_a_bad_value(library, capsys, monkeypatch):

@@ -41,7 +41,6 @@ LEVELS = ("debug", "info", "warning", "error")
 app = typer.Typer(
     help="Graph capture and dispatch for LLM inference.",
     add_completion=False,
-    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 

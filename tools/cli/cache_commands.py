@@ -32,7 +32,6 @@ MISS, UNVERIFIABLE = 1, 4
 cache_app = typer.Typer(
     help="Look into the cache, check it, explain a miss, ship it.",
     no_args_is_help=True,
-    rich_markup_mode=None,
 )
 
 DirOption = Annotated[Path | None, typer.Option("--cache-dir", help="Where artifacts are kept.")]
@@ -246,7 +245,7 @@ def _refuse_unkept(options: RunOptions, config: Config) -> None:
     off = ("--off", ", ".join(options.off)) if options.off else (OFF, read(OFF))
     backend = ("--backend", "eager") if options.backend == "eager" else off
     faults = (
-        (not config.cache, off if options.cache else ("--no-cache", True), "the cache is off"),
+        (not config.cache, ("--no-cache", True) if options.no_cache else off, "the cache is off"),
         (not config.compile, off, "compiling is off"),
         (
             config.compiler == "eager",

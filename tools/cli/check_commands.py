@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from ..bisect import Step
     from ..engine.metadata import AttentionMetadata
 
-check_app = typer.Typer(
-    help="Checks of a model and its engine.", no_args_is_help=True, rich_markup_mode=None
-)
+check_app = typer.Typer(help="Checks of a model and its engine.", no_args_is_help=True)
 
 STEPS = 64
 """Steps recorded in search of a decode step with company."""

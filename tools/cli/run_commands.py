@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import sys
@@ -18,7 +19,7 @@ from ...errors import ToolMissing
 from ..explain import FORMATS, compared, rendered
 from ..explain.against import SCHEMA
 from ..report.output import outputs, read_facts
-from ..serve.options import RunOptions, choice, declared_options, read_run_options
+from ..serve.options import RunOptions, choice, declared_options, flag_of, read_run_options
 from ..serve.ranks import joined_ranks, launched_rank, of_rank, ranks_section
 
 if TYPE_CHECKING:
@@ -34,35 +35,48 @@ if TYPE_CHECKING:
 WRONG_RESULT = 1
 
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Write the report as JSON; - for standard output.")
+    Path | None, typer.Option("--json", help="Write the report as JSON; - for stdout.")
 ]
 
 ReplayOption = Annotated[
     Path | None,
-    typer.Option("--replay", help="Run the steps in this file, of `run --record`, instead."),
+    typer.Option("--replay", help="Run the steps in this file, of `run --record`."),
 ]
 
 
 def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
     """`command`, whose first parameter is a RunOptions, as a function of the options as typed."""
-    shared = declared_options()
     _, *rest = inspect.signature(command).parameters.values()
     hints = get_type_hints(command, include_extras=True)
-    parameters = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in rest]
-    run_hints = get_type_hints(RunOptions)
-    for each in shared:
-        typed = run_hints[each.field] if isinstance(each.typed, str) else each.typed
-        parameters.append(
-            inspect.Parameter(
-                each.parameter,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=each.default or None if each.default == () else each.default,
-                annotation=Annotated[typed, typer.Option(each.flag, **each.typer)],
-            )
+    types = get_type_hints(RunOptions)
+    shared = dict(declared_options())
+    parameters = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=declared.default or None if declared.default == () else declared.default,
+            annotation=Annotated[
+                types[name] if isinstance(declared.typed, str) else declared.typed,
+                typer.Option(
+                    flag_of(name),
+                    help=declared.help,
+                    hidden=declared.panel is not None,
+                    rich_help_panel=declared.panel,
+                    **declared.typer,
+                ),
+            ],
         )
+        for name, declared in shared.items()
+    ]
+    parameters[len(parameters) :] = [
+        *(p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in rest),
+        inspect.Parameter(
+            "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=HelpAllOption
+        ),
+    ]
 
-    def run_with_options(**given: Any) -> int:
-        typed = {each.parameter: given.pop(each.parameter) for each in shared}
+    def run_with_options(*, help_all: bool, **given: Any) -> int:
+        typed = {name: given.pop(name) for name in shared}
         return command(read_run_options(**typed), **given)
 
     run_with_options.__name__ = command.__name__
@@ -72,12 +86,33 @@ def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
     return run_with_options
 
 
+def _show_all_options(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        command = copy.copy(context.command)
+        command.params = [copy.copy(parameter) for parameter in command.params]
+        for parameter in command.params:
+            vars(parameter)["hidden"] = False
+        typer.echo(command.get_help(context))
+        raise typer.Exit
+
+
+HelpAllOption = Annotated[
+    bool,
+    typer.Option(
+        "--help-all",
+        callback=_show_all_options,
+        is_eager=True,
+        help="Show all options.",
+    ),
+]
+
+
 @with_run_options
 def run_command(
     options: RunOptions,
     json_path: JsonOption = None,
     metrics: Annotated[
-        Path | None, typer.Option(help="Write metrics in Prometheus' text form; - for stdout.")
+        Path | None, typer.Option(help="Write metrics for Prometheus; - for stdout.")
     ] = None,
     record: Annotated[
         Path | None, typer.Option(help="Record the steps into this file, for `--replay`.")
@@ -140,7 +175,7 @@ def explain_command(
     ] = None,
     of: Annotated[
         Path | None,
-        typer.Option(help="Explain this `--format json` output, of another rank, and run nothing."),
+        typer.Option(help="Explain this `--format json` output; run nothing."),
     ] = None,
 ) -> int:
     """Run like `piecegraph run` and explain it: startup, pieces, guards, captures, dispatch."""

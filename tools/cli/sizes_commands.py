@@ -12,9 +12,7 @@ from ..report.output import outputs
 
 MAX_NUM_TOKENS, MAX_NUM_REQS, MAX_GRAPHS = 2048, 256, 48
 
-sizes_app = typer.Typer(
-    help="Capture sizes fitted to traffic.", no_args_is_help=True, rich_markup_mode=None
-)
+sizes_app = typer.Typer(help="Capture sizes fitted to traffic.", no_args_is_help=True)
 
 
 @sizes_app.callback()

@@ -7,7 +7,7 @@ import difflib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -128,18 +128,39 @@ def _folder(name: str, text: str) -> Path:
     return Path(text)
 
 
-def option(
-    default: Any, help: str, *, typed: Any = None, parse: Parse | None = None, **typer: Any
-) -> Any:
-    """A field that is a command-line option.
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """How a field of RunOptions is typed on the command line, as an option of its name.
 
     `default` and `typed` are its value and type as typed by the user, by default the field's type;
-    `parse(name, value)` makes the field's value of it, unless it is None. `typer` are arguments of
-    `typer.Option`; `flag` among them is the option's name if it is not the field's.
+    `parse(flag, value)` makes the field's value of it, unless it is None. `--help` shows the
+    options without a `panel`, `--help-all` all of them. `typer` are arguments of `typer.Option`.
     """
-    return field(
-        metadata={"default": default, "help": help, "typed": typed, "parse": parse, "typer": typer}
-    )
+
+    default: Any
+    help: str
+    typed: Any
+    parse: Parse | None
+    panel: str | None
+    typer: Mapping[str, Any]
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    typed: Any = None,
+    parse: Parse | None = None,
+    panel: str | None = None,
+    **typer: Any,
+) -> Any:
+    """A field that is a command-line option, see `Declared`."""
+    return field(metadata={"option": Declared(default, help, typed, parse, panel, typer)})
+
+
+def flag_of(name: str) -> str:
+    """The flag of the option of this field."""
+    return "--" + name.replace("_", "-")
 
 
 def parse_setting(name: str, text: str) -> tuple[str, Any]:
@@ -197,32 +218,32 @@ class RunOptions:
 
     model: DecoderConfig = option(
         "tiny",
-        "A preset (tiny, small, 1b, 8b) and sizes: small,layers=2.",
+        "Preset (tiny, small, 1b, 8b) and sizes: small,layers=2.",
         typed=str,
         parse=lambda _, value: parse_decoder_config(value),
     )
     hf: Any = option(
         None,
-        "Serve a model of transformers with random weights instead: a config.json, or a class and"
-        " settings such as LlamaConfig,num_hidden_layers=2.",
+        "Serve a transformers model: config.json, or LlamaConfig,vocab_size=99.",
         typed=str | None,
         parse=hf_config,
         metavar="CONFIG",
     )
-    dtype: str = option("float32", "float32, float16 or bfloat16.", parse=one_of(DTYPES))
-    device: str = option("cpu", "cpu or cuda.")
-    seed: int = option(0, "Draws weights and prompts.", min=0, max=2**63 - 1)
-    trace: Path = option(
-        EXCERPT, "Request trace in the Azure form.", show_default="an excerpt of it"
+    dtype: str = option(
+        "float32", "float32, float16 or bfloat16.", parse=one_of(DTYPES), panel="Model"
     )
-    requests: int = option(64, "Requests of the trace to serve.", min=1)
+    device: str = option("cpu", "cpu or cuda.")
+    seed: int = option(0, "Draws weights and prompts.", min=0, max=2**63 - 1, panel="Model")
+    trace: Path = option(EXCERPT, "Request trace in the Azure form.", show_default="an excerpt")
+    requests: int = option(64, "Requests of the trace to serve.", metavar="N", min=1)
     length_scale: float = option(
-        0.05, "Factor on the trace's lengths.", parse=scale(above_zero=True)
+        0.05, "Factor on the trace's lengths.", parse=scale(above_zero=True), panel="Requests"
     )
     time_scale: float = option(
         0.0,
         "Factor on the trace's arrival times; 0: all arrive at once.",
         parse=scale(above_zero=False),
+        panel="Requests",
     )
     mode: GraphMode | None = option(
         None,
@@ -239,35 +260,42 @@ class RunOptions:
         typed=str | None,
         parse=parse_sizes,
     )
-    max_num_tokens: int = option(128, "Token budget of a step.", min=1, max=2**17)
-    max_num_reqs: int = option(16, "Requests running at a time.", min=1, max=2**17)
+    max_num_tokens: int = option(128, "Token budget of a step.", metavar="N", min=1, max=2**17)
+    max_num_reqs: int = option(16, "Requests running at a time.", metavar="N", min=1, max=2**17)
     backend: str = option("inductor", "Compiler: inductor or eager.", parse=one_of(BACKENDS))
-    level: int | None = option(None, "Optimization level.", min=0, max=3)
+    level: int | None = option(
+        None, "Optimization level.", min=0, max=3, panel="Cache and compiling"
+    )
     cache_dir: Path | None = option(
         None, "Where artifacts are kept.", typed=str | None, parse=cache_folder, metavar="PATH"
     )
-    cache: bool = option(
-        False, "Neither read nor store.", parse=lambda _, value: not value, flag="--no-cache"
-    )
+    no_cache: bool = option(False, "Neither read nor store.")
     cold: str = option(
-        "compile", "Without a bundle: compile first, or serve meanwhile.", parse=one_of(COLD)
+        "compile",
+        "Without a bundle: compile first, or serve meanwhile.",
+        parse=one_of(COLD),
+        panel="Cache and compiling",
     )
-    block_size: int = option(16, "Tokens a KV-cache block.", min=1, max=2**13)
+    block_size: int = option(16, "Tokens a KV-cache block.", min=1, max=2**13, panel="Engine")
     kv_blocks: int | None = option(
-        None, "KV-cache blocks; too few force preemption.", min=1, max=2**22
+        None, "KV-cache blocks; too few force preemption.", min=1, max=2**22, panel="Engine"
     )
     speculate: int = option(
         0,
         "Drafts for each decoding request, from its own tokens; half as many under load.",
         min=0,
         max=64,
+        panel="Engine",
     )
-    lora: int = option(0, "LoRA adapters that requests use, at random.", min=0, max=1024)
+    lora: int = option(
+        0, "LoRA adapters that requests use, at random.", min=0, max=1024, panel="Engine"
+    )
     buckets: str | None = option(
         None,
         "Serve in padded buckets: exponential, linear, padding-aware, or a file of buckets.",
         parse=bucket_source,
         metavar="STRATEGY|FILE",
+        panel="Engine",
     )
     verify: str = option("sample", "Compare none, sample or all steps.", parse=one_of(VERIFY))
     off: tuple[str, ...] = option(
@@ -282,10 +310,11 @@ class RunOptions:
         typed=str | None,
         parse=writable_folder,
         metavar="PATH",
+        panel="Cache and compiling",
     )
     set: tuple[tuple[str, Any], ...] = option(
         (),
-        "Any other setting of Config: NAME=VALUE, the value as JSON or text. Repeatable.",
+        "Any other setting of Config, the value as JSON or text. Repeatable.",
         typed=list[str] | None,
         parse=lambda name, values: tuple(parse_setting(name, value) for value in values),
         metavar="NAME=VALUE",
@@ -299,32 +328,12 @@ class RunOptions:
         return self.hf or self.model
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """A field of RunOptions as a command-line option; `parameter` is its name in Python."""
-
-    field: str
-    flag: str
-    parameter: str
-    typed: Any
-    default: Any
-    parse: Parse | None
-    typer: dict[str, Any]
-
-
-def declared_options() -> list[Declared]:
-    """The command-line options in their order."""
-    declared = []
+def declared_options() -> Iterator[tuple[str, Declared]]:
+    """Field and declaration of each command-line option, in their order."""
     for each in fields(RunOptions):
-        if facts := each.metadata:
-            typer = {**facts["typer"], "help": facts["help"]}
-            flag = typer.pop("flag", "--" + each.name.replace("_", "-"))
-            parameter = flag.removeprefix("--").replace("-", "_")
-            typed = facts["typed"] or each.type
-            declared.append(
-                Declared(each.name, flag, parameter, typed, facts["default"], facts["parse"], typer)
-            )
-    return declared
+        if "option" in each.metadata:
+            declared: Declared = each.metadata["option"]
+            yield each.name, replace(declared, typed=declared.typed or each.type)
 
 
 def read_run_options(**given: Any) -> RunOptions:
@@ -333,12 +342,12 @@ def read_run_options(**given: Any) -> RunOptions:
         writable_folder(environment.DUMP_DIR, folder)
     typed = dict(given)
     values = {}
-    for each in declared_options():
-        value = given.pop(each.parameter, None)
-        value = each.default if value is None else value
-        if each.parse is not None and value is not None:
-            value = each.parse(each.flag, value)
-        values[each.field] = value
+    for name, declared in declared_options():
+        value = given.pop(name, None)
+        value = declared.default if value is None else value
+        if declared.parse is not None and value is not None:
+            value = declared.parse(flag_of(name), value)
+        values[name] = value
     assert not given, f"no such options: {', '.join(given)}"
     options = RunOptions(**values)
     _check_conflicts(options)
@@ -360,7 +369,7 @@ def _check_conflicts(options: RunOptions) -> None:
     for name, reason in ((name, reason) for names, reason in without for name in names):
         if value := getattr(options, name):
             raise InvalidSetting(
-                name="--" + name.replace("_", "-"),
+                name=flag_of(name),
                 value=value.name if isinstance(value, Enum) else str(value),
                 reason=reason,
                 expected="one of the two",

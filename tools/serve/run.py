@@ -243,7 +243,7 @@ def library_config(options: RunOptions, model: Any = None) -> Config:
         max_num_reqs=options.max_num_reqs,
         strategy=options.strategy,
         compiler=options.backend,
-        cache=options.cache,
+        cache=not options.no_cache,
         cold=options.cold,
         **chosen,
     )
