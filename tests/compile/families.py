@@ -5,7 +5,7 @@ python tests/compile/families.py RESULTS.json [FAMILY…]
 Each family of decoders and text encoders that has a configuration small enough to run here is
 prepared with random weights and compared with its own attention, alone at several sizes and packed
 with other requests, on the replay backend with poisoned memory. Results are added to a JSON file,
-from which `--table` prints the table of docs/models.md.
+from which `--table` prints the table of docs/families.md.
 """
 
 from __future__ import annotations
