@@ -8,15 +8,15 @@ nor Inductor. The model is traced again; its artifacts come from the cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from ..cache.keys.encoder import Undescribable
 from ..errors import InvalidSetting
-from ..torch_compat.compiling.aoti_build import LibraryBuilds
 from ..torch_compat.tracing.dynamo import reasoning_about_sizes
-from .backends.aoti import begin_library, building
+from .backends.aoti import build_library
+from .backends.inductor import compiling
 from .backends.jobs import Compiled, Job, compile_pieces, compiler_options, store_artifact
 from .backends.registry import compiler_named
 from .bundle.bundle import store_bundle
@@ -58,25 +58,15 @@ def compile_ahead(request: CompileRequest) -> bool:
 def _with_libraries(
     request: CompileRequest, split: SplitModel, compiled: Compiled
 ) -> list[Blobs] | None:
-    """The artifacts with a library each, all stored; None if one of them cannot have one.
-
-    Code for all of them is generated first, while C++ compilers run.
-    """
-    begun: dict[int, Callable[[], bytes]] = {}
-    artifacts = [made.blobs for made in compiled.results]
-    with building() as builds:
-        for number, job in enumerate(compiled.jobs):
-            if LIBRARY not in artifacts[number]:
+    """The artifacts with a library each, all stored; None if one of them cannot have one."""
+    artifacts = [result.blobs for result in compiled.results]
+    with compiling():
+        for number, (job, result) in enumerate(zip(compiled.jobs, compiled.results, strict=True)):
+            if LIBRARY not in result.blobs:
                 with _naming_failures(request, job):
-                    begun[number] = _begin(request, split, job, builds)
-        for number, finish in begun.items():
-            job, made = compiled.jobs[number], compiled.results[number]
-            with _naming_failures(request, job):
-                artifacts[number] = {**made.blobs, LIBRARY: finish()}
-                request.events.count("library_compiles")
-                store_artifact(request, split, job, replace(made, blobs=artifacts[number]))
-    for reason in dict.fromkeys(builds.fallbacks):  # slower, and right
-        request.events.emit("compile.library_whole", level=logging.WARNING, reason=reason)
+                    artifacts[number] = {**result.blobs, LIBRARY: _library(request, split, job)}
+                    request.events.count("library_compiles")
+                    store_artifact(request, split, job, replace(result, blobs=artifacts[number]))
     return artifacts if all(LIBRARY in blobs for blobs in artifacts) else None
 
 
@@ -92,13 +82,11 @@ def _naming_failures(request: CompileRequest, job: Job) -> Iterator[None]:
         events.emit("compile.library_failed", level=logging.WARNING, piece=index, reason=reason)
 
 
-def _begin(
-    request: CompileRequest, split: SplitModel, job: Job, builds: LibraryBuilds
-) -> Callable[[], bytes]:
+def _library(request: CompileRequest, split: SplitModel, job: Job) -> bytes:
     graph = job.unique.piece.module(split.trace.graph)
     limits = split.guards.limits()
     if job.size is not None:
         limits |= dict.fromkeys(job.unique.piece.symbols(), (job.size, job.size))
     options = compiler_options(request, split, job)
     with reasoning_about_sizes(split.config.dynamic_shapes.value):
-        return begin_library(graph, limits, request.device, options, builds)
+        return build_library(graph, limits, request.device, options)

@@ -6,8 +6,7 @@ only if its results agree with those of the piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,50 +15,33 @@ from torch.fx import Graph, GraphModule, Node
 from ...errors import LibraryUnusable
 from ...torch_compat.basics.symbolic import expression_of, traced_size
 from ...torch_compat.basics.tensors import fresh_fake_mode
-from ...torch_compat.compiling.aoti import AheadCompiled, aoti_compile
-from ...torch_compat.compiling.aoti_build import LibraryBuilds, library_builds
-from ...torch_compat.compiling.inductor import cache_directory
+from ...torch_compat.compiling.aoti import aoti_compile
 from ..guards.numerics_check import numeric_difference
 from ..guards.prover import Ranges, prove
 from ..guards.range_check import corners
 from ..pieces.piece import size_positions
-from .inductor import compiling, load_library, toolchain_directory
+from .inductor import load_library
 
 
-@contextmanager
-def building() -> Iterator[LibraryBuilds]:
-    """Threads in which the C++ compilers of several libraries run, and a directory for them."""
-    with compiling(), library_builds(toolchain_directory(cache_directory())) as builds:
-        yield builds
+def build_library(
+    graph: GraphModule, limits: Ranges, device: torch.device, options: Mapping[str, Any]
+) -> bytes:
+    """The library of a piece's graph; call it inside `compiling()`.
 
-
-def begin_library(
-    graph: GraphModule,
-    limits: Ranges,
-    device: torch.device,
-    options: Mapping[str, Any],
-    builds: LibraryBuilds,
-) -> Callable[[], bytes]:
-    """Generate the library of a piece's graph; the function returned waits for it and checks it.
-
-    Raises LibraryUnusable if the library would not hold for every size in `limits`, and torch's
-    errors where the piece cannot be exported; the function raises LibraryUnusable if its results
-    differ from the graph's. Call both inside `building()`.
+    Raises LibraryUnusable if the library would not hold for every size in `limits` or its results
+    differ from the graph's, and torch's errors where the piece cannot be exported.
     """
     carried = _sizes_as_tensors(graph)
     inputs, dynamic = _example_tensors(carried, limits)
-    compiled = aoti_compile(carried, inputs, dynamic, dict(options), builds)
-    _check_general(compiled)
-
-    def finish() -> bytes:
-        path = compiled.library.result()
-        library = load_library(path, size_positions(graph.graph), device)
-        for sizes in corners(limits):
-            if fault := numeric_difference(library, graph, sizes):
-                raise LibraryUnusable(reason=f"at {dict(sizes)} {fault}")
-        return path.read_bytes()
-
-    return finish
+    compiled = aoti_compile(carried, inputs, dynamic, dict(options))
+    for guard in compiled.guards:
+        if not prove(guard, compiled.ranges).holds:
+            raise LibraryUnusable(reason=f"it is valid only if {guard}")
+    library = load_library(compiled.library, size_positions(graph.graph), device)
+    for sizes in corners(limits):
+        if fault := numeric_difference(library, graph, sizes):
+            raise LibraryUnusable(reason=f"at {dict(sizes)} {fault}")
+    return compiled.library.read_bytes()
 
 
 def _sizes_as_tensors(graph: GraphModule) -> GraphModule:
@@ -105,9 +87,3 @@ def _is_fixed(size: int | torch.SymInt) -> bool:
 def _range(size: torch.SymInt, limits: Ranges) -> tuple[str, int, int] | None:
     expression = expression_of(size)
     return (str(expression), *limits[expression]) if expression.is_Symbol else None
-
-
-def _check_general(compiled: AheadCompiled) -> None:
-    for guard in compiled.guards:
-        if not prove(guard, compiled.ranges).holds:
-            raise LibraryUnusable(reason=f"it is valid only if {guard}")

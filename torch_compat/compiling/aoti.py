@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..basics.patch import replaced
 from ..repairs.inductor_fixes import repaired_lowering
-from .aoti_build import Build, LibraryBuilds, precompiled_header
 
 
 @dataclass(frozen=True)
 class AheadCompiled:
-    """An AOTInductor library, and the conditions on sizes under which it is valid.
+    """An AOTInductor library, and the conditions on sizes under which it is valid."""
 
-    The library is made in threads; torch's errors are those of its result.
-    """
-
-    library: Future[Path]
+    library: Path
     guards: tuple[Any, ...]
     ranges: dict[Any, tuple[int, int]]
 
@@ -36,9 +29,8 @@ def aoti_compile(
     inputs: list[Tensor],
     dynamic: list[dict[int, tuple[str, int, int] | None]],
     options: dict[str, Any],
-    builds: LibraryBuilds,
 ) -> AheadCompiled:
-    """Export `graph` and generate one shared library, whose C++ is compiled by `builds`.
+    """Export `graph` and build one shared library.
 
     `inputs` are example tensors of one fake mode. `dynamic` has for each the dimensions that vary:
     (symbol, lowest, highest), or None if the size is computed from others.
@@ -59,7 +51,7 @@ def aoti_compile(
     env = inputs[0].fake_mode.shape_env  # type: ignore[attr-defined]
     # torch 2.11 has no line tables to turn off
     no_lines = hasattr(config.aot_inductor, "enable_line_tables")
-    with warnings.catch_warnings(), repaired_lowering(), _cpp_in(builds) as build:
+    with warnings.catch_warnings(), repaired_lowering():
         warnings.simplefilter("ignore")  # torch warns about its own deprecated pytree classes
         path = aot_compile(
             program.module(check_guards=False),
@@ -73,25 +65,7 @@ def aoti_compile(
         )
     ranges = {s: (int(r.lower), int(r.upper)) for s, r in program.range_constraints.items()}
     guards = tuple(guard.expr for guard in env.guards)
-    return AheadCompiled(build.link(Path(str(path))), guards, ranges)
-
-
-@contextmanager
-def _cpp_in(builds: LibraryBuilds) -> Iterator[Build]:
-    """Leave the C++ of the library that is generated in this context to `builds`."""
-    from torch._inductor import codecache, cpp_builder
-
-    build = Build(builds, cpp_builder.run_compile_cmd)
-    original = codecache._get_cpp_wrapper_header
-
-    def header(device: str, aot_mode: bool = False) -> str:
-        return precompiled_header(original(device, aot_mode=aot_mode))
-
-    with (
-        replaced(cpp_builder, "run_compile_cmd", build.command),
-        replaced(codecache, "_get_cpp_wrapper_header", header),
-    ):
-        yield build
+    return AheadCompiled(Path(str(path)), guards, ranges)
 
 
 def aoti_load(path: str, device: torch.device) -> Callable[[list[Any]], Any]:
