@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..cache.keys.environment import DUMP_DIR, OFF, read
+from ..cache.keys.environment import DUMP_DIR, FASTER, parts_off, read
 from ..dispatch import level_defaults
 from .config import Config, check_choice
 
@@ -38,10 +38,11 @@ def switched_off(config: Config, names: Iterable[str]) -> Config:
 def resolve_config(config: Config) -> Config:
     """`config` with what the environment and the level decide.
 
-    PIECEGRAPH_OFF turns parts off, and PIECEGRAPH_DUMP_DIR sets the dump directory. At a level
-    that does not compile, pieces run eagerly unless a compiler is set.
+    PIECEGRAPH_OFF turns parts off, and PIECEGRAPH_DUMP_DIR sets the dump directory. No setting
+    turns off `faster`: compiling reads it. At a level that does not compile, pieces run eagerly
+    unless a compiler is set.
     """
-    config = switched_off(config, filter(None, map(str.strip, (read(OFF) or "").split(","))))
+    config = switched_off(config, (name for name in parts_off() if name != FASTER))
     settings: dict[str, Any] = {}
     if (folder := read(DUMP_DIR)) and config.dump_dir is None:
         settings["dump_dir"] = Path(folder)

@@ -19,6 +19,8 @@ CACHE_DIR = "PIECEGRAPH_CACHE_DIR"
 SIGNING_KEY = "PIECEGRAPH_CACHE_SIGNING_KEY"
 SIGNING_KEY_FILE = "PIECEGRAPH_CACHE_SIGNING_KEY_FILE"
 OFF = "PIECEGRAPH_OFF"
+FASTER = "faster"
+"""The part of OFF that no setting turns off: what only saves time."""
 DUMP_DIR = "PIECEGRAPH_DUMP_DIR"
 LOG_LEVEL = "PIECEGRAPH_LOG_LEVEL"
 
@@ -37,7 +39,7 @@ PREFIXES = ("PIECEGRAPH_", "TORCH", "PYTORCH_", "TRITON_", "ATEN_")
 
 EXEMPT: Mapping[str, str] = {
     r"PIECEGRAPH_CACHE_.*": "where and whom to trust, not what is compiled; one is a secret",
-    OFF: "what it changes is in the settings",
+    OFF: "what it changes is in the settings, or a factor itself",
     r".*_(DIR|DIRS|PATH|HOME|FILE|FOLDER)": "a place",
     r".*_(LOGS?|LOG_LEVEL|TRACE|VERBOSE|PROGRESS|PRINT_.*|SHOW_.*|COMPILE_DEBUG)": "what is shown",
     r".*_(DUMP|DEBUG_DUMP|DUMP_.*|REPRODUCER.*)": "what is written for people",
@@ -62,6 +64,11 @@ def read(name: str) -> str | None:
     """The value of one of our variables, which must be in DECLARED."""
     assert name in DECLARED, f"declare {name} in cache/keys/environment.py"
     return os.environ.get(name)
+
+
+def parts_off() -> list[str]:
+    """What PIECEGRAPH_OFF turns off."""
+    return [name.strip() for name in (read(OFF) or "").split(",") if name.strip()]
 
 
 def observed(name: str) -> str | None:

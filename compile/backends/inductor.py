@@ -38,10 +38,12 @@ from ...torch_compat.compiling.toolchain import (
     compiler_version,
     cpp_headers_ready,
     keep_probe,
+    named_libraries,
     probes,
     without_compiler,
 )
 from ..ir.compilation import CODE, COMPILER, KERNEL, PROBE, Blobs, Finish, PieceFn
+from ..speedups import code_generated, code_loaded
 
 
 @contextmanager
@@ -51,17 +53,20 @@ def compiling() -> Iterator[None]:
     A kernel that several pieces share is compiled once.
     """
     with scratch() as folder:
-        with inductor_cache_directory(folder), inductor_options(toolchain_directory(folder)):
+        options = inductor_options(toolchain_directory(folder))
+        with inductor_cache_directory(folder), options, code_loaded():
             yield
 
 
 def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
     """Generate code for `graph` and its symbolic `inputs`; call it inside `compiling()`."""
     toolchain = toolchain_directory(cache_directory())
-    artifact, libraries = inductor_compile(graph, inputs, dict(options))
+    with code_generated() as wait_for_kernels:
+        artifact, libraries = inductor_compile(graph, inputs, dict(options))
 
     def finish() -> tuple[PieceFn, Blobs]:
-        kernels = {_blob_name(file): file.read_bytes() for file in libraries()}
+        wait_for_kernels()
+        kernels = {_blob_name(file): file.read_bytes() for file in libraries}
         code = inductor_serialize(artifact)
         if code is None:
             return inductor_callable(artifact), {}
@@ -77,10 +82,11 @@ def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, A
 def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
     """Like `compile_piece`, with all of torch's caches off; nothing can be stored."""
     uncached = {**options, "force_disable_caches": True}
-    artifact, libraries = inductor_compile(graph, inputs, uncached)
+    with code_generated() as wait_for_kernels:
+        artifact, _ = inductor_compile(graph, inputs, uncached)
 
     def finish() -> tuple[PieceFn, Blobs]:
-        libraries()
+        wait_for_kernels()
         return inductor_callable(artifact), {}
 
     return finish
@@ -110,7 +116,8 @@ def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
         toolchain = toolchain_directory(folder)
         for blobs in artifacts:
             _write_kernels(blobs, Path(folder), toolchain)
-        with inductor_options(toolchain), without_compiler(folder, version):
+        options, names = inductor_options(toolchain), named_libraries()
+        with options, names, without_compiler(folder, version), code_loaded():
             return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
 
 

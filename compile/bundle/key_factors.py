@@ -32,6 +32,7 @@ from ..ir.compilation import ExampleArguments
 from ..ir.config import CompileConfig, InputSpec
 from ..ir.serialization import dtype_name
 from ..passes.graph_pass import GraphPass, pass_factors, passes_for
+from ..speedups import are_on
 from ..trace.examples import Leaf, example_inputs
 from ..trace.splitting import splitting_predicate
 
@@ -61,6 +62,7 @@ def trace_key(
             "versions": versions(),
             "torch_state": _named("torch_state", torch_state),
             "environment": environment_factors(),
+            "speedups": are_on(),  # the switch asks for a trace without them
         },
     )
 

@@ -33,7 +33,6 @@ from ...torch_compat.basics.tensors import is_transformed
 from ...torch_compat.tracing.dynamo import (
     Captured,
     StateChange,
-    capture_full_graph,
     dynamo_tracing,
     import_dynamo,
     input_source,
@@ -47,6 +46,7 @@ from ..conditions.places import Place
 from ..ir.compilation import CompileRequest
 from ..ir.locations import first_line, node_location
 from ..ir.serialization import Ref, with_refs
+from ..speedups import capture
 from .examples import Examples, Leaf, example_inputs, mark
 from .inline_regions import inline_opaque_values, inline_regions
 from .splitting import is_splitting
@@ -96,7 +96,7 @@ def trace(request: CompileRequest) -> Trace:
     dynamo = events.span("trace.dynamo", level=logging.INFO)
     with dynamo, dynamo_tracing(config.dynamic_shapes.value):
         try:
-            captured = capture_full_graph(model, args, kwargs)
+            captured = capture(model, args, kwargs, events)
         except Exception as error:  # Dynamo also raises many exceptions other than its own
             where = user_location(error)
             if op := unsupported_op(error):
@@ -105,9 +105,6 @@ def trace(request: CompileRequest) -> Trace:
     if captured is None:
         raise NothingToCompile(model=type(model).__name__)
     events.count("dynamo_traces")
-    events.count("equal_modules", captured.copied)
-    for kind, reason in captured.traced_again.items():
-        events.emit("module_traced_again", module=kind, reason=reason)
     graph = captured.graph
     inline_regions(graph)
     inline_opaque_values(graph)
@@ -249,7 +246,7 @@ def _structure(
     outputs: Any = captured.graph.graph.output_node().args[0]
     stand_ins = [torch.empty(0, device="meta") for _ in outputs]
     args, kwargs = examples.call_arguments()
-    result = captured.call(lambda: tuple(stand_ins))(*args, **kwargs)
+    result = captured.call(lambda *_: tuple(stand_ins))(*args, **kwargs)
     made = {id(value): Ref(f"o{i}") for i, value in enumerate(stand_ins)}
     arguments = {
         id(leaf.value): leaf

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -17,8 +18,6 @@ from piecegraph.compile.ir.config import CompileConfig
 from piecegraph.compile.pieces.fingerprint import canonical_text
 from piecegraph.compile.plan.split_model import split_model
 from piecegraph.events import Events
-from piecegraph.torch_compat.basics.patch import replaced
-from piecegraph.torch_compat.faster.equal_layers import equal_modules
 
 from .models import MIX, X
 from .starts import CPU
@@ -77,20 +76,18 @@ def _first_place(place: Any, rules: list[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def without_copies() -> Iterator[None]:
-    """Trace each layer."""
-
-    def none() -> Any:
-        return contextlib.nullcontext(equal_modules.Copies())
-
-    with replaced(equal_modules, "equal_modules_traced_once", none):
+def with_parts_off(parts: str) -> Iterator[None]:
+    """What PIECEGRAPH_OFF turns off, or nothing."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PIECEGRAPH_OFF", parts)
         yield
 
 
 def expect_equal_traces(model: nn.Module, **settings: Any) -> int:
     """Trace with and without copies, compare, and return how many calls were copied."""
-    found, copied = facts_of_trace(model, **settings)
-    with without_copies():
+    with with_parts_off(""):
+        found, copied = facts_of_trace(model, **settings)
+    with with_parts_off("faster"):
         expected, none = facts_of_trace(model, **settings)
     assert none == 0
     places = found.pop("conditions")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from piecegraph.torch_compat.faster.equal_layers.trace_with_copies import trace_with_copies
 from piecegraph.torch_compat.tracing.dynamo import (
     Captured,
-    capture_full_graph,
     dynamo_tracing,
     mark_dynamic,
 )
@@ -122,14 +122,14 @@ class Unlike(nn.Module):
         return x
 
 
-def captured(model: nn.Module) -> Captured:
+def captured(model: nn.Module) -> tuple[Captured, int]:
     torch._dynamo.reset()
     x = torch.ones(5, 8)
     mark_dynamic(x, 0, "num_tokens", (1, 64), "backed")
     with dynamo_tracing("backed"), torch.no_grad():
-        found = capture_full_graph(model, (x,), {})
-    assert found is not None
-    return found
+        trace = trace_with_copies(model, (x,), {})
+    assert trace.captured is not None
+    return trace.captured, trace.copied
 
 
 def values_of(found: Captured) -> list[Any]:
@@ -202,14 +202,14 @@ YES, NO = (True, True, True), (False, False, False)
 def test_copied_values_are_what_operators_compute(
     model: nn.Module, num_copied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = captured(model)
-    assert num_copied == found.copied
+    found, copied = captured(model)
+    assert num_copied == copied
     from piecegraph.torch_compat.faster.equal_layers import equal_modules
     from piecegraph.torch_compat.faster.equal_layers.copied_values import CopiedValues
 
     monkeypatch.setattr(CopiedValues, "are_known", lambda self, node: False)
     monkeypatch.setattr(equal_modules, "copied_weight", lambda *_: None)
-    assert values_of(found) == values_of(captured(model))
+    assert values_of(found) == values_of(captured(model)[0])
 
 
 def test_weights_of_copies_are_not_examined_by_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:

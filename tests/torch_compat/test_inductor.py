@@ -80,26 +80,13 @@ def doubled() -> tuple[torch.fx.GraphModule, list[Any]]:
 
 
 @pytest.mark.compile
-def test_artifact_survives_storing_and_loading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch._inductor.config as inductor_config
-    from torch._inductor import codecache
-    from torch._inductor.codecache import CacheBase, CppPythonBindingsCodeCache
-
-    x, keys = torch.randn(4), CacheBase.get_system
+def test_artifact_survives_storing_and_loading(tmp_path: Path) -> None:
+    x = torch.randn(4)
     with inductor.inductor_cache_directory(str(tmp_path)), inductor.inductor_options(TOOLCHAIN):
-        with inductor_config.patch(compile_threads=1), monkeypatch.context() as within:
-            # where torch waits for a kernel, if it has one thread
-            within.setattr(CppPythonBindingsCodeCache, "load_pybinding", None)
-            # what reads all sources of torch and Triton
-            within.setattr(codecache, "torch_key", None)
-            within.setattr(CacheBase, "get_system", None)
-            artifact, libraries = inductor.inductor_compile(*doubled(), {})
-        assert all(path.exists() for path in libraries())
+        artifact, libraries = inductor.inductor_compile(*doubled(), {})
+        assert [path.exists() for path in libraries] == [True]
         data = inductor.inductor_serialize(artifact)
         assert data is not None
-        assert CacheBase.get_system is keys
         loaded = inductor.inductor_deserialize(data)
         for each in (artifact, loaded):
             (result,) = inductor.inductor_callable(each)([x])
@@ -108,8 +95,7 @@ def test_artifact_survives_storing_and_loading(
 
 @pytest.mark.compile
 def test_artifact_cannot_be_stored_with_caches_off() -> None:
-    artifact, libraries = inductor.inductor_compile(*doubled(), {"force_disable_caches": True})
-    list(libraries())
+    artifact, _ = inductor.inductor_compile(*doubled(), {"force_disable_caches": True})
     assert inductor.inductor_serialize(artifact) is None
 
 
@@ -174,55 +160,5 @@ def test_what_tracing_and_compiling_need_can_be_imported_before() -> None:
         "    assert name not in sys.modules; function(); assert name in sys.modules\n"
         "imported('torch._dynamo.convert_frame', dynamo.import_dynamo)\n"
         "imported('torch._inductor.graph', inductor.import_inductor)\n"
-        "import copy\n"
-        "from torch._inductor.kernel.mm import mm_template\n"
-        "assert type(copy.copy(mm_template.template)).__module__ == inductor.__name__\n"
-        "assert mm_template.template and 'indent_except_first' in "
-        "mm_template.template.environment.filters"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize(
-    ("body", "wrapped"),
-    [
-        (lambda x: x * 2, [1, 0, 1]),
-        (lambda x: (x * 2).view(2, 2).split(1), [1, 0, 1]),
-        (lambda x: (x.add_(1), x * 2)[1], [1, 1, 1]),
-        (lambda x: x.view(2, 2), [1, 1, 1]),
-    ],
-)
-def test_a_wrapper_with_nothing_to_do_runs_once_and_with_gradients(
-    body: Any, wrapped: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from functorch.compile import make_boxed_func
-    from torch._functorch._aot_autograd import runtime_wrappers
-    from torch._functorch.aot_autograd import aot_function
-
-    original = runtime_wrappers._create_runtime_wrapper
-    calls: list[None] = []
-
-    def create(*args: Any, **kwargs: Any) -> Any:
-        run = original(*args, **kwargs)
-
-        def counted(args: list[Any]) -> Any:
-            calls.append(None)
-            return run(args)
-
-        return counted
-
-    monkeypatch.setattr(runtime_wrappers, "_create_runtime_wrapper", create)
-    counts = []
-    with inductor.inductor_options(tmp_path):
-        compiled = aot_function(
-            body,
-            lambda graph, _: make_boxed_func(graph.forward),
-            keep_inference_input_mutations=True,
-        )
-        for with_gradients in (False, False, True):
-            calls.clear()
-            with torch.set_grad_enabled(with_gradients):
-                results = compiled(torch.arange(4.0))
-            counts.append(len(calls))
-            torch.testing.assert_close(results, body(torch.arange(4.0)))
-    assert counts == wrapped

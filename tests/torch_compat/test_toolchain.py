@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import os
-import shlex
 import shutil
 import signal
 import stat
@@ -80,8 +79,11 @@ def test_a_library_is_named_by_its_text_alone(tmp_path: Path, optimized: str | N
         return name
 
     here, there = "g++ i -O3 -I/a/torch", "/usr/bin/g++-12 i -O3 -I/b/torch -L/b/lib"
-    with inductor.inductor_cache_directory(str(tmp_path)), toolchain.libraries_named_by_text():
+    directory = inductor.inductor_cache_directory(str(tmp_path))
+    with directory, toolchain.named_libraries() as libraries:
+        name = named("int x;", here)
         assert named("int x;", here) == named("int x;", there)
+        assert libraries == [tmp_path / name[1:3] / f"{name}.main.so"] * 3
         assert named("int x;", here) != named("int y;", here)
         assert named("int x;", here) != codecache.write("int x;", "main.cpp", f"other {here}")[0]
         headers = {named("int x;", c, "h", specified_dir=str(tmp_path)) for c in (here, there)}
@@ -100,14 +102,12 @@ def test_a_library_that_was_not_stored_is_an_error(tmp_path: Path) -> None:
             codecache._worker_compile_cpp(str(tmp_path / "lock"), [builder])
 
 
-def test_no_header_is_compiled_for_code_that_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._inductor import codecache
+def test_no_header_is_compiled_for_code_that_is_loaded(tmp_path: Path) -> None:
+    import torch._inductor.config as inductor_config
 
-    monkeypatch.setattr(codecache, "_precompile_header", lambda *_, **__: pytest.fail("compiled"))
     with toolchain.without_compiler(str(tmp_path), b"some version"):
-        assert codecache._precompile_header("prefix.h", "g++ -O3", device_type="cpu") == "prefix.h"
+        assert not inductor_config.cpp_cache_precompile_headers
+    assert inductor_config.cpp_cache_precompile_headers
 
 
 def test_headers_are_ready_or_not(tmp_path: Path) -> None:
@@ -219,66 +219,6 @@ def test_a_header_has_its_name_when_it_is_complete(
         with pytest.raises(KeyboardInterrupt) if killed else nullcontext():
             precompile("x.h")
     assert (tmp_path / "x.h.gch").exists() is not killed
-
-
-def test_the_preprocessor_runs_again_if_a_file_that_it_read_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._inductor import codecache, cpp_builder
-
-    read = [tmp_path / "a b.h", tmp_path / "c.h"]
-    for file in read:
-        file.touch()
-    ran: list[list[str]] = []
-
-    def compiler(command: str, cwd: str) -> None:
-        ran.append(shlex.split(command))
-        rule = "header.o: x.hpp \\\n " + " \\\n ".join(str(f).replace(" ", "\\ ") for f in read)
-        Path(ran[-1][-1]).write_text(rule)
-
-    class Isa:  # as of Inductor's: `repr` has an address
-        def __str__(self) -> str:
-            return "avx512"
-
-    def build(header: str, command: str, vec_isa: Isa) -> str:
-        cpp_builder.run_compile_cmd(f"g++ x.hpp -E -P -o {tmp_path}/header.i", "")
-        (tmp_path / f"{header}.gch").touch()
-        return str(tmp_path / header)
-
-    def start() -> int:
-        """Another process: how often the preprocessor has run."""
-        toolchain._precompiled_once.cache_clear()
-        with toolchain.precompiled_headers_in(tmp_path / "toolchain"):
-            header = codecache._precompile_header("x.h", "g++", vec_isa=Isa())
-            assert header == str(tmp_path / "x.h")
-        return len(ran)
-
-    monkeypatch.setattr(cpp_builder, "run_compile_cmd", compiler)
-    monkeypatch.setattr(codecache._precompile_header, "__wrapped__", build)
-    assert [start(), start(), start()] == [1, 1, 1]
-    os.utime(read[0], (0, 1000))
-    assert [start(), start()] == [2, 2]
-    read[1].write_text("#define NEW")
-    assert [start(), start()] == [3, 3]
-    read[1].unlink()
-    assert [start(), start()] == [4, 5]
-    read[1].touch()
-    (tmp_path / "x.h.gch").unlink()
-    assert [start(), start()] == [6, 6]
-    monkeypatch.setenv("CPATH", str(tmp_path))
-    assert [start(), start()] == [7, 7]
-    toolchain._precompiled_once.cache_clear()
-
-
-def test_objects_are_kept_whole(tmp_path: Path) -> None:
-    assert toolchain.known_object(tmp_path, "a") is None
-    toolchain.keep_object(tmp_path, "a", b"code")
-    toolchain.keep_object(tmp_path, "a", b"code")  # another process, at the same time
-    assert toolchain.known_object(tmp_path, "a") == b"code"
-    (file,) = (tmp_path / toolchain.OBJECTS).iterdir()
-    for damaged in (b"", file.read_bytes()[:-1], file.read_bytes() + b"x"):
-        file.write_bytes(damaged)
-        assert toolchain.known_object(tmp_path, "a") is None
 
 
 def test_kept_probes_are_found(tmp_path: Path) -> None:

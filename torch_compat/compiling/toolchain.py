@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import hashlib
 import os
 import re
 import shlex
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ..basics.patch import compiler_lock, preserve_cache_variables, replaced
 
@@ -34,8 +31,6 @@ def cpp_compiler() -> str | None:
 
 MAX_HEADER_BYTES = 2 << 30
 """Most that precompiled headers take, of all installed torch versions and compilers."""
-MAX_OBJECT_BYTES = 64 << 20
-OBJECTS = "objects"
 PROBES = "isa_probes"
 _IS_PROBE = re.compile("[0-9a-f]{64}").fullmatch
 
@@ -67,9 +62,6 @@ def without_compiler(folder: str, version: bytes) -> Iterator[None]:
     import torch._inductor.config as inductor_config
     from torch._inductor import codecache
 
-    def uncompiled(header: str, *command: Any, **options: Any) -> str:
-        return header
-
     def must_exist(lock: str, builders: Sequence[Any]) -> None:
         library = builders[-1].get_target_file_path()
         if not os.path.exists(library):
@@ -77,8 +69,8 @@ def without_compiler(folder: str, version: bytes) -> Iterator[None]:
 
     with (
         compiler_lock(),
-        replaced(codecache, "_precompile_header", uncompiled),
         replaced(codecache, "_worker_compile_cpp", must_exist),
+        inductor_config.patch({"cpp_cache_precompile_headers": False}),
     ):
         if shutil.which(inductor_config.cpp.cxx[-1]) is not None:
             yield
@@ -92,26 +84,31 @@ def without_compiler(folder: str, version: bytes) -> Iterator[None]:
 
 
 @contextmanager
-def libraries_named_by_text() -> Iterator[None]:
-    """Let Inductor name a library of C++ by its text alone, in the cache directory of one compile.
+def named_libraries() -> Iterator[list[Path]]:
+    """Name each C++ library by its text alone, in the cache directory of one compile.
 
-    It finds a library that is loaded by that name, of which the whole command is a part: the paths
-    of the compiler, of Python and of torch, which differ in another container. The options of the
-    command are equal for all code of one compile, and factors of the key under which it is stored.
+    Yields the libraries of the code that is generated or loaded inside. Inductor also puts the
+    compile command, with its absolute paths, into a library's name, and finds the library by that
+    name: it would miss it in another container. The options of the command are equal for all code
+    of one compile, and factors of the key under which it is stored.
     """
     from torch._inductor import codecache
 
     original = codecache.write
+    libraries: list[Path] = []
 
     def write(content: Any, extension: str, extra: str = "", *args: Any, **options: Any) -> Any:
         if extension in ("main.cpp", "optimized.cpp"):
             # the text of the optimized part, if there is one, and a command such as "g++ i -O3 …"
             before, separator, _ = extra.rpartition(" i -")
             extra = before.rpartition(" ")[0] if separator else extra
-        return original(content, extension, extra, *args, **options)
+        key, path = original(content, extension, extra, *args, **options)
+        if extension == "main.cpp":
+            libraries.append(Path(path).with_suffix(".so"))
+        return key, path
 
     with replaced(codecache, "write", write):
-        yield
+        yield libraries
 
 
 def cpp_headers_ready(toolchain: Path) -> bool:
@@ -138,12 +135,13 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
         yield
         return
     directory = toolchain / "precompiled_headers"
-    once = _precompiled_once(toolchain)
+    # torch's own function remembers headers that were made in other directories
+    build = functools.cache(inspect.unwrap(codecache._precompile_header))
     with ExitStack() as in_use:
 
         def precompile(header: str, *command: Any, **options: Any) -> str:
             before = set(directory.glob("*.gch"))
-            plain = once(header, *command, **options)
+            plain = build(header, *command, **options)
             made = Path(f"{plain}.gch")
             _keep_in_use(made, in_use)
             if made not in before:
@@ -154,54 +152,14 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
             replaced(codecache, "_HEADER_DIR", str(directory)),
             replaced(codecache, "_HEADER_LOCK_DIR", f"{directory}/locks"),
             replaced(codecache, "_precompile_header", precompile),
+            _complete_headers(),
         ):
             yield
 
 
-@functools.cache
-def _precompiled_once(toolchain: Path) -> Callable[..., str]:
-    """Inductor's function for a header, with the paths in one directory remembered.
-
-    Inductor runs the preprocessor (0.4 s) to see whether a header has changed. It need not if none
-    of the files that the preprocessor read has another time or size.
-    """
-    from torch._inductor import codecache
-
-    original: Callable[..., str] = codecache._precompile_header.__wrapped__
-
-    @functools.cache
-    def precompile(header: str, *command: Any, **options: Any) -> str:
-        places = [os.environ.get(name) for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
-        chosen = [f"{name}={value}" for name, value in sorted(options.items())]
-        asked = [header, *command, *chosen, *places]
-        build = [torch.__version__, torch.version.git_version, compiler_version()]
-        name = hashlib.sha256("\0".join(map(str, asked + build)).encode()).hexdigest()
-        if (known := known_object(toolchain, name)) is not None:
-            plain, *files = known.decode().split("\0")
-            paths = [file.partition("/")[2] for file in files]
-            if os.path.exists(f"{plain}.gch") and _described(paths) == files:
-                return plain
-        read: list[str] = []
-        with _watched_compiler(read):
-            plain = original(header, *command, **options)
-        if read and (files := _described(read)):
-            keep_object(toolchain, name, "\0".join([plain, *files]).encode())
-        return plain
-
-    return precompile
-
-
-def _described(paths: list[str]) -> list[str]:
-    """Time, size and path of each file; nothing if one is missing."""
-    with suppress(OSError):
-        facts = ((path, os.stat(path)) for path in paths)
-        return [f"{fact.st_mtime_ns}:{fact.st_size}/{path}" for path, fact in facts]
-    return []
-
-
 @contextmanager
-def _watched_compiler(read: list[str]) -> Iterator[None]:
-    """Add to `read` what the preprocessor reads. Name a header only when it is complete.
+def _complete_headers() -> Iterator[None]:
+    """Give a precompiled header its name only when it is complete.
 
     The compiler fails on a part of a header, which a killed process leaves.
     """
@@ -216,11 +174,6 @@ def _watched_compiler(read: list[str]) -> Iterator[None]:
             part = f"{output}.{os.getpid()}"
             original(shlex.join([part if word == output else word for word in words]), cwd)
             os.replace(part, output)
-        elif "-E" in words:
-            original(shlex.join([*words, "-MD", "-MF", f"{output}.d"]), cwd)
-            with suppress(OSError):
-                rule = Path(f"{output}.d").read_text().replace("\\\n", " ")
-                read.extend(word for word in shlex.split(rule)[1:] if word not in words)
         else:
             original(command, cwd)
 
@@ -250,23 +203,6 @@ def _remove_oldest(directory: Path, pattern: str, limit: int) -> None:
             with suppress(OSError), file.open("rb") as opened:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.unlink()
-
-
-def known_object(toolchain: Path, name: str) -> bytes | None:
-    """What `keep_object` stored, None if it is missing or damaged."""
-    with suppress(OSError):
-        file = toolchain / OBJECTS / name
-        digest, content = (whole := file.read_bytes())[:32], whole[32:]
-        if hashlib.sha256(content).digest() == digest:
-            os.utime(file)
-            return content
-    return None
-
-
-def keep_object(toolchain: Path, name: str, content: bytes) -> None:
-    """Store an object file, or what is known of a header; without write access nothing is kept."""
-    _publish(toolchain / OBJECTS, name, hashlib.sha256(content).digest() + content)
-    _remove_oldest(toolchain / OBJECTS, "*", MAX_OBJECT_BYTES)
 
 
 def _publish(directory: Path, name: str, content: bytes) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
@@ -20,9 +20,6 @@ from ..basics.frames import is_user_file, user_line
 from ..basics.patch import compiler_lock, dynamo_lock, preserve_cache_variables, replaced
 from ..basics.symbolic import release_shape_environments
 from .inlined import Inlined, inlined_calls
-
-if TYPE_CHECKING:
-    from ..faster.equal_layers.equal_modules import Copies
 
 enter_autocast = _enter_autocast
 """How Dynamo writes the start of an autocast block into a graph."""
@@ -42,7 +39,7 @@ class Captured:
     fake_mode: Any
     call: Callable[..., Any]
     """`call(compiled_fn)(*args, **kwargs)` runs Dynamo's bytecode around `compiled_fn`, to which it
-    passes nothing."""
+    passes the inputs of the graph, or nothing."""
     inlined: Inlined
     guards: tuple[GuardFact, ...]
     aliases: dict[str, str]
@@ -53,10 +50,6 @@ class Captured:
     """Variables that the traced function closes over; `L` has them too."""
     global_scope: dict[str, Any]
     """The meaning of `G`: the globals of the traced function, with the names Dynamo added."""
-    copied: int
-    """How many calls of modules copied what an equal module had left in the graph."""
-    traced_again: Mapping[str, str]
-    """By class of modules, why the last call was traced and not copied."""
     changes: tuple[StateChange, ...]
     """What the model changes in objects that were there before; running `call` does not."""
 
@@ -115,41 +108,19 @@ def capture_full_graph(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Captured | None:
     """One Dynamo graph of `model.forward`, or None if it holds no tensor operation."""
-    from ..faster.equal_layers.equal_modules import Copies, equal_modules_traced_once
-
-    try:
-        with equal_modules_traced_once() as copies:
-            return _capture(model, args, kwargs, copies)
-    except Exception as error:
-        if not (copies.places or copies.names.passed):
-            raise
-        reason = f"a trace with copies failed: {type(error).__name__}: {error}".partition("\n")[0]
-    return _capture(model, args, kwargs, Copies(reasons={type(model).__qualname__: reason}))
-
-
-def _capture(
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    copies: Copies,
-) -> Captured | None:
     from torch._dynamo.convert_frame import fullgraph_capture, get_traced_fn
 
-    from ..faster.equal_layers.equal_modules import copied_facts
-    from ..faster.equal_layers.passed_values import without_names
-
-    with (
-        inlined_calls() as inlined,
-        _state_changes() as changes,
-        _forward_as_function(model),
-        _names_of_dynamo(),
-        _parts_of_values_guarded(),
-        _graph_alone(),
-    ):
-        output = fullgraph_capture(model, args, kwargs)
+    with _forward_as_function(model):
         function, bound = get_traced_fn(model)
-        runtime = output.graph_capture_output.get_runtime_env()
-        global_scope = dict(function.__globals__)
+        with (
+            inlined_calls() as inlined,
+            _state_changes() as changes,
+            _without_new_names(function.__globals__),
+            _parts_of_values_guarded(),
+        ):
+            output = fullgraph_capture(model, args, kwargs)
+            runtime = output.graph_capture_output.get_runtime_env()
+            global_scope = dict(function.__globals__)
     own_kwargs = inspect.getfullargspec(function).varkw
     if output.backend_input is None:
         return None
@@ -157,9 +128,11 @@ def _capture(
     fake_mode: Any = output.backend_input.fake_mode
     # a shape environment, its fake inputs and their sizes are a cycle that no collection sees
     fake_mode.shape_env.tracked_fakes.clear()
-    without_names(output.backend_input.graph_module.graph)
     guards = _guard_facts(output.graph_capture_output.output_graph.guards)
-    facts = *guards, *inlined.probes, *inlined.aliases
+    facts = {
+        (fact.expression, fact.kind, repr(fact.argument)): fact
+        for fact in (*guards, *inlined.probes, *inlined.aliases)
+    }
 
     def call(compiled_fn: Callable[..., Any]) -> Callable[..., Any]:
         forward: Callable[..., Any] = runtime.forward_callable(
@@ -172,40 +145,29 @@ def _capture(
         fake_mode=fake_mode,
         call=call,
         inlined=inlined,
-        guards=copied_facts(facts, copies.places),
+        guards=tuple(facts[identity] for identity in sorted(facts)),
         aliases=dict(output.graph_capture_output.import_sources),
         local_scope=_local_scope(function, bound, args, kwargs),
         closure=dict(inspect.getclosurevars(function).nonlocals),
         global_scope=global_scope,
-        copied=len(copies.places),
-        traced_again=copies.reasons,
         changes=tuple(change for change in changes if change.expression != f"L[{own_kwargs!r}]"),
     )
 
 
 @contextmanager
-def _names_of_dynamo() -> Iterator[None]:
+def _without_new_names(names: dict[str, Any]) -> Iterator[None]:
     """Remove, at the end, the names that Dynamo adds to the globals of the user's module.
 
     One of them holds the graph. `torch.compile` removes them together with the code that it makes;
     a full-graph capture leaves them.
     """
-    from torch._dynamo.utils import CleanupHook
-
-    hooks: list[Callable[[], None]] = []
-    original = CleanupHook.create
-
-    def create(*args: Any, **kwargs: Any) -> Any:
-        hook = original(*args, **kwargs)
-        hooks.append(hook)
-        return hook
-
+    before = set(names)
     try:
-        with replaced(CleanupHook, "create", staticmethod(create)):
-            yield
+        yield
     finally:
-        for hook in hooks:
-            hook()
+        for name in names.keys() - before:
+            if name.startswith("__"):
+                del names[name]
 
 
 @contextmanager
@@ -227,46 +189,6 @@ def _parts_of_values_guarded() -> Iterator[None]:
         return original(self, tx, *given)
 
     with replaced(made, "call_function", call_function):
-        yield
-
-
-@contextmanager
-def _graph_alone() -> Iterator[None]:
-    """Leave out what Dynamo makes of each input of a graph so that the graph can be called.
-
-    It names the weights below each module for exporters, generates Python code for two modules of
-    the graph, and bytecode that passes each input. No one calls the graph: code is generated when
-    its forward is called, and the bytecode around it passes no inputs.
-    """
-    from torch._dynamo.codegen import PyCodegen
-    from torch._dynamo.output_graph import OutputGraph
-
-    compile_graph, call_graph = (
-        OutputGraph.compile_and_call_fx_graph,
-        PyCodegen.make_call_generated_code,
-    )
-    generate = torch.fx.GraphModule.recompile
-
-    def on_demand(self: torch.fx.GraphModule) -> None:
-        def forward(self: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-            generate(self)
-            return self.forward(*args, **kwargs)
-
-        type(self).forward = forward  # each has its own class
-
-    def compiled(*args: Any, **kwargs: Any) -> Any:
-        with replaced(torch.fx.GraphModule, "recompile", on_demand):
-            return compile_graph(*args, **kwargs)
-
-    def called(self: Any, name: str) -> None:
-        with replaced(OutputGraph, "graphargs", ()):
-            call_graph(self, name)
-
-    with (
-        replaced(OutputGraph, "compile_and_call_fx_graph", compiled),
-        replaced(PyCodegen, "make_call_generated_code", called),
-        replaced(OutputGraph, "add_fqn_info_for_inlined_modules", lambda *_: None),
-    ):
         yield
 
 
@@ -347,8 +269,7 @@ def _is_now(variable: Any, attribute: str, value: Any) -> bool:
         return False
 
 
-def _guard_facts(guards: Any) -> tuple[GuardFact, ...]:
-    facts = {}
+def _guard_facts(guards: Any) -> Iterator[GuardFact]:
     for guard in guards:
         given = guard.create_fn.keywords if isinstance(guard.create_fn, functools.partial) else {}
         named = next((given[name] for name in ("attr", "key", "source_b") if name in given), None)
@@ -360,9 +281,7 @@ def _guard_facts(guards: Any) -> tuple[GuardFact, ...]:
             source, named = attribute.base, attribute.member
         expression = str(source.name)
         argument = str(given["source_b"].name) if "source_b" in given else named
-        where = user_line(guard.user_stack)
-        facts[expression, kind, repr(argument)] = GuardFact(expression, kind, argument, where)
-    return tuple(facts[each] for each in sorted(facts))
+        yield GuardFact(expression, kind, argument, user_line(guard.user_stack))
 
 
 def unsupported_op(error: BaseException) -> str | None:

@@ -1,0 +1,65 @@
+"""The speed-ups in `torch_compat.faster`: only this module imports them.
+
+PIECEGRAPH_OFF=faster turns all of them off. Everything but the time is the same then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..cache.keys.environment import FASTER, parts_off
+from ..events import Events
+from ..torch_compat.tracing.dynamo import Captured, capture_full_graph
+
+
+def are_on() -> bool:
+    return FASTER not in parts_off()
+
+
+def capture(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], events: Events
+) -> Captured | None:
+    """`capture_full_graph`, which copies equal layers and makes nothing but the graph."""
+    if not are_on():
+        return capture_full_graph(model, args, kwargs)
+    from ..torch_compat.faster.equal_layers.trace_with_copies import trace_with_copies
+    from ..torch_compat.faster.graph_alone import graph_alone
+
+    with graph_alone():
+        trace = trace_with_copies(model, args, kwargs)
+    events.count("equal_modules", trace.copied)
+    for kind, reason in trace.traced_again.items():
+        events.emit("module_traced_again", module=kind, reason=reason)
+    if trace.failure is not None:
+        events.emit("copies_failed", level=logging.WARNING, reason=trace.failure)
+    return trace.captured
+
+
+@contextmanager
+def code_generated() -> Iterator[Callable[[], None]]:
+    """Generate code inside; its kernels may be called after the function that this yields."""
+    if not are_on():
+        yield lambda: None
+        return
+    from ..torch_compat.faster.cache_keys import short_cache_keys
+    from ..torch_compat.faster.kernels_in_background import kernels_in_background
+
+    with short_cache_keys(), kernels_in_background() as wait_for_kernels:
+        yield wait_for_kernels
+
+
+@contextmanager
+def code_loaded() -> Iterator[None]:
+    """Generate or load code inside, which then runs without wrappers that do nothing."""
+    if not are_on():
+        yield
+        return
+    from ..torch_compat.faster.idle_wrappers import without_idle_wrappers
+
+    with without_idle_wrappers():
+        yield
