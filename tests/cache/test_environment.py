@@ -127,7 +127,6 @@ def test_c1_1cat_536_nothing_reads_the_environment_but_the_registry(
     readers_of_torch = (
         "basics/patch",
         "compiling/inductor",
-        "compiling/toolchain",
         "tracing/inlined",
     )
     compat = {f"torch_compat/{name}.py" for name in readers_of_torch}

@@ -131,7 +131,7 @@ def test_a_guard_on_an_attribute_whose_source_is_the_attribute() -> None:
         originating_source=named,
         user_stack=None,
     )
-    assert dynamo._guard_facts([guard]) == (GuardFact("L['self']", "HASATTR", "flag", None),)
+    assert [*dynamo._guard_facts([guard])] == [GuardFact("L['self']", "HASATTR", "flag", None)]
 
 
 @pytest.mark.parametrize(

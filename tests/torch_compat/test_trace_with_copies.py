@@ -1,4 +1,4 @@
-"""The entry of equal layers: what fails with copies is traced without."""
+"""`trace_with_copies`: what fails with copies is traced without."""
 
 from __future__ import annotations
 

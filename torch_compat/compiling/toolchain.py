@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import inspect
 import os
 import re
 import shlex
@@ -141,7 +142,7 @@ def precompiled_headers_in(toolchain: Path) -> Iterator[None]:
 
         def precompile(header: str, *command: Any, **options: Any) -> str:
             before = set(directory.glob("*.gch"))
-            plain = build(header, *command, **options)
+            plain: str = build(header, *command, **options)
             made = Path(f"{plain}.gch")
             _keep_in_use(made, in_use)
             if made not in before:
