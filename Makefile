@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PACKAGES := cache compile dispatch runtime tools torch_compat benchmarks
 
-.PHONY: run test unit test-fast heavy coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke mutants clean
+.PHONY: run test unit test-fast test-not-faster heavy coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke mutants clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -28,6 +28,10 @@ unit: $(VENV)/.dev
 
 test-fast: $(VENV)/.dev
 	$(PYTEST) --hypothesis-profile=fast -m "not compile and not slow and not gpu and not heavy"
+
+# What only saves time is off: everything is right without it.
+test-not-faster: $(VENV)/.dev
+	PIECEGRAPH_OFF=faster $(PYTEST) -m "not gpu and not heavy" tests/compile tests/torch_compat
 
 # More cases of what `make test` shows. About ten minutes.
 heavy: $(VENV)/.dev
