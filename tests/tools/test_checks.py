@@ -42,10 +42,10 @@ def test_a_model_of_separate_rows_is_invariant_in_each_mode(small_config):
     it.layers["layer"].cache.fill_(2)
     found = check_invariance(it, compose, 4)
     assert max(row.difference for row in found) < 1e-5
-    seen = {(row.mode, row.company, row.padded) for row in found}
+    seen = {(row.mode, row.others, row.padded) for row in found}
     for mode in ("eager", "NONE", "PIECEWISE", "FULL"):
-        for company in ("alone", "batched", "in other company", "last in the batch"):
-            assert (mode, company) in {each[:2] for each in seen}
+        for others in ("alone", "batched", "with other requests", "last in the batch"):
+            assert (mode, others) in {each[:2] for each in seen}
     assert ("FULL", "alone, padded", 8) in seen
     assert ("PIECEWISE", "batched, padded", 8) in seen
     assert "FULL, alone, 1 tokens: equal" in [row.line() for row in found]
@@ -58,15 +58,15 @@ def test_rows_that_mix_are_found_and_the_op_is_named(small_config):
             return super().forward(x - x.mean(0))
 
     found = check_invariance(case(MixedBefore(), small_config, graph_mode="NONE"), compose, 4)
-    batched = {row.mode: row for row in found if row.company == "batched"}
+    batched = {row.mode: row for row in found if row.others == "batched"}
     for mode in ("eager", "NONE"):
         assert batched[mode].difference > 0.01
         assert batched[mode].where == "op attention"
     assert "first at op attention" in batched["NONE"].line()
 
 
-def test_one_request_has_no_company(small_config):
-    with pytest.raises(InvalidSetting, match="no company"):
+def test_one_request_is_always_alone(small_config):
+    with pytest.raises(InvalidSetting, match="always alone"):
         check_invariance(case(models.Tiny(), small_config), compose, 1)
 
 

@@ -1,4 +1,4 @@
-"""Does the result of a request depend on its company? Alone, batched, padded, in each mode."""
+"""Does a result depend on the other requests in the batch? Alone, batched, padded, in each mode."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Compose = Callable[[Sequence[int]], Step]
 
 @dataclass(frozen=True, slots=True)
 class Invariance:
-    """A request's rows in one mode and one company, compared with the request alone.
+    """A request's rows in one mode and one batch, compared with the request alone.
 
     In every mode but `eager` it is compared with the compiled code without a graph. `difference` is
     the largest; `where` names the first splitting op whose tensors differ, where it can be seen.
     """
 
     mode: str
-    company: str
+    others: str
     num_tokens: int
     padded: int
     equal: bool
@@ -42,11 +42,11 @@ class Invariance:
         rows += f" padded to {self.padded}" if self.padded != self.num_tokens else ""
         differs = f"differs by {self.difference:.3g}"
         differs += f", first at {self.where}" if self.where else ""
-        return f"{self.mode}, {self.company}, {rows}: {'equal' if self.equal else differs}"
+        return f"{self.mode}, {self.others}, {rows}: {'equal' if self.equal else differs}"
 
 
 def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[Invariance]:
-    """Run request 0 alone, batched, in other company, elsewhere in the batch, padded; in each mode.
+    """Run request 0 alone, with all or other requests, last, padded; in each mode.
 
     `compose(numbers)` gives a uniform decode step of these requests, in this order, whose rows
     do not depend on the others. The steps of `case` are not used. Raises InvalidSetting for fewer
@@ -54,14 +54,17 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
     """
     if requests < 2:
         raise InvalidSetting(
-            name="requests", value=requests, reason="there is no company", expected="2 or more"
+            name="requests",
+            value=requests,
+            reason="one is always alone",
+            expected="2 or more",
         )
     state = State(case.model, case.layers)
     every = list(range(requests))
-    companies = {
+    batches = {
         "alone": [0],
         "batched": every,
-        "in other company": [0, *every[: requests // 2 : -1]],
+        "with other requests": [0, *every[: requests // 2 : -1]],
         "last in the batch": [*every[1:], 0],
     }
     found = []
@@ -70,7 +73,7 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
         ops = splitting_ops(prepared.compiled.plan)
         baseline: dict[str, _Rows] = {}
         for mode in ("eager", *(each.name for each in RuntimeMode)):
-            for company, numbers in companies.items():
+            for others, numbers in batches.items():
                 step = compose(numbers)
                 for graph_index in _graphs(prepared, step, mode):
                     state.restore()
@@ -78,7 +81,7 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
                     rows = _Rows(results, calls, numbers.index(0), step)
                     want = baseline.setdefault("eager" if mode == "eager" else "compiled", rows)
                     difference, where = rows.compare(want, names)
-                    shown = company if graph_index != _LARGEST else f"{company}, padded"
+                    shown = others if graph_index != _LARGEST else f"{others}, padded"
                     found.append(
                         Invariance(
                             mode, shown, step.batch.num_tokens, padded,

@@ -1,4 +1,4 @@
-"""`piecegraph check`: does a result depend on the company, is a capture's key complete."""
+"""`piecegraph check`: does a result depend on the other requests, is a capture's key complete."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 check_app = typer.Typer(help="Checks of a model and its engine.", no_args_is_help=True)
 
 STEPS = 64
-"""Steps recorded in search of a decode step with company."""
+"""Steps recorded in search of a decode step of several requests."""
 
 
 @check_app.command("invariance")
 @with_run_options
 def invariance_command(options: RunOptions, replay: ReplayOption = None) -> int:
-    """Is a request's result the same alone, batched, in other company, padded, in each mode?"""
+    """Is a request's result the same alone, batched, with other requests, padded, in each mode?"""
     from ..serve.requests import read_requests
 
     requests = read_requests(options)
