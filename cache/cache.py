@@ -97,29 +97,32 @@ class Cache:
         Raises InvalidName for a bad kind, and LayerFailed for a layer whose failures raise.
         """
         began = time.perf_counter()
-        found = self._find(kind, key, refusal)
+        result = self._find(kind, key, refusal)
         others = iter(others)
-        while isinstance(found, Miss) and (other := next(others, None)) is not None:
+        while isinstance(result, Miss) and (other := next(others, None)) is not None:
             following = self._find(kind, other, refusal)
-            if isinstance(following, Entry) or following.precedes(found):
-                found = following
+            if isinstance(following, Entry) or following.precedes(result):
+                result = following
         seconds = time.perf_counter() - began
-        if count and isinstance(found, Miss):
-            self._count_miss(kind, key, found)
-        elif count and isinstance(found, Entry):
-            self._count_hit(found, seconds)
-        return found
+        if count and isinstance(result, Miss):
+            self._count_miss(kind, key, result)
+        elif count and isinstance(result, Entry):
+            self._count_hit(result, seconds)
+        return result
 
     def _find(self, kind: str, key: Key, refusal: Refusal) -> Entry | Miss:
         miss = Miss("absent") if self.layers else Miss("disabled", self._off_reason)
         for layer in self.layers:
-            found = find(layer, kind, key.digest, refusal)
-            if isinstance(found, Entry):
-                self._record_hit(layer, found)
-                return found
-            self._record_miss(layer, found)
-            if miss.reason == "absent" or found.precedes(miss):
-                miss = found
+            result = find(layer, kind, key.digest, refusal)
+            if isinstance(result, Entry):
+                self._record_hit(layer, result)
+                return result
+            if result.reason == "unreadable" and layer.failures == "raise":
+                raise LayerFailed(layer=layer.name, reason=result.detail)
+            if result.damaged is not None and layer is self.private and self.private.writable:
+                self._quarantine(self.private, result.damaged, result.detail)
+            if miss.reason == "absent" or result.precedes(miss):
+                miss = result
         return miss
 
     def _record_hit(self, layer: CacheLayer, entry: Entry) -> None:
@@ -138,12 +141,6 @@ class Cache:
         for layer in self.layers:
             if layer is not self.private and layer.writable and lacks(layer, entry.manifest):
                 self._store(layer, entry)
-
-    def _record_miss(self, layer: CacheLayer, miss: Miss) -> None:
-        if miss.reason == "unreadable" and layer.failures == "raise":
-            raise LayerFailed(layer=layer.name, reason=miss.detail)
-        if miss.damaged is not None and layer is self.private and self.private.writable:
-            self._quarantine(self.private, miss.damaged, miss.detail)
 
     def _quarantine(self, private: DirectoryLayer, name: str, reason: str) -> None:
         try:
@@ -211,13 +208,9 @@ class Cache:
             self._events.count("cache.bytes_written", entry.size)
             self._events.emit("cache.publish", entry=label, layer=layer.name, bytes=entry.size)
             if layer is self.private:
-                self._limit_size(entry.size)
-
-    def _limit_size(self, published: int) -> None:
-        """Evict after every 1/16 of the limit: it costs more than a publish."""
-        self._since_eviction += published
-        if self._since_eviction > self._limits.size / 16:
-            self.evict()
+                self._since_eviction += entry.size
+                if self._since_eviction > self._limits.size / 16:  # it costs more than a publish
+                    self.evict()
 
     def evict(self) -> None:
         """Apply the limits to the private directory now."""

@@ -72,7 +72,9 @@ class DirectoryLayer:
     def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
         """Publish an entry; raises OSError, after which a reader finds a whole entry or a miss."""
         blobs = {manifest.blobs[name]: content for name, content in contents.items()}
-        with self._scratch() as scratch:
+        area = self.root / SCRATCH_AREA
+        area.mkdir(mode=0o700, exist_ok=True)  # fails if the root has been removed
+        with owned_directory(area) as scratch:
             for ref, content in blobs.items():
                 if self.file(ref, content) is None:
                     self._put_blob(scratch, ref, content)
@@ -134,11 +136,6 @@ class DirectoryLayer:
             return False
         (kept / "reason.json").write_text(json.dumps({"name": name, "reason": reason}))
         return True
-
-    def _scratch(self) -> contextlib.AbstractContextManager[Path]:
-        area = self.root / SCRATCH_AREA
-        area.mkdir(mode=0o700, exist_ok=True)  # fails if the root has been removed
-        return owned_directory(area)
 
 
 def private_directory(root: Path, fault: Fault = no_fault) -> DirectoryLayer:

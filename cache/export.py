@@ -87,16 +87,14 @@ def _content(source: CacheLayer, manifest: Manifest, name: str) -> bytes:
     return found
 
 
-def import_entries(
-    path: Path, trust: Trust, only: Collection[str] = (), limit: int = MAX_BUNDLE_BYTES
-) -> Iterator[Entry]:
-    """The entries of a file of at most `limit` bytes, for `Cache.store`.
+def import_entries(path: Path, trust: Trust, only: Collection[str] = ()) -> Iterator[Entry]:
+    """The entries of a file of at most MAX_BUNDLE_BYTES, for `Cache.store`.
 
     With `only` the entries with these digests, all of which the file must have. Everything is
     verified before this returns; the entries are then read one at a time. Nothing is written and
     no content is interpreted. Raises BundleRefused.
     """
-    bundle = BundleFile(path, trust, limit)
+    bundle = BundleFile(path, trust)
     chosen = [m for m in bundle.manifests if not only or m.digest in only]
     if missing := set(only) - {manifest.digest for manifest in chosen}:
         raise BundleRefused(path=path, reason=f"it has no entry with digest {min(missing)}")
@@ -117,15 +115,14 @@ class BundleFile:
     failures: Failures = "raise"
     writable = False
 
-    def __init__(self, path: Path, trust: Trust, limit: int = MAX_BUNDLE_BYTES) -> None:
+    def __init__(self, path: Path, trust: Trust) -> None:
         """Verify every byte of the file. Raises BundleRefused."""
         self.path = Path(os.path.realpath(path))
         self.manifests: list[Manifest] = []
         self._trust = trust
-        self._limit = limit
         self._parts: dict[str, tuple[int, int]] = {}  # offset and size by relative name
         try:
-            descriptor, size = open_regular(self.path, limit)
+            descriptor, size = open_regular(self.path, MAX_BUNDLE_BYTES)
             try:
                 self._verify(descriptor, size)
             finally:
@@ -139,7 +136,7 @@ class BundleFile:
         offset, size = self._parts[name]
         if size > limit:
             raise Irregular(0, f"has {size} bytes, more than {limit}", name)
-        descriptor, _ = open_regular(self.path, self._limit)
+        descriptor, _ = open_regular(self.path, MAX_BUNDLE_BYTES)
         try:
             return b"".join(_chunks(descriptor, offset, size))
         finally:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntFlag
+from operator import or_
 from pathlib import Path
 
 from ..errors import UntrustedDirectory
@@ -20,14 +22,10 @@ from .names import blob_names, entry_names, is_digest, is_name
 from .signing import Trust, trust_all
 
 
-def ignore_unreadable(name: str, error: Exception) -> None:
-    """Skip a manifest that cannot be read."""
-
-
 def manifests(
     root: Path,
     kind: str | None = None,
-    unreadable: Callable[[str, Exception], None] = ignore_unreadable,
+    unreadable: Callable[[str, Exception], None] = lambda name, error: None,
 ) -> Iterator[tuple[Manifest, float]]:
     """Every manifest, of one kind if given, and its last use in seconds since the epoch.
 
@@ -38,11 +36,11 @@ def manifests(
         if kind not in (None, name.split("/")[1]):
             continue
         try:
-            found = read_manifest(root / name), (root / name).stat().st_mtime
+            manifest, last_use = read_manifest(root / name), (root / name).stat().st_mtime
         except (OSError, BadManifest) as error:
             unreadable(name, error)
         else:
-            yield found
+            yield manifest, last_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ class Status(IntFlag):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Defect:
     """One fault; `name` is relative to the directory."""
 
     status: Status
@@ -90,53 +88,48 @@ class Finding:
     reason: str
 
 
-def verify(root: Path, trust: Trust | None = None) -> list[Finding]:
+def verify(root: Path, trust: Trust | None = None) -> list[Defect]:
     """The faults of all entries and blobs under `root`; changes nothing.
 
     Without `trust` the directory must be private, with it every entry must satisfy it.
     """
-    findings = [] if trust is not None else list(_check_openness(root))
+    defects = [] if trust is not None else list(_check_openness(root))
     layer = DirectoryLayer(root, trust or trust_all)
     try:
         for name in entry_names(root):
-            findings += _check_entry(layer, name)
+            defects += _check_entry(layer, name)
         for name in blob_names(root):
             if not is_intact(name, root / name):
-                findings.append(Finding(Status.CORRUPT, name, "not the bytes of its name"))
+                defects.append(Defect(Status.CORRUPT, name, "not the bytes of its name"))
     except OSError as error:
-        findings.append(Finding(Status.UNVERIFIABLE, ".", str(error)))
-    return findings
+        defects.append(Defect(Status.UNVERIFIABLE, ".", str(error)))
+    return defects
 
 
-def exit_status(findings: Iterable[Finding]) -> int:
+def exit_status(defects: Iterable[Defect]) -> int:
     """The statuses that occur, summed."""
-    status = Status.CLEAN
-    for finding in findings:
-        status |= finding.status
-    return int(status)
+    return int(functools.reduce(or_, (defect.status for defect in defects), Status.CLEAN))
 
 
-def _check_openness(root: Path) -> Iterator[Finding]:
+def _check_openness(root: Path) -> Iterator[Defect]:
     try:
         check_private(Path(os.path.realpath(root)))
     except UntrustedDirectory as error:
-        yield Finding(Status.UNTRUSTED, ".", str(error))
+        yield Defect(Status.UNTRUSTED, ".", str(error))
     except OSError as error:
-        yield Finding(Status.UNVERIFIABLE, ".", str(error))
+        yield Defect(Status.UNVERIFIABLE, ".", str(error))
 
 
-def _check_entry(layer: DirectoryLayer, name: str) -> list[Finding]:
+def _check_entry(layer: DirectoryLayer, name: str) -> list[Defect]:
     _, kind, prefix, digest = name.split("/")
     if not is_name(kind) or not is_digest(digest) or prefix != digest[:2]:
-        return [Finding(Status.UNVERIFIABLE, name, "no entry has this name")]
-    found = find(layer, kind, digest)
-    return [Finding(_STATUS[found.reason], name, found.detail)] if isinstance(found, Miss) else []
+        return [Defect(Status.UNVERIFIABLE, name, "no entry has this name")]
+    result = find(layer, kind, digest)
+    if not isinstance(result, Miss):
+        return []
+    # it may be absent because it was removed since it was listed
+    status = _STATUS.get(result.reason, Status.UNVERIFIABLE)
+    return [Defect(status, name, result.detail)]
 
 
-_STATUS = {
-    "damaged": Status.CORRUPT,
-    "untrusted": Status.UNTRUSTED,
-    "absent": Status.UNVERIFIABLE,  # removed since it was listed
-    "incomplete": Status.UNVERIFIABLE,
-    "unreadable": Status.UNVERIFIABLE,
-}
+_STATUS = {"damaged": Status.CORRUPT, "untrusted": Status.UNTRUSTED}

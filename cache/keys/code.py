@@ -14,7 +14,7 @@ import importlib.metadata
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from .encoder import (
@@ -88,7 +88,7 @@ class _Follower(Encoder):
         elif isinstance(value, type):
             yield from self._class(value, path)
         elif is_tensor(value):
-            self.parts[path] = f"{tensor_text(value)} {_tensor_digest(value)}"
+            self.parts[path] = f"{tensor_text(value)} {tensor_digest(value)[:16]}"
         elif type(value) is object:
             self.parts[path] = "<a sentinel>"
         elif (plain := self.plain(value, path)) is not None:
@@ -138,8 +138,10 @@ class _Follower(Encoder):
             inner = vars(value)
             used = sorted(attribute_names(function.__code__))
             yield from ((f"{path}.{each}", inner[each]) for each in used if each in inner)
-        elif isinstance(value, str) and (place := os.path.dirname(_file(function))):
-            yield path, value.replace(place, "<directory>")  # a moved checkout is the same code
+        elif isinstance(value, str) and (
+            folder := os.path.dirname(str(function.__globals__.get("__file__") or ""))
+        ):
+            yield path, value.replace(folder, "<directory>")  # a moved checkout is the same code
         else:
             yield path, value
 
@@ -149,7 +151,7 @@ class _Follower(Encoder):
         if not version:
             yield from ((f".__bases__[{i}]", base) for i, base in enumerate(cls.__bases__))
             yield from (
-                (f".{name}", vars(cls)[name]) for name in sorted(filter(_own(cls), vars(cls)))
+                (f".{name}", vars(cls)[name]) for name in sorted(vars(cls)) if _is_own(cls, name)
             )
 
 
@@ -158,17 +160,11 @@ def _home(function: types.FunctionType) -> str:
     return str(function.__globals__.get("__name__") or function.__module__)
 
 
-def _own(cls: type) -> Callable[[str], bool]:
-    """Whether a class's attribute was written in its body."""
-
-    def own(name: str) -> bool:
-        if name.startswith("_abc_"):
-            return False
-        return isinstance(unwrapped(vars(cls)[name]), types.FunctionType) or not name.startswith(
-            "__"
-        )
-
-    return own
+def _is_own(cls: type, name: str) -> bool:
+    """Whether an attribute was written in the body of the class."""
+    if name.startswith("_abc_"):
+        return False
+    return isinstance(unwrapped(vars(cls)[name]), types.FunctionType) or not name.startswith("__")
 
 
 @functools.cache
@@ -187,14 +183,10 @@ def _version(module: str | None) -> str:
         return f" ({package} {stated})" if isinstance(stated, str) else ""
 
 
-def _file(function: types.FunctionType) -> str:
-    return str(function.__globals__.get("__file__") or "")
-
-
-def _tensor_digest(value: Any) -> str:
+def tensor_digest(value: Any) -> str:
+    """sha256 in hex of a tensor's content."""
     data = value.detach().cpu().contiguous().reshape(-1)
-    torch = sys.modules["torch"]
-    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(data.view(sys.modules["torch"].uint8).numpy().tobytes()).hexdigest()
 
 
 def nested_codes(code: types.CodeType) -> list[types.CodeType]:

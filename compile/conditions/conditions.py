@@ -85,14 +85,6 @@ def observed(kind: str, argument: Any, value: Any) -> Observation:
     return _OBSERVERS[kind](value, argument)
 
 
-def _is_present(value: Any, name: str) -> str:
-    return str(name in getattr(value, "__dict__", ()))
-
-
-def _keys(value: Any, _: Any) -> str:
-    return f"keys {[stable_text(key) for key in value]}"
-
-
 def _code(value: Any, _: Any) -> str:
     function = unwrapped(value)
     return _function(function) if isinstance(function, types.FunctionType) else stable_text(value)
@@ -154,11 +146,6 @@ def _added(value: Any, names: Sequence[str]) -> str:
     return stable_text(found)
 
 
-def _present(value: Any, names: Sequence[str]) -> str:
-    """Which names a function has."""
-    return stable_text([name for name in names if name in vars(value)])
-
-
 def _attribute(cls: Any, name: str) -> str:
     """What a class has under a name, without calling descriptors; of an object all it holds."""
     held = unwrapped(inspect.getattr_static(cls, name, MISSING))
@@ -184,15 +171,15 @@ _OBSERVERS: dict[str, Callable[[Any, Any], Observation]] = {
     "value": lambda value, _: stable_text(value),
     "type": lambda value, _: class_text(type(value)),
     "length": lambda value, _: f"{len(value)} items",
-    "keys": _keys,
+    "keys": lambda value, _: f"keys {[stable_text(key) for key in value]}",
     "contains": lambda value, key: str(key_of(key) in value),
     "hasattr": lambda value, name: str(hasattr(value, name)),
-    "in __dict__": _is_present,
+    "in __dict__": lambda value, name: str(name in getattr(value, "__dict__", ())),
     "hooks": lambda value, _: f"{sum([len(getattr(value, name, ())) for name in HOOKS])} hooks",
     "code": _code,
     "added": _added,
     "result": _result,
-    "names": _present,
+    "names": lambda value, names: stable_text([n for n in names if n in vars(value)]),
     "attribute": _attribute,
     "calls": lambda value, _: stable_text(code_parts(unwrapped(value))),
     "members": lambda value, _: stable_text([[n, m.value] for n, m in value.__members__.items()]),

@@ -86,9 +86,7 @@ class Locator:
         return place.root == MODEL
 
     def locate(self, expression: str) -> Located:
-        if expression not in self.found and (known := self._extended(expression)) is not None:
-            self.found[expression] = known
-        elif expression not in self.found:
+        if expression not in self.found:
             try:
                 node = ast.parse(expression, mode="eval").body
             except SyntaxError as error:
@@ -96,32 +94,6 @@ class Locator:
             self._text = expression.encode()
             self.found[expression] = self._find(node)
         return self.found[expression]
-
-    def _extended(self, expression: str) -> Located | None:
-        """What leads one step further than an expression that was located, without parsing it.
-
-        None for all that only `locate` can tell: what is no such step, another place of a known
-        value, what is not there.
-        """
-        if expression in self._inside:
-            return self._inside[expression]
-        step = _STEP.fullmatch(expression)
-        base = None if step is None else self._extended(step["base"])
-        if step is None or base is None:
-            return None
-        try:
-            if step["attribute"]:
-                located = base.then(getattr(base.value, step["attribute"]), step["attribute"])
-            else:
-                located = self._item(
-                    base, step["key"] if step["index"] is None else int(step["index"])
-                )
-        except (LookupError, AttributeError, TypeError, ValueError):
-            return None
-        if self._known(located.value) is not None:
-            return None
-        self._inside[expression] = located
-        return located
 
     def _find(self, node: ast.expr) -> Located:
         """What an expression inside the one that is being located leads to: many begin alike."""
@@ -298,9 +270,4 @@ def module_place(module: str, qualname: str) -> Located | None:
     return Located(value, module, tuple(steps))
 
 
-_STEP = re.compile(
-    r"(?P<base>.*[\w\]])"
-    r"(?:\.(?P<attribute>[A-Za-z_]\w*)|\['(?P<key>[^'\\]*)'\]|\[(?P<index>0|[1-9]\d*)\])"
-)
-"""An attribute or item with a plain key of something that ends in no parenthesis."""
 _MADE_BY_DYNAMO = re.compile(r"^___|^__compiled_fn|_\d+_c\d+(_\d+)?$")

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ...cache.keys.code import fingerprint as source_fingerprint
+from ...cache.keys.code import tensor_digest
 from ...cache.keys.encoder import stable_text
 from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.ops import is_op, op_name, triton_call
@@ -99,9 +100,7 @@ class _Writer:
         if isinstance(value, GraphModule):
             return f"graph({canonical_text(value.graph, value)})"
         if isinstance(value, torch.Tensor):
-            data = value.detach().cpu().reshape(-1)
-            content = hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()
-            return f"tensor({self._value(value)}, {content})"
+            return f"tensor({self._value(value)}, {tensor_digest(value)})"
         return repr(encode(value))
 
     def _argument(self, value: Any) -> str:
@@ -141,15 +140,14 @@ class _Writer:
             f"[{', '.join(self._size(s) for s in tensor.shape)}]",
             f"[{', '.join(self._size(s) for s in tensor.stride())}]" if strided else "",
             self._size(tensor.storage_offset()) if strided else "",
-            f"storage {self._storage(tensor)}" if strided else "",
+            f"storage {self._storages.setdefault(storage_id(tensor), len(self._storages))}"
+            if strided
+            else "",
             "grad" if tensor.requires_grad else "",
             "conj" if tensor.is_conj() else "",
             "neg" if tensor.is_neg() else "",
         ]
         return " ".join(facts)
-
-    def _storage(self, tensor: torch.Tensor) -> int:
-        return self._storages.setdefault(storage_id(tensor), len(self._storages))
 
     def _size(self, size: int | torch.SymInt) -> str:
         return self._renamed(expression_of(size)) if isinstance(size, torch.SymInt) else str(size)

@@ -178,9 +178,10 @@ def test_blob_that_is_not_in_the_file_is_refused(tmp_path: Path, entries: list[E
     )
 
 
-def test_file_larger_than_the_limit_is_refused(file: Path) -> None:
+def test_file_larger_than_the_limit_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_module, "MAX_BUNDLE_BYTES", 100)
     with pytest.raises(BundleRefused, match="more than 100"):
-        import_entries(file, trust_all, limit=100)
+        import_entries(file, trust_all)
 
 
 def test_pickles_and_archives_are_refused(tmp_path: Path) -> None:
