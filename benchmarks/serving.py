@@ -75,7 +75,7 @@ def serve_load(
         Request(each.id, list(each.tokens), each.num_generate, each.arrival) for each in requests
     ]
     served = {each.id: Served(each.num_prompt, each.arrival) for each in requests}
-    engine.served.token_times.clear()
+    engine.log.token_times.clear()
     engine.clock.start()
     arriving, in_flight = deque(copies), 0
     held: set[int] = set()
@@ -95,7 +95,7 @@ def serve_load(
             in_flight += 1
         held |= {each.id for each in arriving if each.arrival <= engine.clock.now()}
         in_flight -= len(engine.step())
-    for number, times in engine.served.token_times.items():
+    for number, times in engine.log.token_times.items():
         served[number].tokens = list(times)
     return list(served.values())
 

@@ -68,7 +68,7 @@ def _serve(strategy: CaptureStrategy, count: int) -> dict[str, float]:
         phases = service.prepared.report()["startup"]["phases"]
         ready = sum(phase["seconds"] for phase in phases if phase["name"] == "capture")
         serve(service, requests, console)
-        times, report = service.engine.served.token_times, service.prepared.report()
+        times, report = service.engine.log.token_times, service.prepared.report()
     captures, dispatch = report["captures"], report["dispatch"]
     return {
         "ready_ms": 1000 * ready,

@@ -22,12 +22,13 @@ from piecegraph import (
 )
 from piecegraph.tools.engine.block_manager import BlockManager
 from piecegraph.tools.engine.decoder_config import DecoderConfig
-from piecegraph.tools.engine.engine import Clock, Engine
+from piecegraph.tools.engine.engine import Engine
 from piecegraph.tools.engine.kv_cache import Defragmenter, allocate_layer_caches
 from piecegraph.tools.engine.metadata import MetadataBuffers
 from piecegraph.tools.engine.model import Decoder
 from piecegraph.tools.engine.sampler import Sampler
 from piecegraph.tools.engine.scheduler import Request, Scheduler
+from piecegraph.tools.engine.serving_log import Clock
 
 SIZES = (1, 2, 4, 8)
 

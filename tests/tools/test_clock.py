@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from piecegraph.tools.engine.engine import Clock
+from piecegraph.tools.engine.serving_log import Clock
 
 
 @pytest.fixture

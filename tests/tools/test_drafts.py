@@ -51,8 +51,8 @@ def test_tokens_are_those_of_greedy_decoding(make_world, make_requests, schedule
     expected = served_tokens(plain, make_requests(*lengths))
     assert served_tokens(speculative, make_requests(*lengths)) == expected
     assert 0 < drafter.accepted < drafter.proposed
-    assert len(speculative.engine.served.steps) < len(plain.engine.served.steps)
-    times = speculative.engine.served.token_times
+    assert len(speculative.engine.log.steps) < len(plain.engine.log.steps)
+    times = speculative.engine.log.token_times
     assert [len(times[i]) for i in range(5)] == [generate for _, generate in lengths]
     uniform = [b for b in speculative.prepared.batches if b.is_decode and (b.query_len or 0) > 1]
     assert uniform

@@ -63,7 +63,7 @@ def test_preemption_changes_no_token(make_world, make_requests):
         for _ in world.engine.serve(requests):
             pass
         served[world is tight] = [request.tokens for request in requests]
-    assert sum(step.num_preempted for step in tight.engine.served.steps) > 0
+    assert sum(step.num_preempted for step in tight.engine.log.steps) > 0
     assert served[True] == served[False]
 
 
@@ -79,14 +79,14 @@ def test_each_step_and_each_token_is_recorded(make_world, make_requests):
     world = make_world()
     for _ in world.engine.serve(make_requests((3, 4), (2, 1))):
         pass
-    steps = world.engine.served.steps
+    steps = world.engine.log.steps
     assert [(s.mode, s.num_tokens, s.padded_tokens) for s in steps] == [
         ("PIECEWISE", 5, 8),
         ("FULL", 1, 1),
         ("FULL", 1, 1),
         ("FULL", 1, 1),
     ]
-    times = world.engine.served.token_times
+    times = world.engine.log.token_times
     assert [len(times[0]), len(times[1])] == [4, 1]
     assert times[0] == sorted(times[0])
 
@@ -97,7 +97,7 @@ def test_idle_time_is_skipped_and_arrivals_are_waited_for(make_world, make_reque
     requests[1].arrival = 3600.0
     for _ in world.engine.serve(requests):
         pass
-    times = world.engine.served.token_times
+    times = world.engine.log.token_times
     assert times[0][0] < 60
     assert 3600 <= times[1][0] < 3660
 

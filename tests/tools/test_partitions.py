@@ -67,8 +67,8 @@ def serve(make_world, make_requests, cache):
         for _ in engine.serve(requests):
             pass
         assert verifier.result.mismatch is None
-        assert verifier.result.steps == len(engine.served.steps)
-        return prepared, {step.mode for step in engine.served.steps}
+        assert verifier.result.steps == len(engine.log.steps)
+        return prepared, {step.mode for step in engine.log.steps}
 
     return serve
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.tools.cli.app import main
-from piecegraph.tools.engine.engine import process_seconds
+from piecegraph.tools.engine.serving_log import process_seconds
 
 DOCS = (Path(__file__).parents[2] / "docs" / "metrics-and-report.md").read_text()
 DOCUMENTED = [

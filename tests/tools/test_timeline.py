@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from piecegraph import Events
-from piecegraph.tools.engine.engine import StepRecord
+from piecegraph.tools.engine.serving_log import StepRecord
 from piecegraph.tools.explain.timeline import MAX_STEPS, chrome_trace
 
 

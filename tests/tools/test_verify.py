@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from piecegraph.tools.engine import engine as clock
+from piecegraph.tools.engine import serving_log as clock
 from piecegraph.tools.serve import verify
 from piecegraph.tools.serve.verify import Verifier
 
@@ -43,7 +43,7 @@ def serve(make_world, make_requests):
 def test_right_steps_are_verified(serve):
     result, world, _ = serve()
     assert result.ok
-    assert result.steps == len(world.engine.served.steps)
+    assert result.steps == len(world.engine.log.steps)
     assert 0 <= result.max_abs_diff < 1e-5
 
 
@@ -57,7 +57,7 @@ def test_verifying_changes_nothing(serve, make_world, make_requests):
 
 def test_a_sample_has_the_first_step_of_each_mode_and_size(serve):
     result, world, _ = serve(every=10_000)
-    steps = world.engine.served.steps
+    steps = world.engine.log.steps
     kinds = {(step.mode, step.mode != "NONE" and step.padded_tokens) for step in steps}
     assert result.steps == len(kinds) < len(steps)
 
@@ -70,7 +70,7 @@ def test_a_wrong_row_is_named_with_step_mode_and_descriptor(serve):
 
     result, world, _ = serve(fault)
     assert not result.ok
-    step = world.engine.served.steps[3]
+    step = world.engine.log.steps[3]
     assert (result.mismatch.step, result.mismatch.mode) == (3, step.mode)
     assert result.mismatch.descriptor.num_tokens == step.padded_tokens
     assert "row 1 differs by 0.5" in result.mismatch.what
@@ -120,4 +120,4 @@ def test_the_clock_stands_still_meanwhile(serve, monkeypatch):
     monkeypatch.setattr(verify, "run_eagerly", slow)
     result, world, _ = serve()
     assert seconds[0] == 10 * result.steps > 0
-    assert all(step.seconds == 0 for step in world.engine.served.steps)
+    assert all(step.seconds == 0 for step in world.engine.log.steps)

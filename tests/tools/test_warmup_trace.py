@@ -51,7 +51,7 @@ def test_kv_contents_tables_and_random_state_are_as_before(monkeypatch: pytest.M
         assert (blocks.used, blocks.free_blocks) == before["blocks"]
         assert torch.equal(engine.sampler.generator.get_state(), before["sampler"])
         assert torch.equal(torch.get_rng_state(), before["torch"])
-        assert engine.served.steps == []
+        assert engine.log.steps == []
         done = [event.facts["shape"] for event in started.prepared.events.named("warmup")]
         assert started.prepared.ledger.bytes("KV cache") == sum(c.nbytes for c in caches)
     assert {"sampler 4", "defragmenter 32", "FULL 4", "PIECEWISE 1", "num_tokens 32"} <= set(done)

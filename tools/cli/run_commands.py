@@ -348,7 +348,7 @@ def explained(
         from ..explain.collect import collect
         from ..explain.timeline import chrome_trace
 
-        steps = service.engine.served.steps
+        steps = service.engine.log.steps
         return collect(report, service.prepared, steps, events), chrome_trace(events, steps)
 
 

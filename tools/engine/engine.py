@@ -7,14 +7,9 @@ with the real rows. The library handles padding, graphs and static buffers.
 
 from __future__ import annotations
 
-import os
-import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -24,67 +19,7 @@ from .kv_cache import Defragmenter
 from .metadata import Buffers, staged
 from .sampler import Sampler
 from .scheduler import Request, SamplingParams, Schedule, Scheduler
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """One step: `num_tokens` real rows ran as `padded_tokens` rows, in `seconds`."""
-
-    mode: str
-    num_tokens: int
-    padded_tokens: int
-    num_reqs: int
-    num_preempted: int
-    seconds: float
-
-
-@dataclass(slots=True)
-class Served:
-    """What happened: steps in order, and for each request when its tokens came, in seconds.
-
-    `first_token_at` and `first_answer_at` are seconds from the start of the process to the first
-    token and to the first request that was complete.
-    """
-
-    steps: list[StepRecord] = field(default_factory=list)
-    token_times: dict[int, list[float]] = field(default_factory=dict)
-    first_token_at: float | None = None
-    first_answer_at: float | None = None
-
-
-def process_seconds() -> float | None:
-    """Seconds since the start of this process; None on systems other than Linux."""
-    if sys.platform != "linux":
-        return None
-    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
-
-
-class Clock:
-    """Seconds since the last start; the clock can skip idle time and can be paused."""
-
-    def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        """Count from 0 again."""
-        self._zero = time.perf_counter()
-
-    def now(self) -> float:
-        return time.perf_counter() - self._zero
-
-    def skip_to(self, moment: float) -> None:
-        """Advance to `moment`; a moment in the past changes nothing."""
-        self._zero -= max(0.0, moment - self.now())
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Pause the clock inside the context."""
-        before = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._zero += time.perf_counter() - before
+from .serving_log import Clock, ServingLog
 
 
 class Engine:
@@ -114,7 +49,7 @@ class Engine:
         self.buffers = buffers
         self.clock = clock
         self.device = device
-        self.served = Served()
+        self.log = ServingLog(clock)
         self.run = run
         self.sampler = sampler
         self.defragmenter = defragmenter
@@ -138,35 +73,15 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Run one step; returns the requests it completed."""
-        began = self.clock.now()
+        self.log.began()
         schedule = self.scheduler.schedule()
-        decision = self._decide(self.batch(schedule))
+        decision = self.dispatch(self.batch(schedule))
         metadata = self.buffers.fill(schedule, self.scheduler.blocks, decision.descriptor)
         inputs = self.inputs(schedule, decision.descriptor)
         hidden = self.run(decision, *inputs, metadata=metadata)
-        rows, params = self.sampled_rows(schedule, decision.descriptor)
-        sampled = self.sampler.sample(self.logits(hidden[rows]), params) if rows else []
-        now = self.clock.now()
-        self.served.steps.append(
-            StepRecord(
-                mode=decision.mode.name,
-                num_tokens=schedule.num_tokens,
-                padded_tokens=decision.descriptor.num_tokens,
-                num_reqs=len(schedule.shares),
-                num_preempted=len(schedule.preempted),
-                seconds=now - began,
-            )
-        )
-        before = [len(share.request.tokens) for share in schedule.shares]
+        sampled = self.sample(hidden, schedule, decision.descriptor)
         completed = self.scheduler.finish(schedule, sampled)
-        for share, known in zip(schedule.shares, before, strict=True):
-            if generated := len(share.request.tokens) - known:
-                times = self.served.token_times.setdefault(share.request.id, [])
-                times.extend([now] * generated)
-        if self.served.first_token_at is None and self.served.token_times:
-            self.served.first_token_at = process_seconds()
-        if self.served.first_answer_at is None and completed:
-            self.served.first_answer_at = process_seconds()
+        self.log.ended(schedule, decision, completed)
         self.defragmenter.run()
         return completed
 
@@ -176,7 +91,7 @@ class Engine:
             return here
         return any(answer["left"] for answer in self.ranks.exchange("work", {"left": here}))
 
-    def _decide(self, batch: Batch) -> Decision:
+    def dispatch(self, batch: Batch) -> Decision:
         """Dispatch the step. Data-parallel ranks all use the graph of the largest batch: it is
         decode of one query length, or of lengths up to a bound, if those of all ranks are."""
         if self.ranks is None:
@@ -221,6 +136,13 @@ class Engine:
             )
             for each in inputs
         )
+
+    def sample(
+        self, hidden: torch.Tensor, schedule: Schedule, descriptor: BatchDescriptor
+    ) -> list[int]:
+        """The next token of each sampled row."""
+        rows, params = self.sampled_rows(schedule, descriptor)
+        return self.sampler.sample(self.logits(hidden[rows]), params) if rows else []
 
     def sampled_rows(
         self, schedule: Schedule, descriptor: BatchDescriptor

@@ -11,7 +11,7 @@ from ...compile.ir.plan import CallStep, Plan
 from ...compile.plan.report_plan import split_graph as plan_steps
 from ...runtime.records import CaptureFailure, CaptureRecord, ForecastAccuracy, MemoryUse
 from ...torch_compat.basics.ops import given_arguments
-from ..engine.engine import StepRecord
+from ..engine.serving_log import StepRecord
 from .advice import advise
 from .against import SCHEMA
 from .timeline import timeline

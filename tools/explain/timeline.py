@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ... import Events
-from ..engine.engine import StepRecord
+from ..engine.serving_log import StepRecord
 
 OTHER_SECONDS, OTHER_SHARE = 0.01, 0.02
 """Time inside a span that no child span covers is shown from this duration."""

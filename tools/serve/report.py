@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ..engine.decoder_config import DecoderConfig
-from ..engine.engine import Served
 from ..engine.scheduler import Request
+from ..engine.serving_log import ServingLog
 from ..report.origin import origin
 from ..report.output import Output
 from ..report.sections import Section, Table, columns, size
@@ -32,7 +32,7 @@ def build_report(
     prepared: Report,
     phases: Sequence[tuple[str, float]],
     requests: Sequence[Request],
-    served: Served,
+    log: ServingLog,
     verification: Verification,
     speculation: Report | None = None,
     generated: Any = None,
@@ -43,8 +43,8 @@ def build_report(
     """
     startup = dict(prepared["startup"])
     startup["phases"] = [{"name": n, "seconds": s} for n, s in phases] + startup["phases"]
-    startup["first_token_seconds"] = served.first_token_at
-    startup["first_answer_seconds"] = served.first_answer_at
+    startup["first_token_seconds"] = log.first_token_at
+    startup["first_answer_seconds"] = log.first_answer_at
     arrivals = {request.id: request.arrival for request in requests}
     return {
         "schema": SCHEMA,
@@ -54,24 +54,24 @@ def build_report(
         "startup": startup,
         "lora": _lora(options, prepared["dispatch"]),
         "speculation": speculation,
-        "serving": _serving(requests, served),
+        "serving": _serving(requests, log),
         "latency": {
-            **token_latencies(arrivals, served.token_times),
-            "step": summarize([step.seconds for step in served.steps]),
+            **token_latencies(arrivals, log.token_times),
+            "step": summarize([step.seconds for step in log.steps]),
         },
         "verification": _verification(verification, generated),
     }
 
 
-def _serving(requests: Sequence[Request], served: Served) -> Report:
-    seconds = sum(step.seconds for step in served.steps)
-    generated = sum(len(times) for times in served.token_times.values())
+def _serving(requests: Sequence[Request], log: ServingLog) -> Report:
+    seconds = sum(step.seconds for step in log.steps)
+    generated = sum(len(times) for times in log.token_times.values())
     return {
         "requests": len(requests),
         "prompt_tokens": sum(request.num_prompt for request in requests),
         "generated_tokens": generated,
-        "steps": len(served.steps),
-        "preemptions": sum(step.num_preempted for step in served.steps),
+        "steps": len(log.steps),
+        "preemptions": sum(step.num_preempted for step in log.steps),
         "seconds": seconds,
         "generated_tokens_per_second": generated / seconds,
         "requests_per_second": len(requests) / seconds,

@@ -40,12 +40,13 @@ from ..engine.block_manager import BlockManager
 from ..engine.buckets import BucketEngine, Buckets, BucketScheduler
 from ..engine.decoder_config import DecoderConfig
 from ..engine.drafts import Drafter
-from ..engine.engine import Clock, Engine
+from ..engine.engine import Engine
 from ..engine.kv_cache import Defragmenter, LayerCache, allocate_layer_caches
 from ..engine.metadata import Buffers, MetadataBuffers
 from ..engine.model import INPUTS, Decoder
 from ..engine.sampler import Sampler, sampler_warmup
 from ..engine.scheduler import Request, Scheduler
+from ..engine.serving_log import Clock
 from .host_memory import allocating, require_memory
 from .options import RunOptions
 from .progress import counting, working
@@ -156,7 +157,7 @@ def service_report(
         # else the steps depend on the time that each takes, or on the requests of other ranks
         if options.time_scale == 0 and ranks is None:
             without = steps_without_drafts(options, requests)
-            saved = without - len(service.engine.served.steps)
+            saved = without - len(service.engine.log.steps)
         speculation = {
             "proposed": drafter.proposed,
             "accepted": drafter.accepted,
@@ -176,7 +177,7 @@ def service_report(
         prepared=service.prepared.report(),
         phases=phases,
         requests=requests,
-        served=service.engine.served,
+        log=service.engine.log,
         verification=service.verification,
     )
     report["ranks"] = ranks and ranks.exchange("report", rank_facts(report))

@@ -15,9 +15,9 @@ import torch
 
 from ... import BatchDescriptor, ForwardContext, PreparedModel, RuntimeMode, forward_context
 from ..engine.block_manager import DUMP_BLOCK
-from ..engine.engine import Clock
 from ..engine.kv_cache import LayerCache
 from ..engine.metadata import AttentionMetadata
+from ..engine.serving_log import Clock
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """Absolute and relative, for outputs behind a norm: compiled code adds up in another order."""
