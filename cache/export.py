@@ -80,11 +80,11 @@ def _check_limit(part: str, size: int, limit: int) -> None:
 
 
 def _content(source: CacheLayer, manifest: Manifest, name: str) -> bytes:
-    found = read_blob(source, manifest, name)
-    if isinstance(found, Miss):
+    blob = read_blob(source, manifest, name)
+    if isinstance(blob, Miss):
         entry = f"{manifest.kind}/{manifest.key.digest[:12]}"
-        raise EntryUnusable(entry=entry, path=source.name, reason=f"{found.reason}, {found.detail}")
-    return found
+        raise EntryUnusable(entry=entry, path=source.name, reason=f"{blob.reason}, {blob.detail}")
+    return blob
 
 
 def import_entries(path: Path, trust: Trust, only: Collection[str] = ()) -> Iterator[Entry]:
@@ -102,10 +102,10 @@ def import_entries(path: Path, trust: Trust, only: Collection[str] = ()) -> Iter
 
 
 def _entry(bundle: BundleFile, manifest: Manifest) -> Entry:
-    found = find(bundle, manifest.kind, manifest.key.digest)
-    if isinstance(found, Miss):  # the file was changed since it was verified
-        raise BundleRefused(path=bundle.path, reason=f"{found.reason}, {found.detail}")
-    return found
+    entry = find(bundle, manifest.kind, manifest.key.digest)
+    if isinstance(entry, Miss):  # the file was changed since it was verified
+        raise BundleRefused(path=bundle.path, reason=f"{entry.reason}, {entry.detail}")
+    return entry
 
 
 class BundleFile:

@@ -103,9 +103,11 @@ def _result_form(model: torch.nn.Module, examples: Examples, symbols: list[Symbo
     (first, written), (second, _) = (
         _fake_result(model, examples, each) for each in (sizes, others)
     )
-    (form, found), (other_form, again) = _without_tensors(first), _without_tensors(second)
+    form, tensors = _without_tensors(first)
+    other_form, other_tensors = _without_tensors(second)
     structure = encode(form)
-    if structure != encode(other_form) or [t.dim() for t in found] != [t.dim() for t in again]:
+    dims, other_dims = ([t.dim() for t in each] for each in (tensors, other_tensors))
+    if structure != encode(other_form) or dims != other_dims:
         raise ResultFormUnknown(
             reason=f"at {sizes} it has other tensors, or other values beside them, than at {others}"
         )
@@ -116,7 +118,7 @@ def _result_form(model: torch.nn.Module, examples: Examples, symbols: list[Symbo
             dtype=dtype_name(one.dtype),
             shape=tuple(_size(*pair, axes) for pair in zip(one.shape, other.shape, strict=True)),
         )
-        for index, (one, other) in enumerate(zip(found, again, strict=True))
+        for index, (one, other) in enumerate(zip(tensors, other_tensors, strict=True))
     )
     return structure, results, written
 
@@ -206,18 +208,18 @@ def _forward(
 
 def _symbols(tensors: list[Leaf], examples: Examples, config: CompileConfig) -> dict[str, Symbol]:
     """The dynamic sizes by label; each is read from the first dimension that has it."""
-    found: dict[str, Symbol] = {}
+    symbols: dict[str, Symbol] = {}
     for index, leaf in enumerate(tensors):
         for dim in range(leaf.value.dim()):
             label = examples.symbols.get((leaf.label, dim))
-            if label is None or label in found:
+            if label is None or label in symbols:
                 continue
             low, high = config.limits(label)
-            name = f"s{len(found)}"
-            found[label] = Symbol(
+            name = f"s{len(symbols)}"
+            symbols[label] = Symbol(
                 name=name, label=label, source=f"i{index}", dim=dim, low=low, high=high
             )
-    return found
+    return symbols
 
 
 def _input(

@@ -97,8 +97,8 @@ class _Follower(Encoder):
             self.parts[path] = self.text(value, path)
         elif package_of(type(value)) == "triton":
             self.parts[path] = class_name(type(value))
-            own = vars(value)
-            yield from ((f".{name}", own[name]) for name in _TRITON_FIELDS if name in own)
+            fields = vars(value)
+            yield from ((f".{name}", fields[name]) for name in _TRITON_FIELDS if name in fields)
         else:
             label, fields = decomposed(value, path)
             self.parts[path] = label
@@ -229,17 +229,17 @@ def mutated_names(code: types.CodeType) -> frozenset[str]:
     if _STORES.isdisjoint(code.co_code[::2]) and _MUTATORS.isdisjoint(code.co_names):
         return inner  # disassembling takes a hundred times as long
     steps = list(dis.get_instructions(code))
-    found = set()
+    names = set()
     for index, step in enumerate(steps):
         if step.opname in ("STORE_GLOBAL", "STORE_DEREF") and step.argval not in code.co_cellvars:
-            found.add(str(step.argval))
+            names.add(str(step.argval))
         elif step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
-            found |= _container_of(steps, index)
+            names |= _container_of(steps, index)
         elif step.opname in _LOADS and index + 1 < len(steps):
             then = steps[index + 1]
             if then.opname in ("LOAD_METHOD", "LOAD_ATTR") and then.argval in _MUTATORS:
-                found.add(str(step.argval))
-    return inner | found
+                names.add(str(step.argval))
+    return inner | names
 
 
 def _container_of(steps: list[dis.Instruction], store: int) -> set[str]:

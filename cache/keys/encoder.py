@@ -242,8 +242,8 @@ def decomposed(value: Any, where: str) -> tuple[str, list[tuple[str, Any]]]:
         fields += [("{}", sorted(map(stable_text, value)))]
     elif isinstance(value, DATA):  # a subclass of a number or a string
         fields += [("()", next(b for b in kind.__mro__ if b in DATA).__call__(value))]
-    own = dict(_own_fields(value))
-    fields += [(f".{name}", own[name]) for name in sorted(own)]
+    attributes = dict(_own_fields(value))
+    fields += [(f".{name}", attributes[name]) for name in sorted(attributes)]
     if not fields and not isinstance(value, list | tuple | dict | collections.deque):
         return _reduced(value, where)
     return label, fields
@@ -291,8 +291,8 @@ def _is_python(cls: type) -> bool:
 
 
 def _is_bound(value: Any) -> bool:
-    own = getattr(value, "__self__", None)
-    return own is not None and not isinstance(own, types.ModuleType | type)
+    owner = getattr(value, "__self__", None)
+    return owner is not None and not isinstance(owner, types.ModuleType | type)
 
 
 def package_of(value: Any) -> str:

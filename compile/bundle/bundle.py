@@ -81,10 +81,10 @@ def find_bundle(cache: Cache, key: Key, model: torch.nn.Module, events: Events) 
         return refused[-1]
 
     others = candidate_keys(key)
-    found = cache.lookup("bundle", next(others), others=others, refusal=refusal)
-    if isinstance(found, Miss) and refused:
-        return replace(found, detail=" | ".join(dict.fromkeys(refused)))
-    return found
+    result = cache.lookup("bundle", next(others), others=others, refusal=refusal)
+    if isinstance(result, Miss) and refused:
+        return replace(result, detail=" | ".join(dict.fromkeys(refused)))
+    return result
 
 
 def candidate_keys(key: Key) -> Iterator[Key]:
@@ -109,10 +109,10 @@ def _place(request: CompileRequest, key: Key, meta: Mapping[str, Json]) -> Key:
 
     places, free = [*candidate_keys(key)], []
     for place in places:
-        found = request.cache.lookup("bundle", place, refusal=refusal, count=False)
-        if isinstance(found, Entry):
+        stored = request.cache.lookup("bundle", place, refusal=refusal, count=False)
+        if isinstance(stored, Entry):
             return place
-        if found.reason != "refused":
+        if stored.reason != "refused":
             free.append(place)
     any_place = int(hashlib.sha256(canonical(dict(meta))).hexdigest(), 16) % CANDIDATES
     return free[0] if free else places[any_place]

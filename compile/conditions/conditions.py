@@ -129,7 +129,7 @@ def _added(value: Any, names: Sequence[str]) -> str:
     Dynamo guards neither builtins nor methods of tensors nor metaclasses.
     """
     read = frozenset(names)
-    found: dict[str, str] = {}
+    definitions: dict[str, str] = {}
     is_class = isinstance(value, type)
     for holder in reversed(value.__mro__) if is_class else (value,):
         for name, each in vars(holder).items():
@@ -140,10 +140,10 @@ def _added(value: Any, names: Sequence[str]) -> str:
             function = unwrapped(each)
             if isinstance(function, types.FunctionType):
                 if not is_torch_file(function.__code__.co_filename):
-                    found |= code_parts(function, name)
+                    definitions |= code_parts(function, name)
             elif name in read and not isinstance(each, _NATIVE):
-                found[name] = _bound(each, ())
-    return stable_text(found)
+                definitions[name] = _bound(each, ())
+    return stable_text(definitions)
 
 
 def _attribute(cls: Any, name: str) -> str:
@@ -277,8 +277,8 @@ class ConditionTree:
         check = _Check(nodes, [])
         for root, top in sorted(roots.items()):
             check.below(int(str(top)), root_value(root, self._model), [])
-        found: list[Json] = list(check.identities)
-        return {**data, "identities": found, "environment": variables}
+        identities: list[Json] = list(check.identities)
+        return {**data, "identities": identities, "environment": variables}
 
 
 def broken_conditions(data: Any, model: torch.nn.Module) -> list[BrokenCondition]:
@@ -347,12 +347,12 @@ class _Check:
         """Objects, numbered by the order in which they are first found, one for each IDENTITY."""
         self._numbers: dict[int, tuple[int, Any]] = {}  # kept alive so that ids are not reused
         self._classes: dict[type, Observation] = {}  # a class is described once
-        self._found: list[tuple[list[Step], Any, Observation]] = []
+        self._broken_here: list[tuple[list[Step], Any, Observation]] = []
 
     def taken(self) -> list[tuple[list[Step], Any, Observation]]:
         """The steps, condition and observation of what did not hold since the last call."""
-        found, self._found = self._found, []
-        return found
+        broken, self._broken_here = self._broken_here, []
+        return broken
 
     def below(self, number: int, value: Any, path: list[Step]) -> None:
         conditions, below = self._nodes[number]
@@ -370,7 +370,7 @@ class _Check:
             else:
                 new = self._observed(kind, argument, value)
             if new != condition[2]:
-                self._found.append((list(path), condition, new))
+                self._broken_here.append((list(path), condition, new))
         for step, inner in below:
             path.append(step)
             self.below(inner, follow(value, step), path)

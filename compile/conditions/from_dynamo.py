@@ -108,10 +108,10 @@ class _TraceConditions:
                 except (Unlocatable, Undescribable) as error:
                     where = f" ({guard.where})" if guard.where else ""
                     self.obstacles.append(f"{error}{where}")
-        for here, known in self.locator.aliases.values():
-            roots = here.root, known.root
+        for alias, canonical in self.locator.aliases.values():
+            roots = alias.root, canonical.root
             if all(root is not None and not root.startswith(OF_TORCH) for root in roots):
-                self.tree.same((str(roots[0]), here.steps), (str(roots[1]), known.steps))
+                self.tree.same((str(roots[0]), alias.steps), (str(roots[1]), canonical.steps))
 
     def _add_guard(self, guard: GuardFact) -> None:
         if guard.expression.endswith("()"):
@@ -254,7 +254,7 @@ class _TraceConditions:
         probed = sorted(set().union(*(probed_names(each.__code__) for each in functions)))
         if not probed:
             return
-        for located in list(self.locator.found.values()):
+        for located in list(self.locator.located.values()):
             if located.root is not None and isinstance(located.value, types.FunctionType):
                 self._try(located.root, located.steps, "names", probed)
 
@@ -272,11 +272,13 @@ class _TraceConditions:
 
     def _add_protocol(self, cls: type) -> None:
         """Conditions on whether objects fit a protocol, which `isinstance` decides by names."""
-        own = (base for base in cls.__mro__ if getattr(base, "_is_protocol", False))
-        held = {n for base in own for n in (*vars(base), *vars(base).get("__annotations__", ()))}
-        for located in list(self.locator.found.values()):
+        names: set[str] = set()
+        for base in cls.__mro__:
+            if getattr(base, "_is_protocol", False):
+                names |= {*vars(base), *vars(base).get("__annotations__", ())}
+        for located in list(self.locator.located.values()):
             if located.root is not None and package_of(type(located.value)) not in KNOWN:
-                for name in sorted(name for name in held if not name.startswith("_")):
+                for name in sorted(name for name in names if not name.startswith("_")):
                     self._try(located.root, located.steps, "hasattr", name)
 
     def _all_classes(self) -> dict[type, Located]:
@@ -302,13 +304,13 @@ class _TraceConditions:
 
     def _place_of_class(self, cls: type) -> Located | None:
         """By module and name where that leads to the class, else from the model or the globals."""
-        if (found := module_place(cls.__module__, cls.__qualname__)) and found.value is cls:
-            return found
+        if (located := module_place(cls.__module__, cls.__qualname__)) and located.value is cls:
+            return located
         return self._classes.get(cls)
 
     def _functions_of_guards(self) -> list[types.CodeType]:
         values = (
-            unwrapped(each.value) for each in self.locator.found.values() if each.root is not None
+            unwrapped(each.value) for each in self.locator.located.values() if each.root is not None
         )
         return [value.__code__ for value in values if isinstance(value, types.FunctionType)]
 
@@ -326,10 +328,10 @@ class _TraceConditions:
                 name.partition(".<locals>")[0],
                 code.co_qualname.partition(".<locals>")[0],
             ):
-                found = module_place(module, path)
-                own = getattr(unwrapped(found.value), "__code__", None) if found else None
-                if found and found.root and own is not None and _contains(own, code):
-                    self._try(found.root, found.steps, "code")
+                located = module_place(module, path)
+                outer = getattr(unwrapped(located.value), "__code__", None) if located else None
+                if located and located.root and outer is not None and _contains(outer, code):
+                    self._try(located.root, located.steps, "code")
                     return
         where = f"{code.co_filename}:{code.co_firstlineno}"
         self.obstacles.append(f"the code of {code.co_qualname} cannot be located ({where})")
@@ -353,17 +355,17 @@ class _TraceConditions:
 
         An object among the arguments, such as a process group, has a condition of its own.
         """
-        objects = {id(each.value) for each in self.locator.found.values()}
+        objects = {id(each.value) for each in self.locator.located.values()}
         for call in self.captured.inlined.results:
             others = [each for each in call.arguments if not isinstance(each, _PLAIN)]
             if others and all(id(each) in objects for each in others):
                 continue
-            found = _place_of_function(call.function)
-            if others or found is None or found.root is None:
+            located = _place_of_function(call.function)
+            if others or located is None or located.root is None:
                 name = call.function.__name__
                 self.obstacles.append(f"the result of {name} cannot be located ({call.where})")
             else:
-                self._try(found.root, found.steps, "result", list(call.arguments))
+                self._try(located.root, located.steps, "result", list(call.arguments))
 
 
 _PLAIN = (bool, int, str, types.NoneType)
@@ -371,9 +373,9 @@ _PLAIN = (bool, int, str, types.NoneType)
 
 def _place_of_function(function: Any) -> Located | None:
     for module in (function.__module__, "torch", "torch._C"):
-        found = module_place(str(module), function.__name__)
-        if found is not None and found.value is function:
-            return found
+        located = module_place(str(module), function.__name__)
+        if located is not None and located.value is function:
+            return located
     return None
 
 

@@ -45,8 +45,8 @@ def _function(node: Node) -> Any:
         return launch[0]
     target: Any = node.target
     home = getattr(target, "__globals__", {}).get("__name__") or getattr(target, "__module__", "")
-    known = not hasattr(target, "__code__") or str(home).partition(".")[0] in KNOWN
-    return None if known else target
+    ignored = not hasattr(target, "__code__") or str(home).partition(".")[0] in KNOWN
+    return None if ignored else target
 
 
 def _innermost(kernel: Any) -> Any:

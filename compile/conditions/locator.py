@@ -58,7 +58,7 @@ class Locator:
 
     model: torch.nn.Module
     captured: Captured
-    found: dict[str, Located] = field(default_factory=dict)
+    located: dict[str, Located] = field(default_factory=dict)
     aliases: dict[str, tuple[Located, Located]] = field(default_factory=dict)
     """Other places of the model, of modules and of the environment, each with the one that what
     is below is located from."""
@@ -86,14 +86,14 @@ class Locator:
         return place.root == MODEL
 
     def locate(self, expression: str) -> Located:
-        if expression not in self.found:
+        if expression not in self.located:
             try:
                 node = ast.parse(expression, mode="eval").body
             except SyntaxError as error:
                 raise Unlocatable(f"{expression} cannot be located") from error
             self._text = expression.encode()
-            self.found[expression] = self._find(node)
-        return self.found[expression]
+            self.located[expression] = self._find(node)
+        return self.located[expression]
 
     def _find(self, node: ast.expr) -> Located:
         """What an expression inside the one that is being located leads to: many begin alike."""
@@ -107,12 +107,13 @@ class Locator:
             located = self._step(node)
         except (LookupError, AttributeError, TypeError) as error:
             raise Unlocatable(f"{ast.unparse(node)} cannot be located") from error
-        known = self._known(located.value) or located
-        if located.root is not None and (located.root, located.steps) != (known.root, known.steps):
-            self.aliases.setdefault(ast.unparse(node), (located, known))
-        return known
+        canonical = self._canonical(located.value) or located
+        here, there = (located.root, located.steps), (canonical.root, canonical.steps)
+        if located.root is not None and here != there:
+            self.aliases.setdefault(ast.unparse(node), (located, canonical))
+        return canonical
 
-    def _known(self, value: Any) -> Located | None:
+    def _canonical(self, value: Any) -> Located | None:
         """The one place that the model, a module or the environment is located at."""
         if value is self.model:
             return Located(value, MODEL)
@@ -232,9 +233,9 @@ class Locator:
         if module in sys.modules and vars(sys.modules[module]) is value:
             return Located(value, module, ("__dict__",))
         if _MADE_BY_DYNAMO.search(name):  # there in this process alone
-            if (known := self._known(value)) is None:
+            if (canonical := self._canonical(value)) is None:
                 raise LookupError(name)
-            return known
+            return canonical
         return Located(value, GLOBALS, (["item", name],))
 
 

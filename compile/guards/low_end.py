@@ -124,18 +124,18 @@ class _Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ops = ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if func not in self._ops:
-            return func(*args, **given)
-        for tensor in written_by(func, args, given):
+            return func(*args, **keywords)
+        for tensor in written_by(func, args, keywords):
             tensor.zero_()
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = tree_map(
                 lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value,
-                (args, given),
+                (args, keywords),
             )
             result = func(*fakes[0], **fakes[1])
-        devices = [tensor.device for tensor in tensors_in((args, given))]
+        devices = [tensor.device for tensor in tensors_in((args, keywords))]
         return tree_map(lambda value: _zeros(value, devices), result)
 
 

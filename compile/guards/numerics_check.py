@@ -34,8 +34,8 @@ def numeric_difference(fn: PieceFn, graph: GraphModule, sizes: Sizes) -> str | N
             unwritten &= ~(expected.isnan() & other.isnan())
             if one.shape == expected.shape and one.dtype is expected.dtype:
                 one = torch.where(unwritten, expected, one)
-        if found := _difference(one, expected):
-            return f"result {index} {found}"
+        if difference := _difference(one, expected):
+            return f"result {index} {difference}"
     return None
 
 
@@ -61,17 +61,17 @@ def concrete_inputs(graph: GraphModule, sizes: Sizes) -> list[Any]:
     return [_generated(node, sizes) for node in graph.graph.find_nodes(op="placeholder")]
 
 
-def _difference(got: Any, expected: Any) -> str | None:
+def _difference(actual: Any, expected: Any) -> str | None:
     if not isinstance(expected, torch.Tensor):
-        return None if got == expected else f"is {got} instead of {expected}"
-    if got.shape != expected.shape or got.dtype is not expected.dtype:
-        return f"is {tuple(got.shape)} instead of {tuple(expected.shape)}"
+        return None if actual == expected else f"is {actual} instead of {expected}"
+    if actual.shape != expected.shape or actual.dtype is not expected.dtype:
+        return f"is {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     if expected.is_meta:  # it has no values to compare
         return None
     tolerance = TOLERANCE.get(expected.dtype, 0.0)
-    if torch.allclose(got, expected, tolerance, tolerance, equal_nan=True):
+    if torch.allclose(actual, expected, tolerance, tolerance, equal_nan=True):
         return None
-    return f"is off by {(got.double() - expected.double()).abs().max().item():.3g}"
+    return f"is off by {(actual.double() - expected.double()).abs().max().item():.3g}"
 
 
 def _clones(inputs: Sequence[Any]) -> list[Any]:

@@ -33,7 +33,7 @@ from ..ir.locations import short_location
 from ..ir.plan import GuardRecord
 from ..trace.size_asserts import SizeAssert
 from ..trace.symbols import Sizes
-from .range_check import Difference, corners, difference_at
+from .range_check import ShapeDifference, corners, difference_at
 
 EXHAUSTIVE = 1 << 20
 """The most combinations of sizes that are tried one by one; above it only intervals prove."""
@@ -179,8 +179,8 @@ class GuardProver:
         Raises ShapesDiffer under the policy `prove`.
         """
         for sizes in corners(self.limits()):
-            if found := difference_at(piece, sizes):
-                self._differs(found, {self._labels[s]: n for s, n in sizes.items()}, origin)
+            if difference := difference_at(piece, sizes):
+                self._differs(difference, {self._labels[s]: n for s, n in sizes.items()}, origin)
 
     def limits(self) -> Ranges:
         """The served range of each symbol, without those that equal another symbol."""
@@ -191,16 +191,18 @@ class GuardProver:
         """The declared name of a symbol of the trace."""
         return self._labels[symbol]
 
-    def _differs(self, found: Difference, sizes: dict[sympy.Symbol, int], origin: str) -> None:
+    def _differs(
+        self, difference: ShapeDifference, sizes: dict[sympy.Symbol, int], origin: str
+    ) -> None:
         error = ShapesDiffer(
-            where=found.where,
+            where=difference.where,
             sizes=", ".join(f"{symbol} = {size}" for symbol, size in sizes.items()),
-            actual=found.actual,
-            expected=found.expected,
+            actual=difference.actual,
+            expected=difference.expected,
         )
         self._events.emit("shapes_differ", origin=origin, what=str(error))
         other = sympy.Or(*(sympy.Ne(symbol, size) for symbol, size in sizes.items()))
-        self._apply_policy(Guard(other, found.where), error, str(error))
+        self._apply_policy(Guard(other, difference.where), error, str(error))
 
     def check_symbols(self) -> None:
         """Raise Specialized if tracing turned a declared symbol into a number."""

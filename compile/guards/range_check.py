@@ -25,7 +25,7 @@ from ..trace.symbols import Sizes, input_at, size_at
 
 
 @dataclass(frozen=True)
-class Difference:
+class ShapeDifference:
     """A node whose value at `sizes` differs from the trace."""
 
     sizes: Sizes
@@ -41,7 +41,7 @@ def corners(limits: dict[sympy.Symbol, tuple[int, int]]) -> Iterator[Sizes]:
         yield dict(zip(limits, choice, strict=True))
 
 
-def difference_at(graph: GraphModule, sizes: Sizes) -> Difference | None:
+def difference_at(graph: GraphModule, sizes: Sizes) -> ShapeDifference | None:
     """The first node of a piece that has another shape or dtype at `sizes`, or that fails there.
 
     Where a shape depends on data, only the nodes before it are compared.
@@ -65,7 +65,7 @@ class _Run(Interpreter):
     def __init__(self, graph: GraphModule, sizes: Sizes) -> None:
         super().__init__(graph)
         self._sizes = sizes
-        self.difference: Difference | None = None
+        self.difference: ShapeDifference | None = None
 
     def run_node(self, n: Node) -> Any:
         expected = self._form(n.meta.get("example_value"))
@@ -84,7 +84,7 @@ class _Run(Interpreter):
 
     def _differs(self, node: Node, actual: str | None, expected: str | None) -> _Differs:
         where = node_location(node)
-        self.difference = Difference(self._sizes, where, str(actual), str(expected))
+        self.difference = ShapeDifference(self._sizes, where, str(actual), str(expected))
         return _Differs()
 
     def _form(self, value: Any) -> str | None:

@@ -40,7 +40,7 @@ class Expr(str):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Instance:
     """An object to construct from its fields: a dataclass, a named tuple, an OrderedDict, or (by
     position) a result type of a torch operator."""
 
@@ -63,18 +63,18 @@ def with_refs(value: Any, ref: Callable[[Any], Ref | None]) -> Any:
     kind = type(value)
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value) if field.init]
-        return Record(kind, {name: with_refs(getattr(value, name), ref) for name in names})
+        return Instance(kind, {name: with_refs(getattr(value, name), ref) for name in names})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         named = zip(value._fields, value, strict=True)
-        return Record(kind, {name: with_refs(item, ref) for name, item in named})
+        return Instance(kind, {name: with_refs(item, ref) for name, item in named})
     if kind.__module__ == RETURN_TYPES:
-        return Record(kind, {index: with_refs(item, ref) for index, item in enumerate(value)})
+        return Instance(kind, {index: with_refs(item, ref) for index, item in enumerate(value)})
     if kind in (list, tuple, torch.Size):
         items = [with_refs(item, ref) for item in value]
         return items if kind is list else tuple(items)
     if kind in (dict, OrderedDict):
         fields = {key: with_refs(item, ref) for key, item in value.items()}
-        return fields if kind is dict else Record(kind, fields)
+        return fields if kind is dict else Instance(kind, fields)
     if isinstance(value, (list, tuple, dict)):
         raise NotPortable(value=reprlib.repr(value), kind=kind.__qualname__)
     return value
@@ -90,7 +90,7 @@ def encode(value: Any) -> Any:
         case enum.Enum():
             kind = type(value)
             return {"enum": [kind.__module__, kind.__qualname__, value.name]}
-        case Record():
+        case Instance():
             _class(value.kind.__module__, value.kind.__qualname__)
             fields = [[encode(name), encode(item)] for name, item in value.fields.items()]
             return {"record": [value.kind.__module__, value.kind.__qualname__, fields]}
@@ -157,7 +157,7 @@ def decode(data: Any) -> Any:
         case "record":
             module, qualname, fields = body
             kind = _record_class(module, qualname)
-            return Record(kind, {decode(name): decode(item) for name, item in fields})
+            return Instance(kind, {decode(name): decode(item) for name, item in fields})
     raise NotPortable(value=data, kind=kind)
 
 
@@ -225,7 +225,7 @@ def refs(value: Any) -> list[Ref]:
             return [ref for item in value.values() for ref in refs(item)]
         case slice():
             return refs([value.start, value.stop, value.step])
-        case Record():
+        case Instance():
             return refs(value.fields)
     return []
 
@@ -250,11 +250,11 @@ def source(value: Any, constants: dict[str, Any], ref: Callable[[Ref], str] = st
                 return f"{{{', '.join(items)}}}"
             case slice():
                 return f"slice({part(value.start)}, {part(value.stop)}, {part(value.step)})"
-            case Record(kind=kind) if kind is OrderedDict:
+            case Instance(kind=kind) if kind is OrderedDict:
                 return f"{part(kind)}({part(value.fields)})"
-            case Record(kind=kind) if kind.__module__ == RETURN_TYPES:
+            case Instance(kind=kind) if kind.__module__ == RETURN_TYPES:
                 return f"{part(kind)}({part(tuple(value.fields.values()))})"
-            case Record():
+            case Instance():
                 return f"{part(value.kind)}(**{part(value.fields)})"
         name = f"k{len(constants)}"
         constants[name] = value

@@ -88,10 +88,9 @@ class _Writer:
                 self._ops[name] = node.target
             return name
         name = getattr(node.target, "__qualname__", None) or node.target.__name__
-        own = isinstance(node.target, FunctionType) and not is_torch_file(
-            node.target.__code__.co_filename
-        )
-        return f"{node.target.__module__}.{name} {source_fingerprint(node.target) if own else ''}"
+        code = node.target.__code__ if isinstance(node.target, FunctionType) else None
+        users = code is not None and not is_torch_file(code.co_filename)
+        return f"{node.target.__module__}.{name} {source_fingerprint(node.target) if users else ''}"
 
     def _constant(self, target: str) -> str:
         value: Any = self._root
@@ -159,8 +158,8 @@ class _Writer:
             return str(expression)
         if expression not in self._sizes:
             for symbol in sorted(expression.free_symbols, key=str):
-                own = sympy.Symbol(f"S{len(self._symbols)}", integer=True)
-                self._symbols.setdefault(symbol, own)
+                renamed = sympy.Symbol(f"S{len(self._symbols)}", integer=True)
+                self._symbols.setdefault(symbol, renamed)
             self._sizes[expression] = sympy.srepr(expression.xreplace(self._symbols))
         return self._sizes[expression]
 

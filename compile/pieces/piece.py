@@ -51,14 +51,14 @@ class Piece:
 
     def symbols(self) -> list[sympy.Symbol]:
         """The symbols in the sizes of its inputs, in order of first appearance."""
-        found: dict[sympy.Symbol, None] = {}
+        symbols: dict[sympy.Symbol, None] = {}
         for value in self.example_values():
             sizes = [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]
             for size in sizes:
                 if isinstance(size, torch.SymInt):
                     expression = expression_of(size)
-                    found.update(dict.fromkeys(sorted(expression.free_symbols, key=str)))
-        return list(found)
+                    symbols.update(dict.fromkeys(sorted(expression.free_symbols, key=str)))
+        return list(symbols)
 
     def example_values(self) -> list[Any]:
         """Fake tensors and symbolic ints for the inputs, in order."""
@@ -86,10 +86,10 @@ def unwritten_results(graph: Graph) -> tuple[int, ...]:
             value = value.args[0]
         return value
 
-    found = enumerate(map(source, output.args[0]))
+    sources = enumerate(map(source, output.args[0]))
     return tuple(
         position
-        for position, node in found
+        for position, node in sources
         if isinstance(node, Node) and node.target in ALLOCATIONS and unwritten(node)
     )
 

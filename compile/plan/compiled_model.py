@@ -78,9 +78,9 @@ def weights_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.Tensor]:
         tensor = reader(*weight.place, model)() if weight.place else tensors.get(weight.target)
         if not isinstance(tensor, torch.Tensor):
             raise ModelMismatch(reason=f"it has no weight {weight.target!r}")
-        found = (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
-        wanted = (weight.dtype, weight.shape, weight.stride)
-        if found != wanted:
-            raise ModelMismatch(reason=f"{weight.target!r} is {found}, the plan has {wanted}")
+        form = (dtype_name(tensor.dtype), tuple(tensor.shape), tensor.stride())
+        expected = (weight.dtype, weight.shape, weight.stride)
+        if form != expected:
+            raise ModelMismatch(reason=f"{weight.target!r} is {form}, the plan has {expected}")
         weights[weight.target] = tensor
     return weights

@@ -41,12 +41,12 @@ from ..trace.symbols import argument_sizes, symbol_labels
 
 def base_symbols(trace: Trace) -> BaseSymbols:
     """A SymInt for each symbol that is the size of a dimension of an argument."""
-    found: BaseSymbols = {}
+    symbols: BaseSymbols = {}
     for _, _, size in argument_sizes(trace):
         expression = trace.symbol_of(size)
         if expression.is_Symbol:
-            found.setdefault(expression, size)
-    return found
+            symbols.setdefault(expression, size)
+    return symbols
 
 
 class PlanBuilder:
@@ -127,16 +127,16 @@ class PlanBuilder:
         """The base symbols: the token count first, the others in the order of the arguments."""
         labels = symbol_labels(self._trace)
         arguments = [n for n, source in self._trace.sources.items() if isinstance(source, Leaf)]
-        found: dict[sympy.Symbol, tuple[int, int]] = {}
+        dimensions: dict[sympy.Symbol, tuple[int, int]] = {}
         for position, node in enumerate(arguments):
             for dim, size in enumerate(node.meta["example_value"].shape):
                 symbol = self._trace.symbol_of(size)
                 if symbol.is_Symbol:
-                    found.setdefault(symbol, (position, dim))
+                    dimensions.setdefault(symbol, (position, dim))
         declared = list(dict.fromkeys([TOKENS, *self._trace.examples.symbols.values()]))
         named: dict[sympy.Symbol, Symbol] = {}
-        for symbol in sorted(found, key=lambda s: declared.index(labels[s])):
-            position, dim = found[symbol]
+        for symbol in sorted(dimensions, key=lambda s: declared.index(labels[s])):
+            position, dim = dimensions[symbol]
             low, high = self._config.limits(labels[symbol])
             named[symbol] = Symbol(
                 name=f"s{len(named)}",

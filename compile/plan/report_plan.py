@@ -73,23 +73,23 @@ def _outer_shapes(plan: Plan) -> dict[str, str]:
     return shapes
 
 
-def report_lookup(kind: str, key: Key, found: Entry | Miss, request: CompileRequest) -> None:
+def report_lookup(kind: str, key: Key, result: Entry | Miss, request: CompileRequest) -> None:
     """Emit a cache lookup: the key's factors and, for a miss, how the nearest entry differs."""
     if request.events.wants_detail:
-        facts = _lookup_facts(kind, key, found, request.cache)
+        facts = _lookup_facts(kind, key, result, request.cache)
         request.records.lookups.append(facts)
         request.events.emit("cache.lookup", **facts)
 
 
-def _lookup_facts(kind: str, key: Key, found: Entry | Miss, cache: Cache) -> dict[str, Any]:
+def _lookup_facts(kind: str, key: Key, result: Entry | Miss, cache: Cache) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": kind, "key": key.digest, "factors": key.factors}
-    if isinstance(found, Entry):
-        return {**facts, "hit": True, "layer": found.layer, "bytes": found.size}
+    if isinstance(result, Entry):
+        return {**facts, "hit": True, "layer": result.layer, "bytes": result.size}
     nearest = nearest_entries(cache.private.root, kind, key, 1) if cache.private is not None else []
     return {
         **facts,
         "hit": False,
-        "reason": found.reason,
-        "detail": found.detail,
+        "reason": result.reason,
+        "detail": result.detail,
         "differs": [str(difference) for near in nearest for difference in near.differences],
     }

@@ -108,8 +108,8 @@ def _unique_pieces(
             digest, obstacle = secrets.token_hex(32), f"piece {len(unique)}: {error}"
         if not config.dedupe:
             digest = hashlib.sha256(f"{digest} {total}".encode()).hexdigest()
-        found = unique.setdefault(digest, UniquePiece(len(unique), digest, piece, obstacle))
-        planner.piece(found.index, piece)
+        known_piece = unique.setdefault(digest, UniquePiece(len(unique), digest, piece, obstacle))
+        planner.piece(known_piece.index, piece)
         total += 1
     events.emit("split", pieces=total, unique=len(unique))
     return list(unique.values())

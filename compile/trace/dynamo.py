@@ -247,7 +247,7 @@ def _structure(
     stand_ins = [torch.empty(0, device="meta") for _ in outputs]
     args, kwargs = examples.call_arguments()
     result = captured.call(lambda *_: tuple(stand_ins))(*args, **kwargs)
-    made = {id(value): Ref(f"o{i}") for i, value in enumerate(stand_ins)}
+    references = {id(value): Ref(f"o{i}") for i, value in enumerate(stand_ins)}
     arguments = {
         id(leaf.value): leaf
         for leaf in reversed(examples.leaves())
@@ -257,7 +257,7 @@ def _structure(
 
     def ref(value: Any) -> Ref | None:
         if (leaf := arguments.get(id(value))) is None:
-            return made.get(id(value))
+            return references.get(id(value))
         returned[leaf.label] = leaf
         return Ref(f"L.{leaf.label}")
 
@@ -292,8 +292,8 @@ def _add_input(
     form = {"dtype": value.dtype, "device": value.device}
     with captured.fake_mode:
         if all(type(size) is int for size in shape):
-            made = torch.empty_strided(shape, value.stride(), **form)
+            fake = torch.empty_strided(shape, value.stride(), **form)
         else:
-            made = torch.empty(shape, **form)  # inputs of dynamic size are contiguous
-    node.meta["example_value"] = made
+            fake = torch.empty(shape, **form)  # inputs of dynamic size are contiguous
+    node.meta["example_value"] = fake
     return node

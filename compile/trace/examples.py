@@ -137,10 +137,10 @@ def _check_classes(arguments: dict[str, Any]) -> None:
 def _contiguous(arguments: dict[str, Any], symbols: dict[tuple[str, int], str]) -> dict[str, Any]:
     """`arguments` with tensors of dynamic size contiguous, which is what steps pass on."""
     dynamic = {label for label, _ in symbols}
-    found = iter(leaves(arguments))
+    remaining = iter(leaves(arguments))
 
     def laid_out(value: Any) -> Any:
-        return value.contiguous() if next(found).label in dynamic else value
+        return value.contiguous() if next(remaining).label in dynamic else value
 
     laid_out_arguments: dict[str, Any] = tree_map(laid_out, arguments)
     return laid_out_arguments

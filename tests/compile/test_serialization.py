@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.compile.ir.serialization import Expr, Record, Ref, decode, encode, refs
+from piecegraph.compile.ir.serialization import Expr, Instance, Ref, decode, encode, refs
 from piecegraph.errors import NotPortable
 
 
@@ -57,8 +57,8 @@ VALUES = st.recursive(
         st.lists(inner, max_size=3).map(tuple),
         st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3),
         st.builds(slice, inner, inner, inner),
-        st.builds(lambda x: Record(Point, {"x": x}), inner),
-        st.builds(lambda a, b: Record(Pair, {"a": a, "b": b}), inner, inner),
+        st.builds(lambda x: Instance(Point, {"x": x}), inner),
+        st.builds(lambda a, b: Instance(Pair, {"a": a, "b": b}), inner, inner),
     ),
     max_leaves=8,
 )
@@ -69,7 +69,7 @@ def same(one, other) -> bool:
     if type(one) is not type(other):
         return False
     match one:
-        case Record():
+        case Instance():
             return one.kind is other.kind and same(one.fields, other.fields)
         case list() | tuple():
             return len(one) == len(other) and all(map(same, one, other))
@@ -109,7 +109,7 @@ def test_class_that_cannot_be_found_by_name_is_refused():
         x: int
 
     with pytest.raises(NotPortable, match="Local"):
-        encode(Record(Local, {"x": 1}))
+        encode(Instance(Local, {"x": 1}))
 
 
 @pytest.mark.parametrize(
