@@ -24,7 +24,7 @@ from .config import ColdStart, Config
 from .gate import Gate
 from .model_policy import find_bucket_holes, model_policy
 from .policy import Policy, dispatch_plan, resolve_graph_mode
-from .prepared_model import PreparedModel, Services
+from .prepared_model import PreparedModel
 from .ranks import Ranks
 from .records import Records
 from .report import mode_reasons
@@ -102,7 +102,10 @@ def prepare(
         compiled,
         config,
         policy_of(compiled),
-        Services(backend, request.device, request.cache, records),
+        backend,
+        request.device,
+        request.cache,
+        records,
         layers=layers,
         input_buffers=input_buffers,
         ranks=ranks,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,16 +42,6 @@ from .steps.steps import Steps
 from .steps.usage import Usage
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    """What the model runs on: graph backend, device, cache and records."""
-
-    backend: GraphBackend
-    device: torch.device
-    cache: Cache
-    records: Records
-
-
 class PreparedModel:
     """A compiled model with its graphs. Made by `prepare`; not to be shared between threads.
 
@@ -66,7 +55,10 @@ class PreparedModel:
         compiled: CompiledModel,
         config: Config,
         policy: Policy,
-        services: Services,
+        backend: GraphBackend,
+        device: torch.device,
+        cache: Cache,
+        records: Records,
         *,
         layers: Mapping[str, Any] | None = None,
         input_buffers: Mapping[str, torch.Tensor] | None = None,
@@ -74,12 +66,13 @@ class PreparedModel:
         gate: Gate | None = None,
     ) -> None:
         self.config = config
-        self.backend = services.backend
-        self.records = services.records
-        self.events = services.records.events
+        self.backend = backend
+        self.records = records
+        self.events = records.events
         self.resolved = policy.resolved
         self.usage = Usage(policy.dispatcher.plan)
-        self._services = services
+        self._device = device
+        self._cache = cache
         self._input_buffers = input_buffers or {}
         self._ranks = ranks
         self._closed = False
@@ -297,7 +290,7 @@ class PreparedModel:
             self.compiled.plan,
             self.resolved,
             self.usage,
-            self._services.cache,
+            self._cache,
             self._stated_ledger(),
             suggested_sizes(self.resolved.mode, self.config, self.usage.counts),
         )
@@ -350,12 +343,12 @@ class PreparedModel:
 
     def _use(self, compiled: CompiledModel, dispatcher: Dispatcher) -> StaticInputs:
         """Run steps with `compiled`, so far without graphs; returns the static inputs."""
-        device, exchange = self._services.device, self._ranks and self._ranks.exchange
-        inputs = allocate_inputs(compiled, self.config, device, self._input_buffers)
+        inputs = allocate_inputs(compiled, self.config, self._device, self._input_buffers)
         code = ModelCode(compiled, inputs, self.backend.address)
         self._graphs = Graphs(
             code, inputs, dispatcher, self.config, self.backend, self._steps.context, self.records,
-            exchange or single_rank, self.usage.counts, self._monitor.start,
+            self._ranks.exchange if self._ranks else single_rank, self.usage.counts,
+            self._monitor.start,
         )  # fmt: skip
         between = self._gate or self._graphs.capturer
         self._steps.use(code, dispatcher, self._graphs.present.installed, between)

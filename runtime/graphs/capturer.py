@@ -47,9 +47,7 @@ class Capturer:
         self.active = False
         self.queue = CaptureQueue(config.strategy, plan)
         self.captures = Captures(plan, backend, records, graphs, exchange, self.queue, clock)
-        self.limit = MemoryLimit(
-            config.memory_limit, plan, backend, records, graphs, exchange, self.captures, counts
-        )
+        self.limit = MemoryLimit(config.memory_limit, self.captures, counts)
         self.idle_steps = self.queue.idle_steps
         self._eager = config.strategy is CaptureStrategy.EAGER
         lazily = config.strategy is CaptureStrategy.LAZY

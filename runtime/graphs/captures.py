@@ -52,11 +52,11 @@ class Captures:
         self.costs = CaptureCosts()
         self.changes = 0
         self.clock = clock
-        self._plan = plan
-        self._backend = backend
-        self._records = records
-        self._graphs = graphs
-        self._exchange = exchange
+        self.plan = plan
+        self.backend = backend
+        self.records = records
+        self.graphs = graphs
+        self.exchange = exchange
         self._pool: Any = None
         self._refused: set[int] = set()
 
@@ -65,45 +65,45 @@ class Captures:
 
         Raises DummyStepFailed at startup; in `serving`, steps continue without the graph.
         """
-        entry, state = self._plan.entries[graph_index], self.queue.states[graph_index]
+        entry, state = self.plan.entries[graph_index], self.queue.states[graph_index]
         began = self.clock()
         recording, reason = None, ""
         handled = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
         try:
-            recording = self._graphs.record(graph_index, session)
+            recording = self.graphs.record(graph_index, session)
         except handled as error:
             reason = str(error)
         ms = (self.clock() - began) * 1000
         num_bytes = recording.bytes if recording else 0
         topic = f"capture of graph {graph_index} at step {self.queue.step}"
-        ms, num_bytes, reason = worst_outcome(self._exchange, topic, ms, num_bytes, reason)
+        ms, num_bytes, reason = worst_outcome(self.exchange, topic, ms, num_bytes, reason)
         self.costs.measured(entry.mode, entry.descriptor.num_tokens, ms)
         if recording is None or reason:
             if recording:
                 recording.release()
             self.queue.failed(graph_index)
             retry_at = None if state.dropped else state.retry_at
-            self._records.add(CaptureFailure(*self._facts(graph_index), reason, retry_at))
+            self.records.add(CaptureFailure(*self._facts(graph_index), reason, retry_at))
             return False
-        self._graphs.install(graph_index, recording)
+        self.graphs.install(graph_index, recording)
         self._changed()
         state.captured, state.bytes, state.launches = True, num_bytes, recording.operations
-        self.memory.took(graph_of(self._plan, graph_index), num_bytes)
+        self.memory.took(graph_of(self.plan, graph_index), num_bytes)
         self._refused.discard(graph_index)
         facts, segments = self._facts(graph_index), len(recording.segments)
         descriptor = entry.descriptor.as_json()
-        self._records.add(CaptureRecord(*facts, ms, num_bytes, segments, descriptor))
+        self.records.add(CaptureRecord(*facts, ms, num_bytes, segments, descriptor))
         return True
 
     def evict(self, graph_index: int) -> None:
         """Free a captured graph."""
-        state, before = self.queue.states[graph_index], self._backend.memory().used
-        self._graphs.remove(graph_index)
-        freed = before - self._backend.memory().used
-        answers = self._exchange(f"eviction of graph {graph_index}", {"freed": freed})
+        state, before = self.queue.states[graph_index], self.backend.memory().used
+        self.graphs.remove(graph_index)
+        freed = before - self.backend.memory().used
+        answers = self.exchange(f"eviction of graph {graph_index}", {"freed": freed})
         freed = min(answer["freed"] for answer in answers)
-        self.memory.freed(graph_of(self._plan, graph_index), freed)
-        self._records.add(Eviction(*self._facts(graph_index), freed))
+        self.memory.freed(graph_of(self.plan, graph_index), freed)
+        self.records.add(Eviction(*self._facts(graph_index), freed))
         state.captured, state.bytes = False, 0
         self._changed()
 
@@ -111,29 +111,29 @@ class Captures:
         """Record once why a graph is not captured, and again after it was."""
         if graph_index not in self._refused:
             self._refused.add(graph_index)
-            self._records.add(CaptureRefusal(*self._facts(graph_index), reason))
+            self.records.add(CaptureRefusal(*self._facts(graph_index), reason))
 
     def estimate(self, graph_index: int) -> float:
         """Milliseconds that a capture is expected to take."""
-        entry = self._plan.entries[graph_index]
+        entry = self.plan.entries[graph_index]
         return self.costs.estimate(entry.mode, entry.descriptor.num_tokens)
 
     @contextmanager
     def session(self, *, prepare: bool) -> Iterator[CaptureSession]:
         """A session on the pool of the graphs."""
         if self._pool is None:
-            self._pool = self._backend.new_pool()
-        events = self._records.events
+            self._pool = self.backend.new_pool()
+        events = self.records.events
         with (
             allow_compilation(),
-            capture_session(self._backend, self._pool, events, prepare=prepare) as session,
+            capture_session(self.backend, self._pool, events, prepare=prepare) as session,
         ):
             yield session
 
     def release_pool(self) -> None:
         """Give back the memory of the pool, which has no graph any more."""
         if self._pool is not None:
-            self._backend.release_pool(self._pool)
+            self.backend.release_pool(self._pool)
             self._pool = None
         self.memory.pool_freed()
 
@@ -143,5 +143,5 @@ class Captures:
 
     def _facts(self, graph_index: int) -> tuple[str, int, int, int]:
         """The first fields of a GraphRecord."""
-        entry = self._plan.entries[graph_index]
+        entry = self.plan.entries[graph_index]
         return entry.mode.name, entry.descriptor.num_tokens, graph_index, self.queue.step

@@ -8,12 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from ...dispatch import DispatchPlan
 from ..after_seal import allow_compilation
-from ..backends.protocol import GraphBackend
-from ..ranks import Exchange
-from ..records import CaptureRecord, Records
-from .captures import Captures, GraphMaker
+from ..records import CaptureRecord
+from .captures import Captures
 from .graph_memory import GraphMemory, graph_of, limit_in_bytes
 from .session import CaptureSession
 
@@ -27,30 +24,19 @@ class MemoryLimit:
     def __init__(
         self,
         limit: int | float | None,
-        plan: DispatchPlan,
-        backend: GraphBackend,
-        records: Records,
-        graphs: GraphMaker,
-        exchange: Exchange,
         captures: Captures,
         counts: Callable[[int], Sequence[int]],
     ) -> None:
+        self.is_set = limit is not None
         self.exceeded = False
         """Whether freeing a graph left a pool that is too large."""
         self._limit = limit
-        self._plan = plan
-        self._backend = backend
-        self._records = records
-        self._graphs = graphs
-        self._exchange = exchange
         self._captures = captures
         self._counts = counts
+        self._plan = captures.plan
         self._queue = captures.queue
+        self._records = captures.records
         self._pruned: list[int] = []
-
-    @property
-    def is_set(self) -> bool:
-        return self._limit is not None
 
     @property
     def memory(self) -> GraphMemory:
@@ -138,16 +124,21 @@ class MemoryLimit:
 
     def probing(self, serving: bool = False) -> Iterator[float]:
         """Make the forecast; yields the milliseconds of each probe."""
-        events, record = self._records.events, self._graphs.record
-        of_graphs = self._plan, self._backend, record, self._exchange, events
-        return self.memory.probe(*of_graphs, serving=serving)
+        captures = self._captures
+        return self.memory.probe(
+            self._plan,
+            captures.backend,
+            captures.graphs.record,
+            captures.exchange,
+            self._records.events,
+            serving=serving,
+        )
 
     def drop_above(self) -> None:
         """Drop graphs above the limit, by what is forecast."""
-        limit, counts = limit_in_bytes(self._limit, self._backend.memory()), self._counts
-        dropped = self.memory.plan_limit(
-            limit, self._plan, counts(self._plan.largest), self._exchange, self._records
-        )
+        limit = limit_in_bytes(self._limit, self._captures.backend.memory())
+        counts, exchange = self._counts(self._plan.largest), self._captures.exchange
+        dropped = self.memory.plan_limit(limit, self._plan, counts, exchange, self._records)
         self._drop(dropped)
         self._pruned = [i for i in dropped if i not in self.memory.impossible]
 

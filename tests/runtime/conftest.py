@@ -27,7 +27,6 @@ from piecegraph.runtime.graphs.recorder import record
 from piecegraph.runtime.graphs.recording import Recording
 from piecegraph.runtime.graphs.session import capture_session
 from piecegraph.runtime.policy import Policy, dispatch_plan
-from piecegraph.runtime.prepared_model import Services
 from piecegraph.runtime.records import Records
 
 
@@ -73,7 +72,10 @@ def prepare_on_replay(
         compiled,
         config,
         Policy(resolve_mode(mode, support={}, pieces=True), dispatcher),
-        Services(strict_backend(**options), torch.device("cpu"), cache, Records()),
+        strict_backend(**options),
+        torch.device("cpu"),
+        cache,
+        Records(),
         layers=layers,
         input_buffers=input_buffers,
     )
