@@ -150,11 +150,11 @@ def describe(
 
 def axis_values(axes: Sequence[Axis], batch: Batch) -> tuple[tuple[str, int], ...]:
     """The batch's axis values in the plan's order; raises BatchInvalid unless the names agree."""
-    given = batch.axes or {}
+    values = batch.axes or {}
     names = [axis.name for axis in axes]
-    if given.keys() != set(names):
+    if values.keys() != set(names):
         raise BatchInvalid(batch=batch, fault=f"the axes of the plan are {names}")
-    return tuple((name, given[name]) for name in names)
+    return tuple((name, values[name]) for name in names)
 
 
 def make_plan(

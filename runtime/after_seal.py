@@ -149,11 +149,11 @@ class _TraceHandler(logging.Handler):
             self._saw(kind, _traced(metadata["dynamo_start"].get("stack") or []))
         elif "chromium_event" in metadata:
             event = json.loads(record.payload)  # type: ignore[attr-defined]
-            found = _SPANS.get(event["name"])
+            work = _SPANS.get(event["name"])
             if event["name"].endswith("_template_autotuning"):
-                found = Kind.AUTOTUNING
-            if found and event["ph"] == "B":
-                self._saw(found, str(event.get("args", {}).get("kernel_name") or event["name"]))
+                work = Kind.AUTOTUNING
+            if work and event["ph"] == "B":
+                self._saw(work, str(event.get("args", {}).get("kernel_name") or event["name"]))
         return True
 
 

@@ -360,9 +360,9 @@ def _compile(connection: Connection, make: Factory, job: Job) -> None:
             allow_compilation(),
         ):
             request = compile_request(make(), job.config, records, job.examples)
-            found = find_model(request)
-            if isinstance(found, NoBundle):
-                if differences := diff(job.key.factors, found.key.factors):
+            bundle = find_model(request)
+            if isinstance(bundle, NoBundle):
+                if differences := diff(job.key.factors, bundle.key.factors):
                     shown = "; ".join(map(str, differences[:SHOWN]))
                     faults.append(f"the model of the factory has another key: {shown}")
                 else:

@@ -82,11 +82,14 @@ class Gate:
     def wait(self, timeout_s: float | None, must_be_open: Callable[[], None]) -> None:
         """Wait for compiled code and open. `must_be_open` raises for a model that was closed."""
         with self.background.between_steps:
+            if self._is_open:  # another thread runs steps without the lock
+                return
             must_be_open()
         compiled = self.background.wait(timeout_s)
         with self.background.between_steps:
-            must_be_open()
-            self._open_if_ready(compiled, waited=True)
+            if not self._is_open:
+                must_be_open()
+                self._open_if_ready(compiled, waited=True)
 
     def find_form(self) -> None:
         """Find the form of the uncompiled model's result, if it is not known."""
@@ -96,10 +99,10 @@ class Gate:
             self._with_form = None
 
     def _open_if_ready(self, compiled: CompiledModel | None, *, waited: bool) -> bool:
-        """Open if there is compiled code, or never will be, and no other thread has opened."""
-        serve, opened = self._serve(), self._opened()
-        if self._is_open or (compiled is None and not self.background.over):
+        """Open if there is compiled code or never will be."""
+        if compiled is None and not self.background.over:
             return False
+        serve, opened = self._serve(), self._opened()
         assert serve is not None
         assert opened is not None
         self.stop()

@@ -79,10 +79,10 @@ def _mixes_rows(
     padding = {item.label: config.padding_of(item.label) for item in compiled.plan.inputs}
     sentinels = {n: value for n, (kind, value) in padding.items() if kind is Padding.SENTINEL}
     with preserve_rng_state(), torch.no_grad(), preserve_contents(model_state(compiled)):
-        found = find_mixed_rows(compiled, device, size=size, sentinels=sentinels)
-    for mixed in found:
+        pieces = find_mixed_rows(compiled, device, size=size, sentinels=sentinels)
+    for mixed in pieces:
         records.add(RowsMixed(mixed.piece, mixed.result, mixed.where, mixed.size))
-    return bool(found)
+    return bool(pieces)
 
 
 def _padded_whole(compiled: CompiledModel, config: Config, owned: Collection[str]) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from ..cache import Cache
 from ..compile.plan.compiled_model import CompiledModel
 from ..dispatch import Batch, Decision, Dispatcher, RuntimeMode
-from ..errors import AllCapturesFailed, AutocastActive, CaptureAfterSeal, ModelClosed
+from ..errors import AutocastActive, CaptureAfterSeal, ModelClosed
 from ..torch_compat.basics.tensors import is_autocast_enabled
 from .after_seal import Monitor
 from .backends.protocol import GraphBackend
@@ -22,16 +22,10 @@ from .graphs.dummy_batch import MetadataFor
 from .graphs.graphs import Graphs
 from .graphs.ledger import MemoryLedger, MemoryPlan, opening_ledger, plan_memory
 from .graphs.recording import Recording
-from .graphs.warmup import (
-    AuxiliaryTask,
-    WarmupPlan,
-    WarmupProgress,
-    capture_items,
-    range_tasks,
-)
+from .graphs.warmup import AuxiliaryTask, capture_items, range_items, run_warmup
 from .policy import Policy, suggested_sizes
 from .ranks import Ranks, single_rank, start_facts
-from .records import CaptureFailure, CaptureRecord, MemoryUse, Records
+from .records import CaptureRecord, Records
 from .report import build_report
 from .steps.code import ModelCode
 from .steps.forward_context import ForwardContext
@@ -160,14 +154,7 @@ class PreparedModel:
         if self._gate is not None:
             self._gate.captures = True
             return
-        before = len(self.records.of(CaptureFailure))
-        with self.events.span("capture", level=logging.INFO):
-            self._graphs.capturer.startup(progress)
-        failures = self.records.of(CaptureFailure)[before:]
-        if failures and not self.recordings():
-            raise AllCapturesFailed(count=len(failures), reason=failures[0].reason)
-        taken, now = sum(each.bytes for _, each in self.recordings()), self.backend.memory()
-        self.records.add(MemoryUse(taken, now.used, now.free))
+        self._graphs.startup(progress)
 
     def warm_up(
         self,
@@ -185,12 +172,12 @@ class PreparedModel:
         InvalidSetting for an unknown kind, and what `capture` raises.
         """
         self._make_ready(metadata_for)
-        ranges, captures = [], []
+        items = [item for task in tasks for item in task.items()]
         if self._gate is None:
-            ranges = range_tasks(self.compiled.plan.symbols, self._graphs.dummies.run)
             captures = capture_items(self._graphs.capturer.queue, self.dispatcher.plan)
-        plan = WarmupPlan(ranges, captures, tasks, skip)
-        plan.run(self.capture, WarmupProgress(self.records, self.backend.memory, show))
+            ranges = range_items(self.compiled.plan.symbols, self._graphs.dummies.run)
+            items = [*ranges, *captures, *items]
+        run_warmup(items, self.capture, skip, self.records, self.backend.memory, show)
 
     def memory_plan(
         self, utilization: float = 0.9, metadata_for: MetadataFor | None = None
@@ -227,7 +214,8 @@ class PreparedModel:
         """
         if self._gate is not None:
             self._gate.wait(timeout_s, self._must_be_open)
-        self._must_be_open()
+        if self._closed:
+            raise ModelClosed()
         return self.compiled.traced
 
     def seal(self) -> None:

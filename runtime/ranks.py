@@ -106,11 +106,11 @@ class Ranks:
                 self._store.delete_key(self._key(self._count - 1, self.rank))
         except RuntimeError as error:
             reason = f"the store of the process group cannot be reached: {error}".splitlines()[0]
-            self._fail(self._rank_lost([0], topic, reason), told=[])
+            self._fail(self._rank_lost([0], topic, reason), informed=[])
         if lost:
-            told = [rank for rank in range(self.size) if rank not in lost]
+            informed = [rank for rank in range(self.size) if rank not in lost]
             reason = "; ".join(f"rank {rank} {why}" for rank, why in lost.items())
-            self._fail(self._rank_lost(list(lost), topic, reason), told)
+            self._fail(self._rank_lost(list(lost), topic, reason), informed)
         self._must_be_equal(topic, [{"exchange": answer["topic"]} for answer in answers])
         return [answer["facts"] for answer in answers]
 
@@ -132,14 +132,14 @@ class Ranks:
         that comes too late, or stops because of this error, is not taken for the cause.
         """
         keys = [self._key(self._count, rank) for rank in range(self.size)]
-        found: dict[int, str] = {}
+        late: dict[int, str] = {}
         try:
             self._store.wait(keys, self._timeout)
         except RuntimeError:  # the time is over
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            found = {rank: self._whereabouts(rank) for rank in missing}
-        if found:
-            first = self._store.compare_set(self._key("lost"), "", json.dumps(found))
+            late = {rank: self._whereabouts(rank) for rank in missing}
+        if late:
+            first = self._store.compare_set(self._key("lost"), "", json.dumps(late))
         elif self._store.check([self._key("lost")]):
             first = self._store.get(self._key("lost"))
         else:
@@ -168,21 +168,21 @@ class Ranks:
                     ranks=", ".join(map(str, odd)), topic=topic, fact=name,
                     stated="; ".join(f"rank {rank}: {texts[rank]}" for rank in odd), usual=usual,
                 )  # fmt: skip
-                self._fail(disagreement, told=list(range(self.size)))
+                self._fail(disagreement, informed=list(range(self.size)))
 
     def _rank_lost(self, lost: list[int], topic: str, reason: str) -> RankLost:
         ranks, seconds = ", ".join(map(str, lost)), self._timeout.total_seconds()
         return RankLost(ranks=ranks, topic=topic, seconds=seconds, reason=reason[:500])
 
-    def _fail(self, failure: RankLost | RanksDisagree, told: list[int]) -> NoReturn:
-        """Raise `failure` once the ranks that are `told` of it too know it.
+    def _fail(self, failure: RankLost | RanksDisagree, informed: list[int]) -> NoReturn:
+        """Raise `failure` once the `informed` ranks, which raise it too, have reached this point.
 
         The store ends with the process that hosts it, which may be this one.
         """
         self._failure = failure
         with suppress(RuntimeError):
-            self._store.set(self._key("told", self.rank), "")
-            self._store.wait([self._key("told", rank) for rank in told], self._timeout)
+            self._store.set(self._key("informed", self.rank), "")
+            self._store.wait([self._key("informed", rank) for rank in informed], self._timeout)
         raise failure
 
 

@@ -116,7 +116,7 @@ MUTANTS = [
      "            pass\n        with", f"{WEIGHTS} -k stale_graphs"),
     (CAPTURER, "if estimate > budget.ms:", "if False:", f"{QUEUE} -k idle_milliseconds"),
     ("runtime/ranks.py",
-     'self._store.compare_set(self._key("lost"), "", json.dumps(found))', "json.dumps(found)",
+     'self._store.compare_set(self._key("lost"), "", json.dumps(late))', "json.dumps(late)",
      RANKS),
     (CLASSES, "            return Reason.AXIS\n", "            pass\n",
      f"{POLICY} -k in_the_key"),  # 5

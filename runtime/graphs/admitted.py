@@ -23,9 +23,9 @@ class CaptureCosts:
 
         Capturing is host work, one launch after another: sizes differ little, modes much.
         """
-        known = self._measured.get(mode, {})
-        nearest = min(known, key=lambda n: (abs(n - num_tokens), -n), default=None)
-        return 0.0 if nearest is None else known[nearest]
+        by_size = self._measured.get(mode, {})
+        nearest = min(by_size, key=lambda n: (abs(n - num_tokens), -n), default=None)
+        return 0.0 if nearest is None else by_size[nearest]
 
 
 class CaptureBudget:

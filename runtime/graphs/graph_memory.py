@@ -104,20 +104,20 @@ class GraphMemory:
         """
         indices = range(len(plan.entries))
         probes = forecast_memory(backend, plan, indices, record, events, serving)
-        found: tuple[Forecast, list[int]] | None = None
+        result: tuple[Forecast, list[int]] | None = None
         while True:
             began = perf_counter()
-            if found is None:
+            if result is None:
                 try:
                     next(probes)
                 except StopIteration as end:
-                    found = end.value
+                    result = end.value
             ms = (perf_counter() - began) * 1000
-            answers = exchange("probe", {"ms": ms, "done": found is not None})
-            if found is not None and all(answer["done"] for answer in answers):
+            answers = exchange("probe", {"ms": ms, "done": result is not None})
+            if result is not None and all(answer["done"] for answer in answers):
                 break
             yield max(answer["ms"] for answer in answers)
-        forecast, failed = found
+        forecast, failed = result
         answers = exchange("forecast", {"forecast": forecast.as_json(), "failed": failed})
         self.forecast = Forecast.worst([answer["forecast"] for answer in answers])
         self._probed = self.forecast
@@ -160,8 +160,8 @@ class GraphMemory:
         return prune(plan, possible, self.forecast, self.limit, self._traffic)
 
     def too_large(self, plan: DispatchPlan, states: Sequence[GraphState]) -> list[int]:
-        """Captured graphs to give up, since they took more than forecast and less than half of the
-        graphs that were not dropped have room beside them; the corrected forecast says which."""
+        """Captured graphs to drop so that at least half of the plan fits, by the corrected
+        forecast; none while half of it is captured."""
         planned = [state.captured for state in states if not state.dropped]
         if 2 * sum(planned) >= len(planned):
             return []

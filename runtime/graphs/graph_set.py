@@ -98,8 +98,8 @@ class GraphSet:
         if self._dispatcher.plan.entries[graph_index].mode is RuntimeMode.FULL:
             read = MetadataAddresses(recording.metadata, recording.ownership.found())
             metadata = read or None
-            known = addresses.known() | {view.data_ptr() for view in inputs.views}
-            self._report_unwatched(recording, known)
+            checked = addresses.addresses() | {view.data_ptr() for view in inputs.views}
+            self._report_unwatched(recording, checked)
         recording.metadata = None
         if self._code.ranged:
             name_segments(recording, plan)
@@ -137,12 +137,12 @@ class GraphSet:
         """Forget the code. All recordings were removed."""
         self._recordable = None
 
-    def _report_unwatched(self, recording: Recording, known: set[int]) -> None:
+    def _report_unwatched(self, recording: Recording, checked: set[int]) -> None:
         """Record once each tensor that a FULL graph reads and whose address no step checks."""
         unwatched = {
             place: tensor
             for tensor in recording.ownership.found()
-            if known.isdisjoint({tensor.data_ptr(), place := tensor.untyped_storage().data_ptr()})
+            if checked.isdisjoint({tensor.data_ptr(), place := tensor.untyped_storage().data_ptr()})
             and place not in self._unwatched
         }
         if unwatched:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from ...dispatch import Dispatcher
+from ...errors import AllCapturesFailed
 from ..backends.protocol import GraphBackend
 from ..config import Config
 from ..ranks import Exchange
-from ..records import Records
+from ..records import CaptureFailure, CaptureRecord, MemoryUse, Records
 from ..steps.code import ModelCode
 from ..steps.forward_context import ForwardContext
 from ..steps.static_inputs import StaticInputs
@@ -38,6 +40,8 @@ class Graphs:
         self.present = GraphSet(
             code, self.dummies, dispatcher, records, config.splitting_ops, backend.runs_python
         )
+        self._records = records
+        self._backend = backend
         self._new_capturer = partial(
             Capturer,
             config,
@@ -50,6 +54,18 @@ class Graphs:
             on_complete=on_complete,
         )
         self.capturer = self._new_capturer()
+
+    def startup(self, progress: Callable[[CaptureRecord], None] | None) -> None:
+        """Capture the startup set. Raises AllCapturesFailed if there is no graph after it."""
+        records, before = self._records, len(self._records.of(CaptureFailure))
+        with records.events.span("capture", level=logging.INFO):
+            self.capturer.startup(progress)
+        failures = records.of(CaptureFailure)[before:]
+        present = self.present.recordings()
+        if failures and not present:
+            raise AllCapturesFailed(count=len(failures), reason=failures[0].reason)
+        now = self._backend.memory()
+        records.add(MemoryUse(sum(each.bytes for _, each in present), now.used, now.free))
 
     def release(self) -> None:
         """Free all graphs and start over."""

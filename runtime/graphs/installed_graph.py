@@ -100,14 +100,14 @@ def name_segments(recording: Recording, plan: Plan) -> None:
     """Replay each segment of `recording` in a range, by the pieces and ops that it holds."""
     graphs = [each for each in recording.segments if each.kind is SegmentKind.GRAPH]
     pieces, calls = iter(piece_names(plan)), iter(call_names(plan))
-    known = len(graphs) == len(plan.piece_uses()) > 1
+    one_per_piece = len(graphs) == len(plan.piece_uses()) > 1
     named = []
     for segment in recording.segments:
         for call in segment.calls:
             if segment.kind is SegmentKind.EAGER:
                 name = next(calls, "op")
             else:
-                name = next(pieces) if known else f"graph {recording.name}"
+                name = next(pieces) if one_per_piece else f"graph {recording.name}"
             named.append(ranged(name, call))
     recording.replay = partial(run_calls, tuple(named))
 

@@ -7,10 +7,11 @@ padding writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from itertools import count
 from time import perf_counter
 from typing import Any
 
@@ -40,14 +41,12 @@ COST = {
 
 @dataclass(frozen=True, slots=True)
 class WarmupItem:
-    """One item of warm-up."""
+    """One item of warm-up. A capture has no `run`: the strategy makes all of them."""
 
     kind: WarmupKind
     shape: str
     why: str
-
-
-RunnableItem = tuple[WarmupItem, Callable[[], None]]
+    run: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,109 +61,75 @@ class AuxiliaryTask:
     why: str
     run: Callable[[Any], None]
 
-    def items(self) -> list[RunnableItem]:
+    def items(self) -> list[WarmupItem]:
+        kind, run = WarmupKind.AUXILIARY, self.run
         return [
-            (
-                WarmupItem(WarmupKind.AUXILIARY, f"{self.name} {shape}", self.why),
-                partial(self.run, shape),
-            )
+            WarmupItem(kind, f"{self.name} {shape}", self.why, partial(run, shape))
             for shape in self.shapes
         ]
 
 
-class WarmupProgress:
-    """Records each finished item of `of` in total, and passes a line of text to `show`."""
+def run_warmup(
+    items: Sequence[WarmupItem],
+    capture: Callable[..., None],
+    skip: Collection[str],
+    records: Records,
+    memory: Callable[[], Memory],
+    show: Callable[[str], None],
+) -> None:
+    """Run compiled ranges, `capture(progress=…)`, which captures the startup set, and the rest.
 
-    def __init__(
-        self, records: Records, memory: Callable[[], Memory], show: Callable[[str], None]
-    ) -> None:
-        self.records = records
-        self.of = 0
-        self._memory = memory
-        self._show = show
-        self._done = 0
-
-    def captured(self, capture: CaptureRecord) -> None:
-        """A graph was captured."""
-        self.done(WarmupKind.CAPTURE, f"{capture.mode} {capture.num_tokens}", capture.ms)
-
-    def done(self, kind: WarmupKind, shape: str, ms: float) -> None:
-        """One item is finished and took `ms`."""
-        self._done += 1
-        n, of, free = self._done, self.of, self._memory().measured_free
-        self.records.add(WarmupStep(n, of, kind.value, shape, ms, free))
-        left = "" if free is None else f", {free} bytes free"
-        self._show(f"{n} of {of}: {kind.value} {shape}, {ms:.1f} ms{left}")
-
-
-@dataclass(frozen=True, slots=True)
-class WarmupPlan:
-    """`ranges`, then the captures, then the engine's `tasks`; the kinds in `skip` are left out.
-
-    Raises InvalidSetting for an unknown kind.
+    Kinds in `skip` are left out. `show` is called with a line for each item that is done. Raises
+    InvalidSetting for an unknown kind.
     """
+    for name in skip:
+        check_choice(COST, "skip", name, "there is no such kind of warm-up")
+    plan = [{"kind": item.kind, "shape": item.shape, "why": item.why} for item in items]
+    records.events.emit("warmup.plan", items=plan)
+    skipped = [item for item in items if item.kind in skip]
+    for kind in dict.fromkeys(item.kind for item in skipped):
+        shapes = [item.shape for item in skipped if item.kind is kind]
+        records.add(SkippedWarmup(kind.value, shapes, COST[kind]))
+    number, of = count(1), len(items) - len(skipped)
 
-    ranges: Sequence[RunnableItem]
-    captures: Sequence[WarmupItem]
-    tasks: Sequence[AuxiliaryTask]
-    skip: Collection[str]
+    def done(kind: WarmupKind, shape: str, ms: float) -> None:
+        n, free = next(number), memory().measured_free
+        records.add(WarmupStep(n, of, kind.value, shape, ms, free))
+        left = "" if free is None else f", {free} bytes free"
+        show(f"{n} of {of}: {kind.value} {shape}, {ms:.1f} ms{left}")
 
-    def __post_init__(self) -> None:
-        for kind in self.skip:
-            check_choice(COST, "skip", kind, "there is no such kind of warm-up")
+    def captured(graph: CaptureRecord) -> None:
+        done(WarmupKind.CAPTURE, f"{graph.mode} {graph.num_tokens}", graph.ms)
 
-    def run(self, capture: Callable[..., None], progress: WarmupProgress) -> None:
-        """Run all items in order; `capture(progress=…)` captures the startup set."""
-        auxiliary = [item for task in self.tasks for item in task.items()]
-        items = [*(i for i, _ in self.ranges), *self.captures, *(i for i, _ in auxiliary)]
-        records = progress.records
-        records.events.emit("warmup.plan", items=[asdict(item) for item in items])
-        skipped = [item for item in items if item.kind in self.skip]
-        for kind in dict.fromkeys(item.kind for item in skipped):
-            shapes = [item.shape for item in skipped if item.kind is kind]
-            records.add(SkippedWarmup(kind.value, shapes, COST[kind]))
-        progress.of = len(items) - len(skipped)
-        self._run(self.ranges, progress)
-        if WarmupKind.CAPTURE not in self.skip:
-            capture(progress=progress.captured)
-        self._run(auxiliary, progress)
-
-    def _run(self, items: Sequence[RunnableItem], progress: WarmupProgress) -> None:
-        for item, run in items:
-            if item.kind not in self.skip:
+    def run(kind: WarmupKind) -> None:
+        for item in items:
+            if item.kind is kind and item.run is not None and kind not in skip:
                 began = perf_counter()
                 with allow_compilation(), preserve_rng_state():
-                    run()
-                progress.done(item.kind, item.shape, (perf_counter() - began) * 1000)
+                    item.run()
+                done(kind, item.shape, (perf_counter() - began) * 1000)
+
+    run(WarmupKind.RANGE)
+    if WarmupKind.CAPTURE not in skip:
+        capture(progress=captured)
+    run(WarmupKind.AUXILIARY)
 
 
-def range_tasks(
-    symbols: Iterable[Symbol], run: Callable[[Mapping[str, int]], None]
-) -> list[RunnableItem]:
+def range_items(
+    symbols: Sequence[Symbol], run: Callable[[Mapping[str, int]], None]
+) -> Iterator[WarmupItem]:
     """Both ends of the compiled ranges, the large one first: workspaces then grow once."""
-    symbols = list(symbols)
-    ends = (
-        ("largest", {symbol.label: symbol.high for symbol in symbols}),
-        ("smallest", {symbol.label: symbol.low for symbol in symbols}),
-    )
-    return [
-        (
-            WarmupItem(
-                WarmupKind.RANGE,
-                ", ".join(f"{name} {size}" for name, size in sizes.items()),
-                f"the {end} sizes that were compiled",
-            ),
-            partial(run, sizes),
-        )
-        for end, sizes in ends
-    ]
+    largest = {symbol.label: symbol.high for symbol in symbols}
+    smallest = {symbol.label: symbol.low for symbol in symbols}
+    for end, sizes in (("largest", largest), ("smallest", smallest)):
+        shape = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        why = f"the {end} sizes that were compiled"
+        yield WarmupItem(WarmupKind.RANGE, shape, why, partial(run, sizes))
 
 
-def capture_items(queue: CaptureQueue, plan: DispatchPlan) -> list[WarmupItem]:
+def capture_items(queue: CaptureQueue, plan: DispatchPlan) -> Iterator[WarmupItem]:
     """The graphs that the strategy captures at startup, in order."""
-    entries = [plan.entries[group[0]] for group in queue.startup()]
-    why = "steps up to this size replay it"
-    return [
-        WarmupItem(WarmupKind.CAPTURE, f"{entry.mode.name} {entry.descriptor.num_tokens}", why)
-        for entry in entries
-    ]
+    for graph_index, *_ in queue.startup():
+        entry = plan.entries[graph_index]
+        shape = f"{entry.mode.name} {entry.descriptor.num_tokens}"
+        yield WarmupItem(WarmupKind.CAPTURE, shape, "steps up to this size replay it")

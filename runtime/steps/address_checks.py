@@ -157,8 +157,8 @@ class Snapshot:
         now = _place(watched.read())
         raise MovedTensor(name=watched.name, recorded=_place(then), now=now)
 
-    def known(self) -> set[int]:
-        """The addresses."""
+    def addresses(self) -> set[int]:
+        """The addresses that were recorded."""
         return {address for _, address in self._entries if address is not None}
 
 

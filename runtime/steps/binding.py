@@ -232,8 +232,8 @@ def _form(item: UserInput, plan: Plan) -> str:
 
 
 def _fixed(constant: Constant, value: Any) -> None:
-    given = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    raise ArgumentFixed(name=dotted(constant.path), value=given, traced=decode(constant.value))
+    text = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    raise ArgumentFixed(name=dotted(constant.path), value=text, traced=decode(constant.value))
 
 
 def _beyond(symbol: Symbol, size: int) -> None:

@@ -38,10 +38,10 @@ def _call_name(step: CallStep) -> str:
 
 def _layers(names: Iterable[str]) -> str:
     """` layer 7` or ` layers 6-7`, by the first number in each dotted name; empty without one."""
-    found = sorted({int(match[1]) for name in names if (match := _NUMBER.search(name))})
-    if not found:
+    layers = sorted({int(match[1]) for name in names if (match := _NUMBER.search(name))})
+    if not layers:
         return ""
-    return f" layer {found[0]}" if len(found) == 1 else f" layers {found[0]}-{found[-1]}"
+    return f" layer {layers[0]}" if len(layers) == 1 else f" layers {layers[0]}-{layers[-1]}"
 
 
 def ranged(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:

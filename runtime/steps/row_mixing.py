@@ -58,7 +58,7 @@ def find_mixed_rows(
 
     `sentinels` are values of padding by input.
     """
-    plan, found = compiled.plan, []
+    plan, mixed = compiled.plan, []
     if not compiled.traced or plan.partition_ops:
         return []
     fixed = {item.name: sentinels[item.label] for item in plan.inputs if item.label in sentinels}
@@ -73,8 +73,8 @@ def find_mixed_rows(
         except Exception:
             continue
         if result is not None:
-            found.append(MixedRows(index, result, _line(plan.pieces[index].text), size))
-    return found
+            mixed.append(MixedRows(index, result, _line(plan.pieces[index].text), size))
+    return mixed
 
 
 def _sizes(plan: Plan, padded: str) -> tuple[CompiledRange, dict[str, int], dict[str, int]] | None:
@@ -176,8 +176,8 @@ def _random(dtype: str, shape: Shape, generator: torch.Generator) -> Tensor:
 
 
 def _extreme_padding(values: Tensor, real: tuple[slice, ...]) -> Tensor:
-    """`values` with other rows outside of `real`: integers flipped, the rest large of either sign
-    and zero in turn, so that no maximum or minimum over all rows is one of a real row."""
+    """`values` with its padding rows replaced by extreme ones, so that no maximum or minimum over
+    all rows is one of a real row."""
     if not (values.is_floating_point() or values.is_complex()):
         padded = (values == 0).to(values.dtype)
     else:

@@ -87,7 +87,7 @@ class StaticInputs:
         return BoundInputs(self, views, tuple(sizes[symbol] for symbol in self.limits))
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in one of the buffers, but not in one of the engine's."""
+        """Whether `tensor` is in memory that was allocated here."""
         return storage_id(tensor) in map(storage_id, self._buffers.values())
 
     def close(self) -> None:
@@ -98,11 +98,11 @@ class StaticInputs:
 
     def _in_place(self, owned: Mapping[str, Tensor], any_layout: bool) -> dict[str, Tensor]:
         """Those of the engine's buffers that graphs can read where they are."""
-        known = {spec.name: spec for spec in self.specs}
+        specs = {spec.name: spec for spec in self.specs}
         in_place = {}
         for name, buffer in owned.items():
-            check_choice(known, "input_buffers", name, "the compiled model takes no such input")
-            spec = known[name]
+            check_choice(specs, "input_buffers", name, "the compiled model takes no such input")
+            spec = specs[name]
             got = (buffer.dtype, tuple(buffer.shape), buffer.device)
             wanted = (spec.dtype, spec.shape(self.limits), self.device)
             if got != wanted:

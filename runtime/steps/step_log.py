@@ -1,4 +1,4 @@
-"""What is told about each step, and the log of the last steps that `last_steps` reads."""
+"""Observers of steps, and the log of the last steps that `last_steps` reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BOUNDS = tuple(scale * unit for unit in (1e-5, 1e-4, 1e-3, 1e-2, 1e-1) for scale
 
 
 class StepObserver:
-    """Is told about each step of a prepared model: see `PreparedModel.observe`.
+    """Observes each step of a prepared model: see `PreparedModel.observe`.
 
     Subclasses override what they need. Steps are slower while there is an observer.
     """
@@ -73,13 +73,13 @@ class StepLog(StepObserver):
     def dispatched(self, batch: Batch, decision: Decision) -> None:
         # the dispatcher reuses decision objects, and makes new ones when graphs come and go
         place = id(decision), batch.num_reqs
-        known = self._runners_up.get(place)
-        if known is None:
+        logged = self._runners_up.get(place)
+        if logged is None:
             if len(self._runners_up) >= _MOST_KEPT:
                 self._runners_up.clear()
-            found = runner_up(self.dispatcher, batch, decision)
-            known = self._runners_up[place] = decision, found
-        self._runner_up = known[1]
+            second = runner_up(self.dispatcher, batch, decision)
+            logged = self._runners_up[place] = decision, second
+        self._runner_up = logged[1]
 
     def began(self, *step: Any) -> None:
         self._began = time.perf_counter()

@@ -44,23 +44,21 @@ class Usage:
     objects. Decisions are summed when counts are read, or when there are many.
     """
 
-    __slots__ = ("_plan", "_reasons", "_sizes", "_steps", "_tallies", "_tokens", "_without")
+    __slots__ = ("_graphs", "_plan", "_reasons", "_sizes", "_tallies", "_without")
 
     def __init__(self, plan: DispatchPlan) -> None:
         self._plan = plan
         self._tallies: dict[int, _Tally] = {}
-        self._steps = [0] * len(plan.entries)
-        self._tokens = [0] * len(plan.entries)
+        self._graphs: dict[int, tuple[int, int]] = {}
+        """Steps and tokens by graph index."""
         self._without: Counter[int] = Counter()
         self._sizes: Counter[int] = Counter()
-        self._reasons: tuple[Counter[Reason], ...] = tuple(Counter() for _ in RuntimeMode)
+        self._reasons: Counter[tuple[RuntimeMode, Reason]] = Counter()
 
     def follow(self, plan: DispatchPlan) -> None:
         """Count for another plan from now on; no graph was used so far."""
         self._sum()
         self._plan = plan
-        self._steps = [0] * len(plan.entries)
-        self._tokens = [0] * len(plan.entries)
 
     def count(self, decision: Decision, num_tokens: int) -> None:
         """One step of `num_tokens` real tokens, run as decided."""
@@ -76,7 +74,7 @@ class Usage:
         """One step run by the model itself, where compiled code would be wrong."""
         self._without[num_tokens] += 1
         self._sizes[num_tokens] += 1
-        self._reasons[RuntimeMode.NONE][Reason.CAPABILITY] += 1
+        self._reasons[RuntimeMode.NONE, Reason.CAPABILITY] += 1
 
     def counts(self, largest: int) -> list[int]:
         """How many steps of 0 to `largest` real tokens were run."""
@@ -89,42 +87,36 @@ class Usage:
         Rows of graphs have their `descriptor`.
         """
         self._sum()
-        used = [
-            {
-                "mode": entry.mode.name,
-                "num_tokens": entry.descriptor.num_tokens,
-                "count": steps,
-                "padded_tokens": steps * entry.descriptor.num_tokens - tokens,
-                "descriptor": entry.descriptor.as_json(),
-            }
-            for entry, steps, tokens in zip(
-                self._plan.entries, self._steps, self._tokens, strict=True
-            )
-            if steps
-        ]
+        used: list[dict[str, Any]] = []
+        for graph_index, (steps, tokens) in sorted(self._graphs.items()):
+            entry = self._plan.entries[graph_index]
+            size = entry.descriptor.num_tokens
+            descriptor = {"descriptor": entry.descriptor.as_json()}
+            used.append(_row(entry.mode, size, steps, steps * size - tokens) | descriptor)
         used.sort(key=lambda row: (row["mode"], row["num_tokens"]))
-        return used + [
-            {"mode": "NONE", "num_tokens": size, "count": count, "padded_tokens": 0}
-            for size, count in sorted(self._without.items())
-        ]
+        without = sorted(self._without.items())
+        return used + [_row(RuntimeMode.NONE, size, steps, 0) for size, steps in without]
 
     def reasons(self) -> list[dict[str, Any]]:
         """`{mode, reason, count}`: how often each reason was decisive."""
         self._sum()
         return [
             {"mode": mode.name, "reason": reason.value, "count": count}
-            for mode in RuntimeMode
-            for reason, count in sorted(self._reasons[mode].items())
+            for (mode, reason), count in sorted(self._reasons.items())
         ]
 
     def _sum(self) -> None:
         tallies, self._tallies = self._tallies, {}
         for tally in tallies.values():
             decision, graph_index = tally.decision, tally.decision.graph_index
-            self._reasons[decision.mode][decision.reason] += tally.steps
+            self._reasons[decision.mode, decision.reason] += tally.steps
             self._sizes[round(tally.tokens / tally.steps)] += tally.steps
             if graph_index == NO_GRAPH:
                 self._without[decision.descriptor.num_tokens] += tally.steps
             else:
-                self._steps[graph_index] += tally.steps
-                self._tokens[graph_index] += tally.tokens
+                steps, tokens = self._graphs.get(graph_index, (0, 0))
+                self._graphs[graph_index] = steps + tally.steps, tokens + tally.tokens
+
+
+def _row(mode: RuntimeMode, size: int, steps: int, padded: int) -> dict[str, Any]:
+    return {"mode": mode.name, "num_tokens": size, "count": steps, "padded_tokens": padded}
