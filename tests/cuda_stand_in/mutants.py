@@ -106,14 +106,14 @@ MUTANTS = [
     Mutant(
         "tensors between segments are not held",
         "runtime/graphs/recorder.py",
-        "            self._session.hold(tensor)\n",
+        "                self._session.hold(tensor)\n",
         "",
         RUNTIME,
     ),
     Mutant(
         "a captured graph does not run once",
         "runtime/graphs/recorder.py",
-        "            replay()\n",
+        "            graph.replay()\n",
         "",
         CAPTURES,
     ),
