@@ -59,7 +59,9 @@ def run(engine: str, *, layers: int, hidden: int, rounds: int, runs: int) -> dic
     model = {"layers": layers, "hidden": hidden}
     with tempfile.TemporaryDirectory(prefix="piecegraph-bench-") as folder:
         for way in ("engine", "piecegraph"):  # builds what is built once per machine: headers
-            with Engine(python, engine, way, {**model, "layers": 1}, Path(folder, way)) as first:
+            with StartedEngine(
+                python, engine, way, {**model, "layers": 1}, Path(folder, way)
+            ) as first:
                 version = first.facts["version"]
     rows = [row for n in range(rounds) for row in _round(python, engine, n, model, runs)]
     starts = {
@@ -116,7 +118,9 @@ def _round(
                     if start == "cold" and way != "eager":
                         # what an engine stores about a model is not compiled code
                         shutil.copytree(folder / "eager", folder / way)
-                    each = running.enter_context(Engine(python, engine, way, model, folder / way))
+                    each = running.enter_context(
+                        StartedEngine(python, engine, way, model, folder / way)
+                    )
                     engines.append(each)
                     if start == "cold":
                         each.close()
@@ -130,7 +134,7 @@ def _round(
                 yield {**head, **facts, **rates, "runs": each.runs}
 
 
-def _generate(engines: Sequence[Engine], num_runs: int) -> None:
+def _generate(engines: Sequence[StartedEngine], num_runs: int) -> None:
     for concurrency in CONCURRENCY:
         for number in range(1 + num_runs):
             for each in engines[:: -1 if number % 2 else 1]:
@@ -139,7 +143,7 @@ def _generate(engines: Sequence[Engine], num_runs: int) -> None:
                     each.runs.setdefault(concurrency, []).append(rate)
 
 
-class Engine:
+class StartedEngine:
     """A process that has started an engine."""
 
     def __init__(
@@ -160,7 +164,7 @@ class Engine:
         self._to, self._from = cast(TextIO, self._process.stdin), cast(TextIO, self._process.stdout)
         self.facts = self._read()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> StartedEngine:
         return self
 
     def __exit__(self, *raised: object) -> None:

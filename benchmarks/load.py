@@ -66,7 +66,7 @@ def synthetic_rows(
 
 
 @dataclass(slots=True)
-class Served:
+class TimedRequest:
     """One request: its prompt, when it arrived, was sent, and each token came, in seconds."""
 
     num_prompt: int
@@ -103,7 +103,7 @@ def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def summary(requests: Sequence[Served], objectives: Mapping[str, float]) -> dict[str, Any]:
+def summary(requests: Sequence[TimedRequest], objectives: Mapping[str, float]) -> dict[str, Any]:
     """Throughput, goodput and latencies of one run; JSON-able, latencies in milliseconds.
 
     A request is good if it meets all `objectives`. Failed requests are counted and not measured.

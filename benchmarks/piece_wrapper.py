@@ -18,7 +18,7 @@ from piecegraph import PreparedModel, RuntimeMode
 
 
 @dataclass(frozen=True)
-class Key:
+class StepKey:
     num_tokens: int
     num_reqs: int | None
     uniform: bool
@@ -27,17 +27,17 @@ class Key:
 
 
 @dataclass
-class Step:
+class StepFacts:
     """What a wrapper reads about the current step."""
 
     layers: dict[str, Any]
     metadata: Any
     mode: RuntimeMode
-    key: Key
+    key: StepKey
 
 
 @dataclass
-class Entry:
+class WrapperEntry:
     replay: Callable[[], None]
     output: Any
 
@@ -50,7 +50,7 @@ class Offloader:
 class Current:
     """Replaces an engine's global variable for the current step."""
 
-    step: Step | None = None
+    step: StepFacts | None = None
     offloader = Offloader()
 
 
@@ -58,7 +58,7 @@ def is_step_available(current: Current) -> bool:
     return current.step is not None
 
 
-def get_step(current: Current) -> Step:
+def get_step(current: Current) -> StepFacts:
     assert current.step is not None
     return current.step
 
@@ -69,9 +69,9 @@ def get_offloader(current: Current) -> Offloader:
 
 @contextmanager
 def step_context(current: Current, layers: dict[str, Any], num_tokens: int) -> Iterator[None]:
-    key = Key(num_tokens, None, False, False, 0)
+    key = StepKey(num_tokens, None, False, False, 0)
     before = current.step
-    current.step = Step(layers, None, RuntimeMode.PIECEWISE, key)
+    current.step = StepFacts(layers, None, RuntimeMode.PIECEWISE, key)
     try:
         yield
     finally:
@@ -83,7 +83,7 @@ class PieceWrapper:
         self.piece = piece
         self.mode = RuntimeMode.PIECEWISE
         self.current = current
-        self.entries: dict[Key, Entry] = {}
+        self.entries: dict[StepKey, WrapperEntry] = {}
         self.is_debugging = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ class PieceWrapper:
             return self.piece(*args, **kwargs)
         assert key is not None
         if key not in self.entries:
-            self.entries[key] = Entry(_nothing, self.piece(*args, **kwargs))
+            self.entries[key] = WrapperEntry(_nothing, self.piece(*args, **kwargs))
         entry = self.entries[key]
         if self.is_debugging:
             raise AssertionError

@@ -27,7 +27,7 @@ from piecegraph.tools.report.output import figure_class
 from piecegraph.tools.serve.options import RunOptions
 from piecegraph.tools.serve.run import Service, start_service
 
-from .load import Served
+from .load import TimedRequest
 
 REQUEST_TIMEOUT = 600
 
@@ -41,7 +41,7 @@ def measure_engine(
     warmup: int,
     console: Console,
     say: Callable[[str], None],
-) -> Iterator[tuple[int, int, int, list[Served]]]:
+) -> Iterator[tuple[int, int, int, list[TimedRequest]]]:
     """Number of options, of load, of round, and the requests as served, interleaved."""
     everything = [request for load in loads for request in load]
     with ExitStack() as stack:
@@ -68,13 +68,13 @@ def _name(options: RunOptions) -> str:
 
 def serve_load(
     service: Service, requests: Sequence[Request], *, concurrency: int | None
-) -> list[Served]:
+) -> list[TimedRequest]:
     """Serve copies of `requests`; one that arrives waits while `concurrency` others are served."""
     engine, scheduler = service.engine, service.engine.scheduler
     copies = [
         Request(each.id, list(each.tokens), each.num_generate, each.arrival) for each in requests
     ]
-    served = {each.id: Served(each.num_prompt, each.arrival) for each in requests}
+    served = {each.id: TimedRequest(each.num_prompt, each.arrival) for each in requests}
     engine.log.token_times.clear()
     engine.clock.start()
     arriving, in_flight = deque(copies), 0
@@ -120,12 +120,12 @@ def check_url(url: str) -> str:
 
 def measure_url(
     url: str, model: str, requests: Sequence[Request], *, concurrency: int | None
-) -> list[Served]:
+) -> list[TimedRequest]:
     """Send completions to an OpenAI-compatible server and stream the tokens.
 
     Prompts are token ids. A request that fails has an `error`.
     """
-    served = [Served(each.num_prompt, each.arrival) for each in requests]
+    served = [TimedRequest(each.num_prompt, each.arrival) for each in requests]
     free = threading.Semaphore(concurrency or len(requests) or 1)
     zero = time.perf_counter()
     threads = []
@@ -142,7 +142,12 @@ def measure_url(
 
 
 def _send(
-    url: str, model: str, request: Request, row: Served, zero: float, free: threading.Semaphore
+    url: str,
+    model: str,
+    request: Request,
+    row: TimedRequest,
+    zero: float,
+    free: threading.Semaphore,
 ) -> None:
     parts = urlsplit(url)
     body = {

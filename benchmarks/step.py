@@ -5,9 +5,9 @@ the library's work. It is measured in turn with a bare loop over the same callab
 without dispatch, inputs and results; with one wrapper per piece; and, without graphs, with the same
 compiled code called directly. No GPU is used.
 
-`Idle` has one input and no weights, so its FULL step is a lower bound. `Served` is what an engine
-has: 32 weights, 32 watched caches, four inputs, a new `Batch` and metadata each step, through
-`prepared(...)`. The long form adds real pieces on the CPU, see `_real_pieces`.
+`IdleModel` has one input and no weights, so its FULL step is a lower bound. `ServedModel` is what
+an engine has: 32 weights, 32 watched caches, four inputs, a new `Batch` and metadata each step,
+through `prepared(...)`. The long form adds real pieces on the CPU, see `real_pieces`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class IdleBackend:
         pass
 
 
-class Idle(torch.nn.Module):
+class IdleModel(torch.nn.Module):
     """`LAYERS` splitting calls with one addition before each and one after the last."""
 
     def __init__(self) -> None:
@@ -117,8 +117,8 @@ class Idle(torch.nn.Module):
         return x + 1
 
 
-class Served(torch.nn.Module):
-    """`Idle` with a weight per layer and three more inputs."""
+class ServedModel(torch.nn.Module):
+    """`IdleModel` with a weight per layer and three more inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,9 +145,9 @@ def run(quick: bool) -> dict[str, Any]:
     """Rows in microseconds per step; `ratios` are medians over paired runs.
 
     `piecewise_over_floor`, `wrapper_over_piecewise`, `none_over_stitched`. `full_us` is what a FULL
-    step of `Idle` costs beyond the launch of its graph, a lower bound; `served_us` is that of
-    `Served`, `served_padded_us` with padding, `served_buffers_us` with buffers of the engine, and
-    `least_us` that of a step with such buffers written by hand.
+    step of `IdleModel` costs beyond the launch of its graph, a lower bound; `served_us` is that of
+    `ServedModel`, `served_padded_us` with padding, `served_buffers_us` with buffers of the engine,
+    and `least_us` that of a step with such buffers written by hand.
     """
     rounds, steps = (31, 100) if quick else (51, 500)
     rows = _piecewise(rounds, steps) + _none(rounds, steps) + _full(rounds, steps)
@@ -180,7 +180,7 @@ def _piecewise(rounds: int, steps: int) -> list[dict[str, Any]]:
     prepared = _prepared(GraphMode.PIECEWISE)
     try:
         step, loop = _step(prepared, RuntimeMode.PIECEWISE, x), _bare_loop(prepared)
-        wrapped = wrapped_step(prepared, dict.fromkeys(Idle().layer_names, 0), (x,))
+        wrapped = wrapped_step(prepared, dict.fromkeys(IdleModel().layer_names, 0), (x,))
         times = interleaved([step, loop, wrapped], rounds, steps)
     finally:
         prepared.close()
@@ -217,7 +217,7 @@ def _full(rounds: int, steps: int) -> list[dict[str, Any]]:
 
 
 def _served(rounds: int, steps: int) -> list[dict[str, Any]]:
-    """FULL steps of `Served`: with all rows real, with padding, and with the engine's buffers."""
+    """FULL steps of `ServedModel`: all rows real, with padding, with the engine's buffers."""
     rows = []
     for name, num_tokens, own in (
         ("FULL, served", NUM_TOKENS, False),
@@ -240,7 +240,7 @@ def _served(rounds: int, steps: int) -> list[dict[str, Any]]:
             adapter_ids="int64[num_tokens]",
         )
         prepared = prepare(
-            Served(), config, backend=IdleBackend(), input_buffers=inputs if own else None
+            ServedModel(), config, backend=IdleBackend(), input_buffers=inputs if own else None
         )
         for layer, cache in enumerate(caches):
             prepared.watch(f"layers.{layer}.cache", cache)
@@ -323,7 +323,7 @@ def _config(mode: GraphMode, **inputs: str) -> Config:
 
 def _prepared(mode: GraphMode, buffers: dict[str, torch.Tensor] | None = None) -> PreparedModel:
     config = _config(mode, x=f"float32[num_tokens, {HIDDEN}]")
-    prepared = prepare(Idle(), config, backend=IdleBackend(), input_buffers=buffers)
+    prepared = prepare(IdleModel(), config, backend=IdleBackend(), input_buffers=buffers)
     prepared.capture()
     prepared.seal()
     return prepared

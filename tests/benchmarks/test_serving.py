@@ -16,7 +16,7 @@ from piecegraph.benchmarks.__main__ import main
 from piecegraph.benchmarks.compare import compare, summed_up
 from piecegraph.benchmarks.load import (
     Arrivals,
-    Served,
+    TimedRequest,
     parse_objectives,
     summary,
     synthetic_rows,
@@ -59,9 +59,9 @@ def test_synthetic_lengths_are_within_the_spread():
 
 def test_latencies_and_goodput_of_known_requests():
     requests = [
-        Served(10, 0.0, 0.0, [0.1, 0.2, 0.3]),
-        Served(10, 1.0, 1.5, [1.6, 2.6]),
-        Served(10, 1.0, 1.5, [], "HTTP 500"),
+        TimedRequest(10, 0.0, 0.0, [0.1, 0.2, 0.3]),
+        TimedRequest(10, 1.0, 1.5, [1.6, 2.6]),
+        TimedRequest(10, 1.0, 1.5, [], "HTTP 500"),
     ]
     found = summary(requests, parse_objectives(["ttft:150", "tpot:200"]))
     assert (found["requests"], found["failed"], found["errors"]) == (3, 1, ["HTTP 500"])
@@ -74,7 +74,7 @@ def test_latencies_and_goodput_of_known_requests():
     assert found["e2e_ms"]["mean"] == pytest.approx((300 + 1100) / 2)
     assert found["goodput"] == pytest.approx(1 / 2.6)
     assert found["good_share"] == pytest.approx(1 / 3)
-    empty = summary([Served(1, 0.0, error="gone")], {})
+    empty = summary([TimedRequest(1, 0.0, error="gone")], {})
     assert (empty["requests_per_second"], empty["ttft_ms"]["p50"]) == (0, None)
 
 

@@ -52,20 +52,20 @@ class Wrong:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The first stage that is wrong, and what is known about the location.
-
-    `size` is in real tokens, `padded` what they ran as. `step` is None if no step is wrong but a
-    size that no step has, `wrong` is None where there is no result: `note` says why. `operator` and
-    `graph_pass` are named only if the result is right without them.
-    """
+    """The first stage that is wrong, and the location as far as it was found."""
 
     stage: str
     step: int | None
+    """Index of the wrong step; None if only a size is wrong that no step has."""
     size: int
+    """Real tokens."""
     padded: int
+    """Tokens that ran."""
     piece: int | None = None
     operator: str | None = None
+    """Named only if the result is right without it; so is the pass."""
     wrong: Wrong | None = None
+    """The first wrong element; None if there is no result, for the reason in `note`."""
     note: str = ""
     graph_pass: str | None = None
 

@@ -1,8 +1,8 @@
 """Route the attention of a transformers model to the op, after a look at what it computes.
 
 The model runs on a few tokens, once with its own attention and once with the op's. In that run each
-mask is read from the function that makes it, and requests on both sides of another one are not a
-number: rows of the one in the middle that become so too were mixed by a layer that is no attention.
+mask is read from the function that makes it. The neighbors of one request are filled with NaN: NaN
+in its own rows means that a layer other than attention mixes requests.
 """
 
 from __future__ import annotations

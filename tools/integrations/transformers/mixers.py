@@ -36,8 +36,7 @@ class UnknownCall(Exception):
 class Mixer:
     """The default layer of the op: a module's own forward over each request of a step.
 
-    `learn` is called while the module runs on a known number of tokens, which no width equals:
-    dimensions of that size are those of tokens.
+    `learn` runs it once with a token count that equals no feature size: that dimension has tokens.
     """
 
     def __init__(self, module: Any, name: str) -> None:
