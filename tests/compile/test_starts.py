@@ -157,7 +157,7 @@ def test_damage_of_a_bundle_is_a_miss_and_never_a_wrong_result(damage: str, tmp_
         assert getattr(found, "contents", None) in (None, _contents(whole, first))
         shutil.rmtree(root)
     shutil.copytree(whole, tmp_path / "last")
-    for path in (tmp_path / "last" / "blobs-v1").rglob("*"):
+    for path in (tmp_path / "last" / "blobs-v2").rglob("*"):
         if path.is_file():
             path.chmod(0o600)
             path.write_bytes(b"damaged" + path.read_bytes())

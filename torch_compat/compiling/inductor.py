@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..basics.patch import preserve_cache_variables, replaced
-from ..basics.tensors import fresh_fake_mode
+from ..basics.tensors import fresh_fake_mode, is_fake
 from ..repairs.inductor_fixes import repaired_lowering, without_lost_cubins
 from .toolchain import (
     compiler_version,
@@ -48,9 +48,7 @@ def inductor_cache_directory(path: str) -> Iterator[None]:
 
 def cache_directory() -> str:
     """The directory that `inductor_cache_directory` set."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return cache_dir()
+    return os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
 def import_inductor() -> None:
@@ -86,10 +84,9 @@ def _traced_sizes(graph: torch.fx.GraphModule) -> Iterator[None]:
     to its inputs.
     """
     from torch._guards import TracingContext, tracing
-    from torch._subclasses import FakeTensor
 
     values = (node.meta.get("example_value") for node in graph.graph.nodes)
-    modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
+    modes = (value.fake_mode for value in values if is_fake(value))
     with tracing(TracingContext(next(modes, None) or fresh_fake_mode())):
         yield
 

@@ -28,7 +28,7 @@ exit_autocast = _exit_autocast
 
 def import_dynamo() -> None:
     """Import what tracing needs, about 1 s, so that it can be timed apart from the trace."""
-    import torch._dynamo.functional_export  # noqa: F401
+    import torch._dynamo.convert_frame  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(preserve_cache_variables())
         import torch._dynamo.config as dynamo_config
-        from torch._dynamo.utils import dynamo_timed, get_metrics_context
+        from torch._dynamo.utils import get_metrics_context
         from torch.fx.experimental import symbolic_shapes
 
         stack.enter_context(dynamo_lock())
@@ -94,7 +94,6 @@ def dynamo_tracing(dynamic_shapes: str) -> Iterator[None]:
         stack.enter_context(dynamo_config.patch(settings))
         stack.enter_context(replaced(symbolic_shapes, "format_frame", _full_frame))
         stack.enter_context(get_metrics_context())
-        stack.enter_context(dynamo_timed("piecegraph.trace", log_pt2_compile_event=True))
         yield
 
 
@@ -131,7 +130,7 @@ def capture_full_graph(
     guards = _guard_facts(output.graph_capture_output.output_graph.guards)
     facts = {
         (fact.expression, fact.kind, repr(fact.argument)): fact
-        for fact in (*guards, *inlined.probes, *inlined.aliases)
+        for fact in (*inlined.probes, *inlined.aliases, *guards)
     }
 
     def call(compiled_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -339,9 +338,7 @@ def input_source(node: torch.fx.Node) -> str:
 def registered_backends() -> list[str]:
     """Names of the backends that are registered with `torch.compile`."""
     with preserve_cache_variables():
-        from torch._dynamo.backends.registry import list_backends
-
-    return list_backends(exclude_tags=())
+        return torch.compiler.list_backends(exclude_tags=())
 
 
 def registered_backend(name: str) -> Callable[[torch.fx.GraphModule, list[Any]], Any]:

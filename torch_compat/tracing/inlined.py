@@ -6,13 +6,17 @@ attributes and keys whose absence the model handles.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
+
+from torch._guards import TracingContext
 
 from ..basics.facts import SHARED_CELL, GuardFact
 from ..basics.frames import user_line
@@ -51,13 +55,19 @@ class Inlined:
     """Calls that Dynamo made while tracing, whose results it took as constant without a guard."""
 
 
+_MODULE_ACCESS = {"call_obj_hasattr", "var_getattr", "tp_getattro_impl"}
+"""Methods by which Dynamo looks up an attribute of a module, by version of torch."""
+
+_CLASS_ACCESS = {"call_obj_hasattr", "call_method", "var_getattr", "tp_getattro_impl"}
+"""Methods by which Dynamo looks up an attribute of a class, by version of torch."""
+
+
 @contextmanager
 def inlined_calls() -> Iterator[Inlined]:
     """Record each function that Dynamo inlines.
 
     Dynamo's own list lacks functions that raised an exception which their caller handled.
     """
-    from torch._dynamo.exc import ObservedAttributeError, ObservedLookupError
     from torch._dynamo.symbolic_convert import (
         InliningInstructionTranslator,
         InstructionTranslatorBase,
@@ -67,112 +77,110 @@ def inlined_calls() -> Iterator[Inlined]:
     from torch._dynamo.variables.misc import PythonModuleVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
     from torch._dynamo.variables.user_defined import UserDefinedClassVariable
-    from torch._guards import TracingContext
 
-    inlined = Inlined()
-    environments = (os.environ, getattr(os, "environb", os.environ))
-    reads_variable = {environment.encodekey.__code__ for environment in environments}
-    original = InliningInstructionTranslator.inline_call.__func__  # type: ignore[attr-defined]
-
-    def inline_call(cls: Any, parent: Any, func: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        code = func.get_code()
-        function = getattr(func, "fn", None)
-        inlined.functions[code] = function if isinstance(function, FunctionType) else None
-        if code in reads_variable:
-            if (name := _variable_name(args)) is not None:
-                inlined.variables.add(name)
-            else:
-                inlined.unnamed_variables.add(user_line(TracingContext.extract_stack()))
-        return original(cls, parent, func, args, *rest, **kwargs)
-
-    def watched(folding: Any, function_of: str) -> Any:
-        original_call = folding.call_function
-
-        def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            function = getattr(self, function_of)
-            if self.can_constant_fold_through() and _reads_state(function):
-                given = _constants([*args, *kwargs.values()])
-                if given is not None:
-                    where = user_line(TracingContext.extract_stack())
-                    inlined.results.append(FoldedCall(function, given, where))
-            return original_call(self, tx, args, kwargs)
-
-        return replaced(folding, "call_function", call_function)
-
-    original_handler, handled = InstructionTranslatorBase.exception_handler, set[Any]()
-
-    def exception_handler(self: Any, raised: Any) -> None:
-        own = self.current_instruction.opname in ("RAISE_VARARGS", "RERAISE")
-        if not own and isinstance(raised, _ABSENT) and raised not in handled:
-            where = user_line(TracingContext.extract_stack())
-            if (probe := _probe(raised, where)) is not None:
-                inlined.probes.add(probe)
-            else:
-                inlined.absences.add(where)
-        handled.add(raised)
-        original_handler(self, raised)
-
-    def asked(name: str) -> Any:
-        original_access = getattr(PythonModuleVariable, name)
-
-        def access(self: Any, tx: Any, attribute: str) -> Any:
-            if (probe := _probe_of_module(self.value, attribute, name)) is not None:
-                inlined.probes.add(probe)
-            return original_access(self, tx, attribute)
-
-        return replaced(PythonModuleVariable, name, access)
-
-    def read_of_class(name: str) -> Any:
-        original_read = getattr(UserDefinedClassVariable, name)
-
-        def read(self: Any, tx: Any, attribute: str, *rest: Any) -> Any:
-            if self.source is None:
-                inlined.class_reads.add((self.value, attribute))
-            return original_read(self, tx, attribute, *rest)
-
-        return replaced(UserDefinedClassVariable, name, read)
-
-    of_builder: Any = builder
-    guard_of_both, original_bind = of_builder.make_dupe_guard, UserFunctionVariable.bind_args
-
-    def make_dupe_guard(source: Any, known: Any) -> Any:
-        guard = guard_of_both(source, known)
-        if guard is None and known is not None and known != source:  # an argument and a global
-            inlined.aliases.add(GuardFact(str(source.name), "DUPLICATE_INPUT", str(known.name)))
-        return guard
-
-    def bind_args(self: Any, parent: Any, *rest: Any) -> Any:
-        source, effects = self.get_source(), parent.output.side_effects
-        for index, cell in enumerate(self.fn.__closure__ or () if source is not None else ()):
-            contents: Any = effects[cell].pre_existing_contents if cell in effects else None
-            known = getattr(contents, "source", None)
-            place = f"{source.name}.__closure__[{index}].cell_contents"
-            if known is not None and place != str(known.name):
-                inlined.aliases.add(GuardFact(place, SHARED_CELL, str(known.name)))
-        return original_bind(self, parent, *rest)
-
-    _ABSENT = (ObservedAttributeError, ObservedLookupError)
-    with (
-        ExitStack() as lookups,
-        replaced(InliningInstructionTranslator, "inline_call", classmethod(inline_call)),
-        replaced(InstructionTranslatorBase, "exception_handler", exception_handler),
-        watched(TorchInGraphFunctionVariable, "value"),
-        watched(PolyfilledFunctionVariable, "fn"),
-        replaced(of_builder, "make_dupe_guard", make_dupe_guard),
-        replaced(UserFunctionVariable, "bind_args", bind_args),
-    ):
-        for name in _MODULE_ACCESS & vars(PythonModuleVariable).keys():
-            lookups.enter_context(asked(name))
-        for name in _CLASS_ACCESS & vars(UserDefinedClassVariable).keys():
-            lookups.enter_context(read_of_class(name))
+    inlined, handled = Inlined(), set[Any]()
+    notes: list[tuple[Any, str, Callable[..., None]]] = [
+        (InliningInstructionTranslator, "inline_call", partial(_note_function, inlined)),
+        (InstructionTranslatorBase, "exception_handler", partial(_note_absence, inlined, handled)),
+        (TorchInGraphFunctionVariable, "call_function", partial(_note_result, inlined, "value")),
+        (PolyfilledFunctionVariable, "call_function", partial(_note_result, inlined, "fn")),
+        (builder, "make_dupe_guard", partial(_note_alias, inlined)),
+        (UserFunctionVariable, "bind_args", partial(_note_cells, inlined)),
+    ]
+    for name in _MODULE_ACCESS & vars(PythonModuleVariable).keys():
+        notes.append((PythonModuleVariable, name, partial(_note_module_access, inlined, name)))
+    for name in _CLASS_ACCESS & vars(UserDefinedClassVariable).keys():
+        notes.append((UserDefinedClassVariable, name, partial(_note_class_access, inlined)))
+    with ExitStack() as stack:
+        for owner, name, note in notes:
+            stack.enter_context(replaced(owner, name, _noting(owner, name, note)))
         yield inlined
 
 
-_MODULE_ACCESS = {"call_obj_hasattr", "var_getattr", "tp_getattro_impl"}
-"""Methods by which Dynamo looks up an attribute of a module, by version of torch."""
+def _noting(owner: Any, name: str, note: Callable[..., None]) -> Any:
+    """The function `name` of `owner`; `note` is called first, with the same arguments."""
+    static = inspect.getattr_static(owner, name)
+    original = getattr(static, "__func__", static)
 
-_CLASS_ACCESS = {"call_obj_hasattr", "call_method", "var_getattr", "tp_getattro_impl"}
-"""Methods by which Dynamo looks up an attribute of a class, by version of torch."""
+    def call(*args: Any, **kwargs: Any) -> Any:
+        note(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return classmethod(call) if isinstance(static, classmethod) else call
+
+
+def _note_function(
+    inlined: Inlined, cls: Any, parent: Any, func: Any, args: Any, *_: Any, **__: Any
+) -> None:
+    code, function = func.get_code(), getattr(func, "fn", None)
+    inlined.functions[code] = function if isinstance(function, FunctionType) else None
+    if code in _reads_variable():
+        if (name := _variable_name(args)) is not None:
+            inlined.variables.add(name)
+        else:
+            inlined.unnamed_variables.add(_traced_line())
+
+
+def _note_absence(inlined: Inlined, handled: set[Any], translator: Any, raised: Any) -> None:
+    from torch._dynamo.exc import ObservedAttributeError, ObservedLookupError
+
+    by_the_user = translator.current_instruction.opname in ("RAISE_VARARGS", "RERAISE")
+    absent = isinstance(raised, (ObservedAttributeError, ObservedLookupError))
+    if absent and not by_the_user and raised not in handled:
+        where = _traced_line()
+        if (probe := _probe(raised, where)) is not None:
+            inlined.probes.add(probe)
+        else:
+            inlined.absences.add(where)
+    handled.add(raised)
+
+
+def _note_result(
+    inlined: Inlined, function_of: str, variable: Any, tx: Any, args: Any, kwargs: Any
+) -> None:
+    function = getattr(variable, function_of)
+    folded = variable.can_constant_fold_through() and _reads_state(function)
+    constants = _constants([*args, *kwargs.values()]) if folded else None
+    if constants is not None:
+        inlined.results.append(FoldedCall(function, constants, _traced_line()))
+
+
+def _note_alias(inlined: Inlined, source: Any, first: Any) -> None:
+    """Dynamo adds no guard if one is an argument and the other a global."""
+    if first is not None and first != source:
+        inlined.aliases.add(GuardFact(str(source.name), "DUPLICATE_INPUT", str(first.name)))
+
+
+def _note_cells(inlined: Inlined, variable: Any, parent: Any, *_: Any) -> None:
+    source, effects = variable.get_source(), parent.output.side_effects
+    for index, cell in enumerate(variable.fn.__closure__ or () if source is not None else ()):
+        contents: Any = effects[cell].pre_existing_contents if cell in effects else None
+        first = getattr(contents, "source", None)
+        place = f"{source.name}.__closure__[{index}].cell_contents"
+        if first is not None and place != str(first.name):
+            inlined.aliases.add(GuardFact(place, SHARED_CELL, str(first.name)))
+
+
+def _note_module_access(
+    inlined: Inlined, access: str, variable: Any, tx: Any, attribute: str
+) -> None:
+    if (probe := _probe_of_module(variable.value, attribute, access)) is not None:
+        inlined.probes.add(probe)
+
+
+def _note_class_access(inlined: Inlined, variable: Any, tx: Any, attribute: str, *_: Any) -> None:
+    if variable.source is None:
+        inlined.class_reads.add((variable.value, attribute))
+
+
+def _traced_line() -> str | None:
+    return user_line(TracingContext.extract_stack())
+
+
+def _reads_variable() -> set[CodeType]:
+    """The code that reads an environment variable."""
+    environments = (os.environ, getattr(os, "environb", os.environ))
+    return {environment.encodekey.__code__ for environment in environments}
 
 
 def _probe_of_module(module: ModuleType, attribute: str, access: str) -> GuardFact | None:
