@@ -42,7 +42,9 @@ def eager_model(request: CompileRequest) -> CompiledModel:
     examples = example_inputs(request.model, request.config, request.device, request.examples)
     symbols = list(_symbols(_tensors(examples), examples, request.config).values())
     form = _result_form(request.model, examples, symbols)
-    return _with_result(request, examples, form, lambda result: _without_tensors(result)[1])
+    return _with_result(
+        request.model, request.config, examples, form, lambda result: _without_tensors(result)[1]
+    )
 
 
 def uncompiled_model(request: CompileRequest) -> CompiledModel:
@@ -54,7 +56,7 @@ def uncompiled_model(request: CompileRequest) -> CompiledModel:
     examples = example_inputs(request.model, request.config, request.device, request.examples)
     written = [False] * len(_tensors(examples))
     form = encode(Ref("o0")), (Result(name="t0", dtype="", shape=()),), written
-    return _with_result(request, examples, form, lambda result: [result])
+    return _with_result(request.model, request.config, examples, form, lambda result: [result])
 
 
 ResultForm = tuple[Any, tuple[Result, ...], list[bool]]
@@ -62,13 +64,14 @@ ResultForm = tuple[Any, tuple[Result, ...], list[bool]]
 
 
 def _with_result(
-    request: CompileRequest,
+    model: torch.nn.Module,
+    config: CompileConfig,
     examples: Examples,
     form: ResultForm,
     results_of: Callable[[Any], list[Any]],
 ) -> CompiledModel:
     """The model as one piece; `results_of` gives the parts of a result that `form` names."""
-    config, tensors = request.config, _tensors(examples)
+    tensors = _tensors(examples)
     symbols = _symbols(tensors, examples, config)
     structure, results, written = form
     outs = tuple(result.name for result in results)
@@ -88,8 +91,8 @@ def _with_result(
         structure=structure,
         parameters=tuple(examples.signature.parameters),
     )
-    forward = _forward(request.model, examples, results_of)
-    return CompiledModel(plan, (forward,), {}, request.model, from_bundle=False, traced=False)
+    forward = _forward(model, examples, results_of)
+    return CompiledModel(plan, (forward,), {}, model, from_bundle=False, traced=False)
 
 
 def _tensors(examples: Examples) -> list[Leaf]:

@@ -62,7 +62,7 @@ def find_model(request: CompileRequest) -> CompiledModel | NoBundle | BundleMiss
     RankLost where ranks must agree and one does not answer.
     """
     with gc_paused():
-        compiler = compiler_for(request)
+        compiler = compiler_for(request.config, request.cache, request.events)
         key = _bundle_key(request, compiler)
         if isinstance(key, BundleMiss):
             result: NoBundle | BundleMiss = key
@@ -108,7 +108,8 @@ def _compile(request: CompileRequest, guarded: GuardedTrace, key: Key | None) ->
 
     events = request.events
     split = split_model(guarded, events)
-    compiled = compile_pieces(request, split, compiler_for(request))
+    compiler = compiler_for(request.config, request.cache, events)
+    compiled = compile_pieces(request, split, compiler)
     plan = split.plan(compiled.ranges)
 
     graph = dependencies(plan)  # raises if the plan's steps cannot run in their order

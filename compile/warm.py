@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..cache import Entry, Key
+from ..cache import Cache, Entry, Key
 from ..cache.inspection import nearest_entries
 from ..errors import ModelMismatch
 from .backends.inductor import load_library
@@ -24,7 +24,7 @@ from .ir.compilation import (
     kernels,
 )
 from .plan.compiled_model import CompiledModel, bind
-from .plan.report_plan import report_lookup, report_plan
+from .plan.report_plan import report_plan
 
 SHOWN = 3
 """How many differences from the nearest entry a reason names."""
@@ -42,9 +42,9 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
     """The model from the bundle under `key`, or the reason why there is none to use."""
     with request.events.span("cache.lookup", level=logging.INFO):
         entry = find_bundle(request.cache, key, request.model, request.events)
-    report_lookup("bundle", key, entry, request)
+    request.record_lookup("bundle", key, entry)
     if not isinstance(entry, Entry):
-        miss = BundleMiss(entry.reason, entry.detail or _nearest(request, key))
+        miss = BundleMiss(entry.reason, entry.detail or _nearest(request.cache, key))
         request.record_miss(miss)
         return miss
     try:
@@ -135,11 +135,11 @@ def _refused(request: CompileRequest, reason: str) -> BundleMiss:
     return miss
 
 
-def _nearest(request: CompileRequest, key: Key) -> str:
+def _nearest(cache: Cache, key: Key) -> str:
     """How the nearest bundle in the private directory differs; empty if there is none."""
-    if request.cache.private is None:
+    if cache.private is None:
         return ""
-    for near in nearest_entries(request.cache.private.root, "bundle", key, at_most=1):
+    for near in nearest_entries(cache.private.root, "bundle", key, at_most=1):
         shown = "; ".join(map(str, near.differences[:SHOWN]))
         more = len(near.differences) - SHOWN
         return f"the nearest differs in {shown}" + (f" and {more} more" if more > 0 else "")

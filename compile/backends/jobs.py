@@ -31,7 +31,6 @@ from ..ir.locations import first_line, node_location
 from ..ir.plan import CompiledRange
 from ..passes.graph_pass import GraphPass, inductor_passes, passes_for
 from ..pieces.compile_ranges import CompileRange, compile_ranges
-from ..plan.report_plan import report_lookup
 from ..plan.split_model import SplitModel, UniquePiece
 from .partition import partition_options, partitions_of
 
@@ -154,7 +153,7 @@ def _stored(
     if compiler.load is None or job.key is None:
         return None
     entry = request.cache.lookup("artifact", job.key)
-    report_lookup("artifact", job.key, entry, request)
+    request.record_lookup("artifact", job.key, entry)
     if not isinstance(entry, Entry) or CODE not in entry.contents:
         return None
     if not _covers(entry.meta, _ranges(split, job)):

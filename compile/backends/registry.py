@@ -12,9 +12,12 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from ...cache import Cache
 from ...errors import UnknownCompiler
+from ...events import Events
 from ...torch_compat.tracing.dynamo import registered_backend, registered_backends
-from ..ir.compilation import CompilePiece, Compiler, CompileRequest, Finish
+from ..ir.compilation import CompilePiece, Compiler, Finish
+from ..ir.config import CompileConfig
 from . import inductor
 from .editable_code import editable_inductor
 from .partition import partitioning
@@ -30,17 +33,16 @@ INDUCTOR = Compiler(
 )
 
 
-def compiler_for(request: CompileRequest) -> Compiler:
+def compiler_for(config: CompileConfig, cache: Cache, events: Events) -> Compiler:
     """The compiler that the settings name, in the form that dumping, the cache and partitions need.
 
     Raises UnknownCompiler.
     """
-    config = request.config
     if config.compiler != "inductor":
         return compiler_named(config.compiler)
     if config.dump_dir is not None:
-        compiler = editable_inductor(config.dump_dir, request.events)
-    elif not request.cache.enabled:
+        compiler = editable_inductor(config.dump_dir, events)
+    elif not cache.enabled:
         compiler = Compiler("inductor", inductor.compile_uncached, session=inductor.compiling)
     else:
         compiler = INDUCTOR

@@ -61,9 +61,9 @@ def store_bundle(
         for index, artifact in enumerate(artifacts)
         for name, content in artifact.items()
     }
-    place = _place(request, key, meta)
+    key = _free_key(request.cache, request.model, key, meta)
     blobs[PLAN] = plan.model_dump_json().encode()
-    request.cache.publish("bundle", place, meta, blobs)
+    request.cache.publish("bundle", key, meta, blobs)
     return True
 
 
@@ -94,28 +94,28 @@ def candidate_keys(key: Key) -> Iterator[Key]:
         yield key.extended({CANDIDATE: number})
 
 
-def _place(request: CompileRequest, key: Key, meta: Mapping[str, Json]) -> Key:
-    """Where a bundle with these conditions is stored.
+def _free_key(cache: Cache, model: torch.nn.Module, key: Key, meta: Mapping[str, Json]) -> Key:
+    """The candidate key under which a bundle with these conditions is stored.
 
     It replaces the bundle with the same conditions, or the one that this process would use: a
     later trace of an equal model may have other guards, and a bundle beside the first would never
-    be used. Else it is stored at a free place, or replaces any.
+    be used. Else it takes a free key, or replaces any.
     """
 
     def refusal(manifest: Manifest) -> str | None:
         same = canonical(dict(manifest.meta)) == canonical(dict(meta))
-        broken = broken_conditions(manifest.meta.get("conditions"), request.model)
+        broken = broken_conditions(manifest.meta.get("conditions"), model)
         return None if same or not broken else "others hold"
 
-    places, free = [*candidate_keys(key)], []
-    for place in places:
-        stored = request.cache.lookup("bundle", place, refusal=refusal, count=False)
+    candidates, free = [*candidate_keys(key)], []
+    for candidate in candidates:
+        stored = cache.lookup("bundle", candidate, refusal=refusal, count=False)
         if isinstance(stored, Entry):
-            return place
+            return candidate
         if stored.reason != "refused":
-            free.append(place)
-    any_place = int(hashlib.sha256(canonical(dict(meta))).hexdigest(), 16) % CANDIDATES
-    return free[0] if free else places[any_place]
+            free.append(candidate)
+    replaced = int(hashlib.sha256(canonical(dict(meta))).hexdigest(), 16) % CANDIDATES
+    return free[0] if free else candidates[replaced]
 
 
 def read_bundle(entry: Entry) -> Bundle:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ...cache import Cache
+from ...cache import Cache, Entry, Key, Miss
+from ...cache.inspection import nearest_entries
 from ...events import Events
 from .config import CompileConfig
 
@@ -138,6 +139,22 @@ class CompileRequest:
         """Record why no bundle is used."""
         outcome = BundleOutcome(hit=False, reason=miss.reason, detail=miss.detail or None)
         self.record_bundle(outcome, level)
+
+    def record_lookup(self, kind: str, key: Key, result: Entry | Miss) -> None:
+        """Record the factors of a key and, for a miss, how the nearest entry differs, if wanted."""
+        if not self.events.wants_detail:
+            return
+        facts: dict[str, Any] = {"kind": kind, "key": key.digest, "factors": key.factors}
+        if isinstance(result, Entry):
+            facts |= {"hit": True, "layer": result.layer, "bytes": result.size}
+        else:
+            private = self.cache.private
+            near = nearest_entries(private.root, kind, key, 1) if private is not None else []
+            differs = [str(difference) for entry in near for difference in entry.differences]
+            facts |= {"hit": False, "reason": result.reason, "detail": result.detail}
+            facts["differs"] = differs
+        self.records.lookups.append(facts)
+        self.events.emit("cache.lookup", **facts)
 
     def record_not_cacheable(self, reasons: Sequence[str]) -> None:
         """Record why no bundle of this model can be stored."""

@@ -7,10 +7,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from ...cache import Cache, Entry, Key, Miss
-from ...cache.inspection import nearest_entries
 from ...events import Events, trace_artifact
-from ..ir.compilation import CompileRequest
 from ..ir.locations import graph_source
 from ..ir.plan import CallStep, Plan, PlanPiece, UserInput, Weight
 from .codegen import step_source, used
@@ -71,25 +68,3 @@ def _outer_shapes(plan: Plan) -> dict[str, str]:
         sizes = ", ".join(labels.get(str(size), str(size)) for size in item.shape)
         shapes[item.name] = f"{item.dtype}[{sizes}]"
     return shapes
-
-
-def report_lookup(kind: str, key: Key, result: Entry | Miss, request: CompileRequest) -> None:
-    """Emit a cache lookup: the key's factors and, for a miss, how the nearest entry differs."""
-    if request.events.wants_detail:
-        facts = _lookup_facts(kind, key, result, request.cache)
-        request.records.lookups.append(facts)
-        request.events.emit("cache.lookup", **facts)
-
-
-def _lookup_facts(kind: str, key: Key, result: Entry | Miss, cache: Cache) -> dict[str, Any]:
-    facts: dict[str, Any] = {"kind": kind, "key": key.digest, "factors": key.factors}
-    if isinstance(result, Entry):
-        return {**facts, "hit": True, "layer": result.layer, "bytes": result.size}
-    nearest = nearest_entries(cache.private.root, kind, key, 1) if cache.private is not None else []
-    return {
-        **facts,
-        "hit": False,
-        "reason": result.reason,
-        "detail": result.detail,
-        "differs": [str(difference) for near in nearest for difference in near.differences],
-    }

@@ -17,7 +17,7 @@ from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.evict import Limits, evict
 from piecegraph.cache.export import export_entries
 from piecegraph.cache.lock import owned_directory, remove_unowned, temporary_directory
-from piecegraph.cache.names import ENTRY_AREA
+from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA
 from piecegraph.events import Events
 
 from .children import die, fork, status
@@ -148,7 +148,7 @@ def test_quarantine_is_limited_by_size_and_keeps_the_newest(root: Path) -> None:
     cache = Cache(root, Events(), limits=Limits(size=16 * 2500))
     for number in range(6):
         entry = cache.publish("artifact", numbered(number), {}, {"x": bytes([number]) * 1000})
-        file = root / "blobs-v2" / entry.manifest.blobs["x"].sha256[:2]
+        file = root / BLOB_AREA / entry.manifest.blobs["x"].sha256[:2]
         (file / entry.manifest.blobs["x"].sha256).write_bytes(b"?" * 1000)
         cache.lookup("artifact", numbered(number))
         for age, kept in enumerate(sorted((root / "quarantine").iterdir(), key=os.path.getmtime)):
@@ -165,4 +165,4 @@ def test_entries_from_the_future_can_be_evicted(root: Path, events: Events) -> N
         os.utime(path, (future, future))
     evict(root, Limits(size=0, grace=0), events)
     assert not [path for path in (root / ENTRY_AREA).rglob("*") if path.is_file()]
-    assert not [path for path in (root / "blobs-v2").rglob("*") if path.is_file()]
+    assert not [path for path in (root / BLOB_AREA).rglob("*") if path.is_file()]

@@ -16,6 +16,7 @@ import torch
 from piecegraph.cache import Cache
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.inspection import manifests
+from piecegraph.cache.names import BLOB_AREA
 from piecegraph.errors import BundleMissing
 from piecegraph.events import Events
 
@@ -157,7 +158,7 @@ def test_damage_of_a_bundle_is_a_miss_and_never_a_wrong_result(damage: str, tmp_
         assert getattr(found, "contents", None) in (None, _contents(whole, first))
         shutil.rmtree(root)
     shutil.copytree(whole, tmp_path / "last")
-    for path in (tmp_path / "last" / "blobs-v2").rglob("*"):
+    for path in (tmp_path / "last" / BLOB_AREA).rglob("*"):
         if path.is_file():
             path.chmod(0o600)
             path.write_bytes(b"damaged" + path.read_bytes())
