@@ -1,9 +1,9 @@
 """Sizes fitted to traffic: the capture sizes that waste least on an observed histogram.
 
-A one-dimensional k-median with one-sided cost: every batch pays the cost of the next size above
+A one-dimensional k-median with one-sided cost: every batch pays the rows of the next size above
 it. Solved exactly by dynamic programming over (number of graphs, largest size so far). With sizes
-`c` and `P(c)` batches up to `c`, the cost of a last graph `b` after `a` is `(P(b) - P(a)) cost(b)`,
-a line in `cost(b)` for each `a`. Each layer is the lower envelope of lines that come in order of
+`c` and `P(c)` batches up to `c`, the cost of a last graph `b` after `a` is `(P(b) - P(a)) b`, a
+line in `b` for each `a`. Each layer is the lower envelope of lines that come in order of
 slope: O(k n) in all (the convex hull trick).
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from ...errors import InvalidSetting
@@ -21,84 +21,54 @@ from ...errors import InvalidSetting
 def fit_sizes(
     counts: Sequence[float],
     *,
-    max_graphs: int | None = None,
-    max_bytes: int | None = None,
-    graph_bytes: int | None = None,
-    cost: Callable[[int], float] = float,
+    max_graphs: int,
     base: Iterable[int] = (),
     alignment: int = 1,
 ) -> tuple[int, ...]:
-    """The sizes, ascending, that serve `counts` at the least total cost.
+    """At most `max_graphs` sizes, ascending, that serve `counts` with the fewest padded rows.
 
-    `counts[n]` is how often a batch of n tokens occurs. There are at most `max_graphs` sizes, or
-    as many as fit into `max_bytes` at `graph_bytes` for each graph (measured in their shared
-    pool). `cost` is the cost of a step by padded tokens, in any unit; the default is the number
-    of rows. A larger size that costs less replaces a smaller one. The sizes of `base` are always
-    kept, for traffic that was not seen. Sizes are multiples of `alignment`.
+    `counts[n]` is how often a batch of n tokens occurs. The sizes of `base` are always kept, for
+    traffic that was not seen. Sizes are multiples of `alignment`.
 
-    Raises InvalidSetting if there is not exactly one limit on graphs, or if it is too small for
-    `base` and the largest batch.
+    Raises InvalidSetting if `max_graphs` is too small for `base` and the largest batch.
     """
-    size_of = _cheapest_above(cost, max([len(counts) - 1, *base], default=0), alignment)
-    kept = {size_of[size] for size in base}
+
+    def aligned(tokens: int) -> int:
+        return -(-tokens // alignment) * alignment
+
+    kept = {aligned(size) for size in base}
     weights: dict[int, float] = dict.fromkeys(kept, 0)
     for tokens, count in enumerate(counts):
         if tokens and count:
-            size = size_of[tokens]
-            weights[size] = weights.get(size, 0) + count
+            weights[aligned(tokens)] = weights.get(aligned(tokens), 0) + count
     sizes = sorted(weights)
-    limit = _graph_limit(max_graphs, max_bytes, graph_bytes, len({*kept, *sizes[-1:]}))
-    if len(sizes) <= limit:
+    needed = max(1, len({*kept, *sizes[-1:]}))
+    if max_graphs < needed:
+        raise InvalidSetting(
+            name="max_graphs",
+            value=max_graphs,
+            reason="it has no room for the sizes that are always kept and the largest batch",
+            expected=f"{needed} or more",
+        )
+    if len(sizes) <= max_graphs:
         return tuple(sizes)
     total = list(accumulate((weights[size] for size in sizes), initial=0))
-    costs = [cost(size) for size in sizes]
     forced = {bisect_left(sizes, size) + 1 for size in kept}
-    return tuple(sizes[end - 1] for end in _best_ends(total, costs, forced, limit))
-
-
-def _graph_limit(
-    max_graphs: int | None, max_bytes: int | None, graph_bytes: int | None, needed: int
-) -> int:
-    limit = max_graphs
-    if max_graphs is None and max_bytes is not None and graph_bytes:
-        limit = max_bytes // graph_bytes
-    elif max_bytes is not None:
-        limit = None
-    if limit is None or limit < max(1, needed):
-        raise InvalidSetting(
-            name="max_graphs" if max_bytes is None else "max_bytes",
-            value=max_graphs if max_bytes is None else max_bytes,
-            reason=f"it must be the only limit and allow at least {max(1, needed)} graphs",
-            expected="max_graphs, or max_bytes together with graph_bytes",
-        )
-    return limit
-
-
-def _cheapest_above(cost: Callable[[int], float], end: int, alignment: int) -> list[int]:
-    """For each number of tokens up to `end`, the cheapest size that holds it, smallest first."""
-    top = -(-end // alignment) * alignment
-    size_of = [top] * (top + 1)
-    best = top
-    for size in range(top, 0, -alignment):
-        if cost(size) <= cost(best):
-            best = size
-        size_of[size - alignment + 1 : size + 1] = [best] * alignment
-    return size_of
+    return tuple(sizes[end - 1] for end in _best_ends(total, sizes, forced, max_graphs))
 
 
 def _best_ends(
-    total: Sequence[float], costs: Sequence[float], forced: set[int], limit: int
+    total: Sequence[float], sizes: Sequence[int], forced: set[int], limit: int
 ) -> list[int]:
     """Positions 1..n that end the groups of the cheapest partition into `limit` < n groups.
 
-    `total[i]` is the weight of the first i sizes, `costs` are non-decreasing, and every position
-    in `forced` ends a group.
+    `total[i]` is the weight of the first i sizes. Every position in `forced` ends a group.
     """
-    n = len(costs)
+    n = len(sizes)
     spent = [0.0] + [math.inf] * n
     origins: list[list[int]] = []
     for _ in range(limit):
-        spent, origin = _layer(spent, total, costs, forced)
+        spent, origin = _layer(spent, total, sizes, forced)
         origins.append(origin)
     ends = [n]
     for origin in reversed(origins[1:]):
@@ -107,7 +77,7 @@ def _best_ends(
 
 
 def _layer(
-    before: Sequence[float], total: Sequence[float], costs: Sequence[float], forced: set[int]
+    before: Sequence[float], total: Sequence[float], sizes: Sequence[int], forced: set[int]
 ) -> tuple[list[float], list[int]]:
     """Add one group: for each end the least cost, and the end of the previous group."""
     spent = [math.inf] * len(before)
@@ -121,7 +91,7 @@ def _layer(
             _add_line(lines, start, before, total)
         if not lines:
             continue
-        price = costs[end - 1]
+        price = sizes[end - 1]
         while len(lines) > 1 and _at(lines[1], price, before, total) <= _at(
             lines[0], price, before, total
         ):

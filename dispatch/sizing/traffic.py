@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -86,6 +86,11 @@ class Waste:
     without_graph: float
 
     @property
+    def rows(self) -> float:
+        """Padded rows for each real one, 0 if there are none."""
+        return self.padded / self.real if self.real else 0.0
+
+    @property
     def share(self) -> float:
         """Padding rows over padded rows, 0 if there are none."""
         return 1 - self.real / self.padded if self.padded else 0.0
@@ -104,17 +109,6 @@ def padding_waste(counts: Sequence[float], sizes: Iterable[int]) -> Waste:
             real += tokens * count
             padded += ordered[at] * count
     return Waste(real, padded, without)
-
-
-def cost_per_row(
-    counts: Sequence[float], sizes: Iterable[int], cost: Callable[[int], float] = float
-) -> float:
-    """The cost of each real row that `sizes` serve, in the unit of `cost`."""
-    ordered = sorted(sizes)
-    seen = counts[: max(ordered, default=0) + 1]
-    served = [(n, count) for n, count in enumerate(seen) if n and count]
-    spent = sum(count * cost(ordered[bisect_left(ordered, n)]) for n, count in served)
-    return spent / max(1, sum(n * count for n, count in served))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,25 +133,23 @@ def fit_validated(
     max_graphs: int,
     widest: int | None = None,
     drift: float = DRIFT,
-    cost: Callable[[int], float] = float,
     alignment: int = 1,
 ) -> Validated:
     """Sizes fitted to `counts` if they do better on `held_out` than `default`, else `default`.
 
-    Better means: fewer batches without a graph; if as many, a lower cost for each real row, or the
-    same cost with fewer graphs. A `default` of more than `max_graphs` sizes is thinned out to that
+    Better means: fewer batches without a graph; if as many, a smaller share of padding, or the
+    same share with fewer graphs. A `default` of more than `max_graphs` sizes is thinned out to that
     number. A fit keeps the `widest` decode batch, by default the largest size, and the largest.
     """
     base = sorted({default[-1], min(widest or default[-1], default[-1])})
     expected = expect(counts, default=default, widest=base[0], drift=drift)
     fitted = fit_sizes(
-        expected, max_graphs=max_graphs, base=base[: max_graphs - 1], cost=cost, alignment=alignment
+        expected, max_graphs=max_graphs, base=base[: max_graphs - 1], alignment=alignment
     )
     default = _thinned(default, max_graphs)
     waste, default_waste = padding_waste(held_out, fitted), padding_waste(held_out, default)
-    ours, theirs = cost_per_row(held_out, fitted, cost), cost_per_row(held_out, default, cost)
-    better = (waste.without_graph, ours, len(fitted)) < (
-        default_waste.without_graph, theirs, len(default)
+    better = (waste.without_graph, waste.share, len(fitted)) < (
+        default_waste.without_graph, default_waste.share, len(default)
     )  # fmt: skip
     return Validated(
         fitted if better else tuple(default),
@@ -193,9 +185,9 @@ def suggest_sizes(
 ) -> Suggestion | None:
     """At most as many sizes as `sizes`, fitted to `counts` (by number of tokens).
 
-    None unless they serve a share of `gain` more of the batches with a graph, or as many at a cost
-    that is lower by `gain`. `counts` ends at the largest size that may have a graph. A fit ends at
-    the largest batch that occurred, or at the largest of `sizes`.
+    None unless they serve a share of `gain` more of the batches with a graph, or as many with a
+    share of `gain` fewer rows. `counts` ends at the largest size that may have a graph. A fit ends
+    at the largest batch that occurred, or at the largest of `sizes`.
     """
     largest = max((n for n, count in enumerate(counts) if count), default=0)
     limit = -(-max(largest, sizes[-1]) // alignment) * alignment + 1
@@ -205,6 +197,6 @@ def suggest_sizes(
     )
     now = padding_waste(counts, sizes)
     served = now.without_graph - fit.waste.without_graph
-    cheaper = cost_per_row(counts, fit.sizes) < (1 - gain) * cost_per_row(counts, sizes)
+    cheaper = fit.waste.rows < (1 - gain) * now.rows
     better = served > gain * sum(counts) or (served >= 0 and cheaper)
     return Suggestion(fit.sizes, fit.waste, now) if better and not fit.kept_default else None
