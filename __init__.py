@@ -11,9 +11,11 @@ which runs each batch as one full graph, as piecewise graphs, or without a graph
 Start with `help(piecegraph.Config)`, `help(piecegraph.prepare)` and
 `help(piecegraph.PreparedModel)`; docs/api.md lists every public name.
 
-prepare     prepare, compile_ahead, Config, LayerConfig, SWITCHES, switched_off
+prepare     prepare, compile_ahead, Config, SWITCHES, switched_off
+settings    Tracing, Codegen, Sizes, Variants, Attention, Steps, Eager, Delayed, Lazy,
+            CacheSettings, LayerConfig, GraphPass, Axis, PaddingLimit
 serve       PreparedModel, Batch, Decision, forward_context, get_forward_context, break_graph
-dispatch    GraphMode, RuntimeMode, AttentionSupport, DispatchPlan, PaddingLimit, CaptureStrategy
+dispatch    GraphMode, RuntimeMode, AttentionSupport, DispatchPlan
 explain     Events, CacheForecast, explain_miss, MemoryPlan, errors
 observe     StepObserver, LoggedStep
 test        ReplayBackend, ReplayOptions: graph capture without a GPU
@@ -27,31 +29,40 @@ from . import errors as errors
 from .lazy import lazy_names
 
 if TYPE_CHECKING:
+    from .cache.settings import CacheSettings as CacheSettings
+    from .cache.settings import LayerConfig as LayerConfig
+    from .compile.ir.config import Codegen as Codegen
+    from .compile.ir.config import GraphPass as GraphPass
+    from .compile.ir.config import Tracing as Tracing
+    from .config import Config as Config
+    from .config import Delayed as Delayed
+    from .config import Eager as Eager
+    from .config import Lazy as Lazy
+    from .config import Steps as Steps
     from .dispatch import AttentionSupport as AttentionSupport
     from .dispatch import Axis as Axis
     from .dispatch import Batch as Batch
     from .dispatch import BatchDescriptor as BatchDescriptor
-    from .dispatch import CaptureStrategy as CaptureStrategy
     from .dispatch import Decision as Decision
     from .dispatch import Dispatcher as Dispatcher
     from .dispatch import DispatchPlan as DispatchPlan
     from .dispatch import GraphMode as GraphMode
-    from .dispatch import ModelTraits as ModelTraits
     from .dispatch import PaddingLimit as PaddingLimit
     from .dispatch import Reason as Reason
     from .dispatch import RuntimeMode as RuntimeMode
+    from .dispatch.settings import Attention as Attention
+    from .dispatch.settings import Sizes as Sizes
+    from .dispatch.settings import Variants as Variants
     from .errors import PiecegraphError as PiecegraphError
     from .events import Events as Events
     from .runtime.backends.replay import ReplayBackend as ReplayBackend
     from .runtime.backends.replay import ReplayOptions as ReplayOptions
     from .runtime.compile_ahead import compile_ahead as compile_ahead
-    from .runtime.config import Config as Config
     from .runtime.explain_miss import CacheForecast as CacheForecast
     from .runtime.explain_miss import explain_miss as explain_miss
     from .runtime.graphs.breaks import break_graph as break_graph
     from .runtime.graphs.ledger import MemoryPlan as MemoryPlan
     from .runtime.graphs.warmup import AuxiliaryTask as AuxiliaryTask
-    from .runtime.open_cache import LayerConfig as LayerConfig
     from .runtime.open_cache import cache_root as cache_root
     from .runtime.prepare import prepare as prepare
     from .runtime.prepared_model import PreparedModel as PreparedModel
@@ -69,20 +80,22 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        ".cache.settings": ("CacheSettings", "LayerConfig"),
+        ".compile.ir.config": ("Codegen", "GraphPass", "Tracing"),
+        ".config": ("Config", "Delayed", "Eager", "Lazy", "Steps"),
         ".dispatch": (
-            "AttentionSupport", "Axis", "Batch", "BatchDescriptor", "CaptureStrategy", "Decision",
-            "DispatchPlan", "Dispatcher", "GraphMode", "ModelTraits", "PaddingLimit", "Reason",
-            "RuntimeMode",
+            "AttentionSupport", "Axis", "Batch", "BatchDescriptor", "Decision", "DispatchPlan",
+            "Dispatcher", "GraphMode", "PaddingLimit", "Reason", "RuntimeMode",
         ),
+        ".dispatch.settings": ("Attention", "Sizes", "Variants"),
         ".errors": ("PiecegraphError",),
         ".events": ("Events",),
         ".runtime.backends.replay": ("ReplayBackend", "ReplayOptions"),
         ".runtime.graphs.breaks": ("break_graph",),
         ".runtime.compile_ahead": ("compile_ahead",),
-        ".runtime.config": ("Config",),
         ".runtime.explain_miss": ("CacheForecast", "explain_miss"),
         ".runtime.graphs.ledger": ("MemoryPlan",),
-        ".runtime.open_cache": ("LayerConfig", "cache_root"),
+        ".runtime.open_cache": ("cache_root",),
         ".runtime.prepare": ("prepare",),
         ".runtime.prepared_model": ("PreparedModel",),
         ".runtime.steps.forward_context": (

@@ -92,7 +92,7 @@ class InvalidSetting(ConfigError):
 
 
 class UnknownSetting(InvalidSetting):
-    what = "{owner} has no setting {name!r}{guess}"
+    what = "Config has no setting {name!r}{guess}"
     todo = "See help(piecegraph.{config}) for all settings."
 
 
@@ -103,7 +103,7 @@ class FullModeUnsupported(DispatchError):
     what = "graph mode FULL was requested, but attention group {group!r} can never be captured"
     todo = (
         "Choose PIECEWISE, which runs attention between the graphs, or NONE. If its ops read what "
-        "changes between steps from tensors at fixed addresses, set Config.attention_support."
+        "changes between steps from tensors at fixed addresses, set attention.support."
     )
 
 
@@ -245,8 +245,8 @@ class Specialized(CompileError):
 class GuardUnproved(CompileError):
     what = "the trace is valid only if {expression}, which is false for {symbol} = {sizes}"
     todo = (
-        "Make the model independent of that condition, {remedy}or set guards='check', which "
-        "refuses steps of these sizes."
+        "Make the model independent of that condition, {remedy}or set tracing.guards to 'check', "
+        "which refuses steps of these sizes."
     )
 
 
@@ -343,7 +343,7 @@ class PieceFailed(CompileError):
 
 class NotPartitioned(CompileError):
     what = "Inductor cannot partition the graph at its splitting ops only: {reason}"
-    todo = "Set use_inductor_graph_partition=False to split the graph before it is compiled."
+    todo = "Set codegen.inductor_partition to False to split the graph before it is compiled."
 
 
 class LibraryUnusable(CompileError):
@@ -516,7 +516,7 @@ class ModelClosed(RunError):
 
 class WorkAfterSeal(RunError):
     what = "{kind} after seal(): {detail}, {place}"
-    todo = "Cover that shape in warm_up(), or set after_seal to 'log' or 'count'."
+    todo = "Cover that shape in warm_up(), or set steps.after_seal to 'log' or 'count'."
 
 
 class RankLost(RunError):

@@ -81,7 +81,7 @@ def _piecegraph(
 ) -> tuple[dict[str, float], dict[str, Any]]:
     from piecegraph import Config, Events, compile_ahead, prepare
 
-    config = Config(**settings, cold="serve" if way == "served" else "compile")
+    config = Config(**settings, bundle="serve" if way == "served" else "use")
     events, seconds = Events(), 0.0
     if way == "ahead":
         compile_ahead(model, config, events=events)

@@ -315,7 +315,7 @@ def _config(mode: GraphMode, **inputs: str) -> Config:
         max_num_reqs=NUM_TOKENS,
         capture_sizes=(NUM_TOKENS,),
         graph_mode=mode,
-        attention_support="ALWAYS",
+        attention={"support": "ALWAYS"},
         compiler="eager",
         cache=False,
     )

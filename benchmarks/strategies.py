@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from piecegraph import CaptureStrategy
+from piecegraph.dispatch import CaptureStrategy
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.report import between_tokens
 from piecegraph.tools.serve.requests import read_requests

@@ -31,12 +31,12 @@ def compile_ahead(request: CompileRequest) -> bool:
     """Build the missing libraries and republish the bundle; False if an artifact cannot have one.
 
     Also False if the trace must not be cached; an event then gives the reason, and the bundle is
-    unchanged. Raises InvalidSetting with `use_inductor_graph_partition`: a library cannot be
+    unchanged. Raises InvalidSetting with `codegen.inductor_partition`: a library cannot be
     partitioned.
     """
-    if request.config.use_inductor_graph_partition:
+    if request.config.code.inductor_partition:
         raise InvalidSetting(
-            name="use_inductor_graph_partition",
+            name="codegen.inductor_partition",
             value=True,
             reason="an ahead-of-time library cannot be partitioned",
             expected="False for what is compiled ahead, or serve from Inductor's artifacts",
@@ -47,7 +47,7 @@ def compile_ahead(request: CompileRequest) -> bool:
         request.record_not_cacheable([str(error)])
         return False
     split = split_model(trace_with_guards(request), request.events)
-    compiled = compile_pieces(request, split, compiler_named(request.config.compiler))
+    compiled = compile_pieces(request, split, compiler_named(request.config.code.compiler))
     artifacts = _with_libraries(request, split, compiled)
     if artifacts is None:
         return False
@@ -88,5 +88,5 @@ def _library(request: CompileRequest, split: SplitModel, job: Job) -> bytes:
     if job.size is not None:
         limits |= dict.fromkeys(job.unique.piece.symbols(), (job.size, job.size))
     options = compiler_options(request, split, job)
-    with reasoning_about_sizes(split.config.dynamic_shapes.value):
+    with reasoning_about_sizes(split.config.code.dynamic_shapes.value):
         return build_library(graph, limits, request.device, options)

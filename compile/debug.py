@@ -17,8 +17,8 @@ from .backends.registry import compiler_named
 from .guards.numerics_check import concrete_inputs, numeric_difference
 from .guards.trace_with_guards import trace_with_guards
 from .ir.compilation import CompileRequest, PieceFn
-from .ir.config import TOKENS, CompileConfig
-from .passes.graph_pass import GraphPass, inductor_passes, passes_for
+from .ir.config import TOKENS, CompileConfig, GraphPass
+from .passes.graph_pass import inductor_passes, passes_up_to
 from .pieces.compile_ranges import CompileRange, compile_ranges
 from .plan.split_model import split_model
 
@@ -78,7 +78,8 @@ def range_of(config: CompileConfig, num_tokens: int) -> CompileRange:
 
 def passes_of(piece: DebugPiece, config: CompileConfig, num_tokens: int) -> tuple[GraphPass, ...]:
     """The passes that run on the piece in the range that serves `num_tokens`, in order."""
-    return passes_for(config, range_of(config, num_tokens).high if piece.symbols else None)
+    end = range_of(config, num_tokens).high if piece.symbols else None
+    return passes_up_to(config.passes, end)
 
 
 def compile_graph(
@@ -93,11 +94,11 @@ def compile_graph(
 
     With `sizes` the code is for these sizes alone, as that of a compile size.
     """
-    compiler = compiler_named(config.compiler)
+    compiler = compiler_named(config.code.compiler)
     if sizes is not None:
         inputs = concrete_inputs(graph, sizes)
-    options = {**config.inductor_options, **inductor_passes(tuple(passes), Events(), 0)}
-    with compiler.session(), reasoning_about_sizes(config.dynamic_shapes.value):
+    options = {**config.code.inductor_options, **inductor_passes(tuple(passes), Events(), 0)}
+    with compiler.session(), reasoning_about_sizes(config.code.dynamic_shapes.value):
         fn, _ = compiler.compile(graph, inputs, options)()
     return fn
 

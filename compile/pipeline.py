@@ -23,7 +23,6 @@ from .backends.registry import compiler_for
 from .bundle.key_factors import trace_key
 from .eager_model import eager_model
 from .ir.compilation import BundleMiss, Compiler, CompileRequest
-from .ir.config import BundleUse
 from .plan.compiled_model import CompiledModel, bind
 from .warm import Loaded, NoBundle, load_bundle, ranks_agree
 
@@ -62,7 +61,9 @@ def find_model(request: CompileRequest) -> CompiledModel | NoBundle | BundleMiss
     RankLost where ranks must agree and one does not answer.
     """
     with gc_paused():
-        compiler = compiler_for(request.config, request.cache, request.events)
+        compiler = compiler_for(
+            request.config.code, request.dump_dir, request.cache, request.events
+        )
         key = _bundle_key(request, compiler)
         if isinstance(key, BundleMiss):
             result: NoBundle | BundleMiss = key
@@ -74,7 +75,7 @@ def find_model(request: CompileRequest) -> CompiledModel | NoBundle | BundleMiss
                 return agreed.compiled
             miss = agreed
             result = NoBundle(request, key, compiler, missing=isinstance(local, BundleMiss))
-    if request.config.bundle is BundleUse.FORCE:
+    if request.needs_bundle:
         raise BundleMissing(model=type(request.model).__qualname__, reason=str(miss))
     return result
 
@@ -108,14 +109,14 @@ def _compile(request: CompileRequest, guarded: GuardedTrace, key: Key | None) ->
 
     events = request.events
     split = split_model(guarded, events)
-    compiler = compiler_for(request.config, request.cache, events)
+    compiler = compiler_for(request.config.code, request.dump_dir, request.cache, events)
     compiled = compile_pieces(request, split, compiler)
     plan = split.plan(compiled.ranges)
 
     graph = dependencies(plan)  # raises if the plan's steps cannot run in their order
     events.detail("piece_graph", lambda: drawing(graph))
     report_plan(plan, events)
-    if (directory := request.config.dump_dir) is not None:
+    if (directory := request.dump_dir) is not None:
         dump_plan(plan, split.trace.graph, directory)
 
     artifacts = [made.blobs for made in compiled.results]

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from .plan import make_plan as make_plan
     from .resolve import LevelDefaults as LevelDefaults
     from .resolve import ModeChange as ModeChange
-    from .resolve import ModelTraits as ModelTraits
     from .resolve import ResolvedMode as ResolvedMode
     from .resolve import level_defaults as level_defaults
     from .resolve import resolve_mode as resolve_mode
@@ -79,8 +78,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "make_plan",
         ),
         ".resolve": (
-            "LevelDefaults", "ModeChange", "ModelTraits", "ResolvedMode", "level_defaults",
-            "resolve_mode",
+            "LevelDefaults", "ModeChange", "ResolvedMode", "level_defaults", "resolve_mode",
         ),
         ".sizing.capture_sizes": (
             "DENSE_END", "DecodeTier", "align_sizes", "decode_tiers", "default_capture_sizes",

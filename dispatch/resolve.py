@@ -36,18 +36,6 @@ def level_defaults(level: int) -> LevelDefaults:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelTraits:
-    """The properties of a model that graph modes depend on.
-
-    `varlen_decode`: decode batches mix requests of different query lengths (adaptive verification).
-    """
-
-    pooling: bool = False
-    encoder_decoder: bool = False
-    varlen_decode: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class ModeChange:
     """One step of a resolution; `before` is None if no mode was requested."""
 
@@ -72,7 +60,9 @@ def resolve_mode(
     pieces: bool,
     level: int = 2,
     query_len: int = 1,
-    traits: ModelTraits | None = None,
+    varlen_decode: bool = False,
+    pooling: bool = False,
+    encoder_decoder: bool = False,
     eager: bool = False,
 ) -> ResolvedMode:
     """Lower `requested` to a mode that this model supports.
@@ -81,7 +71,8 @@ def resolve_mode(
     the least capable one counts. A model without attention has no entry and supports everything.
     `pieces` says whether the model can be split: it contains at least one splitting op, and no
     attention that cannot be captured stays inside a piece. `query_len` is the longest query of a
-    uniform decode request, 1 + speculative tokens.
+    uniform decode request, 1 + speculative tokens. `varlen_decode`: decode batches mix requests of
+    different query lengths (adaptive verification).
 
     Raises FullModeUnsupported if FULL is requested and some group can never be captured, and
     InvalidSetting for an unknown level or a query length below 1.
@@ -99,9 +90,10 @@ def resolve_mode(
             GraphMode.NONE, "without compiling there are graphs only if graph_mode is set"
         )
         return resolution.resolved()
-    traits = traits or ModelTraits()
-    _apply_traits(resolution, traits)
-    _apply_attention(resolution, support, query_len, traits)
+    if resolution.mode is not GraphMode.NONE:
+        _apply_traits(resolution, varlen_decode, pooling, encoder_decoder)
+    without_full = GraphMode.NONE if encoder_decoder else GraphMode.PIECEWISE
+    _apply_attention(resolution, support, query_len, varlen_decode, without_full)
     if resolution.mode.needs_pieces and not pieces:
         both = resolution.mode is GraphMode.FULL_AND_PIECEWISE
         after = GraphMode.FULL_DECODE_ONLY if both else GraphMode.NONE
@@ -130,15 +122,15 @@ class _Resolution:
         return ResolvedMode(self.requested, self.mode, tuple(self.changes))
 
 
-def _apply_traits(resolution: _Resolution, traits: ModelTraits) -> None:
-    if resolution.mode is GraphMode.NONE:
-        return
-    if traits.pooling and resolution.mode.decode is RuntimeMode.FULL:
+def _apply_traits(
+    resolution: _Resolution, varlen_decode: bool, pooling: bool, encoder_decoder: bool
+) -> None:
+    if pooling and resolution.mode.decode is RuntimeMode.FULL:
         resolution.to(GraphMode.PIECEWISE, "a pooling model has no decode batches")
-    if traits.encoder_decoder:
-        after = GraphMode.NONE if traits.pooling else GraphMode.FULL_DECODE_ONLY
+    if encoder_decoder:
+        after = GraphMode.NONE if pooling else GraphMode.FULL_DECODE_ONLY
         resolution.to(after, "an encoder-decoder model has graphs for decode only")
-    if traits.varlen_decode and resolution.mode is GraphMode.FULL:
+    if varlen_decode and resolution.mode is GraphMode.FULL:
         why = "decode of different query lengths has separate graphs"
         resolution.to(GraphMode.FULL_AND_PIECEWISE, why)
 
@@ -147,7 +139,8 @@ def _apply_attention(
     resolution: _Resolution,
     support: Mapping[str, AttentionSupport],
     query_len: int,
-    traits: ModelTraits,
+    varlen_decode: bool,
+    without_full: GraphMode,
 ) -> None:
     """Lower FULL routines to what the least capable attention group can run inside a graph."""
     group = min(support, key=lambda name: support[name], default="")
@@ -159,9 +152,8 @@ def _apply_attention(
         if least is AttentionSupport.NEVER:
             raise FullModeUnsupported(group=group)
         resolution.to(GraphMode.FULL_AND_PIECEWISE, f"{can}, so mixed batches cannot be FULL")
-    if not _decode_can_be_full(least, query_len, traits.varlen_decode):
-        lower = GraphMode.NONE if traits.encoder_decoder else GraphMode.PIECEWISE
-        resolution.to(lower, f"{can}, so decode of query length {query_len} cannot be FULL")
+    if not _decode_can_be_full(least, query_len, varlen_decode):
+        resolution.to(without_full, f"{can}, so decode of query length {query_len} cannot be FULL")
 
 
 def _decode_can_be_full(least: AttentionSupport, query_len: int, varlen: bool) -> bool:

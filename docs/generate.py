@@ -10,48 +10,24 @@ from types import ModuleType
 from typing import Any
 
 import piecegraph
-from piecegraph import Config
-from piecegraph.compile.ir.settings import field_docstrings
+from piecegraph import CacheSettings, Config, Delayed, LayerConfig, Lazy
+from piecegraph.settings import Settings, field_docstrings, is_object
 
 DOCS = Path(piecegraph.__file__).parent / "docs"
 
-SETTINGS = {
-    "The model": (
-        "inputs", "max_num_tokens", "min_num_tokens", "max_num_reqs", "symbol_limits",
-        "splitting_ops", "splitting_patterns", "splitting_predicate", "attention_support", "traits",
-    ),
-    "Tracing and compiling": (
-        "level", "compile", "compiler", "dynamic_shapes", "guards", "broken_guard",
-        "compile_ranges", "compile_sizes", "dedupe", "use_inductor_graph_partition",
-        "inductor_options", "pass_switches", "user_passes", "dump_dir", "cold",
-    ),
-    "Dispatch": (
-        "query_len", "query_lens", "speculation_schedule", "max_loras", "lora_graphs", "axes",
-        "capture_sizes", "size_alignment", "padding_limit",
-        "buckets", "bucket_limits",
-    ),
-    "Graphs": (
-        "graph_mode", "strategy", "captures_per_step", "memory_limit", "lazy_bytes",
-        "padding", "graph_backend", "after_seal",
-    ),
-    "The cache": (
-        "cache", "cache_dir", "cache_layers", "cache_bytes", "cache_age_days", "bundle",
-    ),
-}  # fmt: skip
-"""The fields of `Config` by section of docs/config.md."""
-
 NAMES = {
-    "Prepare a model": (
-        "prepare", "compile_ahead", "Config", "LayerConfig", "SWITCHES", "switched_off",
+    "Prepare a model": ("prepare", "compile_ahead", "SWITCHES", "switched_off"),
+    "Settings": (
+        "Config", "Tracing", "Codegen", "Sizes", "Variants", "Attention", "Steps", "Eager",
+        "Delayed", "Lazy", "CacheSettings", "LayerConfig", "GraphPass", "Axis", "PaddingLimit",
     ),
     "Serve": (
         "PreparedModel", "Batch", "Decision", "Reason", "ForwardContext", "forward_context",
         "get_forward_context", "break_graph", "AuxiliaryTask", "Ranks",
     ),
     "Dispatch": (
-        "GraphMode", "RuntimeMode", "AttentionSupport", "ModelTraits", "CaptureStrategy",
-        "PaddingLimit", "Axis",
-        "BatchDescriptor", "DispatchPlan", "Dispatcher",
+        "GraphMode", "RuntimeMode", "AttentionSupport", "BatchDescriptor", "DispatchPlan",
+        "Dispatcher",
     ),
     "Explain": (
         "Events", "explain_miss", "CacheForecast", "cache_root", "MemoryPlan",
@@ -77,10 +53,13 @@ OTHER_DOCS = {
 
 CONFIG_INTRO = """# Settings
 
-`Config` holds all settings. Unknown names and invalid values are errors when it is made. Choices
-may be given by name: `Config(guards="check", graph_mode="PIECEWISE")`. Parts can be turned off from
-the command line or the environment: [debugging.md](debugging.md#turn-parts-off). This page is
-generated from the docstrings by `docs/generate.py`.
+`Config` holds all settings: those that nearly every program states, and objects with the others,
+each for one part of the library. Choices may be given by name and objects as dicts:
+`Config(strategy="lazy", tracing={"guards": "check"})`. `changed` makes a copy; a dict, or a dotted
+name as on the command line (`--set tracing.guards=check`), changes only what it names. Unknown
+names and invalid values are errors when a `Config` is made. Parts can be turned off from the
+command line or the environment: [debugging.md](debugging.md). This page is generated from the
+docstrings by `docs/generate.py`.
 """
 
 API_INTRO = """# Public names
@@ -93,11 +72,24 @@ docstrings by `docs/generate.py`.
 
 
 def config_page() -> str:
-    sections = []
-    for title, names in SETTINGS.items():
-        rows = (f"| `{name}` | `{_default(name)}` | {_meaning(name)} |" for name in names)
-        sections.append(_section(title, "| setting | default | meaning |", "|---|---|---|", *rows))
-    return "\n".join([CONFIG_INTRO, *sections])
+    fields = Config.model_fields
+    objects = {n: f.annotation for n, f in fields.items() if is_object(f.annotation)}
+    top = _settings("Common settings", Config, [name for name in fields if name not in objects])
+    parts = [
+        ("`strategy=Delayed(...)`", Delayed),
+        ("`strategy=Lazy(...)`", Lazy),
+        ("`cache=CacheSettings(...)`", CacheSettings),
+        ('`cache={"layers": (LayerConfig(...),)}`', LayerConfig),
+        *((f"`{name}={part.__name__}(...)`", part) for name, part in objects.items()),
+    ]
+    tables = [_settings(title, part, list(part.model_fields)) for title, part in parts]
+    return "\n".join([CONFIG_INTRO, top, *tables])
+
+
+def _settings(title: str, part: type[Settings], names: list[str]) -> str:
+    intro = [] if part is Config else [_summary_of(part), ""]
+    rows = (f"| `{name}` | {_default(part, name)} | {_meaning(part, name)} |" for name in names)
+    return _section(title, *intro, "| setting | default | meaning |", "|---|---|---|", *rows)
 
 
 def api_page() -> str:
@@ -118,14 +110,21 @@ def _section(title: str, *rows: str) -> str:
     return "\n".join([f"## {title}", "", *rows, ""])
 
 
-def _default(name: str) -> str:
-    value: Any = Config.model_fields[name].get_default(call_default_factory=True)
-    return repr(getattr(value, "value", value))
+def _default(part: type[Settings], name: str) -> str:
+    field = part.model_fields[name]
+    if field.is_required():
+        return ""
+    value: Any = field.get_default(call_default_factory=True)
+    return f"`{getattr(value, 'value', value)!r}`"
 
 
-def _meaning(name: str) -> str:
-    text = " ".join(field_docstrings(Config)[name].split())
-    return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", text)
+def _meaning(part: type[Settings], name: str) -> str:
+    text = " ".join(field_docstrings(part)[name].split())
+    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
+
+
+def _summary_of(part: type[Settings]) -> str:
+    return " ".join(part.__doc__.partition("\n\n")[0].split())
 
 
 def _summary(module: ModuleType, name: str) -> str:

@@ -84,7 +84,7 @@ class Engine:
             inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
             max_num_tokens=MAX_REQS,
             max_num_reqs=MAX_REQS,
-            attention_support="UNIFORM_SINGLE_TOKEN_DECODE",
+            attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
             capture_sizes=(1, 2, 4),
         )
         self.prepared = pg.prepare(model, config, layers=layers)

@@ -37,18 +37,17 @@ library.impl("attention", attention, "CompositeExplicitAutograd")
 def prepare(**settings: object) -> pg.PreparedModel:
     config = pg.Config(
         splitting_ops=("capture_modes::attention",),
-        attention_support="UNIFORM_SINGLE_TOKEN_DECODE",
+        attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
         inputs={"x": "float32[num_tokens, 8]"},
         max_num_tokens=16,
         max_num_reqs=16,
         capture_sizes=(2, 4, 8),
-        graph_backend="replay",
         compiler="eager",
         cache=False,
-        after_seal="raise",
+        steps={"after_seal": "raise"},
         **settings,
     )
-    return pg.prepare(Model(), config)
+    return pg.prepare(Model(), config, backend="replay")
 
 
 def check_step(prepared: pg.PreparedModel, batch: pg.Batch) -> str:
@@ -83,7 +82,7 @@ def test_each_mode(graph_mode: str, decode: str, mixed: str) -> None:
 
 
 def test_delayed_captures_a_few_graphs_per_step() -> None:
-    prepared = prepare(graph_mode="PIECEWISE", strategy="delayed", captures_per_step=1)
+    prepared = prepare(graph_mode="PIECEWISE", strategy="delayed")
     prepared.capture()
     assert [check_step(prepared, MIXED) for _ in range(3)][-1] == "PIECEWISE 8"
     assert len(prepared.recordings()) == 3

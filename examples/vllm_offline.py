@@ -43,7 +43,7 @@ def main() -> None:
         made, report = generate(
             folder,
             worker_cls="piecegraph.tools.integrations.vllm.Worker",  # the one line
-            additional_config={"piecegraph": {"after_seal": "raise"}},
+            additional_config={"piecegraph": {"steps": {"after_seal": "raise"}}},
         )
     assert made == expected
     assert report is not None

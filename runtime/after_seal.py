@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
+from ..config import AfterSeal
 from ..errors import WorkAfterSeal
 from ..torch_compat.basics.structured_trace import TRACE_LOGGER
 from .backends.protocol import GraphBackend
-from .config import AfterSeal
 from .records import AfterSealWork, Records
 from .steps.forward_context import CURRENT, ForwardContext
 

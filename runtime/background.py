@@ -32,12 +32,12 @@ from ..compile.ir.compilation import BundleMiss, ExampleArguments
 from ..compile.pipeline import compile_model, find_model
 from ..compile.plan.compiled_model import CompiledModel
 from ..compile.warm import SHOWN, Loaded, NoBundle
+from ..config import BundleUse, Config
 from ..errors import InvalidSetting, ModelMismatch
 from ..events import Event
 from ..torch_compat.basics.modules import allocate_meta_tensors
 from ..torch_compat.compiling.inductor import forget_threads
 from .after_seal import allow_compilation
-from .config import ColdStart, Config
 from .ranks import Exchange
 from .records import BackgroundFailure, BackgroundPhase, Records
 from .request import compile_request
@@ -86,10 +86,10 @@ class Background:
         on_device = request.device.type != "cpu" or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if factory is None and on_device:
             raise InvalidSetting(
-                name="cold",
+                name="bundle",
                 value="serve",
                 reason="a process that uses a device cannot be forked",
-                expected="prepare(..., factory=a function that makes the model), or cold='compile'",
+                expected="prepare(..., factory=a function that makes the model), or bundle='use'",
             )
         self.attempt = 0
         self.steps = 0
@@ -99,7 +99,7 @@ class Background:
         """Whether the model stays uncompiled, on all ranks."""
         self._missing = missing
         self._job = Job(
-            config.changed(cold=ColdStart.COMPILE),
+            config.changed(bundle=BundleUse.USE),
             request.examples,
             missing.key,
             torch.get_num_threads(),

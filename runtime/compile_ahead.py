@@ -7,9 +7,9 @@ import torch
 from ..compile.ahead import compile_ahead as build
 from ..compile.ir.compilation import ExampleArguments
 from ..compile.pipeline import gc_paused
+from ..config import Config
 from ..events import Events
 from .after_seal import allow_compilation
-from .config import Config
 from .records import Records
 from .request import compile_request
 from .switches import resolve_config

@@ -13,7 +13,7 @@ from ..cache.keys.encoder import Undescribable
 from ..compile.bundle.bundle import BadBundle, find_bundle, read_bundle
 from ..compile.bundle.key_factors import trace_key
 from ..compile.ir.compilation import ExampleArguments
-from .config import Config
+from ..config import Config
 from .open_cache import cache_root
 from .records import Records
 from .request import compile_request
@@ -71,7 +71,8 @@ def explain_miss(
 
 def _nearest(config: Config, key: Key, at_most: int) -> tuple[NearEntry, ...]:
     root = cache_root(config)
-    places = [Path(layer.at) for layer in config.cache_layers if not layer.is_url]
+    layers = config.cache.layers if config.cache else ()
+    places = [Path(layer.at) for layer in layers if not layer.is_url]
     found = {
         near.key: near
         for place in [*([root] if root else []), *places]

@@ -8,6 +8,7 @@ import torch
 
 from ..compile.ir.config import TOKENS
 from ..compile.plan.compiled_model import CompiledModel
+from ..config import Config, Padding, without_tokens
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,
@@ -18,7 +19,6 @@ from ..dispatch import (
     close_holes,
     find_holes,
 )
-from .config import Config, Padding, without_tokens
 from .graphs.dummy_batch import model_state, preserve_contents, preserve_rng_state
 from .policy import Policy, dispatch_plan
 from .records import BucketHole, BucketsMissing, Records, RowsMixed
@@ -40,11 +40,11 @@ def model_policy(
     not pad to. `owned` are inputs that the engine writes itself."""
     lows = [symbol.low for symbol in compiled.plan.symbols if symbol.label == TOKENS]
     if not lows:
-        raise without_tokens(config)
+        raise without_tokens(config.inputs)
     plan = plan.without_sizes_below(lows[0])
-    pads = config.padding_limit != NO_PADDING
+    pads = config.sizes.padding_limit != NO_PADDING
     if plan.entries and pads and _mixes_rows(compiled, config, device, records):
-        unpadded = dispatch_plan(resolved.mode, config.changed(padding_limit=NO_PADDING))
+        unpadded = dispatch_plan(resolved.mode, config.changed(sizes={"padding_limit": NO_PADDING}))
         plan = unpadded.without_sizes_below(lows[0])
     for size in _padded_whole(compiled, config, owned) if plan.entries else ():
         if _mixes_rows(compiled, config, device, records, size):
@@ -55,12 +55,13 @@ def model_policy(
 
 def find_bucket_holes(config: Config, records: Records) -> None:
     """Prove that every legal step has a bucket, or record those that have none."""
-    if config.bucket_limits is None:
+    sizes = config.sizes
+    if sizes.bucket_limits is None:
         return
     for phase in Phase:
-        buckets = [bucket for bucket in config.buckets if bucket.phase is phase]
-        holes = find_holes(phase, config.bucket_limits, buckets)
-        closed = close_holes(phase, config.bucket_limits, buckets) if holes else ()
+        buckets = [bucket for bucket in sizes.buckets if bucket.phase is phase]
+        holes = find_holes(phase, sizes.bucket_limits, buckets)
+        closed = close_holes(phase, sizes.bucket_limits, buckets) if holes else ()
         for hole in holes:
             records.add(BucketHole(phase.value, tuple(hole.first), tuple(hole.last)))
         if closed:
@@ -76,7 +77,7 @@ def _mixes_rows(
     size: str = TOKENS,
 ) -> bool:
     """Whether padding of `size` would change real rows."""
-    padding = {item.label: config.padding_of(item.label) for item in compiled.plan.inputs}
+    padding = {item.label: config.steps.padding_of(item.label) for item in compiled.plan.inputs}
     sentinels = {n: value for n, (kind, value) in padding.items() if kind is Padding.SENTINEL}
     with preserve_rng_state(), torch.no_grad(), preserve_contents(model_state(compiled)):
         pieces = find_mixed_rows(compiled, device, size=size, sentinels=sentinels)
@@ -90,7 +91,7 @@ def _padded_whole(compiled: CompiledModel, config: Config, owned: Collection[str
     no axis states them, and the engine does not write their inputs itself."""
     plan = compiled.plan
     sizes = {symbol.label: symbol.name for symbol in plan.symbols if symbol.label != TOKENS}
-    for axis in config.axes:
+    for axis in config.variants.axes:
         if not axis.rounds_up:
             sizes.pop(axis.name, None)
     written = [item for item in plan.inputs if item.label not in owned]

@@ -1,21 +1,19 @@
-"""The cache settings of a user, and the cache that they describe."""
+"""The cache that the settings describe."""
 
 from __future__ import annotations
 
 import logging
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-from pydantic import Field, model_validator
+from typing import TYPE_CHECKING
 
 from ..cache import Cache, CacheLayer
 from ..cache.directory import DirectoryLayer, read_only_directory
 from ..cache.evict import Limits
 from ..cache.keys.environment import CACHE_DIR, SIGNING_KEY, SIGNING_KEY_FILE, read
 from ..cache.remote import RemoteLayer
+from ..cache.settings import LayerConfig, LayerTrust
 from ..cache.signing import Trust, pinned, secret_from_environment, signed_with, trust_all
-from ..compile.ir.settings import Settings
+from ..config import Config
 from ..errors import CacheNotWritable, InvalidSecret
 from ..events import Events
 
@@ -23,77 +21,7 @@ if TYPE_CHECKING:
     from ..cache.layers import Failures
 
 
-class LayerTrust(StrEnum):
-    """Which entries of a layer are loaded. Loading an entry runs its code."""
-
-    SIGNED = "signed"
-    PINNED = "pinned"
-    ANYBODY = "anybody"
-
-
-class LayerConfig(Settings):
-    """A shared layer: looked up after the private directory; hits are copied into that."""
-
-    at: str
-    """A directory, which is only read, or the URL of an fsspec file system such as `s3://…`."""
-
-    trust: LayerTrust = LayerTrust.SIGNED
-    """`signed` with the key in PIECEGRAPH_CACHE_SIGNING_KEY(_FILE), `pinned` to `digests`, or by
-    `anybody`: for a place that no other user can write to, such as a container image."""
-
-    digests: tuple[str, ...] = ()
-    """`Entry.digest` of each entry of a pinned layer that may be loaded."""
-
-    write_back: bool = False
-    """Whether entries that are compiled here are also stored there; URLs only."""
-
-    required: bool = False
-    """Whether a failure of the layer is an error; otherwise it is a miss."""
-
-    request_seconds: float = Field(default=60.0, gt=0)
-    """Most seconds that a request to a URL may take."""
-
-    total_seconds: float = Field(default=300.0, gt=0)
-    """Most seconds that all requests of a start to a URL may take together."""
-
-    @property
-    def is_url(self) -> bool:
-        return "://" in self.at
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_place(cls, given: Any) -> Any:
-        return {"at": str(given)} if not isinstance(given, dict | LayerConfig) else given
-
-    @model_validator(mode="after")
-    def _check_consistency(self) -> LayerConfig:
-        if (self.trust is LayerTrust.PINNED) != bool(self.digests):
-            raise ValueError("digests and trust='pinned' require each other")
-        if self.write_back and not self.is_url:
-            raise ValueError("a directory is only read; give its URL, file://…, to write to it")
-        return self
-
-
-class CacheSettings(Protocol):
-    """The settings of `Config` that describe the cache."""
-
-    @property
-    def cache(self) -> bool: ...
-
-    @property
-    def cache_dir(self) -> Path | None: ...
-
-    @property
-    def cache_layers(self) -> tuple[LayerConfig, ...]: ...
-
-    @property
-    def cache_bytes(self) -> int: ...
-
-    @property
-    def cache_age_days(self) -> float | None: ...
-
-
-def open_cache(config: CacheSettings, events: Events) -> Cache:
+def open_cache(config: Config, events: Events) -> Cache:
     """The cache of `config`. A private directory that cannot be written is only read.
 
     Raises UntrustedDirectory, InvalidSecret for a signed layer without a key, and LayerFailed for
@@ -102,9 +30,9 @@ def open_cache(config: CacheSettings, events: Events) -> Cache:
     root = cache_root(config)
     if root is None:
         return Cache(None, events)
-    shared = [_layer(layer) for layer in config.cache_layers]
-    age = {} if config.cache_age_days is None else {"age": config.cache_age_days * 86400.0}
-    limits = Limits(size=config.cache_bytes, **age)
+    assert config.cache
+    shared = [_layer(layer) for layer in config.cache.layers]
+    limits = Limits(size=config.cache.max_bytes)
     try:
         return Cache(root, events, shared=shared, limits=limits)
     except CacheNotWritable as error:
@@ -114,7 +42,7 @@ def open_cache(config: CacheSettings, events: Events) -> Cache:
         return Cache(private, events, shared=shared, limits=limits, off_reason=str(error))
 
 
-def cache_root(config: CacheSettings) -> Path | None:
+def cache_root(config: Config) -> Path | None:
     """The private directory: set by the user, by the environment or the default; None if off."""
     if not config.cache:
         return None

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..config import Config
 from ..dispatch import (
     DENSE_END,
+    AttentionSupport,
     Dispatcher,
     DispatchPlan,
     GraphMode,
@@ -25,7 +27,9 @@ from ..dispatch import (
     suggest_sizes,
     user_capture_sizes,
 )
-from .config import Config, LoraGraphs
+from ..dispatch.settings import LoraGraphs
+
+UNDECLARED = "attention, for which attention.support is not set"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,53 +44,54 @@ def resolve_graph_mode(config: Config) -> ResolvedMode:
     """The graph mode in use, with the reasons; raises FullModeUnsupported."""
     return resolve_mode(
         config.graph_mode,
-        support=config.supports(),
-        pieces=config.cuts() or not config.compile,
+        support=attention_support(config),
+        pieces=bool(config.splitting_ops) or not config.compile,
         level=config.level,
-        query_len=max(query_lens(config)),
-        traits=config.traits,
+        query_len=max(config.variants.all_query_lens()),
+        varlen_decode=config.attention.varlen_decode,
+        pooling=config.attention.pooling,
+        encoder_decoder=config.attention.encoder_decoder,
         eager=not config.compile and config.graph_mode is None,
     )
 
 
 def dispatch_plan(mode: GraphMode, config: Config) -> DispatchPlan:
     """The graphs to capture for `mode`; none for mode NONE."""
-    if config.buckets and mode is not GraphMode.NONE:
-        return bucket_plan(config.buckets, config.max_num_reqs)
+    if config.sizes.buckets and mode is not GraphMode.NONE:
+        return bucket_plan(config.sizes.buckets, config.max_num_reqs)
+    variants = config.variants
     return make_plan(
         mode,
         capture_sizes(mode, config),
         max_num_reqs=config.max_num_reqs,
-        query_lens=query_lens(config),
-        varlen_decode=config.traits.varlen_decode,
+        query_lens=variants.all_query_lens(),
+        varlen_decode=config.attention.varlen_decode,
         lora_cases=lora_cases(
-            config.max_loras,
-            specialize=config.lora_graphs is not LoraGraphs.ONE,
-            specialize_counts=config.lora_graphs is LoraGraphs.BY_COUNT,
+            variants.max_loras,
+            specialize=variants.lora_graphs is not LoraGraphs.ONE,
+            specialize_counts=variants.lora_graphs is LoraGraphs.BY_COUNT,
         ),
-        axes=config.axes,
-        padding=config.padding_limit,
+        axes=variants.axes,
+        padding=config.sizes.padding_limit,
         mixed_end=DENSE_END if config.capture_sizes is None else None,
     )
 
 
 def capture_sizes(mode: GraphMode, config: Config) -> tuple[int, ...]:
     """The sizes of `config`, or the default sizes; none for mode NONE and with buckets."""
-    sizes: tuple[int, ...] = ()
-    if config.buckets:
-        return sizes
-    if mode is not GraphMode.NONE and config.capture_sizes is not None:
+    alignment, schedule = config.sizes.alignment, config.variants.speculation_schedule
+    if config.sizes.buckets or mode is GraphMode.NONE:
+        return ()
+    if config.capture_sizes is not None:
         sizes = user_capture_sizes(config.capture_sizes, max_num_tokens=config.max_num_tokens)
-        sizes = align_sizes(sizes, config.size_alignment, limit=config.max_num_tokens)
-    elif mode is not GraphMode.NONE:
-        sizes = default_capture_sizes(
-            config.max_num_reqs,
-            config.max_num_tokens,
-            query_len=max(query_lens(config)),
-            tiers=decode_tiers(config.speculation_schedule) if config.speculation_schedule else (),
-            alignment=config.size_alignment,
-        )
-    return sizes
+        return align_sizes(sizes, alignment, limit=config.max_num_tokens)
+    return default_capture_sizes(
+        config.max_num_reqs,
+        config.max_num_tokens,
+        query_len=max(config.variants.all_query_lens()),
+        tiers=decode_tiers(schedule) if schedule else (),
+        alignment=alignment,
+    )
 
 
 def suggested_sizes(
@@ -104,13 +109,13 @@ def suggested_sizes(
     largest = sizes[-1]
     if config.capture_sizes is None and mode.mixed is not RuntimeMode.NONE:
         end = min(DENSE_END, config.max_num_tokens)
-        largest = max(largest, end - end % config.size_alignment)
+        largest = max(largest, end - end % config.sizes.alignment)
     steps = counts(largest)
     suggestion = suggest_sizes(
         sizes,
         steps,
-        widest=config.max_num_reqs * max(query_lens(config)),
-        alignment=config.size_alignment,
+        widest=config.max_num_reqs * max(config.variants.all_query_lens()),
+        alignment=config.sizes.alignment,
     )
     suggested = suggestion and _with_waste(suggestion.sizes, suggestion.waste)
     return {**_with_waste(sizes, padding_waste(steps, sizes)), "suggested": suggested}
@@ -120,7 +125,10 @@ def _with_waste(sizes: tuple[int, ...], waste: Waste) -> dict[str, Any]:
     return {"sizes": sizes, "padding": waste.share, "steps_above": int(waste.without_graph)}
 
 
-def query_lens(config: Config) -> tuple[int, ...]:
-    """The query lengths of uniform decode, ascending."""
-    drafts = {draft + 1 for draft in config.speculation_schedule}
-    return tuple(sorted({*config.query_lens, *drafts} or {config.query_len}))
+def attention_support(config: Config) -> dict[str, AttentionSupport]:
+    """Attention capability by group. Ops for which nothing is declared support nothing."""
+    support = config.attention.support
+    if support is None:
+        breaks = config.splitting_ops or not config.compile
+        return {UNDECLARED: AttentionSupport.NEVER} if breaks else {}
+    return {"attention": support} if isinstance(support, AttentionSupport) else dict(support)

@@ -13,6 +13,7 @@ from ..compile.eager_model import eager_model, uncompiled_model
 from ..compile.ir.compilation import BundleMiss, CompileRequest, ExampleArguments
 from ..compile.pipeline import compile_model, find_model
 from ..compile.plan.compiled_model import CompiledModel
+from ..config import BundleUse, Config
 from ..errors import AutocastActive, InvalidSetting
 from ..events import Events
 from ..torch_compat.basics.tensors import is_autocast_enabled
@@ -20,7 +21,6 @@ from .after_seal import allow_compilation
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
 from .background import Background, Factory
-from .config import ColdStart, Config
 from .gate import Gate
 from .model_policy import find_bucket_holes, model_policy
 from .policy import Policy, dispatch_plan, resolve_graph_mode
@@ -38,7 +38,7 @@ def prepare(
     *,
     examples: ExampleArguments | None = None,
     layers: Mapping[str, Any] | None = None,
-    backend: GraphBackend | None = None,
+    backend: GraphBackend | str | None = None,
     events: Events | None = None,
     ranks: Ranks | None = None,
     input_buffers: Mapping[str, torch.Tensor] | None = None,
@@ -47,12 +47,13 @@ def prepare(
     """Compile `model`, or load it from the cache, and make it ready to capture and to serve.
 
     `examples` are (args, kwargs) to trace with; without them they are built from `config.inputs`.
-    `layers` is what splitting ops find by name in the forward context. `backend` replaces the one
-    that `config.graph_backend` names. `ranks` must all start and capture the same way.
-    `events` is given the events of this model.
+    `layers` is what splitting ops find by name in the forward context. `backend` is a graph
+    backend or its name: `"cuda"`, `"replay"` or an entry point of the group
+    `piecegraph.backends`; None is the one for the device. `ranks` must all start and capture the
+    same way. `events` is given the events of this model.
     `input_buffers` are inputs that the engine keeps in one place, at their largest size: steps are
     given their first rows, nothing is copied, and a graph replays on them.
-    `factory` makes the same model in another process, for `Config(cold="serve")` on a device; its
+    `factory` makes the same model in another process, for `Config(bundle="serve")` on a device; its
     weights may be on the meta device.
     Graphs are captured by `PreparedModel.capture`.
 
@@ -97,12 +98,11 @@ def prepare(
         )
         compiled, gate = _start(request, config, records, factory, policy_of)
         find_bucket_holes(config, records)
-    backend = backend or choose_backend(config.backend_for(request.device.type), request.device)
     return PreparedModel(
         compiled,
         config,
         policy_of(compiled),
-        backend,
+        _backend(backend, request.device),
         request.device,
         request.cache,
         records,
@@ -113,6 +113,13 @@ def prepare(
     )
 
 
+def _backend(backend: GraphBackend | str | None, device: torch.device) -> GraphBackend:
+    """The graph backend that was passed or named, or the one for the device."""
+    if backend is None:
+        backend = "replay" if device.type == "cpu" else device.type
+    return choose_backend(backend, device) if isinstance(backend, str) else backend
+
+
 def _start(
     request: CompileRequest,
     config: Config,
@@ -121,7 +128,7 @@ def _start(
     policy_of: Callable[[CompiledModel], Policy],
 ) -> tuple[CompiledModel, Gate | None]:
     """The compiled model, or the uncompiled one and what waits for compiled code."""
-    if config.cold is ColdStart.COMPILE or not config.compile:
+    if config.bundle is not BundleUse.SERVE or not config.compile:
         return compile_model(request), None
     bundle = find_model(request)
     if isinstance(bundle, CompiledModel):

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from ..cache import Cache
+from ..compile.ir.config import GuardPolicy
 from ..compile.plan.compiled_model import CompiledModel
+from ..config import Config
 from ..dispatch import Batch, Decision, Dispatcher, RuntimeMode
 from ..errors import AutocastActive, CaptureAfterSeal, ModelClosed
 from ..torch_compat.basics.tensors import is_autocast_enabled
 from .after_seal import Monitor
 from .backends.protocol import GraphBackend
-from .config import BrokenGuard, Config
 from .gate import Gate
 from .graphs.dummy_batch import MetadataFor
 from .graphs.graphs import Graphs
@@ -79,11 +80,11 @@ class PreparedModel:
             self.usage,
             self.events,
             config.max_num_reqs,
-            eager_if_broken=config.broken_guard is BrokenGuard.EAGER,
+            eager_if_broken=config.tracing.guards is GuardPolicy.FALLBACK,
             poisons=bool(getattr(options, "poison_old_results", False)),
         )
         self._run = self._steps.run
-        self._monitor = Monitor(config.after_seal, self.records, self.backend, context)
+        self._monitor = Monitor(config.steps.after_seal, self.records, self.backend, context)
         # a dropped model must not be watched for; the monitor does not refer to the model
         weakref.finalize(self, self._monitor.stop).atexit = False
         self.ledger = opening_ledger(compiled, self._use(compiled, policy.dispatcher))
@@ -199,7 +200,7 @@ class PreparedModel:
         """Capture for at most `budget_ms` what DELAYED or LAZY still want; returns how many.
 
         For an engine that is idle. With several ranks all must make the same call. With
-        `cold="serve"` it also switches to compiled code that is ready.
+        `bundle="serve"` it also switches to compiled code that is ready.
         """
         if self._gate is not None:
             self._gate.poll()
@@ -331,7 +332,7 @@ class PreparedModel:
 
     def _use(self, compiled: CompiledModel, dispatcher: Dispatcher) -> StaticInputs:
         """Run steps with `compiled`, so far without graphs; returns the static inputs."""
-        inputs = allocate_inputs(compiled, self.config, self._device, self._input_buffers)
+        inputs = allocate_inputs(compiled, self.config.steps, self._device, self._input_buffers)
         code = ModelCode(compiled, inputs, self.backend.address)
         self._graphs = Graphs(
             code, inputs, dispatcher, self.config, self.backend, self._steps.context, self.records,

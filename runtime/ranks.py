@@ -20,10 +20,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from ..config import Config
 from ..dispatch import DispatchPlan
 from ..errors import RankLost, RanksDisagree
 from ..torch_compat.basics.distributed import process_group_store
-from .config import Config
+from .policy import attention_support
 
 Facts = Mapping[str, Any]
 
@@ -45,13 +46,11 @@ def start_facts(config: Config, plan: DispatchPlan) -> dict[str, Any]:
     stated = plan.as_json()
     entries = stated.pop("entries")
     return {
-        "attention capabilities": {name: s.name for name, s in config.supports().items()},
+        "attention capabilities": {name: s.name for name, s in attention_support(config).items()},
         **stated,
         **{f"graph {index}": entry for index, entry in enumerate(entries)},
-        "strategy": config.strategy.value,
-        "captures_per_step": config.captures_per_step,
-        "memory_limit": config.memory_limit,
-        "lazy_bytes": config.lazy_bytes,
+        "strategy": {"kind": config.strategy.kind.value, **config.strategy.model_dump()},
+        "memory_limit": config.steps.memory_limit,
     }
 
 

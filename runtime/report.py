@@ -88,7 +88,7 @@ def build_report(
 
 
 def background_facts(records: Records) -> dict[str, Any] | None:
-    """With `cold="serve"` and no bundle: whether compiled code serves, and what has happened."""
+    """With `bundle="serve"` and no bundle: whether compiled code serves, and what has happened."""
     phases, failures = records.of(BackgroundPhase), records.of(BackgroundFailure)
     if not (phases or failures):
         return None

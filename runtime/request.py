@@ -7,9 +7,9 @@ import itertools
 import torch
 
 from ..compile.ir.compilation import CompileRequest, ExampleArguments
+from ..config import BundleUse, Config, compile_config
 from ..errors import InvalidSetting
 from ..torch_compat.basics.modules import original_module
-from .config import Config
 from .open_cache import open_cache
 from .ranks import Ranks
 from .records import Records
@@ -43,6 +43,15 @@ def compile_request(
             reason="its weights are on the meta device, where they have no values",
             expected="a model with weights: model.to_empty(device=...), then load_state_dict",
         )
-    exchange = ranks.exchange if ranks is not None else None
-    cache, events = open_cache(config, records.events), records.events
-    return CompileRequest(model, config, cache, events, device, examples, exchange, records.compile)
+    return CompileRequest(
+        model,
+        compile_config(config),
+        open_cache(config, records.events),
+        records.events,
+        device,
+        examples,
+        exchange=ranks.exchange if ranks is not None else None,
+        records=records.compile,
+        dump_dir=config.codegen.dump_dir,
+        needs_bundle=config.bundle is BundleUse.FORCE,
+    )

@@ -11,28 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.keys.environment import DUMP_DIR, FASTER, parts_off, read
+from ..config import Config, check_choice
 from ..dispatch import level_defaults
-from .config import Config, check_choice
 
 SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "all": {"compile": False, "graph_mode": "NONE", "cache": False},
     "compile": {"compile": False},
     "graphs": {"graph_mode": "NONE"},
-    "inductor": {"compiler": "eager", "use_inductor_graph_partition": False},
+    "inductor": {"compiler": "eager", "codegen.inductor_partition": False},
     "cache": {"cache": False},
-    "dedupe": {"dedupe": False},
-    "guard-proof": {"guards": "drop"},
+    "dedupe": {"codegen.passes.dedupe": False},
+    "guard-proof": {"tracing.guards": "drop"},
 }
 """What is turned off, and the settings that do it."""
 
 
 def switched_off(config: Config, names: Iterable[str]) -> Config:
     """`config` with the parts called `names` off; raises InvalidSetting for an unknown one."""
-    settings: dict[str, Any] = {}
     for name in names:
         check_choice(SWITCHES, "off", name, "there is no such switch")
-        settings.update(SWITCHES[name])
-    return config.changed(**settings) if settings else config
+        config = config.changed(**SWITCHES[name])
+    return config
 
 
 def resolve_config(config: Config) -> Config:
@@ -44,8 +43,8 @@ def resolve_config(config: Config) -> Config:
     """
     config = switched_off(config, (name for name in parts_off() if name != FASTER))
     settings: dict[str, Any] = {}
-    if (folder := read(DUMP_DIR)) and config.dump_dir is None:
-        settings["dump_dir"] = Path(folder)
+    if (folder := read(DUMP_DIR)) and config.codegen.dump_dir is None:
+        settings["codegen.dump_dir"] = Path(folder)
     if not (level_defaults(config.level).compiles or "compiler" in config.model_fields_set):
         settings["compiler"] = "eager"
     return config.changed(**settings) if settings else config

@@ -1,13 +1,14 @@
 """`torch.compile(model, backend="piecegraph")`: our split, unique pieces and cache in any program.
 
 Dynamo traces and guards as for every backend, in each process: there are no bundles, no graphs, no
-dispatch and no `seal`. `options` are settings of `Config` that concern compiling.
+dispatch and no `seal`. `options` are settings of `Config` that concern compiling, by dotted name.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -27,18 +28,17 @@ from ..compile.trace.dynamo import Trace
 from ..compile.trace.examples import Examples, Leaf
 from ..compile.trace.inline_regions import inline_regions
 from ..compile.trace.symbols import argument_sizes, symbol_labels
+from ..config import Config, compile_config
 from ..errors import GradientsNeeded, InvalidSetting, UnboundSymbol
 from ..events import Events
 from ..torch_compat.basics.symbolic import size_range, state_at_most
 from ..torch_compat.tracing.dynamo import current_shape_env
-from .config import Config
 from .open_cache import open_cache
 from .switches import resolve_config
 
 OPTIONS = (
-    "splitting_ops", "splitting_patterns", "splitting_predicate", "compiler", "dedupe",
-    "inductor_options", "pass_switches", "user_passes", "dump_dir", "cache", "cache_dir",
-    "cache_layers", "cache_bytes", "cache_age_days",
+    "splitting_ops", "compiler", "codegen.inductor_options", "codegen.passes", "codegen.dump_dir",
+    "cache", "cache_dir",
 )  # fmt: skip
 """The settings of `Config` that `torch.compile(options=...)` may have."""
 
@@ -67,26 +67,28 @@ def backend(
         raise GradientsNeeded()
     inline_regions(graph)
     names = [name for node in graph.graph.nodes for name in op_names(node)]
-    config = _present(resolve_config(Config(**settings)), names)
+    config = resolve_config(Config().changed(**settings))
     trace = _adopted(graph)
     labels = symbol_labels(trace)
     limits = {label: size_range(trace.shape_env, symbol) for symbol, label in labels.items()}
-    low, high = limits.pop(TOKENS, (config.min_num_tokens, config.max_num_tokens))
-    config = config.model_copy(
-        update={
-            "min_num_tokens": low,
-            "max_num_tokens": high,
-            "symbol_limits": limits,
-            # Dynamo guards what is not proved; an artifact with such a guard is not stored
-            "guards": GuardPolicy.CHECK,
-            "dynamic_shapes": DynamicShapes.BACKED,
-        }
+    compiling = compile_config(config)
+    low, high = limits.pop(TOKENS, (compiling.min_num_tokens, compiling.max_num_tokens))
+    compiling = replace(
+        compiling,
+        min_num_tokens=low,
+        max_num_tokens=high,
+        symbol_limits=limits,
+        splitting_ops=_present(compiling.splitting_ops, names),
+        # Dynamo guards what is not proved; an artifact with such a guard is not stored
+        guards=GuardPolicy.CHECK,
+        code=replace(compiling.code, dynamic_shapes=DynamicShapes.BACKED),
     )
-    guards = GuardProver(trace.shape_env, labels, config, events)
+    guards = GuardProver(trace.shape_env, labels, compiling, events)
     guards.prove_new("dynamo")
     device = next((v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu"))
-    request = CompileRequest(graph, config, open_cache(config, events), events, device)
-    compiled = compile_trace(request, GuardedTrace(trace, guards, config))
+    cache, folder = open_cache(config, events), config.codegen.dump_dir
+    request = CompileRequest(graph, compiling, cache, events, device, dump_dir=folder)
+    compiled = compile_trace(request, GuardedTrace(trace, guards, compiling))
     step = compiled.link()
     positions = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
 
@@ -100,15 +102,10 @@ def _needs_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _present(config: Config, names: list[str]) -> Config:
-    """`config` with the splitting ops that a graph has among the ops called `names`."""
-    ops = {
-        name
-        for name in names
-        if name in config.splitting_ops
-        or any(fnmatchcase(name, pattern) for pattern in config.splitting_patterns)
-    }
-    return config.changed(splitting_ops=tuple(sorted(ops)), splitting_patterns=())
+def _present(rules: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
+    """The splitting ops that a graph has, among its ops called `names`."""
+    ops = {name for name in names if any(fnmatchcase(name, rule) for rule in rules)}
+    return tuple(sorted(ops))
 
 
 def _adopted(graph: GraphModule) -> Trace:

@@ -104,7 +104,7 @@ MUTANTS = [
      f"{LIFETIMES} -k failure_17"),
     (f"{CAPTURE}/session.py", "self._held.append(tensor)", "pass",
      f"{LIFETIMES} -k failure_17"),  # 16, 17
-    ("runtime/config.py", "return {UNDECLARED: AttentionSupport.NEVER} if breaks else {}",
+    ("runtime/policy.py", "return {UNDECLARED: AttentionSupport.NEVER} if breaks else {}",
      "return {}", f"{FAITHFUL} -k declares_nothing"),  # 10, W12
     (CAPTURER, "(not self._eager and not self.queue.complete)", "not self.queue.complete",
      f"{FAILURES} -k w14"),

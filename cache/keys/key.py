@@ -24,7 +24,7 @@ ABSENT = Absent.ABSENT
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What an entry was made from. `kind` is "trace", "codegen" or "capture".
+    """What an entry was made from. `kind` is "trace" or "codegen".
 
     `digest` is 64 hex digits; `encoded` holds the factors as canonical JSON, so that a key is
     immutable, hashable and cheap to compare.

@@ -26,10 +26,10 @@ from ...torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..bundle.key_factors import codegen_key, machine_key
 from ..guards.numerics_check import concrete_inputs, numeric_difference
 from ..ir.compilation import CODE, Blobs, Compiler, CompileRequest, PieceBuilt, PieceFn, kernels
-from ..ir.config import TOKENS
+from ..ir.config import TOKENS, GraphPass
 from ..ir.locations import first_line, node_location
 from ..ir.plan import CompiledRange
-from ..passes.graph_pass import GraphPass, inductor_passes, passes_for
+from ..passes.graph_pass import inductor_passes, passes_up_to
 from ..pieces.compile_ranges import CompileRange, compile_ranges
 from ..plan.split_model import SplitModel, UniquePiece
 from .partition import partition_options, partitions_of
@@ -89,7 +89,7 @@ def _schedule(
 ) -> tuple[list[Job], list[tuple[CompileRange, tuple[int, ...]]]]:
     """The distinct jobs, and for each range the numbers of the jobs that serve it."""
     try:
-        machine = machine_key(split.config, device)
+        machine = machine_key(split.config.code, device)
     except Undescribable:
         machine = None
     jobs: dict[Any, tuple[int, Job]] = {}
@@ -131,7 +131,7 @@ def _jobs(split: SplitModel, interval: CompileRange, machine: Key | None) -> Ite
     """A job for each unique piece; without dynamic sizes a piece has one job for all ranges."""
     for unique in split.unique:
         symbols = [str(split.guards.label(symbol)) for symbol in unique.piece.symbols()]
-        passes = passes_for(split.config, interval.high if symbols else None)
+        passes = passes_up_to(split.config.passes, interval.high if symbols else None)
         size = interval.low if interval.exact and symbols == [TOKENS] else None
         yield Job(unique, interval, passes, size, _key(machine, unique, passes, size))
 
@@ -199,13 +199,11 @@ def _covers(meta: Mapping[str, Any], limits: list[Any]) -> bool:
 
 def compiler_options(request: CompileRequest, split: SplitModel, job: Job) -> dict[str, Any]:
     """Inductor's options for a job: autotuning for one size at level 3, the user's, passes."""
-    tunes = split.config.autotunes() and request.device.type == "cuda"
+    tunes = split.config.code.autotune and request.device.type == "cuda"
     tuned = {"max_autotune": True} if tunes and job.size is not None else {}
     passes = inductor_passes(job.passes, request.events, job.unique.index)
-    cuts = (
-        partition_options(split.partition_ops) if split.config.use_inductor_graph_partition else {}
-    )
-    return {**tuned, **split.config.inductor_options, **passes, **cuts}
+    cuts = partition_options(split.partition_ops) if split.config.code.inductor_partition else {}
+    return {**tuned, **split.config.code.inductor_options, **passes, **cuts}
 
 
 def _begin(
@@ -230,7 +228,7 @@ def _begin(
         unit(),
         events.span("compile.piece", piece=unique.index, digest=unique.digest[:12]) as generation,
         _naming(compiler, unique),
-        reasoning_about_sizes(split.config.dynamic_shapes.value),
+        reasoning_about_sizes(split.config.code.dynamic_shapes.value),
     ):
         events.emit("compile.start", compiler=compiler.name, **about)
         options = compiler_options(request, split, job)
@@ -251,7 +249,7 @@ def _begin(
         ):
             fn, blobs = wait()
         made = CompiledJob(fn, blobs, proved, generation.seconds + waiting.seconds)
-        if split.config.use_inductor_graph_partition:
+        if split.config.code.inductor_partition:
             about["partitions"] = partitions_of(fn)
         built = PieceBuilt(unique.index, made.seconds, kernels([blobs])[0])
         request.records.pieces.append(built)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
@@ -17,7 +18,7 @@ from ...errors import UnknownCompiler
 from ...events import Events
 from ...torch_compat.tracing.dynamo import registered_backend, registered_backends
 from ..ir.compilation import CompilePiece, Compiler, Finish
-from ..ir.config import CompileConfig
+from ..ir.config import CodeConfig
 from . import inductor
 from .editable_code import editable_inductor
 from .partition import partitioning
@@ -33,20 +34,20 @@ INDUCTOR = Compiler(
 )
 
 
-def compiler_for(config: CompileConfig, cache: Cache, events: Events) -> Compiler:
+def compiler_for(code: CodeConfig, dump_dir: Path | None, cache: Cache, events: Events) -> Compiler:
     """The compiler that the settings name, in the form that dumping, the cache and partitions need.
 
     Raises UnknownCompiler.
     """
-    if config.compiler != "inductor":
-        return compiler_named(config.compiler)
-    if config.dump_dir is not None:
-        compiler = editable_inductor(config.dump_dir, events)
+    if code.compiler != "inductor":
+        return compiler_named(code.compiler)
+    if dump_dir is not None:
+        compiler = editable_inductor(dump_dir, events)
     elif not cache.enabled:
         compiler = Compiler("inductor", inductor.compile_uncached, session=inductor.compiling)
     else:
         compiler = INDUCTOR
-    return partitioning(compiler) if config.use_inductor_graph_partition else compiler
+    return partitioning(compiler) if code.inductor_partition else compiler
 
 
 def compiler_named(name: str) -> Compiler:

@@ -15,6 +15,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,18 +24,17 @@ from ...cache import Key
 from ...cache.keys.code import code_parts, fingerprint
 from ...cache.keys.encoder import Undescribable, class_name, stable_text, tensor_text
 from ...cache.keys.environment import environment_factors
-from ...cache.keys.factors import Parts, Stable, config_factors
+from ...cache.keys.factors import Parts, Stable
 from ...torch_compat.basics.settings import changed_settings, function_modes, global_state
 from ...torch_compat.basics.tensors import subclass_parts
 from ...torch_compat.compiling.toolchain import cpp_compiler, cpu_extensions
 from ...torch_compat.repairs.inductor_fixes import REPAIRS
 from ..ir.compilation import ExampleArguments
-from ..ir.config import CompileConfig, InputSpec
+from ..ir.config import CodeConfig, CompileConfig, GraphPass, InputSpec
 from ..ir.serialization import dtype_name
-from ..passes.graph_pass import GraphPass, pass_factors, passes_for
+from ..passes.graph_pass import pass_factors
 from ..speedups import are_on
 from ..trace.examples import Leaf, example_inputs
-from ..trace.splitting import splitting_predicate
 
 
 def trace_key(
@@ -53,10 +53,12 @@ def trace_key(
             "model": class_name(type(model)),
             "examples": _named("examples", example_signature, model, config, device, examples),
             "weights": _named("weights", weight_forms, model),
-            "config": config_factors(config, "trace"),
-            "splitting": _named("splitting", predicate_factor, config),
-            "passes": _named("passes", pass_factors, passes_for(config)),
-            "autotune": config.autotunes(),
+            "config": {
+                **facts(config),
+                "code": facts(config.code),
+                "splitting_functions": _named("splitting_ops", splitting_factors, config),
+                "passes": _named("passes", pass_factors, config.passes),
+            },
             "device": device_factors(device),
             "platform": f"{sys.platform} {platform.machine()}",
             "versions": versions(),
@@ -76,13 +78,12 @@ def _named(factor: str, describe: Callable[..., Any], *arguments: Any) -> Any:
         raise Undescribable(f"{factor}: {where}", error.reason) from error
 
 
-def machine_key(config: CompileConfig, device: torch.device) -> Key:
+def machine_key(config: CodeConfig, device: torch.device) -> Key:
     """What the codegen keys of all pieces of a model have in common; raises Undescribable."""
     return Key.of(
         "codegen",
         {
-            "config": config_factors(config, "codegen"),
-            "autotune": config.autotunes(),
+            "config": facts(config),
             "device": device_factors(device),
             "platform": f"{sys.platform} {platform.machine()}",
             "toolchain": toolchain(),
@@ -104,10 +105,14 @@ def codegen_key(
     return machine.extended({"piece": piece_digest, "size": size, "passes": pass_factors(passes)})
 
 
-def predicate_factor(config: CompileConfig) -> Parts | None:
-    """The code of a user's splitting predicate, by part."""
-    predicate = splitting_predicate(config)
-    return Parts(code_parts(predicate, "code")) if predicate else None
+def facts(config: CompileConfig | CodeConfig) -> dict[str, Any]:
+    """All settings of `config` by name. Code among them is no plain data: a key refuses it."""
+    return {setting.name: getattr(config, setting.name) for setting in fields(config)}
+
+
+def splitting_factors(config: CompileConfig) -> list[Parts]:
+    """The code of a user's functions that say where to split, by part."""
+    return [Parts(code_parts(function, "code")) for function in config.splitting_functions]
 
 
 def versions() -> dict[str, str]:

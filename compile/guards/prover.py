@@ -156,7 +156,7 @@ class GuardProver:
         self._read += len(guards)
         for expression, where in guards:
             self._prove_one(expression, where, origin, run)
-        if self._config.dynamic_shapes is DynamicShapes.UNBACKED:
+        if self._config.code.dynamic_shapes is DynamicShapes.UNBACKED:
             for expression, where in [*self._narrowed(), *asserts, *self._deferred()]:
                 if expression not in self._asserted:
                     self._asserted.add(expression)
@@ -293,8 +293,11 @@ class GuardProver:
         low, high = self._config.limits(symbol)
         if symbol == TOKENS:
             if holds_from is not None:
-                return f"set min_num_tokens={holds_from} to pad smaller batches, "
+                return f"set tracing={{'min_num_tokens': {holds_from}}} to pad smaller batches, "
             return f"set max_num_tokens={first - 1}, " if first > low else ""
         if holds_from is not None:
-            return f"set symbol_limits={{{symbol!r}: ({holds_from}, {high})}}, "
-        return f"set symbol_limits={{{symbol!r}: ({low}, {first - 1})}}, " if first > low else ""
+            low = holds_from
+        else:
+            high = first - 1
+        limits = {"symbol_limits": {symbol: (low, high)}}
+        return f"set tracing={limits}, " if high >= low else ""

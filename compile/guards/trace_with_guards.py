@@ -40,7 +40,7 @@ def trace_with_guards(request: CompileRequest) -> GuardedTrace:
     try:
         return _traced(request)
     except GuardUnproved as unproved:
-        if request.config.dynamic_shapes is DynamicShapes.UNBACKED:
+        if request.config.code.dynamic_shapes is DynamicShapes.UNBACKED:
             if (padded := _padded_trace(request, unproved)) is None:
                 raise
             return padded
@@ -66,7 +66,7 @@ def _padded_trace(request: CompileRequest, unproved: GuardUnproved) -> GuardedTr
     model, config, low = request.model, request.config, unproved.facts["holds_from"]
     guarded = None
     while low is not None and guarded is None:
-        raised = replace(request, config=config.model_copy(update={"min_num_tokens": low}))
+        raised = replace(request, config=replace(config, min_num_tokens=low))
         try:
             guarded = _traced(raised)
         except GuardUnproved as other:
@@ -93,7 +93,7 @@ def _traced(request: CompileRequest) -> GuardedTrace:
     guards = GuardProver(traced.shape_env, labels, request.config, request.events)
     guards.check_symbols()
     guards.prove_new("dynamo", take_size_asserts(traced.graph.graph, labels))
-    if request.config.dynamic_shapes is DynamicShapes.BACKED:
+    if request.config.code.dynamic_shapes is DynamicShapes.BACKED:
         # Dynamo assumes that a backed size is at least 2 and records no guard for it. A second
         # trace without the assumption yields the guards that are missing here.
         oblivious = _traced(_with(request, DynamicShapes.BACKED_SIZE_OBLIVIOUS))
@@ -110,4 +110,5 @@ def _state_equal_sizes(traced: Trace) -> None:
 
 
 def _with(request: CompileRequest, shapes: DynamicShapes) -> CompileRequest:
-    return replace(request, config=request.config.model_copy(update={"dynamic_shapes": shapes}))
+    code = replace(request.config.code, dynamic_shapes=shapes)
+    return replace(request, config=replace(request.config, code=code))

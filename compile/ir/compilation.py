@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,6 +130,10 @@ class CompileRequest:
     examples: ExampleArguments | None = None
     exchange: Callable[[str, Mapping[str, Any]], list[dict[str, Any]]] | None = None
     records: CompileRecords = field(default_factory=CompileRecords)
+    dump_dir: Path | None = None
+    """Where readable graphs and generated code are written."""
+    needs_bundle: bool = False
+    """Whether a start without a bundle is an error."""
 
     def record_bundle(self, outcome: BundleOutcome, level: int = logging.DEBUG) -> None:
         """Record whether a bundle is used; the last outcome holds."""

@@ -7,8 +7,8 @@ rewrites. The source of every enabled pass is part of the codegen key.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import Graph
@@ -19,29 +19,13 @@ from ...cache.keys.factors import Parts
 from ...errors import InvalidSetting
 from ...events import Events, trace_artifact
 from ...torch_compat.compiling.inductor import post_grad_pass
-from ..ir.config import CompileConfig, named_object
+from ..ir.config import GraphPass, named_object
 from . import add_rms_norm, functionalization, no_op, silu_and_mul
 
 ENTRY_POINTS = "piecegraph.passes"
 
-
-@dataclass(frozen=True, slots=True)
-class GraphPass:
-    """A named rewrite. `apply` changes a graph and returns the number of rewrites."""
-
-    name: str
-    apply: Callable[[Graph], int | None]
-    max_num_tokens: int | None = None
-    """Enabled only for ranges that end here or below; None for all ranges."""
-    from_level: int | None = 1
-    """Enabled by default from this optimization level on; None for a pass that must be enabled by
-    name."""
-
-    def on(self, config: CompileConfig) -> bool:
-        """Whether `config` enables it, by name or by level."""
-        by_level = self.from_level is not None and config.level >= self.from_level
-        return config.pass_switches.get(self.name, by_level)
-
+DEDUPE = "dedupe"
+"""Compiles equal pieces once. A switch among those of the passes, but not over a graph."""
 
 SHIPPED = (
     GraphPass("no_op", no_op.apply),
@@ -55,26 +39,35 @@ SHIPPED = (
 last, when the other passes have removed some of them."""
 
 
-def passes_for(config: CompileConfig, num_tokens: int | None = None) -> tuple[GraphPass, ...]:
-    """The enabled passes, in order, for a range that ends at `num_tokens` (None for all).
+def enabled_passes(level: int, chosen: Mapping[str, Any]) -> tuple[GraphPass, ...]:
+    """The passes of the library that `chosen` or `level` enables, and then the user's, in order.
 
-    Raises InvalidSetting for a switch that names no pass or a pass that cannot be called.
+    A user's pass under the name of a shipped one takes its place. Raises InvalidSetting for a name
+    without a pass, and for a pass that cannot be called.
     """
-    user = [_user_pass(each) for each in config.user_passes]
-    named = {each.name: each for each in (*SHIPPED, *user)}
-    if unknown := sorted(set(config.pass_switches) - set(named)):
-        raise InvalidSetting(
-            name="pass_switches",
-            value=unknown[0],
-            reason="there is no such pass",
-            expected=f"one of {', '.join(named)}",
-        )
-    return tuple(each for each in named.values() if each.on(config) and _pays(each, num_tokens))
+    by_level = {each.name: _by_default(each, level) for each in SHIPPED}
+    shipped = {each.name: each for each in SHIPPED}
+    passes = []
+    for name, value in {**by_level, **chosen}.items():
+        if name == DEDUPE and not isinstance(value, bool):
+            raise _invalid(name, value, "it is a switch", "True or False")
+        if not isinstance(value, bool):
+            passes.append(_user_pass(name, value))
+        elif name not in shipped and name != DEDUPE:
+            raise _invalid(name, value, "there is no such pass", f"one of {', '.join(shipped)}")
+        elif value and name in shipped:
+            passes.append(shipped[name])
+    return tuple(passes)
 
 
-def thresholds(config: CompileConfig) -> tuple[int, ...]:
-    """Sizes at which the set of enabled passes changes; a range should end at each."""
-    limits = {each.max_num_tokens for each in passes_for(config)} - {None}
+def passes_up_to(passes: Sequence[GraphPass], num_tokens: int | None) -> tuple[GraphPass, ...]:
+    """Those of `passes` that run in a range that ends at `num_tokens`; None is no end."""
+    return tuple(each for each in passes if num_tokens is None or _pays(each, num_tokens))
+
+
+def thresholds(passes: Sequence[GraphPass]) -> tuple[int, ...]:
+    """Sizes at which the set of passes changes; a range should end at each."""
+    limits = {each.max_num_tokens for each in passes} - {None}
     return tuple(sorted(limit for limit in limits if limit is not None))
 
 
@@ -105,19 +98,25 @@ def inductor_passes(passes: Sequence[GraphPass], events: Events, piece: int) -> 
     return {"post_grad_custom_post_pass": post_grad_pass(run, uuid)}
 
 
-def _pays(each: GraphPass, num_tokens: int | None) -> bool:
-    return num_tokens is None or each.max_num_tokens is None or num_tokens <= each.max_num_tokens
+def _pays(each: GraphPass, num_tokens: int) -> bool:
+    return each.max_num_tokens is None or num_tokens <= each.max_num_tokens
 
 
-def _user_pass(given: Any) -> GraphPass:
-    value = named_object(given, ENTRY_POINTS) if isinstance(given, str) else given
-    if isinstance(value, GraphPass):
-        return value
-    if not callable(value):
-        raise InvalidSetting(
-            name="user_passes",
-            value=given,
-            reason="it cannot be called",
-            expected="a GraphPass, or a function of a torch.fx.Graph",
-        )
-    return GraphPass(str(getattr(value, "__qualname__", type(value).__qualname__)), value)
+def _by_default(each: GraphPass, level: int) -> bool:
+    return each.from_level is not None and level >= each.from_level
+
+
+def _user_pass(name: str, value: Any) -> GraphPass:
+    setting = f"codegen.passes[{name!r}]"
+    rewrite = named_object(value, ENTRY_POINTS, setting) if isinstance(value, str) else value
+    if isinstance(rewrite, GraphPass):
+        return replace(rewrite, name=name)
+    if not callable(rewrite):
+        expected = "True, False, a GraphPass, or a function of a torch.fx.Graph"
+        raise _invalid(name, value, "it cannot be called", expected)
+    return GraphPass(name, rewrite)
+
+
+def _invalid(name: str, value: Any, reason: str, expected: str) -> InvalidSetting:
+    setting = f"codegen.passes[{name!r}]"
+    return InvalidSetting(name=setting, value=value, reason=reason, expected=expected)

@@ -25,12 +25,12 @@ class CompileRange:
 def compile_ranges(config: CompileConfig) -> list[CompileRange]:
     """All ranges, ascending, covering the served range without gaps."""
     least, most = config.limits(TOKENS)
-    within = [end for end in thresholds(config) if least <= end < most]
-    ends = sorted({*config.compile_ranges, *within, most})
+    within = [end for end in thresholds(config.passes) if least <= end < most]
+    ends = sorted({*config.ranges, *within, most})
     found: list[CompileRange] = []
     low = least
     for end in ends:
-        for size in sorted({size for size in config.compile_sizes if low <= size <= end}):
+        for size in sorted({size for size in config.sizes if low <= size <= end}):
             if low < size:
                 found.append(CompileRange(low, size - 1))
             found.append(CompileRange(size, size, exact=True))

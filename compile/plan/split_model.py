@@ -70,7 +70,7 @@ def split_model(guarded: GuardedTrace, events: Events) -> SplitModel:
         planner = PlanBuilder(traced, config)
         splits = is_splitting(traced.graph.graph, config)
         ops: tuple[str, ...] = ()
-        if config.use_inductor_graph_partition:
+        if config.code.inductor_partition:
             ops, splits = partition_ops(traced.graph.graph, splits), lambda node: False
         resolve_contexts(traced.graph.graph, splits)
         unique = _unique_pieces(traced, config, splits, ops, planner, events)

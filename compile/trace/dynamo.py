@@ -94,7 +94,7 @@ def trace(request: CompileRequest) -> Trace:
     mark(examples, config)
     args, kwargs = examples.call_arguments()
     dynamo = events.span("trace.dynamo", level=logging.INFO)
-    with dynamo, dynamo_tracing(config.dynamic_shapes.value):
+    with dynamo, dynamo_tracing(config.code.dynamic_shapes.value):
         try:
             captured = capture(model, args, kwargs, events)
         except Exception as error:  # Dynamo also raises many exceptions other than its own

@@ -153,7 +153,7 @@ def mark(examples: Examples, config: CompileConfig) -> None:
             for dim in range(leaf.value.dim()):
                 if symbol := examples.symbols.get((leaf.label, dim)):
                     limits = config.limits(symbol)
-                    mark_dynamic(leaf.value, dim, symbol, limits, config.dynamic_shapes.value)
+                    mark_dynamic(leaf.value, dim, symbol, limits, config.code.dynamic_shapes.value)
 
 
 def _built(

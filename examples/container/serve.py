@@ -32,7 +32,7 @@ def config(**settings: Any) -> pg.Config:
 def build(directory: Path) -> None:
     # The private cache directory is readable by its owner only, a layer by every user.
     layer = {"at": directory.resolve().as_uri(), "write_back": True, "trust": "anybody"}
-    model, settings = Model().eval(), config(cache_layers=(layer,))
+    model, settings = Model().eval(), config(cache={"layers": (layer,)})
     pg.prepare(model, settings)
     pg.compile_ahead(model, settings)  # libraries, which load in milliseconds
 
@@ -40,7 +40,7 @@ def build(directory: Path) -> None:
 def serve(directory: Path) -> None:
     # No other user can write to the image's directory, so its content is trusted.
     layer = {"at": str(directory), "trust": "anybody"}
-    prepared = pg.prepare(Model().eval(), config(cache_layers=(layer,), bundle="force"))
+    prepared = pg.prepare(Model().eval(), config(cache={"layers": (layer,)}, bundle="force"))
     prepared.capture()
     prepared.seal()
     report = prepared.report()

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from time import perf_counter
 
-from ...dispatch import Batch, CaptureStrategy, Decision, Dispatcher, RuntimeMode
+from ...config import Eager, Lazy, Strategy
+from ...dispatch import Batch, Decision, Dispatcher, RuntimeMode
 from ..after_seal import allow_compilation
 from ..backends.protocol import GraphBackend
-from ..config import Config
 from ..ranks import Exchange
 from ..records import CaptureRecord, Records
 from .admitted import CaptureBudget, LazyBytes
@@ -32,7 +32,8 @@ class Capturer:
 
     def __init__(
         self,
-        config: Config,
+        strategy: Strategy,
+        memory_limit: int | float | None,
         dispatcher: Dispatcher,
         backend: GraphBackend,
         records: Records,
@@ -45,15 +46,14 @@ class Capturer:
     ) -> None:
         plan = dispatcher.plan
         self.active = False
-        self.queue = CaptureQueue(config.strategy, plan)
+        self.queue = CaptureQueue(strategy.kind, plan)
         self.captures = Captures(plan, backend, records, graphs, exchange, self.queue, clock)
-        self.limit = MemoryLimit(config.memory_limit, self.captures, counts)
+        self.limit = MemoryLimit(memory_limit, self.captures, counts)
         self.idle_steps = self.queue.idle_steps
-        self._eager = config.strategy is CaptureStrategy.EAGER
-        lazily = config.strategy is CaptureStrategy.LAZY
-        lazy_bytes = config.lazy_bytes if lazily else None
+        self._eager = isinstance(strategy, Eager)
+        lazy_bytes = strategy.max_bytes if isinstance(strategy, Lazy) else None
         self._lazy = LazyBytes(lazy_bytes, self.queue.states, plan.entries)
-        self._captures_per_step = config.captures_per_step
+        self._captures_per_step = strategy.captures_per_step
         self._on_complete = on_complete
         self._dispatcher = dispatcher
         self._records = records

@@ -26,7 +26,7 @@ class GraphState(Protocol):
 
 
 def limit_in_bytes(limit: int | float | None, memory: Memory) -> int | None:
-    """`Config.memory_limit` in bytes: a float is a fraction of free memory."""
+    """`steps.memory_limit` in bytes: a float is a fraction of free memory."""
     return int(limit * memory.free) if isinstance(limit, float) else limit
 
 

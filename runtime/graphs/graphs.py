@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from ...config import Config, named_ops
 from ...dispatch import Dispatcher
 from ...errors import AllCapturesFailed
 from ..backends.protocol import GraphBackend
-from ..config import Config
 from ..ranks import Exchange
 from ..records import CaptureFailure, CaptureRecord, MemoryUse, Records
 from ..steps.code import ModelCode
@@ -38,13 +38,19 @@ class Graphs:
     ) -> None:
         self.dummies = DummyBatches(dispatcher.plan, code, inputs, context)
         self.present = GraphSet(
-            code, self.dummies, dispatcher, records, config.splitting_ops, backend.runs_python
+            code,
+            self.dummies,
+            dispatcher,
+            records,
+            named_ops(config.splitting_ops),
+            backend.runs_python,
         )
         self._records = records
         self._backend = backend
         self._new_capturer = partial(
             Capturer,
-            config,
+            config.strategy,
+            config.steps.memory_limit,
             dispatcher,
             backend,
             records,

@@ -1,4 +1,4 @@
-"""Keeps captured graphs within `Config.memory_limit`.
+"""Keeps captured graphs within `steps.memory_limit`.
 
 What the limit admits follows from a forecast that probes make and captures correct.
 """

@@ -16,10 +16,10 @@ from time import perf_counter
 from typing import Any
 
 from ...compile.ir.plan import Symbol
+from ...config import check_choice
 from ...dispatch import DispatchPlan
 from ..after_seal import allow_compilation
 from ..backends.protocol import Memory
-from ..config import check_choice
 from ..records import CaptureRecord, Records, SkippedWarmup, WarmupStep
 from .dummy_batch import preserve_rng_state
 from .wanted import CaptureQueue

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ...compile.plan.compiled_model import CompiledModel
+from ...config import Padding, Steps, check_choice
 from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
 from ...torch_compat.basics.tensors import storage_id, zero_all
-from ..config import Config, Padding, check_choice
 
 Load = Callable[[tuple[Tensor, ...]], None]
 
@@ -327,21 +327,21 @@ def _fills(spec: StaticInputSpec, view: Tensor, real: tuple[int, ...]) -> Iterat
 
 
 def allocate_inputs(
-    compiled: CompiledModel, config: Config, device: torch.device, owned: Mapping[str, Tensor]
+    compiled: CompiledModel, steps: Steps, device: torch.device, owned: Mapping[str, Tensor]
 ) -> StaticInputs:
     """Buffers for all inputs of a model at their largest sizes, except those the engine owns.
 
     Raises InvalidSetting for a padding policy that names no parameter of the model's forward.
     """
     plan = compiled.plan
-    for name in config.padding:
+    for name in steps.padding:
         parameter, reason = name.partition(".")[0], "the model's forward has no such parameter"
-        check_choice(plan.parameters, "padding", parameter, reason)
+        check_choice(plan.parameters, "steps.padding", parameter, reason)
     labels = {symbol.name: symbol.label for symbol in plan.symbols}
     specs = []
     for item in plan.inputs:
         name = item.label
-        padding, sentinel = config.padding_of(name)
+        padding, sentinel = steps.padding_of(name)
         specs.append(
             StaticInputSpec(
                 name=name,

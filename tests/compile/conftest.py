@@ -13,9 +13,9 @@ import torch
 
 from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import CompileRequest
-from piecegraph.compile.ir.config import CompileConfig
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel
+from piecegraph.config import Config, compile_config
 from piecegraph.events import Events
 from piecegraph.runtime.steps.binding import binder, packer
 
@@ -54,16 +54,18 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def compiled(artifacts: Path) -> Iterator[Compile]:
-    """`compiled(model, splitting_ops=…, …)`: settings as in `CompileConfig`, eager pieces."""
+    """`compiled(model, splitting_ops=…, …)`: settings as in `Config`, eager pieces."""
 
     def compile_(
         model: torch.nn.Module, *, examples: Any = None, device: str = "cpu", **settings: Any
     ) -> Compiled:
-        config = CompileConfig(**{"compiler": "eager", **settings})
-        root = None if config.compiler == "eager" else artifacts
+        chosen = Config(compiler="eager").changed(**settings)
+        config, folder = compile_config(chosen), chosen.codegen.dump_dir
+        root = None if config.code.compiler == "eager" else artifacts
         events = Events()
         cache = Cache(root, events)
-        request = CompileRequest(model, config, cache, events, torch.device(device), examples)
+        target = torch.device(device)
+        request = CompileRequest(model, config, cache, events, target, examples, dump_dir=folder)
         made = compile_model(request)
         return Compiled(made, inspect.signature(model.forward), events)
 

@@ -169,7 +169,7 @@ def branch_on_settings(self, x):
     return self.layer(x) if self.multiplier and os.environ.get("HOME", "") else x
 
 
-@model(settings={"dynamic_shapes": "unbacked"})
+@model(settings={"tracing": {"dynamic_shapes": "unbacked"}})
 def unbacked_sizes(self, x):
     return self.layer(x) * x.shape[0]
 

@@ -23,9 +23,9 @@ from piecegraph.compile.backends import registry as compilers
 from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.bundle.key_factors import trace_key
 from piecegraph.compile.ir.compilation import CODE, Blobs, CompileRequest, Finish, PieceFn
-from piecegraph.compile.ir.config import CompileConfig
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel
+from piecegraph.config import Config, compile_config
 from piecegraph.events import Events
 
 from .models import X
@@ -102,7 +102,7 @@ def start(
 ) -> Start:
     """Start `model` from the cache at `root`, by default with the text compiler and input `x`."""
     inputs = {} if examples is not None else {"inputs": X}
-    config = CompileConfig(**{"compiler": "text", "max_num_tokens": 64, **inputs, **given})
+    config = compile_config(Config(**{"compiler": "text", "max_num_tokens": 64, **inputs, **given}))
     events = Events()
     request = CompileRequest(model, config, Cache(root, events), events, CPU, examples, exchange)
     key = trace_key(model, config, CPU, examples)

@@ -50,7 +50,7 @@ def main() -> None:
     config = Config(
         inputs={"x": "float32[num_tokens, 8]"},
         splitting_ops=("piecegraph_test::mix",),
-        attention_support="ALWAYS",
+        attention={"support": "ALWAYS"},
         max_num_tokens=16,
         max_num_reqs=16,
         capture_sizes=(4, 16),

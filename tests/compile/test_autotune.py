@@ -10,7 +10,7 @@ import torch
 
 from piecegraph.compile.backends.jobs import compiler_options
 from piecegraph.compile.bundle.key_factors import machine_key, trace_key
-from piecegraph.compile.ir.config import CompileConfig
+from piecegraph.config import Config, compile_config
 
 CPU = torch.device("cpu")
 INPUTS = {"input": "float32[num_tokens, 4]"}
@@ -23,7 +23,7 @@ INPUTS = {"input": "float32[num_tokens, 4]"}
 def test_compile_sizes_are_autotuned_at_level_3_on_a_gpu(
     level: int, device: str, size: int | None, tuned: bool
 ) -> None:
-    config = CompileConfig(level=level, compile_sizes=(4,))
+    config = compile_config(Config(level=level, codegen={"sizes": (4,)}))
     request: Any = SimpleNamespace(config=config, device=torch.device(device), events=None)
     split: Any = SimpleNamespace(config=config, partition_ops=())
     job: Any = SimpleNamespace(size=size, passes=(), unique=SimpleNamespace(index=0))
@@ -32,9 +32,9 @@ def test_compile_sizes_are_autotuned_at_level_3_on_a_gpu(
 
 def test_what_is_autotuned_has_other_keys() -> None:
     def keys(level: int, *sizes: int) -> tuple[Any, str]:
-        config = CompileConfig(level=level, compile_sizes=sizes, inputs=INPUTS)
+        config = compile_config(Config(level=level, codegen={"sizes": sizes}, inputs=INPUTS))
         key = trace_key(torch.nn.Linear(4, 4), config, CPU)
-        return machine_key(config, CPU).factors["autotune"], key.digest
+        return machine_key(config.code, CPU).factors["config"], key.digest
 
     assert keys(2, 4)[0] != keys(3, 4)[0]
     assert keys(2, 4)[1] != keys(3, 4)[1]

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from piecegraph import Config, prepare
-from piecegraph.compile.ir.config import CompileConfig, GuardPolicy
+from piecegraph import prepare
+from piecegraph.compile.ir.config import GuardPolicy
+from piecegraph.config import Config, compile_config
 from piecegraph.errors import (
     CompileError,
     FakeMissing,
@@ -94,7 +95,7 @@ def reads_list(m, x):
 @pytest.mark.parametrize("body", [reads_item, reads_list])
 def test_value_read_on_the_host_is_refused_under_every_policy(compiled, body, policy):
     with pytest.raises((HostRead, TraceFailed)) as caught:
-        compiled(Body(body), inputs=X, guards=policy)
+        compiled(Body(body), inputs=X, tracing={"guards": policy})
     assert place(caught.value)[1] == marked_line(body, "# here")
     if body is reads_item:
         assert isinstance(caught.value, HostRead)
@@ -107,7 +108,7 @@ def test_value_read_on_the_host_is_refused_under_every_policy(compiled, body, po
 )
 def test_unknown_dtype_names_the_nearest(text, said):
     with pytest.raises(InvalidSetting, match=said):
-        CompileConfig(inputs={"x": text})
+        compile_config(Config(inputs={"x": text}))
 
 
 def test_other_name_of_a_dtype_is_the_same_dtype(compiled):

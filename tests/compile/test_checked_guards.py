@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from piecegraph import Batch, Config, RuntimeMode, prepare
-from piecegraph.compile.ir.config import GuardPolicy
 from piecegraph.errors import GuardBroken
-from piecegraph.runtime.config import BrokenGuard
 
 from .models import X
 
@@ -36,14 +34,13 @@ def prepared():
     def prepare_(**settings):
         config = Config(
             inputs=X,
-            splitting_patterns=("piecegraph_test::*",),
+            splitting_ops=("piecegraph_test::*",),
             compiler="eager",
             cache=False,
-            guards=GuardPolicy.CHECK,
             max_num_tokens=16,
             max_num_reqs=16,
             capture_sizes=(4, 8, 12),
-            **settings,
+            **{"tracing": {"guards": "check"}, **settings},
         )
         made.append(prepare(Eights(), config))
         made[-1].capture()
@@ -80,7 +77,7 @@ def test_step_with_a_broken_guard_is_an_error(prepared):
 
 
 def test_step_with_a_broken_guard_runs_the_model_itself_by_option(prepared):
-    model = prepared(broken_guard=BrokenGuard.EAGER)
+    model = prepared(tracing={"guards": "fallback"})
     for size in (1, 8, 7, 16, 15):
         x = torch.randn(size, 8)
         with torch.no_grad():

@@ -40,7 +40,7 @@ def prepared(model: Model) -> tuple[Any, Any]:
     config = Config(
         inputs=model.inputs,
         splitting_ops=model.splits,
-        symbol_limits=used,
+        tracing={"symbol_limits": used},
         max_num_tokens=16,
         max_num_reqs=8,
         capture_sizes=(4, 16),

@@ -38,7 +38,7 @@ class NoResult(nn.Module):
 
 @pytest.mark.parametrize("shapes", DynamicShapes)
 def test_one_name_is_one_symbol_that_every_input_must_have(compiled, shapes):
-    made = compiled(Apart(), inputs=DECLARED, dynamic_shapes=shapes)
+    made = compiled(Apart(), inputs=DECLARED, tracing={"dynamic_shapes": shapes})
     assert [symbol.label for symbol in made.plan.symbols] == ["num_tokens"]
     assert [item.shape for item in made.plan.inputs] == [("s0", 8), ("s0", 8)]
     assert [tuple(out.shape) for out in made(torch.rand(5, 8), torch.rand(5, 8))] == [
@@ -52,7 +52,7 @@ def test_one_name_is_one_symbol_that_every_input_must_have(compiled, shapes):
 @pytest.mark.parametrize("shapes", DynamicShapes)
 def test_two_names_stay_independent(compiled, shapes):
     declared = {**DECLARED, "y": "float32[num_patches, 8]"}
-    made = compiled(Apart(), inputs=declared, dynamic_shapes=shapes)
+    made = compiled(Apart(), inputs=declared, tracing={"dynamic_shapes": shapes})
     assert [symbol.label for symbol in made.plan.symbols] == ["num_tokens", "num_patches"]
     x, y = made(torch.rand(8, 8), torch.rand(4, 8))
     assert (len(x), len(y)) == (8, 4)
@@ -63,7 +63,7 @@ def test_a_piece_without_results_is_compiled_for_the_sizes_of_the_trace(compiled
     made = compiled(
         NoResult(),
         inputs=DECLARED,
-        dynamic_shapes=shapes,
+        tracing={"dynamic_shapes": shapes},
         splitting_ops=MIX,
         compiler="inductor",
         max_num_tokens=64,

@@ -13,6 +13,7 @@ from torch import nn
 
 from piecegraph.compile.ir.config import CompileConfig, InputSpec
 from piecegraph.compile.trace.examples import example_inputs, leaves, symbol_sizes
+from piecegraph.config import Config, compile_config
 from piecegraph.errors import (
     ExampleInputsMissing,
     ExampleMismatch,
@@ -35,7 +36,7 @@ class Strict(nn.Module):
 
 
 def examples(model=None, given=None, **settings):
-    return example_inputs(model or Model(), CompileConfig(**settings), CPU, given)
+    return example_inputs(model or Model(), compile_config(Config(**settings)), CPU, given)
 
 
 def shapes(found):
@@ -55,7 +56,7 @@ def test_equal_symbols_get_equal_sizes_and_keep_to_their_limits():
     found = examples(
         inputs={"x": "int64[num_tokens]", "y": "int64[few, num_tokens]"},
         max_num_tokens=5,
-        symbol_limits={"few": (2, 3)},
+        tracing={"symbol_limits": {"few": (2, 3)}},
     )
     assert shapes(found) == {"x": (5,), "y": (3, 5)}
 
@@ -96,7 +97,7 @@ def test_input_that_is_none_needs_no_declared_form():
 
 def test_range_of_the_tokens_is_stated_in_one_place():
     with pytest.raises(InvalidSetting, match="max_num_tokens"):
-        CompileConfig(symbol_limits={"num_tokens": (1, 5)})
+        compile_config(Config(tracing={"symbol_limits": {"num_tokens": (1, 5)}}))
 
 
 @pytest.mark.parametrize(
@@ -109,9 +110,11 @@ def test_range_of_the_tokens_is_stated_in_one_place():
 )
 def test_a_range_of_nothing_is_refused(limits, message):
     with pytest.raises(InvalidSetting, match=message):
-        CompileConfig(inputs={"x": "int64[num_tokens, q]"}, symbol_limits=limits)
+        compile_config(
+            Config(inputs={"x": "int64[num_tokens, q]"}, tracing={"symbol_limits": limits})
+        )
     with pytest.raises(InvalidSetting, match="symbol_limits"):
-        CompileConfig(symbol_limits=limits)
+        compile_config(Config(tracing={"symbol_limits": limits}))
 
 
 def test_missing_examples_name_the_argument():
@@ -162,7 +165,7 @@ def test_input_spec_is_read_as_it_is_written(dtype, shape):
 )
 def test_malformed_spec_is_refused_with_the_setting(text):
     with pytest.raises(InvalidSetting, match="inputs"):
-        CompileConfig(inputs={"x": text})
+        compile_config(Config(inputs={"x": text}))
 
 
 def test_dotted_names_are_places_in_dicts_lists_and_keywords():
@@ -178,7 +181,7 @@ def test_dotted_names_are_places_in_dicts_lists_and_keywords():
         "kwargs.bias": "float32[8]",
     }
     found = examples(Nested(), inputs=inputs)
-    n = symbol_sizes(CompileConfig(inputs=inputs))["num_tokens"]
+    n = symbol_sizes(compile_config(Config(inputs=inputs)))["num_tokens"]
     assert shapes(found) == {
         "x": (n, 8),
         "states.hidden": (n, 8),

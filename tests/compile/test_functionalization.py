@@ -239,10 +239,10 @@ def test_results_are_those_of_eager(compiled, function):
 def test_generated_code_has_a_copy_less(compiled, on):
     made, sources = run_and_get_code(
         compiled,
-        Function(lambda x: gated(x) + 1),  # not what another test has compiled already
+        Function(lambda x: gated(x) + 1),
         inputs={"x": "float32[num_tokens, 24]"},
         compiler="inductor",
-        pass_switches={"functionalization": on},
+        codegen={"passes": {"functionalization": on}},
     )
     (code,) = [source for source in sources if "piecegraph_test.turn" in source]
     assert ("_clone_" in code) is not on

@@ -32,7 +32,7 @@ def name(body):
 @pytest.mark.parametrize("body", UNSOUND, ids=name)
 def test_failure_36_unsound_model_is_refused_with_its_line(compiled, body, shapes):
     with pytest.raises((GuardUnproved, Specialized, ShapesDiffer, TraceFailed)) as caught:
-        compiled(Body(body), inputs=X, dynamic_shapes=shapes)
+        compiled(Body(body), inputs=X, tracing={"dynamic_shapes": shapes})
     file, _, line = caught.value.where.partition(" in ")[0].rpartition(":")
     assert file.endswith("size_models.py")
     assert int(line) == marked_line(body, MARK)
@@ -42,7 +42,7 @@ def test_failure_36_unsound_model_is_refused_with_its_line(compiled, body, shape
 @pytest.mark.parametrize("body", SOUND, ids=name)
 def test_sound_model_is_served_at_every_size(compiled, body, shapes):
     model = Body(body)
-    made = compiled(model, inputs=X, dynamic_shapes=shapes)
+    made = compiled(model, inputs=X, tracing={"dynamic_shapes": shapes})
     for size in (1, 2, 3, 7, 64, 2048):
         x = torch.randn(size, 8)
         torch.testing.assert_close(made(x), model(x))
@@ -51,7 +51,7 @@ def test_sound_model_is_served_at_every_size(compiled, body, shapes):
 @pytest.mark.parametrize("shapes", [s for s in DynamicShapes if s is not DynamicShapes.UNBACKED])
 def test_error_names_expression_and_sizes(compiled, shapes):
     with pytest.raises(GuardUnproved, match=r"Mod\(num_tokens, 128\).*128, 256, 384 \(16 in all"):
-        compiled(Body(multiple_of_128), inputs=X, dynamic_shapes=shapes)
+        compiled(Body(multiple_of_128), inputs=X, tracing={"dynamic_shapes": shapes})
 
 
 def test_narrower_range_makes_the_same_model_sound(compiled):
@@ -61,7 +61,7 @@ def test_narrower_range_makes_the_same_model_sound(compiled):
 
 def test_check_policy_tests_each_step(compiled):
     model = Body(multiple_of_128)
-    made = compiled(model, inputs=X, guards=GuardPolicy.CHECK)
+    made = compiled(model, inputs=X, tracing={"guards": GuardPolicy.CHECK})
     x = torch.randn(129, 8)
     torch.testing.assert_close(made(x), model(x))
     with pytest.raises(GuardBroken, match="128") as caught:
@@ -70,14 +70,14 @@ def test_check_policy_tests_each_step(compiled):
 
 
 def test_check_policy_refuses_the_size_at_which_shapes_differ(compiled):
-    made = compiled(Body(squeezed), inputs=X, guards=GuardPolicy.CHECK)
+    made = compiled(Body(squeezed), inputs=X, tracing={"guards": GuardPolicy.CHECK})
     assert made(torch.randn(2, 8)).shape == (2, 8)
     with pytest.raises(GuardBroken):
         made(torch.randn(1, 8))
 
 
 def test_drop_policy_serves_and_says_so(compiled):
-    made = compiled(Body(multiple_of_128), inputs=X, guards=GuardPolicy.DROP)
+    made = compiled(Body(multiple_of_128), inputs=X, tracing={"guards": GuardPolicy.DROP})
     assert made.plan.checks == ()
     assert made.events.named("guard.dropped")
     made(torch.randn(128, 8))
@@ -91,7 +91,7 @@ def test_layout_question_about_a_size_of_one_is_answered_by_unbacked_sizes(compi
 
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_unbacked_pieces_hold_no_assertions(compiled, shapes):
-    made = compiled(Body(linear_twice), inputs=X, dynamic_shapes=shapes)
+    made = compiled(Body(linear_twice), inputs=X, tracing={"dynamic_shapes": shapes})
     assert made.plan.pieces[0].nodes <= 8
 
 

@@ -50,7 +50,11 @@ def test_artifact_without_any_pass_is_kept_too(compiled):
 
 @pytest.mark.heavy
 def test_code_that_is_one_library_is_loaded_with_it(compiled):
-    settings = {"inputs": X, "compiler": "inductor", "inductor_options": {"cpp_wrapper": True}}
+    settings = {
+        "inputs": X,
+        "compiler": "inductor",
+        "codegen": {"inductor_options": {"cpp_wrapper": True}},
+    }
     for compiles in (2, 0):
         made = compiled(Stack(1), splitting_ops=MIX, **settings)
         assert made.events.counters["inductor_compiles"] == compiles
@@ -62,7 +66,9 @@ def test_what_inductor_itself_does_not_keep_is_served_and_not_kept(compiled):
     settings = {"inputs": X, "compiler": "inductor"}
     options = {"force_disable_caches": True}
     for _ in range(2):
-        made = compiled(Stack(1), splitting_ops=MIX, inductor_options=options, **settings)
+        made = compiled(
+            Stack(1), splitting_ops=MIX, codegen={"inductor_options": options}, **settings
+        )
         assert made.events.counters["inductor_compiles"] == 2
         assert made.events.named("bundle.not_kept")
     x = torch.randn(7, 8)
@@ -115,7 +121,11 @@ class Ranked(nn.Module):
 
 
 def test_guard_of_the_compiler_is_proved_or_refused(compiled):
-    settings = {"inputs": X, "compiler": "inductor", "dynamic_shapes": DynamicShapes.BACKED}
+    settings = {
+        "inputs": X,
+        "compiler": "inductor",
+        "tracing": {"dynamic_shapes": DynamicShapes.BACKED},
+    }
     made = compiled(Ranked(), **settings, max_num_tokens=30000)
     guards = [event.facts for event in made.events.named("guard")]
     assert any("32767" in guard["expression"] and guard["proved"] for guard in guards)

@@ -73,7 +73,7 @@ def test_a_layer_that_differs_adds_what_differs(compiled, odd):
 
 @pytest.mark.parametrize("shapes", list(DynamicShapes))
 def test_equal_pieces_are_found_under_every_shape_type(compiled, shapes):
-    made = compiled(Stack(5), inputs=X, splitting_ops=MIX, dynamic_shapes=shapes)
+    made = compiled(Stack(5), inputs=X, splitting_ops=MIX, tracing={"dynamic_shapes": shapes})
     assert len(made.plan.pieces) == 3
 
 
@@ -157,7 +157,7 @@ def test_two_independent_sizes(compiled):
     made = compiled(
         Cross(),
         inputs={**X, "image": "float32[num_patches, 8]"},
-        symbol_limits={"num_patches": (1, 99)},
+        tracing={"symbol_limits": {"num_patches": (1, 99)}},
         splitting_ops=MIX,
     )
     assert [(s.label, s.low, s.high) for s in made.plan.symbols] == [

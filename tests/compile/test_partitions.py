@@ -17,8 +17,8 @@ from piecegraph.compile.backends.partition import (
 from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.debug import debug_pieces
 from piecegraph.compile.ir.compilation import CODE
-from piecegraph.compile.ir.config import CompileConfig
 from piecegraph.compile.pieces.fingerprint import fingerprint
+from piecegraph.config import Config, compile_config
 from piecegraph.errors import InvalidSetting, NotPartitioned, UnknownSplittingOp
 from piecegraph.torch_compat.compiling.partition import Partitions
 
@@ -37,7 +37,7 @@ WHOLE: dict[str, Any] = {
     "splitting_ops": MIX,
     "compiler": "inductor",
     "max_num_tokens": 128,
-    "use_inductor_graph_partition": True,
+    "codegen.inductor_partition": True,
 }
 
 
@@ -68,8 +68,8 @@ def test_equal_to_eager_and_loaded_the_next_time(compiled):
 
 def test_each_range_is_cut(compiled):
     model = Body(lambda x: ops.fresh(x.sin(), "a").cos())
-    settings = {"splitting_ops": ("piecegraph_test::fresh",), "compile_ranges": (16,)}
-    made = compiled(model, **{**WHOLE, **settings}, compile_sizes=(4,))
+    settings = {**WHOLE, "splitting_ops": ("piecegraph_test::fresh",)}
+    made = compiled(model, codegen={"ranges": (16,), "sizes": (4,)}, **settings)
     assert [span.partitions for span in made.plan.ranges] == [2] * len(made.plan.ranges)
     for size in (1, 4, 16, 17):
         x = torch.randn(size, 8)
@@ -79,7 +79,7 @@ def test_each_range_is_cut(compiled):
 @pytest.mark.heavy
 @pytest.mark.parametrize("way", ["no cache", "dump directory"])
 def test_code_that_is_not_kept_is_cut_too(compiled, tmp_path, way):
-    settings = {"cache": False} if way == "no cache" else {"dump_dir": tmp_path}
+    settings = {"cache": False} if way == "no cache" else {"codegen": {"dump_dir": tmp_path}}
     made = compiled(Stack(1), **WHOLE, **settings)
     assert made.plan.partitions() == 2
     called: list[Any] = []
@@ -113,11 +113,11 @@ def test_partition_can_be_run_again_on_the_same_list(compiled):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"compiler": "eager"}, {"inductor_options": {"cpp_wrapper": True}}]
+    "settings", [{"compiler": "eager"}, {"codegen": {"inductor_options": {"cpp_wrapper": True}}}]
 )
 def test_what_cannot_cut_is_refused(settings):
     with pytest.raises(InvalidSetting, match="cannot partition a graph"):
-        CompileConfig(**{**WHOLE, **settings})
+        compile_config(Config().changed(**{**WHOLE, **settings}))
 
 
 def test_op_that_is_not_in_the_graph_is_refused(compiled):
@@ -126,7 +126,7 @@ def test_op_that_is_not_in_the_graph_is_refused(compiled):
 
 
 def test_predicate_must_pick_all_calls_of_an_op(compiled):
-    settings = {**WHOLE, "splitting_ops": (), "cache": False}
+    settings = {**WHOLE, "cache": False}
 
     def first(node):
         return "layers.0" in node.args
@@ -135,8 +135,8 @@ def test_predicate_must_pick_all_calls_of_an_op(compiled):
         return "mix" in str(node.target)
 
     with pytest.raises(InvalidSetting, match="1 of 2 calls of piecegraph_test::mix"):
-        compiled(Stack(2), **settings, splitting_predicate=first)
-    made = compiled(Stack(1), **settings, splitting_predicate=mixes)
+        compiled(Stack(2), **settings | {"splitting_ops": (first,)})
+    made = compiled(Stack(1), **settings | {"splitting_ops": (mixes,)})
     assert made.plan.partition_ops == ("piecegraph_test::mix",)
 
 
@@ -229,7 +229,10 @@ def test_partitions_write_parts_of_one_tensor(compiled, body, reorder):
     model = Body(body)
     op = "bump" if body is parts_that_are_read_late else "fresh"
     options = {"reorder_for_peak_memory": reorder}
-    settings = {"splitting_ops": (f"piecegraph_test::{op}",), "inductor_options": options}
+    settings = {
+        "splitting_ops": (f"piecegraph_test::{op}",),
+        "codegen": {"inductor_options": options},
+    }
     made = compiled(model, **{**WHOLE, **settings, "cache": False})
     for size in SIZES:
         x = torch.randn(size, 8)
@@ -265,7 +268,7 @@ def _replace_torch(monkeypatch, made):
 
 
 def whole(model, **settings):
-    (piece,) = debug_pieces(model, CompileConfig(**{**WHOLE, **settings}), CPU)
+    (piece,) = debug_pieces(model, compile_config(Config().changed(**{**WHOLE, **settings})), CPU)
     return piece
 
 

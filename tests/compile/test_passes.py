@@ -14,10 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from piecegraph.compile.bundle.key_factors import codegen_key, machine_key
-from piecegraph.compile.ir.config import CompileConfig
+from piecegraph.compile.ir.config import GraphPass
 from piecegraph.compile.passes import add_rms_norm, no_op, silu_and_mul
-from piecegraph.compile.passes.graph_pass import GraphPass, passes_for, thresholds
+from piecegraph.compile.passes.graph_pass import passes_up_to, thresholds
 from piecegraph.compile.passes.matching import Either, Op, match
+from piecegraph.config import Config, compile_config
 from piecegraph.errors import InvalidSetting
 
 aten = torch.ops.aten
@@ -221,61 +222,73 @@ def is_relu(node: Node) -> bool:
     return node.target is aten.relu.default
 
 
+def passes_of(passes=None, **settings) -> tuple[GraphPass, ...]:
+    return compile_config(Config(codegen={"passes": passes or {}}, **settings)).passes
+
+
+def names(passes) -> list[str]:
+    return [each.name for each in passes]
+
+
 def test_passes_are_on_by_default_by_switch_and_by_size():
-    assert [each.name for each in passes_for(CompileConfig())] == ["no_op", "functionalization"]
-    config = CompileConfig(
-        pass_switches={"silu_and_mul": True, "no_op": False},
-        user_passes=(double_adds, GraphPass("small", double_adds, max_num_tokens=16)),
+    assert names(passes_of()) == ["no_op", "functionalization"]
+    small = GraphPass("other", double_adds, max_num_tokens=16)
+    passes = passes_of(
+        {"silu_and_mul": True, "no_op": False, "double_adds": double_adds, "small": small}
     )
-    names = ["silu_and_mul", "functionalization", "double_adds", "small"]
-    assert [each.name for each in passes_for(config)] == names
-    assert [each.name for each in passes_for(config, 16)] == names
-    assert [each.name for each in passes_for(config, 17)] == names[:-1]
-    assert thresholds(config) == (16,)
+    expected = ["silu_and_mul", "functionalization", "double_adds", "small"]
+    assert names(passes) == expected
+    assert names(passes_up_to(passes, None)) == expected
+    assert names(passes_up_to(passes, 16)) == expected
+    assert names(passes_up_to(passes, 17)) == expected[:-1]
+    assert thresholds(passes) == (16,)
+
+
+def test_a_users_pass_takes_the_place_of_a_shipped_one():
+    first, second = passes_of({"no_op": double_adds})
+    assert (first.name, first.apply, second.name) == ("no_op", double_adds, "functionalization")
 
 
 def test_w19_user_passes_are_found_by_name_in_nested_modules_too():
-    names = ("operator:neg", "torch.nn.functional:silu")
-    (*_, first, second) = passes_for(CompileConfig(user_passes=names))
+    (*_, first, second) = passes_of({"a": "operator:neg", "b": "torch.nn.functional:silu"})
     assert (first.apply, second.apply) == (operator.neg, F.silu)
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "passes",
     [
-        {"pass_switches": {"no_such_pass": True}},
-        {"user_passes": ("no.such.module:thing",)},
-        {"user_passes": ("no_such_entry_point",)},
-        {"user_passes": (3,)},
+        {"no_such_pass": True},
+        {"own": "no.such.module:thing"},
+        {"own": "no_such_entry_point"},
+        {"own": 3},
+        {"dedupe": "operator:neg"},
     ],
 )
-def test_passes_that_are_not_there_are_refused(settings):
-    with pytest.raises(InvalidSetting):
-        passes_for(CompileConfig(**settings))
+def test_passes_that_are_not_there_are_refused_when_config_is_made(passes):
+    with pytest.raises(InvalidSetting, match=r"codegen\.passes\["):
+        Config(codegen={"passes": passes})
 
 
 def test_passes_are_on_from_their_level():
-    assert passes_for(CompileConfig(level=0)) == ()
-    on = [each.name for each in passes_for(CompileConfig(level=1))]
-    assert on == ["no_op", "functionalization"]
-    forced = CompileConfig(level=0, pass_switches={"no_op": True})
-    assert [each.name for each in passes_for(forced)] == ["no_op"]
+    assert passes_of(level=0) == ()
+    assert names(passes_of(level=1)) == ["no_op", "functionalization"]
+    assert names(passes_of({"no_op": True}, level=0)) == ["no_op"]
 
 
 def test_key_follows_the_source_of_passes():
-    def key(**settings):
-        config = CompileConfig(**settings)
-        return codegen_key(machine_key(config, CPU), "piece", passes_for(config), None).digest
+    def key(passes=None):
+        config = compile_config(Config(codegen={"passes": passes or {}}))
+        return codegen_key(machine_key(config.code, CPU), "piece", config.passes, None).digest
 
-    assert key(user_passes=(double_adds,)) == key(user_passes=(double_adds,))
+    assert key({"a": double_adds}) == key({"a": double_adds})
     digests = {
         key(),
-        key(user_passes=(double_adds,)),
-        key(user_passes=(triple_adds,)),
-        key(user_passes=(double_adds, triple_adds)),
-        key(user_passes=(triple_adds, double_adds)),
-        key(pass_switches={"no_op": False}),
-        key(pass_switches={"silu_and_mul": True}),
+        key({"a": double_adds}),
+        key({"a": triple_adds}),
+        key({"a": double_adds, "b": triple_adds}),
+        key({"b": triple_adds, "a": double_adds}),
+        key({"no_op": False}),
+        key({"silu_and_mul": True}),
     }
     assert len(digests) == 7
 
@@ -303,7 +316,7 @@ def test_inductor_runs_the_passes_that_are_on(compiled):
         model,
         inputs=INPUTS,
         compiler="inductor",
-        pass_switches={"add_rms_norm": True, "silu_and_mul": True},
+        codegen={"passes": {"add_rms_norm": True, "silu_and_mul": True}},
     )
     ran = [
         (event.facts["graph_pass"], event.facts["rewrites"]) for event in made.events.named("pass")
@@ -327,6 +340,8 @@ def test_user_pass_changes_what_is_compiled(compiled):
         def forward(self, x, r):
             return x + r
 
-    made = compiled(Add(), inputs=INPUTS, compiler="inductor", user_passes=(double_adds,))
+    made = compiled(
+        Add(), inputs=INPUTS, compiler="inductor", codegen={"passes": {"double_adds": double_adds}}
+    )
     x, r = torch.randn(3, 8), torch.randn(3, 8)
     torch.testing.assert_close(made(x, r), (x + r) * 2)

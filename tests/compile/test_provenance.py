@@ -177,12 +177,13 @@ def test_failure_of_stale_code_is_a_miss(
 
 def trace_key_of(model: torch.nn.Module) -> Any:
     from piecegraph.compile.bundle.key_factors import trace_key
-    from piecegraph.compile.ir.config import CompileConfig
+    from piecegraph.config import Config, compile_config
 
     from .models import X
     from .starts import CPU
 
-    return trace_key(model, CompileConfig(compiler="text", max_num_tokens=64, inputs=X), CPU)
+    config = compile_config(Config(compiler="text", max_num_tokens=64, inputs=X))
+    return trace_key(model, config, CPU)
 
 
 UNREAD: dict[str, Callable[[Checkout, Any, pytest.MonkeyPatch], Any]] = {

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from piecegraph.compile.bundle.key_factors import trace_key
-from piecegraph.compile.ir.config import CompileConfig
 from piecegraph.compile.ir.plan import CallStep, PieceStep
+from piecegraph.config import Config, compile_config
 from piecegraph.errors import InvalidSetting, UnknownSplittingOp
 
 from .models import Body, X
@@ -25,7 +25,7 @@ def cut(compiled):
 
     def cut_(body, **settings):
         model = Body(body)
-        made = compiled(model, inputs=X, **({"splitting_patterns": ALL} | settings))
+        made = compiled(model, inputs=X, **({"splitting_ops": ALL} | settings))
         for size in (1, 3, 64):
             x = torch.randn(size, 8)
             with torch.no_grad():
@@ -56,20 +56,19 @@ def plain(m, x):
         ({"splitting_ops": ("piecegraph_test::fresh", "piecegraph_test::mix")}, "pcp"),
         ({"splitting_ops": ("piecegraph_test::fresh", "no::such")}, UnknownSplittingOp),
         ({"splitting_ops": ("piecegraph_test::mix",)}, UnknownSplittingOp),
-        ({"splitting_patterns": ("piecegraph_test::*",)}, "pccp"),
-        ({"splitting_patterns": ("*::fr?sh",)}, "pcp"),
-        ({"splitting_patterns": ("*.tagged",)}, "pcp"),
-        ({"splitting_predicate": lambda node: node.target is ops.fresh}, "pcp"),
-        ({"splitting_predicate": "piecegraph.tests_predicate:missing"}, InvalidSetting),
+        ({"splitting_ops": ("piecegraph_test::*",)}, "pccp"),
+        ({"splitting_ops": ("*::fr?sh",)}, "pcp"),
+        ({"splitting_ops": ("*.tagged",)}, "pcp"),
+        ({"splitting_ops": (lambda node: node.target is ops.fresh,)}, "pcp"),
+        ({"splitting_ops": ("piecegraph.tests_predicate:missing",)}, InvalidSetting),
         ({"splitting_ops": ("piecegraph_test::log.default",)}, UnknownSplittingOp),
-        ({"splitting_ops": ("piecegraph_test::*",)}, UnknownSplittingOp),
         ({"splitting_ops": ("no::such",)}, UnknownSplittingOp),
-        ({"splitting_patterns": ("no::*",)}, UnknownSplittingOp),
+        ({"splitting_ops": ("no::*",)}, UnknownSplittingOp),
         ({}, "p"),
     ],
 )
 def test_what_a_setting_cuts_at(cut, settings, expected):
-    settings = {"splitting_patterns": ()} | settings
+    settings = {"splitting_ops": ()} | settings
     if isinstance(expected, str):
         assert kinds(cut(plain, **settings)) == expected
     else:
@@ -79,7 +78,7 @@ def test_what_a_setting_cuts_at(cut, settings, expected):
 
 def test_unknown_op_error_lists_the_custom_ops_there_are(cut):
     with pytest.raises(UnknownSplittingOp, match="piecegraph_test::fresh, piecegraph_test::log"):
-        cut(plain, splitting_ops=("vllm::attention",), splitting_patterns=())
+        cut(plain, splitting_ops=("vllm::attention",))
 
 
 def predicate(node):
@@ -92,7 +91,7 @@ def other_predicate(node):
 
 def test_predicate_is_keyed_by_its_source():
     def key(found):
-        config = CompileConfig(splitting_predicate=found)
+        config = compile_config(Config(splitting_ops=() if found is None else (found,)))
         return trace_key(Body(plain), config, torch.device("cpu")).digest
 
     assert key(predicate) == key(predicate)
@@ -100,12 +99,15 @@ def test_predicate_is_keyed_by_its_source():
 
 
 def test_configuration_with_functions_is_shown_by_their_names():
-    config = CompileConfig(splitting_predicate=predicate, user_passes=(other_predicate, "a:b"))
+    passes = {"silu_and_mul": True, "own": other_predicate, "named": "operator:neg"}
+    config = Config(splitting_ops=(predicate, "a::b"), codegen={"passes": passes})
     shown = config.model_dump(mode="json")
-    assert shown["splitting_predicate"] == "predicate"
-    assert shown["user_passes"] == ["other_predicate", "a:b"]
-    assert config.cuts()
-    assert not CompileConfig().cuts()
+    assert shown["splitting_ops"] == ["predicate", "a::b"]
+    assert shown["codegen"]["passes"] == {
+        "silu_and_mul": True,
+        "own": "other_predicate",
+        "named": "operator:neg",
+    }
 
 
 AWKWARD = {
@@ -283,7 +285,7 @@ def test_last_piece_that_only_has_effects(compiled):
             return y
 
     model, plain = Remember(), Remember()
-    made = compiled(model, inputs=X, splitting_patterns=ALL)
+    made = compiled(model, inputs=X, splitting_ops=ALL)
     for size in (3, 1):
         x = torch.randn(size, 8)
         torch.testing.assert_close(made(x), plain(x))

@@ -14,9 +14,9 @@ from torch import nn
 from piecegraph.cache import Cache
 from piecegraph.compile.guards.trace_with_guards import trace_with_guards
 from piecegraph.compile.ir.compilation import CompileRequest
-from piecegraph.compile.ir.config import CompileConfig
 from piecegraph.compile.pieces.fingerprint import canonical_text
 from piecegraph.compile.plan.split_model import split_model
+from piecegraph.config import Config, compile_config
 from piecegraph.events import Events
 
 from .models import MIX, X
@@ -43,7 +43,7 @@ def facts_of_trace(model: nn.Module, **settings: Any) -> tuple[dict[str, Any], i
     """All that a trace leaves, and how many calls were copied."""
     torch._dynamo.reset()
     given = {"max_num_tokens": 64, "inputs": X, "splitting_ops": MIX, **settings}
-    config, events = CompileConfig(**given), Events()
+    config, events = compile_config(Config(**given)), Events()
     request = CompileRequest(model, config, Cache(None, events), events, CPU, None, None)
     guarded = trace_with_guards(request)
     unique = [each.digest for each in split_model(guarded, events).unique]

@@ -36,18 +36,17 @@ class Model(torch.nn.Module):
 
 
 def prepared(device: str = "cuda", hidden: int = HIDDEN, **settings: Any) -> pg.PreparedModel:
-    settings = {
-        "splitting_ops": ("standin::attention",),
-        "inputs": {"x": f"float32[num_tokens, {hidden}]"},
-        "max_num_tokens": 4096,
-        "max_num_reqs": 8,
-        "compiler": "eager",
-        "cache_dir": None,
-        "attention_support": "ALWAYS",
-        **settings,
-    }
+    config = pg.Config(
+        splitting_ops=("standin::attention",),
+        inputs={"x": f"float32[num_tokens, {hidden}]"},
+        max_num_tokens=4096,
+        max_num_reqs=8,
+        compiler="eager",
+        cache_dir=None,
+        attention={"support": "ALWAYS"},
+    )
     model = Model(hidden).to(device)
-    return pg.prepare(model, pg.Config(**settings), layers={"layer 0": None})
+    return pg.prepare(model, config.changed(**settings), layers={"layer 0": None})
 
 
 def eager(x: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ class Served:
                 capture_sizes=[8, 16, 64, 256, 512, max_num_tokens // 2, max_num_tokens],
                 compiler="eager",
                 cache_dir=None,
-                attention_support="UNIFORM_SINGLE_TOKEN_DECODE",
+                attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
             ),
             layers=self.layers,
         )

@@ -9,7 +9,6 @@ import pytest
 from piecegraph.dispatch import (
     AttentionSupport,
     GraphMode,
-    ModelTraits,
     RuntimeMode,
     level_defaults,
     resolve_mode,
@@ -64,11 +63,12 @@ def test_every_cell_of_the_table(mode, pieces, support, query_len, wanted):
 
 
 def test_resolution_is_total_and_its_reasons_lead_from_the_request_to_the_result():
-    traits = [ModelTraits(*flags) for flags in product([False, True], repeat=3)]
+    names = ("pooling", "encoder_decoder", "varlen_decode")
+    traits = [dict(zip(names, flags, strict=True)) for flags in product([False, True], repeat=3)]
     for requested, support, pieces, query_len, trait, eager, level in product(
         [None, *GraphMode], AttentionSupport, [False, True], [1, 3], traits, [False, True], range(4)
     ):
-        facts = {"pieces": pieces, "query_len": query_len, "traits": trait, "eager": eager}
+        facts = {"pieces": pieces, "query_len": query_len, "eager": eager, **trait}
         try:
             resolved = resolve_mode(requested, support={"a": support}, level=level, **facts)
         except FullModeUnsupported:
@@ -93,18 +93,18 @@ def test_resolution_is_total_and_its_reasons_lead_from_the_request_to_the_result
 @pytest.mark.parametrize(
     ("level", "traits", "wanted"),
     [
-        (0, ModelTraits(), NONE),
-        (1, ModelTraits(), PIECEWISE),
-        (2, ModelTraits(), FAP),
-        (3, ModelTraits(), FAP),
-        (0, ModelTraits(encoder_decoder=True), NONE),
-        (2, ModelTraits(pooling=True), PIECEWISE),
-        (2, ModelTraits(encoder_decoder=True), FDO),
-        (1, ModelTraits(encoder_decoder=True), FDO),
+        (0, {}, NONE),
+        (1, {}, PIECEWISE),
+        (2, {}, FAP),
+        (3, {}, FAP),
+        (0, {"encoder_decoder": True}, NONE),
+        (2, {"pooling": True}, PIECEWISE),
+        (2, {"encoder_decoder": True}, FDO),
+        (1, {"encoder_decoder": True}, FDO),
     ],
 )
 def test_defaults_by_level_and_model(level, traits, wanted):
-    resolved = resolve_mode(None, support={"a": ALWAYS}, pieces=True, level=level, traits=traits)
+    resolved = resolve_mode(None, support={"a": ALWAYS}, pieces=True, level=level, **traits)
     assert resolved.mode is wanted
 
 
@@ -127,15 +127,15 @@ def test_the_least_capable_group_of_a_hybrid_model_counts_and_is_named():
 
 
 def test_an_encoder_decoder_model_never_ends_piecewise():
-    traits = ModelTraits(encoder_decoder=True)
-    assert resolve_mode(None, support={"a": NEVER}, pieces=True, traits=traits).mode is NONE
+    traits = {"encoder_decoder": True}
+    assert resolve_mode(None, support={"a": NEVER}, pieces=True, **traits).mode is NONE
 
 
 def test_varlen_decode_needs_full_support_and_graphs_of_its_own():
-    traits = ModelTraits(varlen_decode=True)
+    traits = {"varlen_decode": True}
     for support, wanted in ((ALWAYS, FAP), (UNIFORM, PIECEWISE), (SINGLE, PIECEWISE)):
-        assert resolve_mode(FULL, support={"a": support}, pieces=True, traits=traits).mode is wanted
-    assert resolve_mode(FULL, support={}, pieces=False, traits=traits).mode is FDO
+        assert resolve_mode(FULL, support={"a": support}, pieces=True, **traits).mode is wanted
+    assert resolve_mode(FULL, support={}, pieces=False, **traits).mode is FDO
 
 
 def test_failure_W2_an_upgraded_mode_says_that_it_needs_pieces():

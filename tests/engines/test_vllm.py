@@ -63,7 +63,7 @@ class Engines:
     """Results of engines; those that a test names and no earlier one has run share a process."""
 
     def __init__(self, folder: Path) -> None:
-        stored = {"after_seal": "raise", "cache_dir": str(folder / "cache")}
+        stored = {"steps": {"after_seal": "raise"}, "cache_dir": str(folder / "cache")}
         graphs = {**NO_COMPILER, "graph_mode": "PIECEWISE", "capture_sizes": [1, 8, 16, 128]}
         self.jobs: dict[str, dict[str, Any]] = {
             "graphs": {"family": "qwen3", "settings": graphs},

@@ -33,7 +33,7 @@ GOLDEN: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "one layer differs": lambda: (Stack(4, odd=1), {"inputs": X, "splitting_ops": MIX}),
     "equal layers, split by pattern": lambda: (
         Stack(3),
-        {"inputs": X, "splitting_patterns": ("piecegraph_test::*",)},
+        {"inputs": X, "splitting_ops": ("piecegraph_test::*",)},
     ),
     "no split": lambda: _engine_model("multi_token_heads"),
     "encoder": lambda: _engine_model("vision_tower"),

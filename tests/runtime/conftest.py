@@ -18,6 +18,7 @@ from piecegraph.cache import Cache
 from piecegraph.compile.ir.compilation import CompileRequest
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel
+from piecegraph.config import compile_config
 from piecegraph.dispatch import resolve_mode
 from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.protocol import GraphBackend
@@ -85,7 +86,8 @@ def compile_once(model: torch.nn.Module, **settings: Any) -> tuple[Config, Compi
     """A model that is traced but not compiled; tests bind and prepare it as often as they like."""
     config = Config(compiler="eager", cache=False, **settings)
     device, cache = torch.device("cpu"), Cache(None, Events())
-    return config, compile_model(CompileRequest(model, config, cache, Events(), device))
+    request = CompileRequest(model, compile_config(config), cache, Events(), device)
+    return config, compile_model(request)
 
 
 @dataclass

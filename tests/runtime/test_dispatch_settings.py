@@ -15,7 +15,7 @@ FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 SERVING: dict[str, Any] = {
     "max_num_tokens": 8192,
     "splitting_ops": ("a::b",),
-    "attention_support": "UNIFORM_SINGLE_TOKEN_DECODE",
+    "attention": {"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
 }
 
 
@@ -36,14 +36,16 @@ def test_default_sizes_above_512_serve_decode_only() -> None:
 
 
 def test_the_sizes_follow_the_alignment() -> None:
-    assert all(size % 4 == 0 for size in sizes(size_alignment=4)[PIECEWISE])
-    assert sizes(size_alignment=4, capture_sizes=(1, 6, 8))[PIECEWISE] == [4, 8]
+    assert all(size % 4 == 0 for size in sizes(sizes={"alignment": 4})[PIECEWISE])
+    assert sizes(sizes={"alignment": 4}, capture_sizes=(1, 6, 8))[PIECEWISE] == [4, 8]
 
 
 def test_a_speculation_schedule_gives_tiers() -> None:
     schedule = (15,) * 16 + (1,) * 112
     found = sizes(
-        speculation_schedule=schedule, max_num_reqs=128, attention_support="UNIFORM_BATCH"
+        variants={"speculation_schedule": schedule},
+        max_num_reqs=128,
+        attention={"support": "UNIFORM_BATCH"},
     )
     assert {16 * 16, 2 * 128} <= {*found[FULL]}
 
@@ -52,8 +54,8 @@ def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing() -> None
     config = Config(max_num_tokens=64, splitting_ops=("a::b",))
     resolved = resolve_graph_mode(config)
     assert resolved.mode is GraphMode.PIECEWISE
-    assert "attention_support is not set" in resolved.reasons[-1].why
-    with pytest.raises(FullModeUnsupported, match="attention_support is not set"):
+    assert "attention.support is not set" in resolved.reasons[-1].why
+    with pytest.raises(FullModeUnsupported, match="attention.support is not set"):
         resolve_graph_mode(config.changed(graph_mode="FULL"))
     breakable = Config(max_num_tokens=64, compile=False, graph_mode="FULL_AND_PIECEWISE")
     assert resolve_graph_mode(breakable).mode is GraphMode.PIECEWISE
@@ -63,9 +65,9 @@ def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing() -> None
 
 
 def test_model_traits_limit_the_mode() -> None:
-    config = Config(**SERVING, traits={"pooling": True})
+    config = Config(**SERVING).changed(attention={"pooling": True})
     assert resolve_graph_mode(config).mode is GraphMode.PIECEWISE
-    config = Config(**SERVING, traits={"encoder_decoder": True})
+    config = Config(**SERVING).changed(attention={"encoder_decoder": True})
     assert resolve_graph_mode(config).mode is GraphMode.FULL_DECODE_ONLY
 
 
@@ -84,7 +86,7 @@ def test_suggested_sizes_may_go_as_far_as_default_sizes_may() -> None:
         return limits[0]
 
     assert largest() == 512
-    assert largest(max_num_tokens=100, size_alignment=8) == 96
+    assert largest(max_num_tokens=100, sizes={"alignment": 8}) == 96
     assert largest(max_num_reqs=1024) == 1024  # decode
     assert largest(capture_sizes=(8, 40)) == 40
     assert largest(graph_mode="FULL_DECODE_ONLY") == 32  # no graph would serve larger steps

@@ -26,6 +26,7 @@ from piecegraph import (
     Config,
     ForwardContext,
     GraphMode,
+    Lazy,
     RuntimeMode,
     forward_context,
     get_forward_context,
@@ -288,16 +289,20 @@ def compiled(model: Model) -> tuple[Config, CompiledModel]:
         model,
         splitting_ops=("engine_loop::attend", "engine_loop::store_and_attend"),
         inputs={
-            "ids": rows, "positions": rows, "rope": "int64[3, num_tokens]", "slots": rows,
+            "ids": rows,
+            "positions": rows,
+            "rope": "int64[3, num_tokens]",
+            "slots": rows,
             "adapter_ids": rows,
         },
-        padding={"slots": RESERVED, "ids": "repeat", "rope": "keep"},
-        query_lens=(1, DRAFTS + 1),
-        max_loras=ADAPTERS,
+        steps={
+            "padding": {"slots": RESERVED, "ids": "repeat", "rope": "keep"},
+            "after_seal": "raise",
+        },
+        variants={"query_lens": (1, DRAFTS + 1), "max_loras": ADAPTERS},
         max_num_tokens=MAX_TOKENS,
         max_num_reqs=MAX_REQS,
-        after_seal="raise",
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -322,7 +327,7 @@ def test_each_step_of_an_engine_equals_eager(steps: int) -> None:
         ),
         Engine(
             1,
-            Served(copy.deepcopy(target), of_target, strategy="lazy", lazy_bytes=6000),
+            Served(copy.deepcopy(target), of_target, strategy=Lazy(max_bytes=6000)),
             Served(copy.deepcopy(draft), of_draft, strategy="lazy"),
         ),
     ]

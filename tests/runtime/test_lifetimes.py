@@ -196,7 +196,7 @@ def test_traces_of_models_that_are_gone_are_freed(shapes: str) -> None:
             inputs={"x": "float32[num_tokens, 4]"},
             max_num_tokens=16,
             max_num_reqs=16,
-            dynamic_shapes=shapes,
+            tracing={"dynamic_shapes": shapes},
             compiler="eager",
             cache=False,
         )

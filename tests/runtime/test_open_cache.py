@@ -38,7 +38,7 @@ def test_shared_directory_is_trusted_as_configured(tmp_path: Path) -> None:
     at = str(tmp_path / "image")
 
     def with_layer(number: int, **layer: Any) -> Any:
-        return found(cache_dir=tmp_path / str(number), cache_layers=({"at": at, **layer},))
+        return found(cache_dir=tmp_path / str(number), cache={"layers": ({"at": at, **layer},)})
 
     assert with_layer(1, trust="anybody").layer == f"shared:{at}"
     assert with_layer(2, trust="pinned", digests=(entry.digest,)).digest == entry.digest
@@ -49,7 +49,7 @@ def test_signed_layer_needs_a_key_and_a_signature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled(tmp_path / "image")
-    settings = {"cache_dir": tmp_path / "own", "cache_layers": (str(tmp_path / "image"),)}
+    settings = {"cache_dir": tmp_path / "own", "cache": {"layers": (str(tmp_path / "image"),)}}
     with pytest.raises(InvalidSecret, match="there is no key"):
         found(**settings)
     monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY", "a secret of enough bytes")
@@ -61,9 +61,11 @@ def test_url_is_written_back_signed_and_read_by_another_machine(
 ) -> None:
     monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY", "a secret of enough bytes")
     url = f"file://{tmp_path}/bucket"
-    writer = Config(cache_dir=tmp_path / "one", cache_layers=({"at": url, "write_back": True},))
+    writer = Config(
+        cache_dir=tmp_path / "one", cache={"layers": ({"at": url, "write_back": True},)}
+    )
     open_cache(writer, Events()).publish("bundle", KEY, {}, {"plan.json": b"{}"})
-    assert found(cache_dir=tmp_path / "two", cache_layers=(url,)).layer == f"remote:{url}"
+    assert found(cache_dir=tmp_path / "two", cache={"layers": (url,)}).layer == f"remote:{url}"
 
 
 def test_directory_that_cannot_be_created_is_an_event(tmp_path: Path) -> None:

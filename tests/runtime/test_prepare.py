@@ -44,8 +44,7 @@ def test_an_input_that_the_model_does_not_read_states_nothing() -> None:
 def test_the_report_lists_the_ranges_that_have_code_of_their_own() -> None:
     config = Config(
         inputs={"x": "float32[num_tokens, 4]", "unused": "int64[num_tokens]"},
-        compile_ranges=(8, 16),
-        compile_sizes=(4,),
+        codegen={"ranges": (8, 16), "sizes": (4,)},
         max_num_tokens=32,
         graph_mode="NONE",
         compiler="eager",

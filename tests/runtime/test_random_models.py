@@ -226,7 +226,7 @@ class Steps:
             max_num_tokens=MAX_TOKENS,
             max_num_reqs=MAX_TOKENS,
             capture_sizes=(2, 5, 8),
-            attention_support="ALWAYS",
+            attention={"support": "ALWAYS"},
             compiler="eager",
             cache=False,
             **self.facts,

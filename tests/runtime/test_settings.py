@@ -9,28 +9,62 @@ from typing import Any
 
 import pytest
 
-from piecegraph import AttentionSupport, Config
-from piecegraph.compile.ir.settings import field_docstrings
+from piecegraph import (
+    Attention,
+    CacheSettings,
+    Codegen,
+    Config,
+    Delayed,
+    Eager,
+    LayerConfig,
+    Lazy,
+    Sizes,
+    Steps,
+    Tracing,
+    Variants,
+)
 from piecegraph.errors import CaptureSizeInvalid, ConfigError, PiecegraphError, UnknownSetting
 from piecegraph.runtime.switches import resolve_config
+from piecegraph.settings import field_docstrings
+
+OBJECTS = (Tracing, Codegen, Sizes, Variants, Attention, Steps)
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"foo": 1}, "Config has no setting 'foo'. See"),
+    ({"foo": 1}, "Config has no setting 'foo'. See help(piecegraph.Config)"),
     ({"max_num_token": 3}, "has no setting 'max_num_token' (did you mean 'max_num_tokens'?)"),
-    ({"cache_layers": ({"at": "x", "trst": 1},)}, "LayerConfig has no setting 'trst' (did"),
+    ({"tracing": {"guard": 1}}, "no setting 'tracing.guard' (did you mean 'tracing.guards'?). See"),
+    ({"cache": {"layers": ({"at": "x", "trst": 1},)}}, "'cache.layers.trst' (did you mean 'cache."),
     ({"strategy": "eagre"}, "strategy = 'eagre': unknown choice (did you mean 'eager'?). Choose"),
-    ({"attention_support": "ALLWAYS"}, "attention_support = 'ALLWAYS': unknown choice. Choose one"),
-    ({"attention_support": {"a": "X"}}, "attention_support = 'X': unknown choice"),
+    ({"strategy": {"kind": "lazy", "bytes": 1}}, "'strategy.bytes' (did you mean 'strategy.max_b"),
+    ({"strategy": {"kind": "lazy", "captures_per_step": 0}}, "strategy.captures_per_step = 0: it"),
+    (
+        {"tracing": {"guards": "prov"}},
+        "tracing.guards = 'prov': unknown choice (did you mean 'prov",
+    ),
+    ({"tracing": 3}, "tracing = 3: its type is int"),
+    (
+        {"attention": {"support": "ALLWAYS"}},
+        "attention.support = 'ALLWAYS': unknown choice. Choose",
+    ),
+    ({"attention": {"support": {"a": "X"}}}, "attention.support = 'X': unknown choice"),
     ({"max_num_tokens": "x"}, "max_num_tokens = 'x': its type is str. Choose an integer."),
     ({"max_num_tokens": 0}, "it is out of range. Choose a number greater than or equal to 1."),
-    ({"memory_limit": "a"}, "memory_limit = 'a': its type is str. Choose an integer or a number."),
-    ({"padding": {"ids": "zer"}}, "padding['ids'] = 'zer': unknown choice (did you mean 'zero'?)"),
+    ({"steps": {"memory_limit": "a"}}, "steps.memory_limit = 'a': its type is str. Choose an int"),
+    ({"steps": {"padding": {"ids": "zer"}}}, "steps.padding['ids'] = 'zer': unknown choice (did"),
     ({"capture_sizes": (8, "a")}, "capture_sizes[1] = 'a': its type is str. Choose an integer."),
     ({"capture_sizes": (8, 4, -1)}, "capture size 4 at position 1"),
     ({"capture_sizes": (4096,)}, "capture size 4096 at position 0 of capture_sizes is above"),
-    ({"compile_sizes": (4096,)}, "compile_sizes = 4096: it is outside the served range"),
-    ({"compile_ranges": (0,)}, "compile_ranges = 0: it is outside the served range"),
-    ({"padding_limit": 3}, "padding_limit = 3: its type is int"),
+    ({"codegen": {"sizes": (4096,)}}, "codegen.sizes = 4096: it is outside the served range"),
+    ({"codegen": {"ranges": (0,)}}, "codegen.ranges = 0: it is outside the served range"),
+    ({"tracing": {"min_num_tokens": 4096}}, "tracing.min_num_tokens = 4096: it is outside the"),
+    ({"sizes": {"padding_limit": 3}}, "sizes.padding_limit = 3: its type is int"),
+    ({"splitting_ops": ("no_such_entry_point",)}, "splitting_ops = 'no_such_entry_point': the gro"),
+    ({"splitting_ops": ("no.such.module:f",)}, "splitting_ops = 'no.such.module:f': No module"),
+    ({"splitting_ops": (3,)}, "splitting_ops = 3: it is neither a name nor a function"),
+    (
+        {"compiler": "eager", "codegen": {"inductor_partition": True}},
+        "codegen.inductor_partition =",
+    ),
 ]
 
 
@@ -44,17 +78,57 @@ def test_a_wrong_setting_fails_in_config(settings: dict[str, Any], message: str)
         assert internal not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("guards", "tracing.guards"),
+        ("query_len", "variants.query_lens"),
+        ("attention_support", "attention.support"),
+        ("compile_ranges", "codegen.ranges"),
+        ("use_inductor_graph_partition", "codegen.inductor_partition"),
+        ("user_passes", "codegen.passes"),
+        ("cache_layers", "cache.layers"),
+        ("size_alignment", "sizes.alignment"),
+        ("after_seal", "steps.after_seal"),
+        ("captures_per_step", "strategy.captures_per_step"),
+    ],
+)
+def test_a_setting_of_an_object_is_found_by_its_own_name(name: str, meant: str) -> None:
+    with pytest.raises(UnknownSetting, match=f"did you mean '{meant}'"):
+        Config(**{name: 1})
+
+
 def test_a_changed_copy_is_checked_too() -> None:
-    with pytest.raises(UnknownSetting, match="did you mean 'max_loras'"):
-        Config().changed(max_lora=2)
+    with pytest.raises(UnknownSetting, match=r"did you mean 'steps\.memory_limit'"):
+        Config().changed(steps={"memory_limits": 2})
 
 
-def test_attention_support_is_accepted_by_name() -> None:
-    given = {"mla": "ALWAYS", "linear": AttentionSupport.NEVER}
-    assert Config(attention_support=given).attention_support == {
-        "mla": AttentionSupport.ALWAYS,
-        "linear": AttentionSupport.NEVER,
-    }
+def test_a_change_of_an_object_keeps_its_other_settings() -> None:
+    config = Config(tracing={"guards": "check", "min_num_tokens": 4})
+    assert config.changed(tracing={"min_num_tokens": 8}).tracing.guards.value == "check"
+    assert config.changed(tracing=Tracing(min_num_tokens=8)).tracing.guards.value == "prove"
+    dotted = config.changed(**{"tracing.min_num_tokens": 8, "steps.padding.x": -1})
+    assert dotted.tracing == Tracing(guards="check", min_num_tokens=8)
+    assert dotted.changed(**{"steps.padding.y": 0}).steps.padding == {"x": -1, "y": 0}
+
+
+def test_a_strategy_is_a_name_or_an_object_with_its_own_settings() -> None:
+    assert Config().strategy == Eager()
+    lazy = Config(strategy="lazy", max_num_tokens=16)
+    assert lazy.strategy == Lazy()
+    assert lazy.changed(strategy={"max_bytes": 7}).strategy == Lazy(max_bytes=7)
+    assert lazy.changed(strategy=Delayed(captures_per_step=2)).strategy.captures_per_step == 2
+    shown = lazy.model_dump(mode="json")["strategy"]
+    assert shown == {"kind": "lazy", "captures_per_step": 1, "max_bytes": None}
+    assert Config(strategy=shown).strategy == Lazy()
+    with pytest.raises(UnknownSetting, match=r"strategy\.max_bytes"):
+        Delayed(max_bytes=3)
+
+
+def test_the_cache_is_off_on_or_an_object() -> None:
+    assert Config(cache=False).cache is False
+    assert Config(cache=True) == Config() == Config(cache=CacheSettings())
+    assert Config(cache=False).changed(**{"cache.max_bytes": 3}).cache == CacheSettings(max_bytes=3)
 
 
 def test_an_error_pickles_even_if_a_fact_does_not() -> None:
@@ -67,12 +141,21 @@ def test_an_error_pickles_even_if_a_fact_does_not() -> None:
     assert again.facts["local"] == repr(local)
 
 
-def test_help_shows_each_setting_with_its_default_and_meaning() -> None:
-    text = pydoc.plain(pydoc.render_doc(Config))
-    assert len(text) < 12_000
-    assert " |  captures_per_step = 1\n |      The most captures between two steps" in text
-    docstrings = field_docstrings(Config)
+def test_help_on_all_settings_is_one_screen() -> None:
+    lines = pydoc.plain(pydoc.render_doc(Config)).splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines[3:])) <= 88
+    assert " |  strategy       eager      When graphs are captured." in lines
     for name in Config.model_fields:
+        assert any(line.startswith(f" |  {name} ") and len(line.split()) > 4 for line in lines)
+
+
+@pytest.mark.parametrize("part", [*OBJECTS, Eager, Delayed, Lazy, CacheSettings, LayerConfig])
+def test_help_on_an_object_shows_each_setting_with_its_default_and_meaning(part: Any) -> None:
+    text = pydoc.plain(pydoc.render_doc(part))
+    assert len(text.splitlines()) <= 75
+    docstrings = field_docstrings(part)
+    for name in part.model_fields:
         assert docstrings[name], f"{name} has no docstring"
         assert f" |  {name}" in text
 
@@ -82,7 +165,7 @@ def test_sources_are_read_for_help_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patched:
         patched.setattr(inspect, "getmodule", lambda *_: pytest.fail("looked through all modules"))
 
-        class Own(Config):
+        class Own(Steps):
             """Settings of an engine."""
 
             speed: int = 3

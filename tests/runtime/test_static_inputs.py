@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from piecegraph.config import Padding
 from piecegraph.errors import InputMismatch, InvalidSetting, MovedTensor, SizeOutOfRange
-from piecegraph.runtime.config import Padding
 from piecegraph.runtime.steps.static_inputs import BoundInputs, StaticInputs, StaticInputSpec
 
 CPU = torch.device("cpu")

@@ -137,16 +137,13 @@ def small_config():
 
     def make(**settings):
         return Config(
-            **{
-                "inputs": {"x": "float32[num_tokens, 4]"},
-                "max_num_tokens": 8,
-                "max_num_reqs": 8,
-                "attention_support": AttentionSupport.ALWAYS,
-                "compiler": "eager",
-                "cache": False,
-                **settings,
-            }
-        )
+            inputs={"x": "float32[num_tokens, 4]"},
+            max_num_tokens=8,
+            max_num_reqs=8,
+            attention={"support": AttentionSupport.ALWAYS},
+            compiler="eager",
+            cache=False,
+        ).changed(**settings)
 
     return make
 

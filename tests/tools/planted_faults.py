@@ -23,7 +23,7 @@ from torch._inductor.virtualized import V
 
 from piecegraph import Batch, Config, PreparedModel
 from piecegraph.compile.backends import registry
-from piecegraph.compile.passes.graph_pass import GraphPass
+from piecegraph.compile.ir.config import GraphPass
 from piecegraph.compile.plan import plan_builder, split_model
 from piecegraph.tools.bisect import BisectCase, Finding, Step, bisect
 
@@ -88,7 +88,7 @@ class Site:
         )
 
     def config(self, **settings: Any) -> Config:
-        base = {"inputs": {"x": "float32[num_tokens, 4]"}, "attention_support": 3}
+        base = {"inputs": {"x": "float32[num_tokens, 4]"}, "attention": {"support": 3}}
         return Config(**{**base, **self.settings, **settings})
 
     def lower(self, op: Any, fault: Callable[..., Any]) -> None:
@@ -130,12 +130,12 @@ class Fault:
 
 def pass_in_one_range(site: Site) -> BisectCase:
     small = GraphPass("small_only", models.sin_to_cos, max_num_tokens=4)
-    return site.case(user_passes=(small,), compile_ranges=(4,))
+    return site.case(codegen={"passes": {"small": small}, "ranges": (4,)})
 
 
 def pass_at_sizes_of_no_step(site: Site) -> BisectCase:
     small = GraphPass("small_only", models.sin_to_cos, max_num_tokens=4)
-    return site.case(user_passes=(small,), compile_ranges=(4,), sizes=(8,))
+    return site.case(codegen={"passes": {"small": small}, "ranges": (4,)}, sizes=(8,))
 
 
 def lowered(op: Any, other: Any, *args: Any) -> Callable[[Site], BisectCase]:
@@ -195,7 +195,7 @@ def wrong_in_the_whole_graph(site: Site) -> BisectCase:
         return (wrong if any("attention" in str(node.target) for node in nodes) else right)(x)
 
     site.lower(ATEN.relu.default, whole)
-    return site.case(use_inductor_graph_partition=True)
+    return site.case(codegen={"inductor_partition": True})
 
 
 def equal_fingerprints(site: Site) -> BisectCase:
@@ -269,11 +269,13 @@ _LIVE = {"sizes": (4,) * 6, "padding": models.Clobbering}
 _CLOBBERED = "right with all graphs captured at startup; a capture before this step changed layers"
 _MIXED = "its real rows depend on what padding holds"
 FAULTS = [
-    Fault("a pass of the user is wrong", case(user_passes=(models.sin_to_cos,), sizes=(8,)),
+    Fault("a pass of the user is wrong",
+          case(codegen={"passes": {"sin_to_cos": models.sin_to_cos}}, sizes=(8,)),
           "compiler", "sin (faulty_models.py:", 0, "sin_to_cos",
           "right without the pass sin_to_cos", True),
     Fault("the second of two passes is wrong",
-          case(user_passes=(models.harmless, models.sin_to_cos), sizes=(8,)), "compiler",
+          case(codegen={"passes": {"harmless": models.harmless, "sin_to_cos": models.sin_to_cos}},
+               sizes=(8,)), "compiler",
           "sin (faulty_models.py:", 0, "sin_to_cos", "right without the pass sin_to_cos", True),
     Fault("a pass is wrong in one range", pass_in_one_range, "compiler", "sin (faulty_models.py:",
           0, "small_only", "step=1 size=3", True),
@@ -298,18 +300,19 @@ FAULTS = [
           None, 0, compiler=True),
     Fault("different pieces have one fingerprint", equal_fingerprints, "dedupe", None, 1),
     Fault("results of a piece are passed on crossed", crossed_results, "traced graph"),
-    Fault("a guard that does not hold is dropped", case(models.Branching(), guards="drop"),
-          "traced graph", "faulty_models.py:", says="'num_tokens': 8"),
+    Fault("a guard that does not hold is dropped",
+          case(models.Branching(), tracing={"guards": "drop"}), "traced graph",
+          "faulty_models.py:", says="'num_tokens': 8"),
     Fault("a guard cannot be proved", case(models.Branching()), "traced graph",
           says="GuardUnproved"),
     Fault("the model is random", case(models.Unsteady()), "eager",
           says="another result the second time"),
     Fault("rows mix; split at named ops", rows_that_mix(splitting_ops=("faulty::attention",)),
           "PIECEWISE", "mean", 1, says=_MIXED),
-    Fault("rows mix; split at a pattern", rows_that_mix(splitting_patterns=("faulty::att*",)),
+    Fault("rows mix; split at a pattern", rows_that_mix(splitting_ops=("faulty::att*",)),
           "PIECEWISE", "mean", 1, says=_MIXED),
     Fault("rows mix; split by a predicate",
-          rows_that_mix(splitting_predicate=models.split_at_attention), "PIECEWISE", "mean", 1,
+          rows_that_mix(splitting_ops=(models.split_at_attention,)), "PIECEWISE", "mean", 1,
           says=_MIXED),
     Fault("a padding row has a stale slot", case(dump=None, sizes=(4, 3)), "PIECEWISE",
           says="something of an earlier step is left"),

@@ -151,7 +151,7 @@ def test_partitions_of_inductor_are_a_stage_after_that_of_pieces(case, found, mo
     monkeypatch.setattr(registry, "INDUCTOR", eager)
     monkeypatch.setattr(registry.inductor, "compile_uncached", eager.compile)
     said = []
-    settings = {"compiler": "inductor", "use_inductor_graph_partition": True}
+    settings = {"compiler": "inductor", "codegen": {"inductor_partition": True}}
     finding, line = found(case(models.Twice(), **settings), say=said.append)
     assert said[-2:] == ["compiler: right", "partitions: wrong"]
     assert finding.stage == "partitions"
@@ -168,7 +168,7 @@ def test_the_state_is_as_before(case, wrong_pass):
 
 def test_the_script_fails_as_long_as_the_number_is_wrong(case, found, tmp_path):
     script = tmp_path / "wrong.py"
-    _, line = found(case(models.Branching(), guards="drop"), script=script)
+    _, line = found(case(models.Branching(), tracing={"guards": "drop"}), script=script)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert done.stdout.strip() == line, done.stderr

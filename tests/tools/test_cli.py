@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from piecegraph import GraphMode
+from piecegraph import GraphMode, Lazy
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.options import declared_options, flag_of
@@ -131,7 +131,7 @@ def test_options_reach_the_library(library):
     assert main([*QUICK, *arguments.split()]) == 0
     config = library[0].config
     assert config.graph_mode is GraphMode.FULL_DECODE_ONLY
-    assert config.strategy.name == "LAZY"
+    assert config.strategy == Lazy()
     assert (config.capture_sizes, config.compiler, config.level) == ((4, 8), "eager", 2)
     assert (config.cache, config.max_num_tokens, config.max_num_reqs) == (False, 40, 3)
 

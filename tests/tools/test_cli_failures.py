@@ -11,6 +11,7 @@ from importlib.metadata import version
 import pytest
 
 import piecegraph
+from piecegraph import Delayed
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.trace import EXCERPT
@@ -186,21 +187,25 @@ def test_errors_name_what_was_typed(capsys, arguments, named):
 
 
 def test_set_reaches_every_setting(library):
-    settings = ["guards=check", "captures_per_step=3", "compile_ranges=[8,16]", 'padding={"x": 1}']
+    settings = ["tracing.guards=check", "strategy.captures_per_step=3", "codegen.ranges=[8,16]"]
+    settings.append("steps.padding.x=1")
     arguments = [part for each in settings for part in ("--set", each)]
-    assert main([*SMALL, *arguments, "--verify", "none"]) == 0
+    assert main([*SMALL, *arguments, "--strategy", "delayed", "--verify", "none"]) == 0
     config = library[0].config
-    assert (config.guards.value, config.captures_per_step) == ("check", 3)
-    assert config.compile_ranges == (8, 16)
-    assert config.padding == {"x": 1}
+    assert config.tracing.guards.value == "check"
+    assert config.strategy == Delayed(captures_per_step=3)
+    assert config.codegen.ranges == (8, 16)
+    assert config.steps.padding == {"x": 1}
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("nonsense", "NAME=VALUE"),
-        ("captures_per_stp=1", "captures_per_step"),
-        ("captures_per_step=no", "captures_per_step"),
+        ("captures_per_step=1", "did you mean 'strategy.captures_per_step'"),
+        ("strategy.captures_per_step=no", "strategy.captures_per_step"),
+        ("strategy.captures_per_step=2", "strategy.captures_per_step"),  # not with EAGER
+        ("tracing.guards=prov", "did you mean 'prove'"),
         ("max_num_tokens=4", "--max-num-tokens"),
         ("graph_mode=FULL", "--mode"),
         ("cache=false", "--no-cache"),

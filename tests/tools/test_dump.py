@@ -21,7 +21,7 @@ def result(small_config, tmp_path):
     """What a freshly prepared model makes of ones."""
 
     def make(compiler):
-        config = small_config(graph_mode="NONE", compiler=compiler, dump_dir=tmp_path)
+        config = small_config(graph_mode="NONE", compiler=compiler, codegen={"dump_dir": tmp_path})
         return prepare(Model(), config)(torch.ones(2, 4), batch=Batch(2, 2))
 
     return make

@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
-from piecegraph import CaptureStrategy, GraphMode
+from piecegraph import GraphMode
 from piecegraph.compile.bundle.key_factors import weight_forms
+from piecegraph.dispatch import CaptureStrategy
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.run import build_model, on_meta
@@ -151,7 +152,7 @@ def test_what_the_library_refuses_is_one_line_and_exit_status_2(capsys, option, 
 
 def test_a_cold_start_serves_while_a_child_compiles(run, tmp_path):
     empty = str(tmp_path / "empty")
-    report = run("--cold", "serve", "--cache-dir", empty, "--verify", "all", backend="inductor")
+    report = run("--bundle", "serve", "--cache-dir", empty, "--verify", "all", backend="inductor")
     assert report["verification"]["ok"]
     assert report["verification"]["steps"] == report["serving"]["steps"] > 5
     assert report["background"]["state"] in ("compiling", "compiled")

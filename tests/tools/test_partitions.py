@@ -36,13 +36,13 @@ def serve(make_world, make_requests, cache):
         world, events = make_world(), Events()
         config = Config(
             splitting_ops=("piecegraph_reference::paged_attention",),
-            use_inductor_graph_partition=True,
+            codegen={"inductor_partition": True},
             inputs={"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"},
             max_num_tokens=12,
             max_num_reqs=4,
             capture_sizes=(1, 2, 4, 8),
             graph_mode=mode,
-            attention_support=AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+            attention={"support": AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE},
             cache_dir=cache,
         )
         backend = ReplayBackend(ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True))

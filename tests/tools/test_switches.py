@@ -77,15 +77,26 @@ def test_the_environment_turns_parts_off_in_any_engine(monkeypatch, config):
     monkeypatch.setenv("PIECEGRAPH_OFF", "graphs, dedupe")
     prepared = prepare(Model(), config())
     assert prepared.config.graph_mode is GraphMode.NONE
-    assert prepared.config.dedupe is False
+    assert prepared.config.codegen.passes == {"dedupe": False}
     assert prepared.config.compile is True
+
+
+def flat(settings, prefix=""):
+    """Settings by dotted name."""
+    named = {}
+    for name, value in settings.items():
+        inner = isinstance(value, dict) and value and prefix + name != "inputs"
+        named |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return named
 
 
 def test_a_switch_changes_nothing_but_its_own_settings(config):
     for name, settings in SWITCHES.items():
-        given = config(compiler="inductor", cache=True, use_inductor_graph_partition=True)
-        changed, before = switched_off(given, [name]), given.model_dump()
-        differing = {k for k, v in changed.model_dump().items() if v != before[k]}
+        passes = {"no_op": False, "dedupe": True}
+        codegen = {"inductor_partition": True, "passes": passes}
+        before = config(compiler="inductor", cache=True, codegen=codegen)
+        stated, changed = flat(before.model_dump()), flat(switched_off(before, [name]).model_dump())
+        differing = {k for k, v in changed.items() if v != stated.get(k)}
         assert differing == set(settings)
 
 

@@ -18,14 +18,15 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ... import ForwardContext, PreparedModel, forward_context
 from ...compile.debug import DebugPiece, compile_graph, debug_pieces, passes_of, static_sizes
+from ...config import compile_config
 from ...runtime.steps.binding import at
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves, tree_map_only
 from .case import BisectCase, first_wrong
 from .observe import Ran, splitting_ops
 
 if TYPE_CHECKING:
+    from ...compile.ir.config import GraphPass
     from ...compile.ir.plan import Plan
-    from ...compile.passes.graph_pass import GraphPass
 
 _ALLOCATIONS = (
     torch.empty,
@@ -102,9 +103,10 @@ class PieceSearch:
     def __init__(self, case: BisectCase, prepared: PreparedModel) -> None:
         self._case = case
         self._prepared = prepared
+        self._config = compile_config(case.config)
         examples = None if case.config.inputs else _arguments(case, 0)
         device = next(iter(case.model.parameters()), torch.empty(0)).device
-        self.pieces: list[DebugPiece] = debug_pieces(case.model, case.config, device, examples)
+        self.pieces: list[DebugPiece] = debug_pieces(case.model, self._config, device, examples)
 
     def find(self, use: int, *, step: int, num_tokens: int) -> tuple[str | None, str | None, str]:
         """Operator, pass and note for the piece of `use`, which is wrong in `step`."""
@@ -115,7 +117,7 @@ class PieceSearch:
         self, piece: DebugPiece, values: list[Any], num_tokens: int
     ) -> tuple[str | None, str | None, str]:
         """The same for a piece on given inputs."""
-        passes = passes_of(piece, self._case.config, num_tokens)
+        passes = passes_of(piece, self._config, num_tokens)
         nodes = [node for node in piece.graph.graph.nodes if node.op.startswith("call_")]
 
         def is_wrong(count: int, used: Sequence[GraphPass]) -> bool:
@@ -194,9 +196,9 @@ class PieceSearch:
                 compiled = compile_graph(
                     GraphModule(graph, copied),
                     piece.inputs,
-                    case.config,
+                    self._config,
                     passes=passes,
-                    sizes=static_sizes(piece, case.config, num_tokens),
+                    sizes=static_sizes(piece, self._config, num_tokens),
                 )
                 got = tree_leaves(compiled(_copied(values)))
             except Exception:

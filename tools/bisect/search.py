@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import Decision, PreparedModel
+from ...config import compile_config
 from ...dispatch import default_capture_sizes
 from ...errors import InvalidSetting, PieceFailed, PiecegraphError
 from .case import BisectCase, Finding, Wrong, first_wrong, load_case, write_script
@@ -219,7 +220,8 @@ class _Search:
         """Run each unique piece at sizes that steps may not have, and compare it with its graph."""
         config = self.case.config.changed(**stage.settings)
         search = PieceSearch(replace(self.case, config=config), prepared)
-        low, high = config.limits("num_tokens")
+        compiling = compile_config(config)
+        low, high = compiling.limits("num_tokens")
         ranges = prepared.compiled.plan.ranges
         sizes = {1, 2, 3, *PRIMES, *(end for each in ranges for end in (each.low, each.high))}
         sizes |= {step.batch.num_tokens for step in self.case.steps}
@@ -230,7 +232,7 @@ class _Search:
             (interval,) = (each for each in ranges if each.low <= size <= each.high)
             for index, artifact in enumerate(interval.artifacts):
                 piece, fn = search.pieces[index], prepared.compiled.pieces[artifact]
-                values = piece.sizes(config, size)
+                values = piece.sizes(compiling, size)
                 try:
                     difference = piece.difference(fn, values)
                 except Exception:  # an op inside needs more than generated inputs

@@ -23,15 +23,15 @@ from typing import Any
 
 from ... import (
     BatchDescriptor,
-    CaptureStrategy,
     Config,
+    Eager,
     GraphMode,
     PreparedModel,
     RuntimeMode,
     cache_root,
     prepare,
 )
-from ...dispatch import level_defaults
+from ...dispatch import CaptureStrategy, level_defaults
 from .case import BisectCase
 
 EAGER, TRACED, SPLIT, DEDUPE = "eager", "traced graph", "split", "dedupe"
@@ -56,12 +56,12 @@ def stages(config: Config) -> Iterator[Stage]:
         yield from _compiled_stages(config)
     mode = _requested_mode(config)
     if mode is not GraphMode.NONE:
-        if config.cuts():
+        if config.splitting_ops:
             yield Stage(PIECEWISE, {"graph_mode": GraphMode.PIECEWISE})
-        if not config.cuts() or mode is not GraphMode.PIECEWISE:
+        if not config.splitting_ops or mode is not GraphMode.PIECEWISE:
             yield Stage(FULL, {})
-        if config.strategy is not CaptureStrategy.EAGER:
-            yield Stage(config.strategy.name, {"strategy": config.strategy})
+        if not isinstance(config.strategy, Eager):
+            yield Stage(config.strategy.kind.name, {"strategy": config.strategy})
 
 
 def _requested_mode(config: Config) -> GraphMode:
@@ -73,31 +73,30 @@ def _requested_mode(config: Config) -> GraphMode:
 
 def _compiled_stages(config: Config) -> Iterator[Stage]:
     """The stages without graphs."""
-    split = {"graph_mode": GraphMode.NONE, "use_inductor_graph_partition": False}
+    split = {"graph_mode": GraphMode.NONE, "codegen.inductor_partition": False}
     uncached = {**split, "cache": False}
     eager = {**uncached, "compiler": "eager"}
-    whole = {"splitting_ops": (), "splitting_patterns": (), "splitting_predicate": None}
-    yield Stage(TRACED, {**eager, **whole})
-    if config.cuts():
-        yield Stage(SPLIT, {**eager, "dedupe": False})
-        if config.dedupe:
+    yield Stage(TRACED, {**eager, "splitting_ops": ()})
+    if config.splitting_ops:
+        yield Stage(SPLIT, {**eager, "codegen.passes.dedupe": False})
+        if config.codegen.passes.get("dedupe", True):
             yield Stage(DEDUPE, eager)
     if config.compiler != "eager":
         yield Stage(COMPILER, uncached)
     if config.cache and config.compiler == "inductor":
         yield Stage(WARM, split)
-    if config.use_inductor_graph_partition:
+    if config.codegen.inductor_partition:
         yield Stage(PARTITIONS, {"graph_mode": GraphMode.NONE})
 
 
 def with_own_cache(case_config: Config, folder: Path) -> Config:
     """The same settings with `folder` as the cache; the user's cache is only read, as a layer."""
     root = cache_root(case_config)
-    if root is None:
+    if root is None or not case_config.cache:
         return case_config
     users = ({"at": str(root), "trust": "anybody"},) if root.is_dir() else ()
-    layers = (*users, *case_config.cache_layers)
-    return case_config.changed(cache_dir=folder, cache_layers=layers)
+    layers = (*users, *case_config.cache.layers)
+    return case_config.changed(cache_dir=folder, cache={"layers": layers})
 
 
 @contextmanager
@@ -108,7 +107,7 @@ def prepared_for(
 
     At the stage of the warm cache it is prepared twice, so that the second comes from a bundle.
     """
-    config = case.config.changed(**{"strategy": CaptureStrategy.EAGER, **stage.settings})
+    config = case.config.changed(**{"strategy": Eager(), **stage.settings})
     if stage.name == WARM:
         _prepare(case, config).close()
     prepared = _prepare(case, config)

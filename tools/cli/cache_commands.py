@@ -253,8 +253,8 @@ def _refuse_unkept(options: RunOptions, config: Config) -> None:
             "the compiler 'eager' keeps nothing",
         ),
         (
-            config.dump_dir is not None,
-            ("--dump-dir", str(config.dump_dir)),
+            config.codegen.dump_dir is not None,
+            ("--dump-dir", str(config.codegen.dump_dir)),
             "with a dump directory nothing is kept",
         ),
     )

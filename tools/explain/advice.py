@@ -57,7 +57,7 @@ def _background(facts: Facts) -> Advice:
     if background and background["state"] == "failed":
         yield (
             f"the model is served uncompiled: {background['failures'][-1]['reason']}",
-            "Correct the cause; without cold=serve the same start raises the error.",
+            "Correct the cause; without bundle=serve the same start raises the error.",
         )
 
 

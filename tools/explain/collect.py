@@ -49,7 +49,7 @@ def collect(
         "steps": split_graph(prepared),
         "pieces": pieces(prepared),
         "guards": guards(prepared),
-        "policy": prepared.config.guards.value,
+        "policy": prepared.config.tracing.guards.value,
         "captures": captures(prepared),
         "memory": used[-1].facts() if used else {"recordings": 0, "used": 0, "free": 0},
         "ledger": report["memory"],

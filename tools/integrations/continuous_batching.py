@@ -39,7 +39,7 @@ def accelerate(
     base = model.base_model
     mode = "NONE" if model.device.type == "cpu" else "PIECEWISE"
     config = (config or Config(graph_mode=mode)).changed(
-        inputs=INPUTS, splitting_ops=(SPLITTING_OP,), attention_support="NEVER"
+        inputs=INPUTS, splitting_ops=(SPLITTING_OP,), attention={"support": "NEVER"}
     )
     attention, use_cache = model.config._attn_implementation, base.config.use_cache
     try:

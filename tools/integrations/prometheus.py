@@ -111,7 +111,7 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
                 __version__,
                 version("torch"),
                 prepared.resolved.mode.value,
-                prepared.config.strategy.value,
+                prepared.config.strategy.kind.value,
                 prepared.config.compiler,
             ): 1
         },
@@ -119,7 +119,7 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
     background = background_facts(prepared.records)
     yield _gauge(
         "piecegraph_serving_uncompiled",
-        "1 while the model is served uncompiled because of cold='serve'.",
+        "1 while the model is served uncompiled because of bundle='serve'.",
         (),
         {(): int(background is not None and background["state"] != "compiled")},
     )

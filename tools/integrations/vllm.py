@@ -181,25 +181,23 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
     )
     given = vllm_config.additional_config
     splitting_ops = tuple(compilation.splitting_ops or ATTENTION_OPS)
-    return Config(
-        **{
-            "max_num_tokens": scheduler.max_num_batched_tokens,
-            "max_num_reqs": scheduler.max_num_seqs,
-            # vLLM registers the ops of a layer with the first model that has it
-            "splitting_ops": tuple(name for name in splitting_ops if _is_registered(name)),
-            "attention_support": "NEVER",
-            "padding_limit": PaddingLimit(tokens=0),  # vLLM pads, and its metadata with it
-            "graph_mode": "PIECEWISE" if piecewise else "NONE",
-            "capture_sizes": tuple(compilation.cudagraph_capture_sizes) if piecewise else None,
-            "inductor_options": {
-                name: value
-                for name, value in compilation.inductor_compile_config.items()
-                if isinstance(value, bool | int | str) and name != "enable_auto_functionalized_v2"
-            },
-            **(given.get("piecegraph", {}) if isinstance(given, dict) else {}),
-            "inputs": inputs,
-        }
+    options = {
+        name: value
+        for name, value in compilation.inductor_compile_config.items()
+        if isinstance(value, bool | int | str) and name != "enable_auto_functionalized_v2"
+    }
+    config = Config(
+        inputs=inputs,
+        max_num_tokens=scheduler.max_num_batched_tokens,
+        max_num_reqs=scheduler.max_num_seqs,
+        splitting_ops=tuple(name for name in splitting_ops if _is_registered(name)),
+        attention={"support": "NEVER"},
+        sizes={"padding_limit": PaddingLimit(tokens=0)},
+        graph_mode="PIECEWISE" if piecewise else "NONE",
+        capture_sizes=tuple(compilation.cudagraph_capture_sizes) if piecewise else None,
+        codegen={"inductor_options": options},
     )
+    return config.changed(**(given.get("piecegraph", {}) if isinstance(given, dict) else {}))
 
 
 def _is_registered(op: str) -> bool:

@@ -3,7 +3,6 @@
 # ruff: noqa: RUF009 - `option` returns a dataclass field
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import json
 import sys
@@ -22,7 +21,7 @@ from .trace import EXCERPT
 
 BACKENDS = ("inductor", "eager")
 DTYPES = ("float32", "float16", "bfloat16")
-COLD = ("compile", "serve")
+BUNDLE = ("use", "serve", "force")
 VERIFY = ("none", "sample", "all")
 LARGEST_SCALE = 10_000
 SWITCH_NAMES = ("all", "compile", "graphs", "inductor", "cache", "dedupe", "guard-proof")
@@ -168,7 +167,7 @@ def parse_setting(name: str, text: str) -> tuple[str, Any]:
     setting, equals, value = text.partition("=")
     if not equals:
         raise InvalidSetting(
-            name=name, value=text, reason="it has no =", expected="NAME=VALUE, as in guards=check"
+            name=name, value=text, reason="it has no =", expected="NAME=VALUE, as in compiler=eager"
         )
     if setting in OWN_OPTIONS:
         raise InvalidSetting(
@@ -177,22 +176,14 @@ def parse_setting(name: str, text: str) -> tuple[str, Any]:
             reason="the setting has an option of its own",
             expected=f"the option {OWN_OPTIONS[setting]}",
         )
-    from ...runtime.config import Config
+    from ...config import Config
 
-    if setting not in Config.model_fields:
-        near = difflib.get_close_matches(setting, Config.model_fields, n=3, cutoff=0.5)
-        raise InvalidSetting(
-            name=name,
-            value=text,
-            reason="Config has no such setting",
-            expected=f"one of {', '.join(near)}" if near else "a name from docs/config.md",
-        )
     try:
         parsed = json.loads(value)
     except ValueError:
         parsed = value
-    # rejects wrong values; conflicts between settings are checked later
-    Config(**{setting: parsed})
+    # rejects wrong names and values; conflicts between settings are checked later
+    Config(strategy="lazy").changed(**{setting: parsed})
     return setting, parsed
 
 
@@ -206,8 +197,8 @@ OWN_OPTIONS = {
     "level": "--level",
     "cache_dir": "--cache-dir",
     "cache": "--no-cache",
-    "cold": "--cold",
-    "dump_dir": "--dump-dir",
+    "bundle": "--bundle",
+    "codegen.dump_dir": "--dump-dir",
 }
 """Settings of Config that an option other than `--set` states."""
 
@@ -270,10 +261,10 @@ class RunOptions:
         None, "Where artifacts are kept.", typed=str | None, parse=cache_folder, metavar="PATH"
     )
     no_cache: bool = option(False, "Neither read nor store.")
-    cold: str = option(
-        "compile",
-        "Without a bundle: compile first, or serve meanwhile.",
-        parse=one_of(COLD),
+    bundle: str = option(
+        "use",
+        "Without a bundle: compile first (use), serve meanwhile, or fail (force).",
+        parse=one_of(BUNDLE),
         panel="Cache and compiling",
     )
     block_size: int = option(16, "Tokens a KV-cache block.", min=1, max=2**13, panel="Engine")
@@ -314,7 +305,7 @@ class RunOptions:
     )
     set: tuple[tuple[str, Any], ...] = option(
         (),
-        "Any other setting of Config, the value as JSON or text. Repeatable.",
+        "Any other setting of Config: tracing.guards=check, the value as JSON or text. Repeatable.",
         typed=list[str] | None,
         parse=lambda name, values: tuple(parse_setting(name, value) for value in values),
         metavar="NAME=VALUE",

@@ -108,10 +108,9 @@ def start_service(
         config = library_config(options, model)
         if isinstance(buffers, Buckets):
             config = config.changed(
-                buckets=buffers.planned,
-                bucket_limits=buffers.limits,
+                sizes={"buckets": buffers.planned, "bucket_limits": buffers.limits},
                 graph_mode=GraphMode.FULL,
-                attention_support=AttentionSupport.ALWAYS,
+                attention={"support": AttentionSupport.ALWAYS},
             )
         prepared = prepare(
             model,
@@ -225,19 +224,19 @@ def library_config(options: RunOptions, model: Any = None) -> Config:
         "level": options.level,
         "capture_sizes": options.capture_sizes,
         "cache_dir": options.cache_dir,
-        "dump_dir": options.dump_dir,
     }
     chosen = {name: value for name, value in left_to_the_library.items() if value is not None}
     inputs, support = INPUTS, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    variants: dict[str, Any] = {}
     if options.speculate:
         support = AttentionSupport.UNIFORM_BATCH
-        chosen |= {"query_lens": (1,), "speculation_schedule": draft_schedule(options)}
+        variants |= {"query_lens": 1, "speculation_schedule": draft_schedule(options)}
     if options.lora:
         inputs = {**INPUTS, **lora.INPUTS}
-        chosen |= {"max_loras": options.lora, "lora_graphs": "by_count"}
-        chosen |= {"symbol_limits": {"num_loras": (0, options.lora + 1)}}
-        chosen |= {"padding": {"lora_rows": -1}}
-    own = {"splitting_ops": (SPLITTING_OP,), "inputs": inputs, "attention_support": support}
+        variants |= {"max_loras": options.lora, "lora_graphs": "by_count"}
+        chosen["tracing"] = {"symbol_limits": {"num_loras": (0, options.lora + 1)}}
+        chosen["steps"] = {"padding": {"lora_rows": -1}}
+    own = {"splitting_ops": (SPLITTING_OP,), "inputs": inputs, "attention": {"support": support}}
     config = Config(
         **(own if options.hf is None else model.settings),
         max_num_tokens=options.max_num_tokens,
@@ -245,7 +244,9 @@ def library_config(options: RunOptions, model: Any = None) -> Config:
         strategy=options.strategy,
         compiler=options.backend,
         cache=not options.no_cache,
-        cold=options.cold,
+        bundle=options.bundle,
+        codegen={"dump_dir": options.dump_dir},
+        variants=variants,
         **chosen,
     )
     return switched_off(config.changed(**dict(options.set)), options.off)

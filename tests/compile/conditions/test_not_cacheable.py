@@ -114,7 +114,7 @@ def test_report_names_the_setting_that_has_no_description(
         compiler="text",
         inputs={"input": "float32[num_tokens, 8]"},
         graph_mode="NONE",
-        user_passes=(Pass(),),
+        codegen={"passes": {"own": Pass()}},
         cache_dir=tmp_path,
     )
     prepared = prepare(torch.nn.Linear(8, 8), config)

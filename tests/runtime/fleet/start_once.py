@@ -2,7 +2,7 @@
 
 Each argument after CACHE is one start. `ahead` builds libraries afterwards; `rank` is (rank, size,
 rendezvous file) of a start among several; `factory` is the number of layers of the model that a
-child makes; other options are settings of `Config`. With `cold="serve"` steps run until compiled
+child makes; other options are settings of `Config`. With `bundle="serve"` steps run until compiled
 code serves.
 """
 

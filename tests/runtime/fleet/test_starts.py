@@ -39,7 +39,7 @@ def test_starts_without_a_compiler_and_without_torch_caches(
 def test_code_in_partitions_is_recorded_in_a_process_without_a_compiler(
     start_once: StartOnce, bare: dict[str, str], tmp_path: Path
 ) -> None:
-    cut = {"use_inductor_graph_partition": True, "layers": 3}
+    cut = {"codegen": {"inductor_partition": True}, "layers": 3}
     assert not start_once(tmp_path / "cache", **cut)["hit"]
     outcome = start_once(
         tmp_path / "cache", bare, bundle="force", graph_mode="PIECEWISE", capture_sizes=[4], **cut
@@ -101,7 +101,7 @@ def test_vllm_57423_no_rank_loads_where_one_lacks_the_bundle(
 def test_a_child_that_is_no_fork_compiles_a_model_without_weights(
     start_once: StartOnce, tmp_path: Path
 ) -> None:
-    outcome = start_once(tmp_path / "cache", cold="serve", factory=4)
+    outcome = start_once(tmp_path / "cache", bundle="serve", factory=4)
     assert outcome["background"]["state"] == "compiled", outcome["background"]
     assert outcome["error_of_results"] < 1e-4
 
@@ -110,7 +110,7 @@ def test_a_child_that_is_no_fork_compiles_a_model_without_weights(
 def test_a_function_that_makes_another_model_is_named(
     start_once: StartOnce, tmp_path: Path
 ) -> None:
-    outcome = start_once(tmp_path / "cache", cold="serve", factory=5)
+    outcome = start_once(tmp_path / "cache", bundle="serve", factory=5)
     (failure,) = outcome["background"]["failures"]
     assert "another key: weights.layers.4.inner.bias: <absent> ->" in failure["reason"]
     assert outcome["error_of_results"] == 0
@@ -120,7 +120,7 @@ def test_a_function_that_makes_another_model_is_named(
 def test_a_machine_without_a_compiler_serves_uncompiled(
     start_once: StartOnce, bare: dict[str, str], tmp_path: Path
 ) -> None:
-    outcome = start_once(tmp_path / "cache", bare, cold="serve")
+    outcome = start_once(tmp_path / "cache", bare, bundle="serve")
     assert outcome["background"]["state"] == "failed"
     assert "compiler" in outcome["background"]["failures"][-1]["reason"].lower()
     assert outcome["error_of_results"] == 0
@@ -131,8 +131,9 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
         "import sys, os, signal; sys.argv[1:] = []\n"
         "import start_once as s\n"
         "from pathlib import Path\n"
-        "settings = dict(inputs={'x': 'float32[num_tokens, 16]'}, cold='serve', max_num_tokens=64,"
-        f" splitting_ops=('piecegraph_fleet::mix',), cache_dir=Path({str(tmp_path / 'cache')!r}))\n"
+        "settings = dict(inputs={'x': 'float32[num_tokens, 16]'}, bundle='serve',"
+        " max_num_tokens=64, splitting_ops=('piecegraph_fleet::mix',),"
+        f" cache_dir=Path({str(tmp_path / 'cache')!r}))\n"
         "prepared = s.prepare(s.Small(4).eval(), s.Config(**settings))\n"
         "print(prepared._gate.background._child, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

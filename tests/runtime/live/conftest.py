@@ -86,7 +86,7 @@ def compiled(attend_op: str) -> tuple[Config, CompiledModel]:
         Model(),
         splitting_ops=(attend_op,),
         inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
-        padding={"x": float("nan")},
+        steps={"padding": {"x": float("nan")}},
         max_num_tokens=MAX_TOKENS,
         max_num_reqs=MAX_TOKENS,
     )

@@ -79,29 +79,28 @@ LENGTHS = ((1,), (1, 1, 1), (5,), (3, 1), (16,), (1,) * 8, (2, 7))
 def serve_cold(
     attend_op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., LiveServed]]:
-    """A model prepared with `cold="serve"` on an empty cache."""
+    """A model prepared with `bundle="serve"` on an empty cache."""
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
     served: list[PreparedModel] = []
 
     def serve(
         model: nn.Module | None = None, ranks: Ranks | None = None, **settings: Any
     ) -> LiveServed:
-        chosen: dict[str, Any] = {
-            "splitting_ops": (attend_op,),
-            "inputs": {"x": f"float32[num_tokens, {HIDDEN}]"},
-            "padding": {"x": float("nan")},
-            "max_num_tokens": MAX_TOKENS,
-            "max_num_reqs": MAX_TOKENS,
-            "graph_mode": "PIECEWISE",
-            "capture_sizes": (2, 4, 8),
-            "compiler": "texts",
-            "cache_dir": tmp_path / "cache",
-            "cold": "serve",
-            **settings,
-        }
+        config = Config(
+            splitting_ops=(attend_op,),
+            inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
+            steps={"padding": {"x": float("nan")}},
+            max_num_tokens=MAX_TOKENS,
+            max_num_reqs=MAX_TOKENS,
+            graph_mode="PIECEWISE",
+            capture_sizes=(2, 4, 8),
+            compiler="texts",
+            cache_dir=tmp_path / "cache",
+            bundle="serve",
+        ).changed(**settings)
         model, stage = model or Model(), Stage()
         prepared = prepare(
-            model, Config(**chosen), layers={"stage": stage}, backend=strict_backend(), ranks=ranks
+            model, config, layers={"stage": stage}, backend=strict_backend(), ranks=ranks
         )
         served.append(prepared)
 
@@ -139,7 +138,7 @@ def child_of(served: LiveServed) -> int | None:
 def test_steps_are_right_before_and_after_the_switch(
     serve_cold: Callable[..., LiveServed], strategy: str
 ) -> None:
-    served = serve_cold(strategy=strategy, after_seal="raise")
+    served = serve_cold(strategy=strategy, steps={"after_seal": "raise"})
     served.prepared.capture()
     served.prepared.seal()
     kept = torch.zeros(1)
@@ -166,7 +165,7 @@ def test_steps_are_right_before_and_after_the_switch(
 def test_graphs_are_captured_between_the_steps_after_the_switch(
     serve_cold: Callable[..., LiveServed], strategy: str
 ) -> None:
-    served = serve_cold(strategy=strategy, captures_per_step=1)
+    served = serve_cold(strategy={"kind": strategy, "captures_per_step": 1})
     served.prepared.capture()
     serve_until_over(served)
     captured = [0]
@@ -189,7 +188,7 @@ def test_probes_of_a_memory_limit_run_between_steps_too(
         return record(graphs, graph_index, session)
 
     monkeypatch.setattr(GraphSet, "record", counted)
-    served = serve_cold(memory_limit=10**9, captures_per_step=1)
+    served = serve_cold(steps={"memory_limit": 10**9})
     served.prepared.capture()
     serve_until_over(served)
     per_step = [len(recorded)]
@@ -207,7 +206,7 @@ def test_probes_of_a_memory_limit_run_between_steps_too(
 def test_who_closes_while_a_forecast_is_made_leaves_no_graph(
     serve_cold: Callable[..., LiveServed],
 ) -> None:
-    served = serve_cold(memory_limit=10**9)
+    served = serve_cold(steps={"memory_limit": 10**9})
     served.prepared.capture()
     serve_until_over(served)
     served.step(16)
@@ -220,7 +219,7 @@ def test_who_closes_while_a_forecast_is_made_leaves_no_graph(
 def test_the_startup_set_after_the_switch_is_not_evicted(
     serve_cold: Callable[..., LiveServed],
 ) -> None:
-    served = serve_cold(strategy="lazy", lazy_bytes=1)
+    served = serve_cold(strategy={"kind": "lazy", "max_bytes": 1})
     served.prepared.capture()
     serve_until_over(served)
     for _ in range(3):
@@ -362,7 +361,7 @@ def test_a_model_that_cannot_be_compiled_is_served_uncompiled(
     served.step(3)
     served.step(12)
     with pytest.raises(GuardUnproved):
-        serve_cold(Branches(), cold="compile", **alone)
+        serve_cold(Branches(), bundle="use", **alone)
 
 
 @pytest.mark.compile

@@ -76,8 +76,8 @@ def prepared_for(model: nn.Module, mode: GraphMode | None, **settings: Any) -> P
         capture_sizes=(2, 4, 8),
         graph_mode=mode,
         cache=False,
-        **{"attention_support": "UNIFORM_SINGLE_TOKEN_DECODE", **settings},
-    )
+        attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
+    ).changed(**settings)
     prepared = prepare(model, config, backend=strict_backend())
     prepared.capture(lambda descriptor, mode: {"scale": torch.tensor(1.0)})
     return prepared

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph import Batch, CaptureStrategy, Config, GraphMode, get_forward_context
+from piecegraph import Batch, Config, GraphMode, get_forward_context
 from piecegraph.compile.ir.plan import Check
 from piecegraph.compile.plan.compiled_model import CompiledModel, bind
+from piecegraph.dispatch import CaptureStrategy
 from piecegraph.errors import (
     AllCapturesFailed,
     CaptureFailed,
@@ -91,7 +92,9 @@ def no_metadata(descriptor: Any, mode: Any) -> Any:
     raise RuntimeError("block table is full")
 
 
-@pytest.mark.parametrize("settings", [{}, {"memory_limit": 0.5}, {"strategy": "delayed"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"steps": {"memory_limit": 0.5}}, {"strategy": "delayed"}]
+)
 def test_metadata_that_cannot_be_made_is_the_callers_error(
     serve: Callable[..., Any], settings: dict[str, Any]
 ) -> None:
@@ -107,7 +110,7 @@ def test_metadata_that_cannot_be_made_is_the_callers_error(
     assert served.step(1, 1).startswith("FULL")
 
 
-@pytest.mark.parametrize("settings", [{}, {"memory_limit": 0.5}])
+@pytest.mark.parametrize("settings", [{}, {"steps": {"memory_limit": 0.5}}])
 @pytest.mark.parametrize("call", ["capture", "warm_up"])
 def test_a_layer_that_prepare_was_not_given_is_the_callers_error(
     serve: Callable[..., Any], settings: dict[str, Any], call: str
@@ -280,7 +283,7 @@ def test_a_dummy_batch_gives_the_context_its_layers_back(serve: Callable[..., An
 
 
 def test_failure_28_a_nan_of_an_earlier_step_is_in_no_padding(serve: Callable[..., Any]) -> None:
-    served = serve(padding={"x": "zero"})
+    served = serve(steps={"padding": {"x": "zero"}})
     served.prepared.capture()
     batch = served.batch(5, 3)
     served.prepared.run(served.prepared.dispatch(batch), torch.full((8, 4), float("nan")))
@@ -353,7 +356,7 @@ def test_a_step_of_the_model_itself_has_a_context_and_is_counted(
     plan = made.plan.model_copy(update={"checks": checks})
     prepared = prepare_on_replay(
         bind(plan, made.pieces, Itself(), from_bundle=False),
-        config.changed(broken_guard="eager"),
+        config.changed(tracing={"guards": "fallback"}),
         GraphMode.FULL,
         (4,),
         {"stage": Stage()},

@@ -76,13 +76,10 @@ def prepared_for(op: Callable[..., None], *, poison: bool = True, **settings: An
         max_num_reqs=8,
         capture_sizes=(2, 4),
         cache=False,
-        **{
-            "compiler": "eager",
-            "graph_mode": "FULL",
-            "attention_support": "ALWAYS",
-            **settings,
-        },
-    )
+        compiler="eager",
+        graph_mode="FULL",
+        attention={"support": "ALWAYS"},
+    ).changed(**settings)
     backend = ReplayBackend(ReplayOptions(poison_before_replay=poison))
     return prepare(Model(op), config, backend=backend, layers={"factor": 2.0})
 
@@ -122,7 +119,7 @@ def test_what_is_the_same_object_in_each_step_may_be_read() -> None:
 
 def test_a_splitting_op_that_declares_nothing_sees_the_metadata_of_each_step() -> None:
     """By default no graph freezes what the op reads in Python, not even in decode."""
-    settings = {"splitting_ops": ("faithful_tests::scaled",), "attention_support": None}
+    settings = {"splitting_ops": ("faithful_tests::scaled",), "attention": {"support": None}}
     prepared = prepared_for(scaled, graph_mode=None, **settings)
     prepared.capture(lambda descriptor, mode: 5.0)
     batch = Batch(2, 2, is_decode=True, query_len=1)

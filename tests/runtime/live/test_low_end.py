@@ -100,13 +100,13 @@ def test_model_that_computes_something_else_for_small_batches_is_refused() -> No
 
 def test_user_states_the_low_end() -> None:
     model = Recurrent(lambda linear, x: x * 2)
-    served = prepared(model, min_num_tokens=4)
+    served = prepared(model, tracing={"min_num_tokens": 4})
     x = torch.randn(1, 4)
     padded = torch.cat([x, torch.zeros(3, 4)])
     torch.testing.assert_close(served(x, batch=Batch(1, 1)), model(padded)[:1])
     assert served.dispatch(Batch(1, 1)).descriptor.num_tokens == 4
     with pytest.raises(InvalidSetting, match="above max_num_tokens"):
-        Config(min_num_tokens=5, max_num_tokens=4)
+        Config(tracing={"min_num_tokens": 5}, max_num_tokens=4)
 
 
 def test_check_run_leaves_the_model_as_it_was() -> None:
@@ -150,5 +150,5 @@ def test_guard_that_fails_for_large_sizes_is_no_low_end() -> None:
             return x + 1 if x.shape[0] < 10 else x + 2
 
     with pytest.raises(GuardUnproved) as caught:
-        prepared(Limited(), splitting_ops=(), min_num_tokens=1)
+        prepared(Limited(), splitting_ops=(), tracing={"min_num_tokens": 1})
     assert "min_num_tokens=" in str(caught.value) or "max_num_tokens=" in str(caught.value)

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from piecegraph import CaptureStrategy, GraphMode
+from piecegraph import Delayed, GraphMode, Lazy
+from piecegraph.dispatch import CaptureStrategy
 
 from ..conftest import tensors_alive
 
@@ -27,7 +28,7 @@ def test_failure_25_every_mode_and_strategy(
 ) -> None:
     if mode is GraphMode.FULL:
         # attention here reads nothing but buffers, so that any batch may be one graph
-        served = serve(mode=mode, strategy=strategy, attention_support=3)
+        served = serve(mode=mode, strategy=strategy, attention={"support": 3})
     else:
         served = serve(mode=mode, strategy=strategy)
     served.prepared.capture()
@@ -42,12 +43,18 @@ def test_failure_25_every_mode_and_strategy(
 def test_any_batches_over_any_plan(serve: Callable[..., Any], data: st.DataObject) -> None:
     sizes = sorted(data.draw(st.sets(st.integers(1, 16), min_size=1, max_size=4)))
     modes = st.sampled_from([mode for mode in GraphMode if mode is not GraphMode.FULL])
+    strategies = (
+        "eager",
+        "delayed",
+        Delayed(captures_per_step=2),
+        "lazy",
+        Lazy(captures_per_step=2),
+    )
     served = serve(
         sizes,
         data.draw(modes),
-        strategy=data.draw(st.sampled_from(CaptureStrategy)),
-        captures_per_step=data.draw(st.integers(1, 2)),
-        padding={"x": data.draw(st.sampled_from(["zero", "repeat", "keep", 7.5]))},
+        strategy=data.draw(st.sampled_from(strategies)),
+        steps={"padding": {"x": data.draw(st.sampled_from(["zero", "repeat", "keep", 7.5]))}},
     )
     served.prepared.capture()
     lengths = st.lists(st.integers(1, 16), min_size=1, max_size=16).filter(lambda n: sum(n) <= 16)

@@ -91,13 +91,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(cache: Path, mode: GraphMode, **settings: Any) -> Config:
     return Config(
         splitting_ops=OPS,
-        use_inductor_graph_partition=True,
+        codegen={"inductor_partition": True},
         inputs={"x": "float32[num_tokens, 4]"},
         max_num_tokens=16,
         max_num_reqs=16,
         capture_sizes=(2, 4, 8),
         graph_mode=mode,
-        attention_support=AttentionSupport.ALWAYS,
+        attention={"support": AttentionSupport.ALWAYS},
         cache_dir=cache,
         **settings,
     )

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from piecegraph import (
     Batch,
     BatchDescriptor,
-    CaptureStrategy,
     Config,
     Decision,
     ForwardContext,
@@ -30,9 +29,9 @@ from piecegraph import (
     get_forward_context,
 )
 from piecegraph.compile.plan.compiled_model import CompiledModel, bind
-from piecegraph.dispatch import NO_GRAPH, Axis, Reason
+from piecegraph.dispatch import NO_GRAPH, Axis, CaptureStrategy, Reason
+from piecegraph.dispatch.settings import LoraGraphs
 from piecegraph.errors import BatchInvalid, DecisionNotPossible, NoModeLeft
-from piecegraph.runtime.config import LoraGraphs
 
 from ..conftest import compile_once, prepare_on_replay
 
@@ -98,7 +97,7 @@ def compiled(temporary_op: Callable[..., str]) -> tuple[Config, CompiledModel]:
         inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
         max_num_tokens=MAX_TOKENS,
         max_num_reqs=MAX_TOKENS,
-        attention_support="ALWAYS",
+        attention={"support": "ALWAYS"},
     )
 
 
@@ -135,7 +134,7 @@ class Engine:
         try:
             followed = self.prepared.dispatcher.follow(decision.graph_index, theirs)
         except DecisionNotPossible:  # too much padding
-            assert self.prepared.config.padding_limit is not None
+            assert self.prepared.config.sizes.padding_limit is not None
             return
         x, host = torch.randn(num_tokens, HIDDEN), Host(batch.num_loras, **(batch.axes or {}))
         whole = followed.graph_index != NO_GRAPH and followed.mode is FULL
@@ -155,7 +154,9 @@ class Engine:
 
 @pytest.fixture
 def engine(compiled: tuple[Config, CompiledModel]) -> Callable[..., Engine]:
-    def make(mode: str = "FULL_AND_PIECEWISE", sizes: Any = (4, 8, 12), **settings: Any) -> Engine:
+    def make(
+        mode: str = "FULL_AND_PIECEWISE", graph_sizes: Any = (4, 8, 12), **settings: Any
+    ) -> Engine:
         base, traced = compiled
         model = Model()
         adapters = Adapters(
@@ -163,7 +164,7 @@ def engine(compiled: tuple[Config, CompiledModel]) -> Callable[..., Engine]:
         )
         prepared = prepare_on_replay(
             bind(traced.plan, traced.pieces, model, from_bundle=False),
-            base.changed(**settings), GraphMode(mode), sizes, {"adapters": adapters}, {},
+            base.changed(**settings), GraphMode(mode), graph_sizes, {"adapters": adapters}, {},
         )  # fmt: skip
         prepared.capture(Host.of)
         return Engine(prepared, model, adapters)
@@ -182,7 +183,7 @@ def decode(num_reqs: int, query_len: int = 1, **facts: Any) -> Batch:
 def test_failure_8_lora_batches_have_graphs(
     engine: Callable[..., Engine], graphs: str, cases: list[int]
 ) -> None:
-    it = engine(max_loras=3, lora_graphs=graphs)
+    it = engine(variants={"max_loras": 3, "lora_graphs": graphs})
     for active, case in enumerate(cases):
         for batch, mode in (
             (decode(3, num_loras=active), FULL),
@@ -193,7 +194,7 @@ def test_failure_8_lora_batches_have_graphs(
 
 
 def test_failure_4_each_query_length_has_its_own_full_graphs(engine: Callable[..., Engine]) -> None:
-    it = engine(query_lens=(1, 3))
+    it = engine(variants={"query_lens": (1, 3)})
     for query_len, num_reqs, padded in ((1, 3, 4), (3, 3, 9), (3, 1, 6)):
         decision = it.step(decode(num_reqs, query_len))
         assert (decision.mode, decision.descriptor.num_tokens) == (FULL, padded)
@@ -202,14 +203,14 @@ def test_failure_4_each_query_length_has_its_own_full_graphs(engine: Callable[..
 
 
 def test_decode_of_different_query_lengths_up_to_a_bound(engine: Callable[..., Engine]) -> None:
-    it = engine(query_len=3, traits={"varlen_decode": True})
+    it = engine(variants={"query_lens": 3}, attention={"varlen_decode": True})
     decision = it.step(Batch(7, 3, is_decode=True, max_query_len=3))
     assert (decision.mode, decision.descriptor.max_query_len) == (FULL, 3)
     assert it.step(Batch(7, 2, is_decode=True, max_query_len=4)).mode is PIECEWISE
 
 
 def test_the_number_of_micro_batches_is_in_the_key(engine: Callable[..., Engine]) -> None:
-    it = engine("FULL", axes=(Axis("micro_batches", (1, 2)),))
+    it = engine("FULL", variants={"axes": (Axis("micro_batches", (1, 2)),)})
     for micro in (2, 1, 2):
         decision = it.step(Batch(5, 2, axes={"micro_batches": micro}), Host(0, micro))
         assert (decision.mode, decision.descriptor.axes) == (FULL, (("micro_batches", micro),))
@@ -221,7 +222,7 @@ def test_the_number_of_micro_batches_is_in_the_key(engine: Callable[..., Engine]
 
 def test_the_number_of_prefix_chunks_is_in_the_key(engine: Callable[..., Engine]) -> None:
     """A graph that loops over more chunks than a step has is right: the others are empty."""
-    it = engine("FULL", axes=(Axis("prefix_chunks", (0, 1, 4), rounds_up=True),))
+    it = engine("FULL", variants={"axes": (Axis("prefix_chunks", (0, 1, 4), rounds_up=True),)})
     for chunks, captured in ((0, 0), (1, 1), (2, 4), (4, 4), (0, 0)):
         batch = Batch(5, 2, axes={"prefix_chunks": chunks})
         decision = it.step(batch, Host(prefix_chunks=chunks))
@@ -255,7 +256,7 @@ def test_modes_are_allowed_and_excluded_for_one_step(engine: Callable[..., Engin
 
 
 def test_lazy_captures_a_graph_of_an_allowed_mode(engine: Callable[..., Engine]) -> None:
-    it = engine(strategy="lazy", sizes=(4, 8))
+    it = engine(strategy="lazy", graph_sizes=(4, 8))
     decisions = [it.step(decode(3), excluded_modes={FULL}) for _ in range(3)]
     assert (decisions[-1].mode, decisions[-1].descriptor.num_tokens) == (PIECEWISE, 4)
 
@@ -291,15 +292,19 @@ def random_settings(draw: random.Random) -> dict[str, Any]:
     lengths = sorted(draw.sample(range(1, 5), draw.randint(1, 2)))
     return {
         "mode": draw.choice(list(GraphMode)),
-        "sizes": sorted(draw.sample(range(1, 20), draw.randint(1, 3))),
-        "max_loras": draw.choice((0, 1, 3)),
-        "lora_graphs": draw.choice(list(LoraGraphs)),
-        "query_lens": lengths,
-        "traits": {"varlen_decode": draw.random() < 0.3},
-        "axes": [axes[name] for name in sorted(axes) if draw.random() < 0.4],
-        "padding_limit": draw.choice((None, PaddingLimit(factor=1.5), PaddingLimit(tokens=2))),
+        "graph_sizes": sorted(draw.sample(range(1, 20), draw.randint(1, 3))),
+        "variants": {
+            "max_loras": draw.choice((0, 1, 3)),
+            "lora_graphs": draw.choice(list(LoraGraphs)),
+            "query_lens": lengths,
+            "axes": [axes[name] for name in sorted(axes) if draw.random() < 0.4],
+        },
+        "attention": {"varlen_decode": draw.random() < 0.3},
+        "sizes": {
+            "padding_limit": draw.choice((None, PaddingLimit(factor=1.5), PaddingLimit(tokens=2))),
+            "alignment": draw.choice((1, 1, 2)),
+        },
         "strategy": draw.choice(list(CaptureStrategy)),
-        "size_alignment": draw.choice((1, 1, 2)),
     }
 
 
@@ -333,7 +338,7 @@ def test_all_of_it_together(engine: Callable[..., Engine], seed: int) -> None:
     settings = random_settings(draw)
     it = engine(**settings)
     for _ in range(25):
-        batch = random_batch(draw, settings["axes"])
+        batch = random_batch(draw, settings["variants"]["axes"])
         modes = set(RuntimeMode) if draw.random() < 0.8 else {NONE, draw.choice(list(RuntimeMode))}
         host = Host(batch.num_loras, **(batch.axes or {}))
         decision = it.step(batch, host, allowed_modes=modes)

@@ -56,7 +56,7 @@ def prepared_for(last: Callable[[Tensor], Any], **settings: Any) -> tuple[Prepar
         max_num_reqs=16,
         capture_sizes=(2, 4, 8),
         graph_mode="FULL",
-        attention_support=3,
+        attention={"support": 3},
         cache=False,
         **{"compiler": "eager", **settings},
     )
@@ -118,7 +118,9 @@ def test_the_check_leaves_no_trace() -> None:
 
 def find_mixed_rows_of(model: nn.Module) -> list[Any]:
     config = Config(inputs={"x": "float32[num_tokens, 4]", "ids": "int64[num_tokens]"})
-    config = config.changed(compiler="eager", cache=False, graph_mode="FULL", attention_support=3)
+    config = config.changed(
+        compiler="eager", cache=False, graph_mode="FULL", attention={"support": 3}
+    )
     return prepare(model, config).report()["rows_mixed"]  # type: ignore[no-any-return]
 
 
@@ -176,16 +178,19 @@ class Attends(nn.Module):
 @pytest.mark.parametrize("lookup", [False, True])
 def test_padding_of_another_size_reaches_no_row(lookup: bool) -> None:
     config = Config(
-        inputs={"x": "float32[num_tokens, 4]", "image": "float32[num_patches, 4]",
-                "places": "int64[num_tokens]"},
-        symbol_limits={"num_patches": (1, 8)},
+        inputs={
+            "x": "float32[num_tokens, 4]",
+            "image": "float32[num_patches, 4]",
+            "places": "int64[num_tokens]",
+        },
+        tracing={"symbol_limits": {"num_patches": (1, 8)}},
         max_num_tokens=8,
         capture_sizes=(4, 8),
         graph_mode="FULL",
-        attention_support=3,
+        attention={"support": 3},
         compiler="eager",
         cache=False,
-    )  # fmt: skip
+    )
     model = Attends(lookup)
     prepared = prepare(model, config, backend=strict_backend())
     prepared.capture()

@@ -54,7 +54,7 @@ def prepared(op: str, request: pytest.FixtureRequest) -> PreparedModel:
         max_num_tokens=16,
         max_num_reqs=16,
         capture_sizes=(4, 8),
-        attention_support="ALWAYS",
+        attention={"support": "ALWAYS"},
         graph_mode="FULL_AND_PIECEWISE",
         compile=request.param,
         compiler="eager",

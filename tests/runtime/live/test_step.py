@@ -51,13 +51,13 @@ CONFIG = Config(
         "lengths": "int64[num_reqs]",
         "hidden.x": "float32[num_tokens, 4]",
     },
-    symbol_limits={"num_reqs": (1, 8)},
+    tracing={"symbol_limits": {"num_reqs": (1, 8)}},
     max_num_tokens=8,
     max_num_reqs=8,
     capture_sizes=(4, 8),
     graph_mode=GraphMode.FULL,
-    attention_support=3,
-    padding={"ids": 31, "positions": "repeat", "lengths": "keep", "unused": "zero"},
+    attention={"support": 3},
+    steps={"padding": {"ids": 31, "positions": "repeat", "lengths": "keep", "unused": "zero"}},
     compiler="eager",
     cache=False,
 )
@@ -152,7 +152,11 @@ def test_a_batch_beyond_its_decision_or_the_model_is_refused(
 
 def test_a_padding_policy_for_what_is_no_parameter_is_refused() -> None:
     with pytest.raises(InvalidSetting, match="'idds'"):
-        prepare(Everything(), CONFIG.changed(padding={"idds": "zero"}), examples=arguments(5, 3))
+        prepare(
+            Everything(),
+            CONFIG.changed(steps={"padding": {"idds": "zero"}}),
+            examples=arguments(5, 3),
+        )
 
 
 def test_buffers_of_the_engine_are_read_where_they_are(serve: Callable[..., Any]) -> None:

@@ -35,7 +35,7 @@ def config(**settings: Any) -> Config:
         max_num_reqs=MAX_TOKENS,
         capture_sizes=(2, 4, 8),
         graph_mode="FULL",
-        attention_support=3,
+        attention={"support": 3},
         **{"compiler": "inductor", "cache": False, **settings},
     )
 

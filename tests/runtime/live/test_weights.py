@@ -370,7 +370,7 @@ def test_inner_tensors_of_a_tensor_subclass_are_followed() -> None:
         max_num_reqs=8,
         capture_sizes=(2, 4),
         graph_mode="FULL",
-        attention_support=3,
+        attention={"support": 3},
         compiler="eager",
         cache=False,
     )

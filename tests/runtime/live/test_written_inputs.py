@@ -73,7 +73,7 @@ def prepared_for(
         max_num_tokens=32,
         max_num_reqs=32,
         capture_sizes=(4, 8),
-        attention_support="UNIFORM_SINGLE_TOKEN_DECODE",
+        attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
         cache=False,
         **{"compiler": "eager", **settings},
     )

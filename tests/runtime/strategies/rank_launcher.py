@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from piecegraph import Batch, CaptureStrategy, Config, Dispatcher, GraphMode
-from piecegraph.dispatch import AttentionSupport, make_plan
+from piecegraph import Batch, Config, Dispatcher, GraphMode
+from piecegraph.dispatch import AttentionSupport, CaptureStrategy, make_plan
 from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
 from piecegraph.runtime.graphs.capturer import Capturer
 from piecegraph.runtime.graphs.recorder import record
@@ -94,7 +94,7 @@ def limits_differ(ranks: Ranks, odd: bool) -> list[str]:
 
 
 def start(ranks: Ranks, sizes: tuple[int, ...], support: AttentionSupport | None = None) -> None:
-    settings = {} if support is None else {"attention_support": support}
+    settings = {} if support is None else {"attention": {"support": support}}
     plan = make_plan(GraphMode.FULL, sizes, max_num_reqs=8)
     ranks.agree("start", start_facts(Config(**settings), plan))
 
@@ -126,8 +126,9 @@ def capturer_of(
 
     strategy = CaptureStrategy.EAGER if eager else CaptureStrategy.LAZY
     config = Config(strategy=strategy, **settings)
-    exchange = ranks.exchange
-    return Capturer(config, dispatcher, backend, Records(), Graphs(), exchange), captured
+    limit, exchange = config.steps.memory_limit, ranks.exchange
+    capturer = Capturer(config.strategy, limit, dispatcher, backend, Records(), Graphs(), exchange)
+    return capturer, captured
 
 
 def double(x: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def test_a_test_probe_off_the_line_is_the_margin_of_what_was_not_measured() -> N
 
 
 def test_failure_32_the_forecast_counts_the_shared_part_once(make: Any) -> None:
-    served = make(LADDER, strategy="eager", memory_limit=10**9, options=OPTIONS)
+    served = make(LADDER, strategy="eager", steps={"memory_limit": 10**9}, options=OPTIONS)
     served.prepared.capture()
     told = facts(served, "memory.accuracy")
     assert told["actual"] == served.used
@@ -88,7 +88,7 @@ def test_failure_32_the_forecast_counts_the_shared_part_once(make: Any) -> None:
 
 def test_failure_34_probes_leave_nothing_in_the_pool(make: Any) -> None:
     plain = everything(make)
-    served = make(LADDER, strategy="eager", memory_limit=10**9, options=OPTIONS)
+    served = make(LADDER, strategy="eager", steps={"memory_limit": 10**9}, options=OPTIONS)
     served.prepared.capture()
     assert served.used == plain
     assert served.captures == make_all(make).captures
@@ -116,7 +116,7 @@ def test_a_capture_that_would_pass_the_limit_is_refused_though_nothing_was_prune
 ) -> None:
     monkeypatch.setattr(graph_memory, "prune", lambda *facts: [])
     limit = everything(make) // 2
-    served = make(LADDER, strategy="delayed", memory_limit=limit, options=OPTIONS)
+    served = make(LADDER, strategy="delayed", steps={"memory_limit": limit}, options=OPTIONS)
     served.prepared.capture()
     for _ in range(20):
         served.decode(1)
@@ -149,7 +149,7 @@ def test_no_strategy_ever_exceeds_the_limit(
 ) -> None:
     limit = int(share * (len(LADDER) * 4 * graph_bytes + 10_000))
     options = {"graph_bytes": graph_bytes}
-    served = make(LADDER, strategy=strategy, memory_limit=limit, options=options)
+    served = make(LADDER, strategy=strategy, steps={"memory_limit": limit}, options=options)
     served.prepared.capture()
     assert served.used <= limit
     for is_decode, n in batches:
@@ -198,7 +198,7 @@ def test_what_saves_least_goes_first() -> None:
 
 def test_the_limit_names_what_it_drops_and_the_rest_serves(make: Any) -> None:
     limit = everything(make) // 2
-    served = make(LADDER, strategy="eager", memory_limit=limit, options=OPTIONS)
+    served = make(LADDER, strategy="eager", steps={"memory_limit": limit}, options=OPTIONS)
     served.prepared.capture()
     dropped = facts(served, "memory.forecast")["dropped"]
     assert dropped
@@ -211,7 +211,7 @@ def test_the_limit_names_what_it_drops_and_the_rest_serves(make: Any) -> None:
 
 def test_a_share_of_free_memory_is_a_limit_too(make: Any) -> None:
     free = 2 * everything(make)
-    served = make(LADDER, memory_limit=0.25, options={**OPTIONS, "limit": free})
+    served = make(LADDER, steps={"memory_limit": 0.25}, options={**OPTIONS, "limit": free})
     served.prepared.capture()
     assert facts(served, "memory.forecast")["limit"] == free // 4
     assert 0 < served.used <= free // 4
@@ -236,7 +236,9 @@ def test_the_largest_that_fits_is_captured_at_startup(make: Any, strategy: str) 
 
 
 def lazily(make: Any, graphs: int) -> Any:
-    served = make((1, 2, 4, 8, 64), strategy="lazy", lazy_bytes=graphs * GRAPH, options=OPTIONS)
+    served = make(
+        (1, 2, 4, 8, 64), strategy={"kind": "lazy", "max_bytes": graphs * GRAPH}, options=OPTIONS
+    )
     served.prepared.capture()
     served.prepared.seal()
     return served

@@ -121,10 +121,16 @@ class Rig:
         self.dispatcher = Dispatcher(make_plan(mode, sizes, max_num_reqs=64))
         self.backend, self.records = CurveBackend(), Records()
         self.graphs = CurveGraphs(self.dispatcher, own, working)
-        config = Config(strategy=strategy, memory_limit=limit)
+        config = Config(strategy=strategy, steps={"memory_limit": limit})
         backend: Any = self.backend
         self.capturer = Capturer(
-            config, self.dispatcher, backend, self.records, self.graphs, single_rank
+            config.strategy,
+            config.steps.memory_limit,
+            self.dispatcher,
+            backend,
+            self.records,
+            self.graphs,
+            single_rank,
         )
 
     @property

@@ -33,7 +33,7 @@ def fresh_dynamo() -> Any:
 @pytest.fixture
 def sealed(make: Any) -> Any:
     def make_sealed(after_seal: str = "log", **settings: Any) -> Any:
-        served = make((8,), after_seal=after_seal, **settings)
+        served = make((8,), steps={"after_seal": after_seal}, **settings)
         served.prepared.capture()
         served.prepared.seal()
         made.append(served)
@@ -168,7 +168,7 @@ def test_failure_6_an_unplanned_capture_is_reported(sealed: Any) -> None:
 
 
 def test_captures_of_the_strategy_are_planned(make: Any) -> None:
-    served = make(strategy="lazy", after_seal="raise")
+    served = make(strategy="lazy", steps={"after_seal": "raise"})
     served.prepared.capture()
     served.prepared.seal()
     assert served.decode(2) == "FULL 2"
@@ -270,7 +270,7 @@ def test_failure_6_a_stray_cuda_graph_is_reported(
 
 @pytest.mark.parametrize("strategy", ["eager", "delayed", "lazy"])
 def test_a_dropped_model_is_not_watched_for_and_frees_its_layers(make: Any, strategy: str) -> None:
-    served = make((8,), after_seal="raise", strategy=strategy)
+    served = make((8,), steps={"after_seal": "raise"}, strategy=strategy)
     handlers = logging.getLogger(TRACE_LOGGER).handlers[:]
     begin = ReplayBackend.begin
     prepared = served.prepared

@@ -11,8 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from piecegraph import Batch, CaptureStrategy, GraphMode, RuntimeMode
-from piecegraph.dispatch import make_plan
+from piecegraph import Batch, GraphMode, RuntimeMode
+from piecegraph.config import STRATEGIES
+from piecegraph.dispatch import CaptureStrategy, make_plan
 from piecegraph.errors import BatchInvalid, CaptureAfterSeal
 from piecegraph.runtime.graphs.admitted import CaptureCosts
 from piecegraph.runtime.graphs.wanted import FADE_STEPS, GIVE_UP_AFTER, RETRY_STEPS, CaptureQueue
@@ -54,7 +55,7 @@ def test_delayed_takes_the_current_size_first_then_the_next_largest(make: Any) -
 
 
 def test_delayed_is_sealed_when_everything_is_there(make: Any) -> None:
-    served = make(strategy="delayed", captures_per_step=3)
+    served = make(strategy={"kind": "delayed", "captures_per_step": 3})
     served.prepared.capture()
     served.decode(8)
     served.prepared.capture()
@@ -83,7 +84,7 @@ def test_the_padded_size_decides_not_the_raw_one(make: Any) -> None:
 
 @pytest.mark.parametrize("per_step", [1, 2, 5])
 def test_the_budget_bounds_captures_per_step(make: Any, per_step: int) -> None:
-    served = make(strategy="delayed", captures_per_step=per_step)
+    served = make(strategy={"kind": "delayed", "captures_per_step": per_step})
     served.prepared.capture()
     before = len(served.captures)
     served.decode(1)
@@ -231,9 +232,9 @@ def test_after_release_a_startup_brings_the_same_graphs_back(make: Any) -> None:
 def test_every_step_is_right_under_every_strategy(
     make: Any, strategy: str, per_step: int, failing: Any, batches: Any
 ) -> None:
+    own = "eager" if strategy == "eager" else STRATEGIES[strategy](captures_per_step=per_step)
     served = make(
-        strategy=strategy,
-        captures_per_step=per_step,
+        strategy=own,
         options={"failing_captures": failing},
     )
     served.prepared.capture()

@@ -112,7 +112,9 @@ def test_the_memory_plan_is_known_before_anything_is_captured(make: Any) -> None
 
 
 def test_dropped_sizes_do_not_count_in_the_plan(make: Any) -> None:
-    limited = make((1, 2, 4, 8), memory_limit=5000, options={"graph_bytes": 1000, "limit": 10**6})
+    limited = make(
+        (1, 2, 4, 8), steps={"memory_limit": 5000}, options={"graph_bytes": 1000, "limit": 10**6}
+    )
     assert limited.prepared.memory_plan().graphs <= 5000
 
 
@@ -132,7 +134,7 @@ def needing_metadata(make: Any, **settings: Any) -> Any:
     return served
 
 
-@pytest.mark.parametrize("settings", [{}, {"memory_limit": 10**5}])
+@pytest.mark.parametrize("settings", [{}, {"steps": {"memory_limit": 10**5}}])
 def test_a_plan_without_the_metadata_that_attention_needs_keeps_no_graph_away(
     make: Any, settings: dict[str, Any]
 ) -> None:
@@ -154,7 +156,9 @@ def test_metadata_given_once_holds_for_later_captures(make: Any) -> None:
 
 
 def test_a_plan_and_a_capture_probe_once(make: Any) -> None:
-    served = make((1, 2, 4, 8), memory_limit=10**5, options={"graph_bytes": 1000, "limit": 10**6})
+    served = make(
+        (1, 2, 4, 8), steps={"memory_limit": 10**5}, options={"graph_bytes": 1000, "limit": 10**6}
+    )
     served.prepared.memory_plan()
     probed = len(facts(served, "capture.recorded"))
     assert probed == 10

@@ -39,8 +39,7 @@ INPUTS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
 SETTINGS = {
     "splitting_ops": (SPLITTING_OP,),
     "inputs": INPUTS,
-    # the numbers of tokens of the requests are host values, which a FULL graph would keep
-    "attention_support": AttentionSupport.NEVER,
+    "attention": {"support": AttentionSupport.NEVER},
 }
 """Settings of a `PackedModel` with `attend_packed`: `Config(**SETTINGS, max_num_tokens=…)`."""
 

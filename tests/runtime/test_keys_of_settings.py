@@ -1,0 +1,166 @@
+"""Which keys a setting is in: the trace key, the codegen keys, both or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.compile.bundle.key_factors import codegen_key, machine_key, trace_key
+from piecegraph.config import Config, compile_config
+from piecegraph.dispatch import Axis, BucketLimits, PaddingLimit
+from piecegraph.errors import InvalidFactor, InvalidSetting
+from piecegraph.settings import setting_names
+
+CPU = torch.device("cpu")
+
+
+def other_pass(graph: Any) -> None:
+    graph.lint()
+
+
+def by_name(node: Any) -> bool:
+    return "attention" in node.name
+
+
+BOTH, TRACE, NONE = (True, True), (True, False), (False, False)
+
+OTHER: dict[str, tuple[Any, tuple[bool, bool]]] = {
+    "inputs": ({"x": "float32[num_tokens, 4]"}, TRACE),
+    "max_num_tokens": (77, TRACE),
+    "max_num_reqs": (3, NONE),
+    "splitting_ops": (("a::b",), TRACE),
+    "graph_mode": ("PIECEWISE", NONE),
+    "capture_sizes": ((1, 2), NONE),
+    "strategy": ("lazy", NONE),
+    "strategy.captures_per_step": (3, NONE),
+    "strategy.max_bytes": (3, NONE),
+    "compile": (False, TRACE),
+    "compiler": ("eager", BOTH),
+    "level": (1, NONE),
+    "cache": (False, NONE),
+    "cache.layers": (("/elsewhere",), NONE),
+    "cache.max_bytes": (1 << 20, NONE),
+    "cache_dir": (Path("/elsewhere"), NONE),
+    "bundle": ("force", NONE),
+    "tracing.min_num_tokens": (2, TRACE),
+    "tracing.symbol_limits": ({"other": (1, 5)}, TRACE),
+    "tracing.dynamic_shapes": ("unbacked", BOTH),
+    "tracing.guards": ("check", TRACE),
+    "codegen.ranges": ((16,), TRACE),
+    "codegen.sizes": ((4,), TRACE),
+    "codegen.inductor_options": ({"max_autotune": True}, BOTH),
+    "codegen.passes": ({"own": other_pass}, BOTH),
+    "codegen.inductor_partition": (True, BOTH),
+    "codegen.dump_dir": (Path("/elsewhere"), NONE),
+    "sizes.alignment": (2, NONE),
+    "sizes.padding_limit": (PaddingLimit(), NONE),
+    "sizes.buckets": (((1, 8, 0),), NONE),
+    "sizes.bucket_limits": (BucketLimits(16, 64, 128, 4), NONE),
+    "variants.query_lens": ((1, 3), NONE),
+    "variants.speculation_schedule": ((3, 1), NONE),
+    "variants.max_loras": (2, NONE),
+    "variants.lora_graphs": ("one", NONE),
+    "variants.axes": ((Axis("micro_batches", (1, 2)),), NONE),
+    "attention.support": (3, NONE),
+    "attention.varlen_decode": (True, NONE),
+    "attention.pooling": (True, NONE),
+    "attention.encoder_decoder": (True, NONE),
+    "steps.padding": ({"x": "repeat"}, NONE),
+    "steps.after_seal": ("raise", NONE),
+    "steps.memory_limit": (0.5, NONE),
+}
+"""A value of each setting that is not its default, and the keys that it changes."""
+
+OBJECTS = {"tracing", "codegen", "sizes", "variants", "attention", "steps"}
+
+
+def keys(config: Config) -> tuple[str, str]:
+    compiling = compile_config(config)
+    codegen = codegen_key(machine_key(compiling.code, CPU), "piece", compiling.passes, None)
+    return trace_key(torch.nn.Linear(4, 4), compiling, CPU).digest, codegen.digest
+
+
+def changed_keys(name: str, value: Any) -> tuple[bool, bool]:
+    inputs = {"x": "float32[num_tokens, other]"}
+    base = Config(inputs=inputs, strategy="lazy" if name.startswith("strategy.") else "eager")
+    before, after = keys(base), keys(base.changed(**{name: value}))
+    return (before[0] != after[0], before[1] != after[1])
+
+
+@pytest.mark.parametrize("name", sorted(OTHER))
+def test_c1_vllm_53366_failure_W9_a_changed_setting_changes_its_keys_and_no_others(
+    name: str,
+) -> None:
+    value, expected = OTHER[name]
+    assert changed_keys(name, value) == expected
+
+
+def test_each_setting_was_changed_and_there_are_at_most_45() -> None:
+    names = {n for n in setting_names(Config) if not n.startswith("cache.layers.")} - OBJECTS
+    assert names == OTHER.keys()
+    assert len(names) <= 45
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("splitting_ops", ("a::*",), TRACE),
+        ("splitting_ops", (by_name,), TRACE),
+        ("codegen.passes", {"no_op": False}, BOTH),
+        ("codegen.passes", {"no_op": True}, NONE),
+        ("codegen.passes", {"dedupe": False}, TRACE),
+        ("bundle", "serve", NONE),
+    ],
+)
+def test_what_a_setting_means_is_in_keys(
+    name: str, value: Any, expected: tuple[bool, bool]
+) -> None:
+    assert changed_keys(name, value) == expected
+
+
+def test_guards_that_are_checked_have_one_key_whatever_a_broken_one_does() -> None:
+    check, fallback = (Config(tracing={"guards": each}) for each in ("check", "fallback"))
+    assert keys(check) == keys(fallback)
+
+
+def test_autotuned_code_is_another_artifact() -> None:
+    plain, tuned = (Config(level=level, codegen={"sizes": (4,)}) for level in (2, 3))
+    assert all(a != b for a, b in zip(keys(plain), keys(tuned), strict=True))
+
+
+def test_pass_with_other_source_is_another_key() -> None:
+    def same_name(gain: int) -> Any:
+        return lambda graph: graph.lint() or gain
+
+    keyed = {keys(Config(codegen={"passes": {"own": same_name(gain)}}))[1] for gain in (1, 2)}
+    assert len(keyed) == 2
+
+
+def test_what_cannot_be_in_a_key_is_refused_and_not_left_out() -> None:
+    with pytest.raises(InvalidFactor, match=r"config\.inductor_options\.hook"):
+        keys(Config(codegen={"inductor_options": {"hook": print}}))
+
+
+def test_layers_are_read_from_places_and_mappings() -> None:
+    layers = ("/layer", {"at": "s3://bucket", "trust": "anybody", "write_back": True})
+    config = Config(cache={"layers": layers})
+    assert config.cache
+    first, second = config.cache.layers
+    assert (first.at, first.trust.value, first.is_url) == ("/layer", "signed", False)
+    assert (second.trust.value, second.write_back) == ("anybody", True)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"at": "/layer", "trust": "pinned"},
+        {"at": "/layer", "digests": ("a",)},
+        {"at": "/layer", "write_back": True},
+    ],
+)
+def test_layers_that_contradict_themselves_are_refused(layer: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSetting, match=r"cache\.layers"):
+        Config(cache={"layers": (layer,)})
