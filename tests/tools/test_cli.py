@@ -60,6 +60,13 @@ def test_run_writes_nothing_but_metrics_to_stdout(library, capsys, monkeypatch):
     assert "what --json asks for goes there already" in capsys.readouterr().err
 
 
+def test_metrics_without_their_extra_are_refused_before_anything_runs(library, capsys, monkeypatch):
+    monkeypatch.setattr("piecegraph.tools.cli.run_commands.find_spec", lambda name: None)
+    assert main([*QUICK, "--metrics", "-"]) == 2
+    assert "pip install 'piecegraph[metrics]'" in capsys.readouterr().err
+    assert library == []
+
+
 @pytest.mark.parametrize("option", ["--json", "--metrics"])
 def test_an_output_that_fills_its_disk_is_an_error_after_the_report(
     library, capsys, monkeypatch, option

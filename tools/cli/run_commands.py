@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -25,7 +26,7 @@ from ..serve.ranks import joined_ranks, launched_rank, of_rank, ranks_section
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ... import Events, PreparedModel
+    from ... import Events
     from ..bisect import BisectCase
     from ..engine.scheduler import Request
     from ..report.output import Output
@@ -128,11 +129,14 @@ def run_command(
         {"--json": json_path, "--metrics": metrics, "--record": record},
         stdout=("--json", "--metrics"),
     )
-    metrics_text = None if to_metrics is None else metrics_writer()
+    if to_metrics is not None and find_spec("prometheus_client") is None:
+        raise ToolMissing(name="prometheus-client", extra="metrics")
     options = replace(of_rank(options), json=to_json, metrics=to_metrics)
     with served(options, record=to_record, joining=True) as (service, report):
         exposition = ""
-        if metrics_text is not None:
+        if to_metrics is not None:
+            from ..integrations.prometheus import metrics_text
+
             exposition = metrics_text(service.prepared)
     from ..report.sections import as_terminal
     from ..serve.report import run_sections
@@ -148,15 +152,6 @@ def run_command(
         to_metrics.write(exposition)
     write_json(to_json, report)
     return 0 if is_right else WRONG_RESULT
-
-
-def metrics_writer() -> Callable[[PreparedModel], str]:
-    """Metrics of a model as text. Raises ToolMissing without prometheus-client."""
-    try:
-        from ..integrations.prometheus import metrics_text
-    except ModuleNotFoundError:
-        raise ToolMissing(name="prometheus-client", extra="metrics") from None
-    return metrics_text
 
 
 @with_run_options
