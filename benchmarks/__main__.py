@@ -263,8 +263,8 @@ def compare_command(
     (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
     command = "python -m benchmarks serve --json"
     results = (read_facts(path, "result", command, SCHEMA, "summary") for path in (old, new))
-    found = compare(*results)
-    _show(comparison_section(found), found, to_json)
+    comparison = compare(*results)
+    _show(comparison_section(comparison), comparison, to_json)
     return 0
 
 

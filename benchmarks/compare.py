@@ -54,10 +54,10 @@ def _over(rounds: Sequence[Facts], name: str) -> Any:
     values = [run[name] for run in rounds]
     if isinstance(values[0], Mapping):
         return {part: _over(values, part) for part in values[0]}
-    known = [value for value in values if value is not None]
-    if not known:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
         return None
-    return {"median": median(known), "min": min(known), "max": max(known)}
+    return {"median": median(numbers), "min": min(numbers), "max": max(numbers)}
 
 
 def compare(old: Facts, new: Facts) -> Facts:
@@ -117,7 +117,7 @@ def _verdict(name: str, old: Facts, new: Facts, few: bool) -> str:
     return ("better" if better else "worse") + (", fewer than 3 rounds" if few else "")
 
 
-def comparison_section(found: Facts) -> Section:
+def comparison_section(result: Facts) -> Section:
     """The comparison as a table, with what else differs as notes."""
     table = [
         (
@@ -128,11 +128,11 @@ def comparison_section(found: Facts) -> Section:
             f"{row['ratio']:.2f}" if row["ratio"] else None,
             row["verdict"],
         )
-        for row in found["rows"]
+        for row in result["rows"]
     ]
     heads = columns("what", "figure", "old", "new", "ratio", "verdict", figure="text")
-    notes = [f"differs: {each}" for each in found["differs"]]
-    notes += [f"only in the first file: {each}" for each in found["only_old"]]
+    notes = [f"differs: {each}" for each in result["differs"]]
+    notes += [f"only in the first file: {each}" for each in result["only_old"]]
     return Section("Median (least to most)", [Table(table, heads)], notes)
 
 

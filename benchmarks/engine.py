@@ -37,15 +37,15 @@ def python_with(engine: str) -> str:
     """This Python, or that of `make engine-env`. Raises InvalidSetting."""
     if importlib.util.find_spec(engine) is not None:
         return sys.executable
-    made = CHECKOUT / f".venv-{engine}" / "bin" / "python"
-    if not made.exists():
+    installed = CHECKOUT / f".venv-{engine}" / "bin" / "python"
+    if not installed.exists():
         raise InvalidSetting(
             name="--engine",
             value=engine,
             reason="it is not installed in this environment",
             expected=f"what `make engine-env` installs, or {INSTALL[engine]} beside piecegraph",
         )
-    return str(made)
+    return str(installed)
 
 
 def run(engine: str, *, layers: int, hidden: int, rounds: int, runs: int) -> dict[str, Any]:

@@ -45,8 +45,8 @@ def main(name: str, way: str, model: dict[str, int], folder: Path, results: Text
         for line in sys.stdin:
             prompts = [_prompt(number) for number in range(int(line))]
             began = time.perf_counter()
-            made = generate(prompts, NEW_TOKENS)
-            say(tokens_per_second=made / (time.perf_counter() - began))
+            num_tokens = generate(prompts, NEW_TOKENS)
+            say(tokens_per_second=num_tokens / (time.perf_counter() - began))
     say(peak_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 
 
@@ -102,8 +102,8 @@ def _vllm(way: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[Gene
         sampling = vllm.SamplingParams(
             max_tokens=count, temperature=0, detokenize=False, ignore_eos=True
         )
-        given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(given, sampling, use_tqdm=False)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, sampling, use_tqdm=False)
         return sum(len(each.outputs[0].token_ids) for each in outputs)
 
     yield generate, began

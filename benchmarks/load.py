@@ -78,20 +78,20 @@ class TimedRequest:
     def measured(self) -> dict[str, float]:
         """By objective, in seconds from the moment it was sent."""
         first, last = self.tokens[0], self.tokens[-1]
-        found = {"ttft": first - self.sent, "e2e": last - self.sent}
+        times = {"ttft": first - self.sent, "e2e": last - self.sent}
         if len(self.tokens) > 1:
-            found["tpot"] = (last - first) / (len(self.tokens) - 1)
-        return found
+            times["tpot"] = (last - first) / (len(self.tokens) - 1)
+        return times
 
 
 def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
     """Seconds by objective, from `ttft:200`, in milliseconds. Raises InvalidSetting."""
-    found = {}
+    objectives = {}
     for text in texts:
         name, _, limit = text.partition(":")
         try:
-            found[name] = float(limit) / 1000
-            if name not in OBJECTIVES or not found[name] > 0:
+            objectives[name] = float(limit) / 1000
+            if name not in OBJECTIVES or not objectives[name] > 0:
                 raise ValueError
         except ValueError:
             raise InvalidSetting(
@@ -100,7 +100,7 @@ def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
                 reason="it is no objective",
                 expected="ttft:MS, tpot:MS or e2e:MS, as in ttft:200",
             ) from None
-    return found
+    return objectives
 
 
 def summary(requests: Sequence[TimedRequest], objectives: Mapping[str, float]) -> dict[str, Any]:
@@ -113,8 +113,8 @@ def summary(requests: Sequence[TimedRequest], objectives: Mapping[str, float]) -
     per_second = 1 / seconds if seconds else 0.0
     measured = [request.measured() for request in done]
     good = [
-        all(found.get(name, 0.0) <= limit for name, limit in objectives.items())
-        for found in measured
+        all(seconds_of.get(name, 0.0) <= limit for name, limit in objectives.items())
+        for seconds_of in measured
     ]
     times = {name: [each[name] for each in measured if name in each] for name in OBJECTIVES}
     times["itl"] = [b - a for request in done for a, b in pairwise(request.tokens)]

@@ -147,7 +147,7 @@ def load_steps(
         rows = [
             (row["args"], row["kwargs"], row["metadata"], row["batch"]) for row in content["steps"]
         ]
-        steps = [Step(args, Batch(**batch), made, kwargs) for args, kwargs, made, batch in rows]
+        steps = [Step(args, Batch(**batch), kept, kwargs) for args, kwargs, kept, batch in rows]
     except Exception as error:
         raise InvalidSetting(
             name="steps file",

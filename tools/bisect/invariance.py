@@ -67,7 +67,7 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
         "with other requests": [0, *every[: requests // 2 : -1]],
         "last in the batch": [*every[1:], 0],
     }
-    found = []
+    compared = []
     with prepared_for(case, Stage(FULL, {})) as prepared:
         names = call_names(prepared.compiled.plan)
         ops = splitting_ops(prepared.compiled.plan)
@@ -82,14 +82,14 @@ def check_invariance(case: BisectCase, compose: Compose, requests: int) -> list[
                     want = baseline.setdefault("eager" if mode == "eager" else "compiled", rows)
                     difference, where = rows.compare(want, names)
                     shown = others if graph_index != _LARGEST else f"{others}, padded"
-                    found.append(
+                    compared.append(
                         Invariance(
                             mode, shown, step.batch.num_tokens, padded,
                             difference == 0, difference, where,
                         )
                     )  # fmt: skip
     state.restore()
-    return found
+    return compared
 
 
 _BY_DISPATCH, _LARGEST = -2, -3

@@ -53,23 +53,23 @@ def check_keys(
         return [], []
     state = State(case.model, case.layers)
     case = dataclasses.replace(case, config=case.config.changed(cache=False))
-    given = variants if variants is not None else _variants(case, fields)
-    found: list[MissingFromKey] = []
+    changes = variants if variants is not None else _variants(case, fields)
+    missing: list[MissingFromKey] = []
     base = _captured(case, case.capture_metadata, state)
-    for name, metadata_for in given.items():
+    for name, metadata_for in changes.items():
         state.restore()
         try:
             other = _captured(case, metadata_for, state)
         except PiecegraphError as error:
             how = f"the capture fails: {' '.join(str(error).split())}"
-            found.append(MissingFromKey("all", 0, name, how))
+            missing.append(MissingFromKey("all", 0, name, how))
             continue
         for place, mine in base.items():
             difference = mine.differs(other.get(place), case.tolerance)
             if difference is not None:
-                found.append(MissingFromKey(*place, name, difference))
+                missing.append(MissingFromKey(*place, name, difference))
     state.restore()
-    return found, list(given)
+    return missing, list(changes)
 
 
 @dataclass(slots=True)
@@ -104,9 +104,9 @@ def _captured(
     def noted(descriptor: BatchDescriptor, mode: RuntimeMode) -> Any:
         assert metadata_for is not None
         watching.operations = []  # what makes the metadata is no part of a capture
-        made = metadata_for(descriptor, mode)
+        padding = metadata_for(descriptor, mode)
         watching.operations = seen[mode.name, descriptor.num_tokens] = []
-        return made
+        return padding
 
     with _Watching() as watching, prepared_for(case, Stage(FULL, {}), noted) as prepared:
         entries = prepared.dispatcher.plan.entries
@@ -148,19 +148,19 @@ def _host_value(value: Any) -> str:
 def _variants(case: BisectCase, fields: Collection[str] | None) -> dict[str, MetadataFor]:
     """Capture metadata with one field changed, by the name of the field."""
     assert case.capture_metadata is not None
-    made = case.capture_metadata
+    metadata_for = case.capture_metadata
     config = case.config
-    sample = made(BatchDescriptor(min(config.capture_sizes or (1,))), RuntimeMode.FULL)
-    found: dict[str, MetadataFor] = {}
+    sample = metadata_for(BatchDescriptor(min(config.capture_sizes or (1,))), RuntimeMode.FULL)
+    variants: dict[str, MetadataFor] = {}
     for name, value in _fields(sample):
         if (fields is None or name in fields) and _other(value) is not None:
 
             def changed(descriptor: Any, mode: Any, name: str = name) -> Any:
-                metadata = made(descriptor, mode)
+                metadata = metadata_for(descriptor, mode)
                 return _with(metadata, name, _other(dict(_fields(metadata))[name]))
 
-            found[f"metadata.{name}" if name else "the contents of metadata"] = changed
-    return found
+            variants[f"metadata.{name}" if name else "the contents of metadata"] = changed
+    return variants
 
 
 def _fields(metadata: Any) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ class State:
     """The current contents of the tensors in `layers` and of the buffers of `model`."""
 
     def __init__(self, model: torch.nn.Module, layers: Mapping[str, Any]) -> None:
-        places = [found[1:] for found in _tensors(layers, "layers", DEPTH)] + _buffers(model)
+        places = [row[1:] for row in _tensors(layers, "layers", DEPTH)] + _buffers(model)
         self._saved = [(holder, key, tensor, tensor.clone()) for holder, key, tensor in places]
         self._named = [each[:3] for each in _tensors(layers, "layers", DEPTH)]
 

@@ -75,8 +75,8 @@ class Buckets:
             context = max(-(-share.start // size) for share in shares)
             query = max(2, *(share.query_len for share in shares))
             phase, real = Phase.PROMPT, Bucket(len(shares), query, context)
-        if found := self.tables[phase].find(*real):
-            return found
+        if planned := self.tables[phase].find(*real):
+            return planned
         coarse = self.tables[phase].fallback(phase, *real)
         return coarse if coarse.batch * coarse.query <= self.limits.max_num_tokens else real
 

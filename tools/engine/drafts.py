@@ -33,12 +33,12 @@ class Drafter:
         Query lengths are equal, as FULL graphs of decode need them: where fewer are found, the last
         one is repeated. Drafts beyond the end of a request are sampled and dropped.
         """
-        found = {each: ngram_drafts(tokens, most) for each, tokens in texts.items()}
-        if not any(found.values()):
+        drafts_by_request = {each: ngram_drafts(tokens, most) for each, tokens in texts.items()}
+        if not any(drafts_by_request.values()):
             return {}
         return {
             each: (*drafts, *[(drafts or texts[each])[-1]] * (most - len(drafts)))
-            for each, drafts in found.items()
+            for each, drafts in drafts_by_request.items()
         }
 
     def count(self, proposed: int, accepted: int) -> None:

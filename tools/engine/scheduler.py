@@ -85,8 +85,8 @@ class Share:
     @property
     def tokens(self) -> list[int]:
         """What the step computes: known tokens, then drafts."""
-        known = self.context_len - len(self.drafts)
-        return [*self.request.tokens[self.start : known], *self.drafts]
+        num_known = self.context_len - len(self.drafts)
+        return [*self.request.tokens[self.start : num_known], *self.drafts]
 
     @property
     def samples(self) -> bool:
@@ -184,12 +184,12 @@ class Scheduler:
         """
         tokens = iter(sampled)
         for share in schedule.shares:
-            found = [next(tokens) for _ in range(share.samples + len(share.drafts))]
-            pairs = zip(share.drafts, found, strict=False)
+            new_tokens = [next(tokens) for _ in range(share.samples + len(share.drafts))]
+            pairs = zip(share.drafts, new_tokens, strict=False)
             accepted = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
             share.request.num_computed = share.context_len - len(share.drafts) + accepted
             missing = share.request.num_tokens_at_end - len(share.request.tokens)
-            share.request.tokens.extend(found[: min(accepted + 1, missing)])
+            share.request.tokens.extend(new_tokens[: min(accepted + 1, missing)])
             if self.drafter is not None:
                 self.drafter.count(len(share.drafts), accepted)
         done = [share.request for share in schedule.shares if share.request.finished]

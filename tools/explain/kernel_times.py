@@ -51,11 +51,11 @@ def time_by_range(trace: Path) -> list[RangeTime]:
         ) from error
     events = [event for event in every if event.get("ph") == "X"]
     ranges: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
-    found: dict[str, RangeTime] = {}
+    times: dict[str, RangeTime] = {}
     for event in sorted(events, key=lambda event: float(event["ts"])):
         if event.get("cat") == "user_annotation" and (match := _OURS.match(event["name"])):
             ranges[event["tid"]].append(event)
-            row = found.setdefault(match[1], RangeTime(match[1]))
+            row = times.setdefault(match[1], RangeTime(match[1]))
             row.calls += 1
             row.host += event["dur"]
     launches = {
@@ -69,10 +69,10 @@ def time_by_range(trace: Path) -> list[RangeTime]:
         launch = launches.get(event.get("args", {}).get("correlation")) if kernels else event
         around = launch and _around(ranges.get(launch["tid"], ()), launch["ts"])
         if around is not None and (match := _OURS.match(around["name"])):
-            row = found[match[1]]
+            row = times[match[1]]
             row.device += event["dur"] if kernels else 0.0
             row.kernels[event["name"]] += event["dur"]
-    return sorted(found.values(), key=lambda row: -(row.device or row.host))
+    return sorted(times.values(), key=lambda row: -(row.device or row.host))
 
 
 def _around(ranges: Sequence[Mapping[str, Any]], moment: float) -> Mapping[str, Any] | None:

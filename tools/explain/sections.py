@@ -175,11 +175,11 @@ def _pieces(facts: Facts) -> Section:
 
 def _cache(facts: Facts) -> Section:
     cache = facts["cache"]
-    found = "Hit" if cache["hit"] else f"Miss: {cache['reason']}"
+    outcome = "Hit" if cache["hit"] else f"Miss: {cache['reason']}"
     return Section(
         "Cache",
         notes=[
-            f"{found}. {cache['entries']} entries, {size(cache['bytes'])} stored.",
+            f"{outcome}. {cache['entries']} entries, {size(cache['bytes'])} stored.",
             *(f"Not cacheable: {each}." for each in cache["not_cacheable"]),
         ],
         id="cache",
@@ -190,11 +190,11 @@ def _cache(facts: Facts) -> Section:
 def _lookups(facts: Facts) -> Iterator[tuple[str, str]]:
     """Each lookup: its outcome, and the factors of its key."""
     for row in facts["lookups"]:
-        found = f"hit in layer {row['layer']}" if row["hit"] else f"miss, {row['reason']}"
+        verdict = f"hit in layer {row['layer']}" if row["hit"] else f"miss, {row['reason']}"
         differs = [] if row["hit"] else row["differs"] or []
         lines = ["differs from the nearest entry in:", *differs, ""] if differs else []
         factors = json.dumps(row["factors"], indent=2, default=str)
-        yield f"{row['kind']}/{row['key'][:12]}: {found}", "\n".join([*lines, factors])
+        yield f"{row['kind']}/{row['key'][:12]}: {verdict}", "\n".join([*lines, factors])
 
 
 def _captures(facts: Facts) -> Section:

@@ -57,9 +57,9 @@ def outputs(
     suffix than PLOTS. Devices may be shared.
     """
     seen: dict[Path, str] = {}
-    made: list[Output | None] = []
+    checked: list[Output | None] = []
     for option, path in paths.items():
-        made.append(None if path is None else Output(path))
+        checked.append(None if path is None else Output(path))
         if path is None:
             continue
         to_stdout = path == Path("-")
@@ -91,7 +91,7 @@ def outputs(
                 expected=f"a file that ends in {', '.join(PLOTS[:-1])} or {PLOTS[-1]}",
             )
         seen[place] = option
-    return made
+    return checked
 
 
 def read_facts(path: Path, name: str, command: str, schema: int, key: str) -> dict[str, Any]:

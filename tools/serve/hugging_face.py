@@ -47,14 +47,14 @@ class HfConfig:
     def causal_model(self, seed: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The model with its own attention; the same seed gives the same weights."""
         torch.manual_seed(seed)
-        made = transformers.AutoModelForCausalLM.from_config(
+        causal = transformers.AutoModelForCausalLM.from_config(
             self.config, attn_implementation="eager"
         )
         with torch.no_grad():  # activations keep their size through a linear map
-            for parameter in made.parameters():
+            for parameter in causal.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-        return made.eval().requires_grad_(False).to(dtype).to(device)
+        return causal.eval().requires_grad_(False).to(dtype).to(device)
 
 
 class HfDecoder(PackedModel):
@@ -74,8 +74,8 @@ def parse_hf_config(name: str, text: str) -> HfConfig:
     then settings that differ from it. Raises InvalidSetting."""
     source, *rest = re.split(r",(?=\w+=)", text)
     try:
-        given = dict(item.split("=", 1) for item in rest)
-        settings = {setting: _value(value) for setting, value in given.items()}
+        texts = dict(item.split("=", 1) for item in rest)
+        settings = {setting: _value(value) for setting, value in texts.items()}
         if Path(source).exists():
             config = transformers.AutoConfig.from_pretrained(source, **settings)
         else:

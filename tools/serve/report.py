@@ -190,11 +190,11 @@ def _startup_section(startup: Report) -> Section:
 def _facts(report: Report) -> dict[str, str]:
     cache, pieces, mode = report["cache"], report["pieces"], report["graph_mode"]
     counters = report["counters"]
-    found = "hit" if cache["hit"] else "miss"
+    outcome = "hit" if cache["hit"] else "miss"
     why = f": {cache['reason']}" if cache.get("reason") else ""
     ranges = ", ".join(f"{low} to {high}" for low, high in pieces["ranges"]) or "none"
     facts = {
-        "cache": f"{found}{why} ({cache['entries']} entries, {size(cache['bytes'])})",
+        "cache": f"{outcome}{why} ({cache['entries']} entries, {size(cache['bytes'])})",
         "compiled": f"{counters['dynamo_traces']} Dynamo traces,"
         f" {counters['inductor_compiles']} Inductor compiles",
         "pieces": f"{pieces['total']}, {pieces['unique']} of them unique,"
