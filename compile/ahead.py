@@ -14,11 +14,13 @@ from dataclasses import replace
 
 from ..cache.keys.encoder import Undescribable
 from ..errors import InvalidSetting
+from ..events import Events
 from ..torch_compat.tracing.dynamo import reasoning_about_sizes
 from .backends.aoti import build_library
 from .backends.inductor import compiling
-from .backends.jobs import Compiled, Job, compile_pieces, compiler_options, store_artifact
+from .backends.jobs import Compiled, compile_pieces, compiler_options, store_artifact
 from .backends.registry import compiler_named
+from .backends.schedule import Job
 from .bundle.bundle import store_bundle
 from .bundle.key_factors import trace_key
 from .guards.trace_with_guards import trace_with_guards
@@ -63,17 +65,17 @@ def _with_libraries(
     with compiling():
         for number, (job, result) in enumerate(zip(compiled.jobs, compiled.results, strict=True)):
             if LIBRARY not in result.blobs:
-                with _naming_failures(request, job):
+                with _reporting_failures(request.events, job):
                     artifacts[number] = {**result.blobs, LIBRARY: _library(request, split, job)}
                     request.events.count("library_compiles")
-                    store_artifact(request, split, job, replace(result, blobs=artifacts[number]))
+                    store_artifact(request.cache, job, replace(result, blobs=artifacts[number]))
     return artifacts if all(LIBRARY in blobs for blobs in artifacts) else None
 
 
 @contextmanager
-def _naming_failures(request: CompileRequest, job: Job) -> Iterator[None]:
+def _reporting_failures(events: Events, job: Job) -> Iterator[None]:
     """Report an error, for torch may refuse for many reasons: the standalone form serves then."""
-    index, events = job.unique.index, request.events
+    index = job.unique.index
     try:
         with events.span("compile.library", piece=index, digest=job.unique.digest[:12]):
             yield
@@ -87,6 +89,6 @@ def _library(request: CompileRequest, split: SplitModel, job: Job) -> bytes:
     limits = split.guards.limits()
     if job.size is not None:
         limits |= dict.fromkeys(job.unique.piece.symbols(), (job.size, job.size))
-    options = compiler_options(request, split, job)
+    options = compiler_options(split, job, request.device, request.events)
     with reasoning_about_sizes(split.config.code.dynamic_shapes.value):
         return build_library(graph, limits, request.device, options)

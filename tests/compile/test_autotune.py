@@ -24,10 +24,10 @@ def test_compile_sizes_are_autotuned_at_level_3_on_a_gpu(
     level: int, device: str, size: int | None, tuned: bool
 ) -> None:
     config = compile_config(Config(level=level, codegen={"sizes": (4,)}))
-    request: Any = SimpleNamespace(config=config, device=torch.device(device), events=None)
+    events: Any = None
     split: Any = SimpleNamespace(config=config, partition_ops=())
     job: Any = SimpleNamespace(size=size, passes=(), unique=SimpleNamespace(index=0))
-    assert ("max_autotune" in compiler_options(request, split, job)) == tuned
+    assert ("max_autotune" in compiler_options(split, job, torch.device(device), events)) == tuned
 
 
 def test_what_is_autotuned_has_other_keys() -> None:
