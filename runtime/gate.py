@@ -110,11 +110,13 @@ class Gate:
         if compiled is None:
             opened(None)
             return False
+        captures_now = None
         with allow_compilation(), self._records.events.span("switch") as span:
             try:
                 serve(compiled, self._policy_of(compiled))
+                captures_now = waited if self.captures else None
             finally:
-                opened(waited if self.captures else None)
+                opened(captures_now)
         background = self.background
         self._records.add(Switched(background.seconds, background.steps, span.seconds * 1000))
         return True

@@ -33,7 +33,7 @@ from .steps.forward_context import ForwardContext
 from .steps.profiler_ranges import StepRanges
 from .steps.static_inputs import StaticInputs, allocate_inputs
 from .steps.step_log import LoggedStep, StepLog, StepObserver
-from .steps.steps import Steps
+from .steps.steps import Steps, nothing
 from .steps.usage import Usage
 
 
@@ -358,6 +358,7 @@ class PreparedModel:
     def _gate_opened(self, waited: bool | None) -> None:
         """Compiled code serves or will never do so; from now on steps take no lock."""
         self._gate, self._run = None, self._steps.run
+        self._steps.before_padding = nothing
         self._steps.between = capturer = self._graphs.capturer
         if waited:
             capturer.startup(serving=True)

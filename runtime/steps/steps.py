@@ -99,7 +99,7 @@ class Steps:
         self.events = events
         self.running = False
         self.step_log: StepLog | None = None
-        self.before_padding: Callable[[], None] = _nothing
+        self.before_padding: Callable[[], None] = nothing
         """Called before a step is padded without a graph."""
         self._max_num_reqs = max_num_reqs
         self._eager_if_broken = eager_if_broken
@@ -246,7 +246,7 @@ class Steps:
         """Steps raise ModelClosed from now on. All graphs were released."""
         self._bind = _refuse
         self._eager = None
-        self.before_padding = _nothing
+        self.before_padding = nothing
         self.context.layers = {}
         self.code.close()
 
@@ -295,8 +295,8 @@ class Steps:
                 observer.ended(done, self.context.num_tokens, raised)
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """Do nothing before a step is padded."""
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
