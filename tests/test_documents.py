@@ -9,6 +9,7 @@ import pytest
 from typer.main import get_command
 
 import piecegraph as pg
+from piecegraph.settings import setting_names
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("*/README.md")]
@@ -100,3 +101,18 @@ def test_commands_of_a_page_exist_with_their_options(page):
         options = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert options <= known | {"--version"}, f"{program} {rest}"
         assert not hasattr(command, "commands") or not words or options, f"{program} {rest}"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.name != "CHANGELOG.md"],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_settings_that_a_page_names_exist(page):
+    settings = set(setting_names(pg.Config))
+    words = {setting.rpartition(".")[2] for setting in settings}
+    text = page.read_text()
+    named = set(re.findall(r"\bConfig\.(\w+(?:\.\w+)*)", text)) - {"changed"}
+    assert named <= settings
+    for call in re.findall(r"`(?:pg\.)?Config\(([^`]*)\)`", text):
+        assert set(re.findall(r"(?:^|[,(] ?)(\w+)=", call)) <= words, call
