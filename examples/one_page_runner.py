@@ -42,10 +42,10 @@ class DecodeGraphs:
         config = pg.Config(
             compile=False,
             graph_mode="FULL_DECODE_ONLY",
-            attention_support="UNIFORM_SINGLE_TOKEN_DECODE",
+            attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
             capture_sizes=sizes,
             inputs=dict.fromkeys(self.buffers, "int64[num_tokens]"),
-            padding={"rows": PADDING_ROW},
+            steps={"padding": {"rows": PADDING_ROW}},
             max_num_tokens=MAX_REQS,
             max_num_reqs=MAX_REQS,
         )
