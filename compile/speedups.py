@@ -35,8 +35,8 @@ def capture(
     events.count("equal_modules", trace.copied)
     for kind, reason in trace.traced_again.items():
         events.emit("module_traced_again", module=kind, reason=reason)
-    if trace.failure is not None:
-        events.emit("copies_failed", level=logging.WARNING, reason=trace.failure)
+    for module, error in trace.failures.items():
+        events.emit("copies_failed", level=logging.WARNING, module=module, reason=error)
     return trace.captured
 
 

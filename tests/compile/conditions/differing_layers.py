@@ -56,7 +56,7 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.norm = nn.Sequential(nn.LayerNorm(8), nn.ReLU())
-        self.number, self.index = 7, number
+        self.number = 7
         self.unread = number
         self.own, self.part = Factor(2), functools.partial(torch.mul, other=0.5)
         self.name = f"layer.{number}"
@@ -67,7 +67,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         y = self.norm(self.linear(self.before(x))) * self.scales[0] + self.scales[1]["more"]
-        y = NUMBERED(self.part(self.own.apply(y)), self.index)
+        y = NUMBERED(self.part(self.own.apply(y)), self.number)
         out = torch.empty_like(y)
         torch.ops.piecegraph_test.mix(y * self.options.gain, out, self.name)
         return x + out
@@ -257,7 +257,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a submodule": lambda layer: setattr(layer.norm, "1", nn.Tanh()),
     "no bias": lambda layer: setattr(layer.linear, "bias", None),
     "the name": lambda layer: set_name(layer, "another"),
-    "the number": lambda layer: setattr(layer, "index", 9),
+    "the number": lambda layer: setattr(layer, "number", 9),
     "an object": lambda layer: setattr(layer, "own", Factor(3)),
     "a number of an object": lambda layer: setattr(layer.own, "factor", 3),
     "a partial": lambda layer: setattr(layer, "part", functools.partial(torch.mul, other=3)),

@@ -286,9 +286,6 @@ def aliased(model: Any, layer: Any, number: int) -> None:
 COPIED: dict[str, Callable[[], nn.Module]] = {
     "a label that is passed": lambda: stack(kept),
     "two labels of a layer": lambda: stack(made_again),
-    "a label of a number": lambda: stack(
-        lambda m, x, _: OPS.kept_Label(x, Label(m.name, m.number))
-    ),
     "a shared part": lambda: sharing(lambda m, x: x),
     "an operator that is an object": lambda: stack(lambda m, x, _: SINE(x)),
     "a tensor that is marked": lambda: with_tensors(lambda m, x: x * m.holder.tensor),
@@ -296,6 +293,7 @@ COPIED: dict[str, Callable[[], nn.Module]] = {
 """All but the first layer are copied, or all but two."""
 
 TRACED: dict[str, Callable[[], nn.Module]] = {
+    "of a number": lambda: stack(lambda m, x, _: OPS.kept_Label(x, Label(m.name, m.number))),
     "compared": lambda: stack(lambda m, x, label: x * 3 if label == Label("layer.2") else x),
     "compared with another": lambda: stack(
         lambda m, x, label: x * 3 if label != Label("layer.1") else x
@@ -371,9 +369,6 @@ TRACED: dict[str, Callable[[], nn.Module]] = {
     "a guarded address": lambda: with_tensors(
         lambda m, x: x * m.holder.tensor,
         lambda tensor: torch._dynamo.mark_static_address(tensor, guard=True),
-    ),
-    "whether it is marked": lambda: with_tensors(
-        lambda m, x: x * (3 if hasattr(m.holder.tensor, "_dynamo_static_input_type") else 1)
     ),
     "another mark": lambda: with_tensors(
         lambda m, x: x * m.holder.tensor * getattr(m.holder.tensor, "factor", 1),

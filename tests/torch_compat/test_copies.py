@@ -204,28 +204,7 @@ def test_copied_values_are_what_operators_compute(
 ) -> None:
     found, copied = captured(model)
     assert num_copied == copied
-    from piecegraph.torch_compat.faster.equal_layers import equal_modules
-    from piecegraph.torch_compat.faster.equal_layers.copied_values import CopiedValues
+    from piecegraph.torch_compat.faster.equal_layers.copies import CopiedValues
 
     monkeypatch.setattr(CopiedValues, "are_known", lambda self, node: False)
-    monkeypatch.setattr(equal_modules, "copied_weight", lambda *_: None)
     assert values_of(found) == values_of(captured(model)[0])
-
-
-def test_weights_of_copies_are_not_examined_by_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless they share memory."""
-    from torch._dynamo.variables import builder
-
-    built: list[Any] = []
-    made = builder.wrap_to_fake_tensor_and_record
-
-    def wrapped(value: Any, *args: Any, **kwargs: Any) -> Any:
-        built.append(value)
-        return made(value, *args, **kwargs)
-
-    monkeypatch.setattr(builder, "wrap_to_fake_tensor_and_record", wrapped)
-    captured(Stack(views))
-    assert len(built) == 2  # the argument, and the weight of the layer that was traced
-    built.clear()
-    captured(with_memory_of_another())
-    assert len(built) == 3
