@@ -240,10 +240,14 @@ class _Search:
                     continue
                 if difference is None:
                     continue
-                found = search.find_in(piece, piece.generated_inputs(values), size)
+                operator, graph_pass, cause = search.find_in(
+                    piece, piece.generated_inputs(values), size
+                )
                 note = f"no step has this size; on generated inputs {difference}"
-                notes = "; ".join(each for each in (note, found[2]) if each)
-                return Finding(stage.name, None, size, size, index, found[0], None, notes, found[1])
+                notes = "; ".join(each for each in (note, cause) if each)
+                return Finding(
+                    stage.name, None, size, size, index, operator, None, notes, graph_pass
+                )
         pieces = len(search.pieces) - len(skipped)
         self.say(f"{stage.name}: {pieces} of {len(search.pieces)} pieces compared at {shown}")
         return None
@@ -267,9 +271,9 @@ class _Search:
         """Metadata that a FULL graph reads at another address, or whose host values it froze."""
         step, decision = self.case.steps[failure.index], failure.ran.decision
         key = (decision.mode, decision.descriptor)
-        if key not in captured.made:
+        if key not in captured.by_key:
             return []
-        then_tensors, then_plain = leaves(captured.made[key])
+        then_tensors, then_plain = leaves(captured.by_key[key])
         self.state.restore()
         now_tensors, now_plain = leaves(step.metadata_for(decision))
         moved = [
@@ -286,13 +290,13 @@ class _Search:
         if moved:
 
             def copied_back(decision: Decision, metadata: Any) -> Any:
-                made = captured.made.get((decision.mode, decision.descriptor))
-                if made is None:
+                captured_metadata = captured.by_key.get((decision.mode, decision.descriptor))
+                if captured_metadata is None:
                     return metadata
-                old, new = leaves(made)[0], leaves(metadata)[0]
+                old, new = leaves(captured_metadata)[0], leaves(metadata)[0]
                 for name in moved:
                     old[name].copy_(new[name])
-                return made
+                return captured_metadata
 
             names = ", ".join(moved)
             if self._is_right(
@@ -357,15 +361,15 @@ class _CapturedMetadata:
     """Keeps what `capture_metadata` made, by runtime mode and descriptor."""
 
     def __init__(self, capture_metadata: MetadataFor | None) -> None:
-        self.made: dict[Any, Any] = {}
-        self._made_by = capture_metadata
+        self.by_key: dict[Any, Any] = {}
+        self._capture_metadata = capture_metadata
         self.function: MetadataFor | None = None if capture_metadata is None else self._make
 
     def _make(self, descriptor: Any, mode: Any) -> Any:
-        assert self._made_by is not None
-        made = self._made_by(descriptor, mode)
-        self.made[mode, descriptor] = made
-        return made
+        assert self._capture_metadata is not None
+        metadata = self._capture_metadata(descriptor, mode)
+        self.by_key[mode, descriptor] = metadata
+        return metadata
 
 
 def _first_failure(

@@ -76,9 +76,9 @@ def with_run_options(command: Callable[..., int]) -> Callable[..., int]:
         ),
     ]
 
-    def run_with_options(*, help_all: bool, **given: Any) -> int:
-        typed = {name: given.pop(name) for name in shared}
-        return command(read_run_options(**typed), **given)
+    def run_with_options(*, help_all: bool, **arguments: Any) -> int:
+        typed = {name: arguments.pop(name) for name in shared}
+        return command(read_run_options(**typed), **arguments)
 
     run_with_options.__name__ = command.__name__
     run_with_options.__doc__ = command.__doc__

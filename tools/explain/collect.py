@@ -116,16 +116,16 @@ def pieces(prepared: PreparedModel) -> list[Facts]:
     cut = f" in {plan.partitions()} partitions" if plan.partitions() else ""
     rows = []
     for index, piece in enumerate(plan.pieces):
-        made = compiled.get(index)
+        build = compiled.get(index)
         rows.append(
             {
                 "piece": index,
                 "digest": piece.digest,
                 "nodes": piece.nodes,
                 "used_by": [use for use, unique in enumerate(uses) if unique == index],
-                "made": ("compiled" if made else ready) + cut,
-                "seconds": made and made.seconds,
-                "kernels": made.kernels if made else (kernels[index] if kernels else None),
+                "made": ("compiled" if build else ready) + cut,
+                "seconds": build and build.seconds,
+                "kernels": build.kernels if build else (kernels[index] if kernels else None),
                 "source": piece.text,
             }
         )
@@ -140,7 +140,7 @@ def guards(prepared: PreparedModel) -> list[Facts]:
 
 def captures(prepared: PreparedModel) -> list[Facts]:
     """Each entry of the capture plan, with what its capture took and how often it was used."""
-    made = {
+    by_place = {
         (capture.mode, capture.num_tokens): capture
         for capture in prepared.records.of(CaptureRecord)
     }
@@ -148,7 +148,7 @@ def captures(prepared: PreparedModel) -> list[Facts]:
     rows = []
     for graph_index, entry in enumerate(prepared.dispatcher.plan.entries):
         place = (entry.mode.name, entry.descriptor.num_tokens)
-        capture = made.get(place)
+        capture = by_place.get(place)
         rows.append(
             {
                 "graph_index": graph_index,

@@ -110,7 +110,7 @@ def _attend_with(module: Any) -> Any:
         mask = arguments["attention_mask"]
         if isinstance(mask, Mapping):
             mask = mask[arguments["cache"].layer_to_allocator[module.layer_idx].layer_type]
-        given = {k: v for k, v in arguments.items() if k not in NOT_FOR_ATTENTION}
+        kept = {k: v for k, v in arguments.items() if k not in NOT_FOR_ATTENTION}
         result, _ = functions[module.config._attn_implementation](
             module,
             *(x.transpose(0, 1)[None] for x in (query, key, value)),
@@ -118,7 +118,7 @@ def _attend_with(module: Any) -> Any:
             dropout=0.0,
             scaling=rule.scale,
             sliding_window=rule.window or None,
-            **given,
+            **kept,
         )
         real.copy_(result[0])
 

@@ -163,12 +163,12 @@ class Worker(PlatformWorker):  # type: ignore[misc]
 
 def compiled_module(model: torch.nn.Module) -> torch.nn.Module | None:
     """The one module of `model` that vLLM gives to torch.compile, encoders apart."""
-    found: list[torch.nn.Module] = []
+    compiled: list[torch.nn.Module] = []
     for module in model.modules():
         compiles = hasattr(module, "do_not_compile") and not getattr(module, "_is_encoder", False)
-        if compiles and not any(module in {*outer.modules()} for outer in found):
-            found.append(module)
-    return found[0] if len(found) == 1 else None
+        if compiles and not any(module in {*outer.modules()} for outer in compiled):
+            compiled.append(module)
+    return compiled[0] if len(compiled) == 1 else None
 
 
 def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
@@ -179,7 +179,7 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
         and not current_platform.is_cpu()
         and vllm_config.lora_config is None  # its ops decide on the host whether there are adapters
     )
-    given = vllm_config.additional_config
+    additional = vllm_config.additional_config
     splitting_ops = tuple(compilation.splitting_ops or ATTENTION_OPS)
     options = {
         name: value
@@ -197,7 +197,9 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
         capture_sizes=tuple(compilation.cudagraph_capture_sizes) if piecewise else None,
         codegen={"inductor_options": options},
     )
-    return config.changed(**(given.get("piecegraph", {}) if isinstance(given, dict) else {}))
+    return config.changed(
+        **(additional.get("piecegraph", {}) if isinstance(additional, dict) else {})
+    )
 
 
 def _is_registered(op: str) -> bool:
@@ -218,13 +220,13 @@ class InputForm:
 
 def tensors_in(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Tensors by dotted name, also those from the pipeline stage before this one."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
-            found[name] = value
+            tensors[name] = value
         elif isinstance(value, IntermediateTensors):
-            found |= {f"{name}.tensors.{key}": tensor for key, tensor in value.items()}
-    return found
+            tensors |= {f"{name}.tensors.{key}": tensor for key, tensor in value.items()}
+    return tensors
 
 
 def with_tensors(

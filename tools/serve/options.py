@@ -34,9 +34,9 @@ def choice(name: str, value: str, choices: Iterable[Choice]) -> Choice:
     """The one of `choices` that `value` names, ignoring case and with `-` for `_`."""
     by_name = {each.name if isinstance(each, Enum) else each: each for each in choices}
     wanted = value.replace("-", "_").casefold()
-    for candidate, found in by_name.items():
+    for candidate, member in by_name.items():
         if candidate.replace("-", "_").casefold() == wanted:
-            return found
+            return member
     raise InvalidSetting(
         name=name,
         value=value,
@@ -327,19 +327,19 @@ def declared_options() -> Iterator[tuple[str, Declared]]:
             yield each.name, replace(declared, typed=declared.typed or each.type)
 
 
-def read_run_options(**given: Any) -> RunOptions:
+def read_run_options(**arguments: Any) -> RunOptions:
     """Options as typed, by parameter name, checked and parsed. Raises InvalidSetting."""
     if folder := environment.read(environment.DUMP_DIR):
         writable_folder(environment.DUMP_DIR, folder)
-    typed = dict(given)
+    typed = dict(arguments)
     values = {}
     for name, declared in declared_options():
-        value = given.pop(name, None)
+        value = arguments.pop(name, None)
         value = declared.default if value is None else value
         if declared.parse is not None and value is not None:
             value = declared.parse(flag_of(name), value)
         values[name] = value
-    assert not given, f"no such options: {', '.join(given)}"
+    assert not arguments, f"no such options: {', '.join(arguments)}"
     options = RunOptions(**values)
     _check_conflicts(options)
     return _check_sizes(options, typed.get("capture_sizes"))
@@ -355,8 +355,8 @@ def _check_conflicts(options: RunOptions) -> None:
         without.append((("lora", "buckets"), "a model of --hf is served without"))
     for switch in options.off:
         off = {"all": ("mode", "cache_dir"), "graphs": ("mode",), "cache": ("cache_dir",)}
-        given = [n for n in off.get(switch, ()) if getattr(options, n) is not GraphMode.NONE]
-        without.append((tuple(given), f"--off {switch} turns it off"))
+        contradicted = [n for n in off.get(switch, ()) if getattr(options, n) is not GraphMode.NONE]
+        without.append((tuple(contradicted), f"--off {switch} turns it off"))
     for name, reason in ((name, reason) for names, reason in without for name in names):
         if value := getattr(options, name):
             raise InvalidSetting(

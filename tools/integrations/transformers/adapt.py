@@ -62,18 +62,18 @@ class PackedModel(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         _begin(model)
-        given = _packed_inputs(model)
-        alone = {name: x[:, MIDDLE] for name, x in given.items()}
+        inputs = _packed_inputs(model)
+        alone = {name: x[:, MIDDLE] for name, x in inputs.items()}
         expected = _result(model, alone)
         trial = _Trial(model, LENGTHS)
         with trial.attending():
-            mixers = _find_mixers(model, given, trial)
+            mixers = _find_mixers(model, inputs, trial)
             with _learning(mixers):
-                together = _result(model, given)
+                together = _result(model, inputs)
                 pad = getattr(model.config, "pad_token_id", None)
                 if trial.own_mask and pad is not None:  # a mask of the ids would hide this one
-                    ids = torch.full_like(given["input_ids"], pad)
-                    _result(model, {**given, "input_ids": ids})
+                    ids = torch.full_like(inputs["input_ids"], pad)
+                    _result(model, {**inputs, "input_ids": ids})
         _compare(model, together[:, MIDDLE], expected)
         trial.install()
         for mixer in mixers.values():
@@ -102,11 +102,11 @@ def adapt(model: PreTrainedModel, example: Mapping[str, Tensor] | None = None) -
     _begin(model)
     if not model._can_set_attn_implementation():
         raise _refusal(model, "its attention does not go through AttentionInterface")
-    given = dict(example or _example(model))
-    expected = _result(model, given)
+    inputs = dict(example or _example(model))
+    expected = _result(model, inputs)
     trial = _Trial(model)
     with trial.attending():
-        actual = _result(model, given)
+        actual = _result(model, inputs)
     if not trial.masks:
         raise _refusal(model, "none of its layers calls AttentionInterface")
     _compare(model, actual, expected)
@@ -132,10 +132,10 @@ def _all_seen(*args: Any, **kwargs: Any) -> None:
     """The mask in steps of a model that makes a padding mask itself, which hides nothing."""
 
 
-def _whole_mask(make: Any, *args: Any, **given: Any) -> Any:
+def _whole_mask(make: Any, *args: Any, **arguments: Any) -> Any:
     """The mask that `make` would leave out where it hides nothing."""
-    given |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    return make(*args, **given)
+    arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return make(*args, **arguments)
 
 
 def _packed_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -146,12 +146,12 @@ def _packed_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
         raise _refusal(model, "its input embeddings are no nn.Embedding", advice)
     ids = torch.cat([torch.arange(3, 3 + length) for length in LENGTHS])
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    given = {"input_ids": ids % embedding.num_embeddings, "position_ids": positions}
-    return {name: x[None].to(model.device) for name, x in given.items()}
+    inputs = {"input_ids": ids % embedding.num_embeddings, "position_ids": positions}
+    return {name: x[None].to(model.device) for name, x in inputs.items()}
 
 
 def _find_mixers(
-    model: PreTrainedModel, given: Mapping[str, Tensor], trial: _Trial
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], trial: _Trial
 ) -> dict[str, Mixer]:
     """The layers that let the request in the middle see the others, as mixers. Where one cannot be
     called for each request, the module around it is. Raises UnknownCall, ModelNotAdaptable."""
@@ -159,7 +159,7 @@ def _find_mixers(
     while True:
         unknown = None
         try:
-            name = _mixing_module(model, given, mixers)
+            name = _mixing_module(model, inputs, mixers)
         except UnknownCall as error:
             unknown, name = error, error.layer.rpartition(".")[0]
         if name is None:
@@ -177,10 +177,10 @@ def _find_mixers(
 
 
 def _mixing_module(
-    model: PreTrainedModel, given: Mapping[str, Tensor], mixers: Mapping[str, Mixer]
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], mixers: Mapping[str, Mixer]
 ) -> str | None:
     """The first module that lets the request in the middle see the others; None if none does."""
-    found: list[str] = []
+    mixing: list[str] = []
     embedding: nn.Module = model.get_input_embeddings()
 
     def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -190,8 +190,8 @@ def _mixing_module(
 
     def look(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not found and not _spoiled([*args, *kwargs.values()]) and _spoiled([output]):
-                found.append(name)
+            if not mixing and not _spoiled([*args, *kwargs.values()]) and _spoiled([output]):
+                mixing.append(name)
 
         return hook
 
@@ -202,13 +202,13 @@ def _mixing_module(
             hooks.append(module.register_forward_hook(look(name), with_kwargs=True))
     try:
         with _learning(mixers):
-            result = _result(model, given)
+            result = _result(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
-    if not found and _spoiled([result]):
+    if not mixing and _spoiled([result]):
         raise _refusal(model, "its forward mixes the tokens of packed requests", ONE_REQUEST)
-    return found[0] if found else None
+    return mixing[0] if mixing else None
 
 
 def _spoiled(values: Any) -> bool:
@@ -227,11 +227,11 @@ def _mixers_like(model: PreTrainedModel, name: str, trial: _Trial) -> dict[str, 
     """A mixer for the module called `name`, and for all others of its class. None if attention
     that goes through the op is in them."""
     kind = type(model.get_submodule(name))
-    found = {n: m for n, m in model.named_modules() if type(m) is kind}
-    inner = {id(each) for module in found.values() for each in module.modules()}
+    alike = {n: m for n, m in model.named_modules() if type(m) is kind}
+    inner = {id(each) for module in alike.values() for each in module.modules()}
     if any(id(module) in inner for module in trial.masks):
         return None
-    return {n: Mixer(m, n) for n, m in found.items()}
+    return {n: Mixer(m, n) for n, m in alike.items()}
 
 
 @contextmanager
@@ -261,7 +261,7 @@ class _Trial:
     masks: dict[nn.Module, Mask] = field(default_factory=dict)
     names: dict[nn.Module, str] = field(default_factory=dict)
     kv_shapes: dict[nn.Module, tuple[int, int, int]] = field(default_factory=dict)
-    made: dict[int, tuple[Tensor, Mask | UnknownMask]] = field(default_factory=dict)
+    read_masks: dict[int, tuple[Tensor, Mask | UnknownMask]] = field(default_factory=dict)
     """By storage: models hand slices of a mask to their layers."""
     own_mask: bool = False
     """Whether the model makes a padding mask itself; it hides nothing."""
@@ -269,7 +269,7 @@ class _Trial:
     @contextmanager
     def attending(self) -> Iterator[None]:
         AttentionInterface.register("piecegraph_trial", _attend_in_trial)
-        masks = lambda *args, **given: _CURRENT.get().mask(*args, **given)  # noqa: E731
+        masks = lambda *args, **arguments: _CURRENT.get().mask(*args, **arguments)  # noqa: E731
         AttentionMaskInterface.register("piecegraph_trial", masks)
         self.names = {module: name for name, module in self.model.named_modules()}
         own = self.model.config._attn_implementation
@@ -301,27 +301,27 @@ class _Trial:
         if self.masks:
             self.model.set_attn_implementation(implementation)
 
-    def mask(self, mask_function: Any, **given: Any) -> Tensor:
-        given["allow_is_bidirectional_skip"] = False
-        if self.lengths and (own := given.get("attention_mask")) is not None:
+    def mask(self, mask_function: Any, **arguments: Any) -> Tensor:
+        arguments["allow_is_bidirectional_skip"] = False
+        if self.lengths and (own := arguments.get("attention_mask")) is not None:
             self.own_mask = True
             if not own.all():
                 raise _refusal(self.model, "it hides tokens by their values")
-        mask: Tensor = eager_mask(**given, mask_function=mask_function)
+        mask: Tensor = eager_mask(**arguments, mask_function=mask_function)
         read: Mask | UnknownMask
         try:
             read = mask_of(mask_function)
         except UnknownMask as unknown:
             read = unknown
-        self.made[mask.untyped_storage().data_ptr()] = mask, read
+        self.read_masks[mask.untyped_storage().data_ptr()] = mask, read
         return mask
 
-    def mask_for(self, module: nn.Module, given: Any, is_causal: Any, window: Any) -> Mask:
+    def mask_for(self, module: nn.Module, mask: Any, is_causal: Any, window: Any) -> Mask:
         """The mask of one call; raises ModelNotAdaptable."""
-        if given is None:
+        if mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             return Mask(bool(causal), window or 0)
-        _, read = self.made.get(given.untyped_storage().data_ptr(), (None, None))
+        _, read = self.read_masks.get(mask.untyped_storage().data_ptr(), (None, None))
         if read is None:
             raise _refusal(self.model, f"{self.names[module]} computes with a mask of its own")
         if isinstance(read, UnknownMask):
@@ -375,9 +375,9 @@ def _example(model: PreTrainedModel) -> dict[str, Tensor]:
     raise _refusal(model, f"its main input is {name}", "Pass adapt the arguments of one call")
 
 
-def _result(model: PreTrainedModel, given: Mapping[str, Tensor]) -> Tensor:
+def _result(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
     with torch.no_grad():
-        result = model(**given)
+        result = model(**inputs)
     return next(x for x in result.values() if isinstance(x, Tensor) and x.is_floating_point())
 
 

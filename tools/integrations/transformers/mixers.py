@@ -77,19 +77,19 @@ class Mixer:
         index = next((i for i, x in enumerate(items) if isinstance(x, Tensor)), None)
         if index is None:
             raise UnknownCall(f"returns a {type(result).__name__}")
-        self._index, made = index, items[index]
+        self._index, tensor = index, items[index]
         rows = [x for x in items if isinstance(x, Tensor) and [*x.shape].count(tokens) == 1]
         if len(rows) > 1:
             raise UnknownCall("returns several tensors with a row for each token")
-        if [*made.shape].count(tokens) != 1:
+        if [*tensor.shape].count(tokens) != 1:
             raise UnknownCall("returns a tensor without one row for each token")
-        self.dim = made.shape.index(tokens)
-        shape = [*made.shape[: self.dim], -1, *made.shape[self.dim + 1 :]]
+        self.dim = tensor.shape.index(tokens)
+        shape = [*tensor.shape[: self.dim], -1, *tensor.shape[self.dim + 1 :]]
         widths = [x.numel() // tokens for x, dims in zip(inputs, self._dims, strict=True) if dims]
         pairs = any(len(dims) > 1 for dims in self._dims)
         self.width = None if pairs else sum(widths)
         count = 0 if items[0] is result else len(items)
-        module.mixer_form = (first, self._dims[first][0], tuple(shape), made.dtype)
+        module.mixer_form = (first, self._dims[first][0], tuple(shape), tensor.dtype)
         module.mixer_result = (self._index, count, isinstance(result, list))
         output = _empty(module, inputs)
         self(inputs, output, PackedRequests(tuple(lengths)))
@@ -97,9 +97,9 @@ class Mixer:
 
     def rows(self, inputs: Sequence[Tensor | None]) -> Tensor:
         """The inputs that have a value for each token, next to each other: (T, width)."""
-        given = [(x, dims[0]) for x, dims in zip(inputs, self._dims, strict=True)
+        with_rows = [(x, dims[0]) for x, dims in zip(inputs, self._dims, strict=True)
                  if x is not None and dims]  # fmt: skip
-        return torch.cat([x.movedim(dim, 0).flatten(1) for x, dim in given], 1)
+        return torch.cat([x.movedim(dim, 0).flatten(1) for x, dim in with_rows], 1)
 
     def over_rows(self, rows: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
         """The result for one request with these `rows`; `inputs` are those of a step, for what has
@@ -127,8 +127,8 @@ class Mixer:
         for length in metadata.query_lens:
             if length:
                 result = self._called(inputs, start, length)
-                made = result if isinstance(result, Tensor) else result[self._index]
-                output.narrow(self.dim, start, length).copy_(made)
+                part = result if isinstance(result, Tensor) else result[self._index]
+                output.narrow(self.dim, start, length).copy_(part)
             start += length
         output.narrow(self.dim, start, output.shape[self.dim] - start).zero_()
 

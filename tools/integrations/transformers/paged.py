@@ -58,8 +58,8 @@ class PagedMixer(LayerCache):
         start = 0
         for place, length in enumerate(metadata.query_lens):
             context = _read(self.keys, metadata, place, start)[:, 0]
-            made = mixer.over_rows(context, inputs)
-            tail = made.narrow(mixer.dim, made.shape[mixer.dim] - length, length)
+            result = mixer.over_rows(context, inputs)
+            tail = result.narrow(mixer.dim, result.shape[mixer.dim] - length, length)
             output.narrow(mixer.dim, start, length).copy_(tail)
             start += length
         output.narrow(mixer.dim, start, output.shape[mixer.dim] - start).zero_()
