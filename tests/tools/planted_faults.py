@@ -218,7 +218,7 @@ def crossed_results(site: Site) -> BisectCase:
 def rows_that_mix(**splitting: Any) -> Callable[[Site], BisectCase]:
     def plant(site: Site) -> BisectCase:
         # `prepare` finds such a model and never pads it; without that its rows are wrong
-        site.patch.setattr("piecegraph.runtime.prepare.find_mixed_rows", lambda *_, **__: [])
+        site.patch.setattr("piecegraph.runtime.model_policy.find_mixed_rows", lambda *_, **__: [])
         return site.case(models.MixedRows(), sizes=(4, 3), **splitting)
 
     return plant

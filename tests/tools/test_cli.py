@@ -209,7 +209,7 @@ def test_a_malformed_trace_names_its_line(library, capsys, tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text("\n".join([*EXCERPT.read_text().splitlines()[:3], "x,1,1"]))
     assert main(["run", "--trace", str(path), "--requests", "3"]) == 2
-    assert "line 4 in the request trace" in capsys.readouterr().err
+    assert "trace.csv cannot be used: line 4: " in capsys.readouterr().err
 
 
 def test_an_error_of_the_librarys_configuration_is_exit_status_2(monkeypatch, capsys):

@@ -92,7 +92,7 @@ def test_two_explanations_are_compared(written, tmp_path, capsys):
     facts = json.loads((written / "json").read_text())
     other = json.loads((written / "json").read_text())
     assert differences(facts, other) == []
-    other["settings"]["max_loras"] = 4
+    other["settings"]["variants"]["max_loras"] = 4
     other["pieces"][1]["kernels"] = 3
     other["captures"][0]["captured"] = False
     other["timeline"][0]["seconds"] += 9
@@ -103,7 +103,7 @@ def test_two_explanations_are_compared(written, tmp_path, capsys):
     digest = facts["pieces"][1]["digest"][:12]
     first = facts["captures"][0]
     assert found == {
-        ("settings", "max_loras"),
+        ("settings", "variants.max_loras"),
         ("keys", "torch"),
         ("pieces", f"{digest} (piece 1).kernels"),
         ("graph mode", "resolved"),
@@ -114,7 +114,7 @@ def test_two_explanations_are_compared(written, tmp_path, capsys):
     files = ["--against", str(written / "json"), "--of", str(tmp_path / "rank1.json")]
     assert main(["explain", *files, "--format", "md", "--output", "-"]) == 0
     out = capsys.readouterr().out
-    assert "| settings | max_loras | 0 | 4 |" in out
+    assert "| settings | variants.max_loras | 0 | 4 |" in out
     assert main(["explain", *files, "--output", str(tmp_path / "page.html")]) == 0
     assert Page((tmp_path / "page.html").read_text()).ids >= {"against"}
     assert main(["explain", "--against", str(tmp_path / "page.html")]) == 2
