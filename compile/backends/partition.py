@@ -66,13 +66,13 @@ def partitioning(compiler: Compiler) -> Compiler:
     """
 
     def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
-        with inductor_partitions(_hooked) as made:
+        with inductor_partitions(_hooked) as partitions:
             finish = compiler.compile(graph, inputs, options)
-        _check(made, options[PARTITION_OPS])
+        _check(partitions, options[PARTITION_OPS])
 
         def finish_partitioned() -> tuple[PieceFn, Blobs]:
             fn, blobs = finish()
-            return PartitionedPiece(fn, made.count), blobs
+            return PartitionedPiece(fn, partitions.count), blobs
 
         return finish_partitioned
 
@@ -81,9 +81,9 @@ def partitioning(compiler: Compiler) -> Compiler:
         assert compiler.load is not None
         loaded: list[PieceFn] = []
         for blobs in artifacts:
-            with inductor_partitions(_hooked) as made:
+            with inductor_partitions(_hooked) as partitions:
                 (fn,) = compiler.load([blobs])
-            loaded.append(PartitionedPiece(fn, made.count))
+            loaded.append(PartitionedPiece(fn, partitions.count))
         return loaded
 
     return replace(compiler, compile=compile_piece, load=load if compiler.load else None)
@@ -101,15 +101,15 @@ def _hooked(partition: PieceFn) -> PieceFn:
     return call
 
 
-def _check(made: Partitions, ops: Sequence[str]) -> None:
+def _check(partitions: Partitions, ops: Sequence[str]) -> None:
     """Raise NotPartitioned unless only splitting ops are outside the partitions.
 
     Code outside partitions is not captured. A dead splitting op, which Inductor removes, is fine.
     """
-    if not made.count:
+    if not partitions.count:
         raise NotPartitioned(reason="it made no partitions")
-    for name, why in made.left_out.items():
+    for name, why in partitions.left_out.items():
         raise NotPartitioned(reason=f"{name} is in no partition ({why})")
-    for name in sorted(set(ops) - made.cut_at):
-        if name in made.alive or is_decomposed(resolve_op(name)):
+    for name in sorted(set(ops) - partitions.cut_at):
+        if name in partitions.alive or is_decomposed(resolve_op(name)):
             raise NotPartitioned(reason=f"its code has no call of {name}")

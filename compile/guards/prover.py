@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,21 +157,18 @@ class GuardProver:
         for expression, where in guards:
             self._prove_one(expression, where, origin, run)
         if self._config.code.dynamic_shapes is DynamicShapes.UNBACKED:
-            for expression, where in [*self._narrowed(), *asserts, *self._deferred()]:
+            # bounds that tracing put on unbacked sizes, of which torch keeps the line of each
+            bounds = (narrowed_range(self._env, symbol) for symbol in self._labels)
+            deferred = (
+                (expression, None)
+                for expression in deferred_asserts(self._env)
+                if expression.free_symbols <= set(self._labels)
+            )
+            for expression, where in [*itertools.chain(*bounds), *asserts, *deferred]:
                 if expression not in self._asserted:
                     self._asserted.add(expression)
                     self._prove_one(expression, where, origin, run)
         return len(self.unproved) == before
-
-    def _narrowed(self) -> Iterator[SizeAssert]:
-        """Bounds that tracing put on unbacked sizes; torch keeps the line of each."""
-        for symbol in self._labels:
-            yield from narrowed_range(self._env, symbol)
-
-    def _deferred(self) -> Iterator[SizeAssert]:
-        for expression in deferred_asserts(self._env):
-            if expression.free_symbols <= set(self._labels):
-                yield expression, None
 
     def check_ends(self, piece: GraphModule, origin: str) -> None:
         """Compare the shapes of a piece at the ends of the range with those of the trace.
@@ -223,11 +220,6 @@ class GuardProver:
             where = next(filter(None, causes), where)
             raise Specialized(where=where, symbol=self._labels[symbol], value=int(value))
 
-    def _labeled(self, expression: sympy.Basic) -> sympy.Basic:
-        return expression.xreplace(
-            {s: self._labels[s] for s in expression.free_symbols if s in self._labels}
-        )
-
     def _ranges(self, expression: sympy.Basic) -> Ranges:
         named = set(self._labels.values())
         return {s: self._config.limits(str(s)) for s in expression.free_symbols if s in named}
@@ -235,7 +227,7 @@ class GuardProver:
     def _prove_one(
         self, expression: sympy.Basic, where: str | None, origin: str, run: Run | None
     ) -> None:
-        guard = Guard(self._labeled(expression), where)
+        guard = Guard(expression.xreplace(self._labels), where)
         proof = prove(guard.expression, self._ranges(guard.expression))
         if run is not None and self._runs_right_where_it_fails(proof, run):
             proof = Proof(True, "run at the sizes it fails for", proof.failing, proof.failures)

@@ -45,14 +45,14 @@ def trace_with_guards(request: CompileRequest) -> GuardedTrace:
                 raise
             return padded
         try:
-            found = _traced(_with(request, DynamicShapes.UNBACKED))
+            unbacked = _traced(_with(request, DynamicShapes.UNBACKED))
         except CompileError:
             padded = _padded_trace(request, unproved)
             if padded is None:
                 raise unproved from None
             return padded
         request.events.emit("trace.unbacked", reason=str(unproved))
-        return replace(found, unproved=unproved)
+        return replace(unbacked, unproved=unproved)
 
 
 def padded_instead(request: CompileRequest, guarded: GuardedTrace) -> GuardedTrace | None:

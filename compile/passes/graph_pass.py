@@ -45,7 +45,9 @@ def enabled_passes(level: int, chosen: Mapping[str, Any]) -> tuple[GraphPass, ..
     A user's pass under the name of a shipped one takes its place. Raises InvalidSetting for a name
     without a pass, and for a pass that cannot be called.
     """
-    by_level = {each.name: _by_default(each, level) for each in SHIPPED}
+    by_level = {
+        each.name: each.from_level is not None and level >= each.from_level for each in SHIPPED
+    }
     shipped = {each.name: each for each in SHIPPED}
     passes = []
     for name, value in {**by_level, **chosen}.items():
@@ -100,10 +102,6 @@ def inductor_passes(passes: Sequence[GraphPass], events: Events, piece: int) -> 
 
 def _pays(each: GraphPass, num_tokens: int) -> bool:
     return each.max_num_tokens is None or num_tokens <= each.max_num_tokens
-
-
-def _by_default(each: GraphPass, level: int) -> bool:
-    return each.from_level is not None and level >= each.from_level
 
 
 def _user_pass(name: str, value: Any) -> GraphPass:

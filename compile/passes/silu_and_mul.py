@@ -14,13 +14,10 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 def _silu(x: object) -> Either:
     """In Inductor's decomposition, or written by hand."""
-    quotient = Op(aten.div.Tensor, (x, Op(aten.add.Tensor, (_exp_of_minus(x), 1))))
+    exp_of_minus = Op(aten.exp.default, (Op(aten.neg.default, (x,)),))
+    quotient = Op(aten.div.Tensor, (x, Op(aten.add.Tensor, (exp_of_minus, 1))))
     product = Op(aten.mul.Tensor, (x, Op(aten.sigmoid.default, (x,))), swap=True)
     return Either((quotient, product))
-
-
-def _exp_of_minus(x: object) -> Op:
-    return Op(aten.exp.default, (Op(aten.neg.default, (x,)),))
 
 
 _WIDENED = Op(_CONVERT, (_silu(Op(_CONVERT, ("gate", torch.float32))), "dtype"))

@@ -27,15 +27,15 @@ def compile_ranges(config: CompileConfig) -> list[CompileRange]:
     least, most = config.limits(TOKENS)
     within = [end for end in thresholds(config.passes) if least <= end < most]
     ends = sorted({*config.ranges, *within, most})
-    found: list[CompileRange] = []
+    ranges: list[CompileRange] = []
     low = least
     for end in ends:
         for size in sorted({size for size in config.sizes if low <= size <= end}):
             if low < size:
-                found.append(CompileRange(low, size - 1))
-            found.append(CompileRange(size, size, exact=True))
+                ranges.append(CompileRange(low, size - 1))
+            ranges.append(CompileRange(size, size, exact=True))
             low = size + 1
         if low <= end:
-            found.append(CompileRange(low, end))
+            ranges.append(CompileRange(low, end))
         low = end + 1
-    return found
+    return ranges
