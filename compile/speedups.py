@@ -41,7 +41,7 @@ def capture(
 
 
 @contextmanager
-def code_generated() -> Iterator[Callable[[], None]]:
+def generating_code() -> Iterator[Callable[[], None]]:
     """Generate code inside; its kernels may be called after the function that this yields."""
     if not are_on():
         yield lambda: None
@@ -54,7 +54,7 @@ def code_generated() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def code_loaded() -> Iterator[None]:
+def loading_code() -> Iterator[None]:
     """Generate or load code inside, which then runs without wrappers that do nothing."""
     if not are_on():
         yield

@@ -43,7 +43,7 @@ from ...torch_compat.compiling.toolchain import (
     without_compiler,
 )
 from ..ir.compilation import CODE, COMPILER, KERNEL, PROBE, Blobs, Finish, PieceFn
-from ..speedups import code_generated, code_loaded
+from ..speedups import generating_code, loading_code
 
 
 @contextmanager
@@ -54,14 +54,14 @@ def compiling() -> Iterator[None]:
     """
     with scratch() as folder:
         options = inductor_options(toolchain_directory(folder))
-        with inductor_cache_directory(folder), options, code_loaded():
+        with inductor_cache_directory(folder), options, loading_code():
             yield
 
 
 def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
     """Generate code for `graph` and its symbolic `inputs`; call it inside `compiling()`."""
     toolchain = toolchain_directory(cache_directory())
-    with code_generated() as wait_for_kernels:
+    with generating_code() as wait_for_kernels:
         artifact, libraries = inductor_compile(graph, inputs, dict(options))
 
     def finish() -> tuple[PieceFn, Blobs]:
@@ -82,7 +82,7 @@ def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, A
 def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
     """Like `compile_piece`, with all of torch's caches off; nothing can be stored."""
     uncached = {**options, "force_disable_caches": True}
-    with code_generated() as wait_for_kernels:
+    with generating_code() as wait_for_kernels:
         artifact, _ = inductor_compile(graph, inputs, uncached)
 
     def finish() -> tuple[PieceFn, Blobs]:
@@ -117,7 +117,7 @@ def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
         for blobs in artifacts:
             _write_kernels(blobs, Path(folder), toolchain)
         options, names = inductor_options(toolchain), named_libraries()
-        with options, names, without_compiler(folder, version), code_loaded():
+        with options, names, without_compiler(folder, version), loading_code():
             return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
 
 

@@ -1,0 +1,73 @@
+"""Everything but the time is the same with PIECEGRAPH_OFF=faster."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.compile.speedups import are_on, generating_code, loading_code
+from piecegraph.torch_compat.tracing.dynamo import capture_full_graph
+
+from .models import MIX, Stack
+from .starts import start, use_text_compiler
+
+X = torch.randn(3, 8)
+
+
+@pytest.fixture(autouse=True)
+def text_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_text_compiler(monkeypatch)
+    monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
+
+
+@pytest.mark.parametrize("parts", ["faster", " graphs, faster"])
+def test_the_environment_turns_them_off(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.async_compile import AsyncCompile  # isort: skip
+    from torch._functorch._aot_autograd.runtime_wrappers import RuntimeWrapper
+
+    def replaced() -> list[bool]:
+        before = RuntimeWrapper.post_compile, AsyncCompile.wait
+        with generating_code() as wait_for_kernels, loading_code():
+            wait_for_kernels()
+            after = RuntimeWrapper.post_compile, AsyncCompile.wait
+            return [one is not other for one, other in zip(before, after, strict=True)]
+
+    assert are_on()
+    assert replaced() == [True, True]
+    monkeypatch.setenv("PIECEGRAPH_OFF", parts)
+    assert not are_on()
+    assert replaced() == [False, False]
+
+
+@pytest.mark.compile
+def test_a_bundle_traced_with_them_is_not_used_but_its_code_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Stack()
+    first = start(model, tmp_path, splitting_ops=MIX)
+    assert start(model, tmp_path, splitting_ops=MIX).hit
+    monkeypatch.setenv("PIECEGRAPH_OFF", "faster")
+    without = start(model, tmp_path, splitting_ops=MIX)
+    assert not without.hit
+    assert without.events.counters["text_compiles"] == 0
+    assert without.events.counters["equal_modules"] == 0
+    assert torch.equal(without(X), first(X))
+
+
+@pytest.mark.compile
+def test_a_failing_trace_with_copies_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from piecegraph.torch_compat.faster.equal_layers import trace_with_copies as entry
+
+    def fail(*args: Any) -> entry.TraceWithCopies:
+        return entry.TraceWithCopies(capture_full_graph(*args), failure="KeyError: 'x'")
+
+    monkeypatch.setattr(entry, "trace_with_copies", fail)
+    with caplog.at_level(logging.WARNING, "piecegraph"):
+        start(Stack(), tmp_path, splitting_ops=MIX)
+    assert "copies_failed reason=KeyError: 'x'" in caplog.text
