@@ -24,14 +24,12 @@ def are_on() -> bool:
 def capture(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], events: Events
 ) -> Captured | None:
-    """`capture_full_graph`, which copies equal layers and makes nothing but the graph."""
+    """`capture_full_graph`, which copies equal layers."""
     if not are_on():
         return capture_full_graph(model, args, kwargs)
     from ..torch_compat.faster.equal_layers.trace_with_copies import trace_with_copies
-    from ..torch_compat.faster.graph_alone import graph_alone
 
-    with graph_alone():
-        trace = trace_with_copies(model, args, kwargs)
+    trace = trace_with_copies(model, args, kwargs)
     events.count("equal_modules", trace.copied)
     for kind, reason in trace.traced_again.items():
         events.emit("module_traced_again", module=kind, reason=reason)

