@@ -65,9 +65,9 @@ def test_a_failing_trace_with_copies_is_a_warning(
     from piecegraph.torch_compat.faster.equal_layers import trace_with_copies as entry
 
     def fail(*args: Any) -> entry.TraceWithCopies:
-        return entry.TraceWithCopies(capture_full_graph(*args), failure="KeyError: 'x'")
+        return entry.TraceWithCopies(capture_full_graph(*args), 0, {}, {"Stack": "KeyError: 'x'"})
 
     monkeypatch.setattr(entry, "trace_with_copies", fail)
     with caplog.at_level(logging.WARNING, "piecegraph"):
         start(Stack(), tmp_path, splitting_ops=MIX)
-    assert "copies_failed reason=KeyError: 'x'" in caplog.text
+    assert "copies_failed module=Stack reason=KeyError: 'x'" in caplog.text

@@ -1,7 +1,7 @@
 """Keys of Inductor's own caches are made without reading the sources of torch and Triton.
 
-Saves: 0.5 of 10 s of CPU time of a cold start with 32 layers (median of 8 alternating pairs of what
-`python -m benchmarks prepare --quick` starts).
+Saves: 0.5 of 10 s of CPU time of a cold start with 32 layers (median of 10 alternating pairs of
+what `python -m benchmarks prepare --quick` starts).
 For: torch 2.11 to 2.14.
 Can go: once torch keeps these digests, or makes an artifact that can be stored without a key.
 """
