@@ -82,7 +82,7 @@ class CapturedContext:
         return captured
 
 
-# Set directly by `PreparedModel.run`, the hot path; use the functions below elsewhere.
+# Set directly by `Steps.run`, the hot path; use the functions below elsewhere.
 CURRENT: ContextVar[ForwardContext | CapturedContext | None] = ContextVar(
     "piecegraph_forward", default=None
 )
