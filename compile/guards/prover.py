@@ -285,11 +285,8 @@ class GuardProver:
         low, high = self._config.limits(symbol)
         if symbol == TOKENS:
             if holds_from is not None:
-                return f"set tracing={{'min_num_tokens': {holds_from}}} to pad smaller batches, "
+                return f"set tracing.min_num_tokens={holds_from} to pad smaller batches, "
             return f"set max_num_tokens={first - 1}, " if first > low else ""
-        if holds_from is not None:
-            low = holds_from
-        else:
-            high = first - 1
-        limits = {"symbol_limits": {symbol: (low, high)}}
-        return f"set tracing={limits}, " if high >= low else ""
+        low, high = (low, first - 1) if holds_from is None else (holds_from, high)
+        limits = {symbol: (low, high)}
+        return f"set tracing.symbol_limits={limits}, " if low <= high else ""

@@ -25,7 +25,7 @@ from piecegraph.compile.bundle.key_factors import trace_key
 from piecegraph.compile.ir.compilation import CODE, Blobs, CompileRequest, Finish, PieceFn
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel
-from piecegraph.config import Config, compile_config
+from piecegraph.config import BundleUse, Config, compile_config
 from piecegraph.events import Events
 
 from .models import X
@@ -102,8 +102,17 @@ def start(
 ) -> Start:
     """Start `model` from the cache at `root`, by default with the text compiler and input `x`."""
     inputs = {} if examples is not None else {"inputs": X}
-    config = compile_config(Config(**{"compiler": "text", "max_num_tokens": 64, **inputs, **given}))
-    events = Events()
-    request = CompileRequest(model, config, Cache(root, events), events, CPU, examples, exchange)
+    settings = Config(**{"compiler": "text", "max_num_tokens": 64, **inputs, **given})
+    config, events = compile_config(settings), Events()
+    request = CompileRequest(
+        model,
+        config,
+        Cache(root, events),
+        events,
+        CPU,
+        examples,
+        exchange,
+        needs_bundle=settings.bundle is BundleUse.FORCE,
+    )
     key = trace_key(model, config, CPU, examples)
     return Start(compile_model(request), events, key)

@@ -13,7 +13,6 @@ import torch
 
 import piecegraph as pg
 from piecegraph.compile.backends import aoti
-from piecegraph.compile.ir.config import BundleUse
 
 from .models import _OPS  # noqa: F401  the splitting op
 
@@ -79,7 +78,7 @@ def test_a_bundle_of_a_device_is_loaded_without_compiling(
 ) -> None:
     assert captured(config) == [12, 12]
     capfd.readouterr()
-    forced = config.model_copy(update={"bundle": BundleUse.FORCE})
+    forced = config.changed(bundle="force")
     assert captured(forced) == [12, 12]
     said = capfd.readouterr().err
     assert "Traceback" not in said

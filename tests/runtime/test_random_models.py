@@ -200,9 +200,11 @@ class Steps:
             "graph_mode": draw.choice(
                 ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
             ),
-            "padding": {
-                "ids": RESERVED,
-                "x": draw.choice(["zero", "repeat", "keep", float("nan")]),
+            "steps": {
+                "padding": {
+                    "ids": RESERVED,
+                    "x": draw.choice(["zero", "repeat", "keep", float("nan")]),
+                }
             },
         }
         self.what = f"{self.blocks} {self.facts}"

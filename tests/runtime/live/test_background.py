@@ -165,7 +165,7 @@ def test_steps_are_right_before_and_after_the_switch(
 def test_graphs_are_captured_between_the_steps_after_the_switch(
     serve_cold: Callable[..., LiveServed], strategy: str
 ) -> None:
-    served = serve_cold(strategy={"kind": strategy, "captures_per_step": 1})
+    served = serve_cold(strategy=strategy)
     served.prepared.capture()
     serve_until_over(served)
     captured = [0]

@@ -88,7 +88,9 @@ def one_sees_another_batch(ranks: Ranks, odd: bool) -> list[str]:
 
 
 def limits_differ(ranks: Ranks, odd: bool) -> list[str]:
-    capturer, captured = capturer_of(ranks, eager=True, memory_limit=0.5, free=300 if odd else 900)
+    capturer, captured = capturer_of(
+        ranks, eager=True, steps={"memory_limit": 0.5}, free=300 if odd else 900
+    )
     capturer.startup()
     return captured
 
