@@ -173,7 +173,7 @@ def test_a_plot_has_a_known_suffix(capsys, tmp_path):
         (["run", "--length-scale", "1e300"], "--length-scale = 1e+300"),
         (["sizes", "fit", str(EXCERPT), "--rate", "nan"], "--rate = nan"),
         (["sizes", "fit", str(EXCERPT), "--max-graphs", "1"], "--max-graphs = 1"),
-        (["cache", "import", "/"], "/ cannot be imported: it is not a file"),
+        (["cache", "import", "/"], "invalid setting PATH = '/': it is not a file"),
         (["cache", "warm", "--no-cache"], "--no-cache"),
         (["cache", "warm", "--off", "compile"], "--off"),
         (["cache", "warm", "--backend", "eager"], "--backend = 'eager'"),
