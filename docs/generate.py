@@ -65,7 +65,7 @@ docstrings by `docs/generate.py`.
 API_INTRO = """# Public names
 
 All names of `piecegraph`, imported on first use. Other modules are internal, except
-`piecegraph.dispatch` (policy without torch), `piecegraph.compile.debug` (pieces as graphs),
+`piecegraph.dispatch` (policy without torch), `piecegraph.tools.bisect.pieces` (pieces as graphs),
 `piecegraph.tools.integrations` and those of [Tools](#tools). This page is generated from the
 docstrings by `docs/generate.py`.
 """

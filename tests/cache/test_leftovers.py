@@ -15,10 +15,10 @@ from piecegraph.cache import Cache, Entry
 from piecegraph.cache import lock as lock_module
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.evict import Limits, evict
-from piecegraph.cache.export import export_entries
 from piecegraph.cache.lock import owned_directory, remove_unowned, temporary_directory
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA
 from piecegraph.events import Events
+from piecegraph.tools.cache_export import export_entries
 
 from .children import die, fork, status
 from .conftest import BLOBS, numbered

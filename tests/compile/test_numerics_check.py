@@ -7,8 +7,8 @@ import torch
 from torch.fx import symbolic_trace
 
 from piecegraph import Config
-from piecegraph.compile.debug import debug_pieces
 from piecegraph.compile.guards.numerics_check import numeric_difference
+from piecegraph.tools.bisect.pieces import debug_pieces
 
 
 def piece(x):

@@ -15,11 +15,11 @@ from piecegraph.compile.backends.partition import (
     partitions_through,
 )
 from piecegraph.compile.backends.registry import Compiler
-from piecegraph.compile.debug import debug_pieces
 from piecegraph.compile.ir.compilation import CODE
 from piecegraph.compile.pieces.fingerprint import fingerprint
 from piecegraph.config import Config, compile_config
 from piecegraph.errors import InvalidSetting, NotPartitioned, UnknownSplittingOp
+from piecegraph.tools.bisect.pieces import debug_pieces
 from piecegraph.torch_compat.compiling.partition import Partitions
 
 from . import ops as _registers  # noqa: F401

@@ -21,7 +21,7 @@ from piecegraph import Batch, Config, compile_ahead, prepare
 from piecegraph.cache import Cache
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.evict import Limits, evict
-from piecegraph.cache.export import export_entries, import_entries
+from piecegraph.tools.cache_export import export_entries, import_entries
 from piecegraph.cache.inspection import manifests
 from piecegraph.cache.signing import trust_all
 from piecegraph.compile.backends import aoti, inductor

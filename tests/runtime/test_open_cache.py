@@ -14,11 +14,11 @@ import torch
 from piecegraph import Config, Events, explain_miss, prepare
 from piecegraph.cache import Cache, Entry, Key
 from piecegraph.cache.directory import DirectoryLayer
-from piecegraph.cache.export import export_entries, import_entries
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.signing import trust_all
 from piecegraph.errors import InvalidSecret, UntrustedDirectory
 from piecegraph.runtime.open_cache import open_cache
+from piecegraph.tools.cache_export import export_entries, import_entries
 
 from ..cache.children import fork, status
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ... import ForwardContext, PreparedModel, forward_context
-from ...compile.debug import DebugPiece, compile_graph, debug_pieces, passes_of, static_sizes
 from ...config import compile_config
 from ...runtime.steps.binding import at
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves, tree_map_only
 from .case import BisectCase, first_wrong
 from .observe import Ran, splitting_ops
+from .pieces import DebugPiece, compile_graph, debug_pieces, passes_of, static_sizes
 
 if TYPE_CHECKING:
     from ...compile.ir.config import GraphPass

@@ -130,8 +130,8 @@ def export_command(
 ) -> int:
     """Write bundles to one file, for a container image; signed if a key is in the environment."""
     from ...cache.directory import DirectoryLayer
-    from ...cache.export import export_entries
     from ...cache.signing import secret_from_environment
+    from ..cache_export import export_entries
 
     root, secret = cache_directory(cache_dir), secret_from_environment()
     (to_file,) = outputs({"PATH": path})
@@ -173,8 +173,8 @@ def import_command(
     """Read entries from a file. Believed is what is signed with the key in the environment."""
     from ... import Events
     from ...cache import Cache
-    from ...cache.export import import_entries
     from ...cache.signing import secret_from_environment, signed_with, trust_all
+    from ..cache_export import import_entries
 
     if not path.is_file():
         raise InvalidSetting(

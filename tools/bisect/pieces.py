@@ -10,17 +10,17 @@ import sympy
 import torch
 from torch.fx import GraphModule
 
-from ..cache import Cache
-from ..events import Events
-from ..torch_compat.tracing.dynamo import reasoning_about_sizes
-from .backends.registry import compiler_named
-from .guards.numerics_check import concrete_inputs, numeric_difference
-from .guards.trace_with_guards import trace_with_guards
-from .ir.compilation import CompileRequest, PieceFn
-from .ir.config import TOKENS, CompileConfig, GraphPass
-from .passes.graph_pass import inductor_passes, passes_up_to
-from .pieces.compile_ranges import CompileRange, compile_ranges
-from .plan.split_model import split_model
+from ...cache import Cache
+from ...compile.backends.registry import compiler_named
+from ...compile.guards.numerics_check import concrete_inputs, numeric_difference
+from ...compile.guards.trace_with_guards import trace_with_guards
+from ...compile.ir.compilation import CompileRequest, PieceFn
+from ...compile.ir.config import TOKENS, CompileConfig, GraphPass
+from ...compile.passes.graph_pass import inductor_passes, passes_up_to
+from ...compile.pieces.compile_ranges import CompileRange, compile_ranges
+from ...compile.plan.split_model import split_model
+from ...events import Events
+from ...torch_compat.tracing.dynamo import reasoning_about_sizes
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from ..cache.files import Irregular, open_regular, place, write_synced
+from ..cache.keys.factors import Json, canonical
+from ..cache.layers import CacheLayer, Entry, Failures, Miss, find, read_blob
+from ..cache.lock import owned_directory, remove_unowned
+from ..cache.manifest import MAX_MANIFEST_BYTES, BadManifest, BlobRef, Manifest, decode, encode
+from ..cache.names import blob_name, entry_name, is_digest
+from ..cache.signing import Trust, sign
 from ..errors import BundleRefused, EntryUnusable
-from .files import Irregular, open_regular, place, write_synced
-from .keys.factors import Json, canonical
-from .layers import CacheLayer, Entry, Failures, Miss, find, read_blob
-from .lock import owned_directory, remove_unowned
-from .manifest import MAX_MANIFEST_BYTES, BadManifest, BlobRef, Manifest, decode, encode
-from .names import blob_name, entry_name, is_digest
-from .signing import Trust, sign
 
 MAGIC = b"piecegraph-bundle 1\n"
 MAX_BUNDLE_BYTES = 8 << 30
