@@ -5,88 +5,52 @@ turns a requested graph mode into a usable one. `sizing` chooses capture sizes, 
 padded shapes for engines that bucket in several dimensions.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from ..lazy import lazy_names
-
-if TYPE_CHECKING:
-    from .batch import NO_GRAPH as NO_GRAPH
-    from .batch import Batch as Batch
-    from .batch import BatchDescriptor as BatchDescriptor
-    from .batch import Decision as Decision
-    from .batch import Reason as Reason
-    from .buckets.bucket import Bucket as Bucket
-    from .buckets.bucket import BucketLimits as BucketLimits
-    from .buckets.bucket import Phase as Phase
-    from .buckets.coverage import Hole as Hole
-    from .buckets.coverage import close_holes as close_holes
-    from .buckets.coverage import find_holes as find_holes
-    from .buckets.file import read_buckets as read_buckets
-    from .buckets.ranges import BucketRanges as BucketRanges
-    from .buckets.ranges import BucketStrategy as BucketStrategy
-    from .buckets.ranges import default_ranges as default_ranges
-    from .buckets.table import BucketTable as BucketTable
-    from .buckets.table import filter_buckets as filter_buckets
-    from .buckets.table import plan_buckets as plan_buckets
-    from .dispatcher import Candidate as Candidate
-    from .dispatcher import Dispatcher as Dispatcher
-    from .modes import AttentionSupport as AttentionSupport
-    from .modes import CaptureStrategy as CaptureStrategy
-    from .modes import GraphMode as GraphMode
-    from .modes import RuntimeMode as RuntimeMode
-    from .plan import Axis as Axis
-    from .plan import DispatchPlan as DispatchPlan
-    from .plan import PaddingLimit as PaddingLimit
-    from .plan import PlanEntry as PlanEntry
-    from .plan import bucket_plan as bucket_plan
-    from .plan import lora_cases as lora_cases
-    from .plan import make_plan as make_plan
-    from .resolve import LevelDefaults as LevelDefaults
-    from .resolve import ModeChange as ModeChange
-    from .resolve import ResolvedMode as ResolvedMode
-    from .resolve import level_defaults as level_defaults
-    from .resolve import resolve_mode as resolve_mode
-    from .sizing.capture_sizes import DENSE_END as DENSE_END
-    from .sizing.capture_sizes import DecodeTier as DecodeTier
-    from .sizing.capture_sizes import align_sizes as align_sizes
-    from .sizing.capture_sizes import decode_tiers as decode_tiers
-    from .sizing.capture_sizes import default_capture_sizes as default_capture_sizes
-    from .sizing.capture_sizes import user_capture_sizes as user_capture_sizes
-    from .sizing.fit import fit_sizes as fit_sizes
-    from .sizing.traffic import Suggestion as Suggestion
-    from .sizing.traffic import Validated as Validated
-    from .sizing.traffic import Waste as Waste
-    from .sizing.traffic import fit_validated as fit_validated
-    from .sizing.traffic import padding_waste as padding_waste
-    from .sizing.traffic import suggest_sizes as suggest_sizes
-
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        ".batch": ("NO_GRAPH", "Batch", "BatchDescriptor", "Decision", "Reason"),
-        ".buckets.bucket": ("Bucket", "BucketLimits", "Phase"),
-        ".buckets.coverage": ("Hole", "close_holes", "find_holes"),
-        ".buckets.file": ("read_buckets",),
-        ".buckets.ranges": ("BucketRanges", "BucketStrategy", "default_ranges"),
-        ".buckets.table": ("BucketTable", "filter_buckets", "plan_buckets"),
-        ".dispatcher": ("Candidate", "Dispatcher"),
-        ".modes": ("AttentionSupport", "CaptureStrategy", "GraphMode", "RuntimeMode"),
-        ".plan": (
-            "Axis", "DispatchPlan", "PaddingLimit", "PlanEntry", "bucket_plan", "lora_cases",
-            "make_plan",
-        ),
-        ".resolve": (
-            "LevelDefaults", "ModeChange", "ResolvedMode", "level_defaults", "resolve_mode",
-        ),
-        ".sizing.capture_sizes": (
-            "DENSE_END", "DecodeTier", "align_sizes", "decode_tiers", "default_capture_sizes",
-            "user_capture_sizes",
-        ),
-        ".sizing.fit": ("fit_sizes",),
-        ".sizing.traffic": (
-            "Suggestion", "Validated", "Waste", "fit_validated", "padding_waste", "suggest_sizes",
-        ),
-    },
-)  # fmt: skip
+from .batch import NO_GRAPH as NO_GRAPH
+from .batch import Batch as Batch
+from .batch import BatchDescriptor as BatchDescriptor
+from .batch import Decision as Decision
+from .batch import Reason as Reason
+from .buckets.bucket import Bucket as Bucket
+from .buckets.bucket import BucketLimits as BucketLimits
+from .buckets.bucket import Phase as Phase
+from .buckets.coverage import Hole as Hole
+from .buckets.coverage import close_holes as close_holes
+from .buckets.coverage import find_holes as find_holes
+from .buckets.file import read_buckets as read_buckets
+from .buckets.ranges import BucketRanges as BucketRanges
+from .buckets.ranges import BucketStrategy as BucketStrategy
+from .buckets.ranges import default_ranges as default_ranges
+from .buckets.table import BucketTable as BucketTable
+from .buckets.table import filter_buckets as filter_buckets
+from .buckets.table import plan_buckets as plan_buckets
+from .dispatcher import Candidate as Candidate
+from .dispatcher import Dispatcher as Dispatcher
+from .modes import AttentionSupport as AttentionSupport
+from .modes import CaptureStrategy as CaptureStrategy
+from .modes import GraphMode as GraphMode
+from .modes import RuntimeMode as RuntimeMode
+from .plan import Axis as Axis
+from .plan import DispatchPlan as DispatchPlan
+from .plan import PaddingLimit as PaddingLimit
+from .plan import PlanEntry as PlanEntry
+from .plan import bucket_plan as bucket_plan
+from .plan import lora_cases as lora_cases
+from .plan import make_plan as make_plan
+from .resolve import LevelDefaults as LevelDefaults
+from .resolve import ModeChange as ModeChange
+from .resolve import ResolvedMode as ResolvedMode
+from .resolve import level_defaults as level_defaults
+from .resolve import resolve_mode as resolve_mode
+from .sizing.capture_sizes import DENSE_END as DENSE_END
+from .sizing.capture_sizes import DecodeTier as DecodeTier
+from .sizing.capture_sizes import align_sizes as align_sizes
+from .sizing.capture_sizes import decode_tiers as decode_tiers
+from .sizing.capture_sizes import default_capture_sizes as default_capture_sizes
+from .sizing.capture_sizes import user_capture_sizes as user_capture_sizes
+from .sizing.fit import fit_sizes as fit_sizes
+from .sizing.traffic import Suggestion as Suggestion
+from .sizing.traffic import Validated as Validated
+from .sizing.traffic import Waste as Waste
+from .sizing.traffic import fit_validated as fit_validated
+from .sizing.traffic import padding_waste as padding_waste
+from .sizing.traffic import suggest_sizes as suggest_sizes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ..compile.ahead import compile_ahead as build
 from ..compile.ir.compilation import ExampleArguments
 from ..compile.pipeline import gc_paused
 from ..config import Config
@@ -29,6 +28,8 @@ def compile_ahead(
     If a piece cannot have a library it returns False, emits the reason as an event and leaves the
     bundle unchanged. Raises what `prepare` raises.
     """
+    from ..compile.ahead import compile_ahead as build  # imports the tracer
+
     config = resolve_config(config)
     with allow_compilation(), gc_paused():
         return build(compile_request(model, config, Records(events), examples))

@@ -16,11 +16,12 @@ def explain(prepared: PreparedModel, format: str = "html") -> str:
     It contains spans and the source of each piece; the factors of cache keys only if the model was
     prepared with `events=Events(detailed=True)`. Raises InvalidSetting for another format.
     """
+    from ...config import check_choice
     from ..report.origin import origin
-    from ..serve.options import choice
     from .collect import collect
 
-    form = choice("format", format, FORMATS)
+    form = format.casefold()
+    check_choice(FORMATS, "format", form, "there is no such choice")
     return rendered(collect({**origin(), **prepared.report()}, prepared), form)
 
 

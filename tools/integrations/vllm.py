@@ -34,10 +34,10 @@ from ... import (
     PreparedModel,
     Ranks,
     RuntimeMode,
-    explain,
     prepare,
 )
 from ...errors import AllCapturesFailed
+from ..explain import explain
 from .prometheus import MultiprocessMetrics, metrics_text
 
 if current_platform.is_cpu():
