@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.cache import Cache, Entry, Key, inspection
-from piecegraph.cache import export as export_module
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.keys.factors import Json, canonical
 from piecegraph.cache.manifest import encode
@@ -23,6 +22,7 @@ from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA
 from piecegraph.cache.signing import pinned, signed_with, trust_all
 from piecegraph.errors import BundleRefused
 from piecegraph.events import Events
+from piecegraph.tools import cache_export as export_module
 from piecegraph.tools.cache_export import MAGIC, BundleFile, export_entries, import_entries
 
 from .children import run_all
