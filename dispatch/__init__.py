@@ -1,7 +1,7 @@
 """Which runtime mode, which descriptor, which sizes: policy without tensors or devices.
 
 `make_plan` lists the graphs to capture and `Dispatcher` chooses one for each `Batch`. `resolve`
-turns a requested graph mode into a usable one. `sizing` chooses capture sizes, `buckets` plans
+turns a requested graph mode into a usable one. `capture_sizes` chooses sizes, `buckets` plans
 padded shapes for engines that bucket in several dimensions.
 """
 
@@ -16,13 +16,18 @@ from .buckets.bucket import Phase as Phase
 from .buckets.coverage import Hole as Hole
 from .buckets.coverage import close_holes as close_holes
 from .buckets.coverage import find_holes as find_holes
-from .buckets.file import read_buckets as read_buckets
 from .buckets.ranges import BucketRanges as BucketRanges
 from .buckets.ranges import BucketStrategy as BucketStrategy
 from .buckets.ranges import default_ranges as default_ranges
 from .buckets.table import BucketTable as BucketTable
 from .buckets.table import filter_buckets as filter_buckets
 from .buckets.table import plan_buckets as plan_buckets
+from .capture_sizes import DENSE_END as DENSE_END
+from .capture_sizes import DecodeTier as DecodeTier
+from .capture_sizes import align_sizes as align_sizes
+from .capture_sizes import decode_tiers as decode_tiers
+from .capture_sizes import default_capture_sizes as default_capture_sizes
+from .capture_sizes import user_capture_sizes as user_capture_sizes
 from .dispatcher import Candidate as Candidate
 from .dispatcher import Dispatcher as Dispatcher
 from .modes import AttentionSupport as AttentionSupport
@@ -41,16 +46,3 @@ from .resolve import ModeChange as ModeChange
 from .resolve import ResolvedMode as ResolvedMode
 from .resolve import level_defaults as level_defaults
 from .resolve import resolve_mode as resolve_mode
-from .sizing.capture_sizes import DENSE_END as DENSE_END
-from .sizing.capture_sizes import DecodeTier as DecodeTier
-from .sizing.capture_sizes import align_sizes as align_sizes
-from .sizing.capture_sizes import decode_tiers as decode_tiers
-from .sizing.capture_sizes import default_capture_sizes as default_capture_sizes
-from .sizing.capture_sizes import user_capture_sizes as user_capture_sizes
-from .sizing.fit import fit_sizes as fit_sizes
-from .sizing.traffic import Suggestion as Suggestion
-from .sizing.traffic import Validated as Validated
-from .sizing.traffic import Waste as Waste
-from .sizing.traffic import fit_validated as fit_validated
-from .sizing.traffic import padding_waste as padding_waste
-from .sizing.traffic import suggest_sizes as suggest_sizes

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..config import Config
 from ..dispatch import (
@@ -14,17 +12,13 @@ from ..dispatch import (
     DispatchPlan,
     GraphMode,
     ResolvedMode,
-    RuntimeMode,
-    Waste,
     align_sizes,
     bucket_plan,
     decode_tiers,
     default_capture_sizes,
     lora_cases,
     make_plan,
-    padding_waste,
     resolve_mode,
-    suggest_sizes,
     user_capture_sizes,
 )
 from ..dispatch.settings import LoraGraphs
@@ -92,37 +86,6 @@ def capture_sizes(mode: GraphMode, config: Config) -> tuple[int, ...]:
         tiers=decode_tiers(schedule) if schedule else (),
         alignment=alignment,
     )
-
-
-def suggested_sizes(
-    mode: GraphMode, config: Config, counts: Callable[[int], Sequence[int]]
-) -> dict[str, Any] | None:
-    """The sizes in use, and those that would serve the steps better if there are any, as the report
-    states them; None without sizes.
-
-    `counts` gives the number of steps of 0, 1, … tokens up to a limit. Suggested sizes end where
-    default sizes may end, or at the last of the user's.
-    """
-    sizes = capture_sizes(mode, config)
-    if not sizes:
-        return None
-    largest = sizes[-1]
-    if config.capture_sizes is None and mode.mixed is not RuntimeMode.NONE:
-        end = min(DENSE_END, config.max_num_tokens)
-        largest = max(largest, end - end % config.sizes.alignment)
-    steps = counts(largest)
-    suggestion = suggest_sizes(
-        sizes,
-        steps,
-        widest=config.max_num_reqs * max(config.variants.all_query_lens()),
-        alignment=config.sizes.alignment,
-    )
-    suggested = suggestion and _with_waste(suggestion.sizes, suggestion.waste)
-    return {**_with_waste(sizes, padding_waste(steps, sizes)), "suggested": suggested}
-
-
-def _with_waste(sizes: tuple[int, ...], waste: Waste) -> dict[str, Any]:
-    return {"sizes": sizes, "padding": waste.share, "steps_above": int(waste.without_graph)}
 
 
 def attention_support(config: Config) -> dict[str, AttentionSupport]:

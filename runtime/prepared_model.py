@@ -24,7 +24,7 @@ from .graphs.graphs import Graphs
 from .graphs.ledger import MemoryLedger, MemoryPlan, opening_ledger, plan_memory
 from .graphs.recording import Recording
 from .graphs.warmup import AuxiliaryTask, capture_items, range_items, run_warmup
-from .policy import Policy, suggested_sizes
+from .policy import Policy
 from .ranks import Ranks, single_rank, start_facts
 from .records import CaptureRecord, Records
 from .report import build_report
@@ -281,7 +281,6 @@ class PreparedModel:
             self.usage,
             self._cache,
             self._stated_ledger(),
-            suggested_sizes(self.resolved.mode, self.config, self.usage.counts),
         )
 
     def recordings(self) -> list[tuple[int, Recording]]:

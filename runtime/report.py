@@ -35,7 +35,6 @@ def build_report(
     usage: Usage,
     cache: Cache,
     ledger: MemoryLedger,
-    sizes: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """All of it is JSON-able; times are in seconds unless named `ms`, sizes in bytes."""
     bundle = records.compile.bundle
@@ -74,7 +73,6 @@ def build_report(
             "holes": _facts(records, BucketHole),
             "missing": _facts(records, BucketsMissing),
         },
-        "sizes": sizes,
         "captures": _facts(records, CaptureRecord),
         "rows_mixed": _facts(records, RowsMixed),
         "unwatched": _facts(records, UnwatchedTensors),

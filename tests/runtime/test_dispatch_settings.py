@@ -8,7 +8,7 @@ import pytest
 
 from piecegraph import Config, GraphMode, RuntimeMode
 from piecegraph.errors import FullModeUnsupported
-from piecegraph.runtime.policy import dispatch_plan, resolve_graph_mode, suggested_sizes
+from piecegraph.runtime.policy import dispatch_plan, resolve_graph_mode
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
 
@@ -69,24 +69,3 @@ def test_model_traits_limit_the_mode() -> None:
     assert resolve_graph_mode(config).mode is GraphMode.PIECEWISE
     config = Config(**SERVING).changed(attention={"encoder_decoder": True})
     assert resolve_graph_mode(config).mode is GraphMode.FULL_DECODE_ONLY
-
-
-def test_suggested_sizes_may_go_as_far_as_default_sizes_may() -> None:
-    def largest(**settings: Any) -> int:
-        config = Config(**{**SERVING, "max_num_reqs": 16, **settings})
-        limits: list[int] = []
-
-        def no_steps(limit: int) -> list[int]:
-            limits.append(limit)
-            return [0] * (limit + 1)
-
-        stated = suggested_sizes(resolve_graph_mode(config).mode, config, no_steps)
-        assert stated is not None
-        assert stated["suggested"] is None
-        return limits[0]
-
-    assert largest() == 512
-    assert largest(max_num_tokens=100, sizes={"alignment": 8}) == 96
-    assert largest(max_num_reqs=1024) == 1024  # decode
-    assert largest(capture_sizes=(8, 40)) == 40
-    assert largest(graph_mode="FULL_DECODE_ONLY") == 32  # no graph would serve larger steps

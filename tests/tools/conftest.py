@@ -48,18 +48,20 @@ LIBRARY_REPORT = {
     "counters": {"dynamo_traces": 1, "inductor_compiles": 3},
     "pieces": {"total": 3, "unique": 3, "segments": 5, "partitions": 0, "ranges": [[1, 128]]},
     "graph_mode": {"requested": "FULL", "resolved": "FULL_AND_PIECEWISE", "reasons": ["attention"]},
-    "sizes": {
-        "sizes": [8],
-        "padding": 0.25,
-        "steps_above": 2,
-        "suggested": {"sizes": [8, 30], "padding": 0.2, "steps_above": 0},
-    },
     "captures": [{"mode": "FULL", "num_tokens": 8, "ms": 1.5, "bytes": 2048}],
     "dispatch": [
         {"mode": "FULL", "num_tokens": 8, "count": 4, "padded_tokens": 8},
         {"mode": "NONE", "num_tokens": 20, "count": 1, "padded_tokens": 0},
         {"mode": "NONE", "num_tokens": 30, "count": 1, "padded_tokens": 0},
     ],
+}
+
+
+SUGGESTED = {
+    "sizes": [8],
+    "padding": 0.25,
+    "steps_above": 2,
+    "suggested": {"sizes": [8, 30], "padding": 0.2, "steps_above": 0},
 }
 
 
@@ -215,4 +217,5 @@ def library(monkeypatch):
         return prepared
 
     monkeypatch.setattr(run, "prepare", prepare)
+    monkeypatch.setattr(run, "suggested_sizes", lambda prepared: SUGGESTED)
     return made

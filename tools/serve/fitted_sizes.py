@@ -14,13 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...dispatch import (
-    default_capture_sizes,
-    fit_validated,
-    padding_waste,
-)
+from ...dispatch import default_capture_sizes
 from ...errors import InvalidSetting
 from ..report.output import figure_class
+from ..sizes.traffic import fit_validated, padding_waste
 from .trace import TraceRow
 
 MAX_NUM_TOKENS, MAX_NUM_REQS = 2048, 256

@@ -31,12 +31,12 @@ from ...dispatch import (
     Phase,
     filter_buckets,
     plan_buckets,
-    read_buckets,
 )
 from ...errors import InvalidSetting
 from ..engine import lora
 from ..engine.attention import SPLITTING_OP
 from ..engine.block_manager import BlockManager
+from ..engine.bucket_file import read_buckets
 from ..engine.buckets import BucketEngine, Buckets, BucketScheduler
 from ..engine.decoder_config import DecoderConfig
 from ..engine.drafts import Drafter
@@ -47,6 +47,7 @@ from ..engine.model import INPUTS, Decoder
 from ..engine.sampler import Sampler, sampler_warmup
 from ..engine.scheduler import Request, Scheduler
 from ..engine.serving_log import Clock
+from ..sizes.suggested import suggested_sizes
 from .host_memory import allocating, require_memory
 from .options import RunOptions
 from .progress import counting, working
@@ -151,6 +152,7 @@ def service_report(
     """The report of what was served."""
     drafter, speculation = service.engine.scheduler.drafter, None
     ranks = service.engine.ranks
+    prepared = service.prepared
     if drafter is not None:
         saved = None
         # else the steps depend on the time that each takes, or on the requests of other ranks
@@ -173,7 +175,7 @@ def service_report(
         generated=generated,
         speculation=speculation,
         options=options,
-        prepared=service.prepared.report(),
+        prepared={**prepared.report(), "sizes": suggested_sizes(prepared)},
         phases=phases,
         requests=requests,
         log=service.engine.log,

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.dispatch import Bucket, Phase, read_buckets
+from piecegraph.dispatch import Bucket, Phase
 from piecegraph.errors import BucketFileInvalid
+from piecegraph.tools.engine.bucket_file import read_buckets
 
 
 def test_a_line_means_all_its_combinations():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ...errors import CaptureSizeInvalid, InvalidSetting
+from ..errors import CaptureSizeInvalid, InvalidSetting
 
 DENSE_END = 512
 """The last default size for batches that are not decode."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
+from ...dispatch import Bucket
 from ...errors import BucketFileInvalid
-from .bucket import Bucket
 
 MOST_VALUES = 10_000
 """The most values of one range."""

@@ -5,15 +5,27 @@ from __future__ import annotations
 import itertools
 import random
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piecegraph.dispatch import fit_sizes, fit_validated, padding_waste, suggest_sizes
-from piecegraph.dispatch.sizing import fit
-from piecegraph.dispatch.sizing.traffic import _by_padding, blur, expect
+from piecegraph import Config
 from piecegraph.errors import InvalidSetting
+from piecegraph.runtime.policy import resolve_graph_mode
+from piecegraph.tools.sizes import fit
+from piecegraph.tools.sizes.fit import fit_sizes
+from piecegraph.tools.sizes.suggested import suggested_sizes
+from piecegraph.tools.sizes.traffic import (
+    _by_padding,
+    blur,
+    expect,
+    fit_validated,
+    padding_waste,
+    suggest_sizes,
+)
 
 
 def total_cost(counts, sizes) -> float:
@@ -204,3 +216,32 @@ def test_suggested_sizes_follow_batches_above_every_size():
     assert len(found.sizes) <= 6
     aligned = suggest_sizes((8, 16, 32), counts, alignment=8)
     assert all(size % 8 == 0 for size in aligned.sizes)
+
+
+SERVING: dict[str, Any] = {
+    "max_num_tokens": 8192,
+    "splitting_ops": ("a::b",),
+    "attention": {"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
+}
+
+
+def test_suggested_sizes_may_go_as_far_as_default_sizes_may() -> None:
+    def largest(**settings: Any) -> int:
+        config = Config(**{**SERVING, "max_num_reqs": 16, **settings})
+        limits: list[int] = []
+
+        def no_steps(limit: int) -> list[int]:
+            limits.append(limit)
+            return [0] * (limit + 1)
+
+        resolved, usage = resolve_graph_mode(config), SimpleNamespace(counts=no_steps)
+        stated = suggested_sizes(SimpleNamespace(config=config, resolved=resolved, usage=usage))
+        assert stated is not None
+        assert stated["suggested"] is None
+        return limits[0]
+
+    assert largest() == 512
+    assert largest(max_num_tokens=100, sizes={"alignment": 8}) == 96
+    assert largest(max_num_reqs=1024) == 1024  # decode
+    assert largest(capture_sizes=(8, 40)) == 40
+    assert largest(graph_mode="FULL_DECODE_ONLY") == 32  # no graph would serve larger steps
