@@ -26,7 +26,7 @@ from .ir.compilation import CompileRequest
 from .ir.config import CompileConfig
 from .ir.ops import Writes
 from .ir.plan import CompiledRange, PieceStep, Plan, PlanPiece, Result, Symbol, UserInput
-from .ir.serialization import Ref, dtype_name, encode, with_refs
+from .ir.serialization import Ref, dtype_name, encode, encode_result, with_refs
 from .plan.compiled_model import CompiledModel
 from .trace.examples import Examples, Leaf, example_inputs
 
@@ -108,7 +108,7 @@ def _result_form(model: torch.nn.Module, examples: Examples, symbols: list[Symbo
     )
     form, tensors = _without_tensors(first)
     other_form, other_tensors = _without_tensors(second)
-    structure = encode(form)
+    structure = encode_result(form)
     dims, other_dims = ([t.dim() for t in each] for each in (tensors, other_tensors))
     if structure != encode(other_form) or dims != other_dims:
         raise ResultFormUnknown(

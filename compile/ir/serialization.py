@@ -80,6 +80,15 @@ def with_refs(value: Any, ref: Callable[[Any], Ref | None]) -> Any:
     return value
 
 
+def encode_result(structure: Any) -> Any:
+    """JSON form of a model's result; raises NotPortable, which says that it is the result."""
+    try:
+        return encode(structure)
+    except NotPortable as error:
+        value, kind = error.facts["value"], error.facts["kind"]
+        raise NotPortable(value=f"the model's result {value}", kind=kind) from None
+
+
 def encode(value: Any) -> Any:
     """JSON form of `value`; raises NotPortable if another process could not rebuild it."""
     match value:

@@ -29,7 +29,7 @@ from ..ir.plan import (
     UserInput,
     Weight,
 )
-from ..ir.serialization import Expr, Ref, dtype_name, encode
+from ..ir.serialization import Expr, Ref, dtype_name, encode, encode_result
 from ..pieces.contexts import AUTOCAST
 from ..pieces.piece import BaseSymbols, Piece, is_size, size_positions, unwritten_results
 from ..pieces.split import Section, takes_element
@@ -112,7 +112,7 @@ class PlanBuilder:
             ranges=tuple(ranges),
             steps=tuple(self._steps),
             results=tuple(self._result(value) for value in outputs),
-            structure=encode(self._trace.structure),
+            structure=encode_result(self._trace.structure),
             checks=tuple(
                 Check(expression=python_text(guard.expression), where=short_location(guard.where))
                 for guard in unproved
