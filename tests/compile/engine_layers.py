@@ -252,7 +252,7 @@ def scale_of_the_cache(self, x):
     return self.attend(x, x / self.kv_scale, x / float(self.multiplier)) * self.kv_scale
 
 
-@model(slots="int64[num_tokens]", settings={"padding": {"slots": 79}})
+@model(slots="int64[num_tokens]", settings={"steps": {"padding": {"slots": 79}}})
 def cache_written_in_a_piece(self, x, slots):
     self.cache.index_copy_(0, slots, x)
     return self.layer(self.cache[slots])

@@ -8,6 +8,7 @@ from torch.fx import symbolic_trace
 
 from piecegraph import Config
 from piecegraph.compile.guards.numerics_check import numeric_difference
+from piecegraph.config import compile_config
 from piecegraph.tools.bisect.pieces import debug_pieces
 
 
@@ -60,7 +61,7 @@ class Handled(torch.nn.Module):
 @pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning")
 def test_a_handle_of_the_model_has_its_own_value():
     config = Config(inputs={"x": "float32[num_tokens, 2]"}, max_num_tokens=8)
-    (piece,) = debug_pieces(Handled(), config, torch.device("cpu"))
+    (piece,) = debug_pieces(Handled(), compile_config(config), torch.device("cpu"))
     values = piece.generated_inputs(piece.sizes(config, 3))
     whole = {str(each.tolist()) for each in values if getattr(each, "dtype", None) is torch.int64}
     assert whole == {"7", "[0, 0]"}

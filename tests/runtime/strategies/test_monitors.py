@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from piecegraph import Batch, Config
+from piecegraph import Batch, Config, compile_ahead
+from piecegraph.compile import ahead
 from piecegraph.errors import WorkAfterSeal
-from piecegraph.runtime import compile_ahead as ahead
 from piecegraph.runtime.after_seal import TRACE_LOGGER, allow_compilation
 from piecegraph.runtime.backends.replay import ReplayBackend
 from piecegraph.runtime.graphs.recorder import record
@@ -205,8 +205,8 @@ def test_release_stops_watching(sealed: Any) -> None:
 def test_compiling_ahead_is_meant(sealed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     served = sealed("raise")
     compiled = torch.compile(late, backend="eager", dynamic=False)
-    monkeypatch.setattr(ahead, "build", lambda request: bool(compiled(torch.ones(2)).any()))
-    assert ahead.compile_ahead(torch.nn.Linear(2, 2), Config(cache=False))
+    monkeypatch.setattr(ahead, "compile_ahead", lambda request: bool(compiled(torch.ones(2)).any()))
+    assert compile_ahead(torch.nn.Linear(2, 2), Config(cache=False))
     assert kinds(served) == []
 
 
