@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from piecegraph import Config, Events, PreparedModel, prepare
 from piecegraph.runtime.records import KEPT, CaptureRecord, Records
-from piecegraph.tools.integrations.prometheus import read_metrics
 
 
 class Doubling(nn.Module):
@@ -38,6 +37,8 @@ def events() -> Events:
 
 
 def value(prepared: PreparedModel, name: str) -> Any:
+    from piecegraph.tools.integrations.prometheus import read_metrics  # needs an extra
+
     (metric,) = [metric for metric in read_metrics(prepared) if metric.name == name]
     return sum(sample.value for sample in metric.samples)
 
