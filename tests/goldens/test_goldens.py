@@ -1,6 +1,6 @@
 """Dispatch decisions, plans and piece digests equal the recorded ones; see `record.py`.
 
-A digest that changes makes every user compile again: a change that must do so records them anew.
+A digest that changes makes every user compile again: a change that must do so records them again.
 """
 
 from __future__ import annotations
