@@ -52,16 +52,27 @@ lint: $(VENV)/.dev
 	mkdir -p .typing && ln -sfn .. .typing/piecegraph
 	MYPYPATH=.typing $(BIN)/mypy --strict $(PACKAGES:%=-p piecegraph.%)
 
-# On a machine with a network: packages that a machine with a GPU and torch often lacks.
+# On a machine with a network: all that `make gpu` installs, for Python 3.11 to 3.13.
+WHEELS := .wheels
 gpu-wheels:
-	$(PYTHON) -m pip download --only-binary :all: --python-version 3.12 --platform manylinux2014_x86_64 -d .wheels pydantic platformdirs
+	$(PYTHON) benchmarks/gpu_wheels.py $(WHEELS)
 
-# On a machine with a GPU: uses its own python and torch, and no network.
-gpu:
-	$(PYTHON) -m pip install --no-index --find-links .wheels pydantic platformdirs
-	$(PYTHON) -m pip install --no-deps --no-build-isolation -e .
-	$(PYTHON) -m pytest -m gpu
-	$(PYTHON) -m benchmarks step --quick
+# On a machine with a GPU: no network is needed, and torch is that of $(PYTHON). The environment adds to
+# the packages of $(PYTHON) what they lack. What has passed is not repeated: FIRST_HOUR=--again.
+VENV_GPU := .venv-gpu
+FIRST_HOUR ?=
+gpu: $(VENV_GPU)/.made
+	$(VENV_GPU)/bin/python -m benchmarks.first_hour --out gpu.json $(FIRST_HOUR)
+
+GPU_PIP := $(PYTHON) -m pip --python $(VENV_GPU)/bin/python install --quiet --no-index --find-links $(WHEELS)
+$(VENV_GPU)/.made: pyproject.toml
+	test -d $(WHEELS) || { echo "$(WHEELS) is missing: run make gpu-wheels where there is a network"; exit 1; }
+	$(PYTHON) -m venv --clear --without-pip $(VENV_GPU)
+	$(PYTHON) -c "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\n')" \
+		> $(VENV_GPU)/lib/python$(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")/site-packages/machine.pth
+	$(GPU_PIP) "setuptools>=77"
+	$(GPU_PIP) --no-build-isolation --editable '.[cli,gpu]'
+	touch $@
 
 # The cuda backend on torch's real CUDA code without a GPU: see docs/gpu.md. About 5 GB to download;
 # CUDA_TORCH=torch==2.11.0 tests the oldest supported version.
@@ -76,12 +87,12 @@ CUDA_CACHE := $(VENV_CUDA)/cache
 
 cuda-env: $(VENV_CUDA)/.made
 
-# All tests under two orders of unordered work; the main job on the second of two devices, then with
+# All tests under two orders of unordered work, the second with expandable segments; the main job on the second of two devices, then with
 # Inductor's kernels interpreted: a cold start, and a warm start from its bundle.
 cuda-test: cuda-env
 	$(VENV_CUDA)/bin/python -c "import torch; print('torch', torch.__version__)"
 	$(CUDA_PYTEST) $(CUDA_TESTS)
-	STAND_IN_SEED=1 $(CUDA_PYTEST) -m "gpu and not slow" $(CUDA_TESTS)
+	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True STAND_IN_SEED=1 $(CUDA_PYTEST) -m "gpu and not slow" $(CUDA_TESTS)
 	STAND_IN_SEED=2 STAND_IN_DEVICES=2 $(IN_CUDA) $(CUDA_RUN) --device cuda:1 --backend eager --no-cache
 	rm -rf $(CUDA_CACHE)
 	TRITON_INTERPRET=1 $(IN_CUDA) $(CUDA_RUN) --device cuda --backend inductor --cache-dir $(CUDA_CACHE)
@@ -137,7 +148,7 @@ mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants.py
 
 clean:
-	rm -rf $(VENV) $(VENV_CUDA) .venv-transformers .venv-vllm .typing .wheels build *.egg-info
+	rm -rf $(VENV) $(VENV_CUDA) $(VENV_GPU) .venv-transformers .venv-vllm .typing .wheels build *.egg-info
 
 # A change of the dependencies recreates the environment.
 $(VENV)/.run: pyproject.toml

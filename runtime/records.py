@@ -49,6 +49,8 @@ class CaptureRecord(GraphRecord):
     bytes: int
     segments: int
     descriptor: Mapping[str, Any]
+    topologies: list[str]
+    """Of its graphs, see `backends.protocol.Graph`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ...errors import BackendUnavailable
 from ...torch_compat.basics.cuda import (
+    captured_graph,
     clear_cublas_workspaces,
     end_allocation_to_pool,
     flush_host_cache,
     keep_forever,
-    nodes_captured,
     raw_replay,
 )
 from ...torch_compat.basics.tensors import unowned_alias
@@ -46,7 +46,8 @@ class CudaPool:
 class CudaGraph:
     """A captured graph. One without nodes only owns memory and is never replayed."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int, topology: str) -> None:
+        self.topology = topology
         self._graph = graph
         self._nodes = nodes
 
@@ -85,7 +86,11 @@ class CudaCapture:
     def end(self) -> CudaGraph:
         self._tracker.stop()
         try:
-            nodes = nodes_captured()
+            nodes, topology = captured_graph()
+        except BaseException:
+            self._discard()
+            raise
+        try:
             self._graph.capture_end()
             if self._tracker.computed and not nodes:
                 raise RuntimeError(
@@ -95,10 +100,14 @@ class CudaCapture:
         except BaseException:
             self._recover()
             raise
-        return CudaGraph(self._graph, nodes)
+        return CudaGraph(self._graph, nodes, topology)
 
     def abort(self) -> None:
         self._tracker.stop()
+        self._discard()
+
+    def _discard(self) -> None:
+        """End the open capture."""
         with suppress(RuntimeError):  # the caller gets the error that broke the capture
             self._graph.capture_end()
         self._recover()

@@ -91,8 +91,8 @@ class Captures:
         self.memory.took(graph_of(self.plan, graph_index), num_bytes)
         self._refused.discard(graph_index)
         facts, segments = self._facts(graph_index), len(recording.segments)
-        descriptor = entry.descriptor.as_json()
-        self.records.add(CaptureRecord(*facts, ms, num_bytes, segments, descriptor))
+        descriptor, topologies = entry.descriptor.as_json(), recording.topologies
+        self.records.add(CaptureRecord(*facts, ms, num_bytes, segments, descriptor, topologies))
         return True
 
     def evict(self, graph_index: int) -> None:

@@ -1,8 +1,8 @@
 """Build the stand-in for the CUDA runtime: `python build.py` in an environment with a CUDA torch.
 
 The headers come with the triton wheel that torch requires. The libraries are put into the folder
-`built` beside this file: libcudart.so.13 (the runtime, and the driver's functions) and libcuda.so.1
-(an empty library whose functions are those of the first).
+`built` beside this file: libcudart.so.13 (the runtime, and the driver's functions), libcuda.so.1
+(an empty library whose functions are those of the first) and libnvidia-ml.so.1.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ def build() -> None:
     link = [f"-L{BUILT}", "-Wl,--no-as-needed", "-l:libcudart.so.13"]
     empty = ["-x", "c++", "/dev/null", "-x", "none"]
     subprocess.check_call([*shared, *empty, "-o", str(driver), f"-Wl,-soname,{driver.name}", *link])
+    nvml = BUILT / "libnvidia-ml.so.1"
+    subprocess.check_call([*shared, str(HERE / "src" / "nvml" / "nvml.cpp"), "-o", str(nvml)])
     (BUILT / "libcuda.so").unlink(missing_ok=True)
     (BUILT / "libcuda.so").symlink_to(driver.name)
 

@@ -21,12 +21,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(1800))
 
 
+def on_stand_in() -> bool:
+    return hasattr(ctypes.CDLL("libcudart.so.13"), "stand_in_inject")
+
+
+@pytest.fixture
+def without_values() -> Iterator[None]:
+    """For tests that look at memory only: kernels do nothing. On a device they compute."""
+    import torch
+
+    if not on_stand_in():
+        yield
+        return
+    from . import values
+
+    with values.without_computing():
+        yield
+        torch.cuda.synchronize()
+
+
 @pytest.fixture
 def stand_in() -> Iterator[StandIn]:
     """Faults, limits and seeds; a test that needs them skips on a real device, and says so."""
     import torch
 
-    if not hasattr(ctypes.CDLL("libcudart.so.13"), "stand_in_inject"):
+    if not on_stand_in():
         pytest.skip("needs the stand-in for the CUDA runtime: make cuda-test")
     made = StandIn()
     limit = torch.cuda.mem_get_info()[1]

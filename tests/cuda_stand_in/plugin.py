@@ -31,14 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 _KEPT = pytest.StashKey[torch.library.Library]()
 
 
-@pytest.fixture
-def without_values() -> Iterator[None]:
-    """For tests that look at memory only."""
-    with values.without_computing():
-        yield
-        torch.cuda.synchronize()
-
-
 @pytest.fixture(autouse=True)
 def no_kernel_failed() -> Iterator[None]:
     """A body that raised on the stream fails the test that submitted it."""

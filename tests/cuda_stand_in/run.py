@@ -1,7 +1,8 @@
 """Run Python with the stand-in instead of the CUDA runtime: `python run.py ARGUMENT…`.
 
 `python run.py -m pytest …` runs tests; `python run.py main …` is the `piecegraph` command with
-values for the kernels (add TRITON_INTERPRET=1 for those of Inductor).
+values for the kernels (add TRITON_INTERPRET=1 for those of Inductor). With STAND_IN_VALUES=1 the
+kernels have values in every process that is started.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def main() -> None:
         arguments = ["-c", COMMAND, *arguments[1:]]
     preload = f"{BUILT / 'libcudart.so.13'}:{BUILT / 'libcuda.so.1'}"
     root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    here = Path(__file__).parent / "site"
+    path = os.pathsep.join(map(str, filter(None, [here, root, os.environ.get("PYTHONPATH")])))
     environment = os.environ | {
         "LD_PRELOAD": preload,
         "LD_LIBRARY_PATH": str(BUILT),

@@ -184,3 +184,25 @@ def test_work_that_no_graph_saw_fails_the_capture(captures: Captures) -> None:
         captures.of(good)
     captures.x = torch.ones(8, device="cuda:0")
     captures.check(captures.of(good))
+
+
+def test_a_graph_that_cannot_be_read_fails_its_capture_and_not_the_next(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable() -> None:
+        raise RuntimeError("the driver does not say")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("piecegraph.runtime.backends.cuda.captured_graph", unreadable)
+        with pytest.raises(CaptureFailed, match="does not say"):
+            captures.of(good)
+    captures.check(captures.of(good))
+
+
+def test_graphs_of_one_topology_are_counted(captures: Captures) -> None:
+    model = prepared("cuda:0", hidden=64, capture_sizes=(4, 8, 16), graph_mode="PIECEWISE")
+    model.capture(lambda *_: None)
+    assert model.report()["executables"] == {"PIECEWISE": {"graphs": 6, "topologies": 2}}
+    model.close()
+    one, two = captures.of(good), captures.of(lambda x: (x * 2, x * 3, x * 4))
+    assert one.topologies != two.topologies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,24 +15,41 @@ def raw_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
     return super(torch.cuda.CUDAGraph, graph).replay
 
 
-def nodes_captured() -> int:
-    """Nodes of the graph that the current stream is capturing into; 0 for an invalid capture.
+def captured_graph() -> tuple[int, str]:
+    """Nodes of the graph that the current stream is capturing into, and a digest of its topology.
 
-    The graph may be read while it is captured (driver API, cuStreamGetCaptureInfo). Asking now
-    spares `keep_graph=True`, which keeps each graph beside its executable form.
+    The topology is what `cuGraphExecUpdate` needs equal: the types of the nodes, and the edges.
+    0 and "" for an invalid capture. The graph may be read while it is captured (driver API,
+    cuStreamGetCaptureInfo). Asking now spares `keep_graph=True`, which keeps each graph beside its
+    executable form.
     """
     driver = ctypes.CDLL("libcuda.so.1")
+
+    def call(name: str, *arguments: Any) -> None:
+        if (error := getattr(driver, name)(*arguments)) != 0:
+            raise RuntimeError(f"{name} returned CUDA driver error {error}")
+
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    status, capture = ctypes.c_int(), ctypes.c_uint64()
-    graph, nodes = ctypes.c_void_p(), ctypes.c_size_t()
+    status, capture, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     out = (ctypes.byref(status), ctypes.byref(capture), ctypes.byref(graph), None, None)
-    if (error := driver.cuStreamGetCaptureInfo_v2(stream, *out)) != 0:
-        raise RuntimeError(f"cuStreamGetCaptureInfo returned CUDA driver error {error}")
+    call("cuStreamGetCaptureInfo_v2", stream, *out)
+    num_nodes, num_edges = ctypes.c_size_t(), ctypes.c_size_t()
     if not graph:
-        return 0
-    if (error := driver.cuGraphGetNodes(graph, None, ctypes.byref(nodes))) != 0:
-        raise RuntimeError(f"cuGraphGetNodes returned CUDA driver error {error}")
-    return nodes.value
+        return 0, ""
+    call("cuGraphGetNodes", graph, None, ctypes.byref(num_nodes))
+    call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(num_edges))
+    nodes = (ctypes.c_void_p * num_nodes.value)()
+    call("cuGraphGetNodes", graph, nodes, ctypes.byref(num_nodes))
+    ends = [(ctypes.c_void_p * num_edges.value)() for _ in range(2)]
+    kinds = (ctypes.c_uint64 * num_edges.value)()  # CUgraphEdgeData has 8 bytes
+    call("cuGraphGetEdges_v2", graph, *ends, kinds, ctypes.byref(num_edges))
+    node_type, types = ctypes.c_int(), []
+    for node in nodes:
+        call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(node_type))
+        types.append(node_type.value)
+    position = {node: index for index, node in enumerate(nodes)}
+    edges = sorted(zip(*([position[node] for node in end] for end in ends), kinds, strict=True))
+    return len(types), hashlib.sha256(repr((types, edges)).encode()).hexdigest()
 
 
 def clear_cublas_workspaces() -> None:

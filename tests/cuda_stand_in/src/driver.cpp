@@ -161,6 +161,53 @@ EXPORT CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t* count
   return as_driver(cudaGraphGetNodes(graph, nodes, count));
 }
 
+EXPORT CUresult cuGraphGetEdges_v2(CUgraph graph, CUgraphNode* from, CUgraphNode* to, CUgraphEdgeData* data,
+                                    size_t* count) {
+  Lock lock(state().mutex);
+  size_t i = 0;
+  for (auto& node : reinterpret_cast<Graph*>(graph)->nodes)
+    for (auto* before : node->after) {
+      if (from && i < *count) {
+        from[i] = reinterpret_cast<CUgraphNode>(before);
+        to[i] = reinterpret_cast<CUgraphNode>(node.get());
+        data[i] = {};
+      }
+      i++;
+    }
+  *count = i;
+  return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuGraphNodeGetType(CUgraphNode node, CUgraphNodeType* type) {
+  const std::string& name = reinterpret_cast<GraphNode*>(node)->name;
+  *type = name.rfind("memcpy", 0) == 0   ? CU_GRAPH_NODE_TYPE_MEMCPY
+          : name.rfind("memset", 0) == 0 ? CU_GRAPH_NODE_TYPE_MEMSET
+                                         : CU_GRAPH_NODE_TYPE_KERNEL;
+  return CUDA_SUCCESS;
+}
+
+// Graphs of one topology; what their nodes do may differ.
+EXPORT CUresult cuGraphExecUpdate_v2(CUgraphExec handle, CUgraph graph, CUgraphExecUpdateResultInfo* info) {
+  Lock lock(state().mutex);
+  auto* executable = reinterpret_cast<Graph*>(handle);
+  auto* source = reinterpret_cast<Graph*>(graph);
+  auto edges = [](Graph* of) {
+    std::map<GraphNode*, size_t> position;
+    for (auto& node : of->nodes) position.emplace(node.get(), position.size());
+    std::vector<std::vector<size_t>> found;
+    for (auto& node : of->nodes) {
+      found.emplace_back();
+      for (auto* before : node->after) found.back().push_back(position[before]);
+    }
+    return found;
+  };
+  bool same = edges(executable) == edges(source);
+  if (info) *info = {same ? CU_GRAPH_EXEC_UPDATE_SUCCESS : CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED, nullptr, nullptr};
+  if (!same) return CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE;
+  executable->nodes = source->nodes;
+  return CUDA_SUCCESS;
+}
+
 // ---- look-up by name
 
 static CUresult unsupported() { return CUDA_ERROR_NOT_SUPPORTED; }

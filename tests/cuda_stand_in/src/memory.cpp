@@ -12,9 +12,6 @@ using namespace stand_in;
 
 namespace {
 
-constexpr unsigned char kFresh = 0xCB;
-constexpr unsigned char kFreed = 0xFD;
-
 void* reserve(size_t size) {
   void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -89,6 +89,10 @@ struct Event {
 
 // ---- memory
 
+// What memory holds after it was allocated and after it was freed.
+constexpr unsigned char kFresh = 0xCB;
+constexpr unsigned char kFreed = 0xFD;
+
 struct Block {
   enum Kind { kUnknown, kDevice, kPinned };
   size_t size = 0;
