@@ -43,9 +43,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def package_sources() -> dict[str, Path]:
     """Every Python file of the package itself, by its name relative to the package."""
-    names = {path.relative_to(ROOT): path for path in ROOT.rglob("*.py")}
-    apart = {"tests", "examples", "benchmarks", ".venv", ".typing", "build"}
-    return {name.as_posix(): path for name, path in names.items() if not apart & {*name.parts}}
+    apart = {"tests", "examples", "benchmarks", "build"}
+    folders = [f for f in ROOT.iterdir() if f.is_dir() and f.name not in apart and f.name[0] != "."]
+    paths = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    return {path.relative_to(ROOT).as_posix(): path for path in paths}
 
 
 @pytest.fixture(autouse=True, scope="module")
