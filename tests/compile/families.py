@@ -67,6 +67,7 @@ TINY: dict[str, Any] = {
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
     "num_key_value_heads": 2,
     "num_kv_heads": 2,
+    "index_topk": 4,
     "v_head_dim": 12,
     "global_head_dim": 8,
     "chunk_size": 16,

@@ -56,6 +56,7 @@ SAMPLE = (
     "gpt_oss",  # sinks
     "deepseek_v3",  # values of another width than keys
     "modernbert",  # a window on both sides
+    "doge",  # attention with a mask of its own
     *(
         pytest.param(family, marks=pytest.mark.heavy)
         for family in (
@@ -115,7 +116,6 @@ def packed_positions(lengths):
 
 
 REFUSED = {
-    "doge": r"layers\.0\.self_attn computes with a mask of its own",
     "xlnet": r"its forward mixes the tokens of packed requests",
     "bart": r"its decoder attends to another sequence",
 }

@@ -30,6 +30,13 @@ MODELS = {
     "moe_intermediate_size=16",
     "gemma3": f'Gemma3TextConfig,{SMALL},sliding_window=8,layer_types=["sliding_attention",'
     '"full_attention"]',
+    "deepseek_v32": f"DeepseekV32Config,{SMALL.replace('heads=2', 'heads=4')},index_topk=8,"
+    "index_n_heads=16,index_head_dim=16,q_lora_rank=16,kv_lora_rank=16,qk_rope_head_dim=8,"
+    "qk_nope_head_dim=8,v_head_dim=12,n_routed_experts=4,num_experts_per_tok=2,n_group=1,"
+    "topk_group=1,moe_intermediate_size=16,first_k_dense_replace=1",  # sparse attention
+    "phi3": f"Phi3Config,{SMALL.replace(',head_dim=8', '')},max_model_len=64,pad_token_id=0,"
+    'rope_parameters={"rope_type":"longrope","rope_theta":1e4,"short_factor":[1,1.1,1.2,1.3],'
+    '"long_factor":[2,3,4,5]},max_position_embeddings=128,original_max_position_embeddings=32',
     "lfm2": f'Lfm2Config,{SMALL.replace(",head_dim=8", "")},layer_types=["conv","full_attention"]',
     "qwen3_next": f"Qwen3NextConfig,{SMALL},num_experts=4,num_experts_per_tok=2,"
     'layer_types=["linear_attention","full_attention"],linear_key_head_dim=8,'
@@ -50,10 +57,12 @@ def served(tmp_path, *options):
     ("family", "more"),
     [
         ("lfm2", ["--speculate", "2"]),
+        ("deepseek_v32", []),
         pytest.param(
             "gemma3", ["--kv-blocks", "12", "--block-size", "4"], marks=pytest.mark.heavy
         ),  # preempts
         pytest.param("llama", [], marks=pytest.mark.heavy),
+        pytest.param("phi3", [], marks=pytest.mark.heavy),
         pytest.param("qwen3_moe", [], marks=pytest.mark.heavy),
         pytest.param("qwen3_next", [], marks=pytest.mark.heavy),
     ],

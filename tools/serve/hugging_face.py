@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import InvalidSetting
 from ..engine.scheduler import Request
-from ..integrations.transformers import PackedModel
+from ..integrations.transformers import PackedModel, settle_rope
 
 UNBOUNDED = 2**20
 """Positions of a model that has no limit of its own."""
@@ -25,10 +25,12 @@ TIE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """A configuration of transformers; `text` is how the user gave it."""
+    """A configuration of transformers; `text` is how the user gave it. Requests have at most
+    `max_model_len` tokens, by default as many as the model has positions."""
 
     text: str
     config: Any
+    max_model_len: int | None = None
 
     @property
     def vocab(self) -> int:
@@ -36,7 +38,8 @@ class HfConfig:
 
     @property
     def max_positions(self) -> int:
-        return getattr(self.config, "max_position_embeddings", None) or UNBOUNDED
+        own = getattr(self.config, "max_position_embeddings", None)
+        return self.max_model_len or own or UNBOUNDED
 
     @property
     def num_weights(self) -> int:
@@ -45,7 +48,8 @@ class HfConfig:
         return sum(parameter.numel() for parameter in model.parameters())
 
     def causal_model(self, seed: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """The model with its own attention; the same seed gives the same weights."""
+        """The model with its own attention, and the rotary frequencies of `max_model_len`; the same
+        seed gives the same weights."""
         torch.manual_seed(seed)
         causal = transformers.AutoModelForCausalLM.from_config(
             self.config, attn_implementation="eager"
@@ -54,6 +58,7 @@ class HfConfig:
             for parameter in causal.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+        settle_rope(causal, self.max_model_len)
         return causal.eval().requires_grad_(False).to(dtype).to(device)
 
 
@@ -71,11 +76,12 @@ class HfDecoder(PackedModel):
 
 def parse_hf_config(name: str, text: str) -> HfConfig:
     """`LlamaConfig,num_hidden_layers=2` or `folder/config.json`: a class of transformers or a file,
-    then settings that differ from it. Raises InvalidSetting."""
+    then settings that differ from it, and `max_model_len`. Raises InvalidSetting."""
     source, *rest = re.split(r",(?=\w+=)", text)
     try:
         texts = dict(item.split("=", 1) for item in rest)
         settings = {setting: _value(value) for setting, value in texts.items()}
+        max_model_len = settings.pop("max_model_len", None)
         if Path(source).exists():
             config = transformers.AutoConfig.from_pretrained(source, **settings)
         else:
@@ -91,7 +97,7 @@ def parse_hf_config(name: str, text: str) -> HfConfig:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         expected = "a config.json, or a class such as LlamaConfig, with NAME=VALUE after commas"
         raise InvalidSetting(name=name, value=text, reason=reason, expected=expected) from error
-    return HfConfig(text, config)
+    return HfConfig(text, config, max_model_len)
 
 
 def _value(text: str) -> Any:

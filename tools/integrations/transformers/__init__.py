@@ -8,6 +8,7 @@ the op would compute something else.
 
 from .adapt import INPUTS, SETTINGS, PackedModel, adapt
 from .attention import SPLITTING_OP, PackedRequests, Rule, attend_packed
+from .rope import settle_rope
 
 __all__ = [
     "INPUTS",
@@ -18,4 +19,5 @@ __all__ = [
     "Rule",
     "adapt",
     "attend_packed",
+    "settle_rope",
 ]

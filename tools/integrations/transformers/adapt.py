@@ -8,6 +8,7 @@ in its own rows means that a layer other than attention mixes requests.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,14 +27,17 @@ from .attention import (
     Mask,
     PackedRequests,
     Rule,
+    UnknownAttention,
     UnknownMask,
     attend,
     attend_packed,
     mask_of,
+    outside_mixers,
     packed,
     unknown_argument,
 )
 from .mixers import MIXER_OP, Mixer, UnknownCall
+from .rope import settle_rope
 
 INPUTS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
 SETTINGS = {
@@ -55,13 +59,15 @@ class PackedModel(nn.Module):
     """A base model over packed tokens: two (T,) int64 tensors to hidden states (T, hidden).
 
     Layers that mix tokens and do not call AttentionInterface become splitting ops too. `settings`
-    are for `Config`, `layers` for `prepare`. Raises ModelNotAdaptable for a model in which requests
-    would still see each other.
+    are for `Config`, `layers` for `prepare`. Rotary frequencies that depend on the length are those
+    of `max_model_len` tokens, by default of all that the configuration allows. Raises
+    ModelNotAdaptable for a model in which requests would still see each other.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, max_model_len: int | None = None) -> None:
         super().__init__()
         _begin(model)
+        settle_rope(model, max_model_len)
         inputs = _packed_inputs(model)
         alone = {name: x[:, MIDDLE] for name, x in inputs.items()}
         expected = _result(model, alone)
@@ -75,7 +81,7 @@ class PackedModel(nn.Module):
                     ids = torch.full_like(inputs["input_ids"], pad)
                     _result(model, {**inputs, "input_ids": ids})
         _compare(model, together[:, MIDDLE], expected)
-        trial.install()
+        trial.install(stand_in=any(mixer.masked for mixer in mixers.values()))
         for mixer in mixers.values():
             mixer.install()
         ops = [(SPLITTING_OP, trial.masks), (MIXER_OP, mixers)]
@@ -84,6 +90,8 @@ class PackedModel(nn.Module):
         """What the ops of mixing layers find in the forward context, by name."""
         self.kv_shapes = {trial.names[each]: form for each, form in trial.kv_shapes.items()}
         """Key heads, and dimensions of keys and values, of each attention layer, by name."""
+        self.biased = tuple(trial.names[each] for each in trial.biased)
+        """The attention layers that add a bias for each pair of tokens of the step."""
         self.settings = {**SETTINGS, "splitting_ops": tuple(op for op, used in ops if used)}
         """Settings of `Config`: the ops of this model, its inputs, what its attention supports."""
 
@@ -115,7 +123,7 @@ def adapt(model: PreTrainedModel, example: Mapping[str, Tensor] | None = None) -
 
 
 def _begin(model: PreTrainedModel) -> None:
-    if model.config.is_encoder_decoder and model.get_encoder() is not model:
+    if "decoder_input_ids" in inspect.signature(model.forward).parameters:
         advice = "Adapt its encoder: model.get_encoder()"
         raise _refusal(model, "its decoder attends to another sequence", advice)
     model.eval().requires_grad_(False)
@@ -126,6 +134,14 @@ def _no_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> None:
     """The mask in steps: none, since the op knows it."""
     if attention_mask is not None:
         raise NotImplementedError("an attention_mask: rows of a step are requests without padding")
+
+
+def _stand_in(
+    *args: Any, inputs_embeds: Any = None, attention_mask: Any = None, **kwargs: Any
+) -> Tensor:
+    """The mask in steps of a model that hands a part of it to a layer, whose op knows it too."""
+    _no_mask(attention_mask=attention_mask)
+    return torch.zeros(1, 1, 1, 1)
 
 
 def _all_seen(*args: Any, **kwargs: Any) -> None:
@@ -157,13 +173,17 @@ def _find_mixers(
     called for each request, the module around it is. Raises UnknownCall, ModelNotAdaptable."""
     mixers: dict[str, Mixer] = {}
     while True:
-        unknown = None
+        unknown: Exception | None = None
         try:
-            name = _mixing_module(model, inputs, mixers)
+            name = _mixing_module(model, inputs, mixers, trial)
         except UnknownCall as error:
             unknown, name = error, error.layer.rpartition(".")[0]
+        except UnknownAttention as error:
+            unknown, name = error, error.layer
         if name is None:
             return mixers
+        if name in mixers:  # what it is given for one request comes from others
+            name = name.rpartition(".")[0]
         callable_ = name and not isinstance(model.get_submodule(name), nn.ModuleList)
         more = _mixers_like(model, name, trial) if callable_ and name not in mixers else None
         if more is None and unknown is not None:
@@ -177,10 +197,16 @@ def _find_mixers(
 
 
 def _mixing_module(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], mixers: Mapping[str, Mixer]
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], mixers: Mapping[str, Mixer], trial: _Trial
 ) -> str | None:
-    """The first module that lets the request in the middle see the others; None if none does."""
+    """The first module that lets the request in the middle see the others; None if none does.
+
+    Raises UnknownAttention for attention that the op cannot compute, with the module that has to be
+    a mixer.
+    """
     mixing: list[str] = []
+    selectors: dict[int, tuple[Tensor, str, bool]] = {}
+    trial.selectors = selectors
     embedding: nn.Module = model.get_input_embeddings()
 
     def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -190,6 +216,8 @@ def _mixing_module(
 
     def look(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and not output.is_floating_point():
+                selectors.setdefault(id(output), (output, name, name in mixers))
             if not mixing and not _spoiled([*args, *kwargs.values()]) and _spoiled([output]):
                 mixing.append(name)
 
@@ -203,7 +231,12 @@ def _mixing_module(
     try:
         with _learning(mixers):
             result = _result(model, inputs)
+    except UnknownAttention:
+        if not mixing:
+            raise
+        return mixing[0]
     finally:
+        trial.selectors = None
         for hook in hooks:
             hook.remove()
     if not mixing and _spoiled([result]):
@@ -224,14 +257,19 @@ def _spoiled(values: Any) -> bool:
 
 
 def _mixers_like(model: PreTrainedModel, name: str, trial: _Trial) -> dict[str, Mixer] | None:
-    """A mixer for the module called `name`, and for all others of its class. None if attention
-    that goes through the op is in them."""
+    """A mixer for the module called `name`, and for all others of its class. Attention in one is
+    the model's own. None if one is more than a layer: several attentions are in it."""
     kind = type(model.get_submodule(name))
     alike = {n: m for n, m in model.named_modules() if type(m) is kind}
-    inner = {id(each) for module in alike.values() for each in module.modules()}
-    if any(id(module) in inner for module in trial.masks):
+    inner = {each for module in alike.values() for each in module.modules()}
+    if any(sum(each in trial.masks for each in m.modules()) > 1 for m in alike.values()):
         return None
-    return {n: Mixer(m, n) for n, m in alike.items()}
+    each: Any
+    for each in inner:
+        each.in_mixer = True
+        trial.masks.pop(each, None)
+        trial.kv_shapes.pop(each, None)
+    return {n: Mixer(m, n, trial.read) for n, m in alike.items()}
 
 
 @contextmanager
@@ -263,12 +301,16 @@ class _Trial:
     kv_shapes: dict[nn.Module, tuple[int, int, int]] = field(default_factory=dict)
     read_masks: dict[int, tuple[Tensor, Mask | UnknownMask]] = field(default_factory=dict)
     """By storage: models hand slices of a mask to their layers."""
+    one_row: set[nn.Module] = field(default_factory=set)
+    biased: set[nn.Module] = field(default_factory=set)
+    selectors: dict[int, tuple[Tensor, str, bool]] | None = None
+    """Integer results of modules, by identity, with the module and whether it is a mixer."""
     own_mask: bool = False
     """Whether the model makes a padding mask itself; it hides nothing."""
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        AttentionInterface.register("piecegraph_trial", _attend_in_trial)
+        AttentionInterface.register("piecegraph_trial", outside_mixers(_attend_in_trial))
         masks = lambda *args, **arguments: _CURRENT.get().mask(*args, **arguments)  # noqa: E731
         AttentionMaskInterface.register("piecegraph_trial", masks)
         self.names = {module: name for name, module in self.model.named_modules()}
@@ -283,6 +325,8 @@ class _Trial:
             yield
         except UnknownCall as error:
             raise _refusal(self.model, str(error), ONE_REQUEST) from error
+        except UnknownAttention as error:
+            raise _refusal(self.model, str(error)) from error
         finally:
             _CURRENT.reset(token)
             if self.model._can_set_attn_implementation():
@@ -290,16 +334,29 @@ class _Trial:
             elif own in ALL_MASK_ATTENTION_FUNCTIONS:
                 ALL_MASK_ATTENTION_FUNCTIONS[own] = make
 
-    def install(self) -> None:
+    def install(self, stand_in: bool = False) -> None:
         """Route the attention of each module that was seen to the op, with its mask."""
-        implementation = "piecegraph_own_mask" if self.own_mask else "piecegraph"
-        AttentionInterface.register(implementation, attend)
-        AttentionMaskInterface.register(implementation, _all_seen if self.own_mask else _no_mask)
+        implementation = "piecegraph"
+        make: Any = _no_mask
+        if stand_in:
+            implementation, make = "piecegraph_stand_in", _stand_in
+        elif self.own_mask:
+            implementation, make = "piecegraph_own_mask", _all_seen
+        AttentionInterface.register(implementation, outside_mixers(attend))
+        AttentionMaskInterface.register(implementation, make)
         module: Any
         for module, mask in self.masks.items():
             module.attention_mask_rule, module.layer_name = mask, self.names[module]
-        if self.masks:
+            module.one_row, module.mask_stand_in = module in self.one_row, stand_in
+        if self.masks or stand_in:
             self.model.set_attn_implementation(implementation)
+
+    def read(self, tensor: Tensor) -> Mask | None:
+        """The mask that a tensor is, if it came from a function; raises UnknownCall."""
+        _, read = self.read_masks.get(tensor.untyped_storage().data_ptr(), (None, None))
+        if isinstance(read, UnknownMask):
+            raise UnknownCall(f"has a mask by {read}")
+        return read
 
     def mask(self, mask_function: Any, **arguments: Any) -> Tensor:
         arguments["allow_is_bidirectional_skip"] = False
@@ -322,11 +379,22 @@ class _Trial:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             return Mask(bool(causal), window or 0)
         _, read = self.read_masks.get(mask.untyped_storage().data_ptr(), (None, None))
+        name = self.names[module]
         if read is None:
-            raise _refusal(self.model, f"{self.names[module]} computes with a mask of its own")
+            raise UnknownAttention(f"{name} computes with a mask of its own", name)
         if isinstance(read, UnknownMask):
-            raise _refusal(self.model, f"{self.names[module]} has a mask by {read}")
+            raise UnknownAttention(f"{name} has a mask by {read}", name)
         return read
+
+    def check_indices(self, name: str, indices: Tensor) -> None:
+        """Raise UnknownAttention, with the module that made `indices`, unless that is a mixer."""
+        reason = f"{name} calls its attention with indices"
+        if self.lengths is None:
+            raise UnknownAttention(reason, name)
+        if self.selectors is not None:
+            _, maker, is_mixer = self.selectors.get(id(indices), (None, name, False))
+            if not is_mixer:
+                raise UnknownAttention(reason, maker)
 
 
 def _attend_in_trial(
@@ -341,23 +409,34 @@ def _attend_in_trial(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """As `attend`, without the op."""
     trial = _CURRENT.get()
     name = trial.names.get(module, type(module).__name__)
+    if position_bias is not None and query.shape[0] > 1:
+        others["position_bias"] = position_bias
     if (argument := unknown_argument(others)) is not None:
-        raise _refusal(trial.model, f"{name} calls its attention with {argument}")
+        raise UnknownAttention(f"{name} calls its attention with {argument}", name)
     if query.shape[2] != key.shape[2]:
-        raise _refusal(trial.model, f"{name} attends to another sequence than its own")
+        raise UnknownAttention(f"{name} attends to another sequence than its own", name)
+    if indices is not None:
+        trial.check_indices(name, indices)
     mask = trial.mask_for(module, attention_mask, is_causal, sliding_window)
     if trial.masks.setdefault(module, mask) != mask:
         raise _refusal(trial.model, f"{name} is called with different masks")
     trial.kv_shapes[module] = key.shape[1], key.shape[3], value.shape[3]
     rows, tokens = query.shape[0], query.shape[2]
-    q, k, v, output = packed(query, key, value)
+    q, k, v, output = packed(query, key, value, rows == 1)
+    if rows == 1:
+        trial.one_row.add(module)
+    if position_bias is not None:
+        trial.biased.add(module)
+    bias, selected = (x if x is None else x[0] for x in (position_bias, indices))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = Rule(scale, mask.causal, mask.window, softcap or 0.0, mask.chunk, s_aux)
+    rule = Rule(scale, mask.causal, mask.window, softcap or 0.0, mask.chunk, s_aux, bias, selected)
     attend_packed(q, k, v, output, rule, PackedRequests(trial.lengths or (tokens,) * rows))
     return output.view(rows, tokens, *output.shape[1:]), None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,8 +32,9 @@ _HARMLESS = {
 
 LIBRARY: Any = torch.library.Library("piecegraph_hf", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(
-    "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor(a!) output,"
-    " str layer_name, float scale, bool causal, int window, int chunk, float softcap) -> ()"
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? bias,"
+    " Tensor? indices, Tensor(a!) output, str layer_name, float scale, bool causal, int window,"
+    " int chunk, float softcap) -> ()"
 )
 
 
@@ -51,6 +53,14 @@ ALL_SEEN = Mask(causal=False)
 
 class UnknownMask(Exception):
     """A mask that the op cannot express; the message says which."""
+
+
+class UnknownAttention(Exception):
+    """Attention that the op cannot compute; `layer` could be a mixer instead."""
+
+    def __init__(self, reason: str, layer: str) -> None:
+        super().__init__(reason)
+        self.layer = layer
 
 
 def mask_of(function: Callable[..., Any], mask: Mask = ALL_SEEN) -> Mask:
@@ -79,13 +89,41 @@ def mask_of(function: Callable[..., Any], mask: Mask = ALL_SEEN) -> Mask:
             for each in cells["mask_functions"]:
                 mask = mask_of(each, mask)
             return mask
+        case "or_masks.<locals>.or_mask" if mask == ALL_SEEN:
+            return _mask_like(function)
     raise UnknownMask(name.partition(".")[0])
+
+
+def _mask_like(function: Callable[..., Any]) -> Mask:
+    """The mask that hides what `function` hides, from its values around all of its integers."""
+    values = list(_closed_over(function))
+    numbers = {0, *(n for n in values if type(n) is int)}
+    if not any(isinstance(x, Tensor) for x in values):  # else it depends on the tokens
+        keys = torch.arange(2 * max(numbers) + 4)
+        places = torch.tensor([0, len(keys) // 2, len(keys) - 1])
+        seen = torch.stack([function(keys[0], keys[0], q, keys).expand(len(keys)) for q in places])
+        for causal, window in itertools.product((True, False), sorted(numbers)):
+            mask = Mask(causal, window)
+            if torch.equal(seen, ~hidden_keys(places, keys, mask)):
+                return mask
+    raise UnknownMask("or_masks")
+
+
+def _closed_over(function: Callable[..., Any]) -> Iterator[Any]:
+    """What a function of masks was made of, at any depth."""
+    for value in inspect.getclosurevars(function).nonlocals.values():
+        for each in value if isinstance(value, (tuple, list)) else (value,):
+            yield from _closed_over(each) if inspect.isfunction(each) else (each,)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How scores are computed; 0 turns `window`, `softcap` or `chunk` off. `sinks` has for each
-    head a score that takes part in the softmax and has no value."""
+    """How scores are computed; 0 turns `window`, `softcap` or `chunk` off.
+
+    `sinks` has for each head a score that takes part in the softmax and has no value. `bias`
+    (heads, T, T) is added to the scores. `indices` (T, n) are the keys that each token sees,
+    counted from the first token of its request; -1 stands for none.
+    """
 
     scale: float
     causal: bool
@@ -93,6 +131,17 @@ class Rule:
     softcap: float
     chunk: int = 0
     sinks: Tensor | None = None
+    bias: Tensor | None = None
+    indices: Tensor | None = None
+
+    def of_rows(self, rows: slice) -> Rule:
+        """The rule of one request, whose tokens are `rows` of the step."""
+        if self.bias is None and self.indices is None:
+            return self
+        bias = None if self.bias is None else self.bias[:, rows, rows]
+        return replace(
+            self, bias=bias, indices=None if self.indices is None else self.indices[rows]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +156,16 @@ def unknown_argument(others: dict[str, Any]) -> str | None:
     return next((n for n, v in others.items() if v is not None and n not in _HARMLESS), None)
 
 
-def packed(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def packed(
+    query: Tensor, key: Tensor, value: Tensor, one_row: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The rows of all requests, (tokens, heads, head_dim), and memory for what attention gives.
 
-    Each is (batch, heads, T, head_dim). A batch of one is not flattened, which would put a guard on
-    T.
+    Each is (batch, heads, T, head_dim). Which dimension is one and which changes is known from the
+    trial: asking for the size of a batch of images would put a guard on it.
     """
     q, k, v = (
-        x[0].transpose(0, 1) if query.shape[0] == 1 else x.transpose(1, 2).flatten(0, 1)
+        x[0].transpose(0, 1) if one_row else x.transpose(1, 2).flatten(0, 1)
         for x in (query, key, value)
     )
     return q, k, v, q.new_empty((*q.shape[:2], v.shape[2]))
@@ -132,6 +183,8 @@ def attend(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers; `query`, `key`, `value`: (batch, heads, T, head_dim).
@@ -139,18 +192,24 @@ def attend(
     Each row of a batch is a request. What the mask says is known from `adapt`. Raises
     NotImplementedError for a mask or an argument that was not there then.
     """
-    others["attention_mask"] = attention_mask
+    if not module.mask_stand_in:
+        others["attention_mask"] = attention_mask
     if (name := unknown_argument(others)) is not None:
         # in a trace: Dynamo cannot follow the constructor of the errors of our own tree
         raise NotImplementedError(f"attention with {name}, which `adapt` has not seen")
     rows, tokens = query.shape[0], query.shape[2]
-    query, key, value, output = packed(query, key, value)
+    one_row: bool = module.one_row
+    if one_row and rows != 1:
+        raise NotImplementedError("attention of a batch, where `adapt` has seen a single row")
+    query, key, value, output = packed(query, key, value, one_row)
     mask: Mask = module.attention_mask_rule
     torch.ops.piecegraph_hf.attention(
         query,
         key,
         value,
         s_aux,
+        None if position_bias is None else position_bias[0],
+        None if indices is None else indices[0],
         output,
         module.layer_name,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -162,11 +221,27 @@ def attend(
     return output.view(rows, tokens, *output.shape[1:]), None
 
 
+def outside_mixers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as an attention function; attention in a mixer, which runs for one request, is the
+    model's own."""
+
+    def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not getattr(module, "in_mixer", False):
+            return function(module, *args, **kwargs)
+        forward = inspect.unwrap(type(module).forward)
+        own = forward.__globals__["eager_attention_forward"]
+        return own(module, *args, **kwargs)[0], None  # weights would be rows of a second result
+
+    return attention
+
+
 def _run(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
+    bias: Tensor | None,
+    indices: Tensor | None,
     output: Tensor,
     name: str,
     scale: float,
@@ -180,7 +255,7 @@ def _run(
     if context.metadata is None:
         raise MissingMetadata(layer_name=name)
     layer = context.layers.get(name, attend_packed)
-    rule = Rule(scale, causal, window, softcap, chunk, sinks)
+    rule = Rule(scale, causal, window, softcap, chunk, sinks, bias, indices)
     layer(query, key, value, output, rule, context.metadata)
 
 
@@ -195,7 +270,7 @@ def attend_packed(
     start = 0
     for length in metadata.query_lens:
         rows = slice(start, start + length)
-        output[rows] = attend_request(query[rows], key[rows], value[rows], rule)
+        output[rows] = attend_request(query[rows], key[rows], value[rows], rule.of_rows(rows))
         start += length
     output[start:] = 0
 
@@ -208,23 +283,35 @@ def attend_request(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Ten
     q = query.transpose(0, 1)
     k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
     scores = (q @ k.transpose(1, 2)).float() * rule.scale
+    if rule.bias is not None:
+        scores = scores + rule.bias
     if rule.softcap:
         scores = rule.softcap * torch.tanh(scores / rule.softcap)
-    scores = scores.masked_fill(_hidden(length, context, rule, query.device), float("-inf"))
+    keys = torch.arange(context, device=query.device)
+    hidden = hidden_keys(keys[context - length :], keys, rule)
+    if rule.indices is not None:
+        hidden |= _not_selected(rule.indices, context)
+    scores = scores.masked_fill(hidden, float("-inf"))
     if rule.sinks is not None:
         scores = torch.cat([scores, rule.sinks.view(-1, 1, 1).expand(-1, length, 1)], -1)
     weights = scores.softmax(-1)[..., :context].to(v.dtype)
     return (weights @ v).transpose(0, 1)
 
 
-def _hidden(length: int, context: int, rule: Rule, device: torch.device) -> Tensor:
-    """Which keys the last `length` of `context` tokens may not see: (length, context)."""
-    keys = torch.arange(context, device=device)
-    queries = keys[context - length :, None]
+def hidden_keys(queries: Tensor, keys: Tensor, mask: Mask | Rule) -> Tensor:
+    """Which of the keys at places `keys` a token at each of `queries` may not see."""
+    queries = queries[:, None]
     distance = queries - keys
-    hidden = distance < 0 if rule.causal else torch.zeros_like(distance, dtype=torch.bool)
-    if rule.window:
-        hidden |= distance.abs() >= rule.window
-    if rule.chunk:
-        hidden |= (queries // rule.chunk) != (keys // rule.chunk)
+    hidden = distance < 0 if mask.causal else torch.zeros_like(distance, dtype=torch.bool)
+    if mask.window:
+        hidden |= distance.abs() >= mask.window
+    if mask.chunk:
+        hidden |= (queries // mask.chunk) != (keys // mask.chunk)
     return hidden
+
+
+def _not_selected(indices: Tensor, context: int) -> Tensor:
+    """Which of `context` keys are not among the `indices` (Q, n) of a token; -1 is none."""
+    places = torch.where(indices < 0, context, indices).long()
+    hidden = indices.new_ones((len(indices), context + 1), dtype=torch.bool)
+    return hidden.scatter(1, places, False)[:, :context]

@@ -1,28 +1,34 @@
 """Layers that mix tokens and do not call AttentionInterface, each as one splitting op.
 
-Such are convolutions, linear attention and recurrences of hybrid models, and attention that a model
-computes itself. The op runs the layer's own forward for each request of the step, which is right
-and slow; an engine with kernels for packed requests and a state cache passes its own layer.
+Such are convolutions, linear attention and recurrences of hybrid models, attention that a model
+computes itself, and indexers, which select the keys that each token sees. The op runs the layer's
+own forward for each request of the step, which is right and slow; an engine with kernels for packed
+requests and a state cache passes its own layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
 
 from .... import get_forward_context
 from ....errors import LayerMissing, MissingMetadata
-from .attention import LIBRARY, PackedRequests
+from .attention import LIBRARY, Mask, PackedRequests, hidden_keys
 
 MIXER_OP = "piecegraph_hf::mixer"
 
 LIBRARY.define("mixer(Tensor?[] inputs, Tensor(a!) output, str layer_name) -> ()")
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+LONG = 2**20
+"""Tokens of a request that is longer than what any layer selects of it."""
 
 
 class UnknownCall(Exception):
@@ -37,11 +43,16 @@ class Mixer:
     """The default layer of the op: a module's own forward over each request of a step.
 
     `learn` runs it once with a token count that equals no feature size: that dimension has tokens.
+    A mask that `mask_of` can read is made for each request. Integers in a result are places of
+    tokens in their request, as many as of a long one; -1 stands for none.
     """
 
-    def __init__(self, module: Any, name: str) -> None:
+    def __init__(
+        self, module: Any, name: str, mask_of: Callable[[Tensor], Mask | None] = lambda mask: None
+    ) -> None:
         self.module = module
         self.name = name
+        self._mask_of = mask_of
         self.width: int | None = None
         """Numbers that the inputs have for each token; None if one has a value for each pair."""
         self._forward = module.forward
@@ -66,7 +77,17 @@ class Mixer:
             if not isinstance(value, (Tensor, *_PLAIN)):
                 raise UnknownCall(f"takes a {type(value).__name__}")
         module = self.module
-        module.mixer_inputs = tuple(i for i, x in enumerate(leaves) if isinstance(x, Tensor))
+        tensors = [(i, x) for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        masks = [self._mask_of(x) for _, x in tensors]
+        self._masks = [
+            mask and functools.partial(_mask_of_request, mask, x.dim(), x.dtype)
+            for mask, (_, x) in zip(masks, tensors, strict=True)
+        ]
+        self.masked = any(masks)
+        """Whether it takes a mask, which the call in a step has none of."""
+        module.mixer_inputs = tuple(
+            i for mask, (i, _) in zip(masks, tensors, strict=True) if mask is None
+        )
         inputs = _inputs(module, args, kwargs)
         self._dims = [[d for d, n in enumerate(x.shape) if n == tokens] for x in inputs]
         first = next((i for i, dims in enumerate(self._dims) if dims), None)
@@ -78,13 +99,17 @@ class Mixer:
         if index is None:
             raise UnknownCall(f"returns a {type(result).__name__}")
         self._index, tensor = index, items[index]
+        self.selects = not tensor.is_floating_point()
         rows = [x for x in items if isinstance(x, Tensor) and [*x.shape].count(tokens) == 1]
         if len(rows) > 1:
             raise UnknownCall("returns several tensors with a row for each token")
-        if [*tensor.shape].count(tokens) != 1:
+        size = list(tensor.shape)
+        if self.selects:
+            size[-1] = self._result_of_long(inputs).shape[-1]
+        if size.count(tokens) != 1:
             raise UnknownCall("returns a tensor without one row for each token")
-        self.dim = tensor.shape.index(tokens)
-        shape = [*tensor.shape[: self.dim], -1, *tensor.shape[self.dim + 1 :]]
+        self.dim = size.index(tokens)
+        shape = [*size[: self.dim], -1, *size[self.dim + 1 :]]
         widths = [x.numel() // tokens for x, dims in zip(inputs, self._dims, strict=True) if dims]
         pairs = any(len(dims) > 1 for dims in self._dims)
         self.width = None if pairs else sum(widths)
@@ -112,8 +137,7 @@ class Mixer:
                 start += part.shape[1]
                 x = part.reshape(-1, *form.shape[1:]).movedim(0, dims[0])
             filled.append(x)
-        result = self._called(filled, 0, len(rows))
-        return result if isinstance(result, Tensor) else result[self._index]
+        return self._rows_of(self._called(filled, 0, len(rows)))
 
     def install(self) -> None:
         """Let the module call the op."""
@@ -126,8 +150,7 @@ class Mixer:
         start = 0
         for length in metadata.query_lens:
             if length:
-                result = self._called(inputs, start, length)
-                part = result if isinstance(result, Tensor) else result[self._index]
+                part = self._rows_of(self._called(inputs, start, length))
                 output.narrow(self.dim, start, length).copy_(part)
             start += length
         output.narrow(self.dim, start, output.shape[self.dim] - start).zero_()
@@ -139,7 +162,35 @@ class Mixer:
             for dim in dims:
                 tensor = None if tensor is None else tensor.narrow(dim, start, length)
             cut.append(tensor)
-        parts = iter(cut)
+        return self._forwarded(cut, length)
+
+    def _rows_of(self, result: Any) -> Tensor:
+        """What the op gives of a result; places that a short request has not are -1."""
+        tensor: Tensor = result if isinstance(result, Tensor) else result[self._index]
+        missing = self.module.mixer_form[2][-1] - tensor.shape[-1] if self.selects else 0
+        return functional.pad(tensor, (0, missing), value=-1) if missing else tensor
+
+    def _result_of_long(self, inputs: Sequence[Any]) -> Tensor:
+        """The form of what the module selects from a request of LONG tokens."""
+
+        def size(x: Tensor, dims: list[int]) -> list[int]:
+            return [LONG if d in dims else n for d, n in enumerate(x.shape)]
+
+        meta = [
+            torch.empty(size(x, dims), dtype=x.dtype, device="meta")
+            for x, dims in zip(inputs, self._dims, strict=True)
+        ]
+        state = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        weights = {f"module.{name}": x.to("meta") for name, x in state.items()}
+        result = functional_call(_Called(self.module, self._forwarded), weights, (meta, LONG))
+        selected: Tensor = result if isinstance(result, Tensor) else result[self._index]
+        return selected
+
+    def _forwarded(self, inputs: Sequence[Any], length: int) -> Any:
+        """The module's own forward on `inputs` of a request with `length` tokens."""
+        given = iter(inputs)
+        device = next(x.device for x in inputs if x is not None)
+        parts = iter([mask(length, device) if mask else next(given) for mask in self._masks])
         args, kwargs = self._template
         filled = [_filled(value, parts) for value in args]
         named = {name: _filled(value, parts) for name, value in kwargs.items()}
@@ -173,10 +224,31 @@ def _returned(module: Any, output: Tensor) -> Any:
     return output if not count else items if is_list else tuple(items)
 
 
+class _Called(nn.Module):
+    """A call of `module` by another function."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.forward = module, forward
+
+
+def _mask_of_request(
+    mask: Mask, dims: int, dtype: torch.dtype, length: int, device: torch.device
+) -> Tensor:
+    """The mask of a request in the form of models: (1, …, length, length), added or boolean."""
+    places = torch.arange(length, device=device)
+    hidden = hidden_keys(places, places, mask).expand(*[1] * (dims - 2), -1, -1)
+    if not dtype.is_floating_point:
+        return ~hidden
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+
+
 def _leaves(values: Sequence[Any]) -> Iterator[Any]:
     for value in values:
         if isinstance(value, (tuple, list)):
             yield from _leaves(value)
+        elif isinstance(value, dict):
+            yield from _leaves([*value.values()])
         else:
             yield value
 
@@ -187,6 +259,8 @@ def _filled(value: Any, tensors: Iterator[Tensor | None]) -> Any:
         return next(tensors)
     if isinstance(value, (tuple, list)):
         return type(value)(_filled(item, tensors) for item in value)
+    if isinstance(value, dict):
+        return {name: _filled(item, tensors) for name, item in value.items()}
     return value
 
 

@@ -39,7 +39,7 @@ class PagedAttention(LayerCache):
         for place, length in enumerate(metadata.query_lens):
             rows = slice(start, start + length)
             keys, values = (_read(x, metadata, place, start) for x in (self.keys, self.values))
-            output[rows] = attend_request(query[rows], keys, values, rule)
+            output[rows] = attend_request(query[rows], keys, values, rule.of_rows(rows))
             start += length
         output[start:] = 0
 
@@ -70,25 +70,30 @@ def paged_layers(
 ) -> dict[str, LayerCache]:
     """What the ops of `model` find in the forward context, by layer name, with zeroed caches.
 
-    Raises ModelNotAdaptable for a layer with an input that a cache of tokens cannot hold.
+    A cache of inputs is float32, which holds positions too. Raises ModelNotAdaptable for a layer
+    with an input that a cache of tokens cannot hold.
     """
 
-    def cache(*row: int) -> Tensor:
+    def cache(*row: int, dtype: torch.dtype = dtype) -> Tensor:
         device = next(model.parameters()).device
         return torch.zeros((num_blocks, block_size, *row), dtype=dtype, device=device)
 
     layers: dict[str, LayerCache] = {}
+    for name in model.biased:
+        raise _refusal(model, f"{name} adds a bias for each pair of tokens")
     for name, (heads, key_dim, value_dim) in model.kv_shapes.items():
         layers[name] = PagedAttention(cache(heads, key_dim), cache(heads, value_dim))
     for name, mixer in model.layers.items():
         if mixer.width is None:
-            raise ModelNotAdaptable(
-                family=type(model.model).__name__,
-                reason=f"{name} takes a value for each pair of tokens, such as a mask",
-                advice="Give its op a layer of your own",
-            )
-        layers[name] = PagedMixer(cache(1, mixer.width), cache(1, 0), mixer)
+            reason = f"{name} takes a value for each pair of tokens, such as a mask"
+            raise _refusal(model, reason)
+        layers[name] = PagedMixer(cache(1, mixer.width, dtype=torch.float32), cache(1, 0), mixer)
     return layers
+
+
+def _refusal(model: PackedModel, reason: str) -> ModelNotAdaptable:
+    family = type(model.model).__name__
+    return ModelNotAdaptable(family=family, reason=reason, advice="Give its op a layer of your own")
 
 
 def _write(cache: Tensor, rows: Tensor, metadata: AttentionMetadata) -> None:

@@ -1,0 +1,164 @@
+"""What released models have: the result of each request is that of the model's own forward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from piecegraph import Batch, Config, ForwardContext, ReplayBackend, forward_context, prepare
+from piecegraph.errors import ModelNotAdaptable
+
+transformers = pytest.importorskip("transformers")
+
+from piecegraph.tools.integrations.transformers import (  # noqa: E402
+    SPLITTING_OP,
+    PackedModel,
+    PackedRequests,
+    adapt,
+    settle_rope,
+)
+from piecegraph.tools.integrations.transformers.paged import paged_layers  # noqa: E402
+
+from . import families  # noqa: E402
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
+]
+
+LENGTHS = (3, 40, 1, 9)
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+T5 |= {"relative_attention_max_distance": 16, "num_decoder_layers": 1}
+
+
+def drawn(model):
+    """`model` with weights of which none is zero."""
+    torch.manual_seed(0)
+    for parameter in model.requires_grad_(False).parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+    return model.eval()
+
+
+def results(model, requests):
+    """Of each request, in one uncompiled step over all of them."""
+    lengths = tuple(len(ids) for ids in requests)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    with forward_context(ForwardContext(model.layers, PackedRequests(lengths))):
+        return model(torch.cat(requests), positions).split(lengths)
+
+
+def assert_equal_alone(own, lengths=LENGTHS, **settings):
+    """Each request of a step has the result of the model's own forward for it alone."""
+    model = PackedModel(copy.deepcopy(own), **settings)
+    requests = [torch.randint(3, 60, (length,)) for length in lengths]
+    for ids, result in zip(requests, results(model, requests), strict=True):
+        expected = copy.deepcopy(own)(input_ids=ids[None])[0][0]
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    return model
+
+
+def longrope(**settings):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    limits = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
+    config = transformers.Phi3Config(**SIZES, **limits, rope_parameters=rope, **settings)
+    return drawn(transformers.Phi3Model(config))
+
+
+def test_longrope_has_the_factors_of_what_is_served():
+    own = longrope()
+    assert_equal_alone(own, (3, 20, 32), max_model_len=32)
+    assert_equal_alone(own, (33, 60))
+    short = copy.deepcopy(own)
+    settle_rope(short)
+    settle_rope(short, 32)
+    ids = torch.arange(3, 9)[None]
+    torch.testing.assert_close(short(input_ids=ids)[0], own(input_ids=ids)[0])
+
+
+def test_dynamic_rope_has_the_frequencies_of_the_longest_request():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = transformers.LlamaConfig(**SIZES, max_position_embeddings=32, rope_parameters=rope)
+    own = drawn(transformers.LlamaModel(config))
+    assert_equal_alone(own, (3, 20, 32))
+    assert_equal_alone(own, (50,), max_model_len=50)
+
+
+def test_attention_on_both_sides_with_a_window():
+    """EmbeddingGemma: masks that are joined by `or`."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = transformers.Gemma3TextConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        use_bidirectional_attention=True,
+        sliding_window=12,
+        layer_types=kinds,
+    )
+    assert_equal_alone(drawn(transformers.Gemma3TextModel(config)))
+
+
+@pytest.mark.parametrize("name", ["T5", "UMT5"])
+def test_position_bias_is_an_argument_of_the_op(name):
+    whole = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**T5))
+    own = drawn(whole.get_encoder())
+    model = assert_equal_alone(own)
+    with pytest.raises(ModelNotAdaptable, match="adds a bias for each pair"):
+        paged_layers(model, num_blocks=2, block_size=4, dtype=torch.float32)
+    encoder = getattr(transformers, f"{name}EncoderModel")(own.config)  # it is no decoder
+    assert PackedModel(encoder).settings["splitting_ops"] == (SPLITTING_OP,)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
+def test_keys_that_an_indexer_selects(family):
+    """Top-k of each request: one that has more tokens than that, behind and before others."""
+    config = families.tiny_config(family)
+    if family == "glm_moe_dsa":
+        config.indexer_types = ["full", "shared"]
+    own = drawn(transformers.AutoModel.from_config(config, attn_implementation="eager"))
+    model = assert_equal_alone(own)
+    kinds = {type(mixer.module).__name__ for mixer in model.layers.values()}
+    assert kinds in ({"DeepseekV32Indexer"}, {"GlmMoeDsaIndexer"}, {"DeepseekV4Attention"})
+    config.index_topk = 64
+    ids = torch.randint(3, 60, (1, 40))
+    dense = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    dense.load_state_dict(own.state_dict())
+    assert not torch.allclose(dense(input_ids=ids)[0], own(input_ids=ids)[0], atol=1e-3)
+
+
+def test_one_image_runs_alone():
+    """No guard on the number of images: a batch of one has a graph of one."""
+    sizes = {name: SIZES[name] for name in SIZES if name not in ("vocab_size", "pad_token_id")}
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8)
+    own = drawn(transformers.ViTModel(config))
+    model = adapt(copy.deepcopy(own))
+    config = Config(
+        inputs={"pixel_values": "float32[num_tokens, 3, 16, 16]"},
+        splitting_ops=(SPLITTING_OP,),
+        max_num_tokens=2,
+        max_num_reqs=2,
+        capture_sizes=(1, 2),
+        graph_mode="PIECEWISE",
+        compiler="eager",
+        cache=False,
+    )
+    examples = ((), {"pixel_values": torch.rand(2, 3, 16, 16)})
+    prepared = prepare(model, config, examples=examples, backend=ReplayBackend())
+    prepared.capture(lambda descriptor, mode: PackedRequests((5,) * descriptor.num_tokens))
+    decision = prepared.dispatch(Batch(1, 1))
+    assert decision.descriptor.num_tokens == 1
+    image = torch.rand(1, 3, 16, 16)
+    result = prepared.run(decision, pixel_values=image, metadata=PackedRequests((5,)))
+    expected = own(image).last_hidden_state
+    torch.testing.assert_close(result.last_hidden_state, expected, rtol=1e-4, atol=1e-5)
