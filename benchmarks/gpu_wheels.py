@@ -28,6 +28,7 @@ def requirements() -> list[str]:
         *project["project"]["dependencies"],
         *(each for extra in ("cli", "gpu") for each in extras[extra]),
     ]
+    every.append("setuptools<82")  # torch 2.11
     return [each for each in every if name(each) not in (*ON_THE_MACHINE, "piecegraph")]
 
 
