@@ -2,7 +2,8 @@
 
 Steps run in the order of their value, each in a process of its own and under its own time limit, so
 that a hang or a crash costs one step. After each step the results are written: as JSON, and beside
-it as a table for docs/gpu.md. A second run repeats only what has not passed; `--again` repeats all.
+it as a table for docs/gpu.md. A second run of the same commit on the same
+device repeats only what has not passed; `--again` repeats all.
 """
 
 from __future__ import annotations
@@ -205,7 +206,6 @@ def main() -> int:
     if options.list:
         print(*(f"{each.name:28} {each.limit_s:4} s  {each.shows}" for each in plan), sep="\n")
         return 0
-    done = {} if options.again or not out.exists() else _passed(json.loads(out.read_text()))
     commit = subprocess.run(
         ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
@@ -213,6 +213,7 @@ def main() -> int:
         "date": datetime.now(UTC).date().isoformat(), "commit": commit or None, **facts,
         "machine": machine_facts(), "versions": versions(), "small": options.small, "steps": [],
     }  # fmt: skip
+    done = {} if options.again else _passed(out, record)
     results: list[dict[str, Any]] = []
     for step in plan:
         if options.only and step.name not in options.only:
@@ -233,8 +234,12 @@ def _run_and_say(step: Step) -> dict[str, Any]:
     return result
 
 
-def _passed(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {each["step"]: each for each in record["steps"] if each["status"] == "passed"}
+def _passed(out: Path, record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The steps that passed in an earlier run of the same code on the same device."""
+    earlier = json.loads(out.read_text()) if out.exists() else {}
+    same = all(earlier.get(key) == record[key] for key in ("commit", "device", "versions", "small"))
+    steps = earlier["steps"] if same else []
+    return {each["step"]: each for each in steps if each["status"] == "passed"}
 
 
 if __name__ == "__main__":
