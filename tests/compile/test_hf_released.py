@@ -162,3 +162,32 @@ def test_one_image_runs_alone():
     result = prepared.run(decision, pixel_values=image, metadata=PackedRequests((5,)))
     expected = own(image).last_hidden_state
     torch.testing.assert_close(result.last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_heads_run_for_each_request_and_token_types_are_an_input():
+    """A cross-encoder of BERT: pooler and classifier of each request."""
+    config = transformers.BertConfig(**SIZES, num_labels=3)
+    own = drawn(transformers.BertForSequenceClassification(config))
+    model = PackedModel(copy.deepcopy(own))
+    inputs = {**model.settings["inputs"], "token_type_ids": "int64[num_tokens]"}
+    settings = {**model.settings, "inputs": inputs, "max_num_tokens": 64, "max_num_reqs": 4}
+    config = Config(**settings, compiler="eager", cache=False, graph_mode="NONE")
+    prepared = prepare(model, config, layers=model.layers)
+    ids, positions = torch.randint(3, 60, (12,)), torch.tensor([0, 1, 2, 3, 4, *range(7)])
+    types = torch.tensor([0, 0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1])
+    hidden = prepared.run(
+        prepared.dispatch(Batch(12, 2)), ids, positions, types, metadata=PackedRequests((5, 7))
+    )
+    first, second = model.own_head(hidden, ids, (5, 7))
+    for result, rows in ((first, slice(0, 5)), (second, slice(5, 12))):
+        expected = own(input_ids=ids[None, rows], token_type_ids=types[None, rows])
+        torch.testing.assert_close(result.logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_takes_more_than_hidden_states_is_refused():
+    """ALBERT pools inside of its base model, in another form than others."""
+    sizes = {**SIZES, "embedding_size": 16, "num_labels": 3}
+    own = drawn(transformers.AlbertForSequenceClassification(transformers.AlbertConfig(**sizes)))
+    with pytest.raises(ModelNotAdaptable, match=r"Adapt the base model, model\.base_model"):
+        PackedModel(own)
+    assert PackedModel(own.base_model).own_head is None

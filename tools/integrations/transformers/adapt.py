@@ -36,6 +36,7 @@ from .attention import (
     packed,
     unknown_argument,
 )
+from .heads import find_head
 from .mixers import MIXER_OP, Mixer, UnknownCall
 from .rope import settle_rope
 
@@ -56,7 +57,8 @@ TOLERANCE = {torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 
 class PackedModel(nn.Module):
-    """A base model over packed tokens: two (T,) int64 tensors to hidden states (T, hidden).
+    """A model over packed tokens: (T,) int64 tensors to the hidden states (T, hidden) of its base
+    model. `token_type_ids` is for families that take them, if `inputs` names it.
 
     Layers that mix tokens and do not call AttentionInterface become splitting ops too. `settings`
     are for `Config`, `layers` for `prepare`. Rotary frequencies that depend on the length are those
@@ -68,6 +70,11 @@ class PackedModel(nn.Module):
         super().__init__()
         _begin(model)
         settle_rope(model, max_model_len)
+        ids = _packed_inputs(model)["input_ids"][:, MIDDLE]
+        self.own_head = find_head(model, ids)
+        """`own_head(hidden, input_ids, query_lens)` gives what a model with a head gives for each
+        request of a step. None for a base model."""
+        model = model if self.own_head is None else model.base_model
         inputs = _packed_inputs(model)
         alone = {name: x[:, MIDDLE] for name, x in inputs.items()}
         expected = _result(model, alone)
@@ -95,8 +102,11 @@ class PackedModel(nn.Module):
         self.settings = {**SETTINGS, "splitting_ops": tuple(op for op, used in ops if used)}
         """Settings of `Config`: the ops of this model, its inputs, what its attention supports."""
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        result = self.model(input_ids=input_ids[None], position_ids=positions[None])
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids[None]}
+        result = self.model(input_ids=input_ids[None], position_ids=positions[None], **types)
         hidden: Tensor = result.last_hidden_state
         return hidden[0]
 
