@@ -109,6 +109,25 @@ def test_attention_on_both_sides_with_a_window():
     assert_equal_alone(drawn(transformers.Gemma3TextModel(config)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activation_sparsity_is_traced(dtype):
+    """Gemma 3n as released: the threshold of a layer is a number of its configuration."""
+    config = families.tiny_config("gemma3n_text")
+    config.activation_sparsity_pattern = [0.95, 0.95, 0.0, 0.0]
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    own = drawn(model).to(dtype)
+    packed = PackedModel(copy.deepcopy(own))
+    settings = {**packed.settings, "max_num_tokens": 16, "compiler": "eager", "cache": False}
+    prepared = prepare(packed, Config(**settings, graph_mode="NONE"), layers=packed.layers)
+    ids = torch.randint(3, 60, (12,))
+    decision = prepared.dispatch(Batch(12, 1))
+    result = prepared.run(decision, ids, torch.arange(12), metadata=PackedRequests((12,)))
+    limit = 1e-4 if dtype is torch.float32 else 5e-2
+    torch.testing.assert_close(result, own(input_ids=ids[None])[0][0], rtol=limit, atol=limit)
+    layer, inputs = own.layers[0].mlp, torch.randn(3, 32).to(dtype)
+    torch.testing.assert_close(packed.model.layers[0].mlp(inputs), layer(inputs), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ["T5", "UMT5"])
 def test_position_bias_is_an_argument_of_the_op(name):
     whole = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**T5))

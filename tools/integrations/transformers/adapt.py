@@ -39,6 +39,7 @@ from .attention import (
 from .heads import find_head
 from .mixers import MIXER_OP, Mixer, UnknownCall
 from .rope import settle_rope
+from .sparsity import settle_sparsity
 
 INPUTS = {"input_ids": "int64[num_tokens]", "positions": "int64[num_tokens]"}
 SETTINGS = {
@@ -70,6 +71,7 @@ class PackedModel(nn.Module):
         super().__init__()
         _begin(model)
         settle_rope(model, max_model_len)
+        settle_sparsity(model)
         ids = _packed_inputs(model)["input_ids"][:, MIDDLE]
         self.own_head = find_head(model, ids)
         """`own_head(hidden, input_ids, query_lens)` gives what a model with a head gives for each

@@ -21,8 +21,8 @@ class Head:
 
     def __init__(self, model: PreTrainedModel, output: type) -> None:
         self._base = _Computed(model.base_model, output)
-        self._model = copy.copy(model)
-        self._model._modules = {**model._modules, model.base_model_prefix: self._base}
+        shared: dict[int, Any] = {id(weight): weight for weight in model.parameters()}
+        self._model = copy.deepcopy(model, {**shared, id(model.base_model): self._base})
 
     def __call__(self, hidden: Tensor, input_ids: Tensor, query_lens: Sequence[int]) -> list[Any]:
         """The model's result for each request of a step, from hidden states (T, hidden) and ids
