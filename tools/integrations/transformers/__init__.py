@@ -2,8 +2,8 @@
 
 `adapt` routes the attention of a transformers model to `piecegraph_hf::attention`; `PackedModel`
 takes the tokens of all requests in one row. For each layer the op calls a function from the forward
-context, by default `attend_packed`. Both run the model on a few tokens first, and refuse it where
-the op would compute something else.
+context, by default `attend_packed`. A model that would give a request in a step something else than
+alone is refused, which `PackedModel` proves for each class and configuration (proof.py).
 """
 
 from .adapt import INPUTS, SETTINGS, PackedModel, adapt

@@ -1,0 +1,150 @@
+"""The adapter proves the class and configuration of a model before it serves it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from piecegraph import Config, ForwardContext, forward_context
+from piecegraph.errors import ModelNotAdaptable
+
+transformers = pytest.importorskip("transformers")
+
+from piecegraph.tools.integrations.transformers import (  # noqa: E402
+    PackedModel,
+    PackedRequests,
+    proof,
+    small,
+)
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.filterwarnings("default::DeprecationWarning", "default::FutureWarning"),
+]
+
+WIDTHS = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+ENCODER = {**WIDTHS, "num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 1}
+UNKEPT = Config(cache=False)
+
+
+def model_of(kind, dtype=torch.float32, **settings):
+    torch.manual_seed(0)
+    return transformers.AutoModel.from_config(kind(**settings), dtype=dtype).eval()
+
+
+def roberta():
+    return model_of(transformers.RobertaConfig, **ENCODER)
+
+
+def llama4():
+    return model_of(
+        transformers.Llama4TextConfig, **WIDTHS, **HEADS, floor_scale=64, no_rope_layers=[1, 0],
+        intermediate_size_mlp=48, num_local_experts=4, layer_types=["full_attention"] * 2,
+    )  # fmt: skip
+
+
+def esm():
+    return model_of(transformers.EsmConfig, **ENCODER, token_dropout=True, mask_token_id=32)
+
+
+def bloom(dtype=torch.float32):
+    return model_of(transformers.BloomConfig, dtype, vocab_size=64, hidden_size=32, n_layer=2,
+                    n_head=4)  # fmt: skip
+
+
+def big_bird(attention_type="block_sparse"):
+    return model_of(
+        transformers.BigBirdConfig, **{**ENCODER, "max_position_embeddings": 1024},
+        attention_type=attention_type, block_size=4,
+    )  # fmt: skip
+
+
+def packed(own):
+    """A model of its own for steps, and the one that it must be equal to."""
+    return PackedModel(copy.deepcopy(own), config=UNKEPT)
+
+
+def assert_equal_to_alone(own, served, requests):
+    lengths = tuple(map(len, requests))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    with torch.no_grad(), forward_context(ForwardContext(served.layers, PackedRequests(lengths))):
+        results = served(torch.cat(requests), positions).split(lengths)
+    for ids, actual in zip(requests, results, strict=True):
+        with torch.no_grad():
+            expected = own(input_ids=ids[None]).last_hidden_state[0]
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def ids(*lengths):
+    return [torch.randint(3, 31, (length,)) for length in lengths]
+
+
+def test_positions_are_those_of_the_models_own_forward():
+    own = roberta()
+    served = packed(own)
+    assert (served.proof.offset, served.proof.padding) == (2, 1)
+    assert_equal_to_alone(own, served, ids(3, 20, 1))
+
+
+def test_scale_by_row_number_is_served_request_by_request():
+    """Llama 4 scales queries of layers without rope by the row in the batch."""
+    own = llama4()
+    served = packed(own)
+    assert list(served.layers) == ["layers.1.self_attn"]
+    assert "layers.1.self_attn" not in served.kv_shapes
+    assert_equal_to_alone(own, served, ids(50, 60, 70))
+
+
+def test_tokens_that_rescale_others_stay_in_their_request():
+    own = esm()
+    served = packed(own)
+    assert list(served.layers) == ["embeddings"]
+    masked = torch.tensor([5, 32, 32, 32, 6])
+    assert_equal_to_alone(own, served, [masked, *ids(9, 4)])
+
+
+def test_model_that_requests_change_is_refused():
+    """Block-sparse attention is switched off for good by the first short request."""
+    with pytest.raises(ModelNotAdaptable, match="another result after it has seen others"):
+        packed(big_bird())
+    own = big_bird("original_full")
+    assert_equal_to_alone(own, packed(own), ids(64, 96))
+
+
+def test_error_far_into_a_row_is_at_most_twice_that_of_the_request_alone():
+    """ALiBi adds the row number, which 16 bits round."""
+    packed(bloom())
+    refusal = r"in torch.bfloat16, .* from row 1024 .*self_attention \(BloomAttention\)"
+    with pytest.raises(ModelNotAdaptable, match=refusal):
+        packed(bloom(torch.bfloat16))
+
+
+def test_proof_is_kept_for_a_class_and_configuration(tmp_path, monkeypatch):
+    config = Config(cache_dir=tmp_path)
+    first = PackedModel(roberta(), config=config).proof
+    with monkeypatch.context() as patched:
+        patched.setattr(proof, "prove", lambda model: pytest.fail("proved again"))
+        assert PackedModel(roberta(), config=config).proof == first
+    monkeypatch.setattr(proof, "prove", lambda model: proof.Proof(offset=2, seconds=-1.0))
+    other = model_of(transformers.RobertaConfig, **{**ENCODER, "num_attention_heads": 2})
+    assert PackedModel(other, config=config).proof.seconds == -1.0
+
+
+def test_small_copy_has_the_flags_and_lengths_of_the_released_configuration():
+    config = transformers.Gemma3TextConfig(
+        vocab_size=262144, hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=256, sliding_window=1024,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    short, released = small.small_configs(model)
+    assert (released.hidden_size, released.intermediate_size) == (160, 640)
+    assert (released.num_attention_heads, released.num_key_value_heads) == (4, 2)
+    assert released.layer_types == config.layer_types[:6]
+    assert (released.sliding_window, released.head_dim) == (1024, 256)
+    assert released.max_position_embeddings == 131072
+    assert (short.sliding_window, short.max_position_embeddings) == (16, 32)
+    assert short.rope_parameters == released.rope_parameters == config.rope_parameters

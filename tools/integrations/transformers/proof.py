@@ -1,0 +1,390 @@
+"""The proof of a model class and configuration, made before a model is served.
+
+A small copy (small.py) runs requests in several orders and companies, at the start of a row and far
+into it, through the ops. Each must be what the copy's own forward gives for the request alone,
+without position ids: row by row in float32, and in the dtype of the model with at most twice the
+error. A module that gives another result for equal inputs becomes a mixer and the copy is proved
+again. What still differs is refused, with the request, its row and the layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import chain, count
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .... import Config, Events
+from ....cache import Entry, Key
+from ....cache.keys.code import fingerprint
+from ....runtime.open_cache import open_cache
+from .attention import UnknownAttention
+from .mixers import UnknownCall
+from .rope import settle_rope
+from .routing import ONE_REQUEST, Routes, refusal, route
+from .small import NoCopy, build, hidden_states, is_stack, reach, small_configs, special_tokens
+
+VERSION = 1
+"""A proof of another version is not used."""
+TOLERANCE = 1e-3
+"""Largest difference of a row in float32, relative to its norm."""
+EQUAL = 1e-4
+"""Largest difference of a tensor inside, relative to its largest value."""
+WORST = 2.0
+"""Most error in the dtype of the model, as a multiple of that of the request alone."""
+LONG, FILLER, FILLERS = 120, 128, 8
+"""Tokens of the longest request where no length of the configuration asks for more, and of each
+request in front of those that are compared far into a row."""
+Order = tuple[int, ...]
+ORDERS: tuple[Order, ...] = (
+    (0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (3, 1), (2,), (*(-1,) * FILLERS, 1, 3, 4, 2)
+)  # fmt: skip
+"""Requests of the rows, by index; -1 is a filler."""
+WITH_PADDING: tuple[Order, ...] = ((3, 5, 1), (5,))
+PLAIN, PADDED = 3, 5
+
+Calls = dict[tuple[str, int], tuple[dict[Any, Tensor], dict[Any, Tensor]]]
+"""By module and number of its call: the rows of one request in what it takes and gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What a model class and configuration needs to be served.
+
+    `offset` is what its own forward adds to positions. `mixers` are layers that run request by
+    request, one of each kind. The token `padding` is none to the model: requests contain none.
+    """
+
+    offset: int = 0
+    mixers: tuple[str, ...] = ()
+    padding: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Different:
+    """The first row of a request, by its place in a step, that is not what it is alone."""
+
+    order: Order
+    place: int
+    row: int
+    difference: float
+
+    @property
+    def request(self) -> int:
+        return self.order[self.place]
+
+
+def proven(model: PreTrainedModel, config: Config) -> Proof:
+    """The proof from the cache of `config`, or made and stored; raises ModelNotAdaptable."""
+    settings = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
+    factors = {
+        "proof": VERSION,
+        "class": fingerprint(type(model)),
+        "config": json.dumps(settings, sort_keys=True, default=str),
+        "attention": model.config._attn_implementation,
+        "dtypes": sorted({str(weight.dtype) for weight in model.parameters()}),
+        "device": model.device.type,
+        "versions": [transformers.__version__, torch.__version__],
+    }
+    cache, key = open_cache(config, Events()), Key.of("proof", factors)
+    entry = cache.lookup("proof", key, count=False)
+    if isinstance(entry, Entry):
+        kept: Any = dict(entry.meta)
+        return Proof(**{**kept, "mixers": tuple(kept["mixers"])})
+    proof = prove(model)
+    cache.publish("proof", key, asdict(proof), {})
+    return proof
+
+
+def prove(model: PreTrainedModel) -> Proof:
+    """Prove the class and configuration of `model`; raises ModelNotAdaptable."""
+    began = time.perf_counter()
+    proof = Proof()
+    try:
+        for config in small_configs(model):
+            own = build(type(model), config)
+            own.load_state_dict(_like(copy.deepcopy(own), model).state_dict())
+            settle_rope(own)
+            proof = _Bench(model, own, reach(config)).prove(proof)
+    except NoCopy as error:
+        raise refusal(model, f"no small copy of it runs ({error})") from error
+    return replace(proof, seconds=round(time.perf_counter() - began, 2))
+
+
+class _Bench:
+    """A small copy `own`, requests for it, and what its own forward gives for each alone.
+
+    The requests: a long one, one of special tokens, one token, 12 and 40 tokens, and with padding.
+    """
+
+    def __init__(self, model: PreTrainedModel, own: PreTrainedModel, longest: int) -> None:
+        requests, filler = _requests(own, max(2 * longest + 7, LONG))
+        self.model, self.own = model, own.to(model.device)
+        self.sizes = {n for weight in own.parameters() for n in weight.shape}
+        self.requests, self.filler = [x.to(model.device) for x in requests], filler.to(model.device)
+        self.alone = [_alone(own, ids).float() for ids in self.requests]
+        if not torch.equal(_alone(own, self.requests[0]), self.alone[0]):
+            reason = "its own forward gives a request another result after it has seen others"
+            raise refusal(model, reason, ONE_REQUEST)
+        self.offset = self._offset()
+
+    def prove(self, proof: Proof) -> Proof:
+        """`proof` and what this copy needs in addition; raises ModelNotAdaptable."""
+        proof = replace(proof, offset=self.offset)
+        while True:
+            try:
+                routes = route(copy.deepcopy(self.own), proof.mixers)
+            except (UnknownCall, UnknownAttention) as error:
+                layer = error.layer
+                if isinstance(error, UnknownCall) or layer in proof.mixers:
+                    layer = layer.rpartition(".")[0]
+                proof = self._with_mixer(proof, layer, str(error))
+                continue
+            orders = ORDERS
+            if proof.padding is None and len(self.requests) > PADDED:
+                orders += WITH_PADDING
+            different = self._different(routes, orders)
+            if different is None:
+                self._prove_dtype(proof, orders)
+                return proof
+            if different.request == PADDED:
+                proof = replace(proof, padding=self.model.config.pad_token_id)
+                continue
+            layer = self._mixing(routes, different)
+            around = layer.rpartition(".")[0] if layer in routes.mixers else layer
+            proof = self._with_mixer(proof, around, self._description(different, layer))
+
+    def _with_mixer(self, proof: Proof, layer: str, reason: str) -> Proof:
+        """Raises ModelNotAdaptable where that would be more than a layer, or is done already."""
+        inner = self.own.get_submodule(layer).named_modules(prefix=layer)
+        if not layer or layer in proof.mixers or any(is_stack(*named) for named in inner):
+            raise refusal(self.model, reason, ONE_REQUEST)
+        outside = (name for name in proof.mixers if not f"{name}.".startswith(f"{layer}."))
+        return replace(proof, mixers=(*outside, layer))
+
+    def _offset(self) -> int:
+        """What the own forward adds to positions, as its modules are given them."""
+        ids, expected = self.requests[PLAIN], self.alone[PLAIN]
+        start, offsets = torch.arange(len(ids), device=ids.device), {0}
+        for given, _ in self._calls_alone(self.own, ids).values():
+            for value in (x.flatten() for x in given.values() if x.dtype == torch.int64):
+                if torch.equal(value, start + value[0]):
+                    offsets.add(int(value[0]))
+        for offset in sorted(offsets):
+            if _equal(_alone(self.own, ids, position_ids=(start + offset)[None]), expected):
+                return offset
+        raise refusal(self.model, "the positions of its own forward are not 0, 1, 2 and a shift")
+
+    def _row(self, order: Order, other_than: int | None = None) -> list[Tensor]:
+        """Requests, and one more so that no width is the number of tokens. With `other_than`, all
+        but the request at this place have other tokens."""
+        row = [self.filler if index < 0 else self.requests[index] for index in order]
+        total = sum(map(len, row))
+        row.append(self.filler[: next(n for n in count(1) if total + n not in self.sizes)])
+        if other_than is None:
+            return row
+        return [ids if i == other_than else ids.flip(0) % 7 + 3 for i, ids in enumerate(row)]
+
+    def _different(
+        self, routes: Routes, orders: tuple[Order, ...], allowed: list[float] | None = None
+    ) -> Different | None:
+        """The first row that is not what it is alone; with `allowed`, the first request with a
+        larger error in the middle of its rows."""
+        for full_order in orders:
+            order, results = self._results(routes, full_order)
+            for place, (index, result) in enumerate(zip(order, results, strict=False)):
+                if index < 0:
+                    continue
+                errors = _errors(result, self.alone[index])
+                limit = TOLERANCE if allowed is None else allowed[index]
+                error = errors.max() if allowed is None else errors.median()
+                if not error <= limit:
+                    row = int((~(errors <= limit)).nonzero()[0])
+                    return Different(order, place, row, float(error))
+        return None
+
+    def _results(self, routes: Routes, order: Order) -> tuple[Order, list[Tensor]]:
+        """With fewer fillers where a table of the model ends: a step of more tokens raises too."""
+        while True:
+            try:
+                return order, routes.run(self._row(order), self.offset)
+            except (IndexError, RuntimeError, ValueError) as error:
+                if order[0] >= 0:
+                    raise refusal(self.model, f"packed requests raise {error!r}") from error
+            order = order[1:]
+
+    def _prove_dtype(self, proof: Proof, orders: tuple[Order, ...]) -> None:
+        """In the dtype of the model, a request has at most WORST times the error of alone."""
+        served = _like(copy.deepcopy(self.own), self.model)
+        if all(weight.dtype == torch.float32 for weight in served.parameters()):
+            return
+        routes = route(copy.deepcopy(served), proof.mixers)
+        epsilon = torch.finfo(self.model.dtype).eps
+        pairs = ((_alone(served, ids), x) for ids, x in zip(self.requests, self.alone, strict=True))
+        allowed = [WORST * float(_errors(*pair).median()) + epsilon for pair in pairs]
+        if (different := self._different(routes, orders, allowed)) is not None:
+            layer = self._inexact(served, routes, different)
+            reason = (
+                f"in {self.model.dtype}, {self._description(different, layer)}; twice the error of"
+                f" the request alone is {allowed[different.request]:.1e}"
+            )
+            raise refusal(self.model, reason, "Serve it in float32, or one request per batch")
+
+    def _mixing(self, routes: Routes, different: Different) -> str:
+        """The first module that gives the request another result for equal inputs: than with other
+        neighbors, or than alone; "" if there is none."""
+        packed = self._calls_packed(routes, different)
+        others = self._calls_packed(routes, different, different.place)
+        for before in (others, self._calls_alone(self.own, self.requests[different.request])):
+            for call, (given, result) in packed.items():
+                known = before.get(call)
+                if known and _alike(known[0], given) and not _alike(known[1], result):
+                    return call[0]
+        return ""
+
+    def _inexact(self, served: PreTrainedModel, routes: Routes, different: Different) -> str:
+        """The first module whose result has more than WORST times the error of that alone."""
+        ids = self.requests[different.request]
+        exact, alone = (self._calls_alone(model, ids) for model in (self.own, served))
+        for call, (_, result) in self._calls_packed(routes, different).items():
+            for key in result.keys() & exact.get(call, ({}, {}))[1].keys():
+                want, best = exact[call][1][key].float(), alone[call][1][key]
+                if (result[key] - want).norm() > WORST * (best - want).norm() + EQUAL * want.norm():
+                    return call[0]
+        return ""
+
+    def _calls_packed(
+        self, routes: Routes, different: Different, other_than: int | None = None
+    ) -> Calls:
+        row = self._row(different.order, other_than)
+        run = lambda: routes.run(row, self.offset)  # noqa: E731
+        return _calls(routes.model, row, different.place, run, routes.mixers)
+
+    def _calls_alone(self, own: PreTrainedModel, ids: Tensor) -> Calls:
+        return _calls(own, [ids], 0, lambda: _alone(own, ids))
+
+    def _description(self, different: Different, layer: str) -> str:
+        ids = self.requests[different.request]
+        row = sum(map(len, self._row(different.order)[: different.place]))
+        return (
+            f"a request of {len(ids)} tokens from row {row} of a step differs from its result"
+            f" alone by {different.difference:.1e}, first at its token {different.row}"
+            f" (id {int(ids[different.row])}); the first layer to differ is"
+            f" {layer or 'its forward'} ({type(self.own.get_submodule(layer)).__name__})"
+        )
+
+
+def _calls(
+    model: nn.Module,
+    row: list[Tensor],
+    place: int,
+    run: Callable[[], Any],
+    mixers: Collection[str] = (),
+) -> Calls:
+    """What all modules outside of mixers take and give for the request at `place` of a row."""
+    tokens, start = sum(map(len, row)), sum(map(len, row[:place]))
+    calls: Calls = {}
+
+    def parts(value: Any, key: tuple[Any, ...] = ()) -> dict[Any, Tensor]:
+        if isinstance(value, Tensor) and tokens in value.shape:
+            for dim in (d for d, n in enumerate(value.shape) if n == tokens):
+                value = value.narrow(dim, start, len(row[place]))
+            return {key: value.clone()}
+        items: Any = value.items() if isinstance(value, Mapping) else ()
+        if isinstance(value, (tuple, list)):
+            items = enumerate(value)
+        return {n: x for name, item in items for n, x in parts(item, (*key, name)).items()}
+
+    def look(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            number = sum(name == known for known, _ in calls)
+            calls[name, number] = parts({**dict(enumerate(args)), **kwargs}), parts(output)
+
+        return hook
+
+    inside = tuple(f"{name}." for name in mixers)
+    hooks = [
+        module.register_forward_hook(look(name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if not name.startswith(inside)
+    ]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _alone(own: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
+    return hidden_states(own, input_ids=ids[None], **inputs)[0]
+
+
+def _requests(own: PreTrainedModel, longest: int) -> tuple[list[Tensor], Tensor]:
+    """The requests of a bench, and a filler; as long as the own forward accepts."""
+    generator = torch.Generator().manual_seed(0)
+    embedding: Any = own.get_input_embeddings()
+    known = embedding.num_embeddings
+    padding = getattr(own.config, "pad_token_id", None)
+    special = {token for name, token in special_tokens(own.config).items()
+               if token < known and name != "pad_token_id"}  # fmt: skip
+    tokens = torch.tensor(sorted(special), dtype=torch.int64)
+
+    def ordinary(length: int) -> Tensor:
+        return torch.randint(3, max(min(known, 500), 4), (length,), generator=generator)
+
+    while True:
+        long = ordinary(longest)
+        try:
+            hidden_states(own, input_ids=long[None])
+            break
+        except (IndexError, RuntimeError):
+            longest //= 2
+            if not longest:
+                raise
+    long[5 : 5 + len(tokens)] = tokens[: len(long[5 : 5 + len(tokens)])]
+    short = torch.cat([ordinary(3), tokens, ordinary(2), tokens.flip(0)])[:longest]
+    requests = [long, short, *(ordinary(min(n, longest)) for n in (1, 12, 40))]
+    if isinstance(padding, int) and 0 <= padding < known and padding not in special:
+        at = torch.tensor([padding])
+        requests.append(torch.cat([ordinary(4), at, ordinary(3), at, at])[:longest])
+    return requests, ordinary(min(FILLER, longest))
+
+
+def _like(own: PreTrainedModel, model: PreTrainedModel) -> PreTrainedModel:
+    """`own` with each weight and buffer in the dtype that `model` has it in."""
+    named = chain(model.named_parameters(), model.named_buffers())
+    dtypes = {name: tensor.dtype for name, tensor in named if tensor.is_floating_point()}
+    for name, tensor in chain(own.named_parameters(), own.named_buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtypes.get(name, model.dtype))
+    return own
+
+
+def _errors(actual: Tensor, expected: Tensor) -> Tensor:
+    """The difference of each row, relative to its norm."""
+    scale: Tensor = torch.linalg.vector_norm(expected, dim=-1).clamp_min(1e-30)
+    difference: Tensor = torch.linalg.vector_norm(actual.float() - expected, dim=-1)
+    return difference / scale
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    return bool((one - other).abs().max() <= EQUAL * other.abs().max())
+
+
+def _alike(one: dict[Any, Tensor], other: dict[Any, Tensor]) -> bool:
+    """Whether tensors that both have are equal up to rounding."""
+    return all(_equal(one[key], other[key]) for key in one.keys() & other.keys())

@@ -1,0 +1,323 @@
+"""Route the layers of a transformers model to ops that know requests.
+
+The model runs once on a few tokens with its own attention replaced by the op's: each mask is read
+from the function that makes it. Which other layers mix tokens, and run as mixers, is known from the
+proof.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+
+from .... import ForwardContext, forward_context
+from ....errors import ModelNotAdaptable
+from .attention import (
+    Mask,
+    PackedRequests,
+    Rule,
+    UnknownAttention,
+    UnknownMask,
+    attend,
+    attend_packed,
+    mask_of,
+    outside_mixers,
+    packed,
+    unknown_argument,
+)
+from .mixers import Mixer, UnknownCall
+from .small import hidden_states, kind_of
+from .sparsity import settle_sparsity
+
+ONE_REQUEST = "Make that layer a splitting op that knows requests, or serve one request per batch"
+OWN_OP = "Write its attention as a custom op and list the op in splitting_ops"
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """A routed model, `mixers` by name of their layer, and for each attention layer outside of
+    mixers the number of key heads and the dimensions of keys and values. `biased` layers add a bias
+    for each pair of tokens of the step."""
+
+    model: PreTrainedModel
+    mixers: dict[str, Mixer]
+    kv_shapes: dict[str, tuple[int, int, int]]
+    biased: tuple[str, ...]
+
+    def run(self, requests: list[Tensor], offset: int) -> list[Tensor]:
+        """The hidden states of requests packed in this order, as in a step without compiling."""
+        lengths = tuple(map(len, requests))
+        positions = torch.cat([torch.arange(n, device=self.model.device) for n in lengths])
+        context = ForwardContext(self.mixers, PackedRequests(lengths))
+        with torch.no_grad(), forward_context(context):
+            hidden = run_packed(self.model, torch.cat(requests), positions, offset)
+        return list(torch.split(hidden, list(lengths)))
+
+
+def route(model: PreTrainedModel, mixing: Collection[str] = ()) -> Routes:
+    """Let `model` call the ops; each layer of the kind of one in `mixing` becomes a mixer.
+
+    Raises ModelNotAdaptable, UnknownAttention for attention that has to be in a mixer, and
+    UnknownCall for a layer that cannot be called for each request.
+    """
+    settle_sparsity(model)
+    inputs, lengths = packed_inputs(model)
+    trial = Trial(model, lengths)
+    trial.mixers = {n: Mixer(m, n, trial.read) for n, m in _like(model, mixing).items()}
+    inner: Any
+    for inner in (m for mixer in trial.mixers.values() for m in mixer.module.modules()):
+        inner.in_mixer = True
+    with trial.attending(), _learning(trial.mixers, lengths):
+        hidden_states(model, **inputs)
+    trial.install(stand_in=any(mixer.masked for mixer in trial.mixers.values()))
+    for mixer in trial.mixers.values():
+        mixer.install()
+    kv_shapes = {trial.names[module]: form for module, form in trial.kv_shapes.items()}
+    return Routes(model, trial.mixers, kv_shapes, tuple(trial.names[m] for m in trial.biased))
+
+
+def run_packed(
+    model: PreTrainedModel, input_ids: Tensor, positions: Tensor, offset: int, **others: Tensor
+) -> Tensor:
+    """The forward over packed tokens: two (T,) int64 tensors to hidden states (T, hidden)."""
+    place = positions + offset if offset else positions
+    result = model(input_ids=input_ids[None], position_ids=place[None], **others)
+    hidden: Tensor = result.last_hidden_state
+    return hidden[0]
+
+
+def packed_inputs(model: PreTrainedModel) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """Three requests in one row, and their lengths: in sum a number that no layer has as a width.
+
+    Raises ModelNotAdaptable.
+    """
+    embedding = model.get_input_embeddings()
+    if not hasattr(embedding, "num_embeddings"):
+        advice = "Prepare it with inputs and splitting ops of your own"
+        raise refusal(model, "its input embeddings are no nn.Embedding", advice)
+    widths = {n for weight in model.parameters() for n in weight.shape}
+    lengths = (3, 5, next(n for n in count(3) if 8 + n not in widths))
+    ids = torch.cat([torch.arange(3, 3 + length) for length in lengths])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    inputs = {"input_ids": ids % embedding.num_embeddings, "position_ids": positions}
+    return {name: x[None].to(model.device) for name, x in inputs.items()}, lengths
+
+
+def _like(model: PreTrainedModel, names: Collection[str]) -> dict[str, nn.Module]:
+    """All modules of the kinds of those in `names`, outermost only."""
+    kinds = {kind_of(model.get_submodule(name)) for name in names}
+    classes = {kind[0][1] for kind in kinds}
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if type(module) in classes and not name.startswith(tuple(f"{n}." for n in found)):
+            found |= {name: module} if kind_of(module) in kinds else {}
+    return found
+
+
+def _no_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> None:
+    """The mask in steps: none, since the op knows it."""
+    if attention_mask is not None:
+        raise NotImplementedError("an attention_mask: rows of a step are requests without padding")
+
+
+def _stand_in(
+    *args: Any, inputs_embeds: Any = None, attention_mask: Any = None, **kwargs: Any
+) -> Tensor:
+    """The mask in steps of a model that hands a part of it to a layer, whose op knows it too."""
+    _no_mask(attention_mask=attention_mask)
+    return torch.zeros(1, 1, 1, 1)
+
+
+def _all_seen(*args: Any, **kwargs: Any) -> None:
+    """The mask in steps of a model that makes a padding mask itself, which hides nothing."""
+
+
+def _whole_mask(make: Any, *args: Any, **arguments: Any) -> Any:
+    """The mask that `make` would leave out where it hides nothing."""
+    arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return make(*args, **arguments)
+
+
+@contextmanager
+def _learning(mixers: Mapping[str, Mixer], lengths: tuple[int, ...]) -> Iterator[None]:
+    before = {mixer: vars(mixer.module).get("forward") for mixer in mixers.values()}
+    for mixer in before:
+        mixer.module.forward = functools.partial(mixer.learn, lengths)
+    try:
+        yield
+    finally:
+        for mixer, forward in before.items():
+            if forward is None:
+                del mixer.module.forward
+            else:
+                mixer.module.forward = forward
+
+
+_CURRENT: ContextVar[Trial] = ContextVar("trial")
+
+
+@dataclass
+class Trial:
+    """A run that reads masks. Each row of a batch is a request, or consists of `lengths`."""
+
+    model: PreTrainedModel
+    lengths: tuple[int, ...] | None = None
+    masks: dict[nn.Module, Mask] = field(default_factory=dict)
+    names: dict[nn.Module, str] = field(default_factory=dict)
+    kv_shapes: dict[nn.Module, tuple[int, int, int]] = field(default_factory=dict)
+    read_masks: dict[int, tuple[Tensor, Mask | UnknownMask]] = field(default_factory=dict)
+    """By storage: models hand slices of a mask to their layers."""
+    one_row: set[nn.Module] = field(default_factory=set)
+    biased: set[nn.Module] = field(default_factory=set)
+    mixers: dict[str, Mixer] = field(default_factory=dict)
+    selectors: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    """Integer results of modules, by identity, with the name of the module."""
+    own_mask: bool = False
+    """Whether the model makes a padding mask itself; in steps it hides nothing."""
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        AttentionInterface.register("piecegraph_trial", outside_mixers(_attend_in_trial))
+        masks = lambda *args, **arguments: _CURRENT.get().mask(*args, **arguments)  # noqa: E731
+        AttentionMaskInterface.register("piecegraph_trial", masks)
+        self.names = {module: name for name, module in self.model.named_modules()}
+        own = self.model.config._attn_implementation
+        token = _CURRENT.set(self)
+        hooks = [m.register_forward_hook(self._made_by(name)) for m, name in self.names.items()]
+        if self.model._can_set_attn_implementation():
+            self.model.set_attn_implementation("piecegraph_trial")
+        elif own in ALL_MASK_ATTENTION_FUNCTIONS:  # as in a trace, where no mask is left out
+            make = ALL_MASK_ATTENTION_FUNCTIONS[own]
+            ALL_MASK_ATTENTION_FUNCTIONS[own] = functools.partial(_whole_mask, make)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+            for hook in hooks:
+                hook.remove()
+            if self.model._can_set_attn_implementation():
+                self.model.set_attn_implementation(own)
+            elif own in ALL_MASK_ATTENTION_FUNCTIONS:
+                ALL_MASK_ATTENTION_FUNCTIONS[own] = make
+
+    def _made_by(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and not output.is_floating_point():
+                self.selectors.setdefault(id(output), (output, name))
+
+        return hook
+
+    def install(self, stand_in: bool = False) -> None:
+        """Route the attention of each module that was seen to the op, with its mask."""
+        implementation = "piecegraph"
+        make: Any = _no_mask
+        if stand_in:
+            implementation, make = "piecegraph_stand_in", _stand_in
+        elif self.own_mask:
+            implementation, make = "piecegraph_own_mask", _all_seen
+        AttentionInterface.register(implementation, outside_mixers(attend))
+        AttentionMaskInterface.register(implementation, make)
+        module: Any
+        for module, mask in self.masks.items():
+            module.attention_mask_rule, module.layer_name = mask, self.names[module]
+            module.one_row, module.mask_stand_in = module in self.one_row, stand_in
+        if self.masks or stand_in:
+            self.model.set_attn_implementation(implementation)
+
+    def read(self, tensor: Tensor) -> Mask | None:
+        """The mask that a tensor is, if it came from a function; raises UnknownCall."""
+        _, read = self.read_masks.get(tensor.untyped_storage().data_ptr(), (None, None))
+        if isinstance(read, UnknownMask):
+            raise UnknownCall(f"has a mask by {read}")
+        return read
+
+    def mask(self, mask_function: Any, **arguments: Any) -> Tensor:
+        arguments["allow_is_bidirectional_skip"] = False
+        self.own_mask |= bool(self.lengths) and arguments.get("attention_mask") is not None
+        mask: Tensor = eager_mask(**arguments, mask_function=mask_function)
+        read: Mask | UnknownMask
+        try:
+            read = mask_of(mask_function)
+        except UnknownMask as unknown:
+            read = unknown
+        self.read_masks[mask.untyped_storage().data_ptr()] = mask, read
+        return mask
+
+    def mask_for(self, module: nn.Module, mask: Any, is_causal: Any, window: Any) -> Mask:
+        """The mask of one call; raises ModelNotAdaptable."""
+        if mask is None:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            return Mask(bool(causal), window or 0)
+        _, read = self.read_masks.get(mask.untyped_storage().data_ptr(), (None, None))
+        name = self.names[module]
+        if read is None:
+            raise UnknownAttention(f"{name} computes with a mask of its own", name)
+        if isinstance(read, UnknownMask):
+            raise UnknownAttention(f"{name} has a mask by {read}", name)
+        return read
+
+    def check_indices(self, name: str, indices: Tensor) -> None:
+        """Raise UnknownAttention, with the module that made `indices`, unless that is a mixer."""
+        _, maker = self.selectors.get(id(indices), (None, name))
+        if maker not in self.mixers:
+            raise UnknownAttention(f"{name} calls its attention with indices", maker)
+
+
+def _attend_in_trial(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """As `attend`, without the op."""
+    trial = _CURRENT.get()
+    name = trial.names.get(module, type(module).__name__)
+    if position_bias is not None and query.shape[0] > 1:
+        others["position_bias"] = position_bias
+    if (argument := unknown_argument(others)) is not None:
+        raise UnknownAttention(f"{name} calls its attention with {argument}", name)
+    if query.shape[2] != key.shape[2]:
+        raise UnknownAttention(f"{name} attends to another sequence than its own", name)
+    if indices is not None:
+        trial.check_indices(name, indices)
+    mask = trial.mask_for(module, attention_mask, is_causal, sliding_window)
+    if trial.masks.setdefault(module, mask) != mask:
+        raise refusal(trial.model, f"{name} is called with different masks")
+    trial.kv_shapes[module] = key.shape[1], key.shape[3], value.shape[3]
+    rows, tokens = query.shape[0], query.shape[2]
+    q, k, v, output = packed(query, key, value, rows == 1)
+    if rows == 1:
+        trial.one_row.add(module)
+    if position_bias is not None:
+        trial.biased.add(module)
+    bias, selected = (x if x is None else x[0] for x in (position_bias, indices))
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = Rule(scale, mask.causal, mask.window, softcap or 0.0, mask.chunk, s_aux, bias, selected)
+    attend_packed(q, k, v, output, rule, PackedRequests(trial.lengths or (tokens,) * rows))
+    return output.view(rows, tokens, *output.shape[1:]), None
+
+
+def refusal(model: PreTrainedModel, reason: str, advice: str = OWN_OP) -> ModelNotAdaptable:
+    """The error for a model that cannot be served, by its class and family."""
+    family = f"{type(model).__name__} ({model.config.model_type})"
+    return ModelNotAdaptable(family=family, reason=reason, advice=advice)

@@ -1,0 +1,287 @@
+"""Small copies of a model for the proof: its class and flags, narrower, and with fewer layers.
+
+Which integers of a configuration are widths is seen by building the model without memory: one that
+changes the shapes of weights is a width, one that changes no weight is a length (a window, a chunk,
+an original number of positions), and one that changes rows of an embedding or buffers is a table.
+Nothing is known about families. A copy counts if the model's own forward runs on it.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from itertools import chain, product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+Path = tuple[Any, ...]
+"""Where a configuration has an integer: names of attributes, keys and indices."""
+
+FACTORS = (16, 8, 4, 2, 1)
+WIDTH, LENGTH, VOCABULARY = 64, 32, 1024
+"""Smaller widths and lengths stay as they are; a larger vocabulary is cut to this."""
+MOST_WEIGHTS = 400_000_000
+SHORTEST = 8
+"""The smallest length of a copy that has the lengths in their order, each twice the one before."""
+TOKEN = re.compile(r"token_(id|ids|index)$")
+
+
+class NoCopy(Exception):
+    """No small copy of a model runs; the message is that of the last one."""
+
+
+def small_configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
+    """The configuration with small lengths as well, if it has any, and that with released lengths.
+
+    Raises NoCopy.
+    """
+    kind = type(model)
+    config = _with_few_layers(kind, model.config)
+    roles = _roles(kind, config)
+    config = _narrow(kind, config, roles, model.dtype)
+    lengths = {path: value for path, value in _integers(config) if roles.get(path) == "length"}
+    if lengths:
+        yield _with_small_lengths(kind, config, lengths)
+    yield config
+
+
+def build(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """A model with random weights that keep the size of activations; raises what `kind` raises."""
+    with no_init_weights():
+        model: PreTrainedModel = kind(copy.deepcopy(config))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            scale = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.1
+            weight.normal_(0.0, scale, generator=generator)
+            weight += float(weight.dim() == 1 and not name.endswith("bias"))
+    model.config.use_cache = False
+    return model.eval().requires_grad_(False)
+
+
+def hidden_states(model: PreTrainedModel, **inputs: Any) -> Tensor:
+    """The first tensor of floating point that a model returns."""
+    with torch.no_grad():
+        result = model(**inputs)
+    return next(x for x in result.values() if isinstance(x, Tensor) and x.is_floating_point())
+
+
+def kind_of(module: nn.Module) -> tuple[Any, ...]:
+    """What tells layers apart: the classes inside and their flags, but no counts and widths."""
+    return tuple(
+        (name, type(inner), *((key, _flag(value)) for key, value in sorted(vars(inner).items())))
+        for name, inner in module.named_modules()
+    )
+
+
+def is_stack(name: str, module: nn.Module) -> bool:
+    """Whether `module` is a list of layers, and not of parts of a layer."""
+    return isinstance(module, nn.ModuleList) and not re.search(r"\.\d", name)
+
+
+def _flag(value: Any) -> Any:
+    if isinstance(value, (bool, str)):
+        return value
+    return bool(value) if isinstance(value, float) else value is None
+
+
+def special_tokens(config: PreTrainedConfig) -> dict[str, int]:
+    """Token ids that the configuration names, by the name of the setting."""
+    ids = ((path, value) for path, value in _integers(config) if _is_token(path))
+    return {".".join(map(str, path)): value for path, value in ids if value >= 0}
+
+
+def _integers(node: Any, path: Path = ()) -> Iterator[tuple[Path, int]]:
+    items: Any = ()
+    if isinstance(node, PreTrainedConfig):
+        items = ((key, value) for key, value in vars(node).items() if not key.startswith("_"))
+    elif isinstance(node, dict):
+        items = node.items()
+    elif isinstance(node, (list, tuple)):
+        items = enumerate(node)
+    elif isinstance(node, int) and not isinstance(node, bool):
+        yield path, node
+    for key, value in items:
+        yield from _integers(value, (*path, key))
+
+
+def _is_token(path: Path) -> bool:
+    return any(isinstance(key, str) and TOKEN.search(key) for key in path)
+
+
+def _changed(config: PreTrainedConfig, values: Mapping[Path, int]) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    for path, value in values.items():
+        node: Any = config
+        for key in path[:-1]:
+            node = getattr(node, key) if isinstance(node, PreTrainedConfig) else node[key]
+        if isinstance(node, PreTrainedConfig):
+            setattr(node, path[-1], value)
+        else:
+            node[path[-1]] = value
+    return config
+
+
+def _on_meta(kind: Any, config: PreTrainedConfig) -> nn.Module:
+    with torch.device("meta"), no_init_weights():
+        model: nn.Module = kind(copy.deepcopy(config))
+    return model
+
+
+def _with_few_layers(kind: Any, config: PreTrainedConfig) -> PreTrainedConfig:
+    """The first layers, up to one of each kind; all of them where the class does not allow that."""
+    full = _on_meta(kind, config)
+    for name, stack in full.named_modules():
+        if not is_stack(name, stack) or not isinstance(stack, nn.ModuleList):
+            continue
+        kinds = [kind_of(layer) for layer in stack]
+        count = max(2, 1 + max((kinds.index(each) for each in kinds), default=0))
+        if count >= len(kinds):
+            continue
+        shorter = copy.deepcopy(config)
+        for key, value in vars(config).items():
+            if isinstance(value, (list, tuple)) and len(value) == len(kinds):
+                setattr(shorter, key, value[:count])
+        for path, value in _integers(config):
+            if value != len(kinds) or _is_token(path):
+                continue
+            try:
+                attempt = _changed(shorter, {path: count})
+                layers = [*_on_meta(kind, attempt).get_submodule(name).children()]
+            except Exception:
+                continue
+            if len(layers) == count and {kind_of(layer) for layer in layers} == set(kinds):
+                config = attempt
+                break
+    return config
+
+
+def _roles(kind: Any, config: PreTrainedConfig) -> dict[Path, str]:
+    """What each larger integer is: "width", "length", "table" or "vocabulary"."""
+    before = _on_meta(kind, config)
+    tables = {id(m.weight): n for n, m in before.named_modules() if isinstance(m, nn.Embedding)}
+    embeddings = {f"{name}.weight" for name in tables.values()}
+    shapes = _shapes(before)
+    buffers = {name for name, _ in before.named_buffers()}
+    roles: dict[Path, str] = {}
+    alike: dict[Path, Path] = {}
+    for path, value in _integers(config):
+        if value < LENGTH or _is_token(path):
+            continue
+        first = alike.setdefault((*(k for k in path if isinstance(k, str)), value), path)
+        if first in roles:  # items of one list
+            roles[path] = roles[first]
+            continue
+        try:
+            other = _shapes(_on_meta(kind, _changed(config, {path: value // 2})))
+        except Exception:
+            continue
+        if other.keys() != shapes.keys():
+            continue
+        changed = {name for name in shapes if shapes[name] != other[name]}
+        rows = {n for n in changed & embeddings if shapes[n][1:] == other[n][1:]}
+        if not changed:
+            roles[path] = "length"
+        elif changed <= rows | buffers:
+            roles[path] = "vocabulary" if "vocab" in str(path[-1]) else "table"
+        elif value >= WIDTH:
+            roles[path] = "width"
+    return roles
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    named = chain(model.named_parameters(), model.named_buffers())
+    return {name: tuple(tensor.shape) for name, tensor in named}
+
+
+def _narrow(
+    kind: Any, config: PreTrainedConfig, roles: Mapping[Path, str], dtype: torch.dtype
+) -> PreTrainedConfig:
+    """With all widths divided by the largest factor that the class accepts; raises NoCopy."""
+    heads = {
+        path: value
+        for path, value in _integers(config)
+        if "head" in str(path[-1]) and "dim" not in str(path[-1]) and value > 0
+    }
+    widths = [path for path, role in roles.items() if role == "width" and path not in heads]
+    widths = [path for path in widths if "head" not in str(path[-1])]
+    shared = min(heads.values(), default=1) // 2
+    config = _small_vocabulary(config, roles)
+    error: Exception | None = None
+    for factor, keep in product(FACTORS, (True, False)):
+        for split in dict.fromkeys((factor, 1 << max(shared, 1).bit_length() - 1, 1)):
+            if split > 1 and any(value < 2 * split for value in heads.values()):
+                continue
+            values = dict(_integers(config))
+            values = {path: values[path] // factor for path in widths}
+            values |= {path: value // split for path, value in heads.items()}
+            attempt = _changed(config, values)
+            head_dim = _head_dim(config)
+            if keep and head_dim and getattr(config, "head_dim", None) is None:
+                attempt.head_dim = head_dim
+            try:
+                count = sum(p.numel() for p in _on_meta(kind, attempt).parameters())
+                if count > MOST_WEIGHTS:
+                    raise NoCopy(f"a copy has {count} weights")
+                _run(build(kind, attempt), 40)
+                _run(build(kind, attempt).to(dtype), 40)
+            except Exception as failed:
+                error = failed
+                continue
+            return attempt
+    raise NoCopy(f"{type(error).__name__}: {error}") from error
+
+
+def _small_vocabulary(config: PreTrainedConfig, roles: Mapping[Path, str]) -> PreTrainedConfig:
+    """Special tokens from the upper half keep their order."""
+    sizes = {path: VOCABULARY for path, v in _integers(config)
+             if roles.get(path) == "vocabulary" and v > VOCABULARY}  # fmt: skip
+    if not sizes:
+        return config
+    ids = {path: value for path, value in _integers(config) if _is_token(path)}
+    large = sorted({value for value in ids.values() if value >= VOCABULARY // 2})
+    moved = {path: VOCABULARY // 2 + large.index(v) for path, v in ids.items() if v in large}
+    return _changed(config, {**sizes, **moved})
+
+
+def _head_dim(config: Any) -> int | None:
+    try:
+        return int(config.hidden_size) // int(config.num_attention_heads)
+    except (AttributeError, TypeError):
+        return None
+
+
+def _with_small_lengths(
+    kind: Any, config: PreTrainedConfig, lengths: Mapping[Path, int]
+) -> PreTrainedConfig:
+    """Each length in the order of all, from SHORTEST on, where the class accepts that."""
+    order = sorted(set(lengths.values()))
+    small = {p: min(v, SHORTEST << min(order.index(v), 5)) for p, v in lengths.items()}
+    for values in [small, *({path: value} for path, value in small.items())]:
+        try:
+            attempt = _changed(config, values)
+            _run(build(kind, attempt), 4 * max(values.values()))
+        except Exception:
+            continue
+        config = attempt
+        if values is small:
+            break
+    return config
+
+
+def reach(config: PreTrainedConfig) -> int:
+    """The largest length of a configuration whose lengths are small."""
+    return max((value for _, value in _integers(config) if value <= SHORTEST << 5), default=0)
+
+
+def _run(model: PreTrainedModel, tokens: int) -> None:
+    known: Any = model.get_input_embeddings()
+    ids = torch.arange(3, 3 + tokens)[None] % min(known.num_embeddings, 64)
+    result = hidden_states(model, input_ids=ids)
+    if not torch.isfinite(result).all():
+        raise NoCopy("its own result is not finite")
