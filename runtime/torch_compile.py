@@ -2,11 +2,15 @@
 
 Dynamo traces and guards as for every backend, in each process: there are no bundles, no graphs, no
 dispatch and no `seal`. `options` are settings of `Config` that concern compiling, by dotted name.
+A graph that cannot be served here is compiled by torch's own backend: a program that runs with
+Inductor runs with this backend too.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -21,6 +25,7 @@ from ..compile.guards.prover import GuardProver
 from ..compile.guards.trace_with_guards import GuardedTrace
 from ..compile.ir.compilation import CompileRequest
 from ..compile.ir.config import TOKENS, DynamicShapes, GuardPolicy
+from ..compile.ir.locations import first_line, node_location
 from ..compile.ir.ops import op_names
 from ..compile.ir.serialization import Ref
 from ..compile.pipeline import compile_trace
@@ -31,8 +36,8 @@ from ..compile.trace.symbols import argument_sizes, symbol_labels
 from ..config import Config, compile_config
 from ..errors import GradientsNeeded, InvalidSetting, UnboundSymbol
 from ..events import Events
-from ..torch_compat.basics.symbolic import size_range, state_at_most
-from ..torch_compat.tracing.dynamo import current_shape_env
+from ..torch_compat.basics.symbolic import size_range
+from ..torch_compat.tracing.dynamo import current_shape_env, registered_backend, registered_backends
 from .open_cache import open_cache
 from .switches import resolve_config
 
@@ -42,9 +47,6 @@ OPTIONS = (
 )  # fmt: skip
 """The settings of `Config` that `torch.compile(options=...)` may have."""
 
-MOST = 2**31 - 1
-"""The largest dynamic size. Dynamo's guards hold it, so that artifacts have a range to prove."""
-
 
 def backend(
     graph: GraphModule, inputs: list[Any], options: Mapping[str, Any] | None = None
@@ -52,22 +54,61 @@ def backend(
     """Compile one graph of Dynamo. Also `options["events"]`: an `Events` to report to.
 
     A splitting op that a graph does not contain is ignored, since a program can have many graphs.
-    Raises GradientsNeeded for a graph whose gradients are needed, and InvalidSetting.
+    A graph that fails here, for whatever reason, goes to torch's backend of the same name as the
+    compiler, with one warning that says why. With `options["strict"]` the error is raised instead:
+    GradientsNeeded for a graph whose gradients are needed, and the errors of compiling. Raises
+    InvalidSetting.
     """
     settings = dict(options or {})
     events = settings.pop("events", None) or Events()
+    strict = settings.pop("strict", False)
     if unknown := [name for name in settings if name not in OPTIONS]:
         raise InvalidSetting(
             name="options",
             value=unknown[0],
             reason="torch.compile(backend='piecegraph') has no such option",
-            expected="among events, " + ", ".join(OPTIONS),
+            expected="among events, strict, " + ", ".join(OPTIONS),
         )
-    if torch.is_grad_enabled() and any(_needs_gradient(value) for value in inputs):
+    config = resolve_config(Config().changed(**settings))
+    # our passes change the graph; torch's backend must be given the one that Dynamo made
+    copied = GraphModule(graph, copy.deepcopy(graph.graph))
+    try:
+        step = _compiled(copied, inputs, config, events)
+    except Exception as error:
+        if strict:
+            raise
+        _warn(error, graph, config.compiler, events)
+        return _by_torch(graph, inputs, config)
+    events.count("backend.graphs")
+    return step
+
+
+def _warn(error: Exception, graph: GraphModule, compiler: str, events: Events) -> None:
+    reason = f"{type(error).__name__}: {first_line(error)}"
+    where = next(filter(None, map(node_location, graph.graph.nodes)), None)
+    events.count("backend.fallbacks")
+    events.emit(
+        "backend.fallback", level=logging.WARNING, where=where, compiler=compiler, reason=reason
+    )
+
+
+def _by_torch(graph: GraphModule, inputs: list[Any], config: Config) -> Callable[..., Any]:
+    """The graph as torch compiles it alone, with a backward pass where gradients are needed."""
+    name = config.compiler if config.compiler in registered_backends() else "inductor"
+    patches = dict(config.codegen.inductor_options)
+    options = {"config_patches": patches} if name == "inductor" and patches else {}
+    compiled: Callable[..., Any] = registered_backend(name)(graph, inputs, **options)
+    return compiled
+
+
+def _compiled(
+    graph: GraphModule, inputs: list[Any], config: Config, events: Events
+) -> Callable[..., Any]:
+    """The graph as pieces. Raises GradientsNeeded and the errors of compiling."""
+    if torch.is_grad_enabled() and any(map(_needs_gradient, inputs)):
         raise GradientsNeeded()
     inline_regions(graph)
     names = [name for node in graph.graph.nodes for name in op_names(node)]
-    config = resolve_config(Config().changed(**settings))
     trace = _adopted(graph)
     labels = symbol_labels(trace)
     limits = {label: size_range(trace.shape_env, symbol) for symbol, label in labels.items()}
@@ -141,7 +182,6 @@ def _adopted(graph: GraphModule) -> Trace:
     for leaf, dim, size in argument_sizes(trace):
         if (symbol := trace.symbol_of(size)).is_Symbol:
             label = labels.setdefault(symbol, str(symbol) if labels else TOKENS)
-            state_at_most(size, MOST)
             examples.symbols[leaf.label, dim] = label
     for number in numbers:
         if unbound := trace.symbol_of(number).free_symbols - set(labels):

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ...cache.files import check_private
 from ...cache.lock import temporary_directory
 from ...errors import UntrustedDirectory
 from ...events import Events
+from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.tensors import fresh_fake_mode
 from ...torch_compat.compiling.aoti import aoti_load
 from ...torch_compat.compiling.inductor import (
@@ -62,7 +64,7 @@ def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, A
     """Generate code for `graph` and its symbolic `inputs`; call it inside `compiling()`."""
     toolchain = toolchain_directory(cache_directory())
     with generating_code() as wait_for_kernels:
-        artifact, libraries = inductor_compile(graph, inputs, dict(options))
+        artifact, libraries = inductor_compile(graph, inputs, {**_described(graph), **options})
 
     def finish() -> tuple[PieceFn, Blobs]:
         wait_for_kernels()
@@ -77,6 +79,18 @@ def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, A
         return inductor_callable(artifact), blobs
 
     return finish
+
+
+def _described(graph: GraphModule) -> dict[str, Any]:
+    """Option that lets Inductor serialize calls of functions of torch, such as autocast's.
+
+    By default it serializes only calls of functions that its own cache keys describe. Artifacts are
+    found by our keys, which describe each call of a piece.
+    """
+    targets = [node.target for node in graph.graph.nodes if isinstance(node.target, FunctionType)]
+    torchs = [each for each in targets if is_torch_file(each.__code__.co_filename)]
+    names = {f"{each.__module__}.{each.__name__}": each.__name__ for each in torchs}
+    return {"unsafe_marked_cacheable_functions": names} if names else {}
 
 
 def compile_uncached(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:

@@ -213,7 +213,18 @@ def _finish(request: CompileRequest, compiler: Compiler, started: _StartedJob) -
         events.emit("compile.end", **facts)
     events.count(f"{compiler.name}_compiles")
     store_artifact(request.cache, job, result)
+    if compiler.load is not None and (reason := _obstacle(job, result)):
+        events.emit("artifact.not_kept", piece=job.unique.index, reason=reason)
     return result
+
+
+def _obstacle(job: Job, result: CompiledJob) -> str | None:
+    """Why the artifact of a job is not stored; None if it is."""
+    if job.key is None:
+        return job.unique.obstacle or "a setting or a pass has no description"
+    if not result.blobs:
+        return "the compiler cannot serialize it"
+    return None if result.proved else "it holds for a part of the sizes only"
 
 
 def compiler_options(

@@ -54,12 +54,15 @@ class Guard:
 
 @dataclass(frozen=True)
 class Proof:
-    """`holds` is None if intervals and trial do not decide."""
+    """`holds` is None if intervals and trial do not decide.
+
+    `failures` is how many sizes fail; None if not all were tried.
+    """
 
     holds: bool | None
     method: str
     failing: tuple[dict[str, int], ...] = ()
-    failures: int = 0
+    failures: int | None = 0
 
 
 def prove(expression: sympy.Basic, ranges: Ranges) -> Proof:
@@ -89,7 +92,7 @@ def _tried(expression: sympy.Basic, ranges: Ranges) -> Proof:
                 failing.append(point)
     if failures:
         named = tuple({str(s): n for s, n in zip(symbols, p, strict=True)} for p in failing)
-        return Proof(False, "trial", named, failures)
+        return Proof(False, "trial", named, failures if exhaustive else None)
     return Proof(True, "trial") if exhaustive else Proof(None, "too many sizes to try")
 
 
@@ -255,7 +258,7 @@ class GuardProver:
                 self._events.emit("guard.dropped", level=logging.WARNING, expression=text)
 
     def _runs_right_where_it_fails(self, proof: Proof, run: Run) -> bool:
-        if proof.holds is not False or proof.failures > len(proof.failing):
+        if proof.holds is not False or proof.failures != len(proof.failing):
             return False
         least = {symbol: low for symbol, (low, _) in self.limits().items()}
         symbols = {str(self._labels[symbol]): symbol for symbol in least}
@@ -272,7 +275,7 @@ class GuardProver:
             where=guard.where,
             expression=guard.expression,
             symbol=", ".join(symbols),
-            sizes=f"{sizes} ({proof.failures} in all)" if sizes else proof.method,
+            sizes=f"{sizes} ({proof.failures or 'more'} in all)" if sizes else proof.method,
             holds_from=holds_from,
             remedy=self._remedy(symbols, proof, holds_from),
         )

@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from ...torch_compat.basics.ops import HigherOrderOperator
+from ...torch_compat.basics.symbolic import UNBOUNDED
 from ...torch_compat.basics.tensors import DynamicOutputShapeException, FakeTensorMode
 from ..ir.locations import first_line, node_location
 from ..ir.serialization import dtype_name
@@ -35,8 +36,11 @@ class ShapeDifference:
 
 
 def corners(limits: dict[sympy.Symbol, tuple[int, int]]) -> Iterator[Sizes]:
-    """Every combination of the lowest and highest size of each symbol."""
-    ends = [dict.fromkeys(limits[symbol]) for symbol in limits]
+    """Every combination of the lowest and highest size of each symbol.
+
+    No tensor has the highest size of a range without an end: it is left out.
+    """
+    ends = [dict.fromkeys(end for end in span if end < UNBOUNDED) for span in limits.values()]
     for choice in itertools.product(*ends):
         yield dict(zip(limits, choice, strict=True))
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import piecegraph as pg
-from piecegraph.errors import GradientsNeeded, InvalidSetting
+from piecegraph.errors import GradientsNeeded, InvalidSetting, PieceFailed
+from piecegraph.runtime import torch_compile
 
 from . import ops as _registers  # noqa: F401
 
@@ -107,10 +108,48 @@ def refusal(model: nn.Module, x: torch.Tensor, **options: Any) -> BaseException 
     return getattr(caught.value, "inner_exception", caught.value)
 
 
-def test_gradients_are_refused() -> None:
-    assert isinstance(refusal(Model(), torch.randn(3, 8)), GradientsNeeded)
-    fast, _ = compiled(Model().requires_grad_(False), compiler="eager")
+def test_strict_refuses_gradients() -> None:
+    assert isinstance(refusal(Model(), torch.randn(3, 8), strict=True), GradientsNeeded)
+    fast, _ = compiled(Model().requires_grad_(False), compiler="eager", strict=True)
     fast(torch.randn(3, 8))
+
+
+def test_training_goes_to_torchs_backend() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    fast, events = compiled(model, compiler="aot_eager")
+    x = torch.randn(3, 8)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    actual = torch.autograd.grad(fast(x).sum(), list(model.parameters()))
+    torch.testing.assert_close(actual, expected)
+    (fallback,) = events.named("backend.fallback")
+    assert "GradientsNeeded" in fallback.facts["reason"]
+    assert events.counters["backend.fallbacks"] == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [RuntimeError("ours"), PieceFailed])
+def test_an_error_of_ours_is_a_fallback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Any
+) -> None:
+    """Whatever fails, the graph runs as torch's backend compiles it, with one warning."""
+    facts = {"compiler": "c", "piece": 0, "digest": "d", "reason": "broken"}
+    raised = error if isinstance(error, RuntimeError) else error(**facts)
+
+    def fails(request: Any, guarded: Any) -> Any:
+        guarded.trace.graph.graph.erase_node(guarded.trace.graph.graph.output_node())
+        raise raised
+
+    monkeypatch.setattr(torch_compile, "compile_trace", fails)
+    model = Model(2)
+    fast, events = compiled(model, compiler="eager")
+    for size in (3, 5):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(fast(x)[0], model(x)[0])
+    assert events.counters["backend.fallbacks"] == 1
+    (warning,) = [each for each in caplog.records if "backend.fallback" in each.message]
+    assert type(raised).__name__ in warning.message
+    assert "test_torch_compile.py" in warning.message
+    assert refusal(model, x, strict=True) is raised
 
 
 @torch.no_grad()
@@ -118,3 +157,43 @@ def test_settings_of_serving_are_refused() -> None:
     error = refusal(Model(), torch.randn(3, 8), max_num_reqs=4)
     assert isinstance(error, InvalidSetting)
     assert "max_num_reqs" in str(error)
+
+
+@torch.no_grad()
+def test_sizes_without_an_upper_bound() -> None:
+    """Two inputs whose size becomes dynamic together; pixels, whose strides would overflow."""
+    for function, shapes in (
+        (torch.add, [((3, 8), (3, 8)), ((5, 8), (5, 8))]),
+        (nn.Conv2d(3, 4, 3), [((1, 3, 16, 16),), ((1, 3, 20, 20),)]),
+    ):
+        options = {"compiler": "eager", "cache": False, "strict": True}
+        fast = torch.compile(function, backend="piecegraph", options=options)
+        for shape in shapes:
+            inputs = [torch.randn(each) for each in shape]
+            torch.testing.assert_close(fast(*inputs), function(*inputs))
+
+
+@torch.no_grad()
+def test_autocast_is_kept(tmp_path: Path) -> None:
+    def mixed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ weight
+
+    compiles = []
+    for _ in range(2):
+        x, weight = torch.randn(3, 8), torch.randn(8, 8)
+        fast, events = compiled(mixed, splitting_ops=(), cache=True, cache_dir=tmp_path)
+        torch.testing.assert_close(fast(x, weight), mixed(x, weight))
+        assert not events.named("artifact.not_kept")
+        compiles.append(events.counters["inductor_compiles"])
+        torch.compiler.reset()
+    assert compiles == [1, 0]
+
+
+@torch.no_grad()
+def test_what_is_not_kept_is_an_event(tmp_path: Path) -> None:
+    uncached = {"codegen.inductor_options": {"force_disable_caches": True}}
+    fast, events = compiled(torch.sin, cache=True, cache_dir=tmp_path, **uncached)
+    fast(torch.randn(3, 8))
+    (event,) = events.named("artifact.not_kept")
+    assert event.facts["reason"] == "the compiler cannot serialize it"

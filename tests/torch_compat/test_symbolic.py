@@ -145,9 +145,10 @@ def test_line_is_read_from_torchs_text(text: str | None) -> None:
     assert symbolic.user_line(Sloc()) == (text and "model.py:8 in forward")
 
 
-def test_state_at_most_is_the_upper_end_of_size_range() -> None:
+def test_a_size_without_a_bound_has_the_largest_range() -> None:
     env, (rows, _) = sizes()
-    symbolic.state_at_most(rows, 64)
+    assert symbolic.size_range(env, rows.node.expr)[1] == symbolic.UNBOUNDED
+    torch._check(rows <= 64)
     assert symbolic.size_range(env, rows.node.expr)[1] <= 64
 
 

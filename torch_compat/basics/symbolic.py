@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     import sympy
 
 Symbolic = torch.SymInt | torch.SymFloat | torch.SymBool
+
+UNBOUNDED = sys.maxsize - 1
+"""The upper end of the range of a size that nothing limits. No tensor is as large."""
 
 
 def expression_of(value: Symbolic) -> sympy.Expr:
@@ -31,11 +35,6 @@ def traced_size(size: int | torch.SymInt) -> int:
 def state_equal(one: int | torch.SymInt, other: int | torch.SymInt) -> None:
     """State that two sizes are always equal: their symbols become one."""
     torch._check(one == other)  # type: ignore[no-untyped-call]
-
-
-def state_at_most(size: torch.SymInt, most: int) -> None:
-    """State that a size is never above `most`; the guards of the trace hold this too."""
-    torch._check(size <= most)  # type: ignore[no-untyped-call]
 
 
 def statically_true(condition: Any) -> bool:
@@ -100,9 +99,10 @@ def narrowed_range(env: Any, symbol: sympy.Symbol) -> Iterator[Located]:
 
 
 def size_range(env: Any, symbol: sympy.Symbol) -> tuple[int, int]:
-    """The range of a size, inclusive. It has an upper end: see `state_at_most`."""
+    """The range of a size, inclusive; up to `UNBOUNDED` if nothing limits it."""
     bounds = env.var_to_range[symbol]
-    return int(bounds.lower), int(bounds.upper)
+    upper = int(bounds.upper) if bounds.upper.is_Integer else UNBOUNDED
+    return int(bounds.lower), min(upper, UNBOUNDED)
 
 
 def release_shape_environments() -> None:

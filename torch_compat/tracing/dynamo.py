@@ -341,7 +341,7 @@ def registered_backends() -> list[str]:
         return torch.compiler.list_backends(exclude_tags=())
 
 
-def registered_backend(name: str) -> Callable[[torch.fx.GraphModule, list[Any]], Any]:
+def registered_backend(name: str) -> Callable[..., Any]:
     """The backend that is registered with `torch.compile` as `name`."""
     from torch._dynamo.backends.registry import lookup_backend
 
