@@ -13,7 +13,6 @@ through `prepared(...)`. The long form adds real pieces on the CPU, see `real_pi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -68,6 +67,7 @@ class IdleBackend:
 
     name = "idle"
     runs_python = False
+    order_steps = None
 
     def new_pool(self) -> Any:
         return None
@@ -80,9 +80,6 @@ class IdleBackend:
 
     def release_pool(self, pool: Any) -> None:
         pass
-
-    def capture_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def begin(self, pool: Any, ownership: Any) -> IdleGraph:
         return IdleGraph()

@@ -331,7 +331,9 @@ class PreparedModel:
 
     def _use(self, compiled: CompiledModel, dispatcher: Dispatcher) -> StaticInputs:
         """Run steps with `compiled`, so far without graphs; returns the static inputs."""
-        inputs = allocate_inputs(compiled, self.config.steps, self._device, self._input_buffers)
+        inputs = allocate_inputs(
+            compiled, self.config.steps, self._device, self._input_buffers, self.backend.order_steps
+        )
         code = ModelCode(compiled, inputs, self.backend.address)
         self._graphs = Graphs(
             code, inputs, dispatcher, self.config, self.backend, self._steps.context, self.records,

@@ -52,7 +52,11 @@ MUTANTS = [
     (GRAPHS, "self.installed[graph_index] = self.installed[graph_index], None",
      "self.installed[graph_index] = self.installed[graph_index], self.installed[graph_index]",
      f"{WEIGHTS} -k failure_18"),
-    (GRAPHS, "warm_up=self._code.call", "warm_up=None", f"{FAITHFUL} -k failure_22"),
+    (f"{CAPTURE}/recorder.py", "        fn(*inputs)\n    except", "        pass\n    except",
+     f"{FAITHFUL} -k failure_22"),
+    (f"{CAPTURE}/recorder.py", "            self.segments.append(Segment(SegmentKind.GRAPH",
+     "            graph.replay()\n            self.segments.append(Segment(SegmentKind.GRAPH",
+     f"{RECORDER} -k not_replayed"),
     (GRAPH, "        self.addresses.check_step()\n        load", "        load",
      f"{WEIGHTS} -k failure_19"),  # 13
     (GRAPH, "self.recording.outputs or ()", "self.recording.outputs", LOOP),

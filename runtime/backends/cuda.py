@@ -1,15 +1,21 @@
-"""The cuda backend: `torch.cuda.CUDAGraph`, captured raw on a side stream of the model's device.
+"""The cuda backend: `torch.cuda.CUDAGraph`, captured raw on a stream of the pool's own.
 
 `torch.cuda.graph` synchronizes the device and flushes allocators at each entry; here a session
 does that once. Captures use the thread-local error mode, so that other threads may keep using
 the device.
+
+Nothing but captures uses a pool's stream. So no work of others gets into a graph, and the workspace
+that cuBLAS keeps for the stream lies in the pool: no other graph depends on it, and those that
+others depend on are never freed.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +25,12 @@ from torch import Tensor
 from ...errors import BackendUnavailable
 from ...torch_compat.basics.cuda import (
     captured_graph,
-    clear_cublas_workspaces,
+    current_stream_handle,
     end_allocation_to_pool,
     flush_host_cache,
+    free_workspaces_of_captures,
     keep_forever,
-    raw_replay,
+    own_stream,
 )
 from ...torch_compat.basics.tensors import unowned_alias
 from .ownership import Ownership, TensorTracker
@@ -41,6 +48,8 @@ class CudaPool:
 
     handle: Any  # an opaque pair of integers
     anchor: torch.cuda.CUDAGraph | None = None
+    stream: torch.cuda.Stream | None = None
+    """Captures run on it, and nothing else."""
 
 
 class CudaGraph:
@@ -57,23 +66,25 @@ class CudaGraph:
 
     @property
     def replay(self) -> Callable[[], None]:
-        return raw_replay(self._graph)
+        return self._graph.replay
 
     def release(self) -> None:
         self._graph.reset()
 
 
 class CudaCapture:
-    """A stream capture in progress on the current stream."""
+    """A capture in progress on the pool's stream, which is current until it is closed."""
 
     def __init__(self, pool: CudaPool, device: int, ownership: Ownership) -> None:
         self._pool = pool
         self._device = device
         self._tracker = TensorTracker("CUDA", ownership)
         self._graph = torch.cuda.CUDAGraph()
-        # a graph writes to the workspace of its capture, so that must be allocated in the pool
-        clear_cublas_workspaces()
+        self._on_stream = torch.cuda.stream(pool.stream)
+        self._on_stream.__enter__()  # type: ignore[no-untyped-call]
         try:
+            if pool.anchor is None:
+                pool.anchor = _capture_nothing(pool.handle)
             self._graph.capture_begin(pool=pool.handle, capture_error_mode=_ERROR_MODE)
         except BaseException:
             self._recover()
@@ -100,6 +111,7 @@ class CudaCapture:
         except BaseException:
             self._recover()
             raise
+        self._close()
         return CudaGraph(self._graph, nodes, topology)
 
     def abort(self) -> None:
@@ -129,12 +141,18 @@ class CudaCapture:
             keep_forever(self._graph)  # the allocators' filters refer to it
             self._pool.handle = torch.cuda.graph_pool_handle()
             self._pool.anchor = _capture_nothing(self._pool.handle)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        self._on_stream.__exit__(None, None, None)
 
 
 class CudaBackend:
     """Graphs on one CUDA device: `device`, or the current one.
 
-    Raises `BackendUnavailable` where there is none, and on ROCm.
+    Raises `BackendUnavailable` where there is none, on ROCm, and where torch has another allocator
+    than its own caching one, to which pools belong.
     """
 
     name = "cuda"
@@ -146,9 +164,17 @@ class CudaBackend:
             raise BackendUnavailable(name=self.name, reason=reason)
         if not torch.cuda.is_available():
             raise BackendUnavailable(name=self.name, reason="torch sees no CUDA device")
+        if (allocator := torch.cuda.get_allocator_backend()) != "native":
+            reason = f"torch allocates with {allocator} (PYTORCH_ALLOC_CONF), which has no pools"
+            raise BackendUnavailable(name=self.name, reason=reason)
+        if (setting := "PYTORCH_NO_CUDA_MEMORY_CACHING") in os.environ:
+            reason = f"{setting} is set: torch allocates without its pools"
+            raise BackendUnavailable(name=self.name, reason=reason)
         index = device.index if device is not None else None
         self._device = torch.cuda.current_device() if index is None else index
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._idle_streams: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
+        self._last: torch.cuda.Stream | None = None
+        self._last_handle = 0
         # torch warns of each graph without nodes: two splitting ops in a row make one
         warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
 
@@ -162,7 +188,6 @@ class CudaBackend:
 
     def trim(self) -> None:
         with torch.cuda.device(self._device):
-            clear_cublas_workspaces()
             torch.cuda.empty_cache()
 
     def release_pool(self, pool: CudaPool) -> None:
@@ -170,24 +195,35 @@ class CudaBackend:
         if pool.anchor is not None:
             pool.anchor.reset()
             pool.anchor = None
+        if pool.stream is not None:
+            free_workspaces_of_captures()
+            self._idle_streams[pool.stream.priority].append(pool.stream)
+            pool.stream = None
         self.trim()
 
-    @contextmanager
-    def capture_stream(self) -> Iterator[None]:
-        """The side stream. It waits for the current stream, which at the end waits for it."""
-        with torch.cuda.device(self._device):
-            current = torch.cuda.current_stream(self._device)
-            self._stream.wait_stream(current)
-            try:
-                with torch.cuda.stream(self._stream):
-                    yield
-            finally:
-                current.wait_stream(self._stream)
-
     def begin(self, pool: CudaPool, ownership: Ownership) -> CudaCapture:
-        if pool.anchor is None:
-            pool.anchor = _capture_nothing(pool.handle)
+        current = torch.cuda.current_stream(self._device)
+        if pool.stream is None or pool.stream.priority != current.priority:
+            # graphs give the priority of their stream to their nodes: that of the engine's stream
+            idle = self._idle_streams[current.priority]
+            pool.stream = idle.pop() if idle else own_stream(self._device, current.priority)
         return CudaCapture(pool, self._device, ownership)
+
+    def order_steps(self) -> None:
+        """Let the current stream wait for the last step if that ran on another stream.
+
+        A step that the engine captures is ordered by the engine.
+        """
+        handle = current_stream_handle(self._device)
+        if handle == self._last_handle and self._last is not None:
+            return
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.device(self._device):
+            if torch.cuda.is_current_stream_capturing():
+                return
+        if self._last is not None:
+            current.wait_stream(self._last)
+        self._last, self._last_handle = current, handle
 
     def release_held(self, pool: CudaPool) -> None:
         pass  # dropping the tensors is enough for the allocator

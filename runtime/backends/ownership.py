@@ -116,8 +116,10 @@ class TensorTracker(LightDispatchMode):
         """Run `func`; operators called in the body of a custom op are seen too."""
         if func.namespace == "aten" and not is_composite(func):
             return func(*args, **kwargs)
+        # the kernel that is called outside of a capture: the CPU's, if all tensors are there
+        on_cpu = {tensor.is_cpu for tensor in memory_of((args, kwargs))} == {True}
         with self:
-            return run_kernel(func, self._device, args, kwargs)
+            return run_kernel(func, "CPU" if on_cpu else self._device, args, kwargs)
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call a compiled piece, whose inside no dispatch mode can see."""

@@ -7,7 +7,6 @@ lifetimes and address checks are built on these protocols and are the same for e
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,11 +88,13 @@ class GraphBackend(Protocol):
     def release_pool(self, pool: Any) -> None:
         """Give the memory of `pool` back to the device. Its graphs were released before."""
 
-    def capture_stream(self) -> AbstractContextManager[Any]:
-        """The stream that captures run on, current inside the block."""
+    @property
+    def order_steps(self) -> Callable[[], None] | None:
+        """Called before a step writes to static memory: what the last step queued comes before.
+        None where there is no queue."""
 
     def begin(self, pool: Any, ownership: Ownership) -> Capture:
-        """Open a capture into `pool` on the capture stream.
+        """Open a capture into `pool`, in which nobody else's work can get.
 
         The capture records in `ownership` which tensors it makes and which it finds.
         """

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -184,6 +183,7 @@ class ReplayBackend:
     options: ReplayOptions = field(default_factory=ReplayOptions)
     name: str = "replay"
     runs_python: bool = True
+    order_steps: None = None
     counters: Counter[str] = field(default_factory=Counter)
     pools: WeakSet[ModeledPool] = field(default_factory=WeakSet)
 
@@ -200,9 +200,6 @@ class ReplayBackend:
 
     def release_pool(self, pool: ModeledPool) -> None:
         pass  # a tape's memory is gone with the tape
-
-    def capture_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def begin(self, pool: ModeledPool, ownership: Ownership) -> TapeCapture:
         self.counters["captures"] += 1

@@ -70,10 +70,7 @@ class GraphSet:
         try:
             with self._dummies.batch(entry.descriptor, entry.mode, sizes) as views:
                 writes = {} if compiled.traced else _writes(compiled.model)
-                recording = record(
-                    self._recordable[1], views, session,
-                    name=name, breaks=breaks, warm_up=self._code.call,
-                )  # fmt: skip
+                recording = record(self._recordable[1], views, session, name=name, breaks=breaks)
                 now = _writes(compiled.model) if writes else {}
                 self._code.note_written(n for n, count in now.items() if count != writes.get(n))
                 recording.metadata = self._dummies.context.metadata

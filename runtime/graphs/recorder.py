@@ -1,20 +1,25 @@
 """How a graph is captured and replayed.
 
-    warm-up run     the function runs once uncaptured, so that one-time setup is in no graph
+    warm-up run     the function runs once uncaptured, so that one-time setup is in no graph, and
+                    the form of what each splitting op returns is known
     begin           the backend opens a capture
     run             the function runs again; its device work is recorded, not executed
     end             the backend makes a graph of what was recorded
-    segments        a splitting op ends the graph, runs eagerly, and the next graph begins
+    segments        a splitting op ends the graph, its call is kept, and the next graph begins
     replay          the segments run in order, on the memory they were recorded on
 
-A capture does not execute. Each graph is replayed once when it ends, so the eager call after it
-finds true values, and every segment has run exactly once when the function returns.
+A capture executes nothing: no graph is replayed and no splitting op runs before the first step. An
+engine may register memory with other devices after all captures, and a rank whose capture fails
+leaves no other rank in a collective. Only a backend that emulates captures runs what the next
+graph depends on, because its captures compute true values.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +30,7 @@ from ...torch_compat.basics.tensors import tree_map_only
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
 from ..steps.forward_context import keep_context
-from .recording import Recording, Segment, SegmentKind, eager_call, static_results
+from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call
 from .session import CaptureSession, capture_failure
 
 Fn = Callable[..., Any]
@@ -41,20 +46,23 @@ def record(
     *,
     name: str,
     breaks: bool,
-    warm_up: Fn | None = None,
 ) -> Recording:
-    """Capture `fn(*inputs)` and execute it once; `warm_up`, if given, is called first.
+    """Run `fn(*inputs)` once, then capture it.
 
-    PIECEWISE if `breaks`, else FULL. Raises CaptureFailed or CaptureOutOfMemory, and what `warm_up`
-    raises. After an error no graph is open or kept.
+    PIECEWISE if `breaks`, else FULL. Raises CaptureFailed or CaptureOutOfMemory, and what the first
+    run raises. After an error no graph is open or kept.
     """
     if ACTIVE.get() is not None:
         raise NestedCapture(name=name)
-    if warm_up is not None:
-        warm_up(*inputs)
     recorder = Recorder(session, breaks)
+    token = ACTIVE.set(recorder)
+    try:
+        fn(*inputs)
+    except BaseException:
+        ACTIVE.reset(token)
+        raise
     memory, began = session.backend.memory, perf_counter()
-    used, token = memory().used, ACTIVE.set(recorder)
+    used = memory().used
     try:
         recorder.begin()
         outputs = fn(*inputs)
@@ -83,6 +91,9 @@ class Recorder:
         self.ownership = Ownership()
         self._session = session
         self._open: Capture | None = None
+        self._in_op = False
+        self._forms: deque[tuple[str, ResultForm]] = deque()
+        """What the splitting ops of the warm-up run returned, until the capture meets the op."""
         self._in_context = keep_context(session.strict)
 
     def begin(self) -> None:
@@ -90,27 +101,51 @@ class Recorder:
         self._open = self._session.begin(self.ownership)
 
     def end(self) -> None:
-        """Close the open graph and replay it once. A graph without operations is no segment."""
+        """Close the open graph. One without operations is no segment."""
         assert self._open is not None
         capture, self._open = self._open, None
         graph = capture.end()
         self.graphs.append(graph)  # also an empty one: it owns memory
         if graph.operations:
-            graph.replay()
             self.segments.append(Segment(SegmentKind.GRAPH, [graph.replay], graph.operations))
 
     def splitting_op(self, name: str, fn: Fn, args: Any, kwargs: Any) -> Any:
-        """End the open graph, run `fn` eagerly and keep the call, open the next graph."""
-        if self._open is None:  # called by another splitting op, which is kept as a whole
+        """End the open graph, keep the call of `fn`, open the next graph.
+
+        In the warm-up run, call `fn` and note the form of its result.
+        """
+        if self._in_op:  # called by another splitting op, which is kept as a whole
             return fn(*args, **kwargs)
+        if self._open is None:
+            result = self._run(partial(fn, *args, **kwargs))
+            self._forms.append((name, ResultForm.of(result, (args, kwargs))))
+            return result
         self.end()
-        static, targets = static_results(fn(*args, **kwargs), (args, kwargs))
+        static, targets = self._form_of(name).allocate((args, kwargs))
         call = eager_call(name, fn, static, targets, *self.weak((args, kwargs)))
+        if self._session.backend.runs_python:
+            self.graphs[-1].replay()
+            self._run(call)
         if not self.segments or self.segments[-1].kind is SegmentKind.GRAPH:
             self.segments.append(Segment(SegmentKind.EAGER, []))
         self.segments[-1].add(call, [name] if targets else [])
         self.begin()
         return static
+
+    def _form_of(self, name: str) -> ResultForm:
+        """What the same call returned in the warm-up run."""
+        expected, form = self._forms.popleft() if self._forms else ("no more ops", None)
+        if form is None or expected != name:
+            raise RuntimeError(f"{name} is called where the warm-up run called {expected}")
+        return form
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        """Run a splitting op."""
+        self._in_op = True
+        try:
+            return call()
+        finally:
+            self._in_op = False
 
     def piece(self, fn: Fn, args: tuple[Any, ...]) -> Any:
         """Call a compiled piece as one operation, which reads the context of its capture."""

@@ -6,7 +6,7 @@ arguments bound once; the tensors it returns are copied to where the next graph 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -123,23 +123,43 @@ def _refuse(name: str) -> None:
     raise RecordingReleased(name=name)
 
 
-def static_results(result: Any, args: Any) -> tuple[Any, dict[int, Tensor]]:
-    """`result` with each fresh tensor replaced by a static copy, and the copies by position.
+@dataclass(frozen=True, slots=True)
+class ResultForm:
+    """What a splitting op returned, without the memory of it."""
 
-    A tensor that shares memory with an argument has a fixed address already and is kept.
-    """
-    given = {storage_id(tensor) for tensor in tensors_in(args)}
-    targets: dict[int, Tensor] = {}
-    leaves, spec = tree_flatten(result)
-    for position, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and storage_id(leaf) not in given:
-            leaves[position] = targets[position] = _copy(leaf)
-    return tree_unflatten(leaves, spec), targets
+    leaves: Sequence[Any]
+    spec: Any
+    tensors: Mapping[int, tuple[int | None, Callable[..., Tensor]]]
+    """By position in `leaves`, what makes a tensor of that form: from the argument with which it
+    shares memory, or from nothing."""
 
+    @classmethod
+    def of(cls, result: Any, args: Any) -> ResultForm:
+        arguments = {storage_id(tensor): at for at, tensor in enumerate(tensors_in(args))}
+        leaves, spec = tree_flatten(result)
+        tensors: dict[int, tuple[int | None, Callable[..., Tensor]]] = {}
+        for position, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                at = arguments.get(storage_id(leaf))
+                form = torch.empty_like(leaf, device="meta", requires_grad=False)
+                size, stride, offset = leaf.size(), leaf.stride(), leaf.storage_offset()
+                fresh = partial(torch.empty_like, form, device=leaf.device)
+                view = partial(torch.as_strided, size=size, stride=stride, storage_offset=offset)
+                tensors[position] = at, fresh if at is None else view
+                leaves[position] = None
+        return cls(leaves, spec, tensors)
 
-def _copy(tensor: Tensor) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        return torch.empty_like(tensor, requires_grad=False).copy_(tensor)
+    def allocate(self, args: Any) -> tuple[Any, dict[int, Tensor]]:
+        """A result of this form for `args`, and those of its tensors that are static memory.
+
+        A tensor that shares memory with an argument has a fixed address already.
+        """
+        given, leaves = list(tensors_in(args)), list(self.leaves)
+        with torch.inference_mode(False), torch.no_grad():
+            for position, (at, make) in self.tensors.items():
+                leaves[position] = make() if at is None else make(given[at])
+        targets = {place: leaves[place] for place, (at, _) in self.tensors.items() if at is None}
+        return tree_unflatten(leaves, self.spec), targets
 
 
 def eager_call(

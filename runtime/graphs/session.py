@@ -74,11 +74,10 @@ def capture_session(
         gc.disable()
         session = CaptureSession(backend, pool, events)
         try:
-            with backend.capture_stream():
-                yield session
+            yield session
         finally:
             session.close()
-            if prepare:  # memory that dummy batches cached is usable on the capture stream only
+            if prepare:  # memory that dummy batches cached
                 backend.trim()
             if was_enabled:
                 gc.enable()

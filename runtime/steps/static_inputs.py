@@ -58,7 +58,7 @@ class StaticInputs:
     because a dimension before the dynamic one is larger than 1, it is copied like any other input.
     Raises InputMismatch if it has another form, InvalidSetting if it is not an input.
 
-    `any_layout` is for code that works with any strides.
+    `any_layout` is for code that works with any strides. `order_steps` is the backend's.
     """
 
     def __init__(
@@ -69,7 +69,9 @@ class StaticInputs:
         *,
         owned: Mapping[str, Tensor] | None = None,
         any_layout: bool = False,
+        order_steps: Callable[[], None] | None = None,
     ) -> None:
+        self.order_steps = order_steps
         self.specs = tuple(specs)
         self.limits = dict(limits)
         self.device = torch.empty(0, device=device).device  # with its index
@@ -166,6 +168,8 @@ class BoundInputs:
         a dynamic dimension has no padding and stays as it is.
         """
         self._inputs.loaded = None
+        if self._inputs.order_steps is not None:
+            self._inputs.order_steps()
         for spec, view in zip(self._inputs.specs, self.views, strict=True):
             if spec.dynamic or spec.name not in self._inputs.owned:
                 view.fill_(spec.sentinel if spec.padding is Padding.SENTINEL else 0)
@@ -233,6 +237,8 @@ def _load(
         tensor = tensors[position]
         if tensor.data_ptr() != address or not tensor.is_contiguous():
             _must_stay(inputs.specs[position].name, address, strides, tensor)
+    if inputs.order_steps is not None:
+        inputs.order_steps()
     last = inputs.loaded
     if last is not extent:
         inputs.loaded = None  # unless this load is completed
@@ -327,7 +333,11 @@ def _fills(spec: StaticInputSpec, view: Tensor, real: tuple[int, ...]) -> Iterat
 
 
 def allocate_inputs(
-    compiled: CompiledModel, steps: Steps, device: torch.device, owned: Mapping[str, Tensor]
+    compiled: CompiledModel,
+    steps: Steps,
+    device: torch.device,
+    owned: Mapping[str, Tensor],
+    order_steps: Callable[[], None] | None,
 ) -> StaticInputs:
     """Buffers for all inputs of a model at their largest sizes, except those the engine owns.
 
@@ -354,4 +364,7 @@ def allocate_inputs(
             )
         )
     limits = {symbol.label: symbol.high for symbol in plan.symbols}
-    return StaticInputs(specs, limits, device, owned=owned, any_layout=not compiled.traced)
+    return StaticInputs(
+        specs, limits, device,
+        owned=owned, any_layout=not compiled.traced, order_steps=order_steps,
+    )  # fmt: skip

@@ -34,22 +34,32 @@ class Mutant(NamedTuple):
 CUDA = "runtime/backends/cuda.py"
 CAPTURES = "tests/cuda_stand_in/test_captures.py"
 MEMORY = "tests/cuda_stand_in/test_memory.py"
+SCENES = "tests/cuda_stand_in/test_scenes.py"
 STEPS = "tests/cuda_stand_in/test_steps.py"
 RUNTIME = "tests/runtime"
 MUTANTS = [
     Mutant(
-        "no wait at the entry of a session",
+        "steps of two streams are not ordered",
         CUDA,
-        "            self._stream.wait_stream(current)\n",
-        "",
+        "            current.wait_stream(self._last)\n",
+        "            pass\n",
+        SCENES,
+    ),
+    Mutant(
+        "captures on a stream of torch's pool",
+        CUDA,
+        "own_stream(self._device, current.priority)",
+        "torch.cuda.Stream(self._device, priority=current.priority)",
         CAPTURES,
     ),
     Mutant(
-        "no wait at the exit of a session",
+        "workspaces of all streams are freed",
         CUDA,
-        "                current.wait_stream(self._stream)\n",
-        "                pass\n",
-        CAPTURES,
+        "        with torch.cuda.device(self._device):\n            torch.cuda.empty_cache()\n",
+        "        with torch.cuda.device(self._device):\n"
+        "            torch._C._cuda_clearCublasWorkspaces()\n"
+        "            torch.cuda.empty_cache()\n",
+        SCENES,
     ),
     Mutant("no anchor", CUDA, "if pool.anchor is None:", "if False:", RUNTIME),
     Mutant(
@@ -111,10 +121,10 @@ MUTANTS = [
         RUNTIME,
     ),
     Mutant(
-        "a captured graph does not run once",
+        "a captured graph is replayed in its capture",
         "runtime/graphs/recorder.py",
-        "            graph.replay()\n",
-        "",
+        "            self.segments.append(Segment(SegmentKind.GRAPH",
+        "            graph.replay()\n            self.segments.append(Segment(SegmentKind.GRAPH",
         CAPTURES,
     ),
     Mutant(
@@ -125,10 +135,10 @@ MUTANTS = [
         RUNTIME,
     ),
     Mutant(
-        "a graph writes to a workspace outside of its pool",
+        "captures run on the engine's stream, whose workspace is outside of the pool",
         CUDA,
-        "        clear_cublas_workspaces()\n        try:\n",
-        "        try:\n",
+        "torch.cuda.stream(pool.stream)",
+        "torch.cuda.stream(torch.cuda.Stream())",
         MEMORY,
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,9 +72,15 @@ def reads_on_the_host(x: Tensor) -> Tensor:
     return x * (x * 2).sum().item()
 
 
+def capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
 def raises(x: Tensor) -> Tensor:
     _ = x * 2
-    raise ValueError("an error of the model")
+    if capturing():
+        raise ValueError("an error of the model")
+    return x
 
 
 def stream_error(x: Tensor) -> Tensor:
@@ -140,7 +147,8 @@ def test_a_capture_that_cannot_begin_costs_one_graph(
 
 def test_out_of_memory_in_a_capture_costs_one_graph(captures: Captures, stand_in: StandIn) -> None:
     def large(x: Tensor) -> Tensor:
-        return torch.zeros(64 << 20, dtype=torch.uint8, device=x.device)[:8] + x
+        num_bytes = 64 << 20 if capturing() else 8
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=x.device)[:8] + x
 
     stand_in.inject("cudaMalloc", OUT_OF_MEMORY)
     stand_in.limit_memory(stand_in.used() + (32 << 20))
@@ -149,14 +157,96 @@ def test_out_of_memory_in_a_capture_costs_one_graph(captures: Captures, stand_in
     captures.check(captures.of(good))
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_a_capture_waits_for_the_current_stream_and_it_for_the_capture(
-    captures: Captures, stand_in: StandIn, seed: int
+@pytest.mark.parametrize("breaks", [True, False])
+def test_a_capture_executes_nothing(captures: Captures, stand_in: StandIn, breaks: bool) -> None:
+    """Neither graphs nor splitting ops: the engine may register memory with other devices first."""
+    calls: list[bool] = []
+
+    @pg.break_graph
+    def fresh(y: Tensor) -> Tensor:
+        calls.append(capturing())
+        return y + 1
+
+    launches = stand_in.calls("cudaGraphLaunch")
+    recording = captures.of(lambda x: fresh(x * 2) + 0, breaks)
+    assert stand_in.calls("cudaGraphLaunch") == launches
+    assert calls == ([False] if breaks else [False, True])  # in the warm-up run, in the graph
+    captures.check(recording)
+
+
+def test_a_result_in_the_memory_of_an_argument_is_found_without_running_the_op(
+    captures: Captures,
 ) -> None:
-    stand_in.seed(seed)
-    captures.x.fill_(5.0)  # queued on the main stream; nothing has waited for it
-    recording = captures.of(lambda x: x * 2)
-    assert recording.outputs.cpu().tolist() == [10.0] * 8
+    @pg.break_graph
+    def halves(y: Tensor) -> tuple[Tensor, int]:
+        return y.add_(1)[2:].view(3, 2), 5
+
+    def two_graphs(x: Tensor) -> Tensor:
+        part, five = halves((x * 2)[:8])
+        return part * five
+
+    recording = captures.of(two_graphs)
+    assert recording.segments[1].copied == []
+    for value in (3.0, 4.0):
+        captures.x.fill_(value)
+        recording.replay()
+        assert recording.outputs.cpu().tolist() == [[5 * (2 * value + 1)] * 2] * 3
+
+
+def test_work_of_other_streams_gets_into_no_graph(captures: Captures) -> None:
+    """Streams of torch come from a pool of 32; captures run on none of them."""
+    streams, counts = (
+        [torch.cuda.Stream(priority=-1) for _ in range(40)],
+        torch.zeros(40, device="cuda:0"),
+    )
+    torch.cuda.synchronize()
+
+    def others() -> None:
+        for stream, count in zip(streams, counts.unbind(), strict=True):
+            with torch.cuda.stream(stream):
+                count.add_(1)
+
+    def step(x: Tensor) -> Tensor:
+        if capturing():
+            assert torch.cuda.current_stream().priority == engine.priority
+            thread = threading.Thread(target=others)
+            thread.start()
+            thread.join()
+        return x * 2 + 1
+
+    with torch.cuda.stream(engine := torch.cuda.Stream(priority=-1)):
+        recording = captures.of(step)
+        assert recording.operations == 2
+        captures.check(recording)
+    torch.cuda.synchronize()
+    assert counts.tolist() == [1.0] * len(streams)
+
+
+def test_an_op_runs_the_kernel_that_it_runs_outside_of_a_capture(captures: Captures) -> None:
+    library = torch.library.Library("standin_kernels", "DEF")
+    library.define("scale(Tensor factors, int at) -> Tensor")
+    library.impl("scale", lambda factors, at: factors[at] + 0, "CPU")
+    library.impl("scale", lambda factors, at: factors[at] * 100, "CUDA")
+    factors = torch.tensor([2.0, 3.0])
+
+    def step(x: Tensor) -> Tensor:
+        return x * torch.ops.standin_kernels.scale.default(factors, 0) + 1
+
+    captures.check(captures.of(step))
+    library._destroy()
+
+
+def test_the_stream_of_captures_is_destroyed_with_the_backend(stand_in: StandIn) -> None:
+    gc.collect()
+    destroyed, captures = stand_in.calls("cudaStreamDestroy"), Captures()
+    recording = captures.of(good)
+    recording.release()
+    captures.backend.release_pool(captures.pool)
+    captures.pool = captures.backend.new_pool()
+    captures.of(good)  # on the same stream
+    del recording, captures
+    gc.collect()
+    assert stand_in.calls("cudaStreamDestroy") == destroyed + 1
 
 
 @two_devices

@@ -122,6 +122,71 @@ def test_graphs_of_the_engine_beside_ours() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 frees workspaces of all streams")
+def test_graphs_of_the_engine_captured_before_ours_keep_their_workspaces(
+    stand_in: StandIn, seed: int
+) -> None:
+    """vLLM's order: warm-up and its own graphs on one stream, then our plan and our captures."""
+    stand_in.seed(seed)
+    model, stream = prepared("cuda:0", **SETTINGS, graph_mode="FULL"), torch.cuda.Stream()
+    x, weight = (torch.randn(8, 64, device="cuda:0") for _ in range(2))
+    torch.cuda.synchronize()
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    with torch.cuda.stream(stream):
+        _ = x @ weight.T
+        results = []
+        for graph in graphs:
+            graph.capture_begin(pool=graphs[0].pool() if results else None)
+            results.append((x @ weight.T) * 2)
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    model.memory_plan(0.9, nothing)
+    model.capture(nothing)
+    others = [torch.full((1 << 20,), 7.0, device="cuda:0") for _ in range(64)]
+    for step in range(3):
+        x.copy_(torch.randn(8, 64))
+        for graph, result in zip(graphs, results, strict=True):
+            graph.replay()
+            torch.testing.assert_close(result, (x @ weight.T) * 2, rtol=1e-5, atol=1e-5)
+        check(model, 4 + step)
+    assert all(each.eq(7.0).all() for each in others)
+    model.release()
+    for graph in graphs:
+        graph.replay()
+    torch.cuda.synchronize()
+    model.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_steps_of_streams_that_do_not_wait_for_each_other(
+    stand_in: StandIn, mode: str, seed: int
+) -> None:
+    """They share static inputs: the later one waits."""
+    stand_in.seed(seed)
+    model, streams = captured("cuda:0", mode), [torch.cuda.Stream() for _ in range(2)]
+    inputs = [torch.randn(4 + number, 64, device="cuda:0") for number in range(8)]
+    expected, results = [eager(x) for x in inputs], []
+    torch.cuda.synchronize()
+    for number, x in enumerate(inputs):
+        with torch.cuda.stream(streams[number % 2]):
+            results.append(model(x, batch=batch(len(x)), metadata=None).clone())
+    torch.cuda.synchronize()
+    for result, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, right, rtol=1e-5, atol=1e-5)
+    model.close()
+
+
+def test_steps_on_one_stream_record_no_event(model: pg.PreparedModel, stand_in: StandIn) -> None:
+    check(model, 8)
+    x = torch.randn(8, 64, device="cuda:0")
+    before = [stand_in.calls(call) for call in ("cudaEventRecord", "cudaStreamWaitEvent")]
+    for _ in range(3):
+        model(x, batch=batch(8), metadata=None)
+    assert before == [stand_in.calls(call) for call in ("cudaEventRecord", "cudaStreamWaitEvent")]
+
+
 @pytest.mark.skipif(
     torch.__version__ < "2.12", reason="torch 2.11 REFUSES a replay while a graph is captured"
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -34,23 +35,28 @@ def assert_serving(rig: Any) -> None:
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
-def in_graph(x: Tensor) -> Tensor:
-    raise ValueError("no such layer")
+def raises_in_the_capture() -> Callable[[Tensor], Tensor]:
+    """A function that raises at its second call, the first of which is in the warm-up run."""
+    calls: list[int] = []
+
+    def raising(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ValueError("no such layer")
+        return x + 0
+
+    return raising
 
 
-@break_graph
-def in_eager_call(x: Tensor) -> Tensor:
-    raise ValueError("no such layer")
+def as_it_is(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return fn
 
 
-@opaque_piece
-def in_piece(x: Tensor) -> Tensor:
-    raise ValueError("no such layer")
-
-
-@pytest.mark.parametrize("raising", [in_graph, in_eager_call, in_piece])
-def test_w23_an_error_while_capturing_leaves_nothing_open(rig: Any, raising: Any) -> None:
-    state = rig.rand(3).zero_()
+@pytest.mark.parametrize("kind", [as_it_is, break_graph, opaque_piece])
+def test_w23_an_error_while_capturing_leaves_nothing_open(rig: Any, kind: Any) -> None:
+    if kind is break_graph and not rig.backend.runs_python:
+        return  # a capture on a device runs no splitting op
+    state, raising = rig.rand(3).zero_(), kind(raises_in_the_capture())
 
     def broken(x: Tensor) -> Tensor:
         y = attend(x * 2)
@@ -64,15 +70,15 @@ def test_w23_an_error_while_capturing_leaves_nothing_open(rig: Any, raising: Any
 
 
 def test_what_the_failed_graph_wrote_is_restored(make_replay_rig: Any) -> None:
-    state = torch.zeros(3)
+    state, raising = torch.zeros(3), raises_in_the_capture()
 
     def broken(x: Tensor) -> Tensor:
         state.add_(x)
-        return in_graph(x)
+        return raising(x)
 
     with pytest.raises(CaptureFailed):
         make_replay_rig().record(broken, torch.ones(3))
-    assert state.tolist() == [0, 0, 0]
+    assert state.tolist() == [1, 1, 1]  # by the warm-up run
 
 
 def test_an_interrupt_passes_unchanged_and_cleans_up(rig: Any) -> None:
@@ -86,11 +92,11 @@ def test_an_interrupt_passes_unchanged_and_cleans_up(rig: Any) -> None:
 
 
 def test_failure_34_the_pool_survives_a_failed_first_capture(rig: Any) -> None:
-    kept = []
+    kept, raising = [], raises_in_the_capture()
 
     def broken(x: Tensor) -> Tensor:
         kept.append(x * 2)
-        return in_graph(x)
+        return raising(x)
 
     with pytest.raises(CaptureFailed):
         rig.record(broken, rig.rand(3))
@@ -117,8 +123,8 @@ def test_an_error_in_an_eager_segment_at_replay_reaches_the_caller(rig: Any) -> 
 
 
 def test_a_failure_releases_the_memory_of_the_segments_before_it(make_replay_rig: Any) -> None:
-    rig = make_replay_rig()
+    rig, raising = make_replay_rig(), break_graph(raises_in_the_capture())
     with pytest.raises(CaptureFailed) as caught:
-        rig.record(lambda x: in_eager_call(x * 2), torch.rand(100))
+        rig.record(lambda x: raising(x * 2), torch.rand(100))
     assert rig.backend.memory().used == 0
     assert caught.value.__cause__ is not None  # whose traceback still holds the frames

@@ -64,9 +64,9 @@ def test_a_piece_may_use_its_arguments_as_scratch_memory(make_replay_rig: Any) -
 
     rig = make_replay_rig()
     recording = rig.record(step, torch.rand(2, 2))
-    assert_close(recording.outputs, weight[index] + 6)
-    recording.replay()
-    assert_close(recording.outputs, weight[index] + 6)
+    for _ in range(2):
+        recording.replay()
+        assert_close(recording.outputs, weight[index] + 6)
 
 
 def test_a_capture_does_not_execute() -> None:

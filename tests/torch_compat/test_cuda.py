@@ -35,11 +35,23 @@ def test_captured_graph_is_counted_and_replayed() -> None:
         assert cuda.captured_graph()[0] == 0
         x.add_(1)
         assert cuda.captured_graph()[0] == 1
-    cuda.raw_replay(graph)()
+    graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(x, torch.ones_like(x))
     cuda.flush_host_cache()
-    cuda.clear_cublas_workspaces()
+    cuda.free_workspaces_of_captures()
+
+
+@pytest.mark.gpu
+def test_a_stream_of_our_own_is_in_no_pool() -> None:
+    device = torch.cuda.current_device()
+    lowest, highest = (torch.cuda.Stream(priority=each).priority for each in (0, -1))
+    streams = [cuda.own_stream(device, priority) for priority in (lowest, highest)]
+    handles = {torch.cuda.Stream().cuda_stream for _ in range(40)}
+    assert not handles & {stream.cuda_stream for stream in streams}
+    assert [stream.priority for stream in streams] == [lowest, highest]
+    with torch.cuda.stream(streams[0]):
+        assert cuda.current_stream_handle(device) == streams[0].cuda_stream
 
 
 @pytest.mark.gpu

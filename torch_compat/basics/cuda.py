@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def raw_replay(graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
-    """The C++ replay of `graph`, bound: without the Python method that wraps it."""
-    return super(torch.cuda.CUDAGraph, graph).replay
+def own_stream(device: int, priority: int) -> torch.cuda.Stream:
+    """A stream that nobody else can get: torch's come from a pool of 32 that the process shares.
+
+    It is destroyed with the object.
+    """
+    driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    with torch.cuda.device(device):
+        error = driver.cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, priority)
+    if error != 0:
+        raise RuntimeError(f"cuStreamCreateWithPriority returned CUDA driver error {error}")
+    stream = torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
+    weakref.finalize(stream, driver.cuStreamDestroy_v2, handle).atexit = False
+    return stream
+
+
+_NON_BLOCKING = 1
+
+current_stream_handle: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda device: 0
+)
+"""The handle of a device's current stream, in a tenth of the time of `torch.cuda.current_stream`.
+A build without CUDA has none."""
 
 
 def captured_graph() -> tuple[int, str]:
@@ -52,12 +72,14 @@ def captured_graph() -> tuple[int, str]:
     return len(types), hashlib.sha256(repr((types, edges)).encode()).hexdigest()
 
 
-def clear_cublas_workspaces() -> None:
-    """Free the workspaces that torch keeps for cuBLAS, one per handle and stream of the process.
+def free_workspaces_of_captures() -> None:
+    """Free the workspaces that cuBLAS allocated on the streams of captures whose graphs are gone.
 
-    The next matrix multiplication on a stream allocates one, in a capture in the graph's pool.
+    From torch 2.12 on, `CUDAGraph.reset` has done it. Before, torch can only free those of all
+    streams of the process, those that graphs of others write to included.
     """
-    torch._C._cuda_clearCublasWorkspaces()
+    if torch.__version__ < "2.12":
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 def flush_host_cache() -> None:

@@ -155,6 +155,12 @@ EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus
                                             reinterpret_cast<unsigned long long*>(id), graph, after, nullptr, count));
 }
 
+EXPORT CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int priority) {
+  return as_driver(cudaStreamCreateWithPriority(stream, flags, priority));
+}
+
+EXPORT CUresult cuStreamDestroy_v2(CUstream stream) { return as_driver(cudaStreamDestroy(stream)); }
+
 EXPORT CUresult cuStreamSynchronize(CUstream stream) { return as_driver(cudaStreamSynchronize(stream)); }
 
 EXPORT CUresult cuGraphGetNodes(CUgraph graph, CUgraphNode* nodes, size_t* count) {

@@ -75,6 +75,7 @@ struct Capture {
 struct Stream {
   int device = 0;
   bool blocking = true;  // synchronizes with the legacy default stream
+  int priority = 0;
   WorkPtr last;
   Capture* capture = nullptr;
   std::vector<GraphNode*> frontier;  // what the next captured node depends on

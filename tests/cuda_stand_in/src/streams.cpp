@@ -84,8 +84,10 @@ EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned flag
 
 EXPORT cudaError_t cudaStreamCreate(cudaStream_t* handle) { return cudaStreamCreateWithFlags(handle, 0); }
 
-EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags, int) {
-  return cudaStreamCreateWithFlags(handle, flags);
+EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned flags, int priority) {
+  cudaError_t error = cudaStreamCreateWithFlags(handle, flags);
+  if (error == cudaSuccess) stream_of(*handle)->priority = priority;
+  return error;
 }
 
 EXPORT cudaError_t cudaStreamDestroy(cudaStream_t handle) {
@@ -98,8 +100,8 @@ EXPORT cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
-  *priority = 0;
+EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
+  *priority = stream_of(handle)->priority;
   return cudaSuccess;
 }
 

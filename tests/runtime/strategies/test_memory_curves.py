@@ -6,7 +6,6 @@ import logging
 import math
 import random
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
 
@@ -60,6 +59,7 @@ class CurveBackend:
 
     name = "curves"
     runs_python = False
+    order_steps = None
 
     def __init__(self) -> None:
         self.pools: list[Pool] = []
@@ -70,9 +70,6 @@ class CurveBackend:
 
     def memory(self) -> Memory:
         return Memory(sum(pool.bytes for pool in self.pools), 1 << 40)
-
-    def capture_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def prepare(self) -> None: ...
     def trim(self) -> None: ...

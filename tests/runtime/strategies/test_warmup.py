@@ -9,6 +9,7 @@ import torch
 
 from piecegraph import AuxiliaryTask, Batch, get_forward_context
 from piecegraph.errors import InvalidSetting
+from piecegraph.runtime.graphs.breaks import recordable
 
 
 def facts(served: Any, name: str) -> list[dict[str, Any]]:
@@ -125,12 +126,12 @@ def with_metadata(descriptor: Any, mode: Any) -> dict[str, int]:
 def needing_metadata(make: Any, **settings: Any) -> Any:
     """A model whose attention looks something up in its metadata."""
     served = make((2, 8), options={"graph_bytes": 1000, "limit": 10**6}, **settings)
-    code = served.prepared._steps.code
-    call = code.call
-    code.call = lambda *inputs: (
-        get_forward_context().metadata["block_table"],
-        call(*inputs),
-    )[1]
+    graphs, compiled = served.prepared._graphs.present, served.prepared.compiled
+    call = recordable(compiled, ())
+    graphs._recordable = (
+        compiled,
+        lambda *inputs: (get_forward_context().metadata["block_table"], call(*inputs))[1],
+    )
     return served
 
 
