@@ -12,11 +12,13 @@ import functools
 import hashlib
 import importlib.metadata
 import os
+import re
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
+from . import environment
 from .encoder import (
     DATA,
     KNOWN,
@@ -35,8 +37,10 @@ from .encoder import (
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _TRITON_FIELDS = ("fn", "configs", "keys", "values", "noinline", "do_not_specialize")
 _LOADS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"}
+_LOADS_PART = {"LOAD_ATTR", "LOAD_METHOD"}
 _STORES = {
-    dis.opmap[name] for name in ("STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR", "DELETE_SUBSCR")
+    dis.opmap[name]
+    for name in ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR")
 }
 _EXTENDED = dis.opmap["EXTENDED_ARG"]
 _READS_GLOBAL = {dis.opmap["LOAD_GLOBAL"]: 1, dis.opmap["LOAD_NAME"]: 0}
@@ -69,8 +73,12 @@ class _Follower(Encoder):
         super().__init__()
         self.parts: dict[str, str] = {}
         self._seen: dict[int, tuple[str, Any]] = {}  # kept alive so that ids are not reused
+        self._written: set[str] = set()
+        """Paths of what the code itself writes to."""
 
     def follow(self, value: Any, path: str) -> None:
+        if path in self._written:
+            return
         if type(value) in DATA:
             self.parts[path] = repr(value)
         elif id(value) in self._seen:
@@ -111,14 +119,13 @@ class _Follower(Encoder):
         if _version(_home(function)) and "<locals>" not in function.__qualname__:
             return
         code = function.__code__
-        mutated = mutated_names(code)
+        self._written |= {f"{path}.{written}" for written in written_parts(code)}
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 inner = cell.cell_contents
             except ValueError:  # not filled yet
                 continue
-            if name not in mutated:
-                yield f".{name}", inner
+            yield f".{name}", inner
         if function.__defaults__:
             yield ".__defaults__", function.__defaults__
         if function.__kwdefaults__:
@@ -127,7 +134,7 @@ class _Follower(Encoder):
             yield ".__wrapped__", wrapped
         if not _version(_home(function)):
             for name in sorted(global_names(code)):
-                if name in function.__globals__ and name not in mutated:
+                if name in function.__globals__:
                     yield from self._global(f".{name}", function, name)
 
     def _global(
@@ -136,14 +143,14 @@ class _Follower(Encoder):
         value = function.__globals__[name]
         if isinstance(value, types.ModuleType):
             inner = vars(value)
-            used = sorted(attribute_names(function.__code__))
-            yield from ((f"{path}.{each}", inner[each]) for each in used if each in inner)
+            for each in sorted(attribute_names(function.__code__) & inner.keys()):
+                yield from _read(f"{path}.{each}", function.__code__, each, inner[each])
         elif isinstance(value, str) and (
             folder := os.path.dirname(str(function.__globals__.get("__file__") or ""))
         ):
             yield path, value.replace(folder, "<directory>")  # a moved checkout is the same code
         else:
-            yield path, value
+            yield from _read(path, function.__code__, name, value)
 
     def _class(self, cls: type, path: str) -> Iterator[tuple[str, Any]]:
         version = _version(cls.__module__)
@@ -153,6 +160,16 @@ class _Follower(Encoder):
             yield from (
                 (f".{name}", vars(cls)[name]) for name in sorted(vars(cls)) if _is_own(cls, name)
             )
+
+
+def _read(path: str, code: types.CodeType, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What code reads of a value; of the environment the variables, all if one is computed."""
+    if not any(value is each for each in environment.READERS):
+        yield path, value
+    elif (read := variables_read(code, name)) is None:
+        yield path, dict(environment.VARIABLES)
+    else:
+        yield from ((f"{path}[{each!r}]", environment.observed(each)) for each in sorted(read))
 
 
 def _home(function: types.FunctionType) -> str:
@@ -219,13 +236,44 @@ def probed_names(code: types.CodeType) -> set[str]:
     return inner.union(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def mutated_names(code: types.CodeType) -> frozenset[str]:
-    """Globals and closure variables that the code itself writes to: counters, memos, registries.
+def variables_read(code: types.CodeType, name: str) -> set[str] | None:
+    """The environment variables that code reads by `name`, such as `environ`; None if one is not
+    named by a constant."""
+    read: set[str] = set()
+    for inner in (variables_read(each, name) for each in nested_codes(code)):
+        if inner is None:
+            return None
+        read |= inner
+    steps = [s for s in dis.get_instructions(code) if s.opname not in ("PUSH_NULL", "PRECALL")]
+    for index, step in enumerate(steps):
+        if step.argval == name and (step.opname in _LOADS or step.opname in _LOADS_PART):
+            after = index + 1 + (steps[index + 1].argval in ("get", "__getitem__"))
+            is_asked = steps[index + 1].opname == "CONTAINS_OP"
+            key = steps[_before(steps, index) if is_asked else after]
+            if key.opname != "LOAD_CONST" or not isinstance(key.argval, str | bytes):
+                return None
+            read.add(os.fsdecode(key.argval))
+    return read
 
-    They vary while a program runs, so their content is no part of the code.
+
+def _before(steps: list[dis.Instruction], index: int) -> int:
+    """The step before the expression `name` or `module.name` that ends at `index`."""
+    return index - 1 - (steps[index].opname in _LOADS_PART)
+
+
+def mutated_names(code: types.CodeType) -> frozenset[str]:
+    """Globals and closure variables that the code itself writes to or into."""
+    return frozenset(re.split(r"[.\[]", part, maxsplit=1)[0] for part in written_parts(code))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def written_parts(code: types.CodeType) -> frozenset[str]:
+    """What the code itself writes to: counters, memos, registries. `name`, `name.attribute` or
+    `name['key']`, of globals and closure variables.
+
+    It varies while a program runs, so its content is no part of the code.
     """
-    inner: frozenset[str] = frozenset().union(*map(mutated_names, nested_codes(code)))
+    inner: frozenset[str] = frozenset().union(*map(written_parts, nested_codes(code)))
     if _STORES.isdisjoint(code.co_code[::2]) and _MUTATORS.isdisjoint(code.co_names):
         return inner  # disassembling takes a hundred times as long
     steps = list(dis.get_instructions(code))
@@ -234,24 +282,42 @@ def mutated_names(code: types.CodeType) -> frozenset[str]:
         if step.opname in ("STORE_GLOBAL", "STORE_DEREF") and step.argval not in code.co_cellvars:
             names.add(str(step.argval))
         elif step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR"):
-            names |= _container_of(steps, index)
+            names |= _item_of(steps, index)
+        elif step.opname == "STORE_ATTR":
+            names |= _attribute_of(steps, index)
         elif step.opname in _LOADS and index + 1 < len(steps):
             then = steps[index + 1]
-            if then.opname in ("LOAD_METHOD", "LOAD_ATTR") and then.argval in _MUTATORS:
+            if then.opname in _LOADS_PART and then.argval in _MUTATORS:
                 names.add(str(step.argval))
     return inner | names
 
 
-def _container_of(steps: list[dis.Instruction], store: int) -> set[str]:
-    """The name before the expression of the key, if the container is a plain name."""
+def _attribute_of(steps: list[dis.Instruction], store: int) -> set[str]:
+    """`name.attribute`, if the object is a plain name."""
+    name = steps[store].argval
+    for before, copy, load in zip(steps[:store], steps[1:store], steps[2:store], strict=False):
+        is_read = copy.opname == "COPY" and load.opname == "LOAD_ATTR" and load.argval == name
+        if is_read and before.opname in _LOADS:  # object.attribute += value
+            return {f"{before.argval}.{name}"}
+    before = steps[store - 1]
+    return {f"{before.argval}.{name}"} if before.opname in _LOADS else set()
+
+
+def _item_of(steps: list[dis.Instruction], store: int) -> set[str]:
+    """`name['key']`, if the container is a plain name; `name` if the key is no constant."""
     depth = 0
     for index in range(store - 1, 0, -1):
         step = steps[index]
         if step.opname == "COPY" and steps[index - 1].opname == "COPY":  # container[key] += value
-            before = steps[index - 3] if index >= 3 else step
-            return {str(before.argval)} if before.opname in _LOADS else set()
+            return _item(steps[index - 3], [steps[index - 2]]) if index >= 3 else set()
         depth += dis.stack_effect(step.opcode, step.arg, jump=False)
         if depth == 1:
-            before = steps[index - 1]
-            return {str(before.argval)} if before.opname in _LOADS else set()
+            return _item(steps[index - 1], steps[index:store])
     return set()
+
+
+def _item(container: dis.Instruction, key: list[dis.Instruction]) -> set[str]:
+    if container.opname not in _LOADS:
+        return set()
+    is_constant = len(key) == 1 and key[0].opname == "LOAD_CONST"
+    return {f"{container.argval}[{key[0].argval!r}]" if is_constant else str(container.argval)}

@@ -59,6 +59,9 @@ EXEMPT: Mapping[str, str] = {
 VARIABLES: Any = vars(os.environ)["_data"]
 """The dict inside `os.environ` and `os.environb`, by which a read of any variable is known."""
 
+READERS: tuple[Any, ...] = (os.environ, getattr(os, "environb", None), os.getenv)
+"""By what code reads variables that it names."""
+
 
 def read(name: str) -> str | None:
     """The value of one of our variables, which must be in DECLARED."""

@@ -38,10 +38,10 @@ from ...torch_compat.basics.frames import is_torch_file
 from .custom_ops import op_parts, op_signature
 from .places import HOOKS, MISSING, Step, follow, key_of, reader, root_value, spelled
 
-_NATIVE = (
+_NATIVE = {
     *(type, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
     *(types.GetSetDescriptorType, types.ClassMethodDescriptorType, types.MemberDescriptorType),
-)
+}
 _CODE = re.compile(r" <code \w+>")
 IDENTITY = "identity"
 """Kind of the condition that two places hold one object exactly if they did in the trace.
@@ -124,26 +124,47 @@ def _bound(value: Any, outer: tuple[int, ...]) -> str:
 
 
 def _added(value: Any, names: Sequence[str]) -> str:
-    """What code outside of torch has defined of `names` in a class or module, or as operators.
+    """What is not torch's or Python's own of `names` in a class or module, or among its operators.
 
-    Dynamo guards neither builtins nor methods of tensors nor metaclasses.
+    Dynamo guards neither builtins nor methods of tensors nor metaclasses. A native function is
+    known by its name, a Python function of torch by its line and defaults.
     """
     read = frozenset(names)
     definitions: dict[str, str] = {}
-    is_class = isinstance(value, type)
-    for holder in reversed(value.__mro__) if is_class else (value,):
+    if not isinstance(value, type):
+        for name in names:
+            if (each := vars(value).get(name, MISSING)) is not MISSING:
+                definitions |= _definition(name, each, is_read=True)
+        return stable_text(definitions)
+    apart = () if value is torch.Tensor else torch.Tensor.__mro__  # has a condition of its own
+    for holder in reversed([each for each in value.__mro__ if each not in apart]):
         for name, each in vars(holder).items():
-            if type(each) in _NATIVE:
-                continue
-            if name not in read and not (is_class and name.startswith("__")):
-                continue
-            function = unwrapped(each)
-            if isinstance(function, types.FunctionType):
-                if not is_torch_file(function.__code__.co_filename):
-                    definitions |= code_parts(function, name)
-            elif name in read and not isinstance(each, _NATIVE):
-                definitions[name] = _bound(each, ())
+            if name in read or (name[:2] == "__" and not _is_own(each)):
+                definitions |= _definition(name, each, name in read)
     return stable_text(definitions)
+
+
+def _is_own(value: Any) -> bool:
+    """Whether a definition is native code, or a function of torch. In every start for thousands."""
+    kind = type(value)
+    return kind in _NATIVE or (
+        kind is types.FunctionType and is_torch_file(value.__code__.co_filename)
+    )
+
+
+def _definition(name: str, value: Any, is_read: bool) -> dict[str, str]:
+    """What is stated of a definition, by part."""
+    if type(value) in _NATIVE:
+        other = getattr(value, "__name__", name)
+        return {name: other} if other != name else {}
+    function = unwrapped(value)
+    if not isinstance(function, types.FunctionType):
+        return {name: _bound(value, ())} if is_read else {}
+    code = function.__code__
+    if not is_torch_file(code.co_filename):
+        return code_parts(function, name)
+    line = f"{code.co_qualname} {code.co_firstlineno} {_bound(function.__defaults__, ())}"
+    return {name: line} if is_read else {}
 
 
 def _attribute(cls: Any, name: str) -> str:
@@ -155,10 +176,11 @@ def _attribute(cls: Any, name: str) -> str:
     return _bound(held, ()) if known else stable_text(code_parts(held, name))
 
 
-def _result(function: Any, arguments: Sequence[Any]) -> str:
-    """What a function that reads the state of the process returns; only for those of torch."""
+def _result(function: Any, given: tuple[Sequence[Any], Mapping[str, Any]]) -> str:
+    """What a function returns that Dynamo called while tracing, and that a start calls again."""
+    arguments, named = given
     try:
-        return stable_text(function(*arguments))
+        return stable_text(function(*arguments, **named))
     except Undescribable:
         raise
     except Exception as error:  # no process group, …
@@ -169,7 +191,6 @@ CALLED_OP, INLINED_OP, FUNCTION = "called op", "op", "function"
 
 _OBSERVERS: dict[str, Callable[[Any, Any], Observation]] = {
     "value": lambda value, _: stable_text(value),
-    "type": lambda value, _: class_text(type(value)),
     "length": lambda value, _: f"{len(value)} items",
     "keys": lambda value, _: f"keys {[stable_text(key) for key in value]}",
     "contains": lambda value, key: str(key_of(key) in value),
@@ -207,6 +228,37 @@ class _Node:
             self.below[key] = step, _Node(follow(self.value, step))
         return self.below[key][1]
 
+    def name_classes(self, classes: _Classes) -> None:
+        """State the classes here and below, in the order in which a check meets them."""
+        for condition in self.conditions:
+            if condition[0] == "type":
+                condition[2] = classes.text(type(self.value))
+            elif condition[0] == "value" and isinstance(self.value, type):
+                condition[2] = classes.text(self.value)
+        for _, inner in self.below.values():
+            inner.name_classes(classes)
+
+
+class _Classes:
+    """The texts of classes. Of several with one name, each has a number, in the order in which they
+    are met: which of them an object has decides `isinstance`."""
+
+    def __init__(self) -> None:
+        self.texts: dict[type, str] = {}
+        """Of the classes that were asked for."""
+        self._by_name: dict[str, dict[type, int]] = {}
+
+    def text(self, cls: type) -> str:
+        """`class_text` of a class, with the numbers of it and its bases."""
+        if cls not in self.texts:
+            numbers = [self._number(each) for each in cls.__mro__]
+            self.texts[cls] = class_text(cls) + (f" {numbers}" if any(numbers) else "")
+        return self.texts[cls]
+
+    def _number(self, cls: type) -> int:
+        same = self._by_name.setdefault(class_name(cls), {})
+        return same.setdefault(cls, len(same))
+
 
 def _hashable(argument: Any) -> Any:
     """What stands for an argument in the key of a dict: equal for equal JSON."""
@@ -221,7 +273,6 @@ class ConditionTree:
         self._roots: dict[str, _Node] = {}
         self._same: list[Json] = []
         self._variables: dict[str, str | None] = {}
-        self._classes: dict[type, Observation] = {}
 
     def add(self, root: str, steps: Sequence[Step], kind: str, argument: Any = None) -> None:
         """A condition on the value that is at a place now; raises Undescribable."""
@@ -234,19 +285,14 @@ class ConditionTree:
         if node.value is MISSING:
             raise Undescribable(spelled(root, steps, self._model), "cannot be located")
         try:
-            observation = "" if kind == IDENTITY else self._observed(kind, argument, node.value)
+            # what names a class is known when all classes are
+            is_class = kind == "type" or (kind == "value" and isinstance(node.value, type))
+            named = is_class or kind == IDENTITY
+            observation = "" if named else observed(kind, argument, node.value)
         except Undescribable as error:
             where = spelled(root, steps, self._model) + error.where
             raise Undescribable(where, error.reason) from error
         node.conditions.append([kind, argument, observation])
-
-    def _observed(self, kind: str, argument: Any, value: Any) -> Observation:
-        if kind != "type" or value is MISSING:
-            return observed(kind, argument, value)
-        cls = type(value)
-        if cls not in self._classes:  # a class is described once
-            self._classes[cls] = observed(kind, argument, value)
-        return self._classes[cls]
 
     def same(self, one: tuple[str, Sequence[Step]], other: tuple[str, Sequence[Step]]) -> None:
         """The condition that two places hold one object."""
@@ -260,6 +306,9 @@ class ConditionTree:
         """All conditions as plain data for the meta of a bundle."""
         nodes: list[Json] = []
         numbers: dict[bytes, int] = {}
+        classes = _Classes()
+        for _, top in sorted(self._roots.items()):
+            top.name_classes(classes)
 
         def number(node: _Node) -> int:
             below: list[Json] = [[step, number(inner)] for step, inner in node.below.values()]
@@ -275,8 +324,8 @@ class ConditionTree:
         variables: dict[str, Json] = dict(self._variables)
         data: dict[str, Json] = {"nodes": nodes, "roots": roots, "same": self._same}
         check = _Check(nodes, [])
-        for root, top in sorted(roots.items()):
-            check.below(int(str(top)), root_value(root, self._model), [])
+        for root, number_of_top in sorted(roots.items()):
+            check.below(int(str(number_of_top)), root_value(root, self._model), [])
         identities: list[Json] = list(check.identities)
         return {**data, "identities": identities, "environment": variables}
 
@@ -346,7 +395,8 @@ class _Check:
         self.identities: list[int] = []
         """Objects, numbered by the order in which they are first found, one for each IDENTITY."""
         self._numbers: dict[int, tuple[int, Any]] = {}  # kept alive so that ids are not reused
-        self._classes: dict[type, Observation] = {}  # a class is described once
+        self._classes = _Classes()
+        self._class_texts = self._classes.texts
         self._broken_here: list[tuple[list[Step], Any, Observation]] = []
 
     def taken(self) -> list[tuple[list[Step], Any, Observation]]:
@@ -359,10 +409,12 @@ class _Check:
         cls = type(value)
         for condition in conditions:
             kind, argument, _ = condition
-            if kind == "type" and cls in self._classes:
-                new = self._classes[cls]
+            if kind == "type" and value is not MISSING:
+                new: Observation = self._class_texts.get(cls) or self._classes.text(cls)
             elif kind == "value" and cls in DATA:
                 new = repr(value)
+            elif kind == "value" and isinstance(value, type):
+                new = self._classes.text(value)
             elif kind == IDENTITY:
                 if self._is_as_recorded(value):
                     continue
@@ -378,10 +430,7 @@ class _Check:
 
     def _observed(self, kind: str, argument: Any, value: Any) -> Observation:
         try:
-            observation = observed(kind, argument, value)
-            if kind == "type" and value is not MISSING:
-                self._classes[type(value)] = observation
-            return observation
+            return observed(kind, argument, value)
         except Undescribable as error:
             return f"undescribable: {error}"
         except Exception as error:  # the user's `__len__`, `__contains__`, … may raise anything

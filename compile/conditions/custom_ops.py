@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import sys
-from collections.abc import Collection, Iterator
-from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 from ...cache.keys.code import code_parts
 from ...cache.keys.encoder import Undescribable, function_text
+from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.ops import (
     custom_op_function,
     fake_function,
-    is_composite,
     op_name,
+    overload_name,
     overloads,
-    registering_files,
+    registered_function,
     schemas,
+    traced_kernels,
 )
 
 
@@ -26,31 +23,30 @@ def op_parts(op: Any) -> dict[str, str]:
     """Schemas of a custom op and the Python code that implements it, by part.
 
     An op made by `torch.library.custom_op` is known by its function. Of one registered through
-    `Library` torch keeps no function, only the files that did it: their content counts. If the op
-    is a composition, which is inlined, so do the functions of these modules as loaded.
+    `Library` those functions count that run while it is traced: a composition is inlined.
     """
     parts = op_signature(op)
     if function := custom_op_function(op_name(op)):
         return {**parts, **code_parts(function, ".function")}
-    files = {file for overload in overloads(op) for file in registering_files(overload.name())}
-    contents = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files)
-    parts |= {f".file[{n}]": content for n, content in enumerate(contents)}
-    if any(map(is_composite, overloads(op))):
-        for name, function in _functions_in(files):
-            try:
-                parts |= code_parts(function, f".{name}")
-            except Undescribable:  # the op may not call it
-                parts[f".{name}"] = function_text(function)
+    for overload in overloads(op):
+        for key in traced_kernels(overload):
+            parts |= kernel_parts(overload, key)
     return parts
 
 
-def _functions_in(files: Collection[str]) -> Iterator[tuple[str, FunctionType]]:
-    """The functions of the modules that were loaded from `files`."""
-    for module in sorted(sys.modules):
-        if getattr(sys.modules[module], "__file__", None) in files:
-            for name, value in sorted(vars(sys.modules[module]).items()):
-                if isinstance(value, FunctionType) and value.__module__ == module:
-                    yield f"{module}.{name}", value
+def kernel_parts(overload: Any, key: str) -> dict[str, str]:
+    """The function that is registered for an op at a dispatch key, as it is now, by part."""
+    registered = registered_function(overload, key)
+    if registered is None:
+        raise Undescribable(f"{overload_name(overload)}[{key}]", "is no Python function")
+    function, bound = registered
+    place = f".{overload_name(overload).rpartition('.')[2]}[{key}]"
+    if is_torch_file(function.__code__.co_filename):  # such as the one around a fake function
+        return {place: function_text(function)}
+    parts = code_parts(function, place)
+    for name, value in bound.items():
+        parts |= code_parts(value, f"{place}.{name}")
+    return parts
 
 
 def op_signature(op: Any) -> dict[str, str]:

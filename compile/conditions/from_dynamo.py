@@ -25,8 +25,15 @@ from ...cache.keys.code import (
     nested_codes,
     probed_names,
 )
-from ...cache.keys.encoder import KNOWN, Undescribable, class_name, package_of, unwrapped
-from ...torch_compat.basics.facts import SHARED_CELL, GuardFact
+from ...cache.keys.encoder import (
+    KNOWN,
+    Encoder,
+    Undescribable,
+    class_name,
+    package_of,
+    unwrapped,
+)
+from ...torch_compat.basics.facts import SHARED_CELL, UNGUARDED, GuardFact
 from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.modules import CALL_METHODS
 from ...torch_compat.basics.settings import is_settings
@@ -34,16 +41,8 @@ from ...torch_compat.tracing.dynamo import Captured
 from .conditions import IDENTITY, Conditions, ConditionTree
 from .from_graph import add_called_code
 from .locator import VARIABLES_AT, Located, Locator, Unlocatable, module_place
-from .places import HOOK_TABLES, MODEL, Step, called_as, encoded_key, forward_function
-
-OF_TORCH = (
-    "torch._dynamo",
-    "torch._inductor",
-    "torch._functorch",
-    "torch.fx",
-    "torch._higher_order_ops",
-)
-"""Modules that a warm start does not import. They are known by torch's version."""
+from .places import GLOBAL_HOOKS, HOOK_TABLES, MODEL, Step, called_as, encoded_key, forward_function
+from .torch_functions import OF_TORCH, TENSOR, all_nodes, names_read
 
 _KINDS = {
     "TYPE_MATCH": "type",
@@ -52,6 +51,7 @@ _KINDS = {
     "DICT_KEYS_MATCH": "keys",
     "MAPPING_KEYS_CHECK": "keys",
     "DICT_KEYS": "keys",
+    "ITERATED": "keys",
     "DICT_CONTAINS": "contains",
     "DICT_NOT_CONTAINS": "contains",
     "SET_CONTAINS": "contains",
@@ -78,12 +78,13 @@ def record_conditions(
 ) -> Conditions:
     """All conditions of a trace; `splits` says at which nodes of its graph the graph is split."""
     trace = _TraceConditions(model, captured, locator)
+    trace.add_hooks()
     trace.add_guards()
     trace.add_code()
     trace.add_class_reads()
     trace.add_variables()
     trace.add_results()
-    trace.obstacles += add_called_code(trace.tree, captured.graph.graph, model, splits)
+    trace.obstacles += add_called_code(trace.tree, captured.graph, model, splits)
     return Conditions(trace.tree.data(), tuple(dict.fromkeys(trace.obstacles)))
 
 
@@ -98,6 +99,12 @@ class _TraceConditions:
         self.tree = ConditionTree(self.model)
         self._weights = {id(t) for t in (*self.model.parameters(), *self.model.buffers())}
         self._classes: dict[type, Located] = {}
+
+    def add_hooks(self) -> None:
+        """Conditions on how many hooks a call of the model runs: Dynamo guards those that exist."""
+        self.tree.add(MODEL, [], "hooks")
+        for name in GLOBAL_HOOKS:
+            self.tree.add(torch.nn.Module.__module__, [name], "length")
 
     def add_guards(self) -> None:
         self._add_class(Located(self.model, MODEL))
@@ -145,6 +152,8 @@ class _TraceConditions:
             return
         self._add_class(located)
         kind, argument = _KINDS.get(guard.kind, "value"), guard.argument
+        if guard.kind == UNGUARDED and Encoder().plain(value, "") is None:
+            kind = "type"  # what was read of it has guards
         if kind == "contains":
             try:
                 argument = encoded_key(argument)
@@ -152,8 +161,6 @@ class _TraceConditions:
                 kind, argument = "keys", None
         elif kind not in ("hasattr", "in __dict__"):
             argument = None
-        if isinstance(value, types.FunctionType) and _result_is_kept(value):
-            raise Undescribable(guard.expression, "is called while tracing and its result is kept")
         if kind == "length" and isinstance(value, Mapping | Set):
             kind = "keys" if isinstance(value, Mapping) else "value"  # Dynamo has no other guard
         self.tree.add(located.root, located.steps, kind, argument)
@@ -203,9 +210,12 @@ class _TraceConditions:
 
     def _add_names(self, functions: Iterable[types.FunctionType]) -> None:
         """Conditions on what Dynamo takes as constant: builtins, operators, methods of tensors."""
-        attributes: set[str] = set()
-        probes = self.captured.inlined.probes
-        probed = {str(each.argument) for each in probes if each.kind == "HASATTR"}
+        of_graph = names_read(all_nodes(self.captured.graph))
+        attributes = set(of_graph.pop(TENSOR))
+        for space, read in of_graph.items():
+            self._try(space, [], "added", read)
+        facts = self.captured.inlined.facts
+        probed = {str(each.argument) for each in facts if each.kind == "HASATTR"}
         builtin_names: dict[str, set[str]] = {}
         for function in functions:
             attributes |= attribute_names(function.__code__)
@@ -345,27 +355,27 @@ class _TraceConditions:
     def add_variables(self) -> None:
         for name in sorted(self.captured.inlined.variables):
             self.tree.variable(name)
-        for where in self.captured.inlined.absences:
-            self.obstacles.append(f"an exception for what is absent is handled ({where})")
-        for where in self.captured.inlined.unnamed_variables:
-            self.obstacles.append(f"an environment variable whose name is not constant ({where})")
+        for what, where in sorted(self.captured.inlined.obstacles, key=str):
+            self.obstacles.append(f"{what} ({where})")
 
     def add_results(self) -> None:
         """Conditions on what functions returned that Dynamo called while tracing.
 
         An object among the arguments, such as a process group, has a condition of its own.
         """
-        objects = {id(each.value) for each in self.locator.located.values()}
+        objects = {id(each.value): each for each in self.locator.located.values()}
         for call in self.captured.inlined.results:
-            others = [each for each in call.arguments if not isinstance(each, _PLAIN)]
+            arguments, named = call.arguments, call.named
+            given = [*(arguments or ()), *named.values()]
+            others = [each for each in given if not isinstance(each, _PLAIN)]
             if others and all(id(each) in objects for each in others):
                 continue
-            located = _place_of_function(call.function)
-            if others or located is None or located.root is None:
-                name = call.function.__name__
-                self.obstacles.append(f"the result of {name} cannot be located ({call.where})")
+            located = _place_of_function(call.function) or objects.get(id(call.function))
+            if arguments is None or others or located is None or located.root is None:
+                name = call.function.__qualname__
+                self.obstacles.append(f"the result of {name} cannot be described ({call.where})")
             else:
-                self._try(located.root, located.steps, "result", list(call.arguments))
+                self._try(located.root, located.steps, "result", [list(arguments), dict(named)])
 
 
 _PLAIN = (bool, int, str, types.NoneType)
@@ -377,12 +387,6 @@ def _place_of_function(function: Any) -> Located | None:
         if located is not None and located.value is function:
             return located
     return None
-
-
-def _result_is_kept(function: types.FunctionType) -> bool:
-    """Whether Dynamo calls a function while tracing, by `assume_constant_result`."""
-    is_torch = str(function.__module__).partition(".")[0] == "torch"
-    return not is_torch and getattr(function, "_dynamo_marked_constant", False)
 
 
 def _is_standard(code: types.CodeType) -> bool:

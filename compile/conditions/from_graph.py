@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import GraphModule, Node
 
 from ...cache.keys.encoder import KNOWN, Undescribable
 from ...torch_compat.basics.ops import op_name, triton_call
@@ -18,13 +18,14 @@ from ..ir.locations import node_location
 from ..ir.ops import is_custom
 from .conditions import CALLED_OP, FUNCTION, INLINED_OP, ConditionTree
 from .places import OPS, reader
+from .torch_functions import all_nodes
 
 
 def add_called_code(
-    tree: ConditionTree, graph: Graph, model: torch.nn.Module, splits: Callable[[Node], bool]
+    tree: ConditionTree, graph: GraphModule, model: torch.nn.Module, splits: Callable[[Node], bool]
 ) -> Iterator[str]:
     """Add a condition for each op, kernel and function; yields what cannot be described."""
-    for node in graph.nodes:
+    for node in all_nodes(graph):
         try:
             if is_custom(node.target):
                 steps = op_name(node.target).split("::")

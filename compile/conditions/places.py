@@ -33,7 +33,9 @@ MODEL, GLOBALS, OPS = "", "*", "::"
 CONTAINERS = ("_modules", "_parameters", "_buffers")
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOK_TABLES = (*HOOKS, *(f"_global{name}" for name in HOOKS))
+GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
+"""Dicts of hooks that a call of every module runs, in the module that defines `nn.Module`."""
+HOOK_TABLES = (*HOOKS, *GLOBAL_HOOKS)
 """Beginnings of the names of dicts of hooks, keyed by numbers that differ from run to run."""
 
 

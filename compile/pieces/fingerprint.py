@@ -10,6 +10,7 @@ file locations or line numbers.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -24,7 +25,9 @@ from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.ops import is_op, op_name, triton_call
 from ...torch_compat.basics.symbolic import expression_of
 from ...torch_compat.basics.tensors import storage_id
+from ..conditions.conditions import observed
 from ..conditions.custom_ops import op_parts, op_signature
+from ..conditions.torch_functions import TENSOR, names_read
 from ..ir.ops import is_custom
 from ..ir.serialization import encode
 
@@ -41,6 +44,9 @@ def canonical_text(graph: Graph, root: torch.nn.Module, cut_at: Sequence[str] = 
     """The text that is hashed; comparing two texts shows how pieces differ."""
     writer = _Writer(root)
     lines = [writer.line(node) for node in graph.nodes] + writer.schemas(cut_at)
+    for space, names in names_read(graph.nodes).items():  # a program may have replaced some
+        held = torch.Tensor if space == TENSOR else sys.modules[space]
+        lines.append(f"{space} = {observed('added', names, held)}")
     return "\n".join([*lines, *(f"cut at {name}" for name in cut_at)])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from typing import Any
 
 import pytest
@@ -111,11 +111,52 @@ def test_function_of_a_custom_op_is_found() -> None:
     assert ops.custom_op_function("piecegraph_compat::double") is double
 
 
-def test_files_that_register_a_kernel_are_known(library: Any) -> None:
+class Scaled:
+    def __init__(self, factor: float) -> None:
+        self.factor, self.calls = factor, 0
+
+    def scale(self, x: torch.Tensor, n: int, *, s: str) -> torch.Tensor:
+        self.calls += 1
+        return x * self.factor
+
+
+def test_the_function_that_an_op_calls_is_found_and_does_not_run(library: Any) -> None:
+    library.define("scaled(Tensor x, int n=1, *, str s) -> Tensor")
+    scaled = Scaled(2.0)
+    library.impl("scaled", scaled.scale, "CompositeImplicitAutograd")
+    op = torch.ops.piecegraph_ops.scaled.default
+    assert ops.traced_kernels(op) == ["CompositeImplicitAutograd"]
+    found = ops.registered_function(op, "CompositeImplicitAutograd")
+    assert found is not None
+    function, bound = found
+    assert function.__code__ is Scaled.scale.__code__
+    assert bound == {"self": scaled}
+    assert scaled.calls == 0
+    assert sys.getprofile() is None
+
+
+def test_kernels_of_a_device_run_when_the_model_does_and_are_not_traced(library: Any) -> None:
     library.impl("two", torch.clone, "CPU")
-    (file,) = ops.registering_files("piecegraph_ops::two")
-    assert os.path.samefile(file, __file__)
-    assert ops.registering_files("aten::add.Tensor") == set()
+    assert ops.traced_kernels(torch.ops.piecegraph_ops.two.default) == []
+    assert ops.traced_kernels(aten.linear.default) == []
+
+
+def test_a_kernel_that_is_no_python_function_is_not_found(library: Any) -> None:
+    library.define("native(Tensor x) -> Tensor")
+    library.impl("native", torch.relu, "CompositeImplicitAutograd")
+    native = torch.ops.piecegraph_ops.native.default
+    assert ops.registered_function(native, "CompositeImplicitAutograd") is None
+
+
+def test_an_op_of_torch_that_was_overridden_is_named() -> None:
+    assert ops.overridden_ops() == []
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("linear", lambda x, w, b=None: x @ w.t(), "CompositeImplicitAutograd")
+        assert ops.overridden_ops() == [(aten.linear.default, "CompositeImplicitAutograd")]
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+    assert ops.overridden_ops() == []
 
 
 def test_only_a_launch_is_a_triton_call() -> None:

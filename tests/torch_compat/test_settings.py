@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from piecegraph.torch_compat.basics import settings
 
@@ -106,14 +108,20 @@ def test_f6_every_exemption_has_a_reason() -> None:
     assert all(settings.EXEMPT.values())
 
 
-def test_function_modes_are_stated_and_the_default_device_is_not_one() -> None:
-    class Mode(torch.overrides.TorchFunctionMode):
-        pass
+class FunctionMode(torch.overrides.TorchFunctionMode):
+    pass
 
+
+class DispatchMode(TorchDispatchMode):
+    pass
+
+
+@pytest.mark.parametrize("kind", [FunctionMode, DispatchMode])
+def test_modes_are_stated_and_the_default_device_is_not_one(kind: Any) -> None:
     with torch.device("cpu"):
-        assert settings.function_modes() == []
-        with Mode() as mode:
-            assert settings.function_modes() == [mode]
+        assert settings.active_modes() == []
+        with kind() as mode:
+            assert settings.active_modes() == [mode]
 
 
 def test_is_settings_of_torch() -> None:

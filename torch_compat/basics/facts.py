@@ -8,6 +8,9 @@ from typing import Any
 SHARED_CELL = "SHARED_CELL"
 """Kind of the fact that a variable of an enclosing function is the same at two expressions."""
 
+UNGUARDED = "UNGUARDED"
+"""Kind of the fact that Dynamo read a value and added no guard on it."""
+
 
 @dataclass(frozen=True)
 class GuardFact:

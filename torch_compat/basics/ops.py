@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
+import sys
 from collections.abc import Callable, Iterator
+from types import CellType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -133,11 +134,79 @@ def _registered(fake: Callable[..., Any] | None) -> Callable[..., Any] | None:
     return inside
 
 
-def registering_files(name: str) -> set[str]:
-    """Python files outside torch that registered kernels of the overload `ns::op.overload`."""
-    known: str = torch._C._dispatch_dump(name)
-    files = set(re.findall(r"registered at (.+\.py):\d+", known))
-    return {file for file in files if not is_torch_file(file) and os.path.isfile(file)}
+def traced_kernels(op: OpOverload) -> list[str]:
+    """The dispatch keys at which Python code outside of torch runs while calls of `op` are traced.
+
+    What is registered for a device is called when the model runs, as it is then.
+    """
+    known: str = torch._C._dispatch_dump(str(op._name))
+    found = re.findall(
+        r"^(?!debug)(\w+)(?:\[alias\])?: registered at (.+\.py):\d+", known, re.MULTILINE
+    )
+    return [key for key, file in found if not (key.startswith(_DEVICES) or is_torch_file(file))]
+
+
+_DEVICES = ("CPU", "CUDA", "HIP", "XPU", "MPS", "MTIA", "HPU", "XLA", "PrivateUse")
+
+
+def overridden_ops() -> list[tuple[OpOverload, str]]:
+    """Operators of torch for which a program has registered a kernel, and the dispatch keys."""
+    found = []
+    for entry in sorted(torch.library._impls):
+        namespace, name, key = entry.split("/")
+        if namespace == "aten" and key != "Meta":
+            op = getattr(torch.ops.aten, name.partition(".")[0])
+            overload = getattr(op, name.partition(".")[2] or "default")
+            found += [(overload, each) for each in traced_kernels(overload) if each == key]
+    return found
+
+
+class _Found(Exception):
+    """Ends a call of a kernel before any of its code runs."""
+
+
+def registered_function(op: OpOverload, key: str) -> tuple[FunctionType, dict[str, Any]] | None:
+    """The Python function that is registered for `op` at a dispatch key, and what it is bound to.
+
+    The dispatcher keeps it where Python cannot read it: the kernel is called, and stopped when its
+    frame begins. None if no Python function is called.
+    """
+    frames: list[FrameType] = []
+
+    def stop(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            frames.append(frame)
+            raise _Found
+
+    arguments = [_dummy(str(argument.type)) for argument in op._schema.arguments]
+    args = [v for v, a in zip(arguments, op._schema.arguments, strict=True) if not a.kwarg_only]
+    kwargs = {
+        a.name: v for v, a in zip(arguments, op._schema.arguments, strict=True) if a.kwarg_only
+    }
+    kernel, before = op._op_dk, sys.getprofile()
+    sys.setprofile(stop)
+    try:
+        kernel(getattr(torch._C.DispatchKey, key), *args, **kwargs)
+    except Exception:  # _Found, or the error of a kernel that is no Python function
+        pass
+    finally:
+        sys.setprofile(before)
+    if not frames:
+        return None
+    code, values = frames[0].f_code, frames[0].f_locals
+    cells = [CellType(values[n]) if n in values else CellType() for n in code.co_freevars]
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = {id(value) for value in arguments}
+    bound = {n: values[n] for n in names if n in values and id(values[n]) not in given}
+    return FunctionType(code, frames[0].f_globals, code.co_name, None, tuple(cells)), bound
+
+
+def _dummy(kind: str) -> Any:
+    """A value of a type of arguments."""
+    if kind.startswith("List"):
+        return []
+    plain = {"int": 0, "SymInt": 0, "number": 0, "float": 0.0, "bool": False, "str": ""}
+    return torch.empty(0) if kind == "Tensor" else plain.get(kind)
 
 
 def is_decomposed(op: Any) -> bool:

@@ -179,13 +179,14 @@ def global_state() -> dict[str, str]:
     }
 
 
-def function_modes() -> list[Any]:
-    """The modes that see each torch function called now, the default device's apart."""
+def active_modes() -> list[Any]:
+    """The modes that see each torch function or op called now, the default device's apart."""
     from torch.overrides import _get_current_function_mode_stack
     from torch.utils._device import DeviceContext
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    stack: Any = _get_current_function_mode_stack
-    return [m for m in stack() if not isinstance(m, DeviceContext)]
+    stacks: tuple[Any, ...] = _get_current_function_mode_stack, _get_current_dispatch_mode_stack
+    return [mode for stack in stacks for mode in stack() if not isinstance(mode, DeviceContext)]
 
 
 def _flag(name: str) -> Any:

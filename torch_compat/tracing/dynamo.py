@@ -15,7 +15,7 @@ import torch
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
-from ..basics.facts import GuardFact
+from ..basics.facts import UNGUARDED, GuardFact
 from ..basics.frames import is_user_file, user_line
 from ..basics.patch import compiler_lock, dynamo_lock, preserve_cache_variables, replaced
 from ..basics.symbolic import release_shape_environments
@@ -127,11 +127,10 @@ def capture_full_graph(
     fake_mode: Any = output.backend_input.fake_mode
     # a shape environment, its fake inputs and their sizes are a cycle that no collection sees
     fake_mode.shape_env.tracked_fakes.clear()
-    guards = _guard_facts(output.graph_capture_output.output_graph.guards)
-    facts = {
-        (fact.expression, fact.kind, repr(fact.argument)): fact
-        for fact in (*inlined.probes, *inlined.aliases, *guards)
-    }
+    guards = [*inlined.facts, *_guard_facts(output.graph_capture_output.output_graph.guards)]
+    unguarded = inlined.wrapped - {fact.expression for fact in guards}
+    guards += [GuardFact(expression, UNGUARDED) for expression in unguarded]
+    facts = {(fact.expression, fact.kind, repr(fact.argument)): fact for fact in guards}
 
     def call(compiled_fn: Callable[..., Any]) -> Callable[..., Any]:
         forward: Callable[..., Any] = runtime.forward_callable(

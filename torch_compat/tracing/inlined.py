@@ -1,12 +1,13 @@
 """What a trace ran through: functions that Dynamo inlined, and what it took as constant.
 
 Dynamo adds no guard for some of it: environment variables, functions that it calls while tracing,
-attributes and keys whose absence the model handles.
+attributes and keys whose absence the model handles, the order of sets, identity of equal constants.
 """
 
 from __future__ import annotations
 
 import inspect
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,10 +26,12 @@ from ..basics.patch import replaced
 
 @dataclass(frozen=True)
 class FoldedCall:
-    """A call of a function that reads the state of the process, such as the rank."""
+    """A call that Dynamo made while tracing, of a function that reads the state of the process."""
 
     function: Any
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...] | None
+    """None if they are not constant, those by name included."""
+    named: Mapping[str, Any]
     where: str | None
     """file:line of the user's code."""
 
@@ -40,14 +43,13 @@ class Inlined:
     functions: dict[CodeType, FunctionType | None] = field(default_factory=dict)
     """By code object; None where Dynamo made the function while tracing."""
     variables: set[str] = field(default_factory=set)
-    unnamed_variables: set[str | None] = field(default_factory=set)
-    """file:line of each read of a variable whose name is not constant."""
-    absences: set[str | None] = field(default_factory=set)
-    """file:line of each attribute, key or name whose absence the model handled, without a guard."""
-    probes: set[GuardFact] = field(default_factory=set)
-    """Attributes and keys whose absence the model handled, as guards that Dynamo did not add."""
-    aliases: set[GuardFact] = field(default_factory=set)
-    """Two expressions of one object, of which Dynamo guards only the value at one."""
+    obstacles: set[tuple[str, str | None]] = field(default_factory=set)
+    """What cannot be stated as a condition, and file:line of the user's code."""
+    facts: set[GuardFact] = field(default_factory=set)
+    """What Dynamo relied on without a guard, as guards: attributes and keys whose absence the model
+    handled, two expressions of one object, containers that were iterated, parts of functions."""
+    wrapped: set[str] = field(default_factory=set)
+    """Expressions whose values Dynamo read. It adds no guard on some of them."""
     class_reads: set[tuple[type, str]] = field(default_factory=set)
     """Attributes, present or not, of classes whose origin Dynamo does not track: no guard is on
     them. A class that `__get__` of a descriptor is given is one."""
@@ -68,32 +70,47 @@ def inlined_calls() -> Iterator[Inlined]:
 
     Dynamo's own list lacks functions that raised an exception which their caller handled.
     """
-    from torch._dynamo.symbolic_convert import (
-        InliningInstructionTranslator,
-        InstructionTranslatorBase,
-    )
-    from torch._dynamo.variables import builder
-    from torch._dynamo.variables.functions import PolyfilledFunctionVariable, UserFunctionVariable
-    from torch._dynamo.variables.misc import PythonModuleVariable
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-    from torch._dynamo.variables.user_defined import UserDefinedClassVariable
+    from torch._dynamo import symbolic_convert, variables
 
     inlined, handled = Inlined(), set[Any]()
+    function, in_graph = variables.UserFunctionVariable, variables.TorchInGraphFunctionVariable
+    polyfilled, of_vars = (
+        variables.functions.PolyfilledFunctionVariable,
+        variables.dicts.SideEffectsProxyDict,
+    )
     notes: list[tuple[Any, str, Callable[..., None]]] = [
-        (InliningInstructionTranslator, "inline_call", partial(_note_function, inlined)),
-        (InstructionTranslatorBase, "exception_handler", partial(_note_absence, inlined, handled)),
-        (TorchInGraphFunctionVariable, "call_function", partial(_note_result, inlined, "value")),
-        (PolyfilledFunctionVariable, "call_function", partial(_note_result, inlined, "fn")),
-        (builder, "make_dupe_guard", partial(_note_alias, inlined)),
-        (UserFunctionVariable, "bind_args", partial(_note_cells, inlined)),
+        (symbolic_convert.InliningInstructionTranslator, "inline_call", _note_function),
+        (
+            symbolic_convert.InstructionTranslatorBase,
+            "exception_handler",
+            partial(_note_absence, handled),
+        ),
+        (in_graph, "call_function", partial(_note_result, "value")),
+        (polyfilled, "call_function", partial(_note_result, "fn")),
+        (function, "call_function", _note_kept_result),
+        (function, "bind_args", _note_cells),
+        (function, "var_getattr", _note_part),
+        (variables.ConstantVariable, "var_getattr", _note_part),
+        (variables.builder, "make_dupe_guard", _note_alias),
+        (variables.builder.VariableBuilder, "__call__", _note_wrapped),
+        (variables.BuiltinVariable, "call_function", _note_builtin),
+        (of_vars, "__iter__", _note_keys),
+        (of_vars, "__contains__", _note_key),
     ]
-    for name in _MODULE_ACCESS & vars(PythonModuleVariable).keys():
-        notes.append((PythonModuleVariable, name, partial(_note_module_access, inlined, name)))
-    for name in _CLASS_ACCESS & vars(UserDefinedClassVariable).keys():
-        notes.append((UserDefinedClassVariable, name, partial(_note_class_access, inlined)))
+    for name in _MODULE_ACCESS & vars(variables.PythonModuleVariable).keys():
+        notes.append((variables.PythonModuleVariable, name, partial(_note_module_access, name)))
+    for name in _CLASS_ACCESS & vars(variables.UserDefinedClassVariable).keys():
+        notes.append((variables.UserDefinedClassVariable, name, _note_class_access))
+    sets = variables.sets.SetVariable
+    notes += [(sets, name, _note_order) for name in _SET_ORDER & vars(sets).keys()]
+    notes += [(sets, "call_method", _note_popped)]
+    notes += [(variables.ListVariable, "call_method", _note_extended)]
+    comparisons = _noted_comparisons(inlined, symbolic_convert.compare_op_handlers)
     with ExitStack() as stack:
+        stack.enter_context(replaced(symbolic_convert, "compare_op_handlers", comparisons))
         for owner, name, note in notes:
-            stack.enter_context(replaced(owner, name, _noting(owner, name, note)))
+            noted = _noting(owner, name, partial(note, inlined))
+            stack.enter_context(replaced(owner, name, noted))
         yield inlined
 
 
@@ -109,6 +126,16 @@ def _noting(owner: Any, name: str, note: Callable[..., None]) -> Any:
     return classmethod(call) if isinstance(static, classmethod) else call
 
 
+def _noted_comparisons(inlined: Inlined, handlers: Mapping[str, Any]) -> dict[str, Any]:
+    """The functions by which Dynamo runs `is` and the like."""
+
+    def noted(original: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        _note_identity(inlined, args)
+        return original(tx, args, kwargs)
+
+    return {**handlers, **{name: partial(noted, handlers[name]) for name in ("is", "is not")}}
+
+
 def _note_function(
     inlined: Inlined, cls: Any, parent: Any, func: Any, args: Any, *_: Any, **__: Any
 ) -> None:
@@ -118,10 +145,11 @@ def _note_function(
         if (name := _variable_name(args)) is not None:
             inlined.variables.add(name)
         else:
-            inlined.unnamed_variables.add(_traced_line())
+            unnamed = "an environment variable whose name is not constant"
+            inlined.obstacles.add((unnamed, _traced_line()))
 
 
-def _note_absence(inlined: Inlined, handled: set[Any], translator: Any, raised: Any) -> None:
+def _note_absence(handled: set[Any], inlined: Inlined, translator: Any, raised: Any) -> None:
     from torch._dynamo.exc import ObservedAttributeError, ObservedLookupError
 
     by_the_user = translator.current_instruction.opname in ("RAISE_VARARGS", "RERAISE")
@@ -129,26 +157,26 @@ def _note_absence(inlined: Inlined, handled: set[Any], translator: Any, raised: 
     if absent and not by_the_user and raised not in handled:
         where = _traced_line()
         if (probe := _probe(raised, where)) is not None:
-            inlined.probes.add(probe)
+            inlined.facts.add(probe)
         else:
-            inlined.absences.add(where)
+            inlined.obstacles.add(("an exception for what is absent is handled", where))
     handled.add(raised)
 
 
 def _note_result(
-    inlined: Inlined, function_of: str, variable: Any, tx: Any, args: Any, kwargs: Any
+    function_of: str, inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: Any
 ) -> None:
     function = getattr(variable, function_of)
     folded = variable.can_constant_fold_through() and _reads_state(function)
     constants = _constants([*args, *kwargs.values()]) if folded else None
     if constants is not None:
-        inlined.results.append(FoldedCall(function, constants, _traced_line()))
+        inlined.results.append(FoldedCall(function, constants, {}, _traced_line()))
 
 
 def _note_alias(inlined: Inlined, source: Any, first: Any) -> None:
     """Dynamo adds no guard if one is an argument and the other a global."""
     if first is not None and first != source:
-        inlined.aliases.add(GuardFact(str(source.name), "DUPLICATE_INPUT", str(first.name)))
+        inlined.facts.add(GuardFact(str(source.name), "DUPLICATE_INPUT", str(first.name)))
 
 
 def _note_cells(inlined: Inlined, variable: Any, parent: Any, *_: Any) -> None:
@@ -158,19 +186,119 @@ def _note_cells(inlined: Inlined, variable: Any, parent: Any, *_: Any) -> None:
         first = getattr(contents, "source", None)
         place = f"{source.name}.__closure__[{index}].cell_contents"
         if first is not None and place != str(first.name):
-            inlined.aliases.add(GuardFact(place, SHARED_CELL, str(first.name)))
+            inlined.facts.add(GuardFact(place, SHARED_CELL, str(first.name)))
 
 
 def _note_module_access(
-    inlined: Inlined, access: str, variable: Any, tx: Any, attribute: str
+    access: str, inlined: Inlined, variable: Any, tx: Any, attribute: str
 ) -> None:
     if (probe := _probe_of_module(variable.value, attribute, access)) is not None:
-        inlined.probes.add(probe)
+        inlined.facts.add(probe)
 
 
 def _note_class_access(inlined: Inlined, variable: Any, tx: Any, attribute: str, *_: Any) -> None:
     if variable.source is None:
         inlined.class_reads.add((variable.value, attribute))
+
+
+def _note_kept_result(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: Any) -> None:
+    """A function marked by `assume_constant_result`, which Dynamo calls."""
+    if getattr(variable.fn, "_dynamo_marked_constant", False):
+        constants, named = _constants(args), _constants(kwargs.values())
+        arguments = None if named is None else constants
+        by_name = dict(zip(kwargs, named or (), strict=False))
+        inlined.results.append(FoldedCall(variable.fn, arguments, by_name, _traced_line()))
+
+
+def _note_part(inlined: Inlined, variable: Any, tx: Any, name: str) -> None:
+    """An attribute of a function, or of its code, that Dynamo takes as constant."""
+    is_part = name in _PARTS_OF_FUNCTIONS or type(getattr(variable, "value", None)) is CodeType
+    if is_part and variable.source is not None:
+        expression = f"{variable.source.name}.{name}"
+        inlined.facts.add(GuardFact(expression, "CONSTANT_MATCH", None, _traced_line()))
+
+
+def _note_wrapped(inlined: Inlined, builder: Any, value: Any) -> None:
+    expression = str(builder.source.name)
+    if "SYNTHETIC_LOCAL" not in expression:  # which Dynamo has made
+        inlined.wrapped.add(expression)
+
+
+def _note_builtin(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: Any) -> None:
+    """What Dynamo decides by objects of this process, which an equal process may not share."""
+    function = variable.fn
+    if function is hash and tx.f_code.co_name != "__hash__" and not _are_numbers(args):
+        inlined.obstacles.add(("the hash of an object", _traced_line()))
+    if function in (operator.is_, operator.is_not):
+        _note_identity(inlined, args)
+
+
+def _note_identity(inlined: Inlined, args: Any) -> None:
+    values = _constants(args) or ()
+    one, other = values if len(values) == 2 else (None, None)
+    may_be_two = type(one) is type(other) and type(one) in _EQUAL_OBJECTS and one == other
+    if may_be_two and not (type(one) is int and -5 <= one <= 256):
+        inlined.obstacles.add((f"whether {one!r} is one object or two", _traced_line()))
+
+
+def _note_keys(inlined: Inlined, names: Any) -> None:
+    """The `__dict__` of an object is iterated."""
+    if (source := getattr(names.item, "source", None)) is not None:
+        fact = GuardFact(f"{source.name}.__dict__", "DICT_KEYS_MATCH", None, _traced_line())
+        inlined.facts.add(fact)
+
+
+def _note_key(inlined: Inlined, names: Any, key: Any) -> None:
+    source = getattr(names.item, "source", None)
+    if source is not None and not hasattr(names.item, "get_code"):
+        name = key if isinstance(key, str) else key.vt.as_python_constant()
+        inlined.facts.add(GuardFact(str(source.name), "NOT_PRESENT_IN_GENERIC_DICT", name))
+
+
+def _note_popped(inlined: Inlined, variable: Any, tx: Any, name: str, *_: Any) -> None:
+    if name == "pop":
+        _note_order(inlined, variable)
+
+
+def _note_extended(inlined: Inlined, _: Any, tx: Any, name: str, args: Any, *__: Any) -> None:
+    if name == "extend" and args and "Set" in type(args[0].realize()).__name__:
+        _note_order(inlined, args[0].realize())
+
+
+def _note_order(inlined: Inlined, variable: Any, *_: Any) -> None:
+    """A set is iterated, in an order that its history and the hashes of its items decide."""
+    is_ordered = "Ordered" in type(variable).__name__ or "DictKey" in type(variable).__name__
+    if is_ordered or len(variable.items) < 2 or _is_orderless():
+        return
+    is_random = sys.flags.hash_randomization and not _are_numbers(i.vt for i in variable.items)
+    if variable.source is None or is_random:
+        inlined.obstacles.add(("the order of a set", _traced_line()))
+    else:
+        inlined.facts.add(GuardFact(str(variable.source.name), "ITERATED", None, _traced_line()))
+
+
+def _are_numbers(variables: Any) -> bool:
+    """Whether the hashes of constants are the same in every process."""
+    values = _constants(variables)
+    return values is not None and all(isinstance(value, int | float) for value in values)
+
+
+def _is_orderless() -> bool:
+    """Whether Dynamo iterates a set for a function whose result has no order."""
+    frame, names = inspect.currentframe(), set()
+    for _ in range(_NEAR):
+        if (frame := frame.f_back if frame else None) is not None:
+            names.add(frame.f_code.co_name)
+    return not names.isdisjoint(_ORDERLESS)
+
+
+_PARTS_OF_FUNCTIONS = ("__annotations__", "__doc__", "__module__", "__name__", "__qualname__")
+_EQUAL_OBJECTS = (str, bytes, int, float, complex, tuple, frozenset)
+"""Types of constants of which two objects may be equal."""
+_SET_ORDER = {"tp_iter_impl", "unpack_var_sequence"}
+"""Methods by which Dynamo iterates a set, by version of torch."""
+_ORDERLESS, _NEAR = ("call_sorted", "call_set", "call_frozenset"), 8
+"""Functions of Dynamo that iterate a set whose order cannot be seen, and how far they are below."""
 
 
 def _traced_line() -> str | None:

@@ -7,7 +7,7 @@ run by a process of its own on the cache of the first.
 
 from __future__ import annotations
 
-from . import absent, aliases, classes, functions, modules, operators, process
+from . import absent, aliases, classes, folded, functions, modules, operators, process
 from .attributes import ATTRIBUTE_MODULE, ATTRIBUTES
 from .unread import UNREAD, UNREAD_MODEL
 
@@ -25,14 +25,17 @@ def sources() -> dict[str, str]:
         f"attribute_{name}": ATTRIBUTE_MODULE.replace("VALUE", value).replace("RESULT", result)
         for name, (value, result) in ATTRIBUTES.items()
     }
-    subjects = (absent, aliases, functions, classes, operators, modules, process)
+    subjects = (absent, aliases, folded, functions, classes, operators, modules, process)
     others = {name: source for each in subjects for name, source in each.CASES.items()}
     return {name: HEAD + source for name, source in {**attributes, **others}.items()}
 
 
 def unread_sources() -> dict[str, str]:
     """Cases whose variants give the same result for the same reason."""
-    return {
-        f"unread_{name}": HEAD + UNREAD_MODEL.replace("MADE", made).replace("RESULT", result)
+    models = {
+        name: UNREAD_MODEL.replace("MADE", made).replace("RESULT", result)
         for name, (made, result) in UNREAD.items()
+    }
+    return {
+        f"unread_{name}": HEAD + source for name, source in {**models, **folded.NEEDLESS}.items()
     }
