@@ -58,11 +58,23 @@ def results(model, requests):
         return model(torch.cat(requests), positions).split(lengths)
 
 
-def assert_equal_alone(own, lengths=LENGTHS, **settings):
+def prepared_results(model, requests):
+    """As `results`, traced."""
+    settings = {**model.settings, "max_num_tokens": 128, "max_num_reqs": 4, "compiler": "eager"}
+    config = Config(**settings, cache=False, graph_mode="NONE")
+    prepared = prepare(model, config, layers=model.layers)
+    lengths = tuple(len(ids) for ids in requests)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    decision = prepared.dispatch(Batch(sum(lengths), len(lengths)))
+    metadata = PackedRequests(lengths)
+    return prepared.run(decision, torch.cat(requests), positions, metadata=metadata).split(lengths)
+
+
+def assert_equal_alone(own, lengths=LENGTHS, run=results, **settings):
     """Each request of a step has the result of the model's own forward for it alone."""
     model = PackedModel(copy.deepcopy(own), **settings)
     requests = [torch.randint(3, 60, (length,)) for length in lengths]
-    for ids, result in zip(requests, results(model, requests), strict=True):
+    for ids, result in zip(requests, run(model, requests), strict=True):
         expected = copy.deepcopy(own)(input_ids=ids[None])[0][0]
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
     return model
@@ -78,8 +90,13 @@ def longrope(**settings):
 
 def test_longrope_has_the_factors_of_what_is_served():
     own = longrope()
-    assert_equal_alone(own, (3, 20, 32), max_model_len=32)
-    assert_equal_alone(own, (33, 60))
+    assert_equal_alone(own, (3, 20, 32), prepared_results, max_model_len=32)
+    model = assert_equal_alone(own, (33, 60))
+    settled = copy.deepcopy(own)
+    settle_rope(settled)
+    (result,) = results(model, [torch.arange(3, 9)])
+    expected = settled(input_ids=torch.arange(3, 9)[None])[0][0]
+    torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
     short = copy.deepcopy(own)
     settle_rope(short)
     settle_rope(short, 32)
@@ -91,7 +108,7 @@ def test_dynamic_rope_has_the_frequencies_of_the_longest_request():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     config = transformers.LlamaConfig(**SIZES, max_position_embeddings=32, rope_parameters=rope)
     own = drawn(transformers.LlamaModel(config))
-    assert_equal_alone(own, (3, 20, 32))
+    assert_equal_alone(own, (3, 20, 32), prepared_results)
     assert_equal_alone(own, (50,), max_model_len=50)
 
 
@@ -106,10 +123,12 @@ def test_attention_on_both_sides_with_a_window():
         sliding_window=12,
         layer_types=kinds,
     )
-    assert_equal_alone(drawn(transformers.Gemma3TextModel(config)))
+    assert not assert_equal_alone(drawn(transformers.Gemma3TextModel(config))).layers
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.heavy)]
+)
 def test_activation_sparsity_is_traced(dtype):
     """Gemma 3n as released: the threshold of a layer is a number of its configuration."""
     config = families.tiny_config("gemma3n_text")
@@ -117,11 +136,8 @@ def test_activation_sparsity_is_traced(dtype):
     model = transformers.AutoModel.from_config(config, attn_implementation="eager")
     own = drawn(model).to(dtype)
     packed = PackedModel(copy.deepcopy(own))
-    settings = {**packed.settings, "max_num_tokens": 16, "compiler": "eager", "cache": False}
-    prepared = prepare(packed, Config(**settings, graph_mode="NONE"), layers=packed.layers)
     ids = torch.randint(3, 60, (12,))
-    decision = prepared.dispatch(Batch(12, 1))
-    result = prepared.run(decision, ids, torch.arange(12), metadata=PackedRequests((12,)))
+    (result,) = prepared_results(packed, [ids])
     limit = 1e-4 if dtype is torch.float32 else 5e-2
     torch.testing.assert_close(result, own(input_ids=ids[None])[0][0], rtol=limit, atol=limit)
     layer, inputs = own.layers[0].mlp, torch.randn(3, 32).to(dtype)
