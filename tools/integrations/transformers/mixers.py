@@ -55,6 +55,7 @@ class Mixer:
         self._mask_of = mask_of
         self.width: int | None = None
         """Numbers that the inputs have for each token; None if one has a value for each pair."""
+        self.learned = False
         self._forward = module.forward
 
     def learn(self, lengths: Sequence[int], *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +119,7 @@ class Mixer:
         module.mixer_result = (self._index, count, isinstance(result, list))
         output = _empty(module, inputs)
         self(inputs, output, PackedRequests(tuple(lengths)))
+        self.learned = True
         return _returned(module, output)
 
     def rows(self, inputs: Sequence[Tensor | None]) -> Tensor:

@@ -35,6 +35,7 @@ from .attention import (
     packed,
     unknown_argument,
 )
+from .host_reads import host_readers
 from .mixers import Mixer, UnknownCall
 from .small import hidden_states, kind_of
 from .sparsity import settle_sparsity
@@ -77,8 +78,15 @@ def route(model: PreTrainedModel, mixing: Collection[str] = ()) -> Routes:
     inner: Any
     for inner in (m for mixer in trial.mixers.values() for m in mixer.module.modules()):
         inner.in_mixer = True
-    with trial.attending(), _learning(trial.mixers, lengths):
+    with trial.attending(), _learning(trial.mixers, lengths), host_readers(model) as readers:
         hidden_states(model, **inputs)
+    inside = tuple(f"{name}." for name in trial.mixers)
+    for name in readers:
+        if not f"{name}.".startswith(inside):
+            raise UnknownAttention(f"{name} reads values of tensors on the host", name)
+    for name, mixer in trial.mixers.items():
+        if not mixer.learned:
+            raise UnknownCall(f"{name} is called by another name than forward", name)
     trial.install(stand_in=any(mixer.masked for mixer in trial.mixers.values()))
     for mixer in trial.mixers.values():
         mixer.install()
