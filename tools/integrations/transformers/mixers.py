@@ -72,7 +72,7 @@ class Mixer:
 
     def _learned(self, lengths: Sequence[int], args: Any, kwargs: Any) -> Any:
         tokens = sum(lengths)
-        self._template = args, kwargs
+        self._template, self._tokens = (args, kwargs), tokens
         leaves = list(_leaves([*args, *kwargs.values()]))
         for value in leaves:
             if not isinstance(value, (Tensor, *_PLAIN)):
@@ -91,9 +91,14 @@ class Mixer:
         )
         inputs = _inputs(module, args, kwargs)
         self._dims = [[d for d, n in enumerate(x.shape) if n == tokens] for x in inputs]
-        first = next((i for i, dims in enumerate(self._dims) if dims), None)
-        if first is None:
-            raise UnknownCall("takes no tensor with a row for each token")
+        sized = [
+            (leaf, dims[0])
+            for leaf, dims in zip(module.mixer_inputs, self._dims, strict=True)
+            if dims
+        ]
+        sized += [(i, -1) for i, x in enumerate(leaves) if _is_count(x, tokens)]
+        if not sized:
+            raise UnknownCall("takes no tensor with a row for each token, and not their number")
         result = self._called(inputs, 0, tokens)  # for its form alone
         items = result if isinstance(result, (tuple, list)) else (result,)
         index = next((i for i, x in enumerate(items) if isinstance(x, Tensor)), None)
@@ -115,9 +120,9 @@ class Mixer:
         pairs = any(len(dims) > 1 for dims in self._dims)
         self.width = None if pairs else sum(widths)
         count = 0 if items[0] is result else len(items)
-        module.mixer_form = (first, self._dims[first][0], tuple(shape), tensor.dtype)
+        module.mixer_form = (*sized[0], tuple(shape), tensor.dtype)
         module.mixer_result = (self._index, count, isinstance(result, list))
-        output = _empty(module, inputs)
+        output = _empty(module, leaves)
         self(inputs, output, PackedRequests(tuple(lengths)))
         self.learned = True
         return _returned(module, output)
@@ -191,18 +196,17 @@ class Mixer:
     def _forwarded(self, inputs: Sequence[Any], length: int) -> Any:
         """The module's own forward on `inputs` of a request with `length` tokens."""
         given = iter(inputs)
-        device = next(x.device for x in inputs if x is not None)
+        device = next((x.device for x in inputs if x is not None), torch.device("cpu"))
         parts = iter([mask(length, device) if mask else next(given) for mask in self._masks])
         args, kwargs = self._template
-        filled = [_filled(value, parts) for value in args]
-        named = {name: _filled(value, parts) for name, value in kwargs.items()}
-        return self._forward(*filled, **named)
+        args, kwargs = (_filled(value, parts, (self._tokens, length)) for value in (args, kwargs))
+        return self._forward(*args, **kwargs)
 
 
 def _mix(module: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module that is a splitting op in steps."""
     inputs = _inputs(module, args, kwargs)
-    output = _empty(module, inputs)
+    output = _empty(module, list(_leaves([*args, *kwargs.values()])))
     torch.ops.piecegraph_hf.mixer(inputs, output, module.layer_name)
     return _returned(module, output)
 
@@ -213,11 +217,17 @@ def _inputs(module: Any, args: Any, kwargs: Any) -> list[Any]:
     return [leaves[i] for i in module.mixer_inputs]
 
 
-def _empty(module: Any, inputs: list[Tensor]) -> Tensor:
-    first, dim, shape, dtype = module.mixer_form
-    tokens = inputs[first].shape[dim]
-    output: Tensor = inputs[first].new_empty([tokens if n == -1 else n for n in shape], dtype=dtype)
+def _empty(module: Any, leaves: list[Any]) -> Tensor:
+    leaf, dim, shape, dtype = module.mixer_form
+    value = leaves[leaf]
+    tokens = value if dim < 0 else value.shape[dim]
+    tensor = next(module.parameters()) if dim < 0 else value
+    output: Tensor = tensor.new_empty([tokens if n == -1 else n for n in shape], dtype=dtype)
     return output
+
+
+def _is_count(value: Any, tokens: int) -> bool:
+    return type(value) is int and value == tokens
 
 
 def _returned(module: Any, output: Tensor) -> Any:
@@ -255,15 +265,15 @@ def _leaves(values: Sequence[Any]) -> Iterator[Any]:
             yield value
 
 
-def _filled(value: Any, tensors: Iterator[Tensor | None]) -> Any:
-    """`value` with other tensors in the places of its own."""
+def _filled(value: Any, tensors: Iterator[Tensor | None], counts: tuple[int, int]) -> Any:
+    """`value` with other tensors in the places of its own, and another number of tokens."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, (tuple, list)):
-        return type(value)(_filled(item, tensors) for item in value)
+        return type(value)([_filled(item, tensors, counts) for item in value])
     if isinstance(value, dict):
-        return {name: _filled(item, tensors) for name, item in value.items()}
-    return value
+        return {name: _filled(item, tensors, counts) for name, item in value.items()}
+    return counts[1] if _is_count(value, counts[0]) else value
 
 
 def _run(inputs: list[Tensor | None], output: Tensor, name: str) -> None:

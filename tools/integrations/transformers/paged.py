@@ -84,8 +84,8 @@ def paged_layers(
     for name, (heads, key_dim, value_dim) in model.kv_shapes.items():
         layers[name] = PagedAttention(cache(heads, key_dim), cache(heads, value_dim))
     for name, mixer in model.layers.items():
-        if mixer.width is None:
-            reason = f"{name} takes a value for each pair of tokens, such as a mask"
+        if not mixer.width:
+            reason = f"{name} takes values for pairs of tokens, such as a mask, or for none"
             raise _refusal(model, reason)
         layers[name] = PagedMixer(cache(1, mixer.width, dtype=torch.float32), cache(1, 0), mixer)
     return layers

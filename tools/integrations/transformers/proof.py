@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, count
@@ -141,18 +142,18 @@ class _Bench:
         """`proof` and what this copy needs in addition; raises ModelNotAdaptable."""
         proof = replace(proof, offset=self.offset)
         while True:
+            orders = ORDERS
+            if proof.padding is None and len(self.requests) > PADDED:
+                orders += WITH_PADDING
             try:
                 routes = route(copy.deepcopy(self.own), proof.mixers)
+                different = self._different(routes, orders)
             except (UnknownCall, UnknownAttention) as error:
                 layer = error.layer
                 if isinstance(error, UnknownCall) or layer in proof.mixers:
                     layer = layer.rpartition(".")[0]
                 proof = self._with_mixer(proof, layer, str(error))
                 continue
-            orders = ORDERS
-            if proof.padding is None and len(self.requests) > PADDED:
-                orders += WITH_PADDING
-            different = self._different(routes, orders)
             if different is None:
                 self._prove_dtype(proof, orders)
                 return proof
@@ -219,7 +220,10 @@ class _Bench:
                 return order, routes.run(self._row(order), self.offset)
             except (IndexError, RuntimeError, ValueError) as error:
                 if order[0] >= 0:
-                    raise refusal(self.model, f"packed requests raise {error!r}") from error
+                    reason = f"packed requests raise {error!r}"
+                    if layer := _raising(routes.model, error):
+                        raise UnknownAttention(reason, layer) from error
+                    raise refusal(self.model, reason) from error
             order = order[1:]
 
     def _prove_dtype(self, proof: Proof, orders: tuple[Order, ...]) -> None:
@@ -323,6 +327,15 @@ def _calls(
         for hook in hooks:
             hook.remove()
     return calls
+
+
+def _raising(model: nn.Module, error: BaseException) -> str:
+    """The module of `model` whose own code raised `error`, such as one for positions; "" if none
+    did."""
+    names = {module: name for name, module in model.named_modules()}
+    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inner = [names[each] for each in frames if isinstance(each, nn.Module) and each in names]
+    return inner[-1] if inner else ""
 
 
 def _alone(own: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
