@@ -172,8 +172,18 @@ def test_encoders_of_encoder_decoders(family):
 def test_layers_that_read_values_on_the_host(family):
     """Loops over the experts that are used: mixers, since they cannot be traced."""
     own = drawn(families.own_model(family))
-    kinds = {type(each.module).__name__ for each in assert_equal_alone(own).layers.values()}
+    model = assert_equal_alone(own)
+    kinds = {type(each.module).__name__ for each in model.layers.values()}
     assert kinds in ({"LongcatFlashExperts"}, {"JetMoeDecoderLayer"})
+
+
+def test_memory_for_the_results_of_two_ops_is_no_result_of_mixed_rows():
+    """JetMoE has nothing but mixers between two ops: both results are allocated in one piece."""
+    model = PackedModel(drawn(families.own_model("jetmoe")))
+    settings = {**model.settings, "max_num_tokens": 16, "max_num_reqs": 4, "compiler": "eager"}
+    config = Config(**settings, cache=False, graph_mode="PIECEWISE", capture_sizes=(8, 16))
+    prepared = prepare(model, config, backend=ReplayBackend(), layers=model.layers)
+    assert not prepared.events.named("rows_mixed")
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])

@@ -221,9 +221,9 @@ def _empty(module: Any, leaves: list[Any]) -> Tensor:
     leaf, dim, shape, dtype = module.mixer_form
     value = leaves[leaf]
     tokens = value if dim < 0 else value.shape[dim]
-    tensor = next(module.parameters()) if dim < 0 else value
-    output: Tensor = tensor.new_empty([tokens if n == -1 else n for n in shape], dtype=dtype)
-    return output
+    device = (next(module.parameters()) if dim < 0 else value).device
+    # no new_empty: of the memory for another op it would count as a use of that
+    return torch.empty([tokens if n == -1 else n for n in shape], dtype=dtype, device=device)
 
 
 def _is_count(value: Any, tokens: int) -> bool:
