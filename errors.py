@@ -341,6 +341,11 @@ class PieceFailed(CompileError):
     todo = "Run with compiler='eager' to find out whether the piece itself is the problem."
 
 
+class PrepareFailed(CompileError):
+    what = "{model} cannot be prepared: {reason}"
+    todo = "The error that is the cause of this one has the details."
+
+
 class NotPartitioned(CompileError):
     what = "Inductor cannot partition the graph at its splitting ops only: {reason}"
     todo = "Set codegen.inductor_partition to False to split the graph before it is compiled."
@@ -447,6 +452,11 @@ class RecordingReleased(RunError):
 class MovedTensor(RunError):
     what = "{name} moved after graphs were captured: {recorded} at capture, {now} now"
     todo = "Update it in place, or call refresh() to capture again the graphs that read it."
+
+
+class ModelChanged(RunError):
+    what = "the model is not what it was when it was prepared: {changes}"
+    todo = "Prepare it again, or undo the change: the compiled code holds what it was."
 
 
 class InputsShareMemory(RunError):

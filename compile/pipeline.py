@@ -123,7 +123,8 @@ def _compile(request: CompileRequest, guarded: GuardedTrace, key: Key | None) ->
     if key is not None:
         with events.span("cache.store", level=logging.INFO):
             store_bundle(request, key, split.conditions(), plan, artifacts)
-    return bind(plan, [made.fn for made in compiled.results], request.model, from_bundle=False)
+    pieces, conditions = [made.fn for made in compiled.results], split.conditions().data
+    return bind(plan, pieces, request.model, from_bundle=False, conditions=conditions)
 
 
 def _bundle_key(request: CompileRequest, compiler: Compiler) -> Key | BundleMiss:

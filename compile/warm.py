@@ -51,13 +51,16 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
         with request.events.span("bundle.load", level=logging.INFO):
             bundle = read_bundle(entry)
             pieces = _load(request, compiler, entry, bundle)
-            compiled = bind(bundle.plan, pieces, request.model, from_bundle=True)
+            conditions: Any = entry.meta["conditions"]
+            compiled = bind(
+                bundle.plan, pieces, request.model, from_bundle=True, conditions=conditions
+            )
     except (BadBundle, ModelMismatch) as error:
         return _refused(request, str(error))
     except Exception as error:  # code of another system or compiler
         return _refused(request, f"it cannot be loaded: {type(error).__name__}: {error}")
     counts = kernels(bundle.artifacts)
-    checked = number_of_conditions(entry.meta["conditions"])
+    checked = number_of_conditions(conditions)
     request.record_bundle(
         BundleOutcome(hit=True, bytes=entry.size, kernels=counts, conditions=checked)
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 
 from ..compile.eager_model import eager_model, uncompiled_model
 from ..compile.ir.compilation import BundleMiss, CompileRequest, ExampleArguments
+from ..compile.ir.locations import first_line
 from ..compile.pipeline import compile_model, find_model
 from ..compile.plan.compiled_model import CompiledModel
 from ..config import BundleUse, Config
-from ..errors import AutocastActive, InvalidSetting
+from ..errors import AutocastActive, InvalidSetting, PiecegraphError, PrepareFailed
 from ..events import Events
 from ..torch_compat.basics.tensors import is_autocast_enabled
 from .after_seal import allow_compilation
@@ -71,6 +73,7 @@ def prepare(
     records = Records(events)
     config = resolve_config(config)
     with (
+        _naming_failures(model),
         records.events.span("prepare", level=logging.INFO),
         allow_compilation(),
         records.events.trace_unit(0, type(model).__qualname__, _location(model)),
@@ -98,19 +101,32 @@ def prepare(
         )
         compiled, gate = _start(request, config, records, factory, policy_of)
         find_bucket_holes(config, records)
-    return PreparedModel(
-        compiled,
-        config,
-        policy_of(compiled),
-        _backend(backend, request.device),
-        request.device,
-        request.cache,
-        records,
-        layers=layers,
-        input_buffers=input_buffers,
-        ranks=ranks,
-        gate=gate,
-    )
+        return PreparedModel(
+            compiled,
+            config,
+            policy_of(compiled),
+            _backend(backend, request.device),
+            request.device,
+            request.cache,
+            records,
+            layers=layers,
+            input_buffers=input_buffers,
+            ranks=ranks,
+            gate=gate,
+        )
+
+
+@contextmanager
+def _naming_failures(model: torch.nn.Module) -> Iterator[None]:
+    """Convert what fails in torch, or in tensors and modules of its own kind, to PrepareFailed."""
+    try:
+        yield
+    except PiecegraphError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        name = type(model).__qualname__
+        raise PrepareFailed(where=_location(model), model=name, reason=reason) from error
 
 
 def _backend(backend: GraphBackend | str | None, device: torch.device) -> GraphBackend:

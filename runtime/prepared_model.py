@@ -237,10 +237,13 @@ class PreparedModel:
         """Follow weights that were replaced and watched names that refer to another tensor.
 
         Graphs that read one are captured again, also after `seal`; their indices are returned.
-        Updates in place need no refresh. Raises ModelMismatch for weights of another form. With
-        several ranks all must make the same call.
+        Updates in place need no refresh. Raises ModelMismatch for weights of another form, and
+        ModelChanged where the trace relied on what is different now, such as the active adapter.
+        With several ranks all must make the same call.
         """
         self._must_be_open()
+        if self._steps.code.model_check is not None:
+            self._steps.code.model_check.check()
         stale, moved = self._graphs.present.stale(), self._steps.code.moved()
         self._steps.code.bind(self.compiled.rebound())
         self.events.emit("refresh", level=logging.INFO, stale=stale, moved=moved)

@@ -36,7 +36,7 @@ from ...cache.keys.encoder import (
 from ...cache.keys.factors import Json, canonical
 from ...torch_compat.basics.frames import is_torch_file
 from .custom_ops import op_parts, op_signature
-from .places import HOOKS, MISSING, Step, follow, key_of, reader, root_value, spelled
+from .places import HOOKS, MISSING, MODEL, Step, follow, key_of, reader, root_value, spelled
 
 _NATIVE = {
     *(type, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
@@ -325,7 +325,8 @@ class ConditionTree:
         data: dict[str, Json] = {"nodes": nodes, "roots": roots, "same": self._same}
         check = _Check(nodes, [])
         for root, number_of_top in sorted(roots.items()):
-            check.below(int(str(number_of_top)), root_value(root, self._model), [])
+            for _ in check.walk(int(str(number_of_top)), root_value(root, self._model)):
+                pass
         identities: list[Json] = list(check.identities)
         return {**data, "identities": identities, "environment": variables}
 
@@ -340,29 +341,46 @@ def broken_conditions(data: Any, model: torch.nn.Module) -> list[BrokenCondition
 
 
 def _broken(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[BrokenCondition]:
+    yield from filter(None, checked(data, model, sorted(data["roots"])))
+    for name, recorded in data["environment"].items():
+        if (now := environment.observed(name)) != recorded:
+            before, after = ("unset" if each is None else str(each) for each in (recorded, now))
+            yield BrokenCondition(f"environment variable {name}", before, after)
+
+
+def checked(
+    data: Mapping[str, Any], model: torch.nn.Module, roots: Sequence[str] = (MODEL,)
+) -> Iterator[BrokenCondition | None]:
+    """Check the conditions at and below `roots`, by default those on the model itself.
+
+    Yields those that do not hold, and None after each place, so that a check may go on later.
+    """
     check = _Check(data["nodes"], data["identities"])
-    for root, number in sorted(data["roots"].items()):
-        check.below(number, root_value(root, model), [])
-        for steps, (kind, argument, old), new in check.taken():
-            name = spelled(root, steps, model)
-            if isinstance(old, dict):
-                yield from _changed_parts(name, old, new if isinstance(new, dict) else {"": new})
-                continue
-            shown = f" {kind}" if kind in _NAMED_KINDS else ""
-            asked = argument is not None and kind not in _NAMED_KINDS
-            about = f" {kind} {key_of(argument)!r}" if asked else ""
-            yield BrokenCondition(f"{name}{about}{shown}", old, str(new))
+    for root in roots:
+        for _ in check.walk(data["roots"][root], root_value(root, model)):
+            for steps, condition, new in check.taken():
+                yield from _broken_at(spelled(root, steps, model), condition, new)
+            yield None
     for one, other in data["same"]:
+        if one[0] not in roots or other[0] not in roots:
+            continue
         if reader(one[0], one[1], model)() is not reader(other[0], other[1], model)():
             first, second = (spelled(root, steps, model) for root, steps in (one, other))
             if other[1]:
                 yield BrokenCondition(f"{first} and {second}", "one object", "two")
             else:  # the model or a module, by the place `one`
                 yield BrokenCondition(first, f"{second} itself", "another object")
-    for name, recorded in data["environment"].items():
-        if (now := environment.observed(name)) != recorded:
-            before, after = ("unset" if each is None else str(each) for each in (recorded, now))
-            yield BrokenCondition(f"environment variable {name}", before, after)
+
+
+def _broken_at(name: str, condition: Any, new: Observation) -> Iterator[BrokenCondition]:
+    kind, argument, old = condition
+    if isinstance(old, dict):
+        yield from _changed_parts(name, old, new if isinstance(new, dict) else {"": new})
+        return
+    shown = f" {kind}" if kind in _NAMED_KINDS else ""
+    asked = argument is not None and kind not in _NAMED_KINDS
+    about = f" {kind} {key_of(argument)!r}" if asked else ""
+    yield BrokenCondition(f"{name}{about}{shown}", old, str(new))
 
 
 def _changed_parts(
@@ -386,7 +404,7 @@ def number_of_conditions(data: Any) -> int:
 class _Check:
     """Walks down the tree, compares each condition, and collects those that do not hold.
 
-    It runs in every warm start, for thousands of conditions: one call per node.
+    It runs in every warm start, for thousands of conditions.
     """
 
     def __init__(self, nodes: Sequence[Any], identities: Sequence[int]) -> None:
@@ -397,15 +415,25 @@ class _Check:
         self._numbers: dict[int, tuple[int, Any]] = {}  # kept alive so that ids are not reused
         self._classes = _Classes()
         self._class_texts = self._classes.texts
-        self._broken_here: list[tuple[list[Step], Any, Observation]] = []
+        self._broken_here: list[tuple[tuple[Step, ...], Any, Observation]] = []
 
-    def taken(self) -> list[tuple[list[Step], Any, Observation]]:
+    def taken(self) -> list[tuple[tuple[Step, ...], Any, Observation]]:
         """The steps, condition and observation of what did not hold since the last call."""
         broken, self._broken_here = self._broken_here, []
         return broken
 
-    def below(self, number: int, value: Any, path: list[Step]) -> None:
-        conditions, below = self._nodes[number]
+    def walk(self, number: int, value: Any) -> Iterator[None]:
+        """Check a node and those below it, in the order of the tree; yields after each."""
+        left: list[tuple[int, Any, tuple[Step, ...]]] = [(number, value, ())]
+        while left:
+            number, value, path = left.pop()
+            conditions, below = self._nodes[number]
+            self._compare(conditions, value, path)
+            for step, inner in reversed(below):
+                left.append((inner, follow(value, step), (*path, step)))
+            yield
+
+    def _compare(self, conditions: Sequence[Any], value: Any, path: tuple[Step, ...]) -> None:
         cls = type(value)
         for condition in conditions:
             kind, argument, _ = condition
@@ -422,11 +450,7 @@ class _Check:
             else:
                 new = self._observed(kind, argument, value)
             if new != condition[2]:
-                self._broken_here.append((list(path), condition, new))
-        for step, inner in below:
-            path.append(step)
-            self.below(inner, follow(value, step), path)
-            path.pop()
+                self._broken_here.append((path, condition, new))
 
     def _observed(self, kind: str, argument: Any, value: Any) -> Observation:
         try:

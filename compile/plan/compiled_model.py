@@ -30,6 +30,8 @@ class CompiledModel:
     from_bundle: bool
     traced: bool = True
     """False if the only piece is the model's own forward."""
+    conditions: Mapping[str, Any] | None = None
+    """What the trace relied on, as a bundle states it; None without a trace."""
 
     def link(self, piece_hook: Hook | None = None, call_hook: Hook | None = None) -> StepFn:
         """The function from the plan's input tensors to its results; see `build_step`.
@@ -61,10 +63,12 @@ def bind(
     model: torch.nn.Module,
     *,
     from_bundle: bool,
+    conditions: Mapping[str, Any] | None = None,
 ) -> CompiledModel:
     """Bind a plan to the weights of `model`; raises ModelMismatch if one does not fit."""
     weights = weights_of(model, plan)
-    return CompiledModel(plan, tuple(pieces), weights, model, from_bundle)
+    pieces = tuple(pieces)
+    return CompiledModel(plan, pieces, weights, model, from_bundle, conditions=conditions)
 
 
 def weights_of(model: torch.nn.Module, plan: Plan) -> dict[str, torch.Tensor]:

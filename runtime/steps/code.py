@@ -15,6 +15,7 @@ from ...compile.plan.compiled_model import CompiledModel
 from ...errors import ModelClosed
 from .address_checks import Addresses, Snapshot
 from .binding import laid_out, lay_out
+from .model_check import ModelCheck
 from .profiler_ranges import range_hooks
 from .shared_memory import memory_check
 from .static_inputs import StaticInputs, real_part
@@ -24,17 +25,18 @@ class ModelCode:
     """Compiled code, bound to weights whose addresses are watched.
 
     `call` is the code from the plan's inputs to its results. `memory_check` is None if inputs
-    cannot share memory with what the model writes to.
+    cannot share memory with what the model writes to, `model_check` if nothing was traced.
     """
 
     __slots__ = (
         "_inputs", "_laid_out", "_relied_on", "_seen_written", "addresses", "call", "compiled",
-        "memory_check", "ranged",
+        "memory_check", "model_check", "ranged",
     )  # fmt: skip
 
     compiled: CompiledModel
     call: Callable[..., tuple[Any, ...]]
     memory_check: Callable[[tuple[Tensor, ...]], None] | None
+    model_check: ModelCheck | None
     _relied_on: Snapshot
 
     def __init__(
@@ -59,6 +61,7 @@ class ModelCode:
         self.addresses.watch_module(compiled.model, named if compiled.traced else None)
         self._relied_on = self.addresses.snapshot(compiled.weights)
         self.memory_check = memory_check(compiled, self._seen_written)
+        self.model_check = ModelCheck(compiled) if compiled.conditions else None
 
     def set_ranges(self, on: bool) -> None:
         """Put pieces and splitting ops into ranges for profilers, or no longer."""
@@ -116,6 +119,7 @@ class ModelCode:
         model = torch.nn.Module()
         self.compiled = replace(self.compiled, pieces=(), weights={}, model=model)
         self.call = _closed
+        self.model_check = None
         self.addresses = Addresses(self.addresses.address)
         self._relied_on = self.addresses.snapshot()
         self._inputs.close()

@@ -183,6 +183,8 @@ class Steps:
             raise BatchMismatch(stated=stated, actual=num_tokens)
         if self.code.memory_check is not None:
             self.code.memory_check(tensors)
+        if self.code.model_check is not None:
+            self.code.model_check.check_step()
         graph = self._graphs[decision.graph_index]
         if graph is None and decision.graph_index != NO_GRAPH:
             descriptor = BatchDescriptor(num_tokens)

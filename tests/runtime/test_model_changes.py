@@ -1,0 +1,170 @@
+"""A model that changes after `prepare` is an error, never an old result."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import piecegraph as pg
+from piecegraph.compile.conditions.conditions import number_of_conditions
+from piecegraph.errors import ModelChanged
+from piecegraph.runtime.steps import model_check
+
+pytestmark = pytest.mark.compile
+
+BATCH = pg.Batch(num_tokens=5, num_reqs=5)
+
+
+class Adapted(nn.Module):
+    """A linear layer with two low-rank adapters, in the manner of peft."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8)
+        self.adapters = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "ab"})
+        self.active = ["a"]
+        self.merged: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base(x)
+        if not self.merged:
+            for name in self.active:
+                result = result + self.adapters[name](x)
+        return result
+
+    def merge(self) -> None:
+        self.base.weight.data += self.adapters["a"].weight.data
+        self.merged.append("a")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Adapted() for _ in range(3))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.dropout(x)
+
+
+def hook(module: nn.Module, args: object, result: Tensor) -> Tensor:
+    return result * 2
+
+
+CHANGES: dict[str, tuple[Callable[[Model], object], str]] = {
+    "switched": (lambda m: setattr(m.layers[1], "active", ["b"]), "layers.1.active[0]: 'a' -> 'b'"),
+    "in place": (lambda m: m.layers[2].active.append("b"), "layers.2.active length: 1 items -> 2"),
+    "merged": (lambda m: m.layers[0].merge(), "layers.0.merged length: 0 items -> 1 items"),
+    "training": (lambda m: m.train(), "dropout.training: False -> True"),
+    "hook": (lambda m: m.layers[1].base.register_forward_hook(hook), "0 hooks -> 1 hooks"),
+    "method": (lambda m: setattr(m.layers[1], "forward", m.layers[0].forward), "layers.1"),
+    "module": (lambda m: setattr(m, "dropout", nn.Identity()), "dropout"),
+    "appended": (lambda m: m.layers.append(Adapted()), "layers keys"),
+}
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().eval().requires_grad_(False)
+
+
+@pytest.fixture
+def prepared(model: Model) -> Iterator[pg.PreparedModel]:
+    settings = {"compiler": "eager", "cache": False, "inputs": {"x": "float32[num_tokens,8]"}}
+    with torch.no_grad():
+        yield pg.prepare(model, pg.Config(max_num_tokens=8, capture_sizes=[8], **settings))
+
+
+def step(prepared: pg.PreparedModel, x: Tensor) -> Tensor:
+    return prepared(x, batch=BATCH)
+
+
+def run_steps(prepared: pg.PreparedModel, x: Tensor, count: int) -> None:
+    for _ in range(count):
+        step(prepared, x)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_an_error(
+    model: Model, prepared: pg.PreparedModel, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """In `refresh`, and in steps once a check comes to it: here each step checks all."""
+    prepared.capture()
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(step(prepared, x), model(x))
+    assert prepared.refresh() == ()
+    make, text = CHANGES[change]
+    make(model)
+    with pytest.raises(ModelChanged) as refused:
+        prepared.refresh()
+    assert text in str(refused.value)
+    with pytest.raises(ModelChanged):  # known by now
+        step(prepared, x)
+
+
+def test_steps_find_a_change_by_themselves(
+    model: Model, prepared: pg.PreparedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks take a hundredth of the time, by a clock that goes on by one with each look at it."""
+    clock = itertools.count()
+    monkeypatch.setattr(model_check, "perf_counter", clock.__next__)
+    monkeypatch.setattr(model_check, "MOST_S", 100.0)
+    prepared.refresh()  # begins to check
+    x, places = torch.randn(5, 8), number_of_conditions(prepared.compiled.conditions)
+    run_steps(prepared, x, 1000)
+    model.layers[2].active = ["b"]
+    with pytest.raises(ModelChanged, match=r"layers.2.active\[0\]"):
+        run_steps(prepared, x, 110 * places)
+    ticks = next(clock)
+    steps = sum(row["count"] for row in prepared.report()["dispatch"])
+    assert 0 < ticks - steps < 0.02 * ticks
+    for _ in range(2):
+        with pytest.raises(ModelChanged):
+            step(prepared, x)
+    model.layers[2].active = ["a"]
+    torch.testing.assert_close(step(prepared, x), model(x))
+
+
+@pytest.mark.heavy
+def test_adapters_of_peft_are_switched_and_merged_while_serving() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: real adapters are not tried")
+    torch.manual_seed(0)
+    config = {"target_modules": ["0", "1", "2"], "r": 2, "init_lora_weights": False}
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**config), "first")
+    adapted.add_adapter("second", peft.LoraConfig(**config))
+    adapted.set_adapter("first")
+    served = adapted.eval().requires_grad_(False).base_model.model
+    settings = {"compiler": "eager", "cache": False, "inputs": {"input": "float32[num_tokens,8]"}}
+    x = torch.randn(5, 8)
+
+    def serve_until_it_is_noticed() -> str:
+        with pytest.raises(ModelChanged) as noticed:
+            run_steps(prepared, x, 100_000)
+        return str(noticed.value)
+
+    def prepare_again() -> pg.PreparedModel:
+        prepared = pg.prepare(served, pg.Config(max_num_tokens=8, capture_sizes=[8], **settings))
+        prepared.capture()
+        torch.testing.assert_close(step(prepared, x), served(x))
+        return prepared
+
+    prepared = prepare_again()
+    adapted.set_adapter("second")
+    assert "'first' -> 'second'" in serve_until_it_is_noticed()
+    prepared = prepare_again()
+    adapted.merge_adapter()
+    assert "merged_adapters length: 0 items -> 1 items" in serve_until_it_is_noticed()
+    with pytest.raises(ModelChanged):
+        prepared.refresh()
+    adapted.unmerge_adapter()
+    prepared = prepare_again()
+    with adapted.disable_adapter():
+        assert "_disable_adapters: False -> True" in serve_until_it_is_noticed()
