@@ -89,14 +89,14 @@ def inlined_calls() -> Iterator[Inlined]:
         (polyfilled, "call_function", partial(_note_result, "fn")),
         (function, "call_function", _note_kept_result),
         (function, "bind_args", _note_cells),
-        (function, "var_getattr", _note_part),
-        (variables.ConstantVariable, "var_getattr", _note_part),
         (variables.builder, "make_dupe_guard", _note_alias),
         (variables.builder.VariableBuilder, "__call__", _note_wrapped),
         (variables.BuiltinVariable, "call_function", _note_builtin),
         (of_vars, "__iter__", _note_keys),
         (of_vars, "__contains__", _note_key),
     ]
+    read_part = next(name for name in _PART_ACCESS if hasattr(function, name))
+    notes += [(each, read_part, _note_part) for each in (function, variables.ConstantVariable)]
     for name in _MODULE_ACCESS & vars(variables.PythonModuleVariable).keys():
         notes.append((variables.PythonModuleVariable, name, partial(_note_module_access, name)))
     for name in _CLASS_ACCESS & vars(variables.UserDefinedClassVariable).keys():
@@ -295,6 +295,8 @@ def _is_orderless() -> bool:
 _PARTS_OF_FUNCTIONS = ("__annotations__", "__doc__", "__module__", "__name__", "__qualname__")
 _EQUAL_OBJECTS = (str, bytes, int, float, complex, tuple, frozenset)
 """Types of constants of which two objects may be equal."""
+_PART_ACCESS = ("var_getattr", "tp_getattro_impl")
+"""Methods by which Dynamo looks up an attribute of any value, by version of torch."""
 _SET_ORDER = {"tp_iter_impl", "unpack_var_sequence"}
 """Methods by which Dynamo iterates a set, by version of torch."""
 _ORDERLESS, _NEAR = ("call_sorted", "call_set", "call_frozenset"), 8
