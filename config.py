@@ -32,7 +32,7 @@ SPLITTERS = "piecegraph.splitters"
 
 class BundleUse(StrEnum):
     """What a start without a usable bundle does: it compiles first, serves uncompiled and compiles
-    in a child process, or is an error."""
+    in a thread, or is an error."""
 
     USE = "use"
     SERVE = "serve"
@@ -200,7 +200,7 @@ class Config(Settings):
     bundle: BundleUse = BundleUse.USE
     """A start without a bundle: `"use"` compiles.
     At a cold start, one without a usable bundle, the model is compiled first (`"use"`), or served
-    uncompiled at once until a child process has compiled it (`"serve"`, see docs/starts.md), or
+    uncompiled at once until a thread has compiled it (`"serve"`, see docs/starts.md), or
     BundleMissing is raised (`"force"`)."""
 
     tracing: Tracing = Tracing()

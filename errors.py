@@ -202,6 +202,11 @@ class BundleMissing(CacheError):
     todo = "Deploy a bundle built from this model with these settings; see docs/cache.md."
 
 
+class BundleStale(CacheError):
+    what = "the bundle of {model} is of another program: {difference}"
+    todo = "Deploy a bundle built from this program; with bundle='use' it is compiled instead."
+
+
 # compile
 
 

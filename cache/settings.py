@@ -18,6 +18,14 @@ class LayerTrust(StrEnum):
     ANYBODY = "anybody"
 
 
+class VerifyBundle(StrEnum):
+    """When a start from a bundle traces the model again and compares it with the bundle."""
+
+    BACKGROUND = "background"
+    BEFORE = "before"
+    OFF = "off"
+
+
 class LayerConfig(Settings):
     """A shared layer: looked up after the private directory; hits are copied into that."""
 
@@ -70,6 +78,10 @@ class CacheSettings(Settings):
 
     layers: tuple[LayerConfig, ...] = ()
     """Shared `LayerConfig`s, looked up in order after the private directory; see docs/cache.md."""
+
+    verify_bundle: VerifyBundle = VerifyBundle.BACKGROUND
+    """When a bundle that is used is compared with a new trace: `"background"` beside serving,
+    unless an equal process did so before on this machine; `"before"` the first step; `"off"`."""
 
     max_bytes: int = Field(default=10 << 30, ge=0)
     """The most bytes in the private directory; the least recently used entries are removed

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -45,13 +46,7 @@ def compile_model(request: CompileRequest) -> CompiledModel:
         if isinstance(result, BundleMiss):
             request.record_miss(result)
             return _cold_start(request, None)
-        with request.cache.single_flight("bundle", result.key) as flight:
-            # the process that held the lock before may have stored the bundle
-            if flight is Flight.AFTER_OTHERS and result.missing:
-                stored = load_bundle(request, result.key, result.compiler)
-                if isinstance(stored, Loaded):
-                    return stored.compiled
-            return _cold_start(request, result.key)
+        return compile_missing(result)
 
 
 def find_model(request: CompileRequest) -> CompiledModel | NoBundle | BundleMiss:
@@ -78,6 +73,28 @@ def find_model(request: CompileRequest) -> CompiledModel | NoBundle | BundleMiss
     if request.needs_bundle:
         raise BundleMissing(model=type(request.model).__qualname__, reason=str(miss))
     return result
+
+
+def without_bundle(request: CompileRequest) -> NoBundle:
+    """What is needed to compile a model of which the stored bundle cannot be used."""
+    compiler = compiler_for(request.config.code, request.dump_dir, request.cache, request.events)
+    key = trace_key(request.model, request.config, request.device, request.examples)
+    return NoBundle(request, key, compiler, missing=False)
+
+
+def compile_missing(missing: NoBundle) -> CompiledModel:
+    """Trace and compile a model, and store its bundle; or load what another process has stored.
+
+    Raises the errors of tracing, splitting, guards and compilers.
+    """
+    request = missing.request
+    with request.cache.single_flight("bundle", missing.key) as flight:
+        # the process that held the lock before may have stored the bundle
+        if flight is Flight.AFTER_OTHERS and missing.missing:
+            stored = load_bundle(request, missing.key, missing.compiler)
+            if isinstance(stored, Loaded):
+                return stored.compiled
+        return _cold_start(request, missing.key)
 
 
 def compile_trace(request: CompileRequest, guarded: GuardedTrace) -> CompiledModel:
@@ -141,7 +158,13 @@ def _bundle_key(request: CompileRequest, compiler: Compiler) -> Key | BundleMiss
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Turn off cyclic garbage collection, which takes a tenth of a start."""
+    """Turn off cyclic garbage collection, which takes a tenth of a start.
+
+    Only for a start that other threads wait for: it is off in the whole process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     enabled = gc.isenabled()
     gc.disable()
     try:

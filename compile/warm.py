@@ -59,10 +59,11 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
         return _refused(request, str(error))
     except Exception as error:  # code of another system or compiler
         return _refused(request, f"it cannot be loaded: {type(error).__name__}: {error}")
+    digest = entry.digest
     counts = kernels(bundle.artifacts)
     checked = number_of_conditions(conditions)
     request.record_bundle(
-        BundleOutcome(hit=True, bytes=entry.size, kernels=counts, conditions=checked)
+        BundleOutcome(True, bytes=entry.size, kernels=counts, conditions=checked, digest=digest)
     )
     report_plan(bundle.plan, request.events)
     return Loaded(compiled, entry.manifest.blobs[PLAN].sha256)
@@ -95,9 +96,10 @@ def ranks_agree(
 
 @dataclass(frozen=True)
 class NoBundle:
-    """A model that has no bundle yet, and what is needed to load one that is stored later.
+    """A model that has no bundle yet, and what is needed to compile it later.
 
-    `missing` is False where this rank has one, and another rank has none.
+    `missing` is False where there is one that cannot be used: another rank has none, or it is
+    stale.
     """
 
     request: CompileRequest

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from ..cache.settings import VerifyBundle
 from ..compile.eager_model import eager_model, uncompiled_model
 from ..compile.ir.compilation import BundleMiss, CompileRequest, ExampleArguments
 from ..compile.ir.locations import first_line
-from ..compile.pipeline import compile_model, find_model
+from ..compile.pipeline import compile_missing, compile_model, find_model, without_bundle
 from ..compile.plan.compiled_model import CompiledModel
+from ..compile.warm import NoBundle
 from ..config import BundleUse, Config
 from ..errors import AutocastActive, InvalidSetting, PiecegraphError, PrepareFailed
 from ..events import Events
@@ -22,7 +24,7 @@ from ..torch_compat.basics.tensors import is_autocast_enabled
 from .after_seal import allow_compilation
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
-from .background import Background, Factory
+from .background import Background
 from .gate import Gate
 from .model_policy import find_bucket_holes, model_policy
 from .policy import Policy, dispatch_plan, resolve_graph_mode
@@ -32,6 +34,7 @@ from .records import Records
 from .report import mode_reasons
 from .request import compile_request
 from .switches import resolve_config
+from .verification import Verification, stale, verified_before
 
 
 def prepare(
@@ -44,7 +47,6 @@ def prepare(
     events: Events | None = None,
     ranks: Ranks | None = None,
     input_buffers: Mapping[str, torch.Tensor] | None = None,
-    factory: Factory | None = None,
 ) -> PreparedModel:
     """Compile `model`, or load it from the cache, and make it ready to capture and to serve.
 
@@ -55,8 +57,6 @@ def prepare(
     same way. `events` is given the events of this model.
     `input_buffers` are inputs that the engine keeps in one place, at their largest size: steps are
     given their first rows, nothing is copied, and a graph replays on them.
-    `factory` makes the same model in another process, for `Config(bundle="serve")` on a device; its
-    weights may be on the meta device.
     Graphs are captured by `PreparedModel.capture`.
 
     Raises a PiecegraphError that names the problem with the model or the settings.
@@ -99,7 +99,11 @@ def prepare(
             records,
             tuple(input_buffers or {}),
         )
-        compiled, gate = _start(request, config, records, factory, policy_of)
+        in_background = partial(_in_background, request, records, policy_of)
+        gate = None
+        compiled, verification = _start(request, config, records)
+        if isinstance(compiled, NoBundle):
+            compiled, gate = in_background(compiled)
         find_bucket_holes(config, records)
         return PreparedModel(
             compiled,
@@ -113,6 +117,8 @@ def prepare(
             input_buffers=input_buffers,
             ranks=ranks,
             gate=gate,
+            verification=verification,
+            without_bundle=lambda: in_background(without_bundle(request)),
         )
 
 
@@ -137,23 +143,37 @@ def _backend(backend: GraphBackend | str | None, device: torch.device) -> GraphB
 
 
 def _start(
+    request: CompileRequest, config: Config, records: Records
+) -> tuple[CompiledModel | NoBundle, Verification | None]:
+    """The compiled model and what verifies its bundle, or what to compile while serving."""
+    serves = config.compile and config.bundle is BundleUse.SERVE
+    found = find_model(request) if serves else compile_model(request)
+    if isinstance(found, BundleMiss):
+        records.events.emit("background.impossible", level=logging.WARNING, reason=str(found))
+        found = compile_model(request)
+    if isinstance(found, NoBundle) or not (found.from_bundle and config.cache):
+        return found, None
+    verification = Verification(request, found.plan, records)
+    match config.cache.verify_bundle:
+        case VerifyBundle.BACKGROUND if not verified_before(verification):
+            return found, verification
+        case VerifyBundle.BEFORE if (difference := verification.agreed()) is not None:
+            if config.bundle is BundleUse.FORCE:
+                raise stale(request, difference)
+            missing = without_bundle(request)
+            return (missing if serves else compile_missing(missing)), None
+    return found, None
+
+
+def _in_background(
     request: CompileRequest,
-    config: Config,
     records: Records,
-    factory: Factory | None,
     policy_of: Callable[[CompiledModel], Policy],
-) -> tuple[CompiledModel, Gate | None]:
-    """The compiled model, or the uncompiled one and what waits for compiled code."""
-    if config.bundle is not BundleUse.SERVE or not config.compile:
-        return compile_model(request), None
-    bundle = find_model(request)
-    if isinstance(bundle, CompiledModel):
-        return bundle, None
-    if isinstance(bundle, BundleMiss):
-        records.events.emit("background.impossible", level=logging.WARNING, reason=str(bundle))
-        return compile_model(request), None
+    missing: NoBundle,
+) -> tuple[CompiledModel, Gate]:
+    """The uncompiled model, and what waits for compiled code."""
     uncompiled = uncompiled_model(request)
-    background = Background(bundle, config, records, factory, request.exchange)
+    background = Background(missing, records, request.exchange)
     return uncompiled, Gate(background, policy_of, partial(eager_model, request), records)
 
 

@@ -12,11 +12,11 @@ import torch
 from ..cache import Cache
 from ..compile.ir.config import GuardPolicy
 from ..compile.plan.compiled_model import CompiledModel
-from ..config import Config
+from ..config import BundleUse, Config
 from ..dispatch import Batch, Decision, Dispatcher, RuntimeMode
 from ..errors import AutocastActive, CaptureAfterSeal, ModelClosed
 from ..torch_compat.basics.tensors import is_autocast_enabled
-from .after_seal import Monitor
+from .after_seal import Monitor, allow_compilation
 from .backends.protocol import GraphBackend
 from .gate import Gate
 from .graphs.dummy_batch import MetadataFor
@@ -27,14 +27,15 @@ from .graphs.warmup import AuxiliaryTask, capture_items, range_items, run_warmup
 from .policy import Policy
 from .ranks import Ranks, single_rank, start_facts
 from .records import CaptureRecord, Records
-from .report import build_report
+from .report import build_report, verified
 from .steps.code import ModelCode
 from .steps.forward_context import ForwardContext
 from .steps.profiler_ranges import StepRanges
 from .steps.static_inputs import StaticInputs, allocate_inputs
 from .steps.step_log import LoggedStep, StepLog, StepObserver
-from .steps.steps import Steps, nothing
+from .steps.steps import BetweenSteps, Steps, nothing
 from .steps.usage import Usage
+from .verification import Refusal, Verification, stale
 
 
 class PreparedModel:
@@ -59,6 +60,8 @@ class PreparedModel:
         input_buffers: Mapping[str, torch.Tensor] | None = None,
         ranks: Ranks | None = None,
         gate: Gate | None = None,
+        verification: Verification | None = None,
+        without_bundle: Callable[[], tuple[CompiledModel, Gate]] | None = None,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -73,6 +76,7 @@ class PreparedModel:
         self._closed = False
         self._ranges = StepRanges()
         self._gate = gate
+        self._refusal: Refusal | None = None
         context = ForwardContext(layers or {})
         options = getattr(self.backend, "options", None)
         self._steps = Steps(
@@ -89,9 +93,12 @@ class PreparedModel:
         weakref.finalize(self, self._monitor.stop).atexit = False
         self.ledger = opening_ledger(compiled, self._use(compiled, policy.dispatcher))
         if gate is not None:
-            gate.attach(self, self._serve, self._gate_opened)
-            self._run = gate.one_at_a_time(self._steps.run)
-            self._steps.before_padding = gate.find_form
+            self._stand_behind(gate)
+        self._verification = verification
+        self._without_bundle = without_bundle
+        if verification is not None:
+            verification.start(self._bundle_refused)
+            weakref.finalize(self, verification.stop)
 
     def __call__(self, *args: Any, batch: Batch, metadata: Any = None, **kwargs: Any) -> Any:
         """Dispatch and run one step.
@@ -156,6 +163,8 @@ class PreparedModel:
             self._gate.captures = True
             return
         self._graphs.startup(progress)
+        if self._verification is not None:
+            self._verification.ready()
 
     def warm_up(
         self,
@@ -207,7 +216,7 @@ class PreparedModel:
         return 0 if self._gate is not None else self._graphs.capturer.idle(budget_ms)
 
     def wait_until_compiled(self, timeout_s: float | None = None) -> bool:
-        """With `cold="serve"`: wait for the compiled code, switch to it, and capture as at startup.
+        """With `bundle="serve"`: wait for compiled code, switch to it, and capture as at startup.
 
         Returns whether compiled code serves now: False after `timeout_s`, and where the model
         cannot be compiled, for which the report has the reason. Another thread may run steps
@@ -218,6 +227,19 @@ class PreparedModel:
         if self._closed:
             raise ModelClosed()
         return self.compiled.traced
+
+    def wait_until_verified(self, timeout_s: float | None = None) -> bool | str:
+        """Wait until the bundle of this start is compared with a new trace of the model.
+
+        Returns what `report()["cache"]["verified"]` states: whether it is the model's, or why that
+        is not known, as after `timeout_s`. After a difference the next step runs the model
+        uncompiled, until it is compiled again. Raises BundleStale with `bundle="force"`.
+        """
+        if self._verification is not None:
+            self._verification.join(timeout_s)
+            if self._verification.difference is not None:
+                self._must_not_be_forced()
+        return verified(self.records)
 
     def seal(self) -> None:
         """From now on nothing compiles, and only the strategy captures."""
@@ -258,7 +280,7 @@ class PreparedModel:
         self._steps.forget_results()
         self.ledger.state_pools(dict.fromkeys(self._graphs.capturer.memory.by_mode, 0))
         self._graphs.release()
-        self._steps.between = self._gate or self._graphs.capturer
+        self._stand_between(self._gate or self._graphs.capturer)
         if self._gate is not None:
             self._gate.captures = False
         self._monitor.stop()
@@ -269,6 +291,8 @@ class PreparedModel:
             self.events.emit("dispatch", rows=self.usage.rows(), reasons=self.usage.reasons())
             self.release()
             self._closed = True  # a thread may wait for the background
+            if self._verification is not None:
+                self._verification.stop()
             if self._gate is not None:
                 self._gate.stop()
                 self._gate = None
@@ -345,7 +369,50 @@ class PreparedModel:
         )  # fmt: skip
         between = self._gate or self._graphs.capturer
         self._steps.use(code, dispatcher, self._graphs.present.installed, between)
+        self._stand_between(between)
         return inputs
+
+    def _stand_between(self, between: BetweenSteps) -> None:
+        """Ask `between` before each step, unless the bundle was refused."""
+        self._steps.between = between
+        if self._refusal is not None:  # by another thread, perhaps just now
+            self._steps.between = self._refusal
+
+    def _stand_behind(self, gate: Gate) -> None:
+        """Run steps uncompiled until the gate opens."""
+        gate.attach(self, self._serve, self._gate_opened)
+        self._run = gate.one_at_a_time(self._steps.run)
+        self._steps.before_padding = gate.find_form
+
+    def _bundle_refused(self) -> None:
+        """In the thread of the verification."""
+        self._refusal = self._steps.between = Refusal(self._leave_bundle)
+
+    def _leave_bundle(self) -> None:
+        """Between two steps: run the model uncompiled, and compile it beside them.
+
+        Raises BundleStale where that is not allowed, before each step.
+        """
+        self._must_not_be_forced()
+        assert self._without_bundle is not None
+        captures, sealed = bool(self._graphs.present.recordings()), self._monitor.started
+        self.release()
+        self._refusal = None
+        with allow_compilation():
+            uncompiled, self._gate = self._without_bundle()
+        self._gate.captures = captures
+        self._stand_behind(self._gate)
+        self._serve(uncompiled, None)
+        if sealed:
+            self._monitor.start()
+
+    def _must_not_be_forced(self) -> None:
+        """One rank cannot leave its bundle alone: other ranks would run other code."""
+        verification = self._verification
+        if verification is None or verification.difference is None:
+            return
+        if self.config.bundle is BundleUse.FORCE or self._ranks is not None:
+            raise stale(verification.request, verification.difference)
 
     def _serve(self, compiled: CompiledModel, policy: Policy | None) -> None:
         """Run steps with `compiled` from now on; no graph was captured so far."""
@@ -363,7 +430,8 @@ class PreparedModel:
         """Compiled code serves or will never do so; from now on steps take no lock."""
         self._gate, self._run = None, self._steps.run
         self._steps.before_padding = nothing
-        self._steps.between = capturer = self._graphs.capturer
+        capturer = self._graphs.capturer
+        self._stand_between(capturer)
         if waited:
             capturer.startup(serving=True)
         elif waited is not None:

@@ -171,24 +171,51 @@ class RowsMixed(Record):
 
 @dataclass(frozen=True, slots=True)
 class BackgroundPhase(Record):
-    """What the child that compiles is doing, `seconds` after the start."""
+    """What the thread that compiles is doing, `seconds` after the start."""
 
     event = "background"
     level = logging.INFO
     phase: str
-    attempt: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class BackgroundFailure(Record):
-    """A child did not compile the model; if it is `final`, the model is served uncompiled."""
+    """The model could not be compiled and stays uncompiled."""
 
     event = "background.failed"
     level = logging.WARNING
-    attempt: int
     reason: str
-    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verified(Record):
+    """The bundle of this start is that of the model: it was traced again and compared, or was
+    `before`, by an equal process on this machine."""
+
+    event = "bundle.verified"
+    level = logging.INFO
+    seconds: float
+    before: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stale(Record):
+    """The bundle of this start is of another program: `difference` is the first one."""
+
+    event = "bundle.stale"
+    level = logging.ERROR
+    seconds: float
+    difference: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotVerified(Record):
+    """Whether the bundle is that of the model is not known."""
+
+    event = "bundle.not_verified"
+    level = logging.WARNING
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

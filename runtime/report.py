@@ -17,12 +17,15 @@ from .records import (
     BucketsMissing,
     CaptureRecord,
     ForecastAccuracy,
+    NotVerified,
     Record,
     Records,
     RowsMixed,
     SkippedWarmup,
+    Stale,
     Switched,
     UnwatchedTensors,
+    Verified,
     WarmupStep,
 )
 from .steps.usage import Usage
@@ -48,6 +51,7 @@ def build_report(
         "cache": {
             "hit": bundle is not None and bundle.hit,
             "reason": bundle.reason if bundle is not None else None,
+            "verified": verified(records),
             "not_cacheable": list(records.compile.not_cacheable),
             **_stored(cache),
         },
@@ -92,13 +96,28 @@ def background_facts(records: Records) -> dict[str, Any] | None:
     if not (phases or failures):
         return None
     switched = records.of(Switched)
-    failed = bool(failures) and failures[-1].final
+    failed = bool(failures)
     return {
         "state": "compiled" if switched else "failed" if failed else "compiling",
         "phases": [phase.facts() for phase in phases],
         "failures": [failure.facts() for failure in failures],
         "switch": switched[0].facts() if switched else None,
     }
+
+
+def verified(records: Records) -> bool | str:
+    """Whether the bundle was found to be that of the model, or why that is not known."""
+    if records.of(Stale):
+        return False
+    if records.of(Verified):
+        return True
+    if records.of(NotVerified):
+        return records.of(NotVerified)[-1].reason
+    bundle = records.compile.bundle
+    if bundle is None or not bundle.hit:
+        return "the model was traced by this start"
+    cache = records.settings.get("cache") or {}
+    return "verify_bundle is 'off'" if cache.get("verify_bundle") == "off" else "not yet"
 
 
 def mode_reasons(resolved: ResolvedMode) -> list[str]:

@@ -20,6 +20,7 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "graphs": {"graph_mode": "NONE"},
     "inductor": {"compiler": "eager", "codegen.inductor_partition": False},
     "cache": {"cache": False},
+    "verification": {"cache.verify_bundle": "off"},
     "dedupe": {"codegen.passes.dedupe": False},
     "guard-proof": {"tracing.guards": "drop"},
 }
@@ -30,7 +31,9 @@ def switched_off(config: Config, names: Iterable[str]) -> Config:
     """`config` with the parts called `names` off; raises InvalidSetting for an unknown one."""
     for name in names:
         check_choice(SWITCHES, "off", name, "there is no such switch")
-        config = config.changed(**SWITCHES[name])
+        settings = SWITCHES[name].items()
+        off = {owner for owner in ("cache",) if getattr(config, owner) is False}
+        config = config.changed(**{k: v for k, v in settings if k.partition(".")[0] not in off})
     return config
 
 

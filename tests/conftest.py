@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,10 @@ def frozen_heap() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gc, "get_freeze_count", lambda: 1)
         yield
+
+
+# a second trace beside each warm start is what few tests are about
+os.environ.setdefault("PIECEGRAPH_OFF", "verification")
 
 
 @pytest.fixture(autouse=True)

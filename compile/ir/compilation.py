@@ -76,6 +76,8 @@ class BundleOutcome:
     kernels: list[int] | None = None
     conditions: int | None = None
     """How many conditions of the bundle were checked."""
+    digest: str | None = None
+    """`Entry.digest` of the bundle."""
 
     def facts(self) -> dict[str, Any]:
         """What is known of it, JSON-able."""
@@ -134,6 +136,8 @@ class CompileRequest:
     """Where readable graphs and generated code are written."""
     needs_bundle: bool = False
     """Whether a start without a bundle is an error."""
+    serving: bool = False
+    """Whether this process serves meanwhile, and has little time for this."""
 
     def record_bundle(self, outcome: BundleOutcome, level: int = logging.DEBUG) -> None:
         """Record whether a bundle is used; the last outcome holds."""

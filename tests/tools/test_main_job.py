@@ -10,13 +10,9 @@ import pytest
 import torch
 
 from piecegraph import GraphMode
-from piecegraph.compile.bundle.key_factors import weight_forms
 from piecegraph.dispatch import CaptureStrategy
 from piecegraph.tools.cli.app import main
-from piecegraph.tools.serve.options import read_run_options
-from piecegraph.tools.serve.run import build_model, on_meta
 from piecegraph.tools.serve.trace import EXCERPT, read_trace
-from piecegraph.torch_compat.basics.modules import allocate_meta_tensors
 
 pytestmark = pytest.mark.compile
 
@@ -158,10 +154,3 @@ def test_a_cold_start_serves_while_a_child_compiles(run, tmp_path):
     assert report["background"]["state"] in ("compiling", "compiled")
     assert report["background"]["failures"] == []
     assert report["counters"]["dynamo_traces"] == report["counters"]["inductor_compiles"] == 0
-
-
-def test_a_model_without_memory_has_the_form_of_the_model():
-    options = read_run_options(model="layers=2,hidden=32,vocab=64", dtype="bfloat16")
-    model, form = build_model(options, CPU), on_meta(options.model, options.dtype)
-    allocate_meta_tensors(form, CPU)
-    assert weight_forms(form) == weight_forms(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -75,16 +76,50 @@ def show_command(
 
 
 @cache_app.command("verify")
-def verify_command(cache_dir: DirOption = None) -> int:
-    """Check every byte. Status: 1 corrupt + 2 untrusted + 4 unverifiable, 0 if clean."""
+def verify_command(
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Trace what it returns: (model, Config)."),
+    ] = None,
+    cache_dir: DirOption = None,
+) -> int:
+    """Check every byte. Status: 1 corrupt + 2 untrusted + 4 unverifiable, 0 if clean.
+
+    With --trace: compare the bundle of one model with a new trace; status 2 if it is another's.
+    """
     from ...cache.inspection import exit_status, verify
 
+    if trace is not None:
+        return _verify_model(trace, cache_dir)
     root = cache_directory(cache_dir)
     findings = verify(root)
     for finding in findings:
         print(f"{finding.status.name}: {finding.name}: {finding.reason}")
     print(f"{len(manifests(root))} readable entries, {len(findings)} findings in {root}")
     return exit_status(findings)
+
+
+def _verify_model(target: str, cache_dir: Path | None) -> int:
+    from ... import prepare
+
+    module, _, function = target.partition(":")
+    try:
+        sys.path.insert(0, str(Path.cwd()))
+        model, config = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise InvalidSetting(
+            name="--trace",
+            value=target,
+            reason=f"{type(error).__name__}: {error}",
+            expected="module:function, a function that returns (model, Config)",
+        ) from error
+    if cache_dir is not None:
+        config = config.changed(cache_dir=cache_dir)
+    prepared = prepare(model, config.changed(bundle="force", **{"cache.verify_bundle": "before"}))
+    verified = prepared.report()["cache"]["verified"]
+    prepared.close()
+    print(f"the bundle of {type(model).__qualname__} is that of the model: {verified}")
+    return 0 if verified is True else UNVERIFIABLE
 
 
 @cache_app.command("why")

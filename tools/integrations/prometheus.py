@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from ... import __version__
 from ...runtime.after_seal import Kind
 from ...runtime.records import CaptureRecord
-from ...runtime.report import background_facts
+from ...runtime.report import background_facts, verified
 from ...runtime.steps.step_log import BOUNDS, StepLog
 
 if TYPE_CHECKING:
@@ -116,6 +116,13 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
             ): 1
         },
     )
+    is_verified = verified(prepared.records)
+    yield _gauge(
+        "piecegraph_bundle_verified",
+        "1 if a new trace equals the bundle, 0 if it differs; absent if that is not known.",
+        (),
+        {(): int(is_verified)} if isinstance(is_verified, bool) else {},
+    )
     background = background_facts(prepared.records)
     yield _gauge(
         "piecegraph_serving_uncompiled",
@@ -125,7 +132,7 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
     )
     yield _counter(
         "piecegraph_background_failures",
-        "Children that did not compile the model.",
+        "Compilations beside serving that failed.",
         (),
         {(): len(background["failures"]) if background else 0},
     )

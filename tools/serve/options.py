@@ -24,7 +24,16 @@ DTYPES = ("float32", "float16", "bfloat16")
 BUNDLE = ("use", "serve", "force")
 VERIFY = ("none", "sample", "all")
 LARGEST_SCALE = 10_000
-SWITCH_NAMES = ("all", "compile", "graphs", "inductor", "cache", "dedupe", "guard-proof")
+SWITCH_NAMES = (
+    "all",
+    "compile",
+    "graphs",
+    "inductor",
+    "cache",
+    "verification",
+    "dedupe",
+    "guard-proof",
+)
 
 Choice = TypeVar("Choice", bound=Enum | str)
 Parse = Callable[[str, Any], Any]
@@ -291,7 +300,7 @@ class RunOptions:
     verify: str = option("sample", "Compare none, sample or all steps.", parse=one_of(VERIFY))
     off: tuple[str, ...] = option(
         (),
-        "Turn a part off: " + ", ".join(SWITCH_NAMES) + ". Repeatable.",
+        "Turn off: " + ", ".join(SWITCH_NAMES) + ". Repeatable.",
         typed=list[str] | None,
         parse=lambda name, values: tuple(choice(name, value, SWITCH_NAMES) for value in values),
     )
@@ -305,7 +314,7 @@ class RunOptions:
     )
     set: tuple[tuple[str, Any], ...] = option(
         (),
-        "Any other setting of Config: tracing.guards=check, the value as JSON or text. Repeatable.",
+        "Any other setting of Config: tracing.guards=check, as JSON or text. Repeatable.",
         typed=list[str] | None,
         parse=lambda name, values: tuple(parse_setting(name, value) for value in values),
         metavar="NAME=VALUE",

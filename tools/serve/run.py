@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from ..engine.attention import SPLITTING_OP
 from ..engine.block_manager import BlockManager
 from ..engine.bucket_file import read_buckets
 from ..engine.buckets import BucketEngine, Buckets, BucketScheduler
-from ..engine.decoder_config import DecoderConfig
 from ..engine.drafts import Drafter
 from ..engine.engine import Engine
 from ..engine.kv_cache import Defragmenter, LayerCache, allocate_layer_caches
@@ -102,9 +100,6 @@ def start_service(
     with events.span("build model") as building, allocating():
         model, layers, buffers = _build(options, requests, blocks, device)
     phases.append((building.name, building.seconds))
-    factory = None
-    if device.type != "cpu" and options.hf is None:
-        factory = partial(on_meta, options.model, options.dtype, options.lora)
     with working(console, "preparing: from the cache, or tracing and compiling"):
         config = library_config(options, model)
         if isinstance(buffers, Buckets):
@@ -119,7 +114,6 @@ def start_service(
             layers=layers,
             events=events,
             ranks=ranks,
-            factory=factory,
         )
     try:
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers, device)
@@ -297,12 +291,6 @@ def build_model(options: RunOptions, device: torch.device) -> Any:
 def own_model(options: RunOptions, device: torch.device) -> Any:
     """The model of transformers that `--hf` describes, as it is."""
     return options.hf.causal_model(options.seed, getattr(torch, options.dtype), device)
-
-
-def on_meta(config: DecoderConfig, dtype: str, max_loras: int = 0) -> Decoder:
-    """The decoder without memory for its weights, which a child process compiles."""
-    with torch.device("meta"):
-        return Decoder(config, seed=0, max_loras=max_loras).to(getattr(torch, dtype))
 
 
 def _build(

@@ -44,9 +44,3 @@ class Small(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def on_meta(layers: int) -> Small:
-    """The model without memory for its weights."""
-    with torch.device("meta"):
-        return Small(layers).eval()

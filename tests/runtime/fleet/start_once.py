@@ -1,8 +1,8 @@
 """Starts in a separate process: `start_once.py CACHE '{"layers": 4, …}' …` prints a JSON list.
 
 Each argument after CACHE is one start. `ahead` builds libraries afterwards; `rank` is (rank, size,
-rendezvous file) of a start among several; `factory` is the number of layers of the model that a
-child makes; other options are settings of `Config`. With `bundle="serve"` steps run until compiled
+rendezvous file) of a start among several; other options are settings of `Config`. With
+`bundle="serve"` steps run until compiled
 code serves.
 """
 
@@ -12,12 +12,11 @@ import json
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from small_model import Small, on_meta
+from small_model import Small
 
 from piecegraph import Batch, Config, Events, GraphMode, PiecegraphError, compile_ahead, prepare
 from piecegraph.runtime.ranks import Ranks
@@ -29,7 +28,6 @@ def start(cache: str, options: dict[str, Any]) -> dict[str, Any]:
     ahead, layers = options.pop("ahead", False), options.pop("layers")
     ranks = _joined(*options.pop("rank")) if "rank" in options else None
     model = Small(layers).eval()
-    factory = partial(on_meta, options.pop("factory")) if "factory" in options else None
     settings = {
         "inputs": {"x": "float32[num_tokens, 16]"},
         "splitting_ops": ("piecegraph_fleet::mix",),
@@ -40,7 +38,7 @@ def start(cache: str, options: dict[str, Any]) -> dict[str, Any]:
     }
     events = Events()
     try:
-        prepared = prepare(model, Config(**settings), events=events, ranks=ranks, factory=factory)
+        prepared = prepare(model, Config(**settings), events=events, ranks=ranks)
     except PiecegraphError as error:
         return {"error": type(error).__name__, "message": str(error)}
     loaded = [

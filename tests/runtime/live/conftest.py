@@ -6,8 +6,9 @@ requests start is in a buffer that keeps its place, as graphs of whole batches n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +20,17 @@ from piecegraph import (
     Config,
     ForwardContext,
     GraphMode,
+    PreparedModel,
+    Ranks,
     forward_context,
     get_forward_context,
+    prepare,
 )
+from piecegraph.compile.backends import registry
+from piecegraph.compile.backends.registry import Compiler
 from piecegraph.compile.plan.compiled_model import CompiledModel, bind
 
-from ..conftest import Served, compile_once, prepare_on_replay
+from ..conftest import Served, compile_once, prepare_on_replay, strict_backend
 
 MAX_TOKENS, HIDDEN, LAYERS = 16, 4, 3
 
@@ -146,5 +152,84 @@ def serve(compiled: tuple[Config, CompiledModel]) -> Callable[..., LiveServed]:
             return result
 
         return LiveServed(prepared, expected, model, stage)
+
+    return serve
+
+
+class Texts:
+    """An entry point of a compiler whose artifact of a piece is the piece's Python source."""
+
+    name = "texts"
+
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+        """`before` is called before each piece is compiled."""
+        self.before = before
+
+    def load(self) -> Compiler:
+        return Compiler(self.name, self.compile, self.load_artifacts)
+
+    def compile(self, graph: Any, inputs: Any, options: Any) -> Any:
+        self.before()
+        blobs = {"code": graph.code.encode()}
+        return lambda: (self.load_artifacts([blobs])[0], blobs)
+
+    def load_artifacts(self, artifacts: Any) -> Any:
+        return [self._loaded(blobs["code"].decode()) for blobs in artifacts]
+
+    def _loaded(self, code: str) -> Callable[[list[Any]], Any]:
+        names: dict[str, Any] = {"torch": torch, "device": torch.device}
+        exec(code, names)
+        return lambda args: names["forward"](None, *args)
+
+
+LENGTHS = ((1,), (1, 1, 1), (5,), (3, 1), (16,), (1,) * 8, (2, 7))
+
+
+@pytest.fixture
+def prepare_live(
+    attend_op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., LiveServed]]:
+    """Models prepared on one cache, with a compiler that takes no time; closed at the end."""
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts()])
+    served: list[PreparedModel] = []
+
+    def serve(
+        model: nn.Module | None = None, ranks: Ranks | None = None, **settings: Any
+    ) -> LiveServed:
+        config = Config(
+            splitting_ops=(attend_op,),
+            inputs={"x": f"float32[num_tokens, {HIDDEN}]"},
+            steps={"padding": {"x": float("nan")}},
+            max_num_tokens=MAX_TOKENS,
+            max_num_reqs=MAX_TOKENS,
+            graph_mode="PIECEWISE",
+            capture_sizes=(2, 4, 8),
+            compiler="texts",
+            cache_dir=tmp_path / "cache",
+        ).changed(**settings)
+        model, stage = model or Model(), Stage()
+        prepared = prepare(
+            model, config, layers={"stage": stage}, backend=strict_backend(), ranks=ranks
+        )
+        served.append(prepared)
+
+        def expected(x: Tensor) -> Tensor:
+            with forward_context(ForwardContext({"stage": stage})), torch.no_grad():
+                result: Tensor = model(x)
+            return result
+
+        return LiveServed(prepared, expected, model, stage)
+
+    yield serve
+    for prepared in served:
+        prepared.close()
+
+
+@pytest.fixture
+def serve_cold(prepare_live: Callable[..., LiveServed]) -> Callable[..., LiveServed]:
+    """A model prepared with `bundle="serve"` on an empty cache."""
+
+    def serve(model: nn.Module | None = None, **settings: Any) -> LiveServed:
+        return prepare_live(model, **{"bundle": "serve", **settings})
 
     return serve

@@ -1,0 +1,92 @@
+"""Compare the bundle of a model with a new trace: the mechanism behind all conditions.
+
+Conditions refuse at once what they know; this finds everything else that changes the graph. No code
+is generated. It imports Dynamo, so it runs beside serving or before the first step.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ..errors import PiecegraphError
+from .guards.trace_with_guards import GuardedTrace, padded_instead, trace_with_guards
+from .ir.compilation import CompileRequest
+from .ir.plan import Plan
+from .plan.split_model import split_model
+
+_SIZE = re.compile(r"\bs\d+\b")
+"""A symbol of torch: its number says nothing."""
+
+COMPARED = (
+    "inputs", "constants", "weights", "symbols", "steps", "results", "structure", "parameters",
+    "partition_ops",
+)  # fmt: skip
+"""The parts of a plan that follow from the trace. Ranges, proofs and other checks come later."""
+
+
+def first_difference(request: CompileRequest, plan: Plan) -> str | None:
+    """How a new trace differs from the one that `plan` was made from; None if it does not.
+
+    Names the first piece and node that differ, with the user's line.
+    """
+    try:
+        guarded = trace_with_guards(request)
+        difference = _difference(request, guarded, plan)
+        if difference is not None and guarded.unproved is not None:
+            # a compiler may have refused the trace with unbacked sizes
+            padded = padded_instead(request, guarded)
+            if padded is not None and _difference(request, padded, plan) is None:
+                return None
+    except PiecegraphError as error:
+        return f"it cannot be traced as it is now: {error}"
+    return difference
+
+
+def _difference(request: CompileRequest, guarded: GuardedTrace, plan: Plan) -> str | None:
+    traced = split_model(guarded, request.events).plan(())
+    now = Plan.model_validate_json(traced.model_dump_json())  # as a bundle has it
+    for index, (before, after) in enumerate(zip(plan.pieces, now.pieces, strict=False)):
+        if before.digest != after.digest:
+            name = f"piece {index} of {len(plan.pieces)}"
+            return f"{name}: {_first_line(before.text, after.text)}"
+    if len(plan.pieces) != len(now.pieces):
+        return f"it has {len(plan.pieces)} pieces, the model has {len(now.pieces)} now"
+    for part in COMPARED:
+        if (change := _change(getattr(plan, part), getattr(now, part))) is not None:
+            return f"{part}: {change}"
+    missing = [check.expression for check in now.checks if check not in plan.checks]
+    return f"it does not check {missing[0]}" if missing else None
+
+
+def _first_line(before: str, after: str) -> str:
+    """The first line of two annotated graphs that differs."""
+    stored, current = _nodes(before), _nodes(after)
+    for (was, _), (node, where) in zip(stored, current, strict=False):
+        if was != node:
+            return f"it has `{was}`, the model has `{node}` now, at {where or 'no known line'}"
+    more, where = (stored + current)[-1] if stored or current else ("nothing", "")
+    if len(stored) == len(current):
+        return f"a value that its nodes hold differs, near {where or more}"
+    return f"it has {len(stored)} nodes, the model has {len(current)} now"
+
+
+def _nodes(source: str) -> list[tuple[str, str]]:
+    """Each line of code of an annotated graph, with the user's line in the comment above it."""
+    nodes, where = [], ""
+    for line in map(str.strip, source.splitlines()):
+        if line.startswith("#"):
+            where = line.removeprefix("#").strip()
+        elif line:
+            nodes.append((_SIZE.sub("s", line), where))
+    return nodes
+
+
+def _change(before: Any, after: Any) -> str | None:
+    if before == after:
+        return None
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        if len(before) != len(after):
+            return f"{len(before)} in the bundle, {len(after)} now"
+        before, after = next((a, b) for a, b in zip(before, after, strict=True) if a != b)
+    return f"{before} in the bundle, {after} now"

@@ -1,0 +1,163 @@
+"""A warm start traces the model again beside its steps: a stale bundle serves for a trace at most.
+
+Conditions are switched off here, so that only the verification can refuse a bundle.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from piecegraph.cache.settings import CacheSettings
+from piecegraph.compile.bundle import bundle as bundles
+from piecegraph.errors import BundleStale
+from piecegraph.runtime import verification
+from piecegraph.runtime.records import Stale, Verified
+
+from .conftest import LENGTHS, LiveServed, Model
+
+Prepare = Callable[..., LiveServed]
+
+pytestmark = pytest.mark.compile
+
+
+class Gained(Model):
+    def __init__(self, gain: float = 2.0) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
+
+
+@pytest.fixture(autouse=True)
+def on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
+
+
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No condition refuses a bundle."""
+    monkeypatch.setattr(bundles, "broken_conditions", lambda *_: [])
+
+
+@pytest.fixture
+def stale_start(prepare_live: Prepare, blind: None) -> Prepare:
+    """A start from the bundle of a model with another gain."""
+    prepare_live(Gained(2.0), cache=CacheSettings(verify_bundle="off"))
+
+    def start(when: str = "background", **settings: Any) -> LiveServed:
+        return prepare_live(Gained(3.0), cache=CacheSettings(verify_bundle=when), **settings)
+
+    return start
+
+
+def wrong(served: LiveServed) -> bool:
+    try:
+        served.step(3, 1)
+    except AssertionError:
+        return True
+    return False
+
+
+def test_a_stale_bundle_serves_until_the_trace_has_found_it(
+    stale_start: Prepare, prepare_live: Prepare, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = stale_start(steps={"after_seal": "raise"})
+    assert wrong(served)  # what conditions let through, nothing else can see at once
+    served.prepared.capture()
+    served.prepared.seal()
+    assert len(served.prepared.recordings()) == 3
+    assert served.prepared.wait_until_verified(60) is False
+    (found,) = served.prepared.records.of(Stale)
+    assert found.difference.startswith("piece 2 of 3: it has `")
+    assert "* 2.0" in found.difference
+    assert "* 3.0" in found.difference
+    assert "test_verification.py" in found.difference
+    assert "bundle.stale" in caplog.text
+    assert served.step(3, 1) == "NONE 4"  # uncompiled; graphs of the stale code are gone
+    assert served.prepared.wait_until_compiled(60)
+    for lengths in LENGTHS:
+        served.step(*lengths)
+    assert served.step(8) == "PIECEWISE 8"
+    assert served.prepared.report()["cache"]["verified"] is False
+    following = prepare_live(Gained(3.0), cache=CacheSettings(verify_bundle="background"))
+    assert following.prepared.compiled.from_bundle
+    following.step(3, 1)
+    assert following.prepared.wait_until_verified(60) is True
+
+
+def test_a_stale_bundle_that_is_forced_raises_before_the_next_step(stale_start: Prepare) -> None:
+    served = stale_start(bundle="force")
+    with pytest.raises(BundleStale, match=r"piece 2 of 3.*\* 3.0"):
+        served.prepared.wait_until_verified(60)
+    for _ in range(2):
+        with pytest.raises(BundleStale):
+            served.step(3, 1)
+
+
+@pytest.mark.parametrize("use", ["use", "serve"])
+def test_verified_before_the_first_step_it_never_serves(stale_start: Prepare, use: str) -> None:
+    served = stale_start("before", bundle=use)
+    assert served.prepared.report()["cache"]["verified"] is False
+    served.step(3, 1)
+    assert served.prepared.wait_until_compiled(60)
+    served.step(3, 1)
+
+
+def test_verified_before_the_first_step_a_forced_one_is_refused(stale_start: Prepare) -> None:
+    with pytest.raises(BundleStale, match="piece 2 of 3"):
+        stale_start("before", bundle="force")
+
+
+def test_an_equal_process_traces_once(
+    prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert prepare_live().prepared.report()["cache"]["verified"] == (
+        "the model was traced by this start"
+    )
+    assert prepare_live().prepared.wait_until_verified(60) is True
+    again = prepare_live().prepared
+    assert again.report()["cache"]["verified"] is True
+    assert [record.before for record in again.records.of(Verified)] == [True]
+    monkeypatch.setenv("ANY_VARIABLE", "changed")
+    other = prepare_live().prepared
+    assert other.report()["cache"]["verified"] == "not yet"
+    assert other.wait_until_verified(60) is True
+    assert [record.before for record in other.records.of(Verified)] == [False]
+
+
+def test_off_traces_nothing(prepare_live: Prepare) -> None:
+    off = CacheSettings(verify_bundle="off")
+    prepare_live(cache=off)
+    served = prepare_live(cache=off)
+    assert served.prepared.wait_until_verified(0) == "verify_bundle is 'off'"
+
+
+def test_numbers_drawn_beside_a_trace_do_not_repeat(serve_cold: Prepare) -> None:
+    """Dynamo takes back what was drawn from the generators while it traced."""
+    torch.manual_seed(0)
+    state, numbers = torch.get_rng_state(), list[torch.Tensor]()
+    served = serve_cold()
+    torch.set_rng_state(state)
+    while served.prepared.report()["background"]["switch"] is None:
+        numbers.append(torch.rand(1))
+        served.prepared.capture_idle(0)
+    torch.set_rng_state(state)
+    assert torch.equal(torch.cat(numbers), torch.cat([torch.rand(1) for _ in numbers]))
+
+
+def test_a_model_that_is_dropped_or_closed_ends_its_trace(
+    prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "LATEST_START_S", 600.0)
+    prepare_live()
+    served = prepare_live()
+    threads = [t for t in threading.enumerate() if t.name == "piecegraph-verification"]
+    assert len(threads) == 1
+    served.prepared.close()
+    assert not threads[0].is_alive()
