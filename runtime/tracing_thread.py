@@ -13,10 +13,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
+from types import FrameType
 
 import torch
 
-from ..torch_compat.tracing.generators import generators_left_alone
+from ..torch_compat.tracing.other_threads import unseen_by_other_threads
 from .after_seal import allow_compilation
 
 SWITCH_INTERVAL_S = 0.0001
@@ -26,7 +27,11 @@ With the default the longest step beside a trace of 32 layers took 0.8 s, with t
 """
 
 END_S = 10.0
-"""How long `stop` waits for the thread, which ends at its next line of Python."""
+"""How long `stop` waits for the thread, which ends at its next line of Python that is not in an
+import."""
+
+POLL_S = 0.01
+"""How often it is looked whether the thread may end where it is."""
 
 _ONE_AT_A_TIME = threading.Lock()  # the switch interval is of the process
 
@@ -59,20 +64,28 @@ class TracingThread:
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """End the thread soon, and wait for that. Idempotent; does nothing inside the thread."""
+        """End the thread soon, and wait a moment for that. Idempotent; does nothing inside it."""
         if self.stopped or self._thread is threading.current_thread():
             return
         self._stopped.set()
-        if self._thread.is_alive() and self._thread.ident is not None:
-            target, error = ctypes.c_ulong(self._thread.ident), ctypes.py_object(Stopped)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(target, error)
-            self._thread.join(END_S)
+        ending = threading.Thread(target=self._end, name="piecegraph-end", daemon=True)
+        ending.start()
+        ending.join(END_S)
+
+    def _end(self) -> None:
+        """End the thread where it may end."""
+        while (thread := self._thread.ident) is not None and self._thread.is_alive():
+            if _may_end(sys._current_frames().get(thread)):
+                target, error = ctypes.c_ulong(thread), ctypes.py_object(Stopped)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(target, error)
+                self._thread.join()
+            self._thread.join(POLL_S)
 
     def _run(self) -> None:
         try:
             with self._alone(), torch.inference_mode(self._inference):
                 with torch.set_grad_enabled(self._grad), allow_compilation():
-                    with generators_left_alone():
+                    with unseen_by_other_threads():
                         self._work()
         except Stopped:
             pass
@@ -88,3 +101,18 @@ class TracingThread:
         finally:
             sys.setswitchinterval(before)
             _ONE_AT_A_TIME.release()
+
+
+def _may_end(frame: FrameType | None) -> bool:
+    """Whether a thread may end where it is.
+
+    A module whose import is left halfway stays broken in this process, and what a context manager
+    has replaced stays replaced if its end is left halfway.
+    """
+    while frame is not None:
+        code = frame.f_code
+        importing = code.co_filename.startswith("<frozen importlib")
+        if importing or code.co_name in ("__enter__", "__exit__"):
+            return False
+        frame = frame.f_back
+    return True

@@ -1,0 +1,100 @@
+"""A thread that is stopped ends where it leaves the process as it was."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from piecegraph.runtime import tracing_thread
+from piecegraph.runtime.tracing_thread import TracingThread
+
+SLOW = """
+import sys, test_of_tracing_thread as test
+test.inside.set()
+while not test.go_on.is_set():
+    pass
+complete = True
+"""
+
+
+class Halfway:
+    """What the thread waits for: `inside` is set by it, `go_on` by the test."""
+
+    def __init__(self) -> None:
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def work(self) -> None:
+        self.inside.set()
+        while not self.go_on.is_set():
+            pass
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Iterator[Halfway]:
+    monkeypatch.setattr(tracing_thread, "END_S", 0.05)
+    test = Halfway()
+    yield test
+    test.go_on.set()
+
+
+def ends(thread: TracingThread, step: Halfway) -> None:
+    """Stop `thread` while it is inside; it goes on until it may end."""
+    thread.start()
+    assert step.inside.wait(60)
+    thread.stop()
+    assert not thread.join(0.05)
+    step.go_on.set()
+    assert thread.join(60)
+
+
+def test_an_import_is_completed(
+    step: Halfway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "imported_slowly.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "test_of_tracing_thread", step)  # type: ignore[arg-type]
+    after: list[str] = []
+
+    def work() -> None:
+        importlib.import_module("imported_slowly")
+        while True:
+            after[:] = ["the import"]
+
+    ends(TracingThread("test", work), step)
+    assert sys.modules.pop("imported_slowly").complete
+
+
+def test_what_was_replaced_is_put_back(step: Halfway) -> None:
+    put_back: list[str] = []
+
+    @contextmanager
+    def replaced() -> Iterator[None]:
+        yield
+        step.work()
+        put_back.append("all of it")
+
+    def work() -> None:
+        with replaced():
+            pass
+        while True:
+            pass
+
+    ends(TracingThread("test", work), step)
+    assert put_back == ["all of it"]
+
+
+def test_else_it_ends_at_once(step: Halfway) -> None:
+    before = sys.getswitchinterval()
+    thread = TracingThread("test", step.work)
+    thread.start()
+    assert step.inside.wait(60)
+    thread.stop()
+    assert thread.join(60)
+    assert not step.go_on.is_set()
+    assert sys.getswitchinterval() == before

@@ -1,0 +1,121 @@
+"""What a thread that traces changes in torch is not seen by another one, which stops it midway."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.torch_compat.tracing.dynamo import dynamo_tracing
+from piecegraph.torch_compat.tracing.other_threads import unseen_by_other_threads
+
+
+class Midway:
+    """Lets the test's thread act while another one is in the middle of its work."""
+
+    def __init__(self) -> None:
+        self._reached, self._go_on = threading.Event(), threading.Event()
+
+    def stop_here(self) -> None:
+        self._reached.set()
+        assert self._go_on.wait(60)
+
+    @contextmanager
+    def of(self, work: Callable[[], object]) -> Iterator[None]:
+        """`work` runs in a thread, and is at `stop_here` inside the block."""
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert self._reached.wait(60)
+        try:
+            yield
+        finally:
+            self._go_on.set()
+            thread.join()
+
+
+def test_a_module_that_another_thread_calls_is_not_traced() -> None:
+    midway, graphs = Midway(), []
+
+    class Traced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            midway.stop_here()
+            return self.inner(x) * self.inner.weight
+
+    def trace() -> None:
+        with unseen_by_other_threads():
+            graphs.append(torch.fx.symbolic_trace(Traced()).graph)
+
+    served, x = nn.Linear(2, 2), torch.ones(1, 2)
+    expected = served(x)
+    with midway.of(trace):
+        assert torch.equal(served(x), expected)
+    assert [n.op for n in graphs[0].nodes if n.name.startswith("inner")] == [
+        "call_module",
+        "get_attr",
+    ]
+
+
+Trace = tuple[Midway, Callable[[], None]]
+
+
+@pytest.fixture
+def traced_midway() -> Iterator[Trace]:
+    """A trace that stops in the fake implementation of an op."""
+    midway = Midway()
+
+    def fake(x: torch.Tensor) -> torch.Tensor:
+        midway.stop_here()
+        return torch.empty_like(x)
+
+    library = torch.library.Library("other_threads_tests", "FRAGMENT")
+    library.define("wait(Tensor x) -> Tensor")
+    library.impl("wait", torch.clone, "CPU")
+    torch.library.register_fake("other_threads_tests::wait", fake, lib=library)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.other_threads_tests.wait(x) + 1
+
+    def trace() -> None:
+        with unseen_by_other_threads(), dynamo_tracing("backed"):
+            function(torch.ones(2))
+
+    yield midway, trace
+    library._destroy()
+
+
+def test_random_numbers_are_not_drawn_again(
+    traced_midway: Trace,
+) -> None:
+    midway, trace = traced_midway
+    torch.manual_seed(0)
+    expected = torch.rand(8)
+    torch.manual_seed(0)
+    with midway.of(trace):
+        first = torch.rand(4)
+    assert torch.equal(torch.cat([first, torch.rand(4)]), expected)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_settings_of_another_thread_stay(
+    traced_midway: Trace,
+) -> None:
+    """Dynamo refuses such a trace: "Global state changed"."""
+    midway, trace = traced_midway
+    try:
+        with midway.of(trace):
+            torch.set_default_dtype(torch.float64)
+            torch.use_deterministic_algorithms(True)
+        assert torch.get_default_dtype() is torch.float64
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
