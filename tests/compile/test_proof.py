@@ -39,15 +39,17 @@ def roberta():
     return model_of(transformers.RobertaConfig, **ENCODER)
 
 
-def llama4():
+def llama4(floor_scale):
     return model_of(
-        transformers.Llama4TextConfig, **WIDTHS, **HEADS, floor_scale=64, no_rope_layers=[1, 0],
-        intermediate_size_mlp=48, num_local_experts=4, layer_types=["full_attention"] * 2,
+        transformers.Llama4TextConfig, **WIDTHS, **HEADS, floor_scale=floor_scale,
+        no_rope_layers=[1, 0], intermediate_size_mlp=48, num_local_experts=4,
+        layer_types=["full_attention"] * 2,
     )  # fmt: skip
 
 
 def esm():
-    return model_of(transformers.EsmConfig, **ENCODER, token_dropout=True, mask_token_id=32)
+    settings = {**ENCODER, "vocab_size": 1024, "mask_token_id": 1000}
+    return model_of(transformers.EsmConfig, **settings, token_dropout=True)
 
 
 def bloom(dtype=torch.float32):
@@ -91,8 +93,9 @@ def test_positions_are_those_of_the_models_own_forward():
 
 def test_scale_by_row_number_is_served_request_by_request():
     """Llama 4 scales queries of layers without rope by the row in the batch."""
-    own = llama4()
+    own = llama4(64)
     served = packed(own)
+    assert packed(llama4(8192)).layers.keys() == served.layers.keys()
     assert list(served.layers) == ["layers.1.self_attn"]
     assert "layers.1.self_attn" not in served.kv_shapes
     assert_equal_to_alone(own, served, ids(50, 60, 70))
@@ -102,7 +105,7 @@ def test_tokens_that_rescale_others_stay_in_their_request():
     own = esm()
     served = packed(own)
     assert list(served.layers) == ["embeddings"]
-    masked = torch.tensor([5, 32, 32, 32, 6])
+    masked = torch.tensor([5, 1000, 1000, 1000, 6])
     assert_equal_to_alone(own, served, [masked, *ids(9, 4)])
 
 
@@ -146,5 +149,5 @@ def test_small_copy_has_the_flags_and_lengths_of_the_released_configuration():
     assert released.layer_types == config.layer_types[:6]
     assert (released.sliding_window, released.head_dim) == (1024, 256)
     assert released.max_position_embeddings == 131072
-    assert (short.sliding_window, short.max_position_embeddings) == (16, 32)
-    assert short.rope_parameters == released.rope_parameters == config.rope_parameters
+    assert (short.sliding_window, short.max_position_embeddings) == (16, 64)
+    assert released.rope_parameters == config.rope_parameters

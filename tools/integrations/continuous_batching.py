@@ -43,7 +43,7 @@ def accelerate(
     )
     attention, use_cache = model.config._attn_implementation, base.config.use_cache
     try:
-        packed = PackedModel(base)
+        packed = PackedModel(base, config=config)
         layers = {
             name: _attend_with(module)
             for name, module in base.named_modules()

@@ -10,6 +10,7 @@ again. What still differs is refused, with the request, its row and the layer.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import time
 import traceback
@@ -26,6 +27,7 @@ from transformers import PreTrainedModel
 from .... import Config, Events
 from ....cache import Entry, Key
 from ....cache.keys.code import fingerprint
+from ....cache.keys.encoder import Undescribable
 from ....runtime.open_cache import open_cache
 from .attention import UnknownAttention
 from .mixers import UnknownCall
@@ -87,10 +89,15 @@ class Different:
 def proven(model: PreTrainedModel, config: Config) -> Proof:
     """The proof from the cache of `config`, or made and stored; raises ModelNotAdaptable."""
     settings = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
+    text = json.dumps(settings, sort_keys=True, default=str)
+    try:
+        code = fingerprint(type(model))
+    except Undescribable:  # a class outside of transformers, whose code is in no version
+        return prove(model)
     factors = {
         "proof": VERSION,
-        "class": fingerprint(type(model)),
-        "config": json.dumps(settings, sort_keys=True, default=str),
+        "class": code,
+        "config": hashlib.sha256(text.encode()).hexdigest(),
         "attention": model.config._attn_implementation,
         "dtypes": sorted({str(weight.dtype) for weight in model.parameters()}),
         "device": model.device.type,
@@ -107,7 +114,8 @@ def proven(model: PreTrainedModel, config: Config) -> Proof:
 
 
 def prove(model: PreTrainedModel) -> Proof:
-    """Prove the class and configuration of `model`; raises ModelNotAdaptable."""
+    """Prove the class and configuration of `model`, which may be on the meta device; raises
+    ModelNotAdaptable."""
     began = time.perf_counter()
     proof = Proof()
     try:
@@ -129,9 +137,10 @@ class _Bench:
 
     def __init__(self, model: PreTrainedModel, own: PreTrainedModel, longest: int) -> None:
         requests, filler = _requests(own, max(2 * longest + 7, LONG))
-        self.model, self.own = model, own.to(model.device)
+        device = "cpu" if model.device.type == "meta" else model.device
+        self.model, self.own = model, own.to(device)
         self.sizes = {n for weight in own.parameters() for n in weight.shape}
-        self.requests, self.filler = [x.to(model.device) for x in requests], filler.to(model.device)
+        self.requests, self.filler = [x.to(device) for x in requests], filler.to(device)
         self.alone = [_alone(own, ids).float() for ids in self.requests]
         if not torch.equal(_alone(own, self.requests[0]), self.alone[0]):
             reason = "its own forward gives a request another result after it has seen others"

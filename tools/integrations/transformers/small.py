@@ -1,6 +1,6 @@
 """Small copies of a model for the proof: its class and flags, narrower, and with fewer layers.
 
-Which integers of a configuration are widths is seen by building the model without memory: one that
+Which numbers of a configuration are widths is seen by building the model without memory: one that
 changes the shapes of weights is a width, one that changes no weight is a length (a window, a chunk,
 an original number of positions), and one that changes rows of an embedding or buffers is a table.
 Nothing is known about families. A copy counts if the model's own forward runs on it.
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 Path = tuple[Any, ...]
-"""Where a configuration has an integer: names of attributes, keys and indices."""
+"""Where a configuration has a whole number: names of attributes, keys and indices."""
 
 FACTORS = (16, 8, 4, 2, 1)
 WIDTH, LENGTH, VOCABULARY = 64, 32, 1024
@@ -40,8 +40,10 @@ def small_configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
 
     Raises NoCopy.
     """
-    kind = type(model)
-    config = _with_few_layers(kind, model.config)
+    kind, config = type(model), copy.deepcopy(model.config)
+    if config._attn_implementation not in ("eager", "sdpa"):  # what runs on any device
+        config._attn_implementation = "eager"
+    config = _with_few_layers(kind, config)
     roles = _roles(kind, config)
     config = _narrow(kind, config, roles, model.dtype)
     lengths = {path: value for path, value in _integers(config) if roles.get(path) == "length"}
@@ -104,8 +106,10 @@ def _integers(node: Any, path: Path = ()) -> Iterator[tuple[Path, int]]:
         items = node.items()
     elif isinstance(node, (list, tuple)):
         items = enumerate(node)
-    elif isinstance(node, int) and not isinstance(node, bool):
-        yield path, node
+    elif not isinstance(node, bool) and (
+        isinstance(node, int) or (isinstance(node, float) and node.is_integer())
+    ):
+        yield path, int(node)
     for key, value in items:
         yield from _integers(value, (*path, key))
 
@@ -121,9 +125,9 @@ def _changed(config: PreTrainedConfig, values: Mapping[Path, int]) -> PreTrained
         for key in path[:-1]:
             node = getattr(node, key) if isinstance(node, PreTrainedConfig) else node[key]
         if isinstance(node, PreTrainedConfig):
-            setattr(node, path[-1], value)
+            setattr(node, path[-1], type(getattr(node, path[-1]))(value))
         else:
-            node[path[-1]] = value
+            node[path[-1]] = type(node[path[-1]])(value)
     return config
 
 
