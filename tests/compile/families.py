@@ -1,44 +1,17 @@
-"""Which families of transformers the adapter serves: a table with one row for each.
+"""Tiny models of families of transformers, for tests: random weights, two layers, small widths.
 
-python tests/compile/families.py RESULTS.json [FAMILY…]
-
-Each family of decoders and text encoders that has a configuration small enough to run here is
-prepared with random weights and compared with its own attention, alone at several sizes and packed
-with other requests, on the replay backend with poisoned memory. Results are added to a JSON file,
-from which `--table` prints the table of docs/families.md.
+What released configurations give is in released.py, and their table in released_table.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-import datetime
 import inspect
-import json
-import re
-import signal
-import textwrap
-import time
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
-from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from piecegraph import Batch, Config, ReplayBackend, ReplayOptions, RuntimeMode, prepare
-from piecegraph.errors import PiecegraphError
-from piecegraph.tools.integrations.transformers import PackedModel, PackedRequests
-
-SIZES = (1, 2, 3, 7, 16, 33, 64)
-PACKED = ((3, 1, 4), (20, 1, 9, 12))
-TOLERANCE = 1e-4
-SECONDS = 150
 LARGEST = 5_000_000
 
 TINY: dict[str, Any] = {
@@ -175,15 +148,6 @@ OWN: dict[str, dict[str, Any]] = {
 """Settings of families for which those of TINY do not fit together."""
 
 
-def families() -> list[str]:
-    """Model types with a decoder or a text encoder, as transformers lists them. The text model of
-    one with several modalities is a type of its own."""
-    decoders = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    encoders = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    known = {*decoders, *encoders} & {*CONFIG_MAPPING.keys()}
-    return sorted(f for f in known if "vision_config" not in CONFIG_MAPPING[f].sub_configs)
-
-
 def tiny_config(family: str) -> Any:
     """A configuration of the family with two layers, or one for each type of layer it knows."""
     kind = CONFIG_MAPPING[family]
@@ -215,159 +179,3 @@ def own_model(family: str, seed: int = 0) -> Any:
             if not parameter.any():
                 parameter.normal_(std=0.02)
     return model.eval().requires_grad_(False)
-
-
-def try_family(
-    family: str, compiler: str = "eager", cache_dir: Path | None = None
-) -> dict[str, Any]:
-    """One row: the outcome, the largest difference, or why the family is refused.
-
-    With `cache_dir`, families with equal pieces share their code.
-    """
-    began = time.perf_counter()
-    row: dict[str, Any] = {"family": family, "compiler": compiler}
-    try:
-        with limited(SECONDS):
-            own = own_model(family)
-            if not own.config.is_encoder_decoder:
-                own(input_ids=torch.arange(5)[None])
-    except Exception as error:
-        return {**row, "outcome": "no small configuration", "reason": _first_line(error)}
-    try:
-        with limited(SECONDS), torch.no_grad():
-            row |= _compared(own, compiler, cache_dir)
-    except PiecegraphError as error:
-        row |= {
-            "outcome": "refused",
-            "error": type(error).__name__,
-            "reason": _without_folders(error),
-        }
-    except Exception as error:
-        kind = type(error).__name__
-        row |= {"outcome": "failed", "error": kind, "reason": _first_line(error)}
-    finally:
-        torch.compiler.reset()
-    return {**row, "seconds": round(time.perf_counter() - began, 1)}
-
-
-def _compared(own: Any, compiler: str, cache_dir: Path | None) -> dict[str, Any]:
-    model = PackedModel(copy.deepcopy(own))
-    config = Config(
-        **model.settings,
-        max_num_tokens=max(SIZES),
-        max_num_reqs=4,
-        capture_sizes=(4, 64),
-        graph_mode="PIECEWISE",
-        compiler=compiler,
-        cache=cache_dir is not None,
-        cache_dir=cache_dir,
-    )
-    backend = ReplayBackend(ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True))
-    prepared = prepare(model, config, backend=backend, layers=model.layers)
-    prepared.capture(lambda descriptor, mode: PackedRequests((descriptor.num_tokens,)))
-    modes = set()
-    worst = 0.0
-    for lengths in [*((size,) for size in SIZES), *PACKED]:
-        requests = [torch.randint(3, 60, (length,)) for length in lengths]
-        places = [torch.arange(length) for length in lengths]
-        batch = Batch(sum(lengths), len(lengths))
-        decision = prepared.dispatch(batch)
-        modes.add(decision.mode)
-        result = prepared.run(
-            decision, torch.cat(requests), torch.cat(places), metadata=PackedRequests(lengths)
-        )
-        for tokens, positions, part in zip(requests, places, result.split(lengths), strict=True):
-            expected = own(input_ids=tokens[None], position_ids=positions[None])[0][0]
-            worst = max(worst, _difference(part, expected))
-    outcome = "equal" if worst <= TOLERANCE else "wrong"
-    if modes != {RuntimeMode.PIECEWISE}:
-        outcome += " (NONE)"
-    mixers = sorted({type(mixer.module).__name__ for mixer in model.layers.values()})
-    return {"outcome": outcome, "difference": worst, "mixers": mixers}
-
-
-def _difference(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
-
-
-@contextmanager
-def limited(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in this thread after some seconds."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"took more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
-
-
-def _without_folders(error: BaseException) -> str:
-    """The message with the places of files relative to the package they are in."""
-    return re.sub(r"(?<=at )/\S*?/(?=transformers/|tools/)", "", str(error))
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown: first all that are equal, then those that are not, with the reason."""
-    by = {(row["family"], row["compiler"]): row for row in rows if row["family"] in families()}
-    eager = [row for (_, compiler), row in by.items() if compiler == "eager"]
-    tried = [row for row in eager if row["outcome"] != "no small configuration"]
-    others = sorted({row["family"] for row in eager} - {row["family"] for row in tried})
-    equal = [row for row in tried if row["outcome"].startswith("equal")]
-    inductor = [f for (f, c), r in by.items() if c == "inductor" and r["outcome"] == "equal"]
-    compiled = f", {len(inductor)} of them under Inductor too" if inductor else ""
-    lines = [
-        f"transformers {transformers.__version__}, torch {torch.__version__}, "
-        f"{datetime.date.today().isoformat()}: {len(tried)} families, "
-        f"{len(equal)} equal{compiled}.",
-        "",
-        *textwrap.wrap(f"Without a small configuration here: {', '.join(others)}.", 140),
-        "",
-        "| family | result | largest difference | layers as mixers, or why it is refused |",
-        "|---|---|---|---|",
-    ]
-    for row in sorted(tried, key=lambda r: (not r["outcome"].startswith("equal"), r["family"])):
-        difference = f"{row['difference']:.0e}" if "difference" in row else ""
-        why = row.get("reason") or ", ".join(row.get("mixers", ()))
-        why = why.replace("|", "/").replace("\n", " ")
-        mark = ", Inductor" if row["family"] in inductor else ""
-        lines.append(f"| {row['family']} | {row['outcome']}{mark} | {difference} | {why} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("results", type=Path)
-    parser.add_argument("families", nargs="*")
-    parser.add_argument("--compiler", default="eager")
-    parser.add_argument("--cache-dir", type=Path)
-    parser.add_argument("--table", action="store_true")
-    given = parser.parse_intermixed_args()
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    rows = json.loads(given.results.read_text()) if given.results.exists() else []
-    if given.table:
-        print(table(rows))
-        return
-    done = {(row["family"], row["compiler"]) for row in rows}
-    for family in given.families or families():
-        if (family, given.compiler) in done and not given.families:
-            continue
-        row = try_family(family, given.compiler, given.cache_dir)
-        rows = [r for r in rows if (r["family"], r["compiler"]) != (family, given.compiler)]
-        rows.append(row)
-        given.results.write_text(json.dumps(rows, indent=1))
-        print(row["family"], row["outcome"], row.get("difference", ""), row.get("reason", ""))
-
-
-if __name__ == "__main__":
-    main()

@@ -54,6 +54,8 @@ def _loaded(code: str) -> PieceFn:
         "operator": operator,
         "math": math,
         "device": torch.device,
+        "inf": math.inf,
+        "nan": math.nan,
     }
     exec(code, names)
     return lambda args: names["forward"](None, *args)

@@ -1,0 +1,300 @@
+"""The table of docs/families.md: released configurations through the adapter.
+
+cd tests; python -m compile.released_table RESULTS.json [NAME…] [--compiler inductor]
+
+Each configuration of released.py is proved as it is published. A copy with its widths reduced and
+all else as published is then prepared on the replay backend with poisoned memory, and requests in
+PIECEWISE steps are compared with its own `forward(input_ids)`, alone and without position ids.
+Pieces are kept as text, or by Inductor. The copy is prepared again in a second process (`warm`).
+Each start has a process of its own, forked from this one, which prepares nothing. Rows are added
+to a JSON file as they come; the program may be started again, and several at once with a file of
+their own. `--beside` prepares all copies of a file in one process, one after the other.
+`--table FILE…` prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import json
+import os
+import pickle
+import re
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # once for all processes
+import transformers
+import transformers.integrations.flash_attention
+import transformers.integrations.moe
+from torch import Tensor
+
+import piecegraph as pg
+from piecegraph.compile.backends import registry as compilers
+from piecegraph.errors import PiecegraphError
+from piecegraph.tools.integrations.transformers import PackedModel, PackedRequests, proof
+from piecegraph.tools.integrations.transformers.rope import settle_rope
+from piecegraph.tools.integrations.transformers.small import build, small_configs
+
+from .released import RELEASED, released_model
+from .starts import EntryPoint
+
+STEPS = ((1,), (7,), (33,), (64,), (3, 1, 20), (40, 5, 12))
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A published configuration with its widths reduced, and what was proved of the published one.
+
+    It is kept beside its cache, from which later starts prepare it."""
+
+    kind: type
+    config: Any
+    dtype: str
+    compiler: str
+    proof: proof.Proof
+    cache: Path
+
+    def model(self) -> Any:
+        """With random weights, and buffers as transformers casts them."""
+        model = build(self.kind, self.config)
+        buffers = (b for name, b in model.named_buffers() if "freq" not in name)
+        for tensor in (*model.parameters(), *buffers):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(getattr(torch, self.dtype))
+        model.config.dtype = getattr(torch, self.dtype)
+        settle_rope(model)
+        return model
+
+    def prepared(self) -> Any:
+        """The model, the one for steps, and that prepared."""
+        own = self.model()
+        proof.prove = lambda model: self.proof
+        packed = PackedModel(copy.deepcopy(own), config=pg.Config(cache_dir=self.cache))
+        config = pg.Config(
+            **packed.settings, max_num_tokens=64, max_num_reqs=4, capture_sizes=(4, 64),
+            graph_mode="PIECEWISE", compiler=self.compiler, cache_dir=self.cache,
+        )  # fmt: skip
+        options = pg.ReplayOptions(poison_before_replay=True, fail_on_moved_inputs=True)
+        backend = pg.ReplayBackend(options)
+        return own, packed, pg.prepare(packed, config, backend=backend, layers=packed.layers)
+
+
+def cold(name: str, dtype: str, compiler: str, folder: Path) -> dict[str, Any]:
+    """The proof of a published configuration, and one cold start of its copy with its steps."""
+    began = time.perf_counter()
+    published = released_model(name, getattr(torch, dtype))
+    try:
+        known = proof.prove(published)
+    except PiecegraphError as error:
+        seconds = round(time.perf_counter() - began, 1)
+        return {"outcome": "refused", "reason": str(error), "seconds": seconds}
+    row = {"seconds": known.seconds, "offset": known.offset, "padding": known.padding}
+    *_, config = small_configs(published)
+    small = Copy(type(published), config, dtype, compiler, known, folder)
+    try:
+        row |= compared(small)
+    except PiecegraphError as error:
+        return {**row, "outcome": "refused", "reason": str(error)}
+    (folder / "copy").write_bytes(pickle.dumps(small))
+    return row
+
+
+def compared(small: Copy) -> dict[str, Any]:
+    """One start and its steps."""
+    own, packed, prepared = small.prepared()
+    dtype = small.dtype
+    prepared.capture(lambda descriptor, mode: PackedRequests((descriptor.num_tokens,)))
+    exact = copy.deepcopy(own).float() if dtype != "float32" else own
+    torch.manual_seed(0)
+    modes, worst, allowed = set(), 0.0, 0.0
+    vocabulary = own.get_input_embeddings().num_embeddings
+    for lengths in STEPS:
+        requests = [torch.randint(3, min(vocabulary, 500), (length,)) for length in lengths]
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        decision = prepared.dispatch(pg.Batch(sum(lengths), len(lengths)))
+        modes.add(decision.mode.name)
+        result = prepared.run(
+            decision, torch.cat(requests), positions, metadata=PackedRequests(lengths)
+        )
+        for ids, part in zip(requests, result.split(lengths), strict=True):
+            want = exact(input_ids=ids[None])[0][0]
+            worst = max(worst, _difference(part, want))
+            allowed = max(allowed, _difference(own(input_ids=ids[None])[0][0], want))
+    limit = 1e-4 if dtype == "float32" else 2 * allowed + torch.finfo(torch.bfloat16).eps
+    outcome = "equal" if worst <= limit else "wrong"
+    mixers = sorted({type(mixer.module).__name__ for mixer in packed.layers.values()})
+    return {
+        "outcome": outcome if modes == {"PIECEWISE"} else f"{outcome} (NONE)",
+        "difference": worst,
+        "alone": allowed,
+        "mixers": mixers,
+        "kept": not prepared.report()["cache"]["not_cacheable"],
+    }
+
+
+def hit(folder: Path) -> bool:
+    """Whether a start is warm."""
+    small: Copy = pickle.loads((folder / "copy").read_bytes())
+    return bool(small.prepared()[2].compiled.from_bundle)
+
+
+def beside(folders: list[Path]) -> list[bool | str]:
+    """Whether each start is warm in one process, after those before it."""
+    results: list[bool | str] = []
+    for folder in folders:
+        try:
+            results.append(hit(folder))
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}"[:300])
+        torch.compiler.reset()
+    return results
+
+
+def _difference(actual: Tensor, expected: Tensor) -> float:
+    """Of the request: the middle of its rows, which one expert chosen by rounding does not move."""
+    rows = (actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
+    return float(rows.median() if actual.dtype != torch.float32 else rows.max())
+
+
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """What `function` returns in a forked process, or a RuntimeError with its error."""
+    with tempfile.NamedTemporaryFile() as file:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                answer: tuple[bool, Any] = True, function(*args)
+            except BaseException as error:
+                first = (str(error).strip().splitlines() or [""])[0]
+                answer = False, f"{type(error).__name__}: {first}"[:400]
+            Path(file.name).write_bytes(pickle.dumps(answer))
+            os._exit(0)
+        os.waitpid(pid, 0)
+        content = Path(file.name).read_bytes()
+    done, result = pickle.loads(content) if content else (False, "the process ended")
+    if not done:
+        raise RuntimeError(result)
+    return result
+
+
+def row_of(name: str, dtype: str, compiler: str, root: Path) -> dict[str, Any]:
+    """One row of the table."""
+    row: dict[str, Any] = {"name": name, "dtype": dtype, "compiler": compiler}
+    row["family"] = RELEASED[name]["model_type"]
+    folder = root / re.sub(r"\W", "_", f"{name} {dtype} {compiler}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, parents=True)
+    try:
+        row |= apart(cold, name, dtype, compiler, folder)
+        if (folder / "copy").exists():
+            row |= {"warm": apart(hit, folder), "folder": str(folder)}
+    except RuntimeError as error:
+        row |= {"outcome": row.get("outcome", "failed"), "reason": str(error)}
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown: one line for each configuration."""
+    by: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for row in rows:
+        by.setdefault(row["name"], {})[row["dtype"], row["compiler"]] = row
+    text = [row for found in by.values() for row in found.values() if row["compiler"] == "text"]
+    kinds = ("equal", "equal (NONE)", "refused", "wrong", "wrong (NONE)", "failed")
+    counts = {kind: sum(row["outcome"] == kind for row in text) for kind in kinds}
+    counted = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    warm = [row["warm"] for row in text if "warm" in row]
+    beside = [row["beside"] is True for row in text if "beside" in row]
+    compiled = [row for row in rows if row["compiler"] == "inductor" and row["outcome"] == "equal"]
+    names = "configuration | family | float32 | bfloat16 | warm | beside | proof"
+    lines = [
+        f"transformers {transformers.__version__}, torch {torch.__version__}, "
+        f"{datetime.date.today().isoformat()}: {len(by)} released configurations, {len(text)} rows "
+        f"of a dtype: {counted}, {counts['wrong'] + counts['wrong (NONE)']} wrong. "
+        f"{sum(warm)} of {len(warm)} are warm in a second process, {sum(beside)} of "
+        f"{len(beside)} in one process after the others. {len(compiled)} were compared under "
+        "Inductor too.",
+        "",
+        f"| {names} | mixers, or why |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in sorted(by.items(), key=lambda item: item[0].lower()):
+        lines.append(_line(name, found))
+    return "\n".join(lines)
+
+
+def _line(name: str, found: dict[tuple[str, str], dict[str, Any]]) -> str:
+    parts = [found.get((dtype, "text"), {}) for dtype in ("float32", "bfloat16")]
+    cells = [
+        " ".join([part.get("outcome", ""), *([f"{part['difference']:.0e}"] * ("warm" in part))])
+        for part in parts
+    ]
+    if found.get(("float32", "inductor"), {}).get("outcome") == "equal":
+        cells[0] += ", Inductor"
+    for key in ("warm", "beside"):
+        known = [("yes" if part[key] is True else "no") for part in parts if key in part]
+        cells.append(", ".join(dict.fromkeys(known)))
+    cells.append(f"{max((part.get('seconds', 0.0) for part in parts), default=0.0):.0f} s")
+    mixers = dict.fromkeys(mixer for part in parts for mixer in part.get("mixers", ()))
+    why = [", ".join(mixers), *(part["reason"] for part in parts if "reason" in part)]
+    padding = {part["padding"] for part in parts if part.get("padding") is not None}
+    why += [f"no token {token}" for token in padding]
+    text = "; ".join(part for part in dict.fromkeys(why) if part)
+    text = re.sub(r"(?<=at )/\S*?/(?=transformers/|tools/)", "", text)
+    family = next(iter(found.values()))["family"]
+    text = text.replace("|", "/").replace("\n", " ")
+    return f"| {name} | {family} | {' | '.join(cells)} | {text} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--dtype", action="append")
+    parser.add_argument("--compiler", default="text")
+    parser.add_argument("--part", default="0/1", help="1/3: every third one, from the second on")
+    parser.add_argument("--root", type=Path, help="where caches of the copies are kept")
+    parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    given = parser.parse_intermixed_args()
+    warnings.simplefilter("ignore")
+    compilers.entry_points = lambda group: [EntryPoint()]
+    transformers.logging.set_verbosity_error()
+    if given.table:
+        files = [given.results, *map(Path, given.names)]
+        print(table([row for file in files for row in json.loads(file.read_text())]))
+        return
+    rows = json.loads(given.results.read_text()) if given.results.exists() else []
+    done = {(row["name"], row["dtype"], row["compiler"]) for row in rows}
+    root = given.root or Path(tempfile.mkdtemp())
+    if given.beside:
+        kept = [row for row in rows if row.get("warm")]
+        results = apart(beside, [Path(row["folder"]) for row in kept])
+        for row, result in zip(kept, results, strict=True):
+            row["beside"] = result
+        given.results.write_text(json.dumps(rows, indent=1))
+        print(sum(result is True for result in results), "of", len(results))
+        return
+    part, parts = map(int, given.part.split("/"))
+    for name in given.names or list(RELEASED)[part::parts]:
+        for dtype in given.dtype or ("float32", "bfloat16"):
+            key = (name, dtype, given.compiler)
+            if key in done and not given.names:
+                continue
+            row = row_of(*key, root)
+            rows = [r for r in rows if (r["name"], r["dtype"], r["compiler"]) != key]
+            rows.append(row)
+            given.results.write_text(json.dumps(rows, indent=1))
+            shown = (row.get(k, "") for k in ("outcome", "difference", "warm", "seconds"))
+            print(name, dtype, *shown, row.get("reason", "")[:300], flush=True)
+
+
+if __name__ == "__main__":
+    main()
