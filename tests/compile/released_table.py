@@ -233,7 +233,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _line(name: str, found: dict[tuple[str, str], dict[str, Any]]) -> str:
     parts = [found.get((dtype, "text"), {}) for dtype in ("float32", "bfloat16")]
     cells = [
-        " ".join([part.get("outcome", ""), *([f"{part['difference']:.0e}"] * ("warm" in part))])
+        " ".join(
+            [
+                part.get("outcome", ""),
+                *(f"{part[key]:.0e}" for key in ("difference",) if key in part),
+            ]
+        )
         for part in parts
     ]
     if found.get(("float32", "inductor"), {}).get("outcome") == "equal":

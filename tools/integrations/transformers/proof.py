@@ -208,7 +208,7 @@ class _Bench:
         self, routes: Routes, orders: tuple[Order, ...], allowed: list[float] | None = None
     ) -> Different | None:
         """The first row that is not what it is alone; with `allowed`, the first request with a
-        larger error in the middle of its rows."""
+        larger error in three quarters of its rows, for an expert chosen by rounding moves some."""
         for full_order in orders:
             order, results = self._results(routes, full_order)
             for place, (index, result) in enumerate(zip(order, results, strict=False)):
@@ -216,7 +216,7 @@ class _Bench:
                     continue
                 errors = _errors(result, self.alone[index])
                 limit = TOLERANCE if allowed is None else allowed[index]
-                error = errors.max() if allowed is None else errors.median()
+                error = errors.max() if allowed is None else errors.quantile(0.25)
                 if not error <= limit:
                     row = int((~(errors <= limit)).nonzero()[0])
                     return Different(order, place, row, float(error))
@@ -243,7 +243,11 @@ class _Bench:
         routes = route(copy.deepcopy(served), proof.mixers)
         epsilon = torch.finfo(self.model.dtype).eps
         pairs = ((_alone(served, ids), x) for ids, x in zip(self.requests, self.alone, strict=True))
-        allowed = [WORST * float(_errors(*pair).median()) + epsilon for pair in pairs]
+        errors = [_errors(*pair) for pair in pairs]
+        allowed = [  # of a single row, an expert chosen by rounding would be all
+            WORST * float(rows.quantile(0.25)) + epsilon if len(rows) > 1 else float("inf")
+            for rows in errors
+        ]
         if (different := self._different(routes, orders, allowed)) is not None:
             layer = self._inexact(served, routes, different)
             reason = (
