@@ -464,6 +464,13 @@ class ModelChanged(RunError):
     todo = "Prepare it again, or undo the change: the compiled code holds what it was."
 
 
+class HostValueChanged(RunError):
+    what = "{name} is on the host, and graphs have the value that it had when they were captured"
+    todo = (
+        "Move it to the model's device, or call refresh() to capture again the graphs that use it."
+    )
+
+
 class InputsShareMemory(RunError):
     what = "input {name!r} shares memory with {other}, and the model writes to one of them"
     todo = (

@@ -158,6 +158,17 @@ class UnwatchedTensors(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class HostValues(Record):
+    """A graph has the values that these tensors on the host had at its capture. A step after one of
+    them was changed in place raises HostValueChanged."""
+
+    event = "capture.host_values"
+    level = logging.WARNING
+    recording: str
+    tensors: list[str]
+
+
+@dataclass(frozen=True, slots=True)
 class RowsMixed(Record):
     """Padding of `size` would change real rows of a piece's result, so no batch is padded."""
 

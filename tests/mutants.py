@@ -33,6 +33,13 @@ LIMITED = "runtime/graphs/memory_limit.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
+    (ADDRESSES, "then if is_used(storage) else None", "then", "tests/runtime/test_addresses.py"),
+    (ADDRESSES, "if (now := watched.form()) != form:", "if False:",
+     "tests/runtime/test_addresses.py"),
+    (ADDRESSES, "if read(metadata) == addresses:", "if True:", f"{WEIGHTS} -k at_once"),
+    (ADDRESSES, "_without_rows(now_form := form_of(tensor)) != _without_rows(form)", "False",
+     f"{WEIGHTS} -k another_form"),
+    (ADDRESSES, "return self._bytes() != self._then", "return False", f"{FAITHFUL} -k on_the_host"),
     (BATCH, "self.inputs.fill_padding()", "pass", f"{DUMMY} -k between"),  # 7
     (BATCH, "*self.state]", "]", f"{DUMMY} -k True"),
     (BATCH, "[*self.inputs.owned, ", "[", f"{DUMMY} -k True"),

@@ -103,6 +103,8 @@ class CudaCapture:
             raise
         try:
             self._graph.capture_end()
+            if self._tracker.host_read is not None:
+                raise self._tracker.host_read
             if self._tracker.computed and not nodes:
                 raise RuntimeError(
                     f"{self._tracker.computed} ran during the capture, and the graph has no node: "

@@ -7,14 +7,20 @@ keeps its identity, so a new tensor is never mistaken for an old one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
 
-from torch import Tensor
+import torch
+from torch import Tensor, UntypedStorage
 
 from ...compile.ir.ops import tensors_in
+from ...errors import HostReadInCapture
+from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.ops import OpOverload, is_composite, run_kernel
 from ...torch_compat.basics.tensors import (
     LightDispatchMode,
@@ -25,14 +31,29 @@ from ...torch_compat.basics.tensors import (
     without_modes,
 )
 
+_OURS = tuple(f"{Path(__file__).parents[2] / layer}{os.sep}" for layer in ("compile", "runtime"))
+_HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tensor from outside. `alias` holds its memory; the rest shows whether it was moved."""
+    """A tensor from outside: its memory, which is held, and its form. The rest shows whether it was
+    moved."""
 
-    alias: Tensor
+    storage: UntypedStorage
+    dtype: torch.dtype
+    place: tuple[Any, Sequence[int], Sequence[int]]  # offset, size, strides
     original: ReferenceType[Tensor]
     address: int
+    baked: bool
+    """Whether the graph has its value instead of reading its memory."""
+    where: str | None
+    """The user's line that read it, of a value that was baked."""
+
+    def alias(self) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            alias = torch.empty(0, dtype=self.dtype, device=self.storage.device)
+            return alias.set_(self.storage, *self.place)
 
 
 class Ownership:
@@ -51,20 +72,34 @@ class Ownership:
         """`tensor` was allocated by the capture."""
         self._made[storage_id(tensor)] = weak_storage(tensor)
 
-    def find(self, tensors: Iterable[Tensor]) -> None:
+    def find(
+        self,
+        tensors: Iterable[Tensor],
+        bakes: Callable[[Tensor], bool] = lambda tensor: False,
+        where: Callable[[], str | None] = lambda: None,
+    ) -> None:
         """`tensors` are used by the capture; those from outside are held.
 
-        An alias is held, not the tensor: assigning `.data` of a parameter must not change what the
-        graph reads.
+        The memory is held, not the tensor: assigning `.data` of a parameter must not change what
+        the graph reads. Nor is a tensor on it: so `is_used` tells whether others use the memory.
         """
         for tensor in tensors:
             identity = storage_id(tensor)
             if identity not in self._made and identity not in self._found:
-                self._found[identity] = Found(tensor.detach(), ref(tensor), tensor.data_ptr())
+                place = tensor.storage_offset(), tensor.size(), tensor.stride()
+                held = tensor.untyped_storage(), tensor.dtype, place
+                baked = bakes(tensor)
+                line = where() if baked else None
+                found = Found(*held, ref(tensor), tensor.data_ptr(), baked, line)
+                self._found[identity] = found
 
     def found(self) -> list[Tensor]:
         """Aliases of the tensors from outside."""
-        return [found.alias for found in self._found.values()]
+        return [found.alias() for found in self._found.values()]
+
+    def baked(self) -> Iterator[tuple[Tensor, str | None]]:
+        """Aliases of the tensors whose value the graph has, each with the user's line."""
+        return ((each.alias(), each.where) for each in self._found.values() if each.baked)
 
     def moved(self) -> Iterator[tuple[int, Tensor]]:
         """Tensors from outside that have other memory now, each with its captured address."""
@@ -90,6 +125,8 @@ class TensorTracker(LightDispatchMode):
         self.ownership = ownership
         self.computed: str | None = None
         """The first operator that must have launched work on the device."""
+        self.host_read: HostReadInCapture | None = None
+        """The first read of a value on the host; an op may have swallowed the error."""
         self._device = device
 
     def start(self) -> None:
@@ -105,12 +142,31 @@ class TensorTracker(LightDispatchMode):
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         used = memory_of((args, kwargs))
-        self.ownership.find(used)
-        result = self.run(func, args, kwargs)
+        self.refuse_host_read(func, args, kwargs, used)
+        self.ownership.find(used, self.bakes, user_line)
+        try:
+            result = self.run(func, args, kwargs)
+        except RuntimeError as error:
+            if not hasattr(error, "__notes__"):  # the innermost operator
+                error.add_note(f"in {func} (at {user_line()})")
+            raise
         fresh = self.fresh(result, used)
         if self.computed is None and _computes(func, fresh):
             self.computed = str(func)
         return result
+
+    def bakes(self, tensor: Tensor) -> bool:
+        """Whether a graph has the value of `tensor`: it reads no memory of the host but pinned."""
+        return tensor.is_cpu and not tensor.is_pinned()
+
+    def refuse_host_read(
+        self, func: OpOverload, args: Any, kwargs: Any, used: Sequence[Tensor]
+    ) -> None:
+        """Raise HostReadInCapture for an operator that needs a value of the device on the host."""
+        on_device = self._device == "CPU" or not all(tensor.is_cpu for tensor in used)
+        if on_device and reads_host(func, args, kwargs):
+            self.host_read = HostReadInCapture(where=user_line(), op=func)
+            raise self.host_read
 
     def run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run `func`; operators called in the body of a custom op are seen too."""
@@ -125,7 +181,7 @@ class TensorTracker(LightDispatchMode):
         """Call a compiled piece, whose inside no dispatch mode can see."""
         with without_modes():
             used = memory_of(args)
-            self.ownership.find(used)
+            self.ownership.find(used, self.bakes)
             result = fn(*args)
             self.fresh(result, used)
         return result
@@ -137,6 +193,36 @@ class TensorTracker(LightDispatchMode):
         for tensor in fresh:
             self.ownership.make(tensor)
         return fresh
+
+
+def reads_host(func: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Whether `func` needs a tensor's value on the host, for its result or the result's shape."""
+    if _HOST_READS.isdisjoint(func.tags):
+        return False
+    if func.overloadpacket is torch.ops.aten.index:
+        return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
+    return kwargs.get("output_size") is None
+
+
+def user_line() -> str | None:
+    """file:line of the innermost frame outside of torch and this package; None in the generated
+    code of a piece, whose callers did not cause what it does."""
+    return _innermost(traceback.extract_stack())
+
+
+def error_line(error: BaseException) -> str | None:
+    """As `user_line`, of the code that raised `error`."""
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def _innermost(frames: traceback.StackSummary) -> str | None:
+    for frame in reversed(frames):
+        if frame.filename.startswith("<eval_with_key>"):
+            break
+        ours = frame.filename.startswith(_OURS)
+        if not ours and not is_torch_file(frame.filename) and os.path.isfile(frame.filename):
+            return f"{frame.filename}:{frame.lineno}"
+    return None
 
 
 def _computes(func: OpOverload, fresh: list[Tensor]) -> bool:

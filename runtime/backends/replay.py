@@ -148,7 +148,7 @@ class TapeCapture:
     """A tape that records in this thread."""
 
     def __init__(self, backend: ReplayBackend, pool: ModeledPool, ownership: Ownership) -> None:
-        self._tape = Tape(ownership)
+        self._tape = Tape(ownership, backend.options.poison_before_replay)
         self._backend = backend
         self._pool = pool
         self._tape.start()

@@ -10,11 +10,8 @@ It cannot see host reads that bypass the dispatcher (`numpy()`, `tolist()`).
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +19,6 @@ from torch import Tensor
 
 from ...compile.ir.ops import tensors_in, written_by
 from ...errors import HostReadInCapture
-from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.ops import OpOverload, is_python_op, run_kernel
 from ...torch_compat.basics.tensors import (
     LightDispatchMode,
@@ -30,10 +26,14 @@ from ...torch_compat.basics.tensors import (
     tree_map_only,
     without_modes,
 )
-from .ownership import ALLOCATIONS, Ownership, TensorTracker, memory_of
-
-_OURS = tuple(f"{Path(__file__).parents[2] / layer}{os.sep}" for layer in ("compile", "runtime"))
-_HOST_READS = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+from .ownership import (
+    ALLOCATIONS,
+    Ownership,
+    TensorTracker,
+    memory_of,
+    reads_host,
+    user_line,
+)
 
 Operation = Callable[[], None]
 
@@ -41,20 +41,18 @@ Operation = Callable[[], None]
 class Tape(TensorTracker):  # type: ignore[no-untyped-call]
     """A tracker that records; call `finish` or `undo` after `stop`."""
 
-    def __init__(self, ownership: Ownership) -> None:
+    def __init__(self, ownership: Ownership, strict: bool = False) -> None:
         super().__init__("CPU", ownership)
+        self._strict = strict
         self.operations: list[Operation] = []
         self.made: dict[int, Tensor] = {}
-        self.host_read: HostReadInCapture | None = None
         self._before: list[tuple[Tensor, Tensor]] = []
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Run `func`; record it unless it is a view, makes unwritten memory, or called others."""
-        if _reads_host(func, args, kwargs):
-            self.host_read = HostReadInCapture(where=_user_line(), op=func)
-            raise self.host_read
         used = memory_of((args, kwargs))
-        self.ownership.find(used)
+        self.refuse_host_read(func, args, kwargs, used)
+        self.ownership.find(used, self.bakes, user_line)
         written = memory_of(list(written_by(func, args, kwargs)))
         self._save(written)
         recorded = len(self.operations)
@@ -75,7 +73,7 @@ class Tape(TensorTracker):  # type: ignore[no-untyped-call]
         """
         with without_modes():
             used = memory_of(args)
-            self.ownership.find(used)
+            self.ownership.find(used, self.bakes)
             given = self._save(used)
             with HostReads() as reads:
                 kept = fn(*args)
@@ -87,6 +85,10 @@ class Tape(TensorTracker):  # type: ignore[no-untyped-call]
             fresh = self.fresh(result, used + memory_of(kept))
             self._record(fn, args, {}, result, fresh)
         return result
+
+    def bakes(self, tensor: Tensor) -> bool:
+        """A device graph would have the value, if the tensor was not moved with the model."""
+        return self._strict and tensor.dim() == 0
 
     def fresh(self, result: Any, used: list[Tensor]) -> list[Tensor]:
         fresh = super().fresh(result, used)
@@ -135,8 +137,8 @@ class HostReads(LightDispatchMode):
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         given = kwargs or {}
-        if _reads_host(func, args, given):
-            self.found = self.found or HostReadInCapture(where=_user_line(), op=func)
+        if reads_host(func, args, given):
+            self.found = self.found or HostReadInCapture(where=user_line(), op=func)
         if func.namespace in _TORCH_NAMESPACES or not is_python_op(func):
             return func(*args, **given)
         with self:
@@ -144,18 +146,6 @@ class HostReads(LightDispatchMode):
 
 
 _TORCH_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "mkldnn", "quantized"})
-
-
-def _user_line() -> str | None:
-    """file:line of the innermost frame outside of torch and this package; None in the generated
-    code of a piece, whose callers did not cause what it does."""
-    for frame in reversed(traceback.extract_stack()):
-        if frame.filename.startswith("<eval_with_key>"):
-            break
-        ours = frame.filename.startswith(_OURS)
-        if not ours and not is_torch_file(frame.filename) and os.path.isfile(frame.filename):
-            return f"{frame.filename}:{frame.lineno}"
-    return None
 
 
 def _restore(contents: list[tuple[Tensor, Tensor]]) -> None:
@@ -166,15 +156,6 @@ def _restore(contents: list[tuple[Tensor, Tensor]]) -> None:
                 if step == 0 and tensor.size(dim):
                     tensor, before = tensor.narrow(dim, 0, 1), before.narrow(dim, 0, 1)
             tensor.copy_(before)
-
-
-def _reads_host(func: OpOverload, args: Any, kwargs: Any) -> bool:
-    """Whether `func` needs a tensor's value on the host, for its result or the result's shape."""
-    if _HOST_READS.isdisjoint(func.tags):
-        return False
-    if func.overloadpacket is torch.ops.aten.index:
-        return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
-    return kwargs.get("output_size") is None
 
 
 def _operation(call: Callable[[], Any], result: Any, fresh: list[Tensor]) -> Operation:

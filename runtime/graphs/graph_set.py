@@ -12,8 +12,8 @@ from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import Dispatcher, RuntimeMode
 from ...errors import CaptureFailed, DummyStepFailed
 from ...torch_compat.basics.tensors import writes_counted
-from ..records import Records, UnwatchedTensors
-from ..steps.address_checks import MetadataAddresses
+from ..records import HostValues, Records, UnwatchedTensors
+from ..steps.address_checks import HostValue, MetadataAddresses
 from ..steps.code import ModelCode
 from ..steps.shared_memory import named_weights
 from .breaks import recordable
@@ -90,6 +90,7 @@ class GraphSet:
         """Let steps use a recording."""
         plan = self._code.compiled.plan
         inputs, addresses = self._dummies.inputs(graph_index), self._code.addresses.snapshot()
+        addresses.values = self._host_values(recording)
         kind = WritingGraph if inputs.written else InstalledGraph
         metadata = None
         if self._dispatcher.plan.entries[graph_index].mode is RuntimeMode.FULL:
@@ -133,6 +134,29 @@ class GraphSet:
     def close(self) -> None:
         """Forget the code. All recordings were removed."""
         self._recordable = None
+
+    def _host_values(self, recording: Recording) -> tuple[HostValue, ...]:
+        """Tensors on the host whose value a graph has; on a CPU those that a move of the model to a
+        device would leave on the host: attributes that are no buffers."""
+        model = self._code.compiled.model
+        attributes = {
+            value.data_ptr(): f"{path}.{name}".lstrip(".")
+            for path, module in model.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, torch.Tensor)
+        }
+        names = {} if self._runs_python else {t.data_ptr(): n for n, t in named_weights(model)}
+        names |= attributes
+        values = tuple(
+            HostValue(
+                names.get(tensor.data_ptr(), f"a {dtype_name(tensor.dtype)} tensor"), tensor, w
+            )
+            for tensor, w in recording.ownership.baked()
+            if tensor.data_ptr() in names or not self._runs_python
+        )
+        if values:
+            self._records.add(HostValues(recording.name, [value.name for value in values]))
+        return values
 
     def _report_unwatched(self, recording: Recording, checked: set[int]) -> None:
         """Record once each tensor that a FULL graph reads and whose address no step checks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import CaptureFailed, CaptureOutOfMemory, NoCaptureSession
 from ...events import Events
-from ..backends.ownership import Ownership
+from ..backends.ownership import Ownership, error_line
 from ..backends.protocol import Capture, GraphBackend
 
 # A lock, not state: gc is paused process-wide, and torch allows one capture per process at a time.
@@ -69,7 +69,10 @@ def capture_session(
     with _ONE_AT_A_TIME, events.span("capture.session", backend=backend.name):
         if prepare:
             gc.collect()
-            backend.prepare()
+            try:
+                backend.prepare()
+            except RuntimeError as error:
+                raise capture_failure(error, "any graph") from error
         was_enabled = gc.isenabled()
         gc.disable()
         session = CaptureSession(backend, pool, events)
@@ -77,8 +80,9 @@ def capture_session(
             yield session
         finally:
             session.close()
-            if prepare:  # memory that dummy batches cached
-                backend.trim()
+            if prepare:  # memory that dummy batches cached; it can wait for a later session
+                with suppress(RuntimeError):
+                    backend.trim()
             if was_enabled:
                 gc.enable()
 
@@ -86,4 +90,16 @@ def capture_session(
 def capture_failure(error: Exception, name: str) -> CaptureFailed:
     """The error to raise when `error` stopped the capture of `name`."""
     kind = CaptureOutOfMemory if isinstance(error, torch.OutOfMemoryError) else CaptureFailed
-    return kind(name=name, reason=f"{type(error).__name__}: {error}")
+    reasons = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+    if getattr(error, "error_code", None) == _INVALIDATED:
+        reasons.append(_OF_ANOTHER_THREAD)
+    stated = getattr(error, "where", None) or hasattr(error, "__notes__")
+    where = None if stated else error_line(error)
+    return kind(where=where, name=name, reason=", ".join(reasons))
+
+
+_INVALIDATED = 901  # cudaErrorStreamCaptureInvalidated: the call that did it had another error
+_OF_ANOTHER_THREAD = (
+    "which nothing in the captured code caused: another thread must not synchronize the device or "
+    "capture in torch's global mode meanwhile"
+)

@@ -6,7 +6,9 @@ every replay would be silently wrong; comparing addresses makes it an error that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import ast
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import cycle
@@ -14,11 +16,12 @@ from operator import attrgetter
 from typing import Any, NoReturn
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor, dtype, nn
 
-from ...errors import MovedTensor
+from ...compile.ir.serialization import dtype_name
+from ...errors import HostValueChanged, MovedTensor
 from ...torch_compat.basics.modules import address_reader
-from ...torch_compat.basics.tensors import subclass_parts, weak_storage
+from ...torch_compat.basics.tensors import is_used, subclass_parts, weak_storage
 from .shared_memory import named_weights
 
 Read = Callable[[], int | None]
@@ -30,13 +33,14 @@ is noticed within n / 2 steps, or immediately when a step or `refresh` compares 
 
 
 class _Watched:
-    """A name, and how to read the address of the tensor that it refers to now."""
+    """A name, and how to read the address and the form of the tensor that it refers to now."""
 
-    __slots__ = ("name", "read")
+    __slots__ = ("form", "name", "read")
 
-    def __init__(self, name: str, read: Read) -> None:
+    def __init__(self, name: str, read: Read, form: Callable[[], Any]) -> None:
         self.name = name
         self.read = read
+        self.form = form
 
 
 class Addresses:
@@ -61,32 +65,35 @@ class Addresses:
         name that is watched already refers to the new tensor from now on; earlier snapshots are
         stale.
         """
-        address, alive, storage = self.address, ref(tensor), weak_storage(tensor)
-        then = address(tensor)
+        alive, storage = ref(tensor), weak_storage(tensor)
 
-        def read() -> int | None:
-            now = alive()
-            if now is not None:
-                return address(now)
-            return None if storage.expired() else then  # type: ignore[no-untyped-call]
+        def reading(facts: Callable[[Tensor], Any]) -> Callable[[], Any]:
+            then = facts(tensor)
 
-        self._watch(name, read)
+            def read() -> Any:
+                now = alive()
+                if now is not None:
+                    return facts(now)
+                return then if is_used(storage) else None
+
+            return read
+
+        self._watch(name, reading)
         self._parts[name] = [name]
 
     def watch_read(self, name: str, read: Callable[[], Any]) -> None:
         """Watch the tensor that `read` returns, which may be another one at each call."""
-        address = self.address
 
-        def address_of(part: str) -> int | None:
+        def facts_of(part: str, facts: Callable[[Tensor], Any]) -> Any:
             try:
-                return address(attrgetter(part)(read()) if part else read())
+                return facts(attrgetter(part)(read()) if part else read())
             except (AttributeError, TypeError):
                 return None
 
         parts = list(_attributes(read()))
         self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
         for label, part in zip(self._parts[name], parts, strict=True):
-            self._watch(label, partial(address_of, part))
+            self._watch(label, partial(partial, facts_of, part))
 
     def watch_module(self, module: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
         """Watch parameters and buffers by qualified name, by default all; also replaced ones, and
@@ -95,19 +102,20 @@ class Addresses:
             parts = list(_attributes(tensor))
             self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
             for label, part in zip(self._parts[name], parts, strict=True):
-                self._watch(label, address_reader(module, name, self.address, part))
+                self._watch(label, partial(address_reader, module, name, part=part))
 
     def follow(self, before: Addresses) -> None:
         """Also watch all that `before` watches."""
         self._watched = {**before._watched, **self._watched}
         self._parts = {**before._parts, **self._parts}
 
-    def _watch(self, name: str, read: Read) -> None:
+    def _watch(self, name: str, reading: Callable[[Callable[[Tensor], Any]], Read]) -> None:
+        read, form = reading(self.address), reading(form_of)
         if name in self._watched:
-            self._watched[name].read = read
+            self._watched[name].read, self._watched[name].form = read, form
             self.changes += 1
         else:
-            self._watched[name] = _Watched(name, read)
+            self._watched[name] = _Watched(name, read, form)
 
     def snapshot(self, names: Iterable[str] | None = None) -> Snapshot:
         """Current addresses of the tensors called `names`, by default of all watched ones."""
@@ -119,25 +127,36 @@ class Addresses:
 class Snapshot:
     """The addresses that one recording, or the compiled code without a graph, relies on."""
 
-    __slots__ = ("_addresses", "_entries", "_in_turn", "_trusted")
+    __slots__ = ("_addresses", "_entries", "_forms", "_in_turn", "_trusted", "values")
 
     def __init__(self, addresses: Addresses, watched: Iterable[_Watched]) -> None:
         self._addresses = addresses
         self._entries = [(each, each.read()) for each in watched]
+        self._forms = [(each, each.form()) for each, _ in self._entries]
         starts = range(0, max(1, len(self._entries)), CHECKED_PER_STEP)
         in_turn = [self._entries[start : start + CHECKED_PER_STEP] for start in starts]
         self._in_turn = cycle(in_turn)
         self._trusted = -1  # `changes` when all were last found in place
+        self.values: tuple[HostValue, ...] = ()
+        """What the recording has the value of. All are compared in every step."""
 
     def moved(self) -> list[str]:
-        """Names of tensors that were moved or freed; a recording with any is stale."""
-        return [watched.name for watched, then in self._entries if watched.read() != then]
+        """Names of tensors that were moved or freed or have another form; a recording with any is
+        stale."""
+        return [
+            watched.name
+            for (watched, then), (_, form) in zip(self._entries, self._forms, strict=True)
+            if watched.read() != then or watched.form() != form
+        ] + [value.name for value in self.values if value.changed()]
 
     def check_step(self) -> None:
         """Compare all at the first step and after a change, otherwise the next few in turn.
 
-        Raises MovedTensor.
+        Raises MovedTensor, and HostValueChanged.
         """
+        for value in self.values:
+            if value.changed():
+                raise HostValueChanged(where=value.where, name=value.name)
         if self._trusted != self._addresses.changes:
             self.check()
             self._trusted = self._addresses.changes
@@ -151,6 +170,10 @@ class Snapshot:
         for watched, then in self._entries:
             if watched.read() != then:
                 self._moved(watched, then)
+        for watched, form in self._forms:
+            if (now := watched.form()) != form:
+                self._addresses.changes += 1
+                raise MovedTensor(name=watched.name, recorded=_text(form), now=_text(now))
 
     def _moved(self, watched: _Watched, then: int | None) -> NoReturn:
         self._addresses.changes += 1
@@ -162,8 +185,42 @@ class Snapshot:
         return {address for _, address in self._entries if address is not None}
 
 
+class HostValue:
+    """A tensor on the host whose value a graph has, and the user's line that read it."""
+
+    __slots__ = ("_tensor", "_then", "name", "where")
+
+    def __init__(self, name: str, tensor: Tensor, where: str | None) -> None:
+        self.name = name
+        self.where = where
+        self._tensor = tensor
+        self._then = self._bytes()
+
+    def changed(self) -> bool:
+        return self._bytes() != self._then
+
+    def _bytes(self) -> bytes:
+        """The first of the memory; that of a scalar is compared as a whole."""
+        memory = self._tensor.untyped_storage()
+        return ctypes.string_at(memory.data_ptr(), min(memory.nbytes(), 1024))
+
+
 def _place(address: int | None) -> str:
     return "freed" if address is None else hex(address)
+
+
+Form = tuple[Sequence[int], Sequence[int], dtype]
+
+
+def form_of(tensor: Tensor) -> Form:
+    """Shape, strides and dtype: with the address, what a graph reads of a tensor."""
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _text(form: Form | None) -> str:
+    if form is None:
+        return "freed"
+    return f"{dtype_name(form[2])}{list(form[0])} with strides {tuple(form[1])}"
 
 
 def _attributes(tensor: Tensor | None) -> Iterable[str]:
@@ -177,21 +234,28 @@ def _attributes(tensor: Tensor | None) -> Iterable[str]:
 
 
 class MetadataAddresses:
-    """Addresses of those tensors of the capture's metadata that a graph reads, by path.
+    """Addresses and forms of those tensors of the capture's metadata that a graph reads, by path.
 
-    A graph reads them where they were at capture, so a step must be given the same memory.
-    Compared are the first three steps of each graph, then one in METADATA_CHECK_EVERY.
+    A graph reads them where and as they were at capture, so a step must be given the same memory in
+    the same form. Only the number of rows may differ: a graph reads as many as at its capture.
+    Compared are all in the first three steps of each graph and in one of METADATA_CHECK_EVERY. In
+    every other step the addresses of METADATA_PER_STEP of them are compared, in turn.
     """
 
-    __slots__ = ("_expected", "_steps")
+    __slots__ = ("_expected", "_in_turn", "_steps")
 
     def __init__(self, metadata: Any, read_by_graph: Iterable[Tensor]) -> None:
         storages = {tensor.untyped_storage().data_ptr() for tensor in read_by_graph}
         self._expected = {
-            path: tensor.data_ptr()
+            path: (tensor.data_ptr(), form_of(tensor))
             for path, tensor in _tensors_by_path("metadata", metadata)
             if tensor.numel() and tensor.untyped_storage().data_ptr() in storages
         }
+        paths = list(filter(_is_plain, self._expected))
+        parts = [paths[i : i + METADATA_PER_STEP] for i in range(0, len(paths), METADATA_PER_STEP)]
+        self._in_turn = cycle(
+            [(_reader(p), [self._expected[q][0] for q in p]) for p in parts or [[]]]
+        )
         self._steps = 0
 
     def __bool__(self) -> bool:
@@ -201,16 +265,47 @@ class MetadataAddresses:
         """Compare one step's metadata. Raises MovedTensor for a tensor in other memory."""
         self._steps += 1
         if self._steps > STEPS_WITH_METADATA_CHECK and self._steps % METADATA_CHECK_EVERY:
-            return
+            read, addresses = next(self._in_turn)
+            try:
+                if read(metadata) == addresses:
+                    return
+            except (AttributeError, LookupError, TypeError):  # metadata of another form
+                pass
         for path, tensor in _tensors_by_path("metadata", metadata):
-            then = self._expected.get(path)
-            if then is not None and tensor.numel() and tensor.data_ptr() != then:
-                raise MovedTensor(name=path, recorded=hex(then), now=hex(tensor.data_ptr()))
+            address, form = self._expected.get(path, (None, None))
+            if address is None or form is None or not tensor.numel():
+                continue
+            if (now := tensor.data_ptr()) != address:
+                raise MovedTensor(name=path, recorded=hex(address), now=hex(now))
+            if _without_rows(now_form := form_of(tensor)) != _without_rows(form):
+                raise MovedTensor(name=path, recorded=_text(form), now=_text(now_form))
 
 
 STEPS_WITH_METADATA_CHECK = 3
 METADATA_CHECK_EVERY = 64
+METADATA_PER_STEP = 16
 _DEPTH = 4
+_PLAIN = (ast.Expression, ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Load)
+
+
+def _without_rows(form: Form) -> tuple[Any, ...]:
+    shape, strides, of_dtype = form
+    return len(shape), shape[1:], strides, of_dtype
+
+
+def _is_plain(path: str) -> bool:
+    """Whether `path` is an expression of attributes and of keys that are text or numbers."""
+    try:
+        return all(isinstance(node, _PLAIN) for node in ast.walk(ast.parse(path, mode="eval")))
+    except SyntaxError:
+        return False
+
+
+def _reader(paths: Sequence[str]) -> Callable[[Any], list[int]]:
+    """A function from metadata to the addresses of the tensors at `paths`: one frame a step."""
+    places = ", ".join(f"{path}.data_ptr()" for path in paths)
+    read: Callable[[Any], list[int]] = eval(f"lambda metadata: [{places}]")
+    return read
 
 
 def _tensors_by_path(path: str, value: Any, depth: int = 0) -> Iterable[tuple[str, Tensor]]:

@@ -121,6 +121,20 @@ MUTANTS = [
         RUNTIME,
     ),
     Mutant(
+        "an op on the host runs the kernel of the device",
+        "runtime/backends/ownership.py",
+        """"CPU" if on_cpu else self._device""",
+        "self._device",
+        CAPTURES,
+    ),
+    Mutant(
+        "a value on the host may change",
+        "runtime/backends/ownership.py",
+        "return tensor.is_cpu and not tensor.is_pinned()",
+        "return False",
+        SCENES,
+    ),
+    Mutant(
         "a captured graph is replayed in its capture",
         "runtime/graphs/recorder.py",
         "            self.segments.append(Segment(SegmentKind.GRAPH",
@@ -130,8 +144,8 @@ MUTANTS = [
     Mutant(
         "tensors from outside are not held",
         "runtime/backends/ownership.py",
-        "Found(tensor.detach(), ref(tensor), tensor.data_ptr())",
-        "Found(tensor.new_empty(0), ref(tensor), tensor.data_ptr())",
+        "held = tensor.untyped_storage(), tensor.dtype, place",
+        "held = tensor.new_empty(0).untyped_storage(), tensor.dtype, place",
         RUNTIME,
     ),
     Mutant(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import piecegraph as pg
 from piecegraph import Events
-from piecegraph.errors import CaptureFailed, CaptureOutOfMemory
+from piecegraph.errors import BackendUnavailable, CaptureFailed, CaptureOutOfMemory
 from piecegraph.runtime.backends.cuda import CudaBackend
 from piecegraph.runtime.graphs.recorder import record
 from piecegraph.runtime.graphs.recording import Recording
@@ -88,7 +89,118 @@ def stream_error(x: Tensor) -> Tensor:
     return x
 
 
+def copies_from_the_host(x: Tensor) -> Tensor:
+    return x + torch.arange(8).to(x.device)
+
+
 BAD = [synchronizes, reads_on_the_host, raises, stream_error]
+
+
+@pytest.mark.parametrize(
+    ("bad", "after", "named"),
+    [
+        (synchronizes, 2, "AcceleratorError"),
+        (reads_on_the_host, 1, r"aten\._local_scalar_dense\.default reads a tensor's value"),
+        (copies_from_the_host, 1, r"in aten\.(_to_copy|copy_)\.default"),
+        (raises, 3, "ValueError: an error of the model"),
+    ],
+)
+def test_a_failed_capture_names_the_op_and_the_line(
+    captures: Captures, bad: Callable[[Tensor], Tensor], after: int, named: str
+) -> None:
+    line = f"test_captures.py:{bad.__code__.co_firstlineno + after}"
+    with pytest.raises(CaptureFailed, match=rf"{named}[\s\S]*{line}"):
+        captures.of(bad)
+    captures.check(captures.of(good))
+
+
+def in_another_thread(work: Callable[[], Any]) -> list[BaseException]:
+    """Run `work` to its end; what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised
+
+
+def test_a_thread_that_synchronizes_the_device_is_hinted_at(captures: Captures) -> None:
+    def step(x: Tensor) -> Tensor:
+        y = x * 2
+        if capturing():
+            in_another_thread(torch.cuda.synchronize)
+        return y + 1
+
+    with pytest.raises(CaptureFailed, match="another thread must not synchronize the device"):
+        captures.of(step)
+    captures.check(captures.of(good))
+
+
+def test_other_threads_may_allocate_and_multiply_during_a_capture(captures: Captures) -> None:
+    def multiply() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            other = torch.ones(64, 64, device="cuda:0")
+            assert (other @ other).sum().item() == 64**3
+
+    def step(x: Tensor) -> Tensor:
+        if capturing():
+            assert in_another_thread(multiply) == []
+        return x * 2 + 1
+
+    captures.check(captures.of(step))
+
+
+def test_a_session_while_another_thread_captures_in_global_mode_is_an_error_of_ours(
+    captures: Captures,
+) -> None:
+    began, over = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        graph, x = torch.cuda.CUDAGraph(), torch.ones(8, device="cuda:0")
+        with suppress(RuntimeError), torch.cuda.graph(graph):  # ours may invalidate it
+            x.add_(1)
+            began.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    began.wait(60)
+    with (
+        pytest.raises(CaptureFailed),
+        capture_session(captures.backend, captures.pool, Events(), prepare=True),
+    ):
+        pass
+    over.set()
+    thread.join()
+    captures.check(captures.of(good))
+
+
+@pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
+def test_an_allocator_without_pools_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, allocator: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: allocator)
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    named = allocator if allocator != "native" else "PYTORCH_NO_CUDA_MEMORY_CACHING"
+    with pytest.raises(BackendUnavailable, match=named):
+        CudaBackend(torch.device("cuda:0"))
+
+
+@pytest.mark.skipif(TORCH < (2, 14), reason="torch has no hooks of replays before 2.14")
+def test_hooks_of_replays_see_those_of_recordings(captures: Captures) -> None:
+    replays: list[Any] = []
+    recording = captures.of(good)
+    handle = torch.cuda.graphs.register_graph_replay_start_hook(replays.append)
+    recording.replay()
+    handle.remove()
+    recording.replay()
+    assert len(replays) == 1
 
 
 @pytest.mark.parametrize("bad", BAD)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import piecegraph as pg
+from piecegraph.errors import HostValueChanged
 
 from .control import LAUNCH_FAILURE, StandIn
 from .models import batch, eager, prepared
@@ -175,6 +176,37 @@ def test_steps_of_streams_that_do_not_wait_for_each_other(
     torch.cuda.synchronize()
     for result, right in zip(results, expected, strict=True):
         torch.testing.assert_close(result, right, rtol=1e-5, atol=1e-5)
+    model.close()
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL"])
+def test_a_value_on_the_host_that_changes_after_a_capture_is_an_error(mode: str) -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = torch.tensor(2.0)  # a move to the device leaves it on the host
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = torch.empty_like(x)
+            torch.ops.standin.attention(x * self.factor, output, "layer 0")
+            return output + 1.0
+
+    config = pg.Config(
+        splitting_ops=("standin::attention",), inputs={"x": "float32[num_tokens, 64]"},
+        max_num_tokens=16, max_num_reqs=8, compiler="eager", cache_dir=None, graph_mode=mode,
+        capture_sizes=(8,), attention={"support": "ALWAYS"},
+    )  # fmt: skip
+    module = Scaled().to("cuda:0")
+    model = pg.prepare(module, config, layers={"layer 0": None})
+    model.capture(nothing)
+    assert model.report()["host_values"][0]["tensors"] == ["factor"]
+    x = torch.ones(8, 64, device="cuda:0")
+    assert model(x, batch=batch(8), metadata=None).unique().tolist() == [5.0]
+    module.factor.fill_(3.0)
+    with pytest.raises(HostValueChanged, match="factor"):
+        model(x, batch=batch(8), metadata=None)
+    model.refresh()
+    assert model(x, batch=batch(8), metadata=None).unique().tolist() == [7.0]
     model.close()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from piecegraph.errors import MovedTensor
+from piecegraph.runtime.backends.ownership import Ownership
 from piecegraph.runtime.backends.replay import ReplayBackend
 from piecegraph.runtime.steps.address_checks import Addresses
 
@@ -52,6 +53,16 @@ def replace_buffer(model: nn.Module) -> Tensor:
     return kept
 
 
+def test_a_weight_of_another_form_at_its_address_is_named(
+    model: nn.Module, addresses: Addresses
+) -> None:
+    snapshot = addresses.snapshot()
+    model[0].weight.data = model[0].weight.data.t()
+    assert snapshot.moved() == ["0.weight"]
+    with pytest.raises(MovedTensor, match=r"with strides \(2, 1\) at .* strides \(1, 2\) now"):
+        snapshot.check()
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -81,6 +92,21 @@ def test_failure_20_a_freed_workspace_is_named() -> None:
     del workspace
     with pytest.raises(MovedTensor, match=r"^workspace moved after .* freed now"):
         snapshot.check()
+
+
+def test_memory_that_only_recordings_hold_counts_as_freed() -> None:
+    """The engine replaced it: without the check, graphs would go on to read the old memory."""
+    addresses, recordings = Addresses(ReplayBackend().address), [Ownership(), Ownership()]
+    cache = torch.rand(4)
+    addresses.watch("kv_cache", cache[1:])  # a view that is dropped
+    snapshot = addresses.snapshot()
+    for ownership in recordings:
+        ownership.find([cache])
+    snapshot.check()
+    del cache
+    with pytest.raises(MovedTensor, match=r"^kv_cache moved after .* freed now"):
+        snapshot.check()
+    assert [len(ownership.found()) for ownership in recordings] == [1, 1]
 
 
 def test_failure_21_released_memory_is_named_and_fine_when_it_is_back() -> None:

@@ -218,8 +218,7 @@ def is_decomposed(op: Any) -> bool:
 
 def is_composite(op: OpOverload) -> bool:
     """Whether `op` is only a composition of other operators."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return op.has_kernel_for_dispatch_key(key)
+    return op.has_kernel_for_dispatch_key(_key("CompositeImplicitAutograd"))
 
 
 def is_python_op(op: torch._ops.OpOverload) -> bool:
@@ -227,8 +226,8 @@ def is_python_op(op: torch._ops.OpOverload) -> bool:
 
     `torch.library.custom_op` without device types registers a kernel for all devices.
     """
-    keys = torch._C.DispatchKey.CPU, torch._C.DispatchKey.CompositeExplicitAutograd
-    return any(op.has_kernel_for_dispatch_key(key) for key in keys)
+    keys = "CPU", "CompositeExplicitAutograd"
+    return any(op.has_kernel_for_dispatch_key(_key(name)) for name in keys)
 
 
 def run_kernel(op: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
@@ -236,5 +235,9 @@ def run_kernel(op: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
 
     Operators that the kernel calls are dispatched to the active modes.
     """
-    key = getattr(torch._C.DispatchKey, device)
-    return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+    return op.redispatch(torch._C.DispatchKeySet(_key(device)), *args, **kwargs)
+
+
+def _key(name: str) -> torch._C.DispatchKey:
+    key: torch._C.DispatchKey = getattr(torch._C.DispatchKey, name)
+    return key

@@ -148,6 +148,13 @@ def weak_storage(tensor: Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
+def is_used(storage: StorageWeakRef) -> bool:
+    """Whether a tensor uses the memory. An object of its storage that someone holds does not count:
+    all of them are one object, which has one reference to the memory."""
+    count: int = 0 if storage.expired() else torch._C._storage_Use_Count(storage.cdata)  # type: ignore[no-untyped-call]
+    return count > 1
+
+
 def unowned_alias(tensor: Tensor) -> Tensor:
     """A tensor on the same memory that does not keep the memory alive."""
     storage = tensor.untyped_storage()

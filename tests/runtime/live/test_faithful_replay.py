@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from piecegraph import Batch, Config, PreparedModel, get_forward_context, prepare
-from piecegraph.errors import AllCapturesFailed, StaleContext
+from piecegraph.errors import AllCapturesFailed, HostValueChanged, StaleContext
 from piecegraph.runtime.backends.replay import ReplayBackend, ReplayOptions
 
 pytestmark = pytest.mark.compile
@@ -186,3 +186,40 @@ def test_failure_22_what_is_set_up_on_first_use_is_set_up_before_the_first_captu
     SET_UP.clear()
     prepared.capture()
     assert len(prepared.recordings()) == 2
+
+
+class Weighted(nn.Module):
+    """An attribute that is no buffer: a move of the model to a device leaves it on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.tensor(2.0)
+        self.register_buffer("shift", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor + self.shift
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_value_on_the_host_that_changes_after_a_capture_is_an_error(compiled: bool) -> None:
+    config = Config(
+        inputs={"x": "float32[num_tokens, 4]"}, max_num_tokens=4, max_num_reqs=4, compile=compiled,
+        capture_sizes=(2,), graph_mode="FULL", compiler="eager", cache=False,
+        attention={"support": "ALWAYS"},
+    )  # fmt: skip
+    model = Weighted()
+    backend = ReplayBackend(ReplayOptions(poison_before_replay=True))
+    prepared = prepare(model, config, backend=backend)
+    prepared.capture()
+    (noticed,) = prepared.report()["host_values"]
+    assert noticed["tensors"] == ["factor"]
+    model.shift.fill_(3.0)  # on a device, too, the graph reads its memory
+    assert step(prepared, None).unique().item() == 5
+    model.factor.fill_(7.0)
+    with pytest.raises(HostValueChanged, match="factor is on the host") as caught:
+        step(prepared, None)
+    if not compiled:
+        line = Weighted.forward.__code__.co_firstlineno + 1
+        assert str(caught.value.where).endswith(f"test_faithful_replay.py:{line}")
+    assert prepared.refresh() == (0,)
+    assert step(prepared, None).unique().item() == 10

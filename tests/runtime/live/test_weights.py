@@ -16,6 +16,7 @@ from piecegraph.errors import ModelMismatch, MovedTensor, RecordingReleased
 from piecegraph.runtime.backends.replay import ReplayBackend
 from piecegraph.runtime.graphs.graph_set import GraphSet
 from piecegraph.runtime.graphs.recording import Recording
+from piecegraph.runtime.steps.address_checks import METADATA_CHECK_EVERY, MetadataAddresses
 
 from ..conftest import strict_backend, tensors_alive
 
@@ -309,21 +310,44 @@ def test_failure_12_metadata_in_other_memory_than_captured_is_an_error(
         served.prepared(x, batch=batch, metadata=metadata)
 
 
-def test_metadata_that_moves_later_is_noticed_within_64_steps(serve: Callable[..., Any]) -> None:
+def test_failure_12_metadata_of_another_form_at_the_same_address_is_an_error(
+    serve: Callable[..., Any],
+) -> None:
+    served = serve()
+    starts = served.stage.starts
+    served.prepared.capture(lambda descriptor, mode: starts[: descriptor.num_tokens])
+    batch, x = served.batch(1, 1), torch.ones(2, 4)
+    for given, form in ((starts[::2], r"strides \(2,\) now"), (starts.view(torch.int32), "int32")):
+        with pytest.raises(MovedTensor, match=f"metadata moved after .* at capture, .*{form}"):
+            served.prepared(x, batch=batch, metadata=given)
+    served.prepared(x, batch=batch, metadata=starts)
+
+
+def test_metadata_of_many_tensors_is_compared_in_turn() -> None:
+    tensors = [torch.zeros(2) for _ in range(40)]
+    check = MetadataAddresses({"layers": tensors}, tensors).check
+    for _ in range(METADATA_CHECK_EVERY):
+        check({"layers": tensors})
+    kept, tensors[39] = tensors[39], tensors[39].clone()
+
+    def three_steps() -> None:
+        for _ in range(3):
+            check({"layers": tensors})
+
+    with pytest.raises(MovedTensor, match=r"metadata\['layers'\]\[39\]"):
+        three_steps()
+    assert kept.numel()
+
+
+def test_metadata_that_moves_later_is_noticed_at_once(serve: Callable[..., Any]) -> None:
     served = serve()
     starts = served.stage.starts
     served.prepared.capture(lambda descriptor, mode: starts[: descriptor.num_tokens])
     batch, x = served.batch(1, 1), torch.ones(2, 4)
     for _ in range(70):
         served.prepared(x, batch=batch, metadata=starts[:2])
-    moved = starts.clone()
-
-    def serve_moved() -> None:
-        for _ in range(64):
-            served.prepared(x, batch=batch, metadata=moved)
-
     with pytest.raises(MovedTensor, match="metadata moved after"):
-        serve_moved()
+        served.prepared(x, batch=batch, metadata=starts.clone())
 
 
 class Scaled(torch.Tensor):

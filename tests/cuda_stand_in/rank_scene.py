@@ -1,0 +1,95 @@
+"""One of two ranks whose model sums over both: `rank_scene.py RANK FOLDER MODE`.
+
+The collective is a host function on the stream that waits for the other rank's part, so a rank that
+runs one more than the other waits in vain. As custom all-reduce does, it needs memory that the
+engine registers after all captures. Rank 1 cannot capture 8 tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import piecegraph as pg
+from tests.cuda_stand_in import values
+from tests.cuda_stand_in.models import batch
+
+RANK, FOLDER, MODE = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+DEADLINE_S = 60.0
+COUNT = itertools.count()
+REGISTERED: list[bool] = []
+OPS = torch.library.Library("standin_ranks", "DEF")
+OPS.define("all_reduce(Tensor(a!) x) -> ()")
+torch.library.register_fake("standin_ranks::all_reduce", lambda x: None, lib=OPS)
+
+
+def exchange(part: torch.Tensor) -> torch.Tensor:
+    """The other rank's part of the same collective."""
+    number = next(COUNT)
+    torch.save(part, FOLDER / f"{number}-{RANK}.tmp")
+    (FOLDER / f"{number}-{RANK}.tmp").rename(FOLDER / f"{number}-{RANK}")
+    other, began = FOLDER / f"{number}-{1 - RANK}", time.monotonic()
+    while not other.exists():
+        if time.monotonic() - began > DEADLINE_S:
+            raise TimeoutError(f"collective {number}: the other rank runs none")
+        time.sleep(0.002)
+    return torch.load(other)
+
+
+def all_reduce(x: torch.Tensor) -> None:
+    captured = torch.cuda.is_current_stream_capturing()
+    if captured and RANK == 1 and len(x) == 8:
+        raise RuntimeError("rank 1 has no memory for this capture")
+    place = values.Address(x)
+
+    def body() -> None:
+        if captured and not REGISTERED:
+            raise RuntimeError("a captured collective ran before its memory was registered")
+        place.on_cpu().add_(exchange(place.on_cpu().clone()))
+
+    values.on_stream("all_reduce", body)
+
+
+OPS.impl("all_reduce", all_reduce, "CUDA")
+
+
+class Model(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, output = x * 2, torch.empty_like(x)
+        torch.ops.standin_ranks.all_reduce(query)
+        torch.ops.standin.attention(query, output, "layer 0")
+        return output + 1.0
+
+
+def main() -> None:
+    library = values.install()
+    store = dist.FileStore(str(FOLDER / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=2)
+    config = pg.Config(
+        splitting_ops=("standin::attention",), inputs={"x": "float32[num_tokens, 64]"},
+        max_num_tokens=16, max_num_reqs=8, compiler="eager", cache_dir=None, graph_mode=MODE,
+        capture_sizes=(4, 8, 16), attention={"support": "ALWAYS"},
+    )  # fmt: skip
+    ranks = pg.Ranks(timeout_s=DEADLINE_S)
+    model = pg.prepare(Model().cuda(), config, layers={"layer 0": None}, ranks=ranks)
+    model.capture(lambda descriptor, mode: None)
+    REGISTERED.append(True)
+    results = []
+    for num_tokens in (3, 8, 16, 6):
+        x = torch.full((num_tokens, 64), RANK + 1.0, device="cuda")
+        results.append(model(x, batch=batch(num_tokens), metadata=None).unique().tolist())
+    names = [recording.name for _, recording in model.recordings()]
+    errors = [f"{type(error).__name__}: {error}" for error in values.errors]
+    failures = [event.facts["reason"] for event in model.events.named("capture.failed")]
+    told = {"graphs": names, "results": results, "errors": errors, "failures": failures}
+    (FOLDER / f"rank-{RANK}.json").write_text(json.dumps(told))
+    del library
+
+
+main()
