@@ -12,6 +12,7 @@ others depend on are never freed.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from ...errors import BackendUnavailable
 from ...torch_compat.basics.cuda import (
+    capture_is_invalid,
     captured_graph,
     current_stream_handle,
     end_allocation_to_pool,
@@ -37,6 +39,11 @@ from .ownership import Ownership, TensorTracker
 from .protocol import Memory
 
 _ERROR_MODE = "thread_local"
+_NOT_PERMITTED = 900  # cudaErrorStreamCaptureUnsupported
+_BY_OTHERS = (
+    "something else broke the capture: another thread must not synchronize the device or capture "
+    "in torch's global mode meanwhile"
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -97,6 +104,8 @@ class CudaCapture:
     def end(self) -> CudaGraph:
         self._tracker.stop()
         try:
+            if capture_is_invalid():
+                raise RuntimeError(_BY_OTHERS)
             nodes, topology = captured_graph()
         except BaseException:
             self._discard()
@@ -118,6 +127,10 @@ class CudaCapture:
 
     def abort(self) -> None:
         self._tracker.stop()
+        error = sys.exception()
+        refused = getattr(error, "error_code", None) == _NOT_PERMITTED  # the call is in the error
+        if error is not None and not refused and capture_is_invalid():
+            error.add_note(_BY_OTHERS)
         self._discard()
 
     def _discard(self) -> None:

@@ -91,15 +91,6 @@ def capture_failure(error: Exception, name: str) -> CaptureFailed:
     """The error to raise when `error` stopped the capture of `name`."""
     kind = CaptureOutOfMemory if isinstance(error, torch.OutOfMemoryError) else CaptureFailed
     reasons = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
-    if getattr(error, "error_code", None) == _INVALIDATED:
-        reasons.append(_OF_ANOTHER_THREAD)
     stated = getattr(error, "where", None) or hasattr(error, "__notes__")
     where = None if stated else error_line(error)
     return kind(where=where, name=name, reason=", ".join(reasons))
-
-
-_INVALIDATED = 901  # cudaErrorStreamCaptureInvalidated: the call that did it had another error
-_OF_ANOTHER_THREAD = (
-    "which nothing in the captured code caused: another thread must not synchronize the device or "
-    "capture in torch's global mode meanwhile"
-)

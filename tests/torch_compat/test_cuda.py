@@ -61,8 +61,10 @@ def test_allocations_stop_going_to_the_pool_of_an_invalid_capture() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool)
+        assert not cuda.capture_is_invalid()
         with pytest.raises(RuntimeError):
             torch.zeros(1, device="cuda").item()
+        assert cuda.capture_is_invalid()
         with pytest.raises(RuntimeError):
             graph.capture_end()
     with suppress(RuntimeError):  # from torch 2.13 on `capture_end` has done it

@@ -35,6 +35,17 @@ current_stream_handle: Callable[[int], int] = getattr(
 A build without CUDA has none."""
 
 
+def capture_is_invalid() -> bool:
+    """Whether the current stream captures and the capture can only end with an error."""
+    stream, status = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), ctypes.c_int()
+    unasked = (None, None, None, None)
+    ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2(stream, ctypes.byref(status), *unasked)
+    return status.value == _INVALIDATED
+
+
+_INVALIDATED = 2  # CU_STREAM_CAPTURE_STATUS_INVALIDATED
+
+
 def captured_graph() -> tuple[int, str]:
     """Nodes of the graph that the current stream is capturing into, and a digest of its topology.
 
