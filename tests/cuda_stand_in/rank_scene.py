@@ -60,11 +60,15 @@ OPS.impl("all_reduce", all_reduce, "CUDA")
 
 
 class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Parameter(torch.ones(1))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, output = x * 2, torch.empty_like(x)
         torch.ops.standin_ranks.all_reduce(query)
         torch.ops.standin.attention(query, output, "layer 0")
-        return output + 1.0
+        return output + self.one
 
 
 def main() -> None:

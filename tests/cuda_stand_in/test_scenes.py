@@ -184,12 +184,13 @@ def test_a_value_on_the_host_that_changes_after_a_capture_is_an_error(mode: str)
     class Scaled(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.one = torch.nn.Parameter(torch.ones(1))
             self.factor = torch.tensor(2.0)  # a move to the device leaves it on the host
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             output = torch.empty_like(x)
             torch.ops.standin.attention(x * self.factor, output, "layer 0")
-            return output + 1.0
+            return output + self.one
 
     config = pg.Config(
         splitting_ops=("standin::attention",), inputs={"x": "float32[num_tokens, 64]"},
