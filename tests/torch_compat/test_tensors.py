@@ -207,3 +207,15 @@ def test_tensors_inside_a_function_transform_are_known() -> None:
     assert seen == [True]
     assert not tensors.is_transformed(torch.zeros(2))
     assert not tensors.is_transformed("x")
+
+
+def test_memory_is_used_while_a_tensor_is_on_it() -> None:
+    tensor = torch.rand(4)
+    view, storage, weak = tensor[1:], tensor.untyped_storage(), tensors.weak_storage(tensor)
+    del tensor
+    assert tensors.is_used(weak)
+    del view
+    assert not tensors.is_used(weak)  # the object of the storage does not count
+    assert storage.nbytes() == 16
+    del storage
+    assert not tensors.is_used(weak)
