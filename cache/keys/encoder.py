@@ -85,7 +85,7 @@ def class_name(cls: type) -> str:
 
 
 def class_text(cls: type) -> str:
-    """A class by name, bases and which operators it defines.
+    """A class by name, bases, which operators it defines and, of a dataclass, its fields.
 
     Classes of torch and the standard library are known by their name.
     """
@@ -102,7 +102,8 @@ def class_text(cls: type) -> str:
     registered = (each() for each in _ABC._get_dump(cls)[0]) if isinstance(cls, abc.ABCMeta) else ()
     virtual = sorted(f"{class_name(each)} as one" for each in registered if each is not None)
     virtual += sorted(f"registered as {class_name(each)}" for each in _registered_as(cls))
-    shown = ", ".join(bases + sorted(operators - _SILENT) + virtual)
+    fields = list(getattr(cls, "__dataclass_fields__", ()))
+    shown = ", ".join(bases + sorted(operators - _SILENT) + virtual + fields)
     return f"{class_name(cls)}({shown})" if shown else class_name(cls)
 
 

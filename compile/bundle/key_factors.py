@@ -25,7 +25,7 @@ from ...cache.keys.code import code_parts, fingerprint
 from ...cache.keys.encoder import Undescribable, class_name, stable_text, tensor_text
 from ...cache.keys.environment import environment_factors
 from ...cache.keys.factors import Parts, Stable
-from ...torch_compat.basics.ops import overload_name, overridden_ops
+from ...torch_compat.basics.ops import overload_name, overridden_ops, registered_rules
 from ...torch_compat.basics.settings import active_modes, changed_settings, global_state
 from ...torch_compat.basics.tensors import subclass_parts
 from ...torch_compat.compiling.toolchain import cpp_compiler, cpu_extensions
@@ -130,13 +130,15 @@ def versions() -> dict[str, str]:
 
 def torch_state() -> dict[str, Any]:
     """Process-wide switches of torch, settings of its compilers that were changed, modes that see
-    each call, and kernels that the program registered for torch's own ops."""
+    each call, and what the program registered to run or compile torch's own ops."""
     changed = Parts({name: stable_text(value) for name, value in changed_settings().items()})
     modes = {str(n): Parts(code_parts(mode, "code")) for n, mode in enumerate(active_modes())}
     kernels = {
         f"{overload_name(op)}[{key}]": Parts(kernel_parts(op, key)) for op, key in overridden_ops()
     }
-    return {**global_state(), "settings": changed, "modes": modes, "kernels": kernels}
+    rules = {name: Parts(code_parts(rule, "code")) for name, rule in registered_rules().items()}
+    compiled_by = {**kernels, **rules}
+    return {**global_state(), "settings": changed, "modes": modes, "kernels": compiled_by}
 
 
 def device_factors(device: torch.device) -> dict[str, Any]:

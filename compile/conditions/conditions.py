@@ -192,6 +192,7 @@ CALLED_OP, INLINED_OP, FUNCTION = "called op", "op", "function"
 _OBSERVERS: dict[str, Callable[[Any, Any], Observation]] = {
     "value": lambda value, _: stable_text(value),
     "length": lambda value, _: f"{len(value)} items",
+    "truth": lambda value, _: str(len(value) > 0),
     "keys": lambda value, _: f"keys {[stable_text(key) for key in value]}",
     "contains": lambda value, key: str(key_of(key) in value),
     "hasattr": lambda value, name: str(hasattr(value, name)),
@@ -296,6 +297,8 @@ class ConditionTree:
 
     def same(self, one: tuple[str, Sequence[Step]], other: tuple[str, Sequence[Step]]) -> None:
         """The condition that two places hold one object."""
+        for root, _ in (one, other):  # a check looks at the roots that it is given
+            self._roots.setdefault(root, _Node(root_value(root, self._model)))
         self._same.append([[one[0], list(one[1])], [other[0], list(other[1])]])
 
     def variable(self, name: str) -> None:

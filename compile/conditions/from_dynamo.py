@@ -161,8 +161,8 @@ class _TraceConditions:
                 kind, argument = "keys", None
         elif kind not in ("hasattr", "in __dict__"):
             argument = None
-        if kind == "length" and isinstance(value, Mapping | Set):
-            kind = "keys" if isinstance(value, Mapping) else "value"  # Dynamo has no other guard
+        if kind == "length" and isinstance(value, Mapping | Set):  # what else is read has guards
+            kind = "truth" if isinstance(value, Mapping) else "value"
         self.tree.add(located.root, located.steps, kind, argument)
         if isinstance(value, EnumMeta) and package_of(value) not in KNOWN:
             self.tree.add(located.root, located.steps, "members")

@@ -152,12 +152,11 @@ class Locator:
             ):
                 mapping = _argument_of_keys(inner)
                 base = self._find(mapping)
-                return base.then(list(base.value)[index], ["key", index])
+                return self._key(base, index)
             case ast.Subscript(
                 value=inner, slice=ast.Subscript(slice=ast.Constant(value=int(index)))
             ):
-                base = self._find(inner)  # `d[list(dict.keys(d))[index]]`
-                return base.then(list(base.value.values())[index], ["value", index])
+                return self._value(self._find(inner), index)  # `d[list(dict.keys(d))[index]]`
             case ast.Subscript(value=inner, slice=key):
                 return self._item(self._find(inner), _literal(key))
             case ast.Attribute(value=inner, attr=name):
@@ -175,8 +174,7 @@ class Locator:
                     name = str(_literal(argument))
                     return base.then(getattr(base.value, name), name)
                 if isinstance(argument, ast.Subscript):
-                    index = int(_literal(argument.slice))
-                    return base.then(list(base.value.values())[index], ["value", index])
+                    return self._value(base, int(_literal(argument.slice)))
                 return self._item(base, _literal(argument))
             case ast.Call(func=ast.Name(id="getattr"), args=[inner, ast.Constant(value=str(name))]):
                 base = self._find(inner)
@@ -188,11 +186,30 @@ class Locator:
                 return base.then(base.value(), ["call", None])
         raise LookupError(ast.unparse(node))
 
+    def _key(self, base: Located, index: int) -> Located:
+        """A key of a dict or an item of a set, whose position counts only if it has no name."""
+        key = list(base.value)[index]
+        try:
+            return base.then(key, ["held", self._name(base, key)])
+        except TypeError:
+            return base.then(key, ["key", index])
+
+    def _value(self, base: Located, index: int) -> Located:
+        key, value = list(base.value.items())[index]
+        try:
+            return base.then(value, ["item", self._name(base, key)])
+        except TypeError:
+            return base.then(value, ["value", index])
+
+    def _name(self, base: Located, key: Any) -> Any:
+        """A key as data; raises TypeError for one without a name, such as the number of a hook."""
+        if base.steps and str(base.steps[-1]).startswith(HOOK_TABLES):
+            raise TypeError
+        return encoded_key(key)
+
     def _item(self, base: Located, key: Any) -> Located:
         try:
-            if base.steps and str(base.steps[-1]).startswith(HOOK_TABLES):
-                raise TypeError
-            return base.then(base.value[key], ["item", encoded_key(key)])
+            return base.then(base.value[key], ["item", self._name(base, key)])
         except TypeError:
             index = list(base.value).index(key)
             return base.then(base.value[key], ["value", index])

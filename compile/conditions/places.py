@@ -4,6 +4,7 @@ A place is a root and steps from there. The root is the model, the globals of it
 custom ops, or a module by name. A step is an attribute, as a string, or a list `[kind, argument]`:
 
     item         `value[argument]`
+    held         `argument`, if it is a key of a dict or in a set
     value, key   the value or the key at a position of a dict
     type         `type(value)`
     static       an attribute of a class as its bases give it, without calling descriptors
@@ -95,6 +96,8 @@ def follow(value: Any, step: Step) -> Any:
         match kind:
             case "item":
                 return value[key_of(argument)]
+            case "held":
+                return key if (key := key_of(argument)) in value else MISSING
             case "value":
                 return next(itertools.islice(value.values(), argument, None), MISSING)
             case "key":
@@ -118,6 +121,8 @@ def encoded_key(key: Any) -> Any:
         return {"bytes": key.hex()}
     if isinstance(key, tuple):
         return {"tuple": [encoded_key(each) for each in key]}
+    if isinstance(key, type) and _class_at(key.__module__, key.__qualname__) is key:
+        return {"class": [key.__module__, key.__qualname__]}
     raise TypeError(f"a {type(key).__name__} as a key")
 
 
@@ -125,8 +130,17 @@ def key_of(encoded: Any) -> Any:
     if isinstance(encoded, dict):
         if "bytes" in encoded:
             return bytes.fromhex(encoded["bytes"])
+        if "class" in encoded:
+            return _class_at(*encoded["class"])
         return tuple(map(key_of, encoded["tuple"]))
     return encoded
+
+
+def _class_at(module: str, qualname: str) -> Any:
+    value: Any = sys.modules.get(module, MISSING)
+    for name in qualname.split("."):
+        value = getattr(value, name, MISSING)
+    return value
 
 
 def spelled(root: str, steps: Iterable[Step], model: torch.nn.Module) -> str:

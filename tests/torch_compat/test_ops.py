@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -157,6 +159,31 @@ def test_an_op_of_torch_that_was_overridden_is_named() -> None:
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
     assert ops.overridden_ops() == []
+
+
+def wrapping(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(x: torch.Tensor) -> Any:
+        return function(x)
+
+    return call
+
+
+def test_rules_of_a_program_to_compile_ops_are_named() -> None:
+    from torch._inductor import decomposition, lowering
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    assert ops.registered_rules() == {}
+    with (
+        mock.patch.dict(decomposition.decompositions, {aten.silu.default: double}),
+        mock.patch.dict(lowering.lowerings, {aten.sin.default: wrapping(double)}),
+    ):
+        assert ops.registered_rules() == {
+            "torch._inductor.decomposition[aten.silu.default]": double,
+            "torch._inductor.lowering[aten.sin.default]": double,
+        }
 
 
 def test_only_a_launch_is_a_triton_call() -> None:

@@ -161,6 +161,29 @@ def overridden_ops() -> list[tuple[OpOverload, str]]:
     return found
 
 
+_TABLES = {
+    "torch._decomp": "decomposition_table",
+    "torch._inductor.decomposition": "decompositions",
+    "torch._inductor.lowering": "lowerings",
+}
+"""By module, a dict of the functions by which torch compiles ops."""
+
+
+def registered_rules() -> dict[str, Any]:
+    """Functions that a program has registered to compile ops with, by table and op.
+
+    A module that is not loaded has torch's own.
+    """
+    found = {}
+    for name, table in _TABLES.items():
+        for op, rule in getattr(sys.modules.get(name), table, {}).items():
+            function = inspect.unwrap(rule) if callable(rule) else rule
+            code = getattr(function, "__code__", None)
+            if code is not None and not is_torch_file(code.co_filename):
+                found[f"{name}[{op}]"] = function
+    return found
+
+
 class _Found(Exception):
     """Ends a call of a kernel before any of its code runs."""
 

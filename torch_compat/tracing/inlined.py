@@ -20,7 +20,7 @@ from typing import Any
 from torch._guards import TracingContext
 
 from ..basics.facts import SHARED_CELL, GuardFact
-from ..basics.frames import user_line
+from ..basics.frames import is_torch_file, user_line
 from ..basics.patch import replaced
 
 
@@ -130,7 +130,7 @@ def _noted_comparisons(inlined: Inlined, handlers: Mapping[str, Any]) -> dict[st
     """The functions by which Dynamo runs `is` and the like."""
 
     def noted(original: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        _note_identity(inlined, args)
+        _note_identity(inlined, tx, args)
         return original(tx, args, kwargs)
 
     return {**handlers, **{name: partial(noted, handlers[name]) for name in ("is", "is not")}}
@@ -230,10 +230,12 @@ def _note_builtin(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: A
     if function is hash and tx.f_code.co_name != "__hash__" and not _are_numbers(args):
         inlined.obstacles.add(("the hash of an object", _traced_line()))
     if function in (operator.is_, operator.is_not):
-        _note_identity(inlined, args)
+        _note_identity(inlined, tx, args)
 
 
-def _note_identity(inlined: Inlined, args: Any) -> None:
+def _note_identity(inlined: Inlined, tx: Any, args: Any) -> None:
+    if is_torch_file(tx.f_code.co_filename):
+        return  # torch writes `a is b or a == b` for what Python does
     values = _constants(args) or ()
     one, other = values if len(values) == 2 else (None, None)
     may_be_two = type(one) is type(other) and type(one) in _EQUAL_OBJECTS and one == other
@@ -261,8 +263,12 @@ def _note_popped(inlined: Inlined, variable: Any, tx: Any, name: str, *_: Any) -
 
 
 def _note_extended(inlined: Inlined, _: Any, tx: Any, name: str, args: Any, *__: Any) -> None:
-    if name == "extend" and args and "Set" in type(args[0].realize()).__name__:
-        _note_order(inlined, args[0].realize())
+    """Dynamo makes a list of a set or a dict."""
+    added: Any = args[0].realize() if name == "extend" and args else None
+    if "Set" in type(added).__name__:
+        _note_order(inlined, added)
+    elif "Dict" in type(added).__name__ and added.source is not None:
+        inlined.facts.add(GuardFact(str(added.source.name), "ITERATED", None, _traced_line()))
 
 
 def _note_order(inlined: Inlined, variable: Any, *_: Any) -> None:

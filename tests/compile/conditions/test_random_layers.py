@@ -6,13 +6,14 @@ import contextlib
 import copy
 import itertools
 import types
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -235,3 +236,42 @@ def test_random_stacks(examples: int, tmp_path: Path, monkeypatch: pytest.Monkey
 
     equals_tracing_each()
     assert copied or examples == 1
+
+
+@pytest.mark.parametrize("examples", [1, pytest.param(200, marks=pytest.mark.heavy)])
+def test_random_stacks_of_inductor_cold_and_warm(examples: int, tmp_path: Path) -> None:
+    """All on one cache, in which each model finds the artifacts of those before it."""
+    x, counts = torch.linspace(-1, 1, 24).reshape(3, 8), Counter[str]()
+    given_to_start: Any = {"splitting_ops": MIX, "compiler": "inductor"}
+
+    def expect_eager(model: nn.Module, kind: str, bundle: str) -> bool:
+        try:
+            made = start(model, tmp_path, bundle=bundle, **given_to_start)
+        except (BundleMissing, CompileError) as error:
+            counts[f"{kind}: {type(error).__name__}"] += 1
+            return False
+        with torch.no_grad():
+            expected, found = copy.deepcopy(model)(x), made.compiled.link()(x)
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one, other, atol=1e-4, rtol=1e-4, equal_nan=True), kind
+        counts[f"{kind}: {'hit' if made.hit else 'compiled'}"] += 1
+        return True
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    @given(plan=PLANS, late=st.sampled_from([*CHANGES]))
+    def equals_eager(plan: Any, late: str) -> None:
+        if expect_eager(Stack(plan), "first", "use"):
+            expect_eager(Stack(plan), "again", "force")
+        changes = [*plan["changes"], (LAYERS - 1, late)]
+        expect_eager(Stack({**plan, "changes": changes}), "one leaf changed, warm", "force")
+        expect_eager(Stack({**plan, "changes": changes}), "one leaf changed, cold", "use")
+
+    equals_eager()
+    print(dict(counts))
+    assert not counts["again: BundleMissing"]

@@ -37,6 +37,22 @@ def composite(
     return of_result(register, result or f"{op}(x)", after, helper=INSTALL + helper)
 
 
+REGISTRY = """
+class Registry(dict):
+    pass
+def read(table, x):
+    try:
+        return x * table['b']
+    except KeyError:
+        return x
+"""
+
+
+def registry(made: str, result: str) -> str:
+    """A model that reads a dict, or one of a subclass, which has another key."""
+    return of_result(f"{REGISTRY}TABLE = {made}(a=2.0, <<|b=5.0>>)\n", result)
+
+
 def patched(owner: str, name: str, result: str, made: str = "", by: str = "") -> str:
     """A model that runs while a function that one of torch calls is another."""
     other = by or "lambda *a, **k: ORIGINAL(*a, **k) * 3"
@@ -175,6 +191,31 @@ CASES = {
         "def f(x):\n    S.calls += 1\n    return x * S.gain\n",
         "f",
     ),
+    **{
+        f"{kind}_{name}": registry(made, result)
+        for kind, made in {"dict": "dict", "registry": "Registry"}.items()
+        for name, result in {
+            "as_a_dict": "x * sum(dict(TABLE).values())",
+            "unpacked": "x * sum({**TABLE}.values())",
+            "copied": "x * sum(TABLE.copy().values())",
+            "length": "x * len(TABLE)",
+            "listed": "x * len(list(TABLE))",
+            "values": "x * sum(TABLE.values())",
+            "items": "x * sum(v for k, v in TABLE.items())",
+            "keys": "x * len(TABLE.keys())",
+            "compared": "x * 2 if TABLE == {'a': 2.0} else x",
+            "joined": "x * sum((TABLE | {}).values())",
+            "last": "x * [TABLE[k] for k in TABLE][-1]",
+            "reversed": "x * TABLE[next(reversed(TABLE))]",
+            "largest": "x * max(TABLE.values())",
+            "absent": "x * TABLE.get('b', 2.0)",
+            "contained": "x * 2 if 'b' in TABLE else x",
+            "handled": "read(TABLE, x)",
+        }.items()
+    },
+    "registry_that_is_empty": of_result(
+        REGISTRY + "TABLE = Registry(<<|b=1>>)\n", "x * 2 if TABLE else x"
+    ),
     "aten_op_overridden": under(
         "LIB.append(override(<<1.0|3.0>>))",
         "F.linear(x, self.w)",
@@ -273,6 +314,15 @@ NEEDLESS = {
         "",
         "lambda x: x * float(os.environ.get('PG_TEST_GAIN', '1'))",
         variable="PG_TEST_OTHER",
+    ),
+    "registry_other_order": of_result(
+        REGISTRY + "TABLE = Registry(<<a=2.0, b=1.0|b=1.0, c=1.0, a=2.0>>)\n", "x * TABLE['a']"
+    ),
+    "registry_other_key": of_result(
+        REGISTRY + "TABLE = Registry(a=2.0, <<|b=1.0>>)\n", "x * TABLE.get('a')"
+    ),
+    "registry_other_class_before": of_result(
+        "class A: pass\nclass B: pass\nREGISTRY = {<<|B: 5.0, >>A: 2.0}\n", "x * REGISTRY[A]"
     ),
     "registry_by_class": of_result(
         "class A: pass\nclass B: pass\nREGISTRY = {A: 2.0, <<|B: 5.0>>}\n", "x * REGISTRY[A]"
