@@ -1,0 +1,48 @@
+"""Programs that run with Inductor run with `torch.compile(backend="piecegraph")`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import piecegraph as pg
+
+from .backend_programs import NEEDED, PROGRAMS, try_program
+
+CHEAP = (
+    "add", "dictionary", "returns_input", "only_numbers", "in_place_view", "scatter", "strided",
+    "changing_int", "positive", "nonzero_count", "conv_pixels", "attention", "graph_break",
+    "train_mlp", "vmap", "autocast", "batch_norm_train",
+)  # fmt: skip
+
+pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_programs(name: str) -> None:
+    """Pieces that Dynamo's own backend runs: what is adopted, split and handed on is right."""
+    options = {"compiler": "eager", "cache": False}
+    assert try_program(name, "piecegraph", options) is None
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_under_inductor(name: str, tmp_path: Path) -> None:
+    """Right, or wrong with Inductor alone too; what was stored gives the same when it is loaded."""
+    for package in NEEDED.get(name.partition("_")[0], ()):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: {name} is not tried")
+    compiles = []
+    for _ in range(2):
+        events = pg.Events()
+        options = {"events": events, "cache_dir": tmp_path}
+        fault = try_program(name, "piecegraph", options)
+        if fault is not None:
+            alone = try_program(name, "inductor", {})
+            assert alone is not None, fault
+            return
+        compiles.append(events.counters["inductor_compiles"])
+        stored = not events.named("artifact.not_kept") and not events.named("backend.fallback")
+    assert not stored or compiles[1] == 0
