@@ -35,6 +35,7 @@ from ..ir.compilation import ExampleArguments
 from ..ir.config import CodeConfig, CompileConfig, GraphPass, InputSpec
 from ..ir.serialization import dtype_name
 from ..passes.graph_pass import pass_factors
+from ..pieces.fingerprint import tensor_class
 from ..speedups import are_on
 from ..trace.examples import Leaf, example_inputs
 
@@ -210,8 +211,10 @@ def weight_forms(model: torch.nn.Module) -> dict[str, str]:
 
 def weight_form(tensor: torch.Tensor) -> str:
     inner, context = subclass_parts(tensor)
+    if not inner:
+        return tensor_text(tensor)
     parts = "".join(f" {name}: {weight_form(each)}" for name, each in inner.items())
-    return f"{tensor_text(tensor)}{parts}{f' {stable_text(context)}' if inner else ''}"
+    return f"{tensor_text(tensor)}{parts} {tensor_class(type(tensor))} {stable_text(context)}"
 
 
 def _installed(package: str) -> str:

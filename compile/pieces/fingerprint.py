@@ -9,7 +9,10 @@ file locations or line numbers.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
@@ -20,11 +23,18 @@ from torch.fx import Graph, GraphModule, Node
 
 from ...cache.keys.code import fingerprint as source_fingerprint
 from ...cache.keys.code import tensor_digest
-from ...cache.keys.encoder import stable_text
+from ...cache.keys.encoder import (
+    KNOWN,
+    Undescribable,
+    class_name,
+    class_text,
+    package_of,
+    stable_text,
+)
 from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.ops import is_op, op_name, triton_call
 from ...torch_compat.basics.symbolic import expression_of
-from ...torch_compat.basics.tensors import storage_id
+from ...torch_compat.basics.tensors import storage_id, subclass_parts
 from ..conditions.conditions import observed
 from ..conditions.custom_ops import op_parts, op_signature
 from ..conditions.torch_functions import TENSOR, names_read
@@ -96,7 +106,8 @@ class _Writer:
         name = getattr(node.target, "__qualname__", None) or node.target.__name__
         code = node.target.__code__ if isinstance(node.target, FunctionType) else None
         users = code is not None and not is_torch_file(code.co_filename)
-        return f"{node.target.__module__}.{name} {source_fingerprint(node.target) if users else ''}"
+        module = getattr(node.target, "__module__", None) or stable_text(node.target)
+        return f"{module}.{name} {source_fingerprint(node.target) if users else ''}"
 
     def _constant(self, target: str) -> str:
         value: Any = self._root
@@ -152,6 +163,10 @@ class _Writer:
             "conj" if tensor.is_conj() else "",
             "neg" if tensor.is_neg() else "",
         ]
+        inner, context = subclass_parts(tensor)
+        if inner:  # generated code unwraps tensors of this class and wraps its results
+            facts += [tensor_class(type(tensor)), stable_text(context)]
+            facts += [f"{name}: ({self._tensor(each)})" for name, each in inner.items()]
         return " ".join(facts)
 
     def _size(self, size: int | torch.SymInt) -> str:
@@ -168,6 +183,29 @@ class _Writer:
                 self._symbols.setdefault(symbol, renamed)
             self._sizes[expression] = sympy.srepr(expression.xreplace(self._symbols))
         return self._sizes[expression]
+
+
+@functools.cache
+def tensor_class(cls: type) -> str:
+    """A class of tensors that hold others, with the version of its package.
+
+    Its methods decide what a compiler computes, and nothing guards them. Raises Undescribable for
+    a class that is no part of an installed package, which could change at any time.
+    """
+    package = package_of(cls)
+    if package in KNOWN:
+        return class_name(cls)
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+    try:
+        distribution = importlib.metadata.distribution(package)
+        path = os.path.relpath(file, str(distribution.locate_file("")))
+        if f"\n{path}," in f"\n{distribution.read_text('RECORD')}":
+            return f"{class_text(cls)} of {package} {distribution.version}"
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    raise Undescribable(
+        class_name(cls), "is a class of tensors, and no part of an installed package"
+    )
 
 
 def op_source(op: Any) -> str:

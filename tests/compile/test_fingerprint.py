@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.testing._internal.two_tensor import TwoTensor
 
+from piecegraph.cache.keys.encoder import Undescribable
 from piecegraph.compile.pieces.fingerprint import canonical_text, fingerprint
 
 from . import ops as _registers  # noqa: F401
@@ -236,3 +238,28 @@ def test_nested_graphs_are_part_of_the_content():
 
     assert nested(torch.sin) == nested(torch.sin)
     assert nested(torch.sin) != nested(torch.cos)
+
+
+class Other(TwoTensor):
+    """Equal in form to the class that it is derived from."""
+
+
+def of_tensor(tensor: torch.Tensor) -> str:
+    graph = Graph()
+    value = graph.placeholder("value")
+    value.meta["example_value"] = tensor
+    graph.output((value,))
+    return fingerprint(graph, torch.nn.Module())
+
+
+def test_a_class_of_tensors_is_a_part_of_the_digest() -> None:
+    """Code that unwraps one class fails on, or is wrong for, another one of the same form."""
+    one, two = torch.ones(2, 3), torch.ones(2, 3)
+    assert of_tensor(TwoTensor(one, two)) == of_tensor(TwoTensor(two, one))
+    assert of_tensor(TwoTensor(one, two)) != of_tensor(one)
+
+
+def test_a_class_of_tensors_of_the_users_is_refused_by_name() -> None:
+    """Its methods decide what is compiled, and nothing states their code."""
+    with pytest.raises(Undescribable, match=r"test_fingerprint\.Other is a class of tensors"):
+        of_tensor(Other(torch.ones(2), torch.ones(2)))

@@ -180,12 +180,18 @@ def inner_tensors(tensor: Tensor) -> list[Tensor]:
 
 
 def subclass_parts(tensor: Tensor) -> tuple[dict[str, Tensor], Any]:
-    """The tensors inside a tensor subclass, by name, and its context; none of a plain tensor."""
+    """The tensors inside a tensor subclass, by name, and its context; none of a plain tensor.
+
+    What a subclass holds beside tensors, such as the mesh of a DTensor, is a part of the context.
+    """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return {}, None
     names, context = flatten()
-    return {name: getattr(tensor, name) for name in names}, context
+    held = {name: getattr(tensor, name) for name in names}
+    parts = {name: each for name, each in held.items() if isinstance(each, Tensor)}
+    others = [each for name, each in held.items() if name not in parts]
+    return parts, (context, *others) if others else context
 
 
 def opaque_value(value: Any) -> Any:
