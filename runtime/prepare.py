@@ -34,7 +34,7 @@ from .records import Records
 from .report import mode_reasons
 from .request import compile_request
 from .switches import resolve_config
-from .verification import Verification, stale, verified_before
+from .verification import Note, Verification, process_digest, stale, verified_before
 
 
 def prepare(
@@ -101,7 +101,10 @@ def prepare(
         )
         in_background = partial(_in_background, request, records, policy_of)
         gate = None
+        process = process_digest()  # a trace imports more
         compiled, verification = _start(request, config, records)
+        if (stored := records.compile.stored) is not None:
+            Note(request.cache, stored, process).write()
         if isinstance(compiled, NoBundle):
             compiled, gate = in_background(compiled)
         find_bucket_holes(config, records)

@@ -202,7 +202,7 @@ class BackgroundFailure(Record):
 @dataclass(frozen=True, slots=True)
 class Verified(Record):
     """The bundle of this start is that of the model: it was traced again and compared, or was
-    `before`, by an equal process on this machine."""
+    before: an equal process has verified or made it on this machine."""
 
     event = "bundle.verified"
     level = logging.INFO

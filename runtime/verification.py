@@ -1,8 +1,7 @@
 """Verify the bundle of a warm start: trace the model again beside its steps and compare.
 
-A bundle that an equal process has verified on this machine is not traced again. Equal means: the
-same files of loaded modules, arguments and environment variables. The note of it is an entry of
-the cache's private directory.
+A bundle that an equal process has verified or made on this machine is not traced again. Equal
+means: the same files of loaded modules, arguments and environment variables.
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ class Verification:
         self.request = request
         self.records = records
         self.difference: str | None = None
-        self.note = _note(request)
-        """Where it is noted that an equal process has done this."""
+        bundle = request.records.bundle
+        assert bundle is not None
+        self.note = Note(request.cache, bundle.digest)
         self._plan = plan
         self._ready = threading.Event()
         self._refused: Callable[[], Callable[[], None] | None] = lambda: None
@@ -99,20 +99,36 @@ class Verification:
             self.records.add(Stale(seconds, self.difference))
             return
         self.records.add(Verified(seconds))
-        private = self.request.cache.private
-        if private is not None and private.writable:
-            Cache(private, Events()).publish(KIND, self.note, {}, {})
+        self.note.write()
+
+
+class Note:
+    """The entry that says that an equal process has traced the model of a bundle on this machine:
+    it has verified the bundle, or made it."""
+
+    def __init__(self, cache: Cache, bundle: str | None, process: str | None = None) -> None:
+        """`process` is the `process_digest` of before the trace, by default that of now."""
+        self._private = cache.private
+        process = process_digest() if process is None else process
+        self._key = Key.of("trace", {"bundle": bundle, "process": process})
+
+    def exists(self) -> bool:
+        if self._private is None:
+            return False
+        found = Cache(self._private, Events()).lookup(KIND, self._key, count=False)
+        return isinstance(found, Entry)
+
+    def write(self) -> None:
+        """Where the private directory can be written."""
+        if self._private is not None and self._private.writable:
+            Cache(self._private, Events()).publish(KIND, self._key, {}, {})
 
 
 def verified_before(verification: Verification) -> bool:
-    """Whether an equal process has verified the bundle on this machine; records that."""
-    private = verification.request.cache.private
-    if private is None:
-        return False
-    found = Cache(private, Events()).lookup(KIND, verification.note, count=False)
-    if isinstance(found, Entry):
+    """Whether an equal process has verified or made the bundle on this machine; records that."""
+    if exists := verification.note.exists():
         verification.records.add(Verified(0.0, before=True))
-    return isinstance(found, Entry)
+    return exists
 
 
 class Refusal:
@@ -135,13 +151,7 @@ def stale(request: CompileRequest, difference: str) -> BundleStale:
     return BundleStale(model=type(request.model).__qualname__, difference=difference)
 
 
-def _note(request: CompileRequest) -> Key:
-    bundle = request.records.bundle
-    assert bundle is not None
-    return Key.of("trace", {"bundle": bundle.digest, "process": _process_digest()})
-
-
-def _process_digest() -> str:
+def process_digest() -> str:
     """What this process is made of: files of its modules, arguments and environment variables."""
     facts = "\n".join([*_modules(), *sys.argv, *map("=".join, sorted(os.environ.items()))])
     return hashlib.sha256(facts.encode(errors="surrogateescape")).hexdigest()

@@ -63,7 +63,7 @@ def store_bundle(
     }
     key = _free_key(request.cache, request.model, key, meta)
     blobs[PLAN] = plan.model_dump_json().encode()
-    request.cache.publish("bundle", key, meta, blobs)
+    request.records.stored = request.cache.publish("bundle", key, meta, blobs).digest
     return True
 
 

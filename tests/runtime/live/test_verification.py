@@ -5,6 +5,7 @@ Conditions are switched off here, so that only the verification can refuse a bun
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -46,9 +47,10 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stale_start(prepare_live: Prepare, blind: None) -> Prepare:
-    """A start from the bundle of a model with another gain."""
+def stale_start(prepare_live: Prepare, blind: None, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """A start from the bundle that another process made of a model with another gain."""
     prepare_live(Gained(2.0), cache=CacheSettings(verify_bundle="off"))
+    monkeypatch.setenv("ANOTHER_PROCESS", "1")
 
     def start(when: str = "background", **settings: Any) -> LiveServed:
         return prepare_live(Gained(3.0), cache=CacheSettings(verify_bundle=when), **settings)
@@ -117,18 +119,26 @@ def test_verified_before_the_first_step_a_forced_one_is_refused(stale_start: Pre
 def test_an_equal_process_traces_once(
     prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert prepare_live().prepared.report()["cache"]["verified"] == (
-        "the model was traced by this start"
-    )
-    assert prepare_live().prepared.wait_until_verified(60) is True
-    again = prepare_live().prepared
-    assert again.report()["cache"]["verified"] is True
-    assert [record.before for record in again.records.of(Verified)] == [True]
+    def start() -> tuple[bool | str, list[bool]]:
+        prepared = prepare_live().prepared
+        at_first = prepared.report()["cache"]["verified"]
+        prepared.wait_until_verified(60)
+        return at_first, [record.before for record in prepared.records.of(Verified)]
+
+    assert start() == ("the model was traced by this start", [])
     monkeypatch.setenv("ANY_VARIABLE", "changed")
-    other = prepare_live().prepared
-    assert other.report()["cache"]["verified"] == "not yet"
-    assert other.wait_until_verified(60) is True
-    assert [record.before for record in other.records.of(Verified)] == [False]
+    assert start() == ("not yet", [False])
+    assert start() == (True, [True])
+    monkeypatch.setenv("ANY_VARIABLE", "changed again")
+    assert start() == ("not yet", [False])
+
+
+def test_who_made_a_bundle_need_not_verify_it(prepare_live: Prepare) -> None:
+    prepare_live()
+    modules = dict(sys.modules)
+    again = prepare_live().prepared  # imports nothing that the first did not find
+    assert modules.keys() == sys.modules.keys()
+    assert again.report()["cache"]["verified"] is True
 
 
 def test_off_traces_nothing(prepare_live: Prepare) -> None:
@@ -156,6 +166,7 @@ def test_a_model_that_is_dropped_or_closed_ends_its_trace(
 ) -> None:
     monkeypatch.setattr(verification, "LATEST_START_S", 600.0)
     prepare_live()
+    monkeypatch.setenv("ANOTHER_PROCESS", "1")
     served = prepare_live()
     threads = [t for t in threading.enumerate() if t.name == "piecegraph-verification"]
     assert len(threads) == 1
