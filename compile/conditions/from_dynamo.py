@@ -63,9 +63,6 @@ _KINDS = {
 }
 """What is observed for a kind of guard; the value itself for all others."""
 
-FLATTENED = ".__tensor_flatten__()"
-"""How Dynamo spells the parts of a tensor of a class of its own."""
-
 _CALLED_METHODS = ("__class_getitem__", "__subclasshook__", "_missing_")
 _METACLASS_METHODS = (
     *("__instancecheck__", "__subclasscheck__", "__call__", "__getitem__", "__iter__", "__len__"),
@@ -124,10 +121,6 @@ class _TraceConditions:
                 self.tree.same((str(roots[0]), alias.steps), (str(roots[1]), canonical.steps))
 
     def _add_guard(self, guard: GuardFact) -> None:
-        if guard.expression.endswith(FLATTENED):
-            subclass = self.locator.locate(guard.expression.removesuffix(FLATTENED)).value
-            if id(subclass) in self._weights:
-                return  # its class, context and inner tensors are in the key
         if guard.expression.endswith("()"):
             called = self.locator.locate(guard.expression.removesuffix("()")).value
             if any(called is call.function for call in self.captured.inlined.results):
