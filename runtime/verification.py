@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..cache import Cache, Entry, Key
+from ..cache.keys.environment import all_variables
 from ..compile.ir.compilation import CompileRecords, CompileRequest
 from ..compile.ir.plan import Plan
 from ..errors import BundleStale
@@ -153,7 +154,7 @@ def stale(request: CompileRequest, difference: str) -> BundleStale:
 
 def process_digest() -> str:
     """What this process is made of: files of its modules, arguments and environment variables."""
-    facts = "\n".join([*_modules(), *sys.argv, *map("=".join, sorted(os.environ.items()))])
+    facts = "\n".join([*_modules(), *sys.argv, *all_variables()])
     return hashlib.sha256(facts.encode(errors="surrogateescape")).hexdigest()
 
 

@@ -69,6 +69,11 @@ def read(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def all_variables() -> list[str]:
+    """Each variable of this process with its value, in order."""
+    return sorted(map("=".join, os.environ.items()))
+
+
 def parts_off() -> list[str]:
     """What PIECEGRAPH_OFF turns off."""
     return [name.strip() for name in (read(OFF) or "").split(",") if name.strip()]

@@ -43,6 +43,7 @@ OTHER: dict[str, tuple[Any, tuple[bool, bool]]] = {
     "cache": (False, NONE),
     "cache.layers": (("/elsewhere",), NONE),
     "cache.max_bytes": (1 << 20, NONE),
+    "cache.verify_bundle": ("off", NONE),
     "cache_dir": (Path("/elsewhere"), NONE),
     "bundle": ("force", NONE),
     "tracing.min_num_tokens": (2, TRACE),

@@ -43,6 +43,7 @@ LIBRARY_REPORT = {
         "reason": "no entry",
         "entries": 4,
         "bytes": 40_000,
+        "verified": "the model was traced by this start",
         "not_cacheable": [],
     },
     "counters": {"dynamo_traces": 1, "inductor_compiles": 3},

@@ -47,16 +47,16 @@ def inlined() -> Inlined:
 def test_functions_and_variables_are_recorded(inlined: Inlined) -> None:
     assert scaled in inlined.functions.values()
     assert inlined.variables == {"PIECEGRAPH_TEST_VARIABLE"}
-    assert not inlined.unnamed_variables
+    assert not inlined.obstacles
 
 
 def test_what_was_absent_is_recorded_as_a_guard(inlined: Inlined) -> None:
-    probes = {(each.expression, each.argument): each for each in inlined.probes}
+    probes = {(each.expression, each.argument): each for each in inlined.facts}
     probe = probes["L['self'].options", "gain"]
     assert probe.kind == "HASATTR"
     line = int(str(probe.where).rpartition(":")[2])
     assert "# here" in Path(__file__).read_text().splitlines()[line - 1]
-    assert not inlined.absences
+    assert not inlined.class_reads
 
 
 def test_calls_that_became_constants_are_recorded(inlined: Inlined) -> None:
