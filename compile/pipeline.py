@@ -28,6 +28,7 @@ from .plan.compiled_model import CompiledModel, bind
 from .warm import Loaded, NoBundle, load_bundle, ranks_agree
 
 if TYPE_CHECKING:
+    from .backends.workers import Workers
     from .guards.trace_with_guards import GuardedTrace
 
 
@@ -105,19 +106,23 @@ def compile_trace(request: CompileRequest, guarded: GuardedTrace) -> CompiledMod
 
 def _cold_start(request: CompileRequest, key: Key | None) -> CompiledModel:
     """Trace, compile what no earlier process compiled, and store a bundle under `key`, if any."""
+    from .backends.workers import workers_for
     from .guards.trace_with_guards import padded_instead, trace_with_guards
 
-    guarded = trace_with_guards(request)
-    try:
-        return _compile(request, guarded, key)
-    except PieceFailed:
-        padded = padded_instead(request, guarded)
-        if padded is None:
-            raise
-        return _compile(request, padded, key)
+    with workers_for(request) as workers:
+        guarded = trace_with_guards(request)
+        try:
+            return _compile(request, guarded, key, workers)
+        except PieceFailed:
+            padded = padded_instead(request, guarded)
+            if padded is None:
+                raise
+            return _compile(request, padded, key, workers)
 
 
-def _compile(request: CompileRequest, guarded: GuardedTrace, key: Key | None) -> CompiledModel:
+def _compile(
+    request: CompileRequest, guarded: GuardedTrace, key: Key | None, workers: Workers | None = None
+) -> CompiledModel:
     from .backends.jobs import compile_pieces
     from .bundle.bundle import store_bundle
     from .plan.dependencies import dependencies, drawing
@@ -127,7 +132,7 @@ def _compile(request: CompileRequest, guarded: GuardedTrace, key: Key | None) ->
     events = request.events
     split = split_model(guarded, events)
     compiler = compiler_for(request.config.code, request.dump_dir, request.cache, events)
-    compiled = compile_pieces(request, split, compiler)
+    compiled = compile_pieces(request, split, compiler, workers)
     plan = split.plan(compiled.ranges)
 
     graph = dependencies(plan)  # raises if the plan's steps cannot run in their order

@@ -20,6 +20,9 @@ settings.register_profile("many", deadline=None, max_examples=500)
 settings.load_profile("no-deadline")
 
 
+# each start with Inductor would start worker processes, which import it as well
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 ROOT = Path(piecegraph.__file__).parent
 
 

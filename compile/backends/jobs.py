@@ -1,36 +1,44 @@
 """Compile unique pieces: run the jobs of a schedule.
 
-Code is generated for one piece after the other: torch's standalone compile is not thread-safe, and
-worker processes were slower on two cores. The kernels of one piece are compiled while code for the
-next is generated. Results come in the order of the pieces. The first error stops the compilation;
-pieces that were finished before it are stored.
+Worker processes compile pieces in parallel, the largest first, and this process takes part: here
+one piece after the other, since torch's standalone compile is not thread-safe, and the kernels of
+one piece are compiled while code for the next is generated. What a worker cannot compile is
+compiled here. The first error stops the compilation; pieces that were finished before it are
+stored.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import sympy
 import torch
 
-from ...cache import Cache, Entry
+from ...cache import Cache, Entry, Key
 from ...cache.keys.factors import Json
 from ...errors import PieceFailed, PiecegraphError
 from ...events import Events
+from ...torch_compat.basics.symbolic import Located
+from ...torch_compat.compiling.piece_data import NotData, dump_piece
 from ...torch_compat.tracing.dynamo import reasoning_about_sizes
 from ..guards.numerics_check import concrete_inputs, numeric_difference
 from ..ir.compilation import CODE, Blobs, Compiler, CompileRequest, PieceBuilt, PieceFn, kernels
 from ..ir.locations import first_line, node_location
 from ..ir.plan import CompiledRange
-from ..passes.graph_pass import inductor_passes
+from ..passes.graph_pass import SHIPPED, inductor_passes
+from ..pieces.piece import HANDLE
 from ..plan.split_model import SplitModel, UniquePiece
 from .partition import partition_options, partitions_of
 from .schedule import Job, schedule
+from .worker import Compiled as CompiledInWorker
+from .worker import Failed, Machine, Refused, Reply, Task
+from .workers import Notice, Workers
 
 
 @dataclass(frozen=True)
@@ -66,19 +74,23 @@ class _StartedJob:
     facts: dict[str, Any]
 
 
-def compile_pieces(request: CompileRequest, split: SplitModel, compiler: Compiler) -> Compiled:
+def compile_pieces(
+    request: CompileRequest,
+    split: SplitModel,
+    compiler: Compiler,
+    workers: Workers | None = None,
+) -> Compiled:
     """Load or compile every job. Raises PieceFailed and the errors of guards."""
     with request.events.span("compile", level=logging.INFO, pieces=len(split.unique)):
         for unique in split.unique:
             split.guards.check_ends(unique.piece.module(split.trace.graph), f"piece {unique.index}")
         plan = schedule(split, request.device)
         results = {number: _load(request, job, compiler) for number, job in enumerate(plan.jobs)}
-        missing = [number for number, result in results.items() if result is None]
-        if missing and compiler.first_use is not None:
-            compiler.first_use(request.device, request.events)
-        with compiler.session() if missing else nullcontext():
-            compiled = _compile(request, split, compiler, [(n, plan.jobs[n]) for n in missing])
-            results.update(zip(missing, compiled, strict=True))
+        missing = {n: plan.jobs[n] for n, result in results.items() if result is None}
+        if workers is not None and plan.machine is not None:
+            results.update(_share(request, split, compiler, missing, plan.machine, workers))
+        else:
+            results.update(_compile_here(request, split, compiler, iter(missing.items())))
     done = [result for result in results.values() if result is not None]
     ranges = [
         CompiledRange(
@@ -134,12 +146,173 @@ def store_artifact(cache: Cache, job: Job, result: CompiledJob) -> None:
         cache.publish("artifact", job.key, meta, result.blobs)
 
 
+def _share(
+    request: CompileRequest,
+    split: SplitModel,
+    compiler: Compiler,
+    jobs: dict[int, Job],
+    machine: Key,
+    workers: Workers,
+) -> dict[int, CompiledJob]:
+    """Compile jobs in workers and here at the same time; only in workers where this serves."""
+    shared = _Shared(request, split, compiler, jobs)
+    shared.divide(machine)
+    workers.give(sorted(shared.tasks.values(), key=lambda task: -len(task.graph)))
+
+    def untouched() -> Iterator[tuple[int, Job]]:
+        """What must be compiled here, and what no worker has begun."""
+        yield from [(number, jobs[number]) for number in shared.here]
+        while not request.serving and (task := workers.take_back()) is not None:
+            shared.receive_all(workers)
+            yield task.number, shared.take(task)
+
+    done: dict[int, CompiledJob] = {}
+    try:
+        done |= _compile_here(request, split, compiler, untouched())
+        while shared.tasks:
+            shared.receive(workers.reply(block=True))
+        done |= _compile_here(request, split, compiler, iter(shared.refused.items()))
+    except Exception:
+        with suppress(PiecegraphError):  # the first error is raised
+            shared.receive_all(workers)
+        raise
+    return done | shared.load()
+
+
+@dataclass
+class _Shared:
+    """Jobs of a model that are compiled in workers, by number."""
+
+    request: CompileRequest
+    split: SplitModel
+    compiler: Compiler
+    jobs: dict[int, Job]
+    tasks: dict[int, Task] = field(default_factory=dict)
+    """Those without a reply."""
+    here: list[int] = field(default_factory=list)
+    refused: dict[int, Job] = field(default_factory=dict)
+    finished: dict[int, CompiledJob] = field(default_factory=dict)
+
+    def divide(self, machine: Key) -> None:
+        """Describe each job as a task; `here` are those that cannot be described."""
+        code, device = self.split.config.code, self.request.device
+        for number, job in self.jobs.items():
+            try:
+                self.tasks[number] = Task(
+                    number=number,
+                    piece=job.unique.index,
+                    graph=_as_data(self.split, job, device),
+                    machine=Machine(code, device, machine),
+                    passes=tuple(each.name for each in job.passes),
+                    size=job.size,
+                )
+            except NotData as error:
+                self._here(job, str(error))
+                self.here.append(number)
+
+    def take(self, task: Task) -> Job:
+        del self.tasks[task.number]
+        return self.jobs[task.number]
+
+    def receive_all(self, workers: Workers) -> None:
+        while (message := workers.reply(block=False)) is not None:
+            self.receive(message)
+
+    def receive(self, message: Notice | tuple[Task, Reply] | None) -> None:
+        """Report a notice, or prove, record and store a result. Raises PieceFailed, GuardUnproved.
+
+        A reply to a task that another compilation gave is left out.
+        """
+        if isinstance(message, Notice):
+            self.request.events.emit(message.event, level=logging.WARNING, **message.facts)
+            return
+        if message is None or self.tasks.get(message[0].number) is not message[0]:
+            return
+        task, reply = message
+        job = self.take(task)
+        match reply:
+            case Refused():
+                self._here(job, reply.reason)
+                self.refused[task.number] = job
+            case Failed():
+                raise PieceFailed(
+                    compiler=self.compiler.name,
+                    piece=job.unique.index,
+                    digest=job.unique.digest[:12],
+                    reason=reply.reason,
+                ) from RuntimeError(reply.details)
+            case CompiledInWorker():
+                self.finished[task.number] = self._finish(task, job, reply)
+
+    def load(self) -> dict[int, CompiledJob]:
+        """The finished jobs, loaded at once."""
+        if not self.finished:
+            return {}
+        assert self.compiler.load is not None
+        loaded = self.compiler.load([result.blobs for result in self.finished.values()])
+        results = zip(self.finished.items(), loaded, strict=True)
+        return {number: replace(result, fn=fn) for (number, result), fn in results}
+
+    def _finish(self, task: Task, job: Job, reply: CompiledInWorker) -> CompiledJob:
+        events = self.request.events
+
+        @cache
+        def load() -> tuple[PieceFn, Blobs]:
+            assert self.compiler.load is not None
+            return self.compiler.load([reply.blobs])[0], reply.blobs
+
+        for facts in reply.passes:
+            events.emit("pass", **facts)
+        proved = _prove(self.split, job.unique, load, reply.guards)
+        result = CompiledJob(_not_loaded, reply.blobs, proved, reply.seconds)
+        _record(self.request, self.compiler, job, result, {**_facts(job), "by": "worker"})
+        return result
+
+    def _here(self, job: Job, reason: str) -> None:
+        """Report why a job is compiled by this process."""
+        self.request.events.emit("compile.here", piece=job.unique.index, reason=reason)
+
+
+def _as_data(split: SplitModel, job: Job, device: torch.device) -> bytes:
+    """The graph and options of a job; raises NotData."""
+    graph = job.unique.piece.module(split.trace.graph)
+    if any(each not in SHIPPED for each in job.passes):
+        raise NotData("a pass is of the program")
+    if any(HANDLE in node.meta for node in graph.graph.nodes):
+        raise NotData("an input may be an address")
+    return dump_piece(graph, plain_options(split, job, device))
+
+
+def _not_loaded(args: list[Any]) -> Any:
+    raise AssertionError("the code of a worker is loaded before it is called")
+
+
+def _compile_here(
+    request: CompileRequest, split: SplitModel, compiler: Compiler, jobs: Iterator[tuple[int, Job]]
+) -> dict[int, CompiledJob]:
+    """Compile jobs in this process, if there are any."""
+    numbers: list[int] = []
+    first = next(jobs, None)
+    if first is None:
+        return {}
+    if compiler.first_use is not None:
+        compiler.first_use(request.device, request.events)
+    with compiler.session():
+        each = _compile(request, split, compiler, chain([first], jobs), numbers)
+        return dict(zip(numbers, list(each), strict=True))
+
+
 def _compile(
-    request: CompileRequest, split: SplitModel, compiler: Compiler, jobs: list[tuple[int, Job]]
+    request: CompileRequest,
+    split: SplitModel,
+    compiler: Compiler,
+    jobs: Iterable[tuple[int, Job]],
+    numbers: list[int],
 ) -> Iterator[CompiledJob]:
-    """Start each job, and finish it after the next has started."""
+    """Start each job, and finish it after the next has started; `numbers` are those started."""
     waiting: _StartedJob | None = None
     for number, job in jobs:
+        numbers.append(number)
         try:
             started = _start(request, split, compiler, number, job)
         except Exception:
@@ -160,12 +333,7 @@ def _start(
 
     Raises PieceFailed and the errors of guards.
     """
-    unique, events, (low, high) = job.unique, request.events, job.span
-    facts: dict[str, Any] = {
-        "piece": unique.index,
-        "digest": unique.digest[:12],
-        "range": [low, high],
-    }
+    unique, events, (low, high), facts = job.unique, request.events, job.span, _facts(job)
     graph = unique.piece.module(split.trace.graph)
     title = f"piece {unique.index}, tokens {low} to {high}"
     where = next(filter(None, map(node_location, graph.graph.nodes)), None)
@@ -182,40 +350,65 @@ def _start(
     return _StartedJob(job, wait, _prove(split, unique, wait), generation.seconds, unit, facts)
 
 
+def _facts(job: Job) -> dict[str, Any]:
+    return {
+        "piece": job.unique.index,
+        "digest": job.unique.digest[:12],
+        "range": list(job.span),
+    }
+
+
 def _prove(
-    split: SplitModel, unique: UniquePiece, wait: Callable[[], tuple[PieceFn, Blobs]]
+    split: SplitModel,
+    unique: UniquePiece,
+    wait: Callable[[], tuple[PieceFn, Blobs]],
+    added: Sequence[Located] = (),
 ) -> bool:
-    """Prove the guards that the compiler added, where it helps by running the compiled code."""
+    """Prove the guards that the compiler added, where it helps by running the compiled code.
+
+    A worker added the guards `added`.
+    """
 
     def run(sizes: Mapping[sympy.Symbol, int]) -> str | None:
         return numeric_difference(wait()[0], unique.piece.module(split.trace.graph), sizes)
 
     # splitting ops inside may need a running step, or write to memory in use
     runnable = None if split.partition_ops else run
-    return split.guards.prove_new(f"piece {unique.index}", run=runnable)
+    return split.guards.prove_new(f"piece {unique.index}", run=runnable, added=added)
 
 
 def _finish(request: CompileRequest, compiler: Compiler, started: _StartedJob) -> CompiledJob:
     """Wait for the kernels of a job, record and store it. Raises PieceFailed."""
-    job, events = started.job, request.events
+    job = started.job
     with (
         started.unit(),
-        events.span("compile.kernels", piece=job.unique.index) as waiting,
+        request.events.span("compile.kernels", piece=job.unique.index) as waiting,
         _naming(compiler, job.unique),
     ):
         fn, blobs = started.wait()
     result = CompiledJob(fn, blobs, started.proved, started.seconds + waiting.seconds)
-    built = PieceBuilt(job.unique.index, result.seconds, kernels([blobs])[0])
-    request.records.pieces.append(built)
     cuts = {"partitions": count} if (count := partitions_of(fn)) else {}
     with started.unit():
-        facts = {"seconds": built.seconds, "kernels": built.kernels, **started.facts, **cuts}
-        events.emit("compile.end", **facts)
+        _record(request, compiler, job, result, {**started.facts, **cuts})
+    return result
+
+
+def _record(
+    request: CompileRequest,
+    compiler: Compiler,
+    job: Job,
+    result: CompiledJob,
+    facts: Mapping[str, Any],
+) -> None:
+    """Record and store what was compiled."""
+    events = request.events
+    built = PieceBuilt(job.unique.index, result.seconds, kernels([result.blobs])[0])
+    request.records.pieces.append(built)
+    events.emit("compile.end", seconds=built.seconds, kernels=built.kernels, **facts)
     events.count(f"{compiler.name}_compiles")
     store_artifact(request.cache, job, result)
     if compiler.load is not None and (reason := _obstacle(job, result)):
         events.emit("artifact.not_kept", piece=job.unique.index, reason=reason)
-    return result
 
 
 def _obstacle(job: Job, result: CompiledJob) -> str | None:
@@ -230,12 +423,17 @@ def _obstacle(job: Job, result: CompiledJob) -> str | None:
 def compiler_options(
     split: SplitModel, job: Job, device: torch.device, events: Events
 ) -> dict[str, Any]:
-    """Inductor's options for a job: autotuning for one size at level 3, the user's, passes."""
-    tunes = split.config.code.autotune and device.type == "cuda"
-    tuned = {"max_autotune": True} if tunes and job.size is not None else {}
+    """`plain_options`, passes, and where Inductor partitions."""
     passes = inductor_passes(job.passes, events, job.unique.index)
     cuts = partition_options(split.partition_ops) if split.config.code.inductor_partition else {}
-    return {**tuned, **split.config.code.inductor_options, **passes, **cuts}
+    return {**plain_options(split, job, device), **passes, **cuts}
+
+
+def plain_options(split: SplitModel, job: Job, device: torch.device) -> dict[str, Any]:
+    """Inductor's options for a job: autotuning for one size at level 3, and the user's."""
+    tunes = split.config.code.autotune and device.type == "cuda"
+    tuned = {"max_autotune": True} if tunes and job.size is not None else {}
+    return {**tuned, **split.config.code.inductor_options}
 
 
 @contextmanager

@@ -86,7 +86,8 @@ def partitioning(compiler: Compiler) -> Compiler:
             loaded.append(PartitionedPiece(fn, partitions.count))
         return loaded
 
-    return replace(compiler, compile=compile_piece, load=load if compiler.load else None)
+    loads = load if compiler.load else None
+    return replace(compiler, compile=compile_piece, load=loads, in_workers=False)
 
 
 def _hooked(partition: PieceFn) -> PieceFn:

@@ -31,6 +31,7 @@ INDUCTOR = Compiler(
     inductor.load_pieces,
     inductor.first_use,
     inductor.compiling,
+    in_workers=True,
 )
 
 

@@ -47,6 +47,8 @@ class Schedule:
 
     jobs: list[Job]
     ranges: list[tuple[CompileRange, tuple[int, ...]]]
+    machine: Key | None
+    """What the keys of all jobs have in common."""
 
 
 def schedule(split: SplitModel, device: torch.device) -> Schedule:
@@ -63,7 +65,7 @@ def schedule(split: SplitModel, device: torch.device) -> Schedule:
             identity = (job.unique.index, job.size, tuple(each.name for each in job.passes))
             numbers.append(jobs.setdefault(identity, (len(jobs), job))[0])
         ranges.append((interval, tuple(numbers)))
-    return Schedule([job for _, job in jobs.values()], ranges)
+    return Schedule([job for _, job in jobs.values()], ranges, machine)
 
 
 def _jobs(split: SplitModel, interval: CompileRange, machine: Key | None) -> Iterator[Job]:

@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from ...errors import CompileError, GuardUnproved, ShapesDiffer, Specialized
 from ...events import Events
 from ...torch_compat.basics.symbolic import (
+    Located,
     deferred_asserts,
     holds_by_intervals,
     narrowed_range,
@@ -146,11 +147,16 @@ class GuardProver:
         self.records: list[GuardRecord] = []
 
     def prove_new(
-        self, origin: str, asserts: Sequence[SizeAssert] = (), run: Run | None = None
+        self,
+        origin: str,
+        asserts: Sequence[SizeAssert] = (),
+        run: Run | None = None,
+        added: Sequence[Located] = (),
     ) -> bool:
         """Prove all guards added since the last call, or apply the policy to those that fail.
 
-        `asserts` are assertions that were taken out of a graph. A compiler's guard that fails only
+        `asserts` are assertions that were taken out of a graph; `added` are guards that a compiler
+        put on sizes in another process. A compiler's guard that fails only
         at a few sizes counts as proved if `run` gives right results at these. Returns whether all
         are proved; raises GuardUnproved under the policy `prove`.
         """
@@ -159,6 +165,7 @@ class GuardProver:
         self._read += len(guards)
         for expression, where in guards:
             self._prove_one(expression, where, origin, run)
+        assumed = [*added]
         if self._config.code.dynamic_shapes is DynamicShapes.UNBACKED:
             # bounds that tracing put on unbacked sizes, of which torch keeps the line of each
             bounds = (narrowed_range(self._env, symbol) for symbol in self._labels)
@@ -167,10 +174,11 @@ class GuardProver:
                 for expression in deferred_asserts(self._env)
                 if expression.free_symbols <= set(self._labels)
             )
-            for expression, where in [*itertools.chain(*bounds), *asserts, *deferred]:
-                if expression not in self._asserted:
-                    self._asserted.add(expression)
-                    self._prove_one(expression, where, origin, run)
+            assumed += [*itertools.chain(*bounds), *asserts, *deferred]
+        for expression, where in assumed:
+            if expression not in self._asserted:
+                self._asserted.add(expression)
+                self._prove_one(expression, where, origin, run)
         return len(self.unproved) == before
 
     def check_ends(self, piece: GraphModule, origin: str) -> None:

@@ -53,6 +53,8 @@ class Compiler:
     """What is needed once per process or machine, so that no piece is timed with it."""
     session: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context that is open while the pieces of one model are compiled."""
+    in_workers: bool = False
+    """Whether worker processes can do its work; see `backends.workers`."""
 
 
 CODE = "code"

@@ -7,7 +7,7 @@ piece returns a tuple.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,18 +51,28 @@ class Piece:
 
     def symbols(self) -> list[sympy.Symbol]:
         """The symbols in the sizes of its inputs, in order of first appearance."""
-        symbols: dict[sympy.Symbol, None] = {}
-        for value in self.example_values():
-            sizes = [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]
-            for size in sizes:
-                if isinstance(size, torch.SymInt):
-                    expression = expression_of(size)
-                    symbols.update(dict.fromkeys(sorted(expression.free_symbols, key=str)))
-        return list(symbols)
+        return symbols_of(self.example_values())
 
     def example_values(self) -> list[Any]:
         """Fake tensors and symbolic ints for the inputs, in order."""
-        return [node.meta["example_value"] for node in self.graph.find_nodes(op="placeholder")]
+        return example_values(self.graph)
+
+
+def example_values(graph: Graph) -> list[Any]:
+    """Fake tensors and symbolic ints for the inputs of a piece's graph, in order."""
+    return [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")]
+
+
+def symbols_of(values: Iterable[Any]) -> list[sympy.Symbol]:
+    """The symbols in the sizes of tensors and in sizes, in order of first appearance."""
+    symbols: dict[sympy.Symbol, None] = {}
+    for value in values:
+        sizes = [*value.shape, *value.stride()] if isinstance(value, torch.Tensor) else [value]
+        for size in sizes:
+            if isinstance(size, torch.SymInt):
+                expression = expression_of(size)
+                symbols.update(dict.fromkeys(sorted(expression.free_symbols, key=str)))
+    return list(symbols)
 
 
 def size_positions(graph: Graph) -> tuple[int, ...]:

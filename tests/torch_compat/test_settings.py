@@ -129,3 +129,25 @@ def test_is_settings_of_torch() -> None:
 
     assert settings.is_settings(inductor_config)
     assert not settings.is_settings(torch)
+
+
+def test_the_state_of_a_process_can_be_set_again() -> None:
+    import torch._inductor.config as inductor_config
+
+    before = settings.process_state()
+    threads = before.num_threads
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_float32_matmul_precision("high")
+        torch.set_num_threads(threads + 1)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with inductor_config.patch({"cpp.simdlen": 8}):
+            state = settings.process_state()
+        before.apply()
+        assert settings.process_state() == before
+        state.apply()
+        assert settings.process_state() == state
+        assert inductor_config.cpp.simdlen == 8
+    finally:
+        inductor_config.cpp.simdlen = None
+        before.apply()

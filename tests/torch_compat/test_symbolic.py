@@ -89,6 +89,7 @@ def test_guards_are_listed_from_a_position() -> None:
     env, (one, _) = sizes()
     assert one != 7
     first = symbolic.shape_guards(env)
+    assert symbolic.number_of_guards(env) == len(first)
     assert len(first) == 1
     assert one != 8
     assert symbolic.shape_guards(env)[:1] == first

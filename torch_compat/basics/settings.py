@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -126,6 +128,45 @@ def changed_settings() -> dict[str, Any]:
             if value != original and name not in EXEMPT:
                 changed[f"{module.__name__}.{name}"] = value
     return changed
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What decides generated code and can be different in each process, to be set in another."""
+
+    settings: Mapping[str, Any]
+    num_threads: int
+    dtype: torch.dtype
+    precision: str
+    deterministic: tuple[bool, bool]
+    """Whether algorithms must be deterministic, and whether others only warn."""
+    inference: bool
+
+    def apply(self) -> None:
+        """Set it in this process, inference mode apart."""
+        for name, value in self.settings.items():
+            (owner,) = (each for each in _SHAPE_CODE if name.startswith(f"{each}."))
+            setattr(importlib.import_module(owner), name.removeprefix(f"{owner}."), value)
+        torch.set_num_threads(self.num_threads)
+        torch.set_default_dtype(self.dtype)
+        torch.set_float32_matmul_precision(self.precision)
+        mode, warn_only = self.deterministic
+        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+
+
+def process_state() -> ProcessState:
+    """That of this process, now."""
+    return ProcessState(
+        settings=changed_settings(),
+        num_threads=torch.get_num_threads(),
+        dtype=torch.get_default_dtype(),
+        precision=torch.get_float32_matmul_precision(),
+        deterministic=(
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        inference=torch.is_inference_mode_enabled(),
+    )
 
 
 _FLAGS = (

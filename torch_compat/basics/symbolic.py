@@ -86,6 +86,10 @@ def shape_guards(env: Any, start: int = 0) -> list[Located]:
     return [(guard.expr, user_line(guard.sloc)) for guard in env.guards[start:]]
 
 
+def number_of_guards(env: Any) -> int:
+    return len(env.guards)
+
+
 def narrowed_range(env: Any, symbol: sympy.Symbol) -> Iterator[Located]:
     """Bounds that tracing put on an unbacked size."""
     import sympy

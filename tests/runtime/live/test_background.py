@@ -256,18 +256,14 @@ class Gained(Model):
 def test_a_model_that_is_changed_meanwhile_is_compiled_again(
     serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = serve_cold(Gained())
-    changed = threading.Event()
+    model = Gained()
 
     def change() -> None:
-        if not changed.is_set():
-            served.model.gain = 3.0
-            changed.set()
+        model.gain = 3.0
 
     monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=change)])
-    served = serve_cold(Gained())
-    serve_until_over(served)
-    assert facts(served)["state"] == "compiled"
+    served = serve_cold(model)
+    assert served.prepared.wait_until_compiled(60)
     assert facts(served)["failures"] == []
     served.step(3, 1)
 

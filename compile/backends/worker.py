@@ -1,0 +1,208 @@
+"""A worker process: compiles pieces that it reads from a pipe, and writes their artifacts to it.
+
+It is started by exec and has inherited nothing but the pipe. It has no model, no weights and no
+module of the program, and the handlers, limits and logging of a new process. It ends when the
+process that started it ends, in whatever way.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, groupby
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from ...cache import Key
+from ...cache.keys.key import diff
+from ...events import Events
+from ...torch_compat.basics.settings import ProcessState
+from ...torch_compat.basics.symbolic import (
+    Located,
+    deferred_asserts,
+    narrowed_range,
+    number_of_guards,
+    shape_guards,
+)
+from ...torch_compat.compiling.piece_data import inputs_mode, load_piece
+from ...torch_compat.tracing.dynamo import reasoning_about_sizes
+from ..bundle.key_factors import machine_key
+from ..guards.numerics_check import concrete_inputs
+from ..ir.compilation import Blobs
+from ..ir.config import CodeConfig, DynamicShapes
+from ..ir.locations import first_line
+from ..passes.graph_pass import SHIPPED, inductor_passes
+from ..pieces.piece import example_values, symbols_of
+from . import inductor
+
+ALIVE_SECONDS = 1.0
+"""How often a worker says that it is alive."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a worker needs to know once. `state` makes it equal to the process it works for."""
+
+    state: ProcessState
+    device: torch.device
+    nice: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What code is generated for: a worker refuses if its own key differs from `key`."""
+
+    code: CodeConfig
+    device: torch.device
+    key: Key
+
+
+@dataclass(frozen=True)
+class Task:
+    """One unique piece to compile, for one `size` if there is one."""
+
+    number: int
+    piece: int
+    graph: bytes
+    machine: Machine
+    passes: tuple[str, ...]
+    size: int | None = None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The artifact of a piece, the guards that the compiler added, what its passes reported."""
+
+    blobs: Blobs
+    guards: list[Located]
+    seconds: float
+    passes: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a piece must be compiled by the process that traced it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An error of the compiler, as `Type: message`, and its traceback."""
+
+    reason: str
+    details: str
+
+
+Reply = Compiled | Refused | Failed
+
+
+def main() -> None:
+    """Work until the pipe, which is the standard input, ends."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with suppress(OSError, ValueError):  # of the C library
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    connection = Connection(os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)  # the compilers that it starts have no pipe
+    start: Start = pickle.loads(connection.recv_bytes())
+    os.nice(start.nice)
+    start.state.apply()
+    tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+    sending = threading.Lock()
+
+    def send(message: bytes) -> None:
+        with sending, suppress(OSError):  # the reader notices the end
+            connection.send_bytes(message)
+
+    reader = threading.Thread(target=_read, args=(connection, tasks, send), daemon=True)
+    reader.start()
+    with torch.inference_mode(start.state.inference):
+        inductor.first_use(start.device, Events())
+        send(pickle.dumps(None))
+        _work(iter(tasks.get, None), lambda reply: send(pickle.dumps(reply)))
+
+
+def _read(
+    connection: Connection, tasks: queue.SimpleQueue[Task | None], send: Callable[[bytes], None]
+) -> None:
+    """Receive tasks, and end the process and its compilers when the other process ends.
+
+    A fork of that process may keep the pipe open, so its id is watched as well.
+    """
+    parent = os.getppid()
+    with suppress(EOFError, OSError):
+        while os.getppid() == parent:
+            if connection.poll(ALIVE_SECONDS):
+                tasks.put(pickle.loads(connection.recv_bytes()))
+            else:
+                send(b"")
+    tasks.put(None)  # an idle worker ends by itself
+    time.sleep(ALIVE_SECONDS)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _work(tasks: Iterator[Task], reply: Callable[[Reply], None]) -> None:
+    for machine, group in groupby(tasks, key=lambda task: task.machine):
+        own = machine_key(machine.code, machine.device)
+        difference = "; ".join(map(str, diff(machine.key.factors, own.factors)[:3]))
+        with inductor.compiling():
+            for task in group:
+                reply(Refused(f"another process: {difference}") if difference else _result(task))
+
+
+def _result(task: Task) -> Reply:
+    try:
+        graph, options = load_piece(task.graph)
+    except Exception as error:  # an op that only the program registers
+        return Refused(f"{type(error).__name__}: {first_line(error)}")
+    try:
+        return _compile(task, graph, options)
+    except Exception as error:
+        return Failed(f"{type(error).__name__}: {first_line(error)}", traceback.format_exc())
+
+
+class _Values(Interpreter):
+    """Computes the values of nodes, which are not sent; torch keeps no artifact without them."""
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        n.meta.setdefault("example_value", value)
+        return value
+
+
+def _compile(task: Task, graph: GraphModule, options: dict[str, Any]) -> Compiled | Refused:
+    events, machine = Events(), task.machine
+    passes = [each for each in SHIPPED if each.name in task.passes]
+    options |= inductor_passes(passes, events, task.piece)
+    inputs = example_values(graph.graph)
+    env = inputs_mode(graph.graph).shape_env
+    symbols, known = symbols_of(inputs), number_of_guards(env)
+    began = time.perf_counter()
+    with reasoning_about_sizes(machine.code.dynamic_shapes.value):
+        with inputs_mode(graph.graph):
+            _Values(graph).run(*inputs)
+        if task.size is not None:
+            inputs = concrete_inputs(graph, dict.fromkeys(symbols, task.size))
+        _, blobs = inductor.compile_piece(graph, inputs, options)()
+    if not blobs:
+        return Refused("the compiler cannot serialize it")
+    seconds = time.perf_counter() - began
+    guards = shape_guards(env, known)
+    if machine.code.dynamic_shapes is DynamicShapes.UNBACKED:
+        guards += chain.from_iterable(narrowed_range(env, symbol) for symbol in symbols)
+        deferred = ((expression, None) for expression in deferred_asserts(env))
+        guards += (each for each in deferred if each[0].free_symbols <= set(symbols))
+    return Compiled(blobs, guards, seconds, [event.facts for event in events.named("pass")])
