@@ -135,22 +135,6 @@ def test_options_hold_only_inside() -> None:
     assert (inductor_config.cpp.vec_isa_ok, VecISA.check_build) == before
 
 
-def test_forget_threads_gives_a_fork_its_own_pool_and_lock_of_progress_bars(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    import torch._inductor.config as inductor_config
-    import tqdm
-    from torch._inductor.async_compile import AsyncCompile
-
-    lock = tqdm.tqdm.get_lock()
-    monkeypatch.setattr(tqdm.tqdm, "_lock", lock)
-    with inductor_config.patch(compile_threads=2):  # also on one core
-        before = AsyncCompile.pool()
-        inductor.forget_threads()
-        assert AsyncCompile.pool() is not before
-    assert tqdm.tqdm.get_lock() is not lock
-
-
 @pytest.mark.slow
 def test_what_tracing_and_compiling_need_can_be_imported_before() -> None:
     program = (

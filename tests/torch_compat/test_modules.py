@@ -76,15 +76,3 @@ def test_module_inside_a_compiled_one() -> None:
     module = nn.Linear(2, 2)
     assert modules.original_module(module) is module
     assert modules.original_module(torch.compile(module)) is module
-
-
-def test_allocate_meta_tensors_keeps_forms_and_what_is_shared() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
-    model[1].bias = model[0].bias
-    model[1].weight = nn.Parameter(model[1].weight.t(), requires_grad=False)
-    modules.allocate_meta_tensors(model, torch.device("cpu"))
-    assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
-    assert model[1].bias is model[0].bias
-    assert model[1].weight.stride() == (1, 4)
-    assert [p.requires_grad for p in model[1].parameters()] == [False, True]

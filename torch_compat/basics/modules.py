@@ -87,28 +87,3 @@ def reader({", ".join(["root", "address", "leaf", *steps])}):
     exec(compile(text, "<piecegraph address>", "exec"), namespace)
     made: Callable[..., Any] = namespace["reader"]
     return made
-
-
-def allocate_meta_tensors(model: torch.nn.Module, device: torch.device) -> None:
-    """Give tensors on the meta device their form on `device`, without values.
-
-    Memory that is never written to is not committed on a CPU; on other devices it is freed again,
-    which keeps a tensor's form. Tensors that are shared stay shared.
-    """
-    made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (vars(module)["_parameters"], vars(module)["_buffers"]):
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    if id(tensor) not in made:
-                        made[id(tensor)] = _allocated(tensor, device)
-                    tensors[name] = made[id(tensor)]
-
-
-def _allocated(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    if device.type != "cpu":
-        empty.untyped_storage().resize_(0)
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(empty, tensor.requires_grad)
-    return empty

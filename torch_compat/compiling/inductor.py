@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,15 +176,3 @@ def inductor_options(toolchain: Path) -> Iterator[None]:
         inductor_config.patch({"cpp.vec_isa_ok": True}),
     ):
         yield
-
-
-def forget_threads() -> None:
-    """In a fork: forget Inductor's pool of threads, which exist in the parent only.
-
-    Inductor also takes the lock of progress bars, which is one for all forks: a thread of the
-    parent may hold it, and a fork that is killed never gives it back.
-    """
-    if module := sys.modules.get("torch._inductor.async_compile"):
-        module.AsyncCompile.pool.cache_clear()
-    if progress := sys.modules.get("tqdm"):
-        progress.tqdm.set_lock(threading.RLock())
