@@ -1,7 +1,7 @@
 """One of two ranks whose model sums over both: `rank_scene.py RANK FOLDER MODE`.
 
 The collective is a host function on the stream that waits for the other rank's part, so a rank that
-runs one more than the other waits in vain. As custom all-reduce does, it needs memory that the
+runs one more than the other waits for nothing. As custom all-reduce does, it needs memory that the
 engine registers after all captures. Rank 1 cannot capture 8 tokens.
 """
 
