@@ -109,6 +109,15 @@ def test_a_change_is_an_error(
         step(prepared, x)
 
 
+def test_an_engine_may_replace_the_models_own_forward(
+    model: Model, prepared: pg.PreparedModel
+) -> None:
+    x, forward = torch.randn(5, 8), model.forward
+    model.forward = lambda x: step(prepared, x)  # as integrations do
+    assert prepared.refresh() == ()
+    torch.testing.assert_close(model(x), forward(x))
+
+
 def test_steps_find_a_change_by_themselves(
     model: Model, prepared: pg.PreparedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
