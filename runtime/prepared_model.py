@@ -242,8 +242,14 @@ class PreparedModel:
         return verified(self.records)
 
     def seal(self) -> None:
-        """From now on nothing compiles, and only the strategy captures."""
+        """From now on nothing compiles, and only the strategy captures.
+
+        What the engine has changed of the model since `prepare` belongs to its start: an event
+        names it, and it is no ModelChanged.
+        """
         self._must_be_open()
+        if changes := self._steps.code.accept_changes():
+            self.events.emit("model.changed_by_start", level=logging.INFO, changes=changes)
         self._monitor.start()
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:

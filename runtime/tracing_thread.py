@@ -47,6 +47,8 @@ class TracingThread:
         self._work = work
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._stopped = threading.Event()
+        self._ended = False
+        self._ending = threading.Lock()
         # settings of Dynamo and Inductor are context variables
         run = copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=True)
@@ -73,20 +75,30 @@ class TracingThread:
         ending.join(END_S)
 
     def _end(self) -> None:
-        """End the thread where it may end."""
-        while (thread := self._thread.ident) is not None and self._thread.is_alive():
-            if _may_end(sys._current_frames().get(thread)):
-                target, error = ctypes.c_ulong(thread), ctypes.py_object(Stopped)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(target, error)
-                self._thread.join()
-            self._thread.join(POLL_S)
+        """End the thread where it may end.
+
+        A number of a thread that has ended may be another thread's, and `is_alive` says yes for a
+        moment if two threads ask: the thread states its own end, under a lock.
+        """
+        while (thread := self._thread.ident) is not None:
+            with self._ending:
+                if self._ended:
+                    return
+                if may_end := _may_end(sys._current_frames().get(thread)):
+                    target, error = ctypes.c_ulong(thread), ctypes.py_object(Stopped)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(target, error)
+            self._thread.join(None if may_end else POLL_S)
 
     def _run(self) -> None:
         try:
-            with self._alone(), torch.inference_mode(self._inference):
-                with torch.set_grad_enabled(self._grad), allow_compilation():
-                    with unseen_by_other_threads():
-                        self._work()
+            try:
+                with self._alone(), torch.inference_mode(self._inference):
+                    with torch.set_grad_enabled(self._grad), allow_compilation():
+                        with unseen_by_other_threads():
+                            self._work()
+            finally:
+                with self._ending:
+                    self._ended = True
         except Stopped:
             pass
 

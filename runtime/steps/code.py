@@ -29,8 +29,8 @@ class ModelCode:
     """
 
     __slots__ = (
-        "_inputs", "_laid_out", "_relied_on", "_seen_written", "addresses", "call", "compiled",
-        "memory_check", "model_check", "ranged",
+        "_accepted", "_inputs", "_laid_out", "_relied_on", "_seen_written", "addresses", "call",
+        "compiled", "memory_check", "model_check", "ranged",
     )  # fmt: skip
 
     compiled: CompiledModel
@@ -46,6 +46,7 @@ class ModelCode:
         self.ranged = False
         self._inputs = inputs
         self._seen_written: set[str] = set()
+        self._accepted = frozenset[str]()
         self._laid_out = laid_out(compiled.plan) if compiled.traced else _any_layout
         self.bind(compiled)
 
@@ -61,7 +62,15 @@ class ModelCode:
         self.addresses.watch_module(compiled.model, named if compiled.traced else None)
         self._relied_on = self.addresses.snapshot(compiled.weights)
         self.memory_check = memory_check(compiled, self._seen_written)
-        self.model_check = ModelCheck(compiled) if compiled.conditions else None
+        conditions = compiled.conditions
+        self.model_check = ModelCheck(compiled, self._accepted) if conditions else None
+
+    def accept_changes(self) -> list[str]:
+        """Check the model for changes from now on; returns those there are, to be logged."""
+        changes = self.model_check.changes() if self.model_check is not None else []
+        self._accepted |= {each.what for each in changes}
+        self.bind(self.compiled)
+        return [str(each) for each in changes]
 
     def set_ranges(self, on: bool) -> None:
         """Put pieces and splitting ops into ranges for profilers, or no longer."""

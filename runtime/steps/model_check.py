@@ -27,20 +27,25 @@ SHOWN = 3
 
 
 class ModelCheck:
-    """Checks the conditions of one trace on its model."""
+    """Checks the conditions of one trace on its model, except those in `accepted`."""
 
-    __slots__ = ("_changed", "_compiled", "_last", "_places", "_seconds")
+    __slots__ = ("_accepted", "_changed", "_compiled", "_last", "_places", "_seconds")
 
-    def __init__(self, compiled: CompiledModel) -> None:
+    def __init__(self, compiled: CompiledModel, accepted: frozenset[str] = frozenset()) -> None:
         self._compiled = compiled
+        self._accepted = accepted
         self._changed = False
-        self._places = _in_turn(compiled)
+        self._places = self._in_turn()
         self._last = perf_counter()
         self._seconds = 0.0  # that checks may take now; below zero if the last one took longer
 
+    def changes(self) -> list[BrokenCondition]:
+        """What is different from what the trace relied on."""
+        return [each for each in self._each_place() if each is not None]
+
     def check(self) -> None:
         """Check all of the model. Raises ModelChanged."""
-        changes = [str(each) for each in _places(self._compiled) if each is not None]
+        changes = [str(each) for each in self.changes()]
         self._changed = bool(changes)
         if changes:
             more = f"; {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
@@ -62,15 +67,15 @@ class ModelCheck:
             then, now = now, perf_counter()
             self._seconds -= now - then
 
+    def _each_place(self) -> Iterator[BrokenCondition | None]:
+        """Without the model's own forward: an engine replaces it by one that runs steps."""
+        for broken in checked(self._compiled.conditions or {}, self._compiled.model):
+            accepted = broken is not None and (
+                broken.what in self._accepted or broken.what.startswith(OWN_FORWARD)
+            )
+            yield None if accepted else broken
 
-def _places(compiled: CompiledModel) -> Iterator[BrokenCondition | None]:
-    """Without the model's own forward: an engine replaces it by one that runs steps."""
-    for broken in checked(compiled.conditions or {}, compiled.model):
-        own_forward = broken is not None and broken.what.startswith(OWN_FORWARD)
-        yield None if own_forward else broken
-
-
-def _in_turn(compiled: CompiledModel) -> Iterator[BrokenCondition | None]:
-    while True:
-        yield from _places(compiled)
-        yield None
+    def _in_turn(self) -> Iterator[BrokenCondition | None]:
+        while True:
+            yield from self._each_place()
+            yield None

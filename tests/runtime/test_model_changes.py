@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,24 @@ def test_an_engine_may_replace_the_models_own_forward(
     model.forward = lambda x: step(prepared, x)  # as integrations do
     assert prepared.refresh() == ()
     torch.testing.assert_close(model(x), forward(x))
+
+
+def test_what_the_engine_changed_before_seal_is_named_and_accepted(
+    model: Model, prepared: pg.PreparedModel
+) -> None:
+    """As an integration that sets its own attention back after `prepare`."""
+    seen = list[Any]()
+    prepared.events.listeners.append(seen.append)
+    model.layers[0].active = ["b"]
+    with pytest.raises(ModelChanged, match=r"layers.0.active\[0\]"):
+        prepared.refresh()
+    prepared.seal()
+    assert prepared.refresh() == ()
+    [named] = [event.facts["changes"] for event in seen if event.name == "model.changed_by_start"]
+    assert named == ["model.layers.0.active[0]: 'a' -> 'b'"]
+    model.layers[1].active = ["b"]
+    with pytest.raises(ModelChanged, match=r"layers.1.active\[0\]"):
+        prepared.refresh()
 
 
 def test_steps_find_a_change_by_themselves(

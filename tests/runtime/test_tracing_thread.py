@@ -98,3 +98,18 @@ def test_else_it_ends_at_once(step: Halfway) -> None:
     assert thread.join(60)
     assert not step.go_on.is_set()
     assert sys.getswitchinterval() == before
+
+
+def test_another_thread_with_the_number_of_one_that_ended_goes_on(
+    step: Halfway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`is_alive` says yes for a moment while another thread asks, too."""
+    step.go_on.set()
+    thread = TracingThread("test", step.work)
+    thread.start()
+    assert thread.join(60)
+    monkeypatch.setattr(thread._thread, "is_alive", lambda: True)
+    monkeypatch.setattr(thread._thread, "_ident", threading.get_ident())
+    thread.stop()
+    for _ in range(1000):  # where an exception for this thread would be raised
+        step.work()

@@ -41,6 +41,8 @@ def accelerate(
     config = (config or Config(graph_mode=mode)).changed(
         inputs=INPUTS, splitting_ops=(SPLITTING_OP,), attention={"support": "NEVER"}
     )
+    if config.cache and config.cache.verify_bundle == "background":
+        config = config.changed(**{"cache.verify_bundle": "before"})
     attention, use_cache = model.config._attn_implementation, base.config.use_cache
     try:
         packed = PackedModel(base, config=config)
@@ -50,13 +52,14 @@ def accelerate(
             if hasattr(module, "layer_idx")
         }
         prepared = prepare(packed, config, layers=layers, events=events)
+        prepared.wait_until_compiled()  # a trace needs the model as it is now
     finally:
         model.set_attn_implementation(attention)
         base.config.use_cache = use_cache
     if prepared.dispatcher.plan.entries:
         prepared.capture(_no_requests)
-    prepared.seal()
     base.forward = _steps_through(prepared, base.forward)
+    prepared.seal()
     return prepared
 
 

@@ -135,6 +135,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
                     ),
                     ranks=Ranks(group.cpu_group) if group.world_size > 1 else None,
                 )
+                self.prepared.wait_until_compiled()  # a trace needs the module's own forward
         except Exception as error:  # whatever it is, vLLM can still serve
             module.do_not_compile = not compiles_itself
             named = isinstance(error, PiecegraphError)
@@ -192,6 +193,7 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
         max_num_reqs=scheduler.max_num_seqs,
         splitting_ops=tuple(name for name in splitting_ops if _is_registered(name)),
         attention={"support": "NEVER"},
+        cache={"verify_bundle": "before"},
         sizes={"padding_limit": PaddingLimit(tokens=0)},
         graph_mode="PIECEWISE" if piecewise else "NONE",
         capture_sizes=tuple(compilation.cudagraph_capture_sizes) if piecewise else None,
