@@ -55,6 +55,7 @@ class AfterSeal(StrEnum):
     COUNT = "count"
     LOG = "log"
     RAISE = "raise"
+    RAISE_ALL = "raise_all"
 
 
 class Eager(Settings):
@@ -106,7 +107,8 @@ class Steps(Settings):
 
     after_seal: AfterSeal = AfterSeal.LOG
     """What happens when something compiles or captures after `seal()`, outside the strategy: it is
-    counted (`"count"`), logged too (`"log"`), or an error (`"raise"`)."""
+    counted (`"count"`), logged too (`"log"`), or an error if it is in a step or on the model's
+    backend (`"raise"`), or wherever it is in the engine's thread (`"raise_all"`)."""
 
     memory_limit: int | float | None = Field(default=None, ge=0)
     """The most memory for graphs: an integer is bytes, a float is a fraction of the device memory

@@ -44,7 +44,7 @@ def prepare(**settings: object) -> pg.PreparedModel:
         capture_sizes=(2, 4, 8),
         compiler="eager",
         cache=False,
-        steps={"after_seal": "raise"},
+        steps={"after_seal": "raise_all"},
         **settings,
     )
     return pg.prepare(Model(), config, backend="replay")

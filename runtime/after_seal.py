@@ -126,7 +126,8 @@ class Monitor:
             return
         shape = _shape(self._context) if in_step else "no step"
         self._records.add(AfterSealWork(kind.value, detail, shape, _callers()))
-        if self._policy is AfterSeal.RAISE:
+        ours = in_step or kind is Kind.CAPTURE
+        if self._policy is AfterSeal.RAISE_ALL or (self._policy is AfterSeal.RAISE and ours):
             place = f"in a step of {shape}" if in_step else "outside of steps"
             raise WorkAfterSeal(kind=kind.value, detail=detail, place=place, where=_caller())
 

@@ -12,6 +12,7 @@ import re
 import sys
 import types
 import weakref
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,12 +177,16 @@ class Locator:
                 if isinstance(argument, ast.Subscript):
                     return self._value(base, int(_literal(argument.slice)))
                 return self._item(base, _literal(argument))
+            case ast.Call(
+                func=ast.Name(id="___set_getitem"), args=[inner, ast.Constant(value=int(index))]
+            ):
+                return self._key(self._find(inner), index)
             case ast.Call(func=ast.Name(id="getattr"), args=[inner, ast.Constant(value=str(name))]):
                 base = self._find(inner)
                 return base.then(getattr(base.value, name), name)
             case ast.Call(func=inner, args=[]):
                 base = self._find(inner)
-                if base.root is not None and not isinstance(base.value, weakref.ReferenceType):
+                if base.root is not None and not _only_reads(base.value):
                     raise LookupError(ast.unparse(node))
                 return base.then(base.value(), ["call", None])
         raise LookupError(ast.unparse(node))
@@ -254,6 +259,13 @@ class Locator:
                 raise LookupError(name)
             return canonical
         return Located(value, GLOBALS, (["item", name],))
+
+
+def _only_reads(function: Any) -> bool:
+    """Whether a call without arguments gives what a weak reference or context variable holds."""
+    if isinstance(function, weakref.ReferenceType):
+        return True
+    return isinstance(getattr(function, "__self__", None), ContextVar)
 
 
 def _literal(node: ast.expr) -> Any:

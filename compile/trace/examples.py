@@ -135,12 +135,17 @@ def _check_classes(arguments: dict[str, Any]) -> None:
 
 
 def _contiguous(arguments: dict[str, Any], symbols: dict[tuple[str, int], str]) -> dict[str, Any]:
-    """`arguments` with tensors of dynamic size contiguous, which is what steps pass on."""
+    """`arguments` with tensors of dynamic size contiguous, which is what steps pass on.
+
+    They are copies: the strides of a dimension of size 1 and memory that two share mean nothing.
+    """
     dynamic = {label for label, _ in symbols}
     remaining = iter(leaves(arguments))
 
     def laid_out(value: Any) -> Any:
-        return value.contiguous() if next(remaining).label in dynamic else value
+        if next(remaining).label not in dynamic:
+            return value
+        return value.clone(memory_format=torch.contiguous_format)
 
     laid_out_arguments: dict[str, Any] = tree_map(laid_out, arguments)
     return laid_out_arguments

@@ -36,6 +36,17 @@ def test_result_has_the_form_the_model_gives(compiled, form):
         torch.testing.assert_close(result, expected)
 
 
+def test_an_engine_may_replace_the_forward_by_one_that_runs_steps(compiled):
+    model, x = Body(lambda m, x: m.linear(x)), torch.randn(7, 8)
+    with torch.no_grad():
+        expected = model(x)
+        made = compiled(model, inputs=X, compile=False)
+        model.forward = lambda x: made(x)
+        torch.testing.assert_close(model(x), expected)
+        model.linear.weight.zero_()  # the view of it has the same weights
+        torch.testing.assert_close(model(x), model.linear.bias.expand(7, 8))
+
+
 def test_number_that_varies_with_the_size_is_not_taken_for_a_constant(compiled):
     with pytest.raises(ResultFormUnknown, match="other values"):
         compiled(Body(lambda m, x: (x, x.shape[0])), inputs=X, compile=False)

@@ -249,3 +249,12 @@ def test_dataclasses_and_named_tuples_are_arguments(compiled):
     del inputs["states.scale"]
     with pytest.raises(InvalidSetting, match="States cannot be made of these"):
         compiled(TakesObjects(), inputs=inputs)
+
+
+def test_examples_have_strides_and_memory_of_their_own():
+    x = torch.zeros(1, 128)[:, :17]
+    shape = "float32[1,num_tokens]"
+    inputs = {"x": shape, "y": shape}
+    made = examples(given=((x, x), {}), inputs=inputs, max_num_tokens=64).arguments
+    assert made["x"].stride() == (17, 1)
+    assert made["x"].data_ptr() != made["y"].data_ptr()

@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "llama": {},
     "qwen3_moe": {},
+    "olmo": {},
     "gemma3": {},
     "granite_hybrid": {"enable_prefix_caching": False},
     "bert": ENCODER,
@@ -67,6 +68,17 @@ class Engines:
         graphs = {**NO_COMPILER, "graph_mode": "PIECEWISE", "capture_sizes": [1, 8, 16, 128]}
         self.jobs: dict[str, dict[str, Any]] = {
             "graphs": {"family": "qwen3", "settings": graphs},
+            "not compiled": {
+                "family": "qwen3",
+                "settings": {"compile": False, "cache": False},
+            },
+            "positions by another name": {"family": "gpt2", "settings": NO_COMPILER},
+            "kinds, alone": {"family": "qwen3", "kinds": True, "engine": {"enforce_eager": True}},
+            "kinds": {
+                "family": "qwen3",
+                "kinds": True,
+                "settings": {**NO_COMPILER, "steps": {"after_seal": "raise"}},
+            },
             "cold": {"family": "qwen3", "settings": stored},
             "warm": {"family": "qwen3", "settings": {**stored, "bundle": "force"}},
             "killed": {"family": "qwen3", "settings": {"cache_dir": str(folder / "killed")}},
@@ -173,6 +185,37 @@ def test_a_model_that_is_refused_runs_as_in_vllm(
     reason = refused["report"]["refusal"]
     assert words in reason
     assert engines.log.count(WARNING + reason.splitlines()[0]) == 1
+
+
+def test_a_model_that_is_not_compiled(engines: Engines) -> None:
+    alone, prepared = engines("qwen3", "not compiled")
+    assert prepared["made"] == alone["made"]
+    assert prepared["refusals"] == [None]
+    assert sum(row["count"] for row in prepared["report"]["dispatch"]) > 20
+
+
+def test_a_forward_that_names_positions_otherwise(engines: Engines) -> None:
+    (prepared,) = engines("positions by another name")
+    assert prepared["refusals"] == [None]
+    assert sum(row["count"] for row in prepared["report"]["dispatch"]) > 20
+
+
+def test_requests_of_all_kinds_run_though_compiling_is_an_error(engines: Engines) -> None:
+    """vLLM compiles a function of its own for the first request with logprobs."""
+    alone, prepared = engines("kinds, alone", "kinds")
+    assert len(prepared["made"]) == 10
+    assert prepared["made"] == alone["made"]
+    counters = prepared["report"]["counters"]
+    assert not [name for name in counters if name.startswith("after_seal.")]
+
+
+def test_force_lets_nothing_compile(engines: Engines) -> None:
+    settings = {"bundle": "force", "cache_dir": str(engines.folder / "empty")}
+    engines.jobs["forced"] = {"family": "qwen3", "settings": settings}
+    done = subprocess.run(engines.command(["forced"]), capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "BundleMissing" in done.stdout + done.stderr
+    assert WARNING not in done.stdout + done.stderr
 
 
 def test_adapters_matter(engines: Engines) -> None:

@@ -90,6 +90,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "mamba_chunk_size": 64,
     },
+    "gpt2": {  # its forward names `position_ids`
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 2,
+        "num_attention_heads": 2,
+        "n_positions": 512,
+        "n_inner": 128,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    "gpt_neox": {  # served by vLLM's Transformers backend, with inputs of shape [1, tokens]
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "rotary_pct": 0.25,
+        "num_attention_heads": 2,
+    },
+    "olmo": {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "num_attention_heads": 2},
     "bert": {
         "architectures": ["BertModel"],
         "model_type": "bert",
@@ -99,6 +121,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-6,
     },
 }
+KINDS: list[dict[str, Any]] = [
+    {"logprobs": 2},
+    {"prompt_logprobs": 1},
+    {"temperature": 0.8, "seed": 1, "n": 4},
+    {"temperature": 0.8, "seed": 2, "top_k": 20, "top_p": 0.9},
+    {"temperature": 0.8, "seed": 3, "min_p": 0.1, "logprobs": 1},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"logit_bias": {7: 5.0}},
+    {"allowed_token_ids": [5, 6, 7, 8]},
+    {"ignore_eos": False, "stop_token_ids": [9], "min_tokens": 3},
+    {"max_tokens": 1},
+]
+"""Settings of requests that ask vLLM's sampler for something else than the others."""
+
 ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "load_format": "dummy",
@@ -123,6 +159,11 @@ def prompts() -> list[dict[str, list[int]]]:
     return [
         {"prompt_token_ids": (shared if i % 3 == 0 else []) + tokens(own[i % 4])} for i in range(64)
     ]
+
+
+def sampling_of(kind: dict[str, Any]) -> SamplingParams:
+    greedy = {"max_tokens": 8, "temperature": 0, "detokenize": False, "ignore_eos": True}
+    return SamplingParams(**{**greedy, **kind})
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -176,9 +217,14 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         made = [each.outputs.embedding for each in llm.embed(prompts(), use_tqdm=False)]
     else:
         lora = [adapter(folder / "adapter"), None] * 32 if options.get("enable_lora") else None
-        sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
-        outputs = llm.generate(prompts(), sampling, use_tqdm=False, lora_request=lora)
+        outputs = llm.generate(prompts(), sampling_of({}), use_tqdm=False, lora_request=lora)
         made = [list(output.outputs[0].token_ids) for output in outputs]
+    if job.get("kinds"):
+        made = [
+            [list(each.token_ids) for each in output.outputs]
+            for kind in KINDS
+            for output in llm.generate(prompts()[1:2], sampling_of(kind), use_tqdm=False)
+        ]
     result: dict[str, Any] = {"ready": ready, "made": made}
     if settings is not None:
         reports = llm.collective_rpc("piecegraph_report")

@@ -11,6 +11,8 @@ without a paged cache, or with more tokens than `max_num_tokens`, runs the model
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +28,10 @@ log = logging.getLogger("piecegraph")
 
 NOT_FOR_ATTENTION = {"attention_mask", "input_ids", "inputs_embeds", "past_key_values", "use_cache"}
 """Arguments of a model's forward that do not reach its attention function as they are."""
+
+
+UNUSED_AFTER = 10
+"""Steps."""
 
 
 def accelerate(
@@ -59,8 +65,27 @@ def accelerate(
     if prepared.dispatcher.plan.entries:
         prepared.capture(_no_requests)
     base.forward = _steps_through(prepared, base.forward)
+    _warn_if_unused(model, prepared)
     prepared.seal()
     return prepared
+
+
+def _warn_if_unused(model: PreTrainedModel, prepared: PreparedModel) -> None:
+    """Look after `UNUSED_AFTER` steps with a paged cache whether the prepared model ran one."""
+    steps = itertools.count(1)
+
+    def look(_: Any, args: Any, arguments: Mapping[str, Any]) -> None:
+        if arguments.get("cache") is not None and next(steps) > UNUSED_AFTER:
+            if not prepared.report()["dispatch"]:
+                name, base = type(model).__name__, type(model.base_model).__name__
+                log.warning(
+                    "%d steps did not use the prepared model: the forward of %s does not call "
+                    "that of the %s",
+                    UNUSED_AFTER, name, base,
+                )  # fmt: skip
+            hook.remove()
+
+    hook = model.register_forward_pre_hook(look, with_kwargs=True)
 
 
 def _no_requests(descriptor: BatchDescriptor, mode: RuntimeMode) -> Mapping[str, Any]:
@@ -70,17 +95,18 @@ def _no_requests(descriptor: BatchDescriptor, mode: RuntimeMode) -> Mapping[str,
 
 def _steps_through(prepared: PreparedModel, forward: Any) -> Any:
     """The forward of the base model: a prepared step where transformers gives a paged cache."""
-    most = prepared.config.max_num_tokens
+    most, names = prepared.config.max_num_tokens, tuple(inspect.signature(forward).parameters)
 
-    def step(*args: Any, **arguments: Any) -> Any:
+    def step(*args: Any, **keywords: Any) -> Any:
+        arguments = {**dict(zip(names, args, strict=False)), **keywords}
         input_ids = arguments.get("input_ids")
         if input_ids is None or arguments.get("cache") is None:
-            return forward(*args, **arguments)
+            return forward(*args, **keywords)
         num_tokens = input_ids.shape[1]
         if num_tokens > most:
             log.warning("a step of %d tokens is not prepared: max_num_tokens is %d",
                         num_tokens, most)  # fmt: skip
-            return forward(*args, **arguments)
+            return forward(*args, **keywords)
         num_reqs = min(arguments["cu_seq_lens_q"].shape[0] - 1, prepared.config.max_num_reqs)
         decision = prepared.dispatch(Batch(num_tokens, min(num_reqs, num_tokens)))
         ids, positions = input_ids[0].long(), arguments["position_ids"][0].long()  # from int32

@@ -24,6 +24,7 @@ from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
+from vllm.v1.sample.sampler import Sampler
 
 from ... import (
     Batch,
@@ -36,7 +37,7 @@ from ... import (
     RuntimeMode,
     prepare,
 )
-from ...errors import AllCapturesFailed
+from ...errors import AllCapturesFailed, BundleMissing, BundleStale
 from ..explain import explain
 from .prometheus import MultiprocessMetrics, metrics_text
 
@@ -102,6 +103,8 @@ class Worker(PlatformWorker):  # type: ignore[misc]
                         self.prepared.capture(_no_requests)
                 except AllCapturesFailed as error:
                     log.warning("vLLM serves without graphs: %s", error)
+            if self.prepared.config.steps.after_seal in ("raise", "raise_all"):
+                self._compile_logprobs()
             self.prepared.seal()
             if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
                 self._metrics = MultiprocessMetrics(self.prepared)
@@ -115,34 +118,54 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             self._metrics.update()
         return output
 
+    def _compile_logprobs(self) -> None:
+        """vLLM counts ranks of logprobs in a function that the first such request compiles."""
+        logits = torch.zeros(2, self.model_config.get_vocab_size(), device=self.device)
+        tokens = torch.zeros(2, dtype=torch.int64, device=self.device)
+        Sampler.gather_logprobs(logits, 1, tokens)
+
     def _prepare_and_run(
         self, module: Any, compiles_itself: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """The first call of the module: prepare it for calls of this form."""
+        """The first call of the module: prepare it for calls of this form, and run it."""
         del module.forward
-        arguments = _by_name(module, args, kwargs)
-        group = get_tp_group()
-        inputs = {name: InputForm(name, value) for name, value in tensors_in(arguments).items()}
         try:
-            # a context without a step: the model may find its layers in it
-            with set_forward_context(None, self.vllm_config):
-                self.prepared = prepare(
-                    module,
-                    config_for(self.vllm_config, {n: each.spec for n, each in inputs.items()}),
-                    examples=(
-                        (),
-                        with_tensors(arguments, {n: e.example for n, e in inputs.items()}),
-                    ),
-                    ranks=Ranks(group.cpu_group) if group.world_size > 1 else None,
-                )
-                self.prepared.wait_until_compiled()  # a trace needs the module's own forward
+            self.prepared, inputs = self._prepare(module, args, kwargs)
+            module.forward = steps_through(self.prepared, module, inputs)
+            return module(*args, **kwargs)
+        except (BundleMissing, BundleStale):
+            raise  # `bundle="force"` forbids that anything compiles, also vLLM
         except Exception as error:  # whatever it is, vLLM can still serve
+            module.__dict__.pop("forward", None)
             module.do_not_compile = not compiles_itself
+            if self.prepared is not None:
+                self.prepared.close()
+                self.prepared = None
             named = isinstance(error, PiecegraphError)
             self._refuse(str(error) if named else f"{type(error).__name__}: {error}")
-        else:
-            module.forward = steps_through(self.prepared, module, tuple(inputs))
         return module(*args, **kwargs)
+
+    def _prepare(
+        self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[PreparedModel, dict[str, InputForm]]:
+        """The module prepared for calls of this form, and its tensors by name."""
+        names = inspect.signature(module.forward).parameters
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        axes, group = module._dynamic_arg_dims, get_tp_group()
+        inputs = {
+            name: InputForm(value, axes.get(name, 0))
+            for name, value in tensors_in(arguments).items()
+        }
+        # a context without a step: the model may find its layers in it
+        with set_forward_context(None, self.vllm_config):
+            prepared = prepare(
+                module,
+                config_for(self.vllm_config, {n: each.spec for n, each in inputs.items()}),
+                examples=((), with_tensors(arguments, {n: e.example for n, e in inputs.items()})),
+                ranks=Ranks(group.cpu_group) if group.world_size > 1 else None,
+            )
+            prepared.wait_until_compiled()  # a trace needs the module's own forward
+        return prepared, inputs
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
@@ -212,12 +235,13 @@ def _is_registered(op: str) -> bool:
 class InputForm:
     """One tensor argument: its spec, and an example with a number of tokens nothing depends on."""
 
-    def __init__(self, name: str, value: torch.Tensor) -> None:
-        tokens = value.dim() - 1 if name == "positions" else 0
+    def __init__(self, value: torch.Tensor, axis: int) -> None:
+        self.axis = axis
+        """Of tokens; what vLLM marks as dynamic."""
         shape: list[int | str] = list(value.shape)
-        shape[tokens] = "num_tokens"
+        shape[axis] = "num_tokens"
         self.spec = f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
-        self.example = value.narrow(tokens, 0, min(17, value.shape[tokens])).clone()
+        self.example = value.narrow(axis, 0, min(17, value.shape[axis])).clone()
 
 
 def tensors_in(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -247,22 +271,23 @@ def with_tensors(
 
 
 def steps_through(
-    prepared: PreparedModel, module: torch.nn.Module, inputs: tuple[str, ...]
+    prepared: PreparedModel, module: torch.nn.Module, inputs: Mapping[str, InputForm]
 ) -> Callable[..., Any]:
     """A forward that runs steps of the prepared form, and others as `module` alone would."""
     forward = module.forward
     most, most_reqs = prepared.config.max_num_tokens, prepared.config.max_num_reqs
     names = tuple(inspect.signature(forward).parameters)
+    counted, axis = next((name, each.axis) for name, each in inputs.items())
     warned = set()
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensors = tuple(tensors_in(arguments))
-        num_tokens = arguments["positions"].shape[-1]
-        if tensors != inputs or num_tokens > most:
-            if tensors not in warned:
+        tensors = tensors_in({**dict(zip(names, args, strict=False)), **kwargs})
+        same = tensors.keys() == inputs.keys()
+        num_tokens = tensors[counted].shape[axis] if same else 0
+        if not same or num_tokens > most:
+            if (names_of_this := tuple(tensors)) not in warned:
                 log.warning("not a prepared step: %s, %d tokens", ", ".join(tensors), num_tokens)
-                warned.add(tensors)
+                warned.add(names_of_this)
             return forward(*args, **kwargs)
         captured_by_vllm = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
         decision = prepared.dispatch(
@@ -276,12 +301,6 @@ def steps_through(
 
 NO_GRAPHS = (RuntimeMode.NONE,)
 """The modes allowed while vLLM captures a whole step itself."""
-
-
-def _by_name(
-    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
 
 
 def _no_requests(descriptor: BatchDescriptor, mode: RuntimeMode) -> None:

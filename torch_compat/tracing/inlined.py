@@ -101,9 +101,10 @@ def inlined_calls() -> Iterator[Inlined]:
         notes.append((variables.PythonModuleVariable, name, partial(_note_module_access, name)))
     for name in _CLASS_ACCESS & vars(variables.UserDefinedClassVariable).keys():
         notes.append((variables.UserDefinedClassVariable, name, _note_class_access))
-    sets = variables.sets.SetVariable
-    notes += [(sets, name, _note_order) for name in _SET_ORDER & vars(sets).keys()]
-    notes += [(sets, "call_method", _note_popped)]
+    for kind in vars(variables.sets).values():
+        if isinstance(kind, type) and kind.__module__ == variables.sets.__name__:
+            notes += [(kind, name, _note_order) for name in _SET_ORDER & vars(kind).keys()]
+    notes += [(variables.sets.SetVariable, "call_method", _note_popped)]
     notes += [(variables.ListVariable, "call_method", _note_extended)]
     comparisons = _noted_comparisons(inlined, symbolic_convert.compare_op_handlers)
     with ExitStack() as stack:

@@ -86,7 +86,7 @@ def test_in_a_step_the_shape_is_reported(sealed: Any) -> None:
 
 
 def test_raising_stops_the_compile_and_names_the_line(sealed: Any) -> None:
-    served = sealed("raise")
+    served = sealed("raise_all")
     compiled = torch.compile(late, backend="eager", dynamic=False)
     with pytest.raises(Exception, match=r"Dynamo trace after seal\(\).*test_monitors.py") as caught:
         compiled(torch.ones(2))
@@ -94,6 +94,18 @@ def test_raising_stops_the_compile_and_names_the_line(sealed: Any) -> None:
     assert any(isinstance(cause, WorkAfterSeal) for cause in causes)
     assert served.prepared.events.counters["after_seal.trace"] == 1
     assert served.decode(3) == "FULL 8"
+
+
+def test_what_compiles_outside_of_steps_ends_no_server(sealed: Any) -> None:
+    """An engine's helper that traces at its first use: it is counted and logged."""
+    served = sealed("raise")
+    torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
+    assert kinds(served) == ["Dynamo trace"]
+    compiled = torch.compile(lambda x: x * 3, backend="eager", dynamic=False)
+    stitched = served.prepared._steps.code.call
+    served.prepared._steps.code.call = lambda *inputs: (compiled(inputs[0]), stitched(*inputs))[1]
+    with pytest.raises(Exception, match=r"Dynamo trace after seal\(\).*in a step of 11 tokens"):
+        served.check(Batch(11, 1))
 
 
 def test_counting_only_counts(sealed: Any) -> None:
@@ -176,14 +188,14 @@ def test_captures_of_the_strategy_are_planned(make: Any) -> None:
 
 
 def test_preparing_another_model_is_meant(sealed: Any) -> None:
-    served = sealed("raise")
+    served = sealed("raise_all")
     with allow_compilation():
         torch.compile(late, backend="eager", dynamic=False)(torch.ones(2))
     assert kinds(served) == []
 
 
 def test_another_thread_is_not_this_models_business(sealed: Any) -> None:
-    served = sealed("raise")
+    served = sealed("raise_all")
     compiled = torch.compile(late, backend="eager", dynamic=False)
     thread = threading.Thread(target=lambda: compiled(torch.ones(2)))
     thread.start()
@@ -192,7 +204,7 @@ def test_another_thread_is_not_this_models_business(sealed: Any) -> None:
 
 
 def test_release_stops_watching(sealed: Any) -> None:
-    served = sealed("raise")
+    served = sealed("raise_all")
     handlers = len(logging.getLogger(TRACE_LOGGER).handlers)
     served.prepared.seal()
     assert len(logging.getLogger(TRACE_LOGGER).handlers) == handlers
@@ -203,7 +215,7 @@ def test_release_stops_watching(sealed: Any) -> None:
 
 
 def test_compiling_ahead_is_meant(sealed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = sealed("raise")
+    served = sealed("raise_all")
     compiled = torch.compile(late, backend="eager", dynamic=False)
     monkeypatch.setattr(ahead, "compile_ahead", lambda request: bool(compiled(torch.ones(2)).any()))
     assert compile_ahead(torch.nn.Linear(2, 2), Config(cache=False))
