@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 import piecegraph as pg
+from piecegraph.runtime.backends.cuda import CudaBackend
+from piecegraph.runtime.graphs.recorder import record
+from piecegraph.runtime.graphs.session import capture_session
 
 from .control import StandIn
 from .models import batch, eager, prepared
@@ -88,6 +92,29 @@ def test_graphs_keep_the_workspace_of_their_multiplications(
         torch.cuda.synchronize()
         torch.testing.assert_close(result, eager(x))
     assert not any(each.any() for each in others)
+
+
+def test_memory_that_outlives_its_backend_is_unmapped() -> None:
+    """torch waits for the stream of a segment before it unmaps it."""
+    set_allocator = torch._C._accelerator_setAllocatorSettings
+    expandable = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    set_allocator("expandable_segments:True")
+    try:
+        backend, events = CudaBackend(), pg.Events()
+        with capture_session(backend, backend.new_pool(), events) as session:
+            x = torch.ones(1 << 20, device="cuda")
+            recording = record(torch.neg, (x,), session, name="n", breaks=False)
+        output = recording.outputs
+        recording.release()
+        used = torch.cuda.memory_reserved()
+        session.close()
+        del session, recording, backend
+        gc.collect()
+        del output, x
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() < used
+    finally:
+        set_allocator(f"expandable_segments:{expandable}")
 
 
 @pytest.mark.usefixtures("without_values")

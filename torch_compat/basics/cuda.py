@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +13,15 @@ import torch
 def own_stream(device: int, priority: int) -> torch.cuda.Stream:
     """A stream that nobody else can get: torch's come from a pool of 32 that the process shares.
 
-    It is destroyed with the object.
+    It is never destroyed: the allocator keeps the handle with the memory that was allocated on it,
+    and waits for the stream before it unmaps a segment (`expandable_segments`).
     """
     driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     with torch.cuda.device(device):
         error = driver.cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, priority)
     if error != 0:
         raise RuntimeError(f"cuStreamCreateWithPriority returned CUDA driver error {error}")
-    stream = torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
-    weakref.finalize(stream, driver.cuStreamDestroy_v2, handle).atexit = False
-    return stream
+    return torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
 
 
 _NON_BLOCKING = 1

@@ -76,6 +76,7 @@ struct Stream {
   int device = 0;
   bool blocking = true;  // synchronizes with the legacy default stream
   int priority = 0;
+  bool destroyed = false;
   WorkPtr last;
   Capture* capture = nullptr;
   std::vector<GraphNode*> frontier;  // what the next captured node depends on

@@ -40,6 +40,7 @@ static void follow_default_stream(Stream* stream, const WorkPtr& work) {
 }
 
 cudaError_t submit(Stream* stream, const std::string& name, std::function<void()> body) {
+  if (stream->destroyed) return failed(cudaErrorInvalidResourceHandle, name.c_str());
   if (Capture* capture = stream->capture) {
     if (capture->status == cudaStreamCaptureStatusInvalidated)
       return failed(cudaErrorStreamCaptureInvalidated, name.c_str());
@@ -96,7 +97,7 @@ EXPORT cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   if (!state().streams.count(stream)) return cudaSuccess;
   finish(lock, stream->last);
   state().streams.erase(stream);
-  delete stream;
+  stream->destroyed = true;  // not deleted: a call with its handle is an error
   return cudaSuccess;
 }
 
@@ -110,6 +111,7 @@ EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   ENTER(cudaStreamSynchronize);
   Stream* stream = stream_of(handle);
+  if (stream->destroyed) return failed(cudaErrorInvalidResourceHandle, "cudaStreamSynchronize");
   if (stream->capture) {
     invalidate(stream->capture);
     return failed(cudaErrorStreamCaptureUnsupported, "cudaStreamSynchronize");
