@@ -22,6 +22,8 @@ MOST_S = 1e-4
 
 OWN_FORWARD = ("model.forward", "model in __dict__ 'forward'")
 
+_CHANGED = 0.0
+
 SHOWN = 3
 """How many changes an error names."""
 
@@ -29,15 +31,13 @@ SHOWN = 3
 class ModelCheck:
     """Checks the conditions of one trace on its model, except those in `accepted`."""
 
-    __slots__ = ("_accepted", "_changed", "_compiled", "_last", "_places", "_seconds")
+    __slots__ = ("_accepted", "_compiled", "_due", "_places")
 
     def __init__(self, compiled: CompiledModel, accepted: frozenset[str] = frozenset()) -> None:
         self._compiled = compiled
         self._accepted = accepted
-        self._changed = False
         self._places = self._in_turn()
-        self._last = perf_counter()
-        self._seconds = 0.0  # that checks may take now; below zero if the last one took longer
+        self._due = perf_counter()  # before that a step pays for one look at the clock
 
     def changes(self) -> list[BrokenCondition]:
         """What is different from what the trace relied on."""
@@ -46,8 +46,8 @@ class ModelCheck:
     def check(self) -> None:
         """Check all of the model. Raises ModelChanged."""
         changes = [str(each) for each in self.changes()]
-        self._changed = bool(changes)
         if changes:
+            self._due = _CHANGED
             more = f"; {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
             raise ModelChanged(changes="; ".join(changes[:SHOWN]) + more)
 
@@ -56,16 +56,18 @@ class ModelCheck:
 
         What has changed is an error in each step until it is undone.
         """
-        if self._changed:
+        began = now = perf_counter()
+        if began < self._due:
+            return
+        if self._due == _CHANGED:
             self.check()
-        now = perf_counter()
-        self._seconds = min(self._seconds + SHARE * (now - self._last), MOST_S)
-        self._last = now
-        while self._seconds > 0:
+            self._due = began
+        until = began + min(SHARE * (began - self._due), MOST_S)
+        while now <= until:
             if next(self._places) is not None:
                 self.check()
-            then, now = now, perf_counter()
-            self._seconds -= now - then
+            now = perf_counter()
+        self._due = now + (now - until) / SHARE
 
     def _each_place(self) -> Iterator[BrokenCondition | None]:
         """Without the model's own forward: an engine replaces it by one that runs steps."""

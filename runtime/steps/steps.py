@@ -181,10 +181,11 @@ class Steps:
         num_tokens = sizes[self._token_symbol]
         if stated is not None and stated != num_tokens:
             raise BatchMismatch(stated=stated, actual=num_tokens)
-        if self.code.memory_check is not None:
-            self.code.memory_check(tensors)
-        if self.code.model_check is not None:
-            self.code.model_check.check_step()
+        code = self.code
+        if code.memory_check is not None:
+            code.memory_check(tensors)
+        if code.model_check is not None:
+            code.model_check.check_step()
         graph = self._graphs[decision.graph_index]
         if graph is None and decision.graph_index != NO_GRAPH:
             descriptor = BatchDescriptor(num_tokens)
