@@ -238,20 +238,23 @@ class MetadataAddresses:
 
     A graph reads them where and as they were at capture, so a step must be given the same memory in
     the same form. Only the number of rows may differ: a graph reads as many as at its capture.
-    Compared are all in the first three steps of each graph and in one of METADATA_CHECK_EVERY. In
-    every other step the addresses of METADATA_PER_STEP of them are compared, in turn.
+    Compared are all in the first three steps of each graph and in one of METADATA_CHECK_EVERY, or
+    of four times as many as there are. In every other step the addresses of METADATA_PER_STEP are
+    compared, in turn; layers that share a tensor count as one.
     """
 
-    __slots__ = ("_expected", "_in_turn", "_steps")
+    __slots__ = ("_every", "_expected", "_in_turn", "_steps")
 
     def __init__(self, metadata: Any, read_by_graph: Iterable[Tensor]) -> None:
         storages = {tensor.untyped_storage().data_ptr() for tensor in read_by_graph}
-        self._expected = {
-            path: (tensor.data_ptr(), form_of(tensor))
+        read = {
+            path: tensor
             for path, tensor in _tensors_by_path("metadata", metadata)
             if tensor.numel() and tensor.untyped_storage().data_ptr() in storages
         }
-        paths = list(filter(_is_plain, self._expected))
+        self._expected = {path: (t.data_ptr(), form_of(t)) for path, t in read.items()}
+        self._every = max(METADATA_CHECK_EVERY, 4 * len(read))
+        paths = list({id(t): path for path, t in read.items() if _is_plain(path)}.values())
         parts = [paths[i : i + METADATA_PER_STEP] for i in range(0, len(paths), METADATA_PER_STEP)]
         self._in_turn = cycle(
             [(_reader(p), [self._expected[q][0] for q in p]) for p in parts or [[]]]
@@ -264,7 +267,7 @@ class MetadataAddresses:
     def check(self, metadata: Any) -> None:
         """Compare one step's metadata. Raises MovedTensor for a tensor in other memory."""
         self._steps += 1
-        if self._steps > STEPS_WITH_METADATA_CHECK and self._steps % METADATA_CHECK_EVERY:
+        if self._steps > STEPS_WITH_METADATA_CHECK and self._steps % self._every:
             read, addresses = next(self._in_turn)
             try:
                 if read(metadata) == addresses:
@@ -283,7 +286,7 @@ class MetadataAddresses:
 
 STEPS_WITH_METADATA_CHECK = 3
 METADATA_CHECK_EVERY = 64
-METADATA_PER_STEP = 16
+METADATA_PER_STEP = 4
 _DEPTH = 4
 _PLAIN = (ast.Expression, ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Load)
 

@@ -324,17 +324,18 @@ def test_failure_12_metadata_of_another_form_at_the_same_address_is_an_error(
 
 
 def test_metadata_of_many_tensors_is_compared_in_turn() -> None:
-    tensors = [torch.zeros(2) for _ in range(40)]
+    shared = torch.zeros(2)
+    tensors = [shared] * 40 + [torch.zeros(2) for _ in range(10)]
     check = MetadataAddresses({"layers": tensors}, tensors).check
-    for _ in range(METADATA_CHECK_EVERY):
+    for _ in range(METADATA_CHECK_EVERY + 1):
         check({"layers": tensors})
-    kept, tensors[39] = tensors[39], tensors[39].clone()
+    kept, tensors[49] = tensors[49], tensors[49].clone()
 
     def three_steps() -> None:
         for _ in range(3):
             check({"layers": tensors})
 
-    with pytest.raises(MovedTensor, match=r"metadata\['layers'\]\[39\]"):
+    with pytest.raises(MovedTensor, match=r"metadata\['layers'\]\[49\]"):
         three_steps()
     assert kept.numel()
 
