@@ -1,8 +1,8 @@
 """Which runtime mode, which descriptor, which sizes: policy without tensors or devices.
 
 `make_plan` lists the graphs to capture and `Dispatcher` chooses one for each `Batch`. `resolve`
-turns a requested graph mode into a usable one. `capture_sizes` chooses sizes, `buckets` plans
-padded shapes for engines that bucket in several dimensions.
+turns a requested graph mode into a usable one. `capture_sizes` chooses sizes, `buckets` checks
+the padded shapes of engines that bucket in several dimensions.
 """
 
 from .batch import NO_GRAPH as NO_GRAPH
@@ -16,12 +16,6 @@ from .buckets.bucket import Phase as Phase
 from .buckets.coverage import Hole as Hole
 from .buckets.coverage import close_holes as close_holes
 from .buckets.coverage import find_holes as find_holes
-from .buckets.ranges import BucketRanges as BucketRanges
-from .buckets.ranges import BucketStrategy as BucketStrategy
-from .buckets.ranges import default_ranges as default_ranges
-from .buckets.table import BucketTable as BucketTable
-from .buckets.table import filter_buckets as filter_buckets
-from .buckets.table import plan_buckets as plan_buckets
 from .capture_sizes import DENSE_END as DENSE_END
 from .capture_sizes import DecodeTier as DecodeTier
 from .capture_sizes import align_sizes as align_sizes

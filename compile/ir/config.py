@@ -127,10 +127,9 @@ class Codegen(Settings):
 
     passes: dict[str, Any] = Field(default_factory=dict)
     """Passes over the graph of a piece by name, in order. `True` or `False` turns a pass of the
-    library on or off: `no_op`, `add_rms_norm`, `silu_and_mul`, `functionalization`, and `dedupe`,
-    which compiles equal pieces once. Any other value is a pass to run after those: a `GraphPass`, a
-    function of a graph, or the name of one, as `"module:function"` or an entry point of the group
-    `piecegraph.passes`."""
+    library on or off: `functionalization`, and `dedupe`, which compiles equal pieces once. Any
+    other value is a pass to run after those: a `GraphPass`, a function of a graph, or the name of
+    one, as `"module:function"` or an entry point of the group `piecegraph.passes`."""
 
     inductor_partition: bool = False
     """`True` compiles the whole graph and lets Inductor split its code at the splitting ops; see

@@ -20,23 +20,15 @@ from ...errors import InvalidSetting
 from ...events import Events, trace_artifact
 from ...torch_compat.compiling.inductor import post_grad_pass
 from ..ir.config import GraphPass, named_object
-from . import add_rms_norm, functionalization, no_op, silu_and_mul
+from . import functionalization
 
 ENTRY_POINTS = "piecegraph.passes"
 
 DEDUPE = "dedupe"
 """Compiles equal pieces once. A switch among those of the passes, but not over a graph."""
 
-SHIPPED = (
-    GraphPass("no_op", no_op.apply),
-    # Disabled by default: their ops are meant for an engine's own kernels. Our implementations are
-    # slower than Inductor's fusion.
-    GraphPass("add_rms_norm", add_rms_norm.apply, from_level=None),
-    GraphPass("silu_and_mul", silu_and_mul.apply, from_level=None),
-    GraphPass("functionalization", functionalization.apply),
-)
-"""In order of application. No-ops are removed first, because they hide patterns. Readers are moved
-last, when the other passes have removed some of them."""
+SHIPPED = (GraphPass("functionalization", functionalization.apply),)
+"""In order of application."""
 
 
 def enabled_passes(level: int, chosen: Mapping[str, Any]) -> tuple[GraphPass, ...]:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-LONG_CONTEXT = 8192
-"""From this model length on, the largest context is reduced by the length of the query."""
-
 
 class Phase(StrEnum):
     PROMPT = "prompt"

@@ -99,12 +99,12 @@ def test_predicate_is_keyed_by_its_source():
 
 
 def test_configuration_with_functions_is_shown_by_their_names():
-    passes = {"silu_and_mul": True, "own": other_predicate, "named": "operator:neg"}
+    passes = {"functionalization": True, "own": other_predicate, "named": "operator:neg"}
     config = Config(splitting_ops=(predicate, "a::b"), codegen={"passes": passes})
     shown = config.model_dump(mode="json")
     assert shown["splitting_ops"] == ["predicate", "a::b"]
     assert shown["codegen"]["passes"] == {
-        "silu_and_mul": True,
+        "functionalization": True,
         "own": "other_predicate",
         "named": "operator:neg",
     }

@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 from piecegraph.dispatch import (
     Bucket,
     BucketLimits,
-    BucketStrategy,
-    BucketTable,
     Phase,
     close_holes,
     find_holes,
-    plan_buckets,
 )
 from piecegraph.errors import InvalidSetting, NoBuckets
+from piecegraph.tools.engine.bucket_ranges import BucketStrategy
+from piecegraph.tools.engine.bucket_table import BucketTable, plan_buckets
 
-from .conftest import EXP_4096
+EXP_4096 = BucketLimits(128, 2048, 4096, max_num_reqs=64, max_prefill_reqs=16)
 
 
 def legal_batches(phase: Phase, limits: BucketLimits) -> Iterator[Bucket]:

@@ -110,8 +110,8 @@ def test_each_setting_was_changed_and_there_are_at_most_45() -> None:
     [
         ("splitting_ops", ("a::*",), TRACE),
         ("splitting_ops", (by_name,), TRACE),
-        ("codegen.passes", {"no_op": False}, BOTH),
-        ("codegen.passes", {"no_op": True}, NONE),
+        ("codegen.passes", {"functionalization": False}, BOTH),
+        ("codegen.passes", {"functionalization": True}, NONE),
         ("codegen.passes", {"dedupe": False}, TRACE),
         ("bundle", "serve", NONE),
     ],

@@ -92,7 +92,7 @@ def flat(settings, prefix=""):
 
 def test_a_switch_changes_nothing_but_its_own_settings(config):
     for name, settings in SWITCHES.items():
-        passes = {"no_op": False, "dedupe": True}
+        passes = {"functionalization": False, "dedupe": True}
         codegen = {"inductor_partition": True, "passes": passes}
         before = config(compiler="inductor", cache=True, codegen=codegen)
         stated, changed = flat(before.model_dump()), flat(switched_off(before, [name]).model_dump())

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from ... import Batch, BatchDescriptor, Decision, RuntimeMode
-from ...dispatch import Bucket, BucketLimits, BucketTable, Phase
+from ...dispatch import Bucket, BucketLimits, Phase
 from .block_manager import DUMP_BLOCK, BlockManager
+from .bucket_table import BucketTable
 from .engine import Engine
 from .metadata import NOBODY, BucketMetadata
 from .scheduler import SamplingParams, Schedule, Scheduler, Share

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...cache.keys import environment
-from ...dispatch import BucketStrategy, CaptureStrategy, GraphMode
+from ...dispatch import CaptureStrategy, GraphMode
 from ...errors import CacheNotWritable, InvalidSetting, ToolMissing
+from ..engine.bucket_ranges import BucketStrategy
 from ..engine.decoder_config import DecoderConfig, parse_decoder_config
 from ..report.output import Output, folder_fault
 from .trace import EXCERPT

@@ -26,16 +26,15 @@ from ... import (
 )
 from ...dispatch import (
     BucketLimits,
-    BucketStrategy,
     Phase,
-    filter_buckets,
-    plan_buckets,
 )
 from ...errors import InvalidSetting
 from ..engine import lora
 from ..engine.attention import SPLITTING_OP
 from ..engine.block_manager import BlockManager
 from ..engine.bucket_file import read_buckets
+from ..engine.bucket_ranges import BucketStrategy
+from ..engine.bucket_table import filter_buckets, plan_buckets
 from ..engine.buckets import BucketEngine, Buckets, BucketScheduler
 from ..engine.drafts import Drafter
 from ..engine.engine import Engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,96 +12,6 @@ from typing import Any
 import torch
 
 _SHAPE_CODE = ("torch._dynamo.config", "torch._functorch.config", "torch._inductor.config")
-
-_CACHES = "which of torch's own caches are used; ours replace them"
-_SHOWN = "what is logged, dumped or profiled"
-_PLACE = "where files are written"
-_PROCESSES = "how compiling is spread over processes"
-_KEYS = "how torch makes its own keys"
-
-EXEMPT: Mapping[str, str] = {
-    **dict.fromkeys(
-        [
-            "fake_tensor_cache_enabled",
-            "fake_tensor_cache_crosscheck_enabled",
-            "enable_autograd_cache",
-            "bundled_autograd_cache",
-            "enable_remote_autograd_cache",
-            "strict_autograd_cache",
-            "force_autograd_cache",
-            "fx_graph_cache",
-            "fx_graph_remote_cache",
-            "autotune_local_cache",
-            "autotune_remote_cache",
-            "bundled_autotune_remote_cache",
-            "bundle_triton_into_fx_graph_cache",
-            "remote_gemm_autotune_cache",
-            "non_blocking_remote_cache_write",
-            "cpp_cache_precompile_headers",
-            "cutlass.use_binary_remote_cache",
-            "cutlass.upload_to_binary_remote_cache",
-            "cutlass.binary_remote_cache_force_write",
-            "cuda.use_binary_remote_cache",
-            "cuda.upload_to_binary_remote_cache",
-            "cuda.binary_remote_cache_force_write",
-        ],
-        _CACHES,
-    ),
-    **dict.fromkeys(
-        [
-            "verbose",
-            "log_file_name",
-            "log_graph_in_out_metadata",
-            "log_compilation_metrics",
-            "debug",
-            "verbose_progress",
-            "log_tlparse",
-            "worker_suppress_logging",
-            "debug_ir_traceback",
-            "_profile_var",
-            "_custom_ops_profile",
-            "trace.enabled",
-            "trace.save_real_tensors",
-            "trace.debug_log",
-            "trace.info_log",
-            "trace.fx_graph",
-            "trace.fx_graph_transformed",
-            "trace.ir_pre_fusion",
-            "trace.ir_post_fusion",
-            "trace.output_code",
-            "trace.graph_diagram",
-            "trace.graph_diagram_format",
-            "trace.draw_orig_fx_graph",
-            "trace.orig_fx_graph_diagram_format",
-            "trace.dot_graph_shape",
-            "trace.log_url_for_graph_xform",
-            "trace.compile_profile",
-            "trace.upload_tar",
-            "trace.log_autotuning_results",
-        ],
-        _SHOWN,
-    ),
-    **dict.fromkeys(
-        [
-            "base_dir",
-            "debug_dir_root",
-            "memory_budget_pareto_dir",
-            "worker_log_path",
-            "global_cache_dir",
-            "autoheuristic_log_path",
-            "torchinductor_worker_logpath",
-            "trace.debug_dir",
-            "triton.proton_output_dir",
-            "aot_inductor.output_path",
-        ],
-        _PLACE,
-    ),
-    **dict.fromkeys(("compile_threads", "worker_start_method"), _PROCESSES),
-    **dict.fromkeys(
-        ["_save_config_ignore", "_cache_config_ignore_prefix", "_cache_config_factory_keys"], _KEYS
-    ),
-}
-"""Settings that cannot affect a trace or generated code, each with its reason."""
 
 
 def is_settings(module: Any) -> bool:
@@ -114,18 +25,22 @@ def changed_settings() -> dict[str, Any]:
     """Settings of torch's compilers that this process has changed, by full name.
 
     Nothing is imported: a module of settings that is not loaded yet has its defaults, and what the
-    environment sets is a separate factor. Settings in EXEMPT are left out.
+    environment sets is a separate factor. What torch leaves out of its own keys is left out, unless
+    it is an object, such as a pass: those torch knows by their own means.
     """
     from torch.utils._config_module import _UNSET_SENTINEL as unset
 
     changed = {}
     for module in filter(None, map(sys.modules.get, _SHAPE_CODE)):
         settings: Any = module
+        prefixes = getattr(settings, "_cache_config_ignore_prefix", ())
+        left_out = re.compile("|".join(rf"{re.escape(each)}(\.|$)" for each in prefixes) or "$^")
         for name, value in settings.get_config_copy().items():
             entry = settings._config[name]
             stated = (entry.env_value_force, entry.env_value_default, entry.default)
             original = next(each for each in stated if each is not unset)
-            if value != original and name not in EXEMPT:
+            plain = isinstance(value, bool | int | str)
+            if value != original and not (plain and left_out.match(name)):
                 changed[f"{module.__name__}.{name}"] = value
     return changed
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable
 from itertools import product
 
+from ...dispatch import Bucket, BucketLimits, Phase
 from ...errors import BeyondLimits, InvalidSetting, NoBuckets
-from .bucket import LONG_CONTEXT, Bucket, BucketLimits, Phase
-from .ranges import BucketRanges, BucketStrategy, default_ranges
+from .bucket_ranges import LONG_CONTEXT, BucketRanges, BucketStrategy, default_ranges
 
 
 def plan_buckets(

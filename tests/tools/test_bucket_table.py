@@ -13,23 +13,28 @@ from piecegraph.dispatch import (
     Batch,
     Bucket,
     BucketLimits,
-    BucketRanges,
-    BucketStrategy,
-    BucketTable,
     Dispatcher,
     Phase,
     bucket_plan,
+)
+from piecegraph.errors import BeyondLimits, InvalidSetting, NoBuckets
+from piecegraph.tools.engine.bucket_ranges import (
+    BucketRanges,
+    BucketStrategy,
     default_ranges,
+    exponential,
+    linear,
+    padding_aware,
+)
+from piecegraph.tools.engine.bucket_table import (
+    BucketTable,
+    coarse,
     filter_buckets,
     plan_buckets,
 )
-from piecegraph.dispatch.buckets.ranges import exponential, linear, padding_aware
-from piecegraph.dispatch.buckets.table import coarse
-from piecegraph.errors import BeyondLimits, InvalidSetting, NoBuckets
-
-from .conftest import EXP_4096
 
 EXP, LIN, PAD = BucketStrategy.EXPONENTIAL, BucketStrategy.LINEAR, BucketStrategy.PADDING_AWARE
+EXP_4096 = BucketLimits(128, 2048, 4096, max_num_reqs=64, max_prefill_reqs=16)
 PROMPT, DECODE = Phase.PROMPT, Phase.DECODE
 
 

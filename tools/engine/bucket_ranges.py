@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ...dispatch import BucketLimits, Phase
 from ...errors import InvalidSetting
-from .bucket import LONG_CONTEXT, BucketLimits, Phase
+
+LONG_CONTEXT = 8192
+"""From this model length on, the largest context is reduced by the length of the query."""
 
 
 def linear(low: int, step: int, high: int) -> list[int]:
