@@ -91,6 +91,7 @@ def _piecegraph(
         started = time.perf_counter()
         prepared = prepare(model, config, events=events)
         seconds = time.perf_counter() - started
+        num_conditions = _number_of_conditions(prepared.compiled.conditions)
         prepared.close()
     phases: dict[str, float] = {}
     for span in events.spans:
@@ -101,9 +102,18 @@ def _piecegraph(
     return phases, {
         "prepare_ms": 1000 * seconds,
         "conditions_ms": 1000 * phases["bundle.conditions"],
-        "num_conditions": hits[0]["conditions"],
+        "num_conditions": num_conditions,
         "compiler_imported": not {"torch._dynamo", "torch._inductor"}.isdisjoint(sys.modules),
     }
+
+
+def _number_of_conditions(data: Any) -> int:
+    """How many conditions a check looks at."""
+    counts: list[int] = []
+    for conditions, below in data["nodes"]:  # inner nodes come first
+        counts.append(len(conditions) + sum(counts[number] for _, number in below))
+    total: int = sum(counts[number] for number in data["roots"].values())
+    return total + len(data["same"]) + len(data["environment"])
 
 
 def _served(model: Any, config: Any, began: float) -> tuple[dict[str, float], dict[str, Any]]:

@@ -111,6 +111,8 @@ def _cold_start(request: CompileRequest, key: Key | None) -> CompiledModel:
 
     with workers_for(request) as workers:
         guarded = trace_with_guards(request)
+        if key is not None:  # another thread may have changed settings since it was made
+            key = trace_key(request.model, request.config, request.device, request.examples)
         try:
             return _compile(request, guarded, key, workers)
         except PieceFailed:

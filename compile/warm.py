@@ -12,7 +12,6 @@ from ..cache.inspection import nearest_entries
 from ..errors import ModelMismatch
 from .backends.inductor import load_library
 from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle
-from .conditions.conditions import number_of_conditions
 from .ir.compilation import (
     LIBRARY,
     BundleMiss,
@@ -61,10 +60,7 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
         return _refused(request, f"it cannot be loaded: {type(error).__name__}: {error}")
     digest = entry.digest
     counts = kernels(bundle.artifacts)
-    checked = number_of_conditions(conditions)
-    request.record_bundle(
-        BundleOutcome(True, bytes=entry.size, kernels=counts, conditions=checked, digest=digest)
-    )
+    request.record_bundle(BundleOutcome(True, bytes=entry.size, kernels=counts, digest=digest))
     report_plan(bundle.plan, request.events)
     return Loaded(compiled, entry.manifest.blobs[PLAN].sha256)
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 from ..compile.ir.compilation import BundleMiss, CompileRecords
-from ..compile.pipeline import compile_missing
+from ..compile.pipeline import compile_missing, without_bundle
 from ..compile.plan.compiled_model import CompiledModel
 from ..compile.warm import Loaded, NoBundle
 from ..errors import ModelMismatch
@@ -120,10 +120,9 @@ class Background:
         request = replace(
             self._missing.request, records=CompileRecords(), events=apart.events, serving=True
         )
-        missing = replace(self._missing, request=request)
         for _ in range(ATTEMPTS):  # a model that is changed meanwhile is compiled again
             try:
-                compile_missing(missing)
+                compile_missing(replace(self._missing, request=request))
                 outcome = self._missing.load()
             except Exception as error:
                 self._outcome = f"{type(error).__name__}: {error}"
@@ -131,7 +130,7 @@ class Background:
             self._outcome = outcome if isinstance(outcome, Loaded) else str(outcome)
             if isinstance(outcome, Loaded) or self._faults:
                 break
-            missing = replace(missing, missing=False)
+            self._missing = without_bundle(self._missing.request)
         for name in COUNTED:
             self._records.events.count(name, apart.counters[name])
 

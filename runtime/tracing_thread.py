@@ -46,6 +46,7 @@ class TracingThread:
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         self._work = work
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._device = torch.get_default_device()
         self._stopped = threading.Event()
         self._ended = False
         self._ending = threading.Lock()
@@ -90,6 +91,8 @@ class TracingThread:
             self._thread.join(None if may_end else POLL_S)
 
     def _run(self) -> None:
+        if torch.get_default_device() != self._device:
+            torch.set_default_device(self._device)
         try:
             try:
                 with self._alone(), torch.inference_mode(self._inference):

@@ -395,15 +395,6 @@ def _changed_parts(
             yield BrokenCondition(f"{name}{part}", before, after)
 
 
-def number_of_conditions(data: Any) -> int:
-    """How many conditions a check looks at."""
-    counts: list[int] = []
-    for conditions, below in data["nodes"]:  # inner nodes come first
-        counts.append(len(conditions) + sum(counts[number] for _, number in below))
-    total: int = sum(counts[number] for number in data["roots"].values())
-    return total + len(data["same"]) + len(data["environment"])
-
-
 class _Check:
     """Walks down the tree, compares each condition, and collects those that do not hold.
 

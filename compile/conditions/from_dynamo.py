@@ -186,12 +186,9 @@ class _TraceConditions:
             self.tree.add(MODEL, [name], "code")
         forward = forward_function(self.model)
         if isinstance(forward, types.FunctionType):
+            method = ["__func__"] if hasattr(self.model.forward, "__func__") else []
             for name in ("__defaults__", "__kwdefaults__"):
-                steps = [
-                    "forward",
-                    *(["__func__"] if hasattr(self.model.forward, "__func__") else []),
-                ]
-                self._try(MODEL, [*steps, name], "value")
+                self._try(MODEL, ["forward", *method, name], "value")
         inlined = {
             code: function
             for code, function in self.captured.inlined.functions.items()
@@ -332,12 +329,9 @@ class _TraceConditions:
             for module, each in list(sys.modules.items())
             if getattr(each, "__file__", None) == code.co_filename
         ]
+        outer_names = [each.partition(".<locals>")[0] for each in (name, code.co_qualname)]
         for module in modules:
-            for path in (
-                name,
-                name.partition(".<locals>")[0],
-                code.co_qualname.partition(".<locals>")[0],
-            ):
+            for path in (name, *outer_names):
                 located = module_place(module, path)
                 outer = getattr(unwrapped(located.value), "__code__", None) if located else None
                 if located and located.root and outer is not None and _contains(outer, code):

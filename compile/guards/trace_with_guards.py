@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...errors import CompileError, GuardUnproved
+from ...torch_compat.basics.settings import global_state
 from ...torch_compat.basics.symbolic import state_equal
 from ..ir.compilation import CompileRequest
 from ..ir.config import CompileConfig, DynamicShapes
@@ -35,8 +36,24 @@ class GuardedTrace:
     """The guard of an earlier trace, for which this one was made with unbacked sizes."""
 
 
-def trace_with_guards(request: CompileRequest) -> GuardedTrace:
-    """Raises GuardUnproved and Specialized under the policy `prove`, and the errors of `trace`."""
+def trace_with_guards(request: CompileRequest, attempts: int = 3) -> GuardedTrace:
+    """Raises GuardUnproved and Specialized under the policy `prove`, and the errors of `trace`.
+
+    A trace during which another thread changed a setting of torch is of no setting: it is repeated.
+    """
+    before = global_state()
+    try:
+        guarded: GuardedTrace | CompileError = _proved(request)
+    except CompileError as error:
+        guarded = error
+    if global_state() != before and attempts > 1:
+        return trace_with_guards(request, attempts - 1)
+    if isinstance(guarded, CompileError):
+        raise guarded
+    return guarded
+
+
+def _proved(request: CompileRequest) -> GuardedTrace:
     try:
         return _traced(request)
     except GuardUnproved as unproved:

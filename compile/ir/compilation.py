@@ -76,8 +76,6 @@ class BundleOutcome:
     detail: str | None = None
     bytes: int | None = None
     kernels: list[int] | None = None
-    conditions: int | None = None
-    """How many conditions of the bundle were checked."""
     digest: str | None = None
     """`Entry.digest` of the bundle."""
 

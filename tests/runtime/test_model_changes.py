@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import piecegraph as pg
-from piecegraph.compile.conditions.conditions import number_of_conditions
+from piecegraph.compile.conditions.conditions import checked
 from piecegraph.errors import ModelChanged
 from piecegraph.runtime.steps import model_check
 
@@ -145,7 +145,7 @@ def test_steps_find_a_change_by_themselves(
     monkeypatch.setattr(model_check, "perf_counter", clock.__next__)
     monkeypatch.setattr(model_check, "MOST_S", 100.0)
     prepared.refresh()  # begins to check
-    x, places = torch.randn(5, 8), number_of_conditions(prepared.compiled.conditions)
+    x, places = torch.randn(5, 8), len([*checked(prepared.compiled.conditions, model)])
     run_steps(prepared, x, 1000)
     model.layers[2].active = ["b"]
     with pytest.raises(ModelChanged, match=r"layers.2.active\[0\]"):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from piecegraph.runtime import tracing_thread
 from piecegraph.runtime.tracing_thread import TracingThread
@@ -113,3 +114,13 @@ def test_another_thread_with_the_number_of_one_that_ended_goes_on(
     thread.stop()
     for _ in range(1000):  # where an exception for this thread would be raised
         step.work()
+
+
+def test_the_default_device_is_that_of_the_thread_that_starts_it() -> None:
+    seen: list[str] = []
+    with torch.device("meta"):
+        thread = TracingThread("test", lambda: seen.append(torch.empty(1).device.type))
+    thread.start()
+    assert thread.join(60)
+    assert seen == ["meta"]
+    assert torch.empty(1).device.type == "cpu"

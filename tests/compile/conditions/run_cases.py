@@ -1,8 +1,10 @@
 """Start all cases of one directory on one cache, and print of each: hit, right, reason.
 
-python -m tests.compile.conditions.run_cases use|force SOURCES CACHE [NAME…]
+python -m tests.compile.conditions.run_cases use|force|before|background SOURCES CACHE [NAME…]
 
-With `force` a miss compiles nothing, and there is no result that could be wrong.
+With `force` a miss compiles nothing, and there is no result that could be wrong. With `before` and
+`background` no condition refuses a bundle, but it is verified then; the result is that of the first
+step after the verification.
 """
 
 from __future__ import annotations
@@ -15,17 +17,47 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from piecegraph import Batch, Config, prepare
 from piecegraph.compile.backends import registry
-from piecegraph.errors import BundleMissing
+from piecegraph.compile.bundle import bundle as bundles
+from piecegraph.errors import BundleMissing, BundleStale
 
+from ..models import X
 from ..starts import EntryPoint, start
+
+X_VALUE = torch.arange(24, dtype=torch.float32).reshape(3, 8) / 10
+
+
+def equal(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return got.dtype == expected.dtype and torch.allclose(got, expected, equal_nan=True)
+
+
+def verified(model: torch.nn.Module, root: Path, when: str) -> dict[str, Any]:
+    """A start that uses any bundle of the model's key, whatever its conditions say."""
+    settings: Any = {"compiler": "text", "inputs": X, "max_num_tokens": 64, "cache_dir": root}
+    settings |= {"graph_mode": "NONE", "bundle": "force", "cache": {"verify_bundle": when}}
+    with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+        patched.setattr(bundles, "broken_conditions", lambda *_: [])
+        prepared = None
+        try:
+            prepared = prepare(model, Config(**settings))
+            outcome = prepared.wait_until_verified(60)
+            expected, got = model(X_VALUE), prepared(X_VALUE, batch=Batch(3, 3))
+            return {"hit": True, "verified": outcome, "right": equal(got, expected)}
+        except BundleStale as error:
+            return {"hit": True, "verified": False, "right": True, "reason": str(error)}
+        finally:
+            if prepared is not None:
+                prepared.close()
 
 
 def run(name: str, bundle: str, folder: Path, root: Path) -> dict[str, Any]:
     """One start of a case, compared with eager."""
-    sys.modules.pop("helper", None)
+    for imported in ("helper", f"case_{name}"):
+        sys.modules.pop(imported, None)
     sys.path.insert(0, str(folder / name))
     try:
         importlib.invalidate_caches()
@@ -33,14 +65,15 @@ def run(name: str, bundle: str, folder: Path, root: Path) -> dict[str, Any]:
         getattr(module, "enter", lambda: None)()
         torch.manual_seed(0)
         model = module.build()
+        if bundle in ("before", "background"):
+            return verified(model, root, bundle)
         made = start(model, root, bundle=bundle)
-        x = torch.arange(24, dtype=torch.float32).reshape(3, 8) / 10
         with torch.no_grad():
-            expected, got = model(x), made(x)
+            expected, got = model(X_VALUE), made(X_VALUE)
         kept = made.events.named("bundle.not_kept")
         return {
             "hit": made.hit,
-            "right": got.dtype == expected.dtype and torch.allclose(got, expected, equal_nan=True),
+            "right": equal(got, expected),
             "reason": made.reason,
             "not_kept": kept[0].facts["reason"] if kept else None,
         }

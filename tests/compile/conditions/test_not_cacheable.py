@@ -87,11 +87,15 @@ def test_report_names_the_condition_and_the_line(
         graph_mode="NONE",
         cache_dir=tmp_path / "cache",
     )
-    for _ in range(2):
+    for number_of_start in range(2):
         torch._dynamo.reset()
         prepared = prepare(module.Model(), config)
         report = prepared.report()["cache"]
+        built = prepared.records.compile.pieces
         prepared.close()
+        # traced each time; artifacts are used again, but not those of an op that has no description
+        assert report["verified"] == "the model was traced by this start"
+        assert bool(built) == (number_of_start == 0 or form == "op")
         assert not report["hit"]
         (line,) = report["not_cacheable"]
         assert re.search(expected, line), line

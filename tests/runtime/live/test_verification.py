@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.bundle import bundle as bundles
+from piecegraph.compile.trace import dynamo
 from piecegraph.errors import BundleStale
 from piecegraph.runtime import verification
 from piecegraph.runtime.records import Stale, Verified
@@ -159,6 +160,52 @@ def test_numbers_drawn_beside_a_trace_do_not_repeat(serve_cold: Prepare) -> None
         served.prepared.capture_idle(0)
     torch.set_rng_state(state)
     assert torch.equal(torch.cat(numbers), torch.cat([torch.rand(1) for _ in numbers]))
+
+
+@pytest.fixture
+def dtype_changed_beside_a_trace(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Another thread changes the default dtype during the first trace in a thread."""
+    changed: list[str] = []
+
+    def capture_beside_a_change(*args: Any) -> Any:
+        captured = capture(*args)
+        thread = threading.current_thread()
+        if thread is not threading.main_thread() and not changed:
+            changed.append(thread.name)
+            other = threading.Thread(target=torch.set_default_dtype, args=(torch.float64,))
+            other.start()
+            other.join()
+            raise AssertionError("Global default_dtype state changed")  # as Dynamo does
+        return captured
+
+    capture = dynamo.capture
+    monkeypatch.setattr(dynamo, "capture", capture_beside_a_change)
+    yield changed
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_setting_that_changes_during_a_trace_is_no_difference(
+    prepare_live: Prepare,
+    dtype_changed_beside_a_trace: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepare_live()
+    monkeypatch.setenv("ANOTHER_PROCESS", "1")
+    assert prepare_live().prepared.wait_until_verified(60) is True
+    assert dtype_changed_beside_a_trace == ["piecegraph-verification"]
+
+
+def test_a_setting_that_changes_meanwhile_is_in_the_key_of_what_is_stored(
+    serve_cold: Prepare, prepare_live: Prepare, dtype_changed_beside_a_trace: list[str]
+) -> None:
+    model = Model()
+    served = serve_cold(model)
+    assert served.prepared.wait_until_compiled(60)
+    assert dtype_changed_beside_a_trace == ["piecegraph-background"]
+    torch.set_default_dtype(torch.float32)
+    assert not prepare_live(model).prepared.compiled.from_bundle
+    torch.set_default_dtype(torch.float64)
+    assert prepare_live(model).prepared.compiled.from_bundle
 
 
 def test_a_model_that_is_dropped_or_closed_ends_its_trace(
