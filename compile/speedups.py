@@ -6,7 +6,7 @@ PIECEGRAPH_OFF=faster turns all of them off. Everything but the time is the same
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,16 +39,15 @@ def capture(
 
 
 @contextmanager
-def generating_code() -> Iterator[Callable[[], None]]:
-    """Generate code inside; its kernels may be called after the function that this yields."""
+def generating_code() -> Iterator[None]:
+    """Generate code inside, without keys that nobody reads."""
     if not are_on():
-        yield lambda: None
+        yield
         return
     from ..torch_compat.faster.cache_keys import short_cache_keys
-    from ..torch_compat.faster.kernels_in_background import kernels_in_background
 
-    with short_cache_keys(), kernels_in_background() as wait_for_kernels:
-        yield wait_for_kernels
+    with short_cache_keys():
+        yield
 
 
 @contextmanager

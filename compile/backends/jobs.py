@@ -1,19 +1,18 @@
 """Compile unique pieces: run the jobs of a schedule.
 
 Worker processes compile pieces in parallel, the largest first, and this process takes part: here
-one piece after the other, since torch's standalone compile is not thread-safe, and the kernels of
-one piece are compiled while code for the next is generated. What a worker cannot compile is
-compiled here. The first error stops the compilation; pieces that were finished before it are
-stored.
+one piece after the other, since torch's standalone compile is not thread-safe. What a worker cannot
+compile is compiled here. The first error stops the compilation; pieces that were finished before it
+are stored.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -59,19 +58,6 @@ class Compiled:
     jobs: list[Job]
     results: list[CompiledJob]
     ranges: list[CompiledRange]
-
-
-@dataclass(frozen=True)
-class _StartedJob:
-    """A job whose code is generated; `wait` gives its callable and the artifact to store."""
-
-    job: Job
-    wait: Callable[[], tuple[PieceFn, Blobs]]
-    proved: bool
-    seconds: float
-    unit: Callable[[], AbstractContextManager[None]]
-    """The compile id of the job in a structured trace."""
-    facts: dict[str, Any]
 
 
 def compile_pieces(
@@ -257,9 +243,9 @@ class _Shared:
         events = self.request.events
 
         @cache
-        def load() -> tuple[PieceFn, Blobs]:
+        def load() -> PieceFn:
             assert self.compiler.load is not None
-            return self.compiler.load([reply.blobs])[0], reply.blobs
+            return self.compiler.load([reply.blobs])[0]
 
         for facts in reply.passes:
             events.emit("pass", **facts)
@@ -291,45 +277,20 @@ def _compile_here(
     request: CompileRequest, split: SplitModel, compiler: Compiler, jobs: Iterator[tuple[int, Job]]
 ) -> dict[int, CompiledJob]:
     """Compile jobs in this process, if there are any."""
-    numbers: list[int] = []
     first = next(jobs, None)
     if first is None:
         return {}
     if compiler.first_use is not None:
         compiler.first_use(request.device, request.events)
     with compiler.session():
-        each = _compile(request, split, compiler, chain([first], jobs), numbers)
-        return dict(zip(numbers, list(each), strict=True))
+        each = chain([first], jobs)
+        return {n: _compile(request, split, compiler, n, job) for n, job in each}
 
 
 def _compile(
-    request: CompileRequest,
-    split: SplitModel,
-    compiler: Compiler,
-    jobs: Iterable[tuple[int, Job]],
-    numbers: list[int],
-) -> Iterator[CompiledJob]:
-    """Start each job, and finish it after the next has started; `numbers` are those started."""
-    waiting: _StartedJob | None = None
-    for number, job in jobs:
-        numbers.append(number)
-        try:
-            started = _start(request, split, compiler, number, job)
-        except Exception:
-            if waiting is not None:
-                _finish(request, compiler, waiting)
-            raise
-        if waiting is not None:
-            yield _finish(request, compiler, waiting)
-        waiting = started
-    if waiting is not None:
-        yield _finish(request, compiler, waiting)
-
-
-def _start(
     request: CompileRequest, split: SplitModel, compiler: Compiler, number: int, job: Job
-) -> _StartedJob:
-    """Run the compiler on a copy of the piece, and prove the guards that it adds.
+) -> CompiledJob:
+    """Run the compiler on a copy of the piece, prove the guards that it adds, record and store.
 
     Raises PieceFailed and the errors of guards.
     """
@@ -337,17 +298,19 @@ def _start(
     graph = unique.piece.module(split.trace.graph)
     title = f"piece {unique.index}, tokens {low} to {high}"
     where = next(filter(None, map(node_location, graph.graph.nodes)), None)
-    unit = partial(events.trace_unit, number + 1, title, where)
-    with (
-        unit(),
-        events.span("compile.piece", piece=unique.index, digest=unique.digest[:12]) as generation,
-        _naming(compiler, unique),
-        reasoning_about_sizes(split.config.code.dynamic_shapes.value),
-    ):
-        events.emit("compile.start", compiler=compiler.name, **facts)
-        options = compiler_options(split, job, request.device, events)
-        wait = cache(compiler.compile(graph, _inputs(job, graph), options))
-    return _StartedJob(job, wait, _prove(split, unique, wait), generation.seconds, unit, facts)
+    with events.trace_unit(number + 1, title, where):
+        with (
+            events.span("compile.piece", piece=unique.index, digest=unique.digest[:12]) as span,
+            _naming(compiler, unique),
+            reasoning_about_sizes(split.config.code.dynamic_shapes.value),
+        ):
+            events.emit("compile.start", compiler=compiler.name, **facts)
+            options = compiler_options(split, job, request.device, events)
+            fn, blobs = compiler.compile(graph, _inputs(job, graph), options)
+        result = CompiledJob(fn, blobs, _prove(split, unique, lambda: fn), span.seconds)
+        cuts = {"partitions": count} if (count := partitions_of(fn)) else {}
+        _record(request, compiler, job, result, {**facts, **cuts})
+    return result
 
 
 def _facts(job: Job) -> dict[str, Any]:
@@ -361,7 +324,7 @@ def _facts(job: Job) -> dict[str, Any]:
 def _prove(
     split: SplitModel,
     unique: UniquePiece,
-    wait: Callable[[], tuple[PieceFn, Blobs]],
+    load: Callable[[], PieceFn],
     added: Sequence[Located] = (),
 ) -> bool:
     """Prove the guards that the compiler added, where it helps by running the compiled code.
@@ -370,27 +333,11 @@ def _prove(
     """
 
     def run(sizes: Mapping[sympy.Symbol, int]) -> str | None:
-        return numeric_difference(wait()[0], unique.piece.module(split.trace.graph), sizes)
+        return numeric_difference(load(), unique.piece.module(split.trace.graph), sizes)
 
     # splitting ops inside may need a running step, or write to memory in use
     runnable = None if split.partition_ops else run
     return split.guards.prove_new(f"piece {unique.index}", run=runnable, added=added)
-
-
-def _finish(request: CompileRequest, compiler: Compiler, started: _StartedJob) -> CompiledJob:
-    """Wait for the kernels of a job, record and store it. Raises PieceFailed."""
-    job = started.job
-    with (
-        started.unit(),
-        request.events.span("compile.kernels", piece=job.unique.index) as waiting,
-        _naming(compiler, job.unique),
-    ):
-        fn, blobs = started.wait()
-    result = CompiledJob(fn, blobs, started.proved, started.seconds + waiting.seconds)
-    cuts = {"partitions": count} if (count := partitions_of(fn)) else {}
-    with started.unit():
-        _record(request, compiler, job, result, {**started.facts, **cuts})
-    return result
 
 
 def _record(

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from ...errors import NotPartitioned
 from ...torch_compat.basics.ops import is_decomposed
 from ...torch_compat.compiling.partition import Partitions, inductor_partitions
-from ..ir.compilation import Blobs, Compiler, Finish, PieceFn
+from ..ir.compilation import Blobs, Built, Compiler, PieceFn
 from ..ir.ops import resolve_op
 
 PartitionHook = Callable[[PieceFn], PieceFn]
@@ -65,16 +65,11 @@ def partitioning(compiler: Compiler) -> Compiler:
     Its `compile` raises NotPartitioned if Inductor partitions at other places than the given ops.
     """
 
-    def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Finish:
+    def compile_piece(graph: GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> Built:
         with inductor_partitions(_hooked) as partitions:
-            finish = compiler.compile(graph, inputs, options)
+            fn, blobs = compiler.compile(graph, inputs, options)
         _check(partitions, options[PARTITION_OPS])
-
-        def finish_partitioned() -> tuple[PieceFn, Blobs]:
-            fn, blobs = finish()
-            return PartitionedPiece(fn, partitions.count), blobs
-
-        return finish_partitioned
+        return PartitionedPiece(fn, partitions.count), blobs
 
     def load(artifacts: Sequence[Blobs]) -> list[PieceFn]:
         """Load one after the other, to count the partitions of each."""

@@ -82,8 +82,8 @@ def workers_for(request: CompileRequest) -> Iterator[Workers | None]:
 def number_of_workers(serving: bool) -> int:
     """Two fewer than cores; at least one where this process serves; none if one thread may compile.
 
-    This process generates code on one core, and the C++ compiler builds its kernels on another. A
-    worker on the second of two cores made a start of three pieces 13 % slower.
+    This process compiles too. A worker on the second of two cores made a start of three pieces 13 %
+    slower.
     """
     cores = len(os.sched_getaffinity(0))
     stated = os.environ.get(THREADS, "")

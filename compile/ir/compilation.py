@@ -31,19 +31,18 @@ PieceFn = Callable[[list[Any]], Any]
 Blobs = Mapping[str, bytes]
 """An artifact: verified contents by name."""
 
-Finish = Callable[[], tuple[PieceFn, Blobs]]
-"""Waits for the compiler to finish one piece; returns its callable and the artifact to store."""
+Built = tuple[PieceFn, Blobs]
+"""The callable of one piece and the artifact to store, empty if nothing can be stored."""
 
-CompilePiece = Callable[[GraphModule, list[Any], Mapping[str, Any]], Finish]
+CompilePiece = Callable[[GraphModule, list[Any], Mapping[str, Any]], Built]
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """`compile(graph, inputs, options)` starts; the function it returns finishes.
+    """`compile(graph, inputs, options)` gives the callable of a piece and its artifact.
 
-    Finishing gives a callable and blobs, which are empty if nothing can be stored. The next piece
-    may be started before one is finished. `load` rebuilds the callables of several artifacts at
-    once; None for a compiler without artifacts.
+    `load` rebuilds the callables of several artifacts at once; None for a compiler without
+    artifacts.
     """
 
     name: str

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from piecegraph.compile.backends import registry as compilers
 from piecegraph.compile.backends.registry import Compiler
-from piecegraph.compile.ir.compilation import Finish
+from piecegraph.compile.ir.compilation import Built
 from piecegraph.errors import PieceFailed
 
 from . import ops as _registers  # noqa: F401
@@ -27,10 +27,10 @@ pytestmark = pytest.mark.compile
 class Recording:
     """A compiler that logs its calls in order and cannot compile the piece numbered `broken`."""
 
-    def __init__(self, stage: str = "", broken: int | None = None) -> None:
+    def __init__(self, broken: int | None = None) -> None:
         self.log: list[str] = []
         self.collecting: set[bool] = set()
-        self._stage, self._broken, self._count = stage, broken, 0
+        self._broken, self._count = broken, 0
 
     def load(self) -> Compiler:
         return Compiler("recording", self._compile, load_texts, session=self._session)
@@ -43,22 +43,13 @@ class Recording:
         finally:
             self.log.append("close")
 
-    def _compile(self, graph: GraphModule, inputs: Any, options: Mapping[str, Any]) -> Finish:
+    def _compile(self, graph: GraphModule, inputs: Any, options: Mapping[str, Any]) -> Built:
         number, self._count = self._count, self._count + 1
-        self._say("begin", number)
-        ending = compile_text(graph, inputs, options)
-
-        def finish() -> Any:
-            self._say("finish", number)
-            return ending()
-
-        return finish
-
-    def _say(self, stage: str, number: int) -> None:
-        self.log.append(f"{stage} {number}")
+        self.log.append(f"compile {number}")
         self.collecting.add(gc.isenabled())
-        if (stage, number) == (self._stage, self._broken):
+        if number == self._broken:
             raise OSError("no compiler")
+        return compile_text(graph, inputs, options)
 
 
 @pytest.fixture
@@ -75,23 +66,19 @@ def begin(root: Path) -> Any:
     return start(Stack(4), root, splitting_ops=MIX, compiler="recording")
 
 
-def test_next_piece_begins_before_the_one_before_is_finished(tmp_path: Path, using: Any) -> None:
+def test_pieces_are_compiled_in_one_session(tmp_path: Path, using: Any) -> None:
     compiler = using(Recording())
     begin(tmp_path)
-    work = ["begin 0", "begin 1", "finish 0", "begin 2", "finish 1", "finish 2"]
-    assert compiler.log == ["open", *work, "close"]
+    assert compiler.log == ["open", "compile 0", "compile 1", "compile 2", "close"]
 
 
-@pytest.mark.parametrize(("stage", "kept"), [("begin", 1), ("finish", 1)])
-def test_what_was_begun_before_an_error_is_kept(
-    tmp_path: Path, using: Any, stage: str, kept: int
-) -> None:
-    using(Recording(stage, 1))
+def test_what_was_compiled_before_an_error_is_kept(tmp_path: Path, using: Any) -> None:
+    using(Recording(broken=1))
     with pytest.raises(PieceFailed, match=r"piece 1 .*OSError: no compiler"):
         begin(tmp_path)
     again = using(Recording())
     begin(tmp_path)
-    assert sum(said.startswith("begin") for said in again.log) == 3 - kept
+    assert again.log == ["open", "compile 0", "compile 1", "close"]
     assert begin(tmp_path).hit
 
 
@@ -103,11 +90,10 @@ def test_nothing_missing_opens_no_session(tmp_path: Path, using: Any) -> None:
     assert again.log == []
 
 
-@pytest.mark.parametrize("stage", ["begin", "finish"])
 def test_garbage_is_not_collected_while_compiling_and_is_afterwards(
-    tmp_path: Path, using: Any, stage: str
+    tmp_path: Path, using: Any
 ) -> None:
-    compiler = using(Recording(stage, 2))
+    compiler = using(Recording(broken=2))
     with pytest.raises(PieceFailed):
         begin(tmp_path)
     assert compiler.collecting == {False}

@@ -26,14 +26,13 @@ def text_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("parts", ["faster", " graphs, faster"])
 def test_the_environment_turns_them_off(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor.async_compile import AsyncCompile  # isort: skip
     from torch._functorch._aot_autograd.runtime_wrappers import RuntimeWrapper
+    from torch._inductor import codecache
 
     def replaced() -> list[bool]:
-        before = RuntimeWrapper.post_compile, AsyncCompile.wait
-        with generating_code() as wait_for_kernels, loading_code():
-            wait_for_kernels()
-            after = RuntimeWrapper.post_compile, AsyncCompile.wait
+        before = RuntimeWrapper.post_compile, codecache.torch_key
+        with generating_code(), loading_code():
+            after = RuntimeWrapper.post_compile, codecache.torch_key
             return [one is not other for one, other in zip(before, after, strict=True)]
 
     assert are_on()

@@ -171,7 +171,7 @@ class Texts:
     def compile(self, graph: Any, inputs: Any, options: Any) -> Any:
         self.before()
         blobs = {"code": graph.code.encode()}
-        return lambda: (self.load_artifacts([blobs])[0], blobs)
+        return self.load_artifacts([blobs])[0], blobs
 
     def load_artifacts(self, artifacts: Any) -> Any:
         return [self._loaded(blobs["code"].decode()) for blobs in artifacts]
