@@ -15,7 +15,6 @@ from .compile.ir.config import (
     CodeConfig,
     Codegen,
     CompileConfig,
-    GuardPolicy,
     InputSpec,
     Tracing,
     named_object,
@@ -324,7 +323,6 @@ class Config(Settings):
 def compile_config(config: Config) -> CompileConfig:
     """What compiling is given of the settings, with the objects that names refer to."""
     tracing, codegen = config.tracing, config.codegen
-    checked = tracing.guards is GuardPolicy.FALLBACK
     ops = [rule for rule in config.splitting_ops if _is_op(rule)]
     return CompileConfig(
         compile=config.compile,
@@ -332,7 +330,7 @@ def compile_config(config: Config) -> CompileConfig:
         min_num_tokens=tracing.min_num_tokens,
         max_num_tokens=config.max_num_tokens,
         symbol_limits=tracing.symbol_limits,
-        guards=GuardPolicy.CHECK if checked else tracing.guards,
+        guards=tracing.guards,
         splitting_ops=tuple(ops),
         splitting_functions=tuple(
             _splitting_function(rule) for rule in config.splitting_ops if rule not in ops

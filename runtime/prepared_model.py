@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..cache import Cache
-from ..compile.ir.config import GuardPolicy
 from ..compile.plan.compiled_model import CompiledModel
 from ..config import BundleUse, Config
 from ..dispatch import Batch, Decision, Dispatcher, RuntimeMode
@@ -82,9 +81,7 @@ class PreparedModel:
         self._steps = Steps(
             context,
             self.usage,
-            self.events,
             config.max_num_reqs,
-            eager_if_broken=config.tracing.guards is GuardPolicy.FALLBACK,
             poisons=bool(getattr(options, "poison_old_results", False)),
         )
         self._run = self._steps.run

@@ -33,14 +33,10 @@ class DynamicShapes(StrEnum):
 
 
 class GuardPolicy(StrEnum):
-    """What happens to a shape guard: proved at prepare, checked at each step, or dropped.
-
-    FALLBACK checks it too, and runs the model itself where CHECK is an error.
-    """
+    """What happens to a shape guard: proved at prepare, checked at each step, or dropped."""
 
     PROVE = "prove"
     CHECK = "check"
-    FALLBACK = "fallback"
     DROP = "drop"
 
 
@@ -97,8 +93,8 @@ class Tracing(Settings):
 
     guards: GuardPolicy = GuardPolicy.PROVE
     """What happens to a condition on sizes that the trace relies on: it is proved at prepare
-    (`"prove"`), or checked at each step, where sizes that break it raise GuardBroken (`"check"`) or
-    run the model itself (`"fallback"`), or dropped (`"drop"`, which allows wrong results)."""
+    (`"prove"`), or checked at each step, where sizes that break it raise GuardBroken (`"check"`),
+    or dropped (`"drop"`, which allows wrong results)."""
 
     @field_validator("symbol_limits")
     @classmethod

@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-import torch
-
 from ...compile.ir.config import TOKENS
 from ...dispatch import (
     NO_GRAPH,
@@ -23,11 +21,9 @@ from ...errors import (
     AutocastActive,
     BatchInvalid,
     BatchMismatch,
-    GuardBroken,
     ModelClosed,
     StepInProgress,
 )
-from ...events import Events
 from ...torch_compat.basics.tensors import (
     is_autocast_enabled,
     is_grad_enabled,
@@ -36,7 +32,7 @@ from ...torch_compat.basics.tensors import (
 from .address_checks import MetadataAddresses
 from .binding import Bind, binder, packer
 from .code import ModelCode
-from .forward_context import CURRENT, ForwardContext, forward_context
+from .forward_context import CURRENT, ForwardContext
 from .step_log import StepLog, StepObserver
 from .usage import IdleSteps, Usage
 
@@ -86,23 +82,18 @@ class Steps:
         self,
         context: ForwardContext,
         usage: Usage,
-        events: Events,
         max_num_reqs: int,
         *,
-        eager_if_broken: bool,
         poisons: bool,
     ) -> None:
-        """`eager_if_broken` runs the model itself at sizes that break a guard. `poisons` poisons
-        the results of a graph once another step has run."""
+        """`poisons` poisons the results of a graph once another step has run."""
         self.context = context
         self.usage = usage
-        self.events = events
         self.running = False
         self.step_log: StepLog | None = None
         self.before_padding: Callable[[], None] = nothing
         """Called before a step is padded without a graph."""
         self._max_num_reqs = max_num_reqs
-        self._eager_if_broken = eager_if_broken
         self._poisons = poisons
         self._observers: tuple[StepObserver, ...] = ()
         self._last_graph: StepGraph | None = None
@@ -115,16 +106,15 @@ class Steps:
         between: BetweenSteps,
     ) -> None:
         """Run steps with `code` from now on, and with `graphs` by graph index."""
-        plan, forward = code.compiled.plan, code.compiled.model.forward
+        plan = code.compiled.plan
         self.code = code
         self.dispatcher = dispatcher
         self.between = between
         self._graphs = graphs
         if self.step_log is not None:
             self.step_log.dispatcher = dispatcher
-        self._bind = binder(plan, inspect.signature(forward))
+        self._bind = binder(plan, inspect.signature(code.compiled.model.forward))
         self._pack = packer(plan)
-        self._eager = forward if self._eager_if_broken else None
         self._token_symbol = [symbol.label for symbol in plan.symbols].index(TOKENS)
         self._min_num_tokens = plan.symbols[self._token_symbol].low
 
@@ -171,13 +161,7 @@ class Steps:
                 return self.run(decision, args, kwargs, metadata, stated)
         if is_autocast_enabled():
             raise AutocastActive(action="the step")
-        try:
-            tensors, sizes = self._bind(stated, *args, **kwargs)
-        except GuardBroken as broken:
-            if self._eager is None:
-                raise
-            num_tokens = broken.facts["sizes"][self._token_symbol]
-            return self._run_eagerly(decision, num_tokens, metadata, args, kwargs)
+        tensors, sizes = self._bind(stated, *args, **kwargs)
         num_tokens = sizes[self._token_symbol]
         if stated is not None and stated != num_tokens:
             raise BatchMismatch(stated=stated, actual=num_tokens)
@@ -248,7 +232,6 @@ class Steps:
     def close(self) -> None:
         """Steps raise ModelClosed from now on. All graphs were released."""
         self._bind = _refuse
-        self._eager = None
         self.before_padding = nothing
         self.context.layers = {}
         self.code.close()
@@ -258,24 +241,6 @@ class Steps:
         if self._last_graph is not None and self._last_graph is not graph:
             self._last_graph.poison()
         self._last_graph = graph
-
-    def _run_eagerly(
-        self, decision: Decision, num_tokens: int, metadata: Any, args: Any, kwargs: Any
-    ) -> Any:
-        """Run the model itself, for sizes at which the compiled code would be wrong."""
-        assert self._eager is not None
-        self.must_be_idle()
-        self.running = True
-        context = self.context
-        context.metadata, context.decision, context.num_tokens = metadata, decision, num_tokens
-        try:
-            with forward_context(context), torch.no_grad():
-                results = self._eager(*args, **kwargs)
-        finally:
-            self.running = False
-        self.events.count("eager_steps")
-        self.usage.count_eager(num_tokens)
-        return results
 
     @contextmanager
     def _observing(

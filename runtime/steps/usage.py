@@ -70,12 +70,6 @@ class Usage:
         tally.steps += 1
         tally.tokens += num_tokens
 
-    def count_eager(self, num_tokens: int) -> None:
-        """One step run by the model itself, where compiled code would be wrong."""
-        self._without[num_tokens] += 1
-        self._sizes[num_tokens] += 1
-        self._reasons[RuntimeMode.NONE, Reason.CAPABILITY] += 1
-
     def counts(self, largest: int) -> list[int]:
         """How many steps of 0 to `largest` real tokens were run."""
         self._sum()

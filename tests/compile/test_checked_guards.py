@@ -74,12 +74,3 @@ def test_step_with_a_broken_guard_is_an_error(prepared):
     for size in (8, 16):
         with pytest.raises(GuardBroken, match="8"):
             model(torch.randn(size, 8), batch=batch(size))
-
-
-def test_step_with_a_broken_guard_runs_the_model_itself_by_option(prepared):
-    model = prepared(tracing={"guards": "fallback"})
-    for size in (1, 8, 7, 16, 15):
-        x = torch.randn(size, 8)
-        with torch.no_grad():
-            torch.testing.assert_close(model(x, batch=batch(size)), Eights()(x))
-    assert model.events.counters["eager_steps"] == 2

@@ -122,11 +122,6 @@ def test_what_a_setting_means_is_in_keys(
     assert changed_keys(name, value) == expected
 
 
-def test_guards_that_are_checked_have_one_key_whatever_a_broken_one_does() -> None:
-    check, fallback = (Config(tracing={"guards": each}) for each in ("check", "fallback"))
-    assert keys(check) == keys(fallback)
-
-
 def test_autotuned_code_is_another_artifact() -> None:
     plain, tuned = (Config(level=level, codegen={"sizes": (4,)}) for level in (2, 3))
     assert all(a != b for a, b in zip(keys(plain), keys(tuned), strict=True))

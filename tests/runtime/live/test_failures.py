@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph import Batch, Config, GraphMode, get_forward_context
-from piecegraph.compile.ir.plan import Check
-from piecegraph.compile.plan.compiled_model import CompiledModel, bind
+from piecegraph import Batch, get_forward_context
 from piecegraph.dispatch import CaptureStrategy
 from piecegraph.errors import (
     AllCapturesFailed,
@@ -28,9 +26,6 @@ from piecegraph.errors import (
 from piecegraph.runtime.after_seal import TRACE_LOGGER
 from piecegraph.runtime.graphs.session import capture_session
 from piecegraph.runtime.graphs.wanted import RETRY_STEPS
-
-from ..conftest import prepare_on_replay
-from .conftest import Model, Stage
 
 FAULT = ValueError("no such block")
 
@@ -338,35 +333,3 @@ def test_a_closed_model_refuses(serve: Callable[..., Any], call: str) -> None:
     with pytest.raises(ModelClosed):
         getattr(served.prepared, call)()
     assert logging.getLogger(TRACE_LOGGER).handlers == handlers
-
-
-def test_a_step_of_the_model_itself_has_a_context_and_is_counted(
-    compiled: tuple[Config, CompiledModel],
-) -> None:
-    config, made = compiled
-    seen: list[Any] = []
-
-    class Itself(Model):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            context = get_forward_context()
-            seen.append((context.num_tokens, context.decision, context.metadata))
-            return x
-
-    checks = (Check(expression="num_tokens != 3", where="model.py:1"),)
-    plan = made.plan.model_copy(update={"checks": checks})
-    prepared = prepare_on_replay(
-        bind(plan, made.pieces, Itself(), from_bundle=False),
-        config.changed(tracing={"guards": "fallback"}),
-        GraphMode.FULL,
-        (4,),
-        {"stage": Stage()},
-        {},
-    )
-    prepared.capture()
-    for num_tokens in (4, 3):
-        x, batch = torch.ones(num_tokens, 4), Batch(num_tokens, num_tokens, True, 1)
-        prepared(x, batch=batch, metadata=num_tokens)
-    assert seen == [(3, prepared.dispatch(batch), 3)]
-    counted = {(row["mode"], row["num_tokens"]): row["count"] for row in prepared.usage.rows()}
-    assert counted == {("FULL", 4): 1, ("NONE", 3): 1}
-    assert sum(row["count"] for row in prepared.usage.reasons()) == 2
