@@ -14,8 +14,8 @@ import pytest
 
 from piecegraph.cache import Cache, Entry, Key
 from piecegraph.cache.evict import Limits
-from piecegraph.cache.inspection import verify
 from piecegraph.events import Events
+from piecegraph.tools.cache_verify import verify
 
 from .children import die, fork, status
 from .conftest import BLOBS, META, numbered

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.cache import Cache, Entry, Key, Miss
-from piecegraph.cache.inspection import exit_status, verify
 from piecegraph.cache.keys.factors import canonical
 from piecegraph.cache.manifest import BadManifest, BlobRef, decode
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name, entry_name
 from piecegraph.errors import InvalidEntry
 from piecegraph.events import Events
+from piecegraph.tools.cache_verify import exit_status, verify
 
 from .conftest import BLOBS, META
 

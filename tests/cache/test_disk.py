@@ -16,11 +16,11 @@ import pytest
 from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache import directory as directory_module
 from piecegraph.cache.evict import Limits
-from piecegraph.cache.inspection import verify
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA, blob_name
 from piecegraph.errors import CacheNotWritable
 from piecegraph.events import Events
+from piecegraph.tools.cache_verify import verify
 
 from .children import fork, status
 from .conftest import BLOBS, META

@@ -12,10 +12,10 @@ import pytest
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache import evict as evict_module
 from piecegraph.cache.evict import Limits, evict
-from piecegraph.cache.inspection import verify
 from piecegraph.cache.manifest import Manifest
 from piecegraph.cache.names import BLOB_AREA, entry_name
 from piecegraph.events import Events
+from piecegraph.tools.cache_verify import verify
 
 from .conftest import numbered
 

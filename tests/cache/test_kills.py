@@ -16,12 +16,13 @@ import pytest
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.evict import Limits, evict
-from piecegraph.cache.inspection import Status, manifests, verify
+from piecegraph.cache.inspection import manifests
 from piecegraph.cache.lock import temporary_directory
 from piecegraph.cache.names import blob_name, entry_name
 from piecegraph.cache.signing import trust_all
 from piecegraph.events import Events
 from piecegraph.tools.cache_export import export_entries, import_entries
+from piecegraph.tools.cache_verify import Status, verify
 
 from .children import fork, status
 from .conftest import numbered

@@ -18,10 +18,10 @@ import pytest
 
 from piecegraph.cache import Cache, Entry
 from piecegraph.cache.evict import Limits
-from piecegraph.cache.inspection import verify
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import BLOB_AREA
 from piecegraph.events import Events
+from piecegraph.tools.cache_verify import verify
 
 from .children import die, fork, run_all, status
 from .conftest import numbered

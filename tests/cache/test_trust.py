@@ -11,11 +11,11 @@ import pytest
 
 from piecegraph.cache import Cache, Entry, Key, Miss
 from piecegraph.cache.files import check_private
-from piecegraph.cache.inspection import Status, exit_status, verify
 from piecegraph.cache.keys.environment import SIGNING_KEY, SIGNING_KEY_FILE
 from piecegraph.cache.signing import pinned, secret_from_environment, sign, signed_with, trust_all
 from piecegraph.errors import InvalidSecret, UntrustedDirectory
 from piecegraph.events import Events
+from piecegraph.tools.cache_verify import Status, exit_status, verify
 
 from .conftest import BLOBS, META, SECRET
 

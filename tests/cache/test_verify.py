@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Key
-from piecegraph.cache.inspection import Status, exit_status, nearest_entries, verify
+from piecegraph.cache.inspection import nearest_entries
 from piecegraph.cache.names import ENTRY_AREA, blob_name, entry_name
 from piecegraph.cache.signing import signed_with, trust_all
 from piecegraph.events import Events
+from piecegraph.tools.cache_verify import Status, exit_status, verify
 
 from .conftest import BLOBS, META
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from piecegraph.cache.inspection import verify
+from piecegraph.tools.cache_verify import verify
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 

@@ -87,7 +87,7 @@ def verify_command(
 
     With --trace: compare the bundle of one model with a new trace; status 2 if it is another's.
     """
-    from ...cache.inspection import exit_status, verify
+    from ..cache_verify import exit_status, verify
 
     if trace is not None:
         return _verify_model(trace, cache_dir)
