@@ -26,8 +26,8 @@ def text_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("parts", ["faster", " graphs, faster"])
 def test_the_environment_turns_them_off(parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import codecache  # isort: skip
     from torch._functorch._aot_autograd.runtime_wrappers import RuntimeWrapper
-    from torch._inductor import codecache
 
     def replaced() -> list[bool]:
         before = RuntimeWrapper.post_compile, codecache.torch_key

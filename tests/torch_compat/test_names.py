@@ -14,15 +14,13 @@ pytestmark = pytest.mark.compile
 
 def test_names_in_the_arguments_of_a_node() -> None:
     import_dynamo()
-    from piecegraph.torch_compat.faster.equal_layers.names import Name, is_named, names_in
+    from piecegraph.torch_compat.faster.equal_layers.names import Name, names_in
 
     name, graph = Name("layer.0"), torch.fx.Graph()
     node = graph.call_function(torch.add, (1, [name]), {"key": torch.float32})
     assert names_in(node) == [name]
-    assert is_named(node)
     plain = graph.call_function(torch.add, (1, ["layer.0"]))
     assert not names_in(plain)
-    assert not is_named(plain)
 
 
 def test_nodes_are_left_with_plain_names() -> None:

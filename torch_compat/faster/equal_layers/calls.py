@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .copies import RegionValues, copy_region
+from .copies import copy_region
 from .match import Match
 from .names import Names, text
 from .region import Region, changes_of, form_of
@@ -112,9 +112,7 @@ class Calls:
 def _end(region: Region, result: Any, variable: Any, tx: Any) -> str | None:
     if not _is_plain(variable, tx):
         return "changes modes or objects"
-    if (obstacle := region.end(result)) is None:
-        region.values = RegionValues(region, tx.fake_mode)
-    return obstacle
+    return region.end(result)
 
 
 def _is_plain(variable: Any, tx: Any) -> bool:

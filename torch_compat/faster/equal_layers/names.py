@@ -96,11 +96,6 @@ def names_in(node: torch.fx.Node) -> list[Name]:
     return [value for value in values if type(value) is Name]
 
 
-def is_named(node: torch.fx.Node) -> bool:
-    """Whether a copy of a node may have another name."""
-    return bool(names_in(node)) or any(map(is_label, node.all_input_nodes))
-
-
 def is_label(node: torch.fx.Node) -> bool:
     """Whether a node stands for an object that Dynamo's code makes before it calls the graph."""
     return isinstance(getattr(node.meta.get("grapharg"), "source", None), SyntheticLocalSource)

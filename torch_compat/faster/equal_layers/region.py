@@ -39,8 +39,6 @@ class Region:
         variable: each once."""
         self.shared: dict[int, Any] = {}
         """By identity, what was read by a path outside the module, and all that it reaches."""
-        self.values: Any = None
-        """What a copy has to know of the example values of the nodes."""
         self._tx, self._pattern = tx, pattern_of(source)
         self._codes: dict[str, Any] = {}
         self._modes = torch._C._dynamo.guards.GlobalStateGuard()
