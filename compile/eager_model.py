@@ -18,8 +18,6 @@ from ..errors import ResultFormUnknown
 from ..torch_compat.basics.tensors import (
     FakeTensorMode,
     tree_flatten,
-    tree_leaves,
-    tree_map,
     tree_unflatten,
 )
 from .ir.compilation import CompileRequest
@@ -28,7 +26,7 @@ from .ir.ops import Writes
 from .ir.plan import CompiledRange, PieceStep, Plan, PlanPiece, Result, Symbol, UserInput
 from .ir.serialization import Ref, dtype_name, encode, encode_result, with_refs
 from .plan.compiled_model import CompiledModel
-from .trace.examples import Examples, Leaf, example_inputs
+from .trace.examples import Dims, Examples, Leaf, example_inputs
 
 _OTHER_SIZES = (41, 43, 47, 53, 59, 61)
 """Sizes that no example input has."""
@@ -169,21 +167,16 @@ def _fake_result(
     model: torch.nn.Module, examples: Examples, sizes: dict[str, int]
 ) -> tuple[Any, list[bool]]:
     """The result for fake inputs of the given sizes, and which inputs are written to."""
-    leaves = iter(examples.leaves())
 
-    def resized(value: Any) -> Any:
-        label = next(leaves).label
-        if not isinstance(value, Tensor):
-            return value
-        symbols = (examples.symbols.get((label, dim)) for dim in range(value.dim()))
-        shape = [n if s is None else sizes[s] for n, s in zip(value.shape, symbols, strict=True)]
-        return torch.empty(shape, dtype=value.dtype, device=value.device)
+    def resized(tensor: Tensor, dims: Dims) -> Tensor:
+        shape = [n if s is None else sizes[s] for n, s in zip(tensor.shape, dims, strict=True)]
+        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            arguments = tree_map(resized, examples.arguments)
-            args, kwargs = replace(examples, arguments=arguments).call_arguments()
-            inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+            fakes = examples.with_tensors(resized)
+            args, kwargs = fakes.call_arguments()
+            inputs = [leaf.value for leaf in _tensors(fakes)]
             with Writes() as writes:
                 result = model(*args, **kwargs)
             return result, [writes.include(tensor) for tensor in inputs]

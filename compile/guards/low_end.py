@@ -9,7 +9,6 @@ rows are compared. Splitting ops need a running step: in both runs they return a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ..conditions.places import Place
 from ..ir.config import TOKENS, CompileConfig
 from ..ir.ops import op_names, tensors_in, written_by
 from ..trace.dynamo import Trace
-from ..trace.examples import Examples
+from ..trace.examples import Dims, Examples
 from ..trace.mutations import written_placeholders
 from ..trace.splitting import is_splitting
 from .numerics_check import TOLERANCE
@@ -52,7 +51,7 @@ def _difference(
 ) -> str | None:
     expected = _run(model, padded, ops)
     for size in sizes:
-        small = _first_tokens(padded, low, size)
+        small = _first_tokens(padded, size)
         try:
             got = _run(model, small, ops)
         except Exception as error:
@@ -70,47 +69,33 @@ def _splitting_ops(graph: Graph, config: CompileConfig) -> set[Any]:
 def _made_up(examples: Examples, low: int) -> Examples:
     """Arguments with `low` tokens: small random numbers, zeros for other dtypes."""
     generator = torch.Generator().manual_seed(0)
-    leaves = iter(examples.leaves())
 
-    def made_up(value: Any) -> Any:
-        label = next(leaves).label
-        if not isinstance(value, Tensor):
-            return value
-        shape = [
-            low if examples.symbols.get((label, dim)) == TOKENS else size
-            for dim, size in enumerate(value.shape)
-        ]
-        numbers = torch.zeros(shape)
-        if value.dtype.is_floating_point:
+    def made_up(tensor: Tensor, dims: Dims) -> Tensor:
+        sizes = zip(tensor.shape, dims, strict=True)
+        numbers = torch.zeros([low if dim == TOKENS else size for size, dim in sizes])
+        if tensor.dtype.is_floating_point:
             numbers.normal_(std=0.5, generator=generator)
-        return numbers.to(value.device, value.dtype)
+        return numbers.to(tensor.device, tensor.dtype)
 
-    return replace(examples, arguments=tree_map(made_up, examples.arguments))
+    return examples.with_tensors(made_up)
 
 
-def _first_tokens(examples: Examples, low: int, size: int) -> Examples:
-    """The same arguments with the first `size` of `low` tokens."""
-    leaves = iter(examples.leaves())
+def _first_tokens(examples: Examples, size: int) -> Examples:
+    """The same arguments with the first `size` tokens."""
 
-    def cut(value: Any) -> Any:
-        label = next(leaves).label
-        if isinstance(value, Tensor):
-            for dim in range(value.dim()):
-                if examples.symbols.get((label, dim)) == TOKENS:
-                    value = value.narrow(dim, 0, size)
-            value = value.contiguous()
-        return value
+    def cut(tensor: Tensor, dims: Dims) -> Tensor:
+        for dim, symbol in enumerate(dims):
+            if symbol == TOKENS:
+                tensor = tensor.narrow(dim, 0, size)
+        return tensor.contiguous()
 
-    return replace(examples, arguments=tree_map(cut, examples.arguments))
+    return examples.with_tensors(cut)
 
 
 def _run(model: torch.nn.Module, examples: Examples, ops: set[Any]) -> list[Any]:
     """The leaves of the model's result; its buffers and arguments stay as they are."""
     copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    arguments = tree_map(
-        lambda value: value.clone() if isinstance(value, Tensor) else value, examples.arguments
-    )
-    args, kwargs = replace(examples, arguments=arguments).call_arguments()
+    args, kwargs = examples.with_tensors(lambda tensor, _: tensor.clone()).call_arguments()
     with torch.no_grad(), torch.random.fork_rng(devices=[]), _Zeroed(ops):
         result = torch.func.functional_call(model, copies, args, kwargs)
     return tree_leaves(result)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, get_type_hints
 
 import torch
@@ -45,6 +46,10 @@ class Leaf:
         return dotted(self.path)
 
 
+Dims = list[str | None]
+"""Of each dimension the name of its symbol, None for a fixed size."""
+
+
 @dataclass(frozen=True)
 class Examples:
     """Arguments of one traced call; `symbols` maps (label, dim) to a symbol's name."""
@@ -67,6 +72,18 @@ class Examples:
     def call_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         bound = inspect.BoundArguments(self.signature, dict(self.arguments))
         return bound.args, bound.kwargs
+
+    def with_tensors(self, change: Callable[[torch.Tensor, Dims], torch.Tensor]) -> Examples:
+        """The same with `change(tensor, dims)` for each tensor."""
+        remaining = iter(self.leaves())
+
+        def changed(value: Any) -> Any:
+            label = next(remaining).label
+            if not isinstance(value, torch.Tensor):
+                return value
+            return change(value, [self.symbols.get((label, dim)) for dim in range(value.dim())])
+
+        return replace(self, arguments=tree_map(changed, self.arguments))
 
 
 def leaves(arguments: dict[str, Any]) -> list[Leaf]:
@@ -91,7 +108,7 @@ def example_inputs(
     _check_classes(bound.arguments)
     specs = config.input_specs() or _inferred(leaves(bound.arguments))
     symbols = _declared(specs, leaves(bound.arguments), config)
-    return Examples(_contiguous(dict(bound.arguments), symbols), signature, symbols)
+    return Examples(dict(bound.arguments), signature, symbols).with_tensors(_contiguous)
 
 
 def _evaluated(model: torch.nn.Module, signature: inspect.Signature) -> inspect.Signature:
@@ -134,21 +151,12 @@ def _check_classes(arguments: dict[str, Any]) -> None:
             )
 
 
-def _contiguous(arguments: dict[str, Any], symbols: dict[tuple[str, int], str]) -> dict[str, Any]:
-    """`arguments` with tensors of dynamic size contiguous, which is what steps pass on.
+def _contiguous(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
+    """A copy for a tensor of dynamic size, contiguous, which is what steps pass on.
 
-    They are copies: the strides of a dimension of size 1 and memory that two share mean nothing.
+    The strides of a dimension of size 1 and memory that two share mean nothing.
     """
-    dynamic = {label for label, _ in symbols}
-    remaining = iter(leaves(arguments))
-
-    def laid_out(value: Any) -> Any:
-        if next(remaining).label not in dynamic:
-            return value
-        return value.clone(memory_format=torch.contiguous_format)
-
-    laid_out_arguments: dict[str, Any] = tree_map(laid_out, arguments)
-    return laid_out_arguments
+    return tensor.clone(memory_format=torch.contiguous_format) if any(dims) else tensor
 
 
 def mark(examples: Examples, config: CompileConfig) -> None:
