@@ -91,7 +91,7 @@ MUTANTS = [
      f"{RESULTS} -k contradict"),
     (STEPS, "        self.running = True\n        context, token", "        context, token",
      f"{FAILURES} -k middle"),
-    (STEPS, "self.code.memory_check is not None", "False", SHARED),
+    (STEPS, "code.memory_check is not None", "False", SHARED),
     (GRAPH, "if of_input:", "if False:", SHARED),
     (CODE, "result.clone() if inputs.holds(result) else result", "result",
      f"{LIVE}/test_low_end.py -k callers"),
