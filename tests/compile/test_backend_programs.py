@@ -11,16 +11,18 @@ import piecegraph as pg
 
 from .backend_programs import NEEDED, PROGRAMS, try_program
 
-CHEAP = (
-    "add", "dictionary", "returns_input", "only_numbers", "in_place_view", "scatter", "strided",
-    "changing_int", "positive", "nonzero_count", "conv_pixels", "attention", "graph_break",
-    "train_mlp", "vmap", "autocast", "batch_norm_train",
+SAMPLE = ("add", "conv_pixels", "changing_int", "in_place_view", "graph_break")
+MORE = (
+    "dictionary", "returns_input", "only_numbers", "scatter", "strided", "positive", "vmap",
+    "nonzero_count", "attention", "train_mlp", "autocast", "batch_norm_train",
 )  # fmt: skip
 
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize("name", CHEAP)
+@pytest.mark.parametrize(
+    "name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.heavy) for name in MORE)]
+)
 def test_programs(name: str) -> None:
     """Pieces that Dynamo's own backend runs: what is adopted, split and handed on is right."""
     options = {"compiler": "eager", "cache": False}

@@ -91,6 +91,7 @@ def test_positions_are_those_of_the_models_own_forward():
     assert_equal_to_alone(own, served, ids(3, 20, 1))
 
 
+@pytest.mark.heavy
 def test_scale_by_row_number_is_served_request_by_request():
     """Llama 4 scales queries of layers without rope by the row in the batch."""
     own = llama4(64)
@@ -109,6 +110,7 @@ def test_tokens_that_rescale_others_stay_in_their_request():
     assert_equal_to_alone(own, served, [masked, *ids(9, 4)])
 
 
+@pytest.mark.heavy
 def test_model_that_requests_change_is_refused():
     """Block-sparse attention is switched off for good by the first short request."""
     with pytest.raises(ModelNotAdaptable, match="another result after it has seen others"):
@@ -117,6 +119,7 @@ def test_model_that_requests_change_is_refused():
     assert_equal_to_alone(own, packed(own), ids(64, 96))
 
 
+@pytest.mark.heavy
 def test_error_far_into_a_row_is_at_most_twice_that_of_the_request_alone():
     """ALiBi adds the row number, which 16 bits round."""
     packed(bloom())
