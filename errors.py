@@ -418,7 +418,8 @@ class CaptureOutOfMemory(CaptureFailed):
 
 
 class DummyStepFailed(RunError):
-    """A dummy step lacks something that the caller must pass. This is not a failed capture."""
+    """A dummy step lacks something that the caller must pass, or writes where it must not. This is
+    not a failed capture."""
 
 
 class LayerMissing(DummyStepFailed):
@@ -429,6 +430,14 @@ class LayerMissing(DummyStepFailed):
 class MetadataFailed(DummyStepFailed):
     what = "metadata_for raised for {mode} {num_tokens}: {reason}"
     todo = "metadata_for must return metadata for every descriptor it is called with."
+
+
+class OtherRowsWritten(DummyStepFailed):
+    what = (
+        "a dummy batch wrote to rows {rows} of dimension {dim} of a buffer of shape {shape}, to "
+        "which no input points"
+    )
+    todo = "Write to large buffers where an integer input says; reserve a row for its padding."
 
 
 class HostReadInCapture(RunError):

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from piecegraph import Batch, Config, GraphMode, PreparedModel, RuntimeMode, prepare
+from piecegraph.runtime.backends.protocol import Memory
 from piecegraph.torch_compat.basics.tensors import form_test
 
 from .piece_wrapper import wrapped_step
@@ -92,10 +92,16 @@ class IdleBackend:
 
     address = staticmethod(torch.Tensor.data_ptr)
 
-    def memory(self) -> Any:
-        return SimpleNamespace(used=0, free=0)
+    def memory(self) -> Memory:
+        return Memory(0, 0)
+
+    def working_memory(self, run: Callable[[], None]) -> int:
+        return 0
 
     def synchronize(self) -> None:
+        pass
+
+    def wait(self) -> None:
         pass
 
 

@@ -19,7 +19,7 @@ from ..dispatch import (
     close_holes,
     find_holes,
 )
-from .graphs.dummy_batch import model_state, preserve_contents, preserve_rng_state
+from .graphs.dummy_batch import preserve_rng_state
 from .policy import Policy, dispatch_plan
 from .records import BucketHole, BucketsMissing, Records, RowsMixed
 from .steps.row_mixing import find_mixed_rows
@@ -79,7 +79,7 @@ def _mixes_rows(
     """Whether padding of `size` would change real rows."""
     padding = {item.label: config.steps.padding_of(item.label) for item in compiled.plan.inputs}
     sentinels = {n: value for n, (kind, value) in padding.items() if kind is Padding.SENTINEL}
-    with preserve_rng_state(), torch.no_grad(), preserve_contents(model_state(compiled)):
+    with preserve_rng_state(), torch.no_grad():
         pieces = find_mixed_rows(compiled, device, size=size, sentinels=sentinels)
     for mixed in pieces:
         records.add(RowsMixed(mixed.piece, mixed.result, mixed.where, mixed.size))

@@ -192,15 +192,18 @@ class PreparedModel:
         """Bytes left for the KV cache if the engine uses this share of the device.
 
         Before any capture, a few graphs are probed, with `metadata_for` where attention needs it,
-        to forecast what all graphs take. With several ranks all must make the same call. Raises
-        LayerMissing and MetadataFailed as `capture` does.
+        to forecast what all graphs take, and the largest step runs twice without a graph. What a
+        cold start has left in torch's cache is given back first, so that the plan is that of a warm
+        one. With several ranks all must make the same call. Raises LayerMissing and MetadataFailed
+        as `capture` does.
         """
         self._make_ready(metadata_for)
         if self._gate is not None:
             self._gate.find_form()
         graphs, margin = self._graphs.capturer.limit.expected_bytes()
-        ledger = self._stated_ledger()
-        return plan_memory(self.backend.memory(), ledger, graphs, utilization, margin)
+        largest_step = self._graphs.largest_step()
+        memory, ledger = self.backend.memory(), self._stated_ledger()
+        return plan_memory(memory, ledger, graphs, utilization, margin, largest_step)
 
     def capture_idle(self, budget_ms: float) -> int:
         """Capture for at most `budget_ms` what DELAYED or LAZY still want; returns how many.

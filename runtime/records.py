@@ -47,6 +47,8 @@ class CaptureRecord(GraphRecord):
     event = "capture"
     ms: float
     bytes: int
+    allocated: int
+    """The part of torch's allocator."""
     segments: int
     descriptor: Mapping[str, Any]
     topologies: list[str]
@@ -99,6 +101,15 @@ class Eviction(GraphRecord):
 
     event = "capture.evicted"
     freed: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownStepMemory(Record):
+    """The largest step could not be run, so that a memory plan leaves no room for it."""
+
+    event = "memory.unknown_step"
+    level = logging.WARNING
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

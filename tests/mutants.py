@@ -46,9 +46,9 @@ MUTANTS = [
     (ADDRESSES, "_without_rows(now_form := form_of(tensor)) != _without_rows(form)", "False",
      f"{WEIGHTS} -k another_form"),
     (ADDRESSES, "return self._bytes() != self._then", "return False", f"{FAITHFUL} -k on_the_host"),
-    (BATCH, "self.inputs.fill_padding()", "pass", f"{DUMMY} -k between"),  # 7
+    (BATCH, "inputs.fill_padding()", "pass", f"{DUMMY} -k between"),  # 7
     (BATCH, "*self.state]", "]", f"{DUMMY} -k True"),
-    (BATCH, "[*self.inputs.owned, ", "[", f"{DUMMY} -k True"),
+    (BATCH, "[*inputs.written_in_place, ", "[", f"{DUMMY} -k True"),
     (BATCH, "context.layers = layers", "pass", f"{FAILURES} -k layers_back"),
     (CODE, "if self._laid_out(*tensors):", "if True:", f"{STRIDES} -k relies"),
     (INPUTS, "if any_layout or (laid_out and whole):", "if True:", f"{STRIDES} -k copied"),

@@ -11,6 +11,7 @@ others depend on are never freed.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import warnings
@@ -254,8 +255,22 @@ class CudaBackend:
         used = torch.cuda.memory_reserved(self._device)
         return Memory(used, free, max(0, total - free - used))
 
+    def working_memory(self, run: Callable[[], None]) -> int:
+        for _ in range(2):  # the first loads kernels and grows workspaces, which stay
+            gc.collect()
+            self.trim()
+            before = self.memory().used
+            run()
+            self.synchronize()
+        bytes_grown = self.memory().used - before
+        self.trim()
+        return bytes_grown
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
 
 
 def _capture_nothing(pool: Any) -> torch.cuda.CUDAGraph:

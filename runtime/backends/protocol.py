@@ -20,7 +20,7 @@ class Memory:
     """Bytes of the backend's device.
 
     `used` by this process's tensors and graphs, cached memory included; `free` for any process;
-    `other`: taken by the driver and by other processes.
+    `other`: taken by the driver, such as for executable graphs, and by other processes.
     """
 
     used: int
@@ -28,8 +28,16 @@ class Memory:
     other: int = 0
 
     @property
+    def taken(self) -> int:
+        return self.used + self.other
+
+    @property
     def total(self) -> int:
-        return self.used + self.free + self.other
+        return self.taken + self.free
+
+    def growth(self, before: Memory) -> int:
+        """Bytes taken since: the larger of what the allocator and what the device says."""
+        return max(self.used - before.used, self.taken - before.taken)
 
     @property
     def measured_free(self) -> int | None:
@@ -111,5 +119,11 @@ class GraphBackend(Protocol):
     def memory(self) -> Memory:
         """Bytes used and free now."""
 
+    def working_memory(self, run: Callable[[], None]) -> int:
+        """Bytes that `run` takes while it runs, beyond what stays. 0 where it is not known."""
+
     def synchronize(self) -> None:
         """Wait for all work of the device."""
+
+    def wait(self) -> None:
+        """Wait for the work of the current stream."""

@@ -221,5 +221,11 @@ class ReplayBackend:
         used = sum(pool.bytes for pool in self.pools)
         return Memory(used, self.options.limit - used)
 
+    def working_memory(self, run: Callable[[], None]) -> int:
+        return 0  # of a device there is none
+
     def synchronize(self) -> None:
+        pass
+
+    def wait(self) -> None:
         pass

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any, Protocol
 
 from ...dispatch import DispatchPlan
-from ...errors import CaptureFailed, DummyStepFailed
+from ...errors import CaptureFailed, CaptureOutOfMemory, DummyStepFailed
 from ..after_seal import allow_compilation
 from ..backends.protocol import GraphBackend
 from ..ranks import Exchange, worst_outcome
@@ -66,13 +66,17 @@ class Captures:
         Raises DummyStepFailed at startup; in `serving`, steps continue without the graph.
         """
         entry, state = self.plan.entries[graph_index], self.queue.states[graph_index]
+        self.backend.wait()
         began = self.clock()
-        recording, reason = None, ""
+        recording, reason, exhausted = None, "", False
         handled = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
         try:
             recording = self.graphs.record(graph_index, session)
         except handled as error:
-            reason = str(error)
+            reason, exhausted = str(error), isinstance(error, CaptureOutOfMemory)
+        self.backend.wait()  # its warm-up run keeps steps waiting, too
+        if exhausted:
+            session.recover()
         ms = (self.clock() - began) * 1000
         num_bytes = recording.bytes if recording else 0
         topic = f"capture of graph {graph_index} at step {self.queue.step}"
@@ -92,14 +96,17 @@ class Captures:
         self._refused.discard(graph_index)
         facts, segments = self._facts(graph_index), len(recording.segments)
         descriptor, topologies = entry.descriptor.as_json(), recording.topologies
-        self.records.add(CaptureRecord(*facts, ms, num_bytes, segments, descriptor, topologies))
+        allocated = recording.allocated
+        self.records.add(
+            CaptureRecord(*facts, ms, num_bytes, allocated, segments, descriptor, topologies)
+        )
         return True
 
     def evict(self, graph_index: int) -> None:
         """Free a captured graph."""
-        state, before = self.queue.states[graph_index], self.backend.memory().used
+        state, before = self.queue.states[graph_index], self.backend.memory()
         self.graphs.remove(graph_index)
-        freed = before - self.backend.memory().used
+        freed = before.growth(self.backend.memory())
         answers = self.exchange(f"eviction of graph {graph_index}", {"freed": freed})
         freed = min(answer["freed"] for answer in answers)
         self.memory.freed(graph_of(self.plan, graph_index), freed)

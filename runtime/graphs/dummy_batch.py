@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from ...compile.ir.config import TOKENS
 from ...compile.ir.locations import first_line
 from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, DispatchPlan, RuntimeMode
-from ...errors import LayerMissing, MetadataFailed
+from ...errors import LayerMissing, MetadataFailed, OtherRowsWritten
 from ...torch_compat.basics.frames import is_torch_file
 from ..steps.code import ModelCode
 from ..steps.forward_context import ForwardContext, forward_context
+from ..steps.preserved import preserve_contents, preserve_rows
 from ..steps.static_inputs import BoundInputs, StaticInputs
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
@@ -61,13 +62,14 @@ class _Layers(Mapping[str, Any]):
 class DummyBatch:
     """A batch of zero real rows that fills `descriptor`, on static `inputs`.
 
-    `state` are the model's own tensors that the code writes to.
+    `state` are the model's own tensors that the code writes to. `check`: see `preserve_rows`.
     """
 
     descriptor: BatchDescriptor
     mode: RuntimeMode
     inputs: BoundInputs
     state: Sequence[Tensor]
+    check: bool
 
     @contextmanager
     def in_context(
@@ -83,12 +85,13 @@ class DummyBatch:
         context.metadata = self._metadata(metadata_for) if metadata_for else None
         layers = context.layers
         context.layers = noting = _Layers(layers)
-        preserved = [*self.inputs.owned, *self.state]
+        inputs = self.inputs
         try:
-            with torch.no_grad(), preserve_rng_state(), preserve_contents(preserved):
-                self.inputs.fill_padding()
-                with forward_context(context):
-                    yield self.inputs.views
+            with torch.no_grad(), preserve_rng_state(), preserve_contents(inputs.filled):
+                inputs.fill_padding()
+                written = [*inputs.written_in_place, *self.state]
+                with preserve_rows(written, inputs.views, self.check), forward_context(context):
+                    yield inputs.views
         except KeyError as error:
             if noting.missing is None or error.args != (noting.missing,):
                 raise
@@ -123,14 +126,25 @@ class DummyBatches:
         self._plan = plan
         self._code = code
         self._inputs = inputs
+        self._checked = False  # all sizes run the same code
+        self._refused: OtherRowsWritten | None = None
 
+    @contextmanager
     def batch(
         self, descriptor: BatchDescriptor, mode: RuntimeMode, sizes: Mapping[str, int]
-    ) -> AbstractContextManager[tuple[Tensor, ...]]:
+    ) -> Iterator[tuple[Tensor, ...]]:
         """The static inputs of `sizes`, with a batch of padding in the forward context."""
         state = model_state(self._code.compiled)
-        batch = DummyBatch(descriptor, mode, self._inputs.at(sizes), state)
-        return batch.in_context(self.context, self.metadata_for)
+        batch = DummyBatch(descriptor, mode, self._inputs.at(sizes), state, not self._checked)
+        if self._refused is not None:  # the same write again changes nothing
+            raise self._refused
+        try:
+            with batch.in_context(self.context, self.metadata_for) as views:
+                yield views
+        except OtherRowsWritten as error:
+            self._refused = error
+            raise
+        self._checked = True
 
     def run(self, sizes: Mapping[str, int]) -> None:
         """Run the code without a graph on a dummy batch."""
@@ -148,6 +162,11 @@ class DummyBatches:
         stated = {TOKENS: descriptor.num_tokens, **dict(descriptor.axes)}
         return sizes | {n: size for n, size in stated.items() if n in sizes}
 
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """The largest sizes."""
+        return self._inputs.limits
+
     def inputs(self, graph_index: int) -> BoundInputs:
         """The static inputs of a graph."""
         return self._inputs.at(self.sizes(graph_index))
@@ -159,25 +178,6 @@ def model_state(compiled: CompiledModel) -> list[Tensor]:
     if not compiled.traced:
         return list(compiled.model.buffers())
     return [compiled.weights[weight.target] for weight in compiled.plan.weights if weight.written]
-
-
-@contextmanager
-def preserve_contents(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the contents of `tensors` at the end. Copies go to the host if the device is full."""
-    before = [_copied(tensor) for tensor in tensors]
-    try:
-        yield
-    finally:
-        with torch.inference_mode():  # in which tensors of either kind may be written
-            for tensor, content in zip(tensors, before, strict=True):
-                tensor.copy_(content)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    try:
-        return tensor.detach().clone()
-    except torch.OutOfMemoryError:
-        return tensor.detach().cpu()
 
 
 def _user_line(error: BaseException) -> str | None:

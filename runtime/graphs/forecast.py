@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...dispatch import DispatchPlan, RuntimeMode
-from ...errors import CaptureFailed, DummyStepFailed
+from ...errors import CaptureFailed, CaptureOutOfMemory, DummyStepFailed
 from ...events import Events
 from ..backends.protocol import GraphBackend
 from .recording import Recording
@@ -155,10 +155,14 @@ def forecast_memory(
                         )
                     try:
                         recordings.append(record(graph_index, session))
-                    except handled:
+                    except handled as error:
                         failed.append(graph_index)
+                        exhausted = isinstance(error, CaptureOutOfMemory)
                     else:
                         measured.append((graph_index, recordings[-1].bytes))
+                        exhausted = False
+                    if exhausted:
+                        session.recover()
                     if serving:
                         sessions.close()
                         session = None

@@ -6,12 +6,15 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+
+from ...compile.ir.locations import first_line
 from ...config import Config, named_ops
 from ...dispatch import Dispatcher
-from ...errors import AllCapturesFailed
+from ...errors import AllCapturesFailed, DummyStepFailed
 from ..backends.protocol import GraphBackend
 from ..ranks import Exchange
-from ..records import CaptureFailure, CaptureRecord, MemoryUse, Records
+from ..records import CaptureFailure, CaptureRecord, MemoryUse, Records, UnknownStepMemory
 from ..steps.code import ModelCode
 from ..steps.forward_context import ForwardContext
 from ..steps.static_inputs import StaticInputs
@@ -72,6 +75,16 @@ class Graphs:
             raise AllCapturesFailed(count=len(failures), reason=failures[0].reason)
         now = self._backend.memory()
         records.add(MemoryUse(sum(each.bytes for _, each in present), now.used, now.free))
+
+    def largest_step(self) -> int:
+        """Bytes that the largest step takes while it runs without a graph."""
+        try:
+            return self._backend.working_memory(partial(self.dummies.run, self.dummies.limits))
+        except (DummyStepFailed, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # as of a capture: ops may lack metadata
+            self._records.add(UnknownStepMemory(f"{type(error).__name__}: {first_line(error)}"))
+            return 0
 
     def release(self) -> None:
         """Free all graphs and start over."""

@@ -111,8 +111,9 @@ class MemoryPlan:
     `kv_cache` is what is left beside everything else and all graphs. Without graphs the same KV
     cache needs only `utilization_without_graphs`. Graphs together with the KV cache that fits
     without them need `utilization_with_graphs_added`, which can be above 1. `graphs` is a forecast
-    until all are captured; `margin` bytes, by which test probes say it may be wrong, are left free.
-    A margin above a tenth of `graphs` means that the fit is bad, which is logged as well.
+    until all are captured; `margin` bytes, by which test probes say it may be wrong, are left free,
+    and `largest_step`, which the largest step takes while it runs without a graph: so do the runs
+    before captures. A margin above a tenth of `graphs` means that the fit is bad, which is logged.
     """
 
     total: int
@@ -123,17 +124,23 @@ class MemoryPlan:
     utilization_without_graphs: float
     utilization_with_graphs_added: float
     margin: int = 0
+    largest_step: int = 0
 
 
 def plan_memory(
-    memory: Memory, ledger: MemoryLedger, graphs: int, utilization: float, margin: int = 0
+    memory: Memory,
+    ledger: MemoryLedger,
+    graphs: int,
+    utilization: float,
+    margin: int = 0,
+    largest_step: int = 0,
 ) -> MemoryPlan:
     """The plan for a device and `graphs` bytes of graphs, captured or still to be captured.
 
     Bytes in use without an owner in the ledger, such as those of other processes, count as used.
     """
     total = memory.total
-    unowned = max(0, memory.used - ledger.total) + memory.other
+    unowned = max(0, memory.taken - ledger.total)
     owners = (Owner.WEIGHTS, Owner.STATIC_BUFFERS, Owner.WORKSPACES)
     other = unowned + sum(ledger.bytes(owner.value) for owner in owners)
     return MemoryPlan(
@@ -141,8 +148,9 @@ def plan_memory(
         utilization=utilization,
         other=other,
         graphs=graphs,
-        kv_cache=max(0, int(utilization * total) - other - graphs - margin),
+        kv_cache=max(0, int(utilization * total) - other - graphs - margin - largest_step),
         utilization_without_graphs=utilization - graphs / total,
         utilization_with_graphs_added=utilization + graphs / total,
         margin=margin,
+        largest_step=largest_step,
     )

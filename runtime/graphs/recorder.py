@@ -61,8 +61,7 @@ def record(
     except BaseException:
         ACTIVE.reset(token)
         raise
-    memory, began = session.backend.memory, perf_counter()
-    used = memory().used
+    before, began = session.backend.memory(), perf_counter()
     try:
         recorder.begin()
         outputs = fn(*inputs)
@@ -76,7 +75,9 @@ def record(
         ACTIVE.reset(token)
     recording = Recording(name, recorder.segments, recorder.graphs, recorder.ownership)
     recording.outputs = recorder.weak(outputs)
-    recording.seconds, recording.bytes = perf_counter() - began, memory().used - used
+    now = session.backend.memory()
+    recording.seconds, recording.bytes = perf_counter() - began, now.growth(before)
+    recording.allocated = now.used - before.used
     session.events.emit("capture.recorded", **recording.facts())
     return recording
 

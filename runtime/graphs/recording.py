@@ -52,13 +52,14 @@ class Recording:
     """What one capture produced: `replay()` runs its segments and overwrites its `outputs`.
 
     `graphs` own the pool's memory, `ownership` holds the tensors from outside that they read.
-    `metadata` is what it was captured with, until it is in use. `bytes` is by how much the
-    memory grew that this process uses on the device.
+    `metadata` is what it was captured with, until it is in use. `bytes` is by how much the memory
+    grew that is taken on the device, `allocated` the part of torch's allocator: the driver takes
+    memory for executable graphs.
     """
 
     __slots__ = (
-        "bytes", "calls", "graphs", "metadata", "name", "outputs", "ownership", "replay", "seconds",
-        "segments",
+        "allocated", "bytes", "calls", "graphs", "metadata", "name", "outputs", "ownership",
+        "replay", "seconds", "segments",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +72,7 @@ class Recording:
         self.outputs: Any = None
         self.metadata: Any = None
         self.seconds = 0.0
-        self.bytes = 0
+        self.bytes = self.allocated = 0
         self.calls = tuple(call for segment in segments for call in segment.calls)
         self.replay: Callable[[], None]
         self.link()
@@ -88,6 +89,7 @@ class Recording:
             "operations": self.operations,
             "seconds": self.seconds,
             "bytes": self.bytes,
+            "allocated": self.allocated,
             "copied_results": sorted({op for segment in self.segments for op in segment.copied}),
         }
 

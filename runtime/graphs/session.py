@@ -51,6 +51,12 @@ class CaptureSession:
         self._held.clear()
         self.backend.release_held(self._pool)
 
+    def recover(self) -> None:
+        """After a capture that ran out of memory: give back what it left, for smaller ones."""
+        gc.collect()
+        with suppress(RuntimeError):
+            self.backend.trim()
+
     def close(self) -> None:
         self._open = False
         self.finalize()

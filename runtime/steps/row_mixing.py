@@ -3,7 +3,8 @@
 A graph runs a batch padded to its size. That is right only if each row of a result depends on the
 same row of the inputs. Attention, which does mix rows, runs between pieces or is given the real
 sizes by its metadata. Each unique piece is run three times on random inputs: padded, padded with
-rows that are a maximum, a minimum or zero, and at the real size.
+rows that are a maximum, a minimum or zero, and at the real size. Each run starts from the same
+state: what it writes to buffers is undone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import Tensor
 from ...compile.ir.config import TOKENS
 from ...compile.ir.plan import CompiledRange, PieceStep, Plan
 from ...compile.plan.compiled_model import CompiledModel
+from ...errors import OtherRowsWritten
+from .preserved import preserve_rows
 
 Shape = tuple[int, ...]
 
@@ -70,6 +73,8 @@ def find_mixed_rows(
         fn = compiled.pieces[span.artifacts[index]]
         try:
             result = _mixed(compiled, step, fn, real, padded, device, fixed)
+        except OtherRowsWritten:
+            raise
         except Exception:
             continue
         if result is not None:
@@ -123,8 +128,14 @@ def _mixed(
         ]  # fmt: skip
         # torch's manual_seed formats a stack for each kind of device
         (torch.default_generator if device.type == "cpu" else torch).manual_seed(_SEED)
-        return list(fn(args))
+        inputs = [value for value in args if all(value is not weight for weight in weights)]
+        with preserve_rows(written, inputs, check=True):
+            results = fn(args)
+            return [one.clone() if written and isinstance(one, Tensor) else one for one in results]
 
+    own = [weight for weight in compiled.plan.weights if weight.name in step.args]
+    weights = [compiled.weights[weight.target] for weight in own]
+    written = [compiled.weights[weight.target] for weight in own if weight.written]
     first, second = run(padded, whole), run(padded, mixed_in)
     alone = run(real, [value[box].clone() for value, box in zip(whole, boxes, strict=True)])
     unwritten = compiled.plan.pieces[step.piece].unwritten

@@ -138,11 +138,12 @@ class StaticInputs:
 class BoundInputs:
     """The static inputs of one padded size; `views` are what a recording captures.
 
-    `written` are the positions of copied inputs that a replay writes to. `owned` are the views of
-    the engine's buffers that a dummy batch may change.
+    `written` are the positions of copied inputs that a replay writes to. Of the engine's buffers
+    `filled` are the views that `fill_padding` writes to, `written_in_place` others that the model
+    writes to.
     """
 
-    __slots__ = ("_inputs", "_padded", "owned", "views", "written")
+    __slots__ = ("_inputs", "_padded", "filled", "views", "written", "written_in_place")
 
     def __init__(
         self, inputs: StaticInputs, views: tuple[Tensor, ...], padded: tuple[int, ...]
@@ -155,11 +156,10 @@ class BoundInputs:
             for position, spec in enumerate(inputs.specs)
             if spec.written and spec.name not in inputs.owned
         )
-        self.owned = [
-            view
-            for spec, view in zip(inputs.specs, views, strict=True)
-            if spec.name in inputs.owned and (spec.dynamic or spec.written)
-        ]
+        pairs = zip(inputs.specs, views, strict=True)
+        owned = [(spec, view) for spec, view in pairs if spec.name in inputs.owned]
+        self.filled = [view for spec, view in owned if spec.dynamic]
+        self.written_in_place = [view for spec, view in owned if spec.written and not spec.dynamic]
 
     def fill_padding(self) -> None:
         """Write the padding value of each input into all of it: a batch of zero real rows.

@@ -197,7 +197,13 @@ EXPORT cudaError_t cudaGraphNodeGetDependencies(cudaGraphNode_t handle, cudaGrap
 // An executable graph holds its nodes: it outlives the graph that it was made from.
 EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long) {
   ENTER(cudaGraphInstantiate);
-  *made = reinterpret_cast<cudaGraphExec_t>(new Graph{reinterpret_cast<Graph*>(graph)->nodes});
+  State& s = state();
+  auto& nodes = reinterpret_cast<Graph*>(graph)->nodes;
+  int device = current_device();
+  size_t bytes = nodes.size() * kExecutableNode;
+  if (s.used[device] + bytes > s.memory_limit) return failed(cudaErrorMemoryAllocation, "cudaGraphInstantiate");
+  s.used[device] += bytes;
+  *made = reinterpret_cast<cudaGraphExec_t>(new Graph{nodes, device, bytes});
   return cudaSuccess;
 }
 
@@ -209,6 +215,7 @@ EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 
 EXPORT cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
   ENTER(cudaGraphExecDestroy);
+  state().used[reinterpret_cast<Graph*>(exec)->device] -= reinterpret_cast<Graph*>(exec)->bytes;
   delete reinterpret_cast<Graph*>(exec);
   return cudaSuccess;
 }

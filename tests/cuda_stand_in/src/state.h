@@ -56,7 +56,11 @@ struct GraphNode {
 
 struct Graph {
   std::vector<std::shared_ptr<GraphNode>> nodes;
+  int device = 0;
+  size_t bytes = 0;  // of the device, which an executable graph takes
 };
+
+constexpr size_t kExecutableNode = size_t(64) << 10;
 
 // ---- streams, events, captures
 

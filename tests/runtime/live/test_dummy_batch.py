@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from piecegraph import Batch, Config, PreparedModel, get_forward_context, prepare
+from piecegraph.errors import OtherRowsWritten
+from piecegraph.runtime.steps.preserved import WHOLE
 
 from ..conftest import strict_backend
 
@@ -149,3 +153,55 @@ def test_failure_7_captures_between_steps_write_no_live_row(strategy: str) -> No
                 assert cache[:RESERVED].eq(777.0).all()
     assert prepared.recordings()
     assert model.rows >= rows
+
+
+class Large(nn.Module):
+    """Writes to a buffer where `slots` says, or elsewhere."""
+
+    def __init__(self, other_rows: bool) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.rand(WHOLE // 64 + 100, 16))
+        self.other_rows = other_rows
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        self.cache.index_copy_(0, slots * 2 + 7 if self.other_rows else slots, x)
+        return x + 1
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("other_rows", [False, True])
+def test_of_a_large_buffer_only_rows_are_kept(other_rows: bool, traced: bool) -> None:
+    model = Large(other_rows)
+    config = Config(
+        inputs={"x": "float32[num_tokens, 16]", "slots": "int64[num_tokens]"},
+        steps={"padding": {"slots": 5000}}, max_num_tokens=16, max_num_reqs=16,
+        capture_sizes=(2, 8), graph_mode="FULL", attention={"support": 3}, cache=False,
+        compile=traced, **({"compiler": "eager"} if traced else {}),
+    )  # fmt: skip
+    before = model.cache.clone()
+    if other_rows:
+        with pytest.raises(OtherRowsWritten, match=r"wrote to rows .*10007\] of dimension 0"):
+            prepare(model, config, backend=strict_backend()).capture()
+        return
+    prepared = prepare(model, config, backend=strict_backend())
+    with LargestResult() as largest:
+        warm_ranges(prepared)
+    assert largest.num_bytes < WHOLE // 4
+    prepared.capture()
+    assert torch.equal(model.cache, before)
+    assert len(prepared.recordings()) == 2
+
+
+class LargestResult(TorchDispatchMode):
+    """The bytes of the largest new tensor."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+        storages = {each.untyped_storage().data_ptr() for each in given}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in storages:
+                self.num_bytes = max(self.num_bytes, tensor.nbytes)
+        return result

@@ -106,6 +106,25 @@ def test_generated_code_is_checked_too(case: str) -> None:
     modes_of_right_steps(prepared, model)
 
 
+class Counting(nn.Module):
+    """Reads a buffer, then writes it: its results depend on how often it ran, on no other row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ran", torch.ones(1))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        y = x * self.ran
+        self.ran.add_(1)
+        return y + ids.unsqueeze(-1)
+
+
+def test_a_buffer_that_is_read_and_written_mixes_no_rows() -> None:
+    model = Counting()
+    assert find_mixed_rows_of(model) == []
+    assert model.ran.item() == 1.0
+
+
 def test_the_check_leaves_no_trace() -> None:
     torch.manual_seed(1)
     model = Model(ROW_WISE["random"])
