@@ -1,9 +1,10 @@
 """How long does a start take, cold and warm, and how does it grow with layers?
 
 Each start runs in its own process, and of warm starts the median of three is reported. `cold` has
-an empty cache, `served` too, and serves the model uncompiled while a child process compiles it;
+an empty cache, `served` too, and serves the model uncompiled while it is compiled beside its steps;
 `warm` loads Inductor's artifacts, `warm_ahead` AOTInductor libraries, which `ahead` builds, from
-the artifacts of `cold` if that was measured too.
+the artifacts of `cold` if that was measured too. `verified` is `warm_ahead` with its bundle
+verified beside it, in turn with starts without.
 They are compared with `torch.compile(fullgraph=True, dynamic=True)` of the same model, first with
 its own empty cache, then with that cache filled. `hugging_face` is `warm_ahead` of a Llama.
 Times are from a built model until it can serve; `import torch` is not in them.
@@ -18,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 from piecegraph.tools.report.origin import origin
@@ -36,13 +38,14 @@ PHASES = {
 
 MEASURED = (
     *("prepare_ms", "conditions_ms", "num_conditions", "compiler_imported"),
-    *("switch", "pause_ms", "uncompiled_over_eager"),
+    *("traced", "switch", "pause_ms", "tracing_over_eager", "longest_tracing_s", "speed_compiling"),
 )
 """What only some starts measure."""
 
 COLUMNS = [
     *("way", "layers", "ready", "trace", "compile", "load", "libraries"),
-    *("prepare_ms", "conditions_ms", "num_conditions", "switch"),
+    *("prepare_ms", "conditions_ms", "num_conditions", "traced", "switch"),
+    *("tracing_over_eager", "longest_tracing_s", "speed_compiling"),
 ]
 
 WAYS = {
@@ -51,6 +54,7 @@ WAYS = {
     "warm": "cold",
     "ahead": "",
     "warm_ahead": "ahead",
+    "verified": "ahead",
     "compile_cold": "",
     "compile_warm": "compile_cold",
     "hugging_face": "",
@@ -71,6 +75,8 @@ RATIOS = {
     "ahead_over_cold": ("ahead", "cold"),
 }
 HUGGING_FACE_LAYERS = 80
+PAIRS = 7
+"""Of starts of `verified`, with and without verification in turn."""
 
 
 def run(quick: bool, ways: Collection[str] = tuple(WAYS)) -> dict[str, Any]:
@@ -98,8 +104,13 @@ def run(quick: bool, ways: Collection[str] = tuple(WAYS)) -> dict[str, Any]:
             seconds[way, last] - seconds[way, first] for way in ("cold", "compile_cold")
         )
         ratios["slope_over_torch_compile"] = ours / theirs
+    quartiles = {}
+    if paired := [row.pop("over_unverified") for row in rows if row["way"] == "verified"]:
+        quartiles["verified_over_unverified"] = quantiles(paired[-1])
+        ratios["verified_over_unverified"] = quartiles["verified_over_unverified"].pop(1)
     return {
         "ratios": ratios,
+        "quartiles": quartiles,
         "machine": origin()["machine"],
         "layers": 32,
         "columns": COLUMNS,
@@ -160,18 +171,29 @@ def _start(
 ) -> dict[str, Any]:
     """What a start took; of three warm ones the median."""
     theirs.mkdir(parents=True, exist_ok=True)
-    started_as = STARTED_AS.get(way, "piecegraph")
-    program = [sys.executable, "-P", str(Path(__file__).with_name("prepare_once.py"))]
-    arguments = [started_as, str(layers), str(ours), model]
-    command = ["env", f"TORCHINDUCTOR_CACHE_DIR={theirs}", *program, *arguments]
-    starts: list[dict[str, Any]] = []
-    for _ in range(3 if "warm" in way else 1):
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        starts.append(json.loads(done.stdout.splitlines()[-1]))
+    arguments = [STARTED_AS.get(way, "piecegraph"), str(layers), str(ours), model]
+    paired: dict[str, Any] = {}
+    if way == "verified":
+        pairs = [
+            [_once(theirs, [*arguments, verify]) for verify in ("off", "background")]
+            for _ in range(PAIRS)
+        ]
+        starts = [verified for _, verified in pairs]
+        paired["over_unverified"] = [two["ready"] / one["ready"] for one, two in pairs]
+    else:
+        starts = [_once(theirs, arguments) for _ in range(3 if "warm" in way else 1)]
     start = sorted(starts, key=lambda each: float(each["ready"]))[len(starts) // 2]
     phases = start.pop("phases")
     columns = {name: phases.get(span) for name, span in PHASES.items()}
-    return {**dict.fromkeys(MEASURED), **start, **columns}
+    return {**dict.fromkeys(MEASURED), **start, **columns, **paired}
+
+
+def _once(theirs: Path, arguments: list[str]) -> dict[str, Any]:
+    """What one start in its own process prints."""
+    program = [sys.executable, "-P", str(Path(__file__).with_name("prepare_once.py")), *arguments]
+    command = ["env", f"TORCHINDUCTOR_CACHE_DIR={theirs}", *program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 def _warm_up_toolchain(ways: Collection[str]) -> None:

@@ -1,26 +1,34 @@
-"""One timed start of a model in its own process: `python prepare_once.py WAY LAYERS CACHE [MODEL]`.
+"""One timed start of a model in its own process: `WAY LAYERS CACHE [MODEL [VERIFY]]`.
 
 MODEL is `reference`, the decoder of the reference engine, or `hugging_face`, a narrow Llama.
 Prints `{"import_torch": s, "model": s, "ready": s, "phases": {name: s}}`. A model is ready when it
 can serve. With `torch.compile` the first call compiles the model, and that call is timed. `served`
-also prints `switch`, the seconds until compiled code served, and `uncompiled_over_eager`, the steps
-per second until then over those of the eager model alone.
+also prints `traced` and `switch`, the seconds until the model was traced and until compiled code
+served, and what steps took until then beside those of the eager model alone: `tracing_over_eager`,
+the median while a thread imports Dynamo and traces, `longest_tracing_s`, and `speed_compiling`, the
+share of the steps per second while workers compile. One core is left to the workers. VERIFY is a
+value of `cache.verify_bundle`.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HIDDEN = 256
 MAX_NUM_TOKENS = 2048
 
 
-def main(way: str, layers: int, folder: Path, named: str = "reference") -> dict[str, Any]:
+def main(
+    way: str, layers: int, folder: Path, named: str = "reference", verify: str = "off"
+) -> dict[str, Any]:
     """Start once: `piecegraph`, `ahead` (build the libraries), `served`, or `torch.compile`."""
     began = time.perf_counter()
     importlib.import_module("torch")
@@ -31,7 +39,8 @@ def main(way: str, layers: int, folder: Path, named: str = "reference") -> dict[
     if way == "torch.compile":
         phases = _torch_compile(model)
     else:
-        phases, measured = _piecegraph(way, model, {**settings, "cache_dir": folder}, built)
+        settings |= {"cache_dir": folder, "cache": {"verify_bundle": verify}}
+        phases, measured = _piecegraph(way, model, settings, built)
     ready = time.perf_counter() - built
     if way == "served":
         ready = measured.pop("ready")
@@ -117,37 +126,45 @@ def _number_of_conditions(data: Any) -> int:
 
 
 def _served(model: Any, config: Any, began: float) -> tuple[dict[str, float], dict[str, Any]]:
-    """Serve uncompiled while a child compiles, until compiled code serves."""
+    """Serve uncompiled while a thread traces and workers compile, until compiled code serves."""
     import torch
 
     from piecegraph import Batch, ForwardContext, forward_context, prepare
+    from piecegraph.runtime.records import BackgroundPhase
 
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) - 1))
     layers, metadata, tokens = _step_of(model)
     prepared = prepare(model, config, layers=layers)
     ready = time.perf_counter() - began
-    batch = Batch(len(tokens), 1)
+    batch, positions = Batch(len(tokens), 1), torch.arange(len(tokens))
 
-    def step() -> None:
-        prepared(tokens, torch.arange(len(tokens)), batch=batch, metadata=metadata)
+    def phases() -> dict[str, float]:
+        return {each.phase: each.seconds for each in prepared.records.of(BackgroundPhase)}
 
-    steps, started = 0, time.perf_counter()
+    tracing, compiling = list[float](), list[float]()
     while not prepared.compiled.traced:
-        step()
-        steps += 1
-    seconds = time.perf_counter() - started
-    began_eager = time.perf_counter()
-    with torch.no_grad(), forward_context(ForwardContext(layers, metadata, None, len(tokens))):
-        for _ in range(50):
-            model(tokens, torch.arange(len(tokens)))
-    eager = 50 / (time.perf_counter() - began_eager)
+        steps = compiling if "compile" in phases() else tracing
+        steps.append(_seconds(lambda: prepared(tokens, positions, batch=batch, metadata=metadata)))
+    compiling.pop()  # the switch
     report = prepared.report()["background"]
     prepared.close()
+    with torch.no_grad(), forward_context(ForwardContext(layers, metadata, None, len(tokens))):
+        eager = [_seconds(lambda: model(tokens, positions)) for _ in range(100)]
     return {}, {
         "ready": ready,
         "switch": report["switch"]["seconds"],
         "pause_ms": report["switch"]["ms"],
-        "uncompiled_over_eager": steps / seconds / eager,
+        "traced": phases()["compile"],
+        "tracing_over_eager": median(tracing) / median(eager),
+        "longest_tracing_s": max(tracing),
+        "speed_compiling": len(compiling) / sum(compiling) * sum(eager) / len(eager),
     }
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 def _torch_compile(model: Any) -> dict[str, float]:

@@ -33,6 +33,21 @@ def test_only_the_wanted_ways_to_start_are_measured_with_what_fills_their_caches
     assert result["ratios"].keys() == {"cold_over_torch_compile", "slope_over_torch_compile"}
 
 
+def test_starts_with_and_without_verification_take_turns(monkeypatch):
+    verified = []
+
+    def once(cache, arguments):
+        verified.append(arguments[4:])
+        return {"ready": 1.5 if arguments[4:] == ["background"] else 1.0, "phases": {}}
+
+    monkeypatch.setattr(prepare, "_once", once)
+    monkeypatch.setattr(prepare, "_warm_up_toolchain", lambda ways: None)
+    result = prepare.run(True, ["verified"])
+    assert verified == [[], *[["off"], ["background"]] * prepare.PAIRS]
+    assert result["ratios"] == {"verified_over_unverified": 1.5}
+    assert result["quartiles"] == {"verified_over_unverified": [1.5, 1.5]}
+
+
 def test_an_unknown_way_to_start_names_those_there_are(capsys):
     assert main(["prepare", "--ways", "colt"]) == 2
     assert "one of served, cold, warm" in capsys.readouterr().err
