@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,11 @@ def write(folder: Path, variant: int) -> None:
             (folder / name / "helper.py").write_text(helper)
 
 
-def starts(bundle: str, folder: Path, root: Path) -> dict[str, dict[str, Any]]:
+def starts(
+    bundle: str, folder: Path, root: Path, names: Iterable[str] = ()
+) -> dict[str, dict[str, Any]]:
     program = [sys.executable, "-m", "tests.compile.conditions.run_cases"]
-    command = [*program, bundle, str(folder), str(root)]
+    command = [*program, bundle, str(folder), str(root), *names]
     environment = {
         **os.environ,
         "PIECEGRAPH_OFF": os.environ.get("PIECEGRAPH_OFF", "").replace("verification", ""),
@@ -56,14 +59,21 @@ def starts(bundle: str, folder: Path, root: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, Any]]]:
-    """Three processes on one cache: the first variant, the second, the first at another place."""
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Three processes on one cache: the first variant, the second, the first at another place.
+
+    They start the cases whose tests were selected.
+    """
+    tests = [item for item in request.session.items if item.path == request.path]
+    names = sorted(item.callspec.params["name"] for item in tests if hasattr(item, "callspec"))
     base = tmp_path_factory.mktemp("conditions")
     write(base / "first", 0)
     write(base / "second", 1)
     shutil.copytree(base / "first", base / "first_moved_elsewhere")
     return {
-        name: starts(bundle, base / folder, base / "cache")
+        name: starts(bundle, base / folder, base / "cache", names)
         for name, bundle, folder in (
             ("cold", "use", "first"),
             ("changed", "force", "second"),
@@ -79,7 +89,16 @@ def test_there_are_cases_enough() -> None:
     assert len(sources()) >= 120
 
 
-@pytest.mark.parametrize("name", sorted(sources()))
+def each_fourth(cases: Iterable[str]) -> list[Any]:
+    """All cases; `make test` takes every fourth, and those that are never cached."""
+    kept = {*sorted(cases)[::4], *NEVER_CACHED}
+    return [
+        pytest.param(name, marks=() if name in kept else pytest.mark.heavy)
+        for name in sorted(cases)
+    ]
+
+
+@pytest.mark.parametrize("name", each_fourth(sources()))
 def test_a_changed_value_is_a_miss_and_an_equal_one_a_hit(
     name: str, outcomes: dict[str, dict[str, dict[str, Any]]]
 ) -> None:
@@ -99,7 +118,7 @@ def test_a_changed_value_is_a_miss_and_an_equal_one_a_hit(
         assert "<code" not in changed["reason"] or "torch_state" in changed["reason"]
 
 
-@pytest.mark.parametrize("name", sorted(unread_sources()))
+@pytest.mark.parametrize("name", each_fourth(unread_sources()))
 def test_what_nobody_read_is_in_no_key(
     name: str, outcomes: dict[str, dict[str, dict[str, Any]]]
 ) -> None:

@@ -238,10 +238,9 @@ def test_random_stacks(examples: int, tmp_path: Path, monkeypatch: pytest.Monkey
     assert copied or examples == 1
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "batch", [0, *(pytest.param(batch, marks=pytest.mark.heavy) for batch in range(1, 11))]
-)
+@pytest.mark.parametrize("batch", range(1, 11))
 def test_random_stacks_of_inductor_cold_and_warm(batch: int, tmp_path: Path) -> None:
     """All on one cache, in which each model finds the artifacts of those before it."""
     x, counts = torch.linspace(-1, 1, 24).reshape(3, 8), Counter[str]()
@@ -270,7 +269,7 @@ def test_random_stacks_of_inductor_cold_and_warm(batch: int, tmp_path: Path) -> 
 
     @seed(batch)
     @settings(
-        max_examples=20 if batch else 1,
+        max_examples=20,
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow],
