@@ -101,8 +101,8 @@ def prepare(
         )
         in_background = partial(_in_background, request, records, policy_of)
         gate = None
-        process = process_digest()  # a trace imports more
-        compiled, verification = _start(request, config, records)
+        process = process_digest()
+        compiled, verification = _start(request, config, records, process)
         if (stored := records.compile.stored) is not None:
             Note(request.cache, stored, process).write()
         if isinstance(compiled, NoBundle):
@@ -146,7 +146,7 @@ def _backend(backend: GraphBackend | str | None, device: torch.device) -> GraphB
 
 
 def _start(
-    request: CompileRequest, config: Config, records: Records
+    request: CompileRequest, config: Config, records: Records, process: str
 ) -> tuple[CompiledModel | NoBundle, Verification | None]:
     """The compiled model and what verifies its bundle, or what to compile while serving."""
     serves = config.compile and config.bundle is BundleUse.SERVE
@@ -156,7 +156,7 @@ def _start(
         found = compile_model(request)
     if isinstance(found, NoBundle) or not (found.from_bundle and config.cache):
         return found, None
-    verification = Verification(request, found.plan, records)
+    verification = Verification(request, found.plan, records, process)
     match config.cache.verify_bundle:
         case VerifyBundle.BACKGROUND if not verified_before(verification):
             return found, verification

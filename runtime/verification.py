@@ -34,13 +34,14 @@ LATEST_START_S = 5.0
 class Verification:
     """Compares the bundle of one start with its model, in a thread or in the calling one."""
 
-    def __init__(self, request: CompileRequest, plan: Plan, records: Records) -> None:
+    def __init__(self, request: CompileRequest, plan: Plan, records: Records, process: str) -> None:
+        """`process` is the `process_digest` of before the bundle was loaded."""
         self.request = request
         self.records = records
         self.difference: str | None = None
         bundle = request.records.bundle
         assert bundle is not None
-        self.note = Note(request.cache, bundle.digest)
+        self.note = Note(request.cache, bundle.digest, process)
         self._plan = plan
         self._ready = threading.Event()
         self._refused: Callable[[], Callable[[], None] | None] = lambda: None
@@ -107,10 +108,9 @@ class Note:
     """The entry that says that an equal process has traced the model of a bundle on this machine:
     it has verified the bundle, or made it."""
 
-    def __init__(self, cache: Cache, bundle: str | None, process: str | None = None) -> None:
-        """`process` is the `process_digest` of before the trace, by default that of now."""
+    def __init__(self, cache: Cache, bundle: str | None, process: str) -> None:
+        """`process` is the `process_digest` of before the trace: a trace and a load import more."""
         self._private = cache.private
-        process = process_digest() if process is None else process
         self._key = Key.of("trace", {"bundle": bundle, "process": process})
 
     def exists(self) -> bool:
