@@ -37,7 +37,7 @@ from ...torch_compat.basics.facts import SHARED_CELL, UNGUARDED, GuardFact
 from ...torch_compat.basics.frames import is_torch_file
 from ...torch_compat.basics.modules import CALL_METHODS
 from ...torch_compat.basics.settings import is_settings
-from ...torch_compat.tracing.dynamo import Captured
+from ...torch_compat.tracing.dynamo import COMPILED_FUNCTION, Captured
 from .conditions import IDENTITY, Conditions, ConditionTree
 from .from_graph import add_called_code
 from .locator import VARIABLES_AT, Located, Locator, Unlocatable, module_place
@@ -303,10 +303,10 @@ class _TraceConditions:
         if located is None or located.root is None:
             return
         for name in sorted({name for base in cls.__mro__ for name in vars(base)}):
-            function = unwrapped(inspect.getattr_static(cls, name, None))
+            function, inside = _compiled(unwrapped(inspect.getattr_static(cls, name, None)))
             code = getattr(function, "__code__", None)
             if isinstance(code, types.CodeType) and code in wanted:
-                self._try(located.root, [*located.steps, ["static", name]], "code")
+                self._try(located.root, [*located.steps, ["static", name], *inside], "code")
                 yield code
 
     def _place_of_class(self, cls: type) -> Located | None:
@@ -333,9 +333,10 @@ class _TraceConditions:
         for module in modules:
             for path in (name, *outer_names):
                 located = module_place(module, path)
-                outer = getattr(unwrapped(located.value), "__code__", None) if located else None
+                found, inside = _compiled(unwrapped(located.value)) if located else (None, ())
+                outer = getattr(found, "__code__", None)
                 if located and located.root and outer is not None and _contains(outer, code):
-                    self._try(located.root, located.steps, "code")
+                    self._try(located.root, [*located.steps, *inside], "code")
                     return
         where = f"{code.co_filename}:{code.co_firstlineno}"
         self.obstacles.append(f"the code of {code.co_qualname} cannot be located ({where})")
@@ -381,6 +382,12 @@ def _place_of_function(function: Any) -> Located | None:
         if located is not None and located.value is function:
             return located
     return None
+
+
+def _compiled(function: Any) -> tuple[Any, tuple[Step, ...]]:
+    """The function that `torch.compile` was given, if `function` is its result, and where it is."""
+    inner = getattr(function, COMPILED_FUNCTION, None)
+    return (function, ()) if inner is None else (inner, (COMPILED_FUNCTION,))
 
 
 def _is_standard(code: types.CodeType) -> bool:

@@ -26,6 +26,10 @@ enter_autocast = _enter_autocast
 exit_autocast = _exit_autocast
 
 
+COMPILED_FUNCTION = "_torchdynamo_orig_callable"
+"""Attribute of the function that `torch.compile` returns: the function that it was given."""
+
+
 def import_dynamo() -> None:
     """Import what tracing needs, about 1 s, so that it can be timed apart from the trace."""
     import torch._dynamo.convert_frame  # noqa: F401

@@ -314,4 +314,11 @@ def build():
     "module_compared": of_result(
         "import math, cmath\nOPS = <<math|cmath>>", "x * 2 if OPS is math else x"
     ),
+    "method_given_to_torch_compile": of_result(
+        "class Act:\n    @torch.compile\n    def run(self, x): return x * <<2.0|3.0>>\n",
+        "Act().run(x)",
+    ),
+    "function_given_to_torch_compile": of_result(
+        "@torch.compile\ndef run(x): return x * <<2.0|3.0>>\n", "run(x)"
+    ),
 }
