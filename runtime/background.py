@@ -24,7 +24,6 @@ STEPS_PER_EXCHANGE = 16
 """How often several ranks compare whether all are ready."""
 
 ATTEMPTS = 3
-COUNTED = ("dynamo_traces", "inductor_compiles")
 
 
 class Background:
@@ -116,7 +115,8 @@ class Background:
         """In the thread. Its records are apart: those of the start stay as they are."""
         apart = Records()
         apart.events.phase_listeners.append(self._note)
-        apart.events.listeners.append(self._tell)
+        for events in (apart.events, self._records.events):  # a cache emits those of the start
+            events.listeners.append(self._tell)
         request = replace(
             self._missing.request, records=CompileRecords(), events=apart.events, serving=True
         )
@@ -131,7 +131,8 @@ class Background:
             if isinstance(outcome, Loaded) or self._faults:
                 break
             self._missing = without_bundle(self._missing.request)
-        for name in COUNTED:
+        self._records.events.listeners.remove(self._tell)
+        for name in ("dynamo_traces", "inductor_compiles"):
             self._records.events.count(name, apart.counters[name])
 
     def _note(self, phase: str) -> None:

@@ -24,14 +24,15 @@ def is_settings(module: Any) -> bool:
 def changed_settings() -> dict[str, Any]:
     """Settings of torch's compilers that this process has changed, by full name.
 
-    Nothing is imported: a module of settings that is not loaded yet has its defaults, and what the
-    environment sets is a separate factor. What torch leaves out of its own keys is left out, unless
-    it is an object, such as a pass: those torch knows by their own means.
+    Nothing is imported: a module of settings that is not loaded yet, or that another thread is
+    importing, has its defaults, and what the environment sets is a separate factor. What torch
+    leaves out of its own keys is left out, unless it is an object, such as a pass: those torch
+    knows by their own means.
     """
     from torch.utils._config_module import _UNSET_SENTINEL as unset
 
     changed = {}
-    for module in filter(None, map(sys.modules.get, _SHAPE_CODE)):
+    for module in filter(is_settings, map(sys.modules.get, _SHAPE_CODE)):
         settings: Any = module
         prefixes = getattr(settings, "_cache_config_ignore_prefix", ())
         left_out = re.compile("|".join(rf"{re.escape(each)}(\.|$)" for each in prefixes) or "$^")
@@ -41,7 +42,7 @@ def changed_settings() -> dict[str, Any]:
             original = next(each for each in stated if each is not unset)
             plain = isinstance(value, bool | int | str)
             if value != original and not (plain and left_out.match(name)):
-                changed[f"{module.__name__}.{name}"] = value
+                changed[f"{settings.__name__}.{name}"] = value
     return changed
 
 
