@@ -65,6 +65,8 @@ class Engines:
 
     def __init__(self, folder: Path) -> None:
         stored = {"steps": {"after_seal": "raise"}, "cache_dir": str(folder / "cache")}
+        capacity = {"cache_dir": str(folder / "capacity")}
+        capacity_engine = {"engine": {"gpu_memory_utilization": 0.3}, "capacity": True}
         graphs = {**NO_COMPILER, "graph_mode": "PIECEWISE", "capture_sizes": [1, 8, 16, 128]}
         self.jobs: dict[str, dict[str, Any]] = {
             "graphs": {"family": "qwen3", "settings": graphs},
@@ -81,6 +83,8 @@ class Engines:
             },
             "cold": {"family": "qwen3", "settings": stored},
             "warm": {"family": "qwen3", "settings": {**stored, "bundle": "force"}},
+            "capacity, cold": {"family": "qwen3", "settings": capacity, **capacity_engine},
+            "capacity, warm": {"family": "qwen3", "settings": capacity, **capacity_engine},
             "killed": {"family": "qwen3", "settings": {"cache_dir": str(folder / "killed")}},
             "refused": {
                 "family": "qwen3",
@@ -143,6 +147,13 @@ def test_a_warm_start_traces_and_compiles_nothing(engines: Engines) -> None:
         assert (report["counters"]["inductor_compiles"] > 0) is compiles
         assert report["pieces"]["unique"] < report["pieces"]["total"]
     assert "prepare: " in engines.log
+
+
+def test_the_kv_cache_is_as_large_after_a_cold_start(engines: Engines) -> None:
+    """Each in a process of its own: compiling leaves memory in it."""
+    (cold,), (warm,) = engines("capacity, cold"), engines("capacity, warm")
+    assert [start["report"]["cache"]["hit"] for start in (cold, warm)] == [False, True]
+    assert cold["blocks"] == pytest.approx(warm["blocks"], rel=1e-3)
 
 
 def test_a_start_after_one_that_was_killed(engines: Engines) -> None:

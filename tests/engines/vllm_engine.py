@@ -210,6 +210,8 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     if (settings := job.get("settings")) is not None:
         options["worker_cls"] = "piecegraph.tools.integrations.vllm.Worker"
         options["additional_config"] = {"piecegraph": settings}
+    if job.get("capacity"):  # vLLM finds it out
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     began = time.perf_counter()
     llm = LLM(model=str(model), **options)
     ready = time.perf_counter() - began
@@ -225,7 +227,8 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
             for kind in KINDS
             for output in llm.generate(prompts()[1:2], sampling_of(kind), use_tqdm=False)
         ]
-    result: dict[str, Any] = {"ready": ready, "made": made}
+    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    result: dict[str, Any] = {"ready": ready, "made": made, "blocks": blocks}
     if settings is not None:
         reports = llm.collective_rpc("piecegraph_report")
         result["report"] = reports[0]

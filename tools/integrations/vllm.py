@@ -11,6 +11,7 @@ context. A model that cannot be prepared runs as in vLLM alone, after one warnin
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
@@ -18,6 +19,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_tp_group
@@ -70,6 +72,9 @@ class Worker(PlatformWorker):  # type: ignore[misc]
 
     _metrics: MultiprocessMetrics | None = None
 
+    _left = 0
+    """Bytes by which `prepare` made this process larger."""
+
     def load_model(self, **options: Any) -> None:
         """Load the model; its first run, with vLLM's dummy inputs, prepares it."""
         config_for(self.vllm_config, {})  # raises InvalidSetting for a wrong setting
@@ -90,6 +95,16 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         compiles_itself = not module.do_not_compile
         module.do_not_compile = True
         module.forward = partial(self._prepare_and_run, module, compiles_itself)
+
+    def determine_available_memory(self) -> int:
+        """vLLM's profile, of a model that is prepared before: what compiling takes is no activation
+        memory. On a CPU vLLM subtracts the memory of the process; what `prepare` has left in it,
+        which is more if it compiled, is not subtracted."""
+        if self.prepared is None and self.refusal is None:
+            self.model_runner.profile_run()
+        explicit = self.cache_config.kv_cache_memory_bytes is not None
+        available = int(super().determine_available_memory())
+        return available if explicit or not current_platform.is_cpu() else available + self._left
 
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's warm-up, then captures. From here on nothing is compiled."""
@@ -129,8 +144,11 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     ) -> Any:
         """The first call of the module: prepare it for calls of this form, and run it."""
         del module.forward
+        before = psutil.Process().memory_info().rss
         try:
             self.prepared, inputs = self._prepare(module, args, kwargs)
+            gc.collect()
+            self._left = psutil.Process().memory_info().rss - before
             module.forward = steps_through(self.prepared, module, inputs)
             return module(*args, **kwargs)
         except (BundleMissing, BundleStale):
