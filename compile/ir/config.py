@@ -122,10 +122,11 @@ class Codegen(Settings):
     """Inductor options by name, as in `torch._inductor.config`."""
 
     passes: dict[str, Any] = Field(default_factory=dict)
-    """Passes over the graph of a piece by name, in order. `True` or `False` turns a pass of the
-    library on or off: `functionalization`, and `dedupe`, which compiles equal pieces once. Any
-    other value is a pass to run after those: a `GraphPass`, a function of a graph, or the name of
-    one, as `"module:function"` or an entry point of the group `piecegraph.passes`."""
+    """Passes over the graph of a piece by name, in order. `True` or `False` turns a pass on or
+    off: `no_op`, `functionalization`, an entry point of the group `piecegraph.passes`, such as
+    `add_rms_norm` and `silu_and_mul`, and `dedupe`, which compiles equal pieces once. Any other
+    value is a pass to run after those: a `GraphPass`, a function of a graph, or the name of one, as
+    `"module:function"` or an entry point."""
 
     inductor_partition: bool = False
     """`True` compiles the whole graph and lets Inductor split its code at the splitting ops; see

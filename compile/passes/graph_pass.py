@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import Any
 
 from torch.fx import Graph
@@ -20,20 +21,24 @@ from ...errors import InvalidSetting
 from ...events import Events, trace_artifact
 from ...torch_compat.compiling.inductor import post_grad_pass
 from ..ir.config import GraphPass, named_object
-from . import functionalization
+from . import functionalization, no_op
 
 ENTRY_POINTS = "piecegraph.passes"
 
 DEDUPE = "dedupe"
 """Compiles equal pieces once. A switch among those of the passes, but not over a graph."""
 
-SHIPPED = (GraphPass("functionalization", functionalization.apply),)
-"""In order of application."""
+SHIPPED = (
+    GraphPass("no_op", no_op.apply),
+    GraphPass("functionalization", functionalization.apply),
+)
+"""In order of application. No-ops are removed first, because they hide patterns."""
 
 
 def enabled_passes(level: int, chosen: Mapping[str, Any]) -> tuple[GraphPass, ...]:
-    """The passes of the library that `chosen` or `level` enables, and then the user's, in order.
+    """The passes of the library that `chosen` or `level` enables, and then the others, in order.
 
+    `True` for another name is the entry point of that name: the fused passes, or an engine's.
     A user's pass under the name of a shipped one takes its place. Raises InvalidSetting for a name
     without a pass, and for a pass that cannot be called.
     """
@@ -48,7 +53,11 @@ def enabled_passes(level: int, chosen: Mapping[str, Any]) -> tuple[GraphPass, ..
         if not isinstance(value, bool):
             passes.append(_user_pass(name, value))
         elif name not in shipped and name != DEDUPE:
-            raise _invalid(name, value, "there is no such pass", f"one of {', '.join(shipped)}")
+            points = entry_points(group=ENTRY_POINTS).names
+            if name not in points:
+                names = ", ".join([*shipped, *sorted(points)])
+                raise _invalid(name, value, "there is no such pass", f"one of {names}")
+            passes += [_user_pass(name, name)] if value else []
         elif value and name in shipped:
             passes.append(shipped[name])
     return tuple(passes)

@@ -1,0 +1,1 @@
+"""Graph passes that stand outside of the library, as those of an engine would: entry points."""
