@@ -242,15 +242,21 @@ class PreparedModel:
         return verified(self.records)
 
     def seal(self) -> None:
-        """From now on nothing compiles, and only the strategy captures.
+        """From now on nothing compiles, and only the strategy captures."""
+        self._must_be_open()
+        self._monitor.start()
 
-        What the engine has changed of the model since `prepare` belongs to its start: an event
-        names it, and it is no ModelChanged.
+    def accept_changes(self) -> list[str]:
+        """What the engine has changed of the model since `prepare` is its own from now on.
+
+        Returns the changes, which an event names: at these places nothing is a ModelChanged any
+        more. To be called by an engine that sets back what it set for the trace, before anybody
+        else can change the model.
         """
         self._must_be_open()
-        if changes := self._steps.code.accept_changes():
-            self.events.emit("model.changed_by_start", level=logging.INFO, changes=changes)
-        self._monitor.start()
+        changes = self._steps.code.accept_changes()
+        self.events.emit("model.changes_accepted", level=logging.INFO, changes=changes)
+        return changes
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """Check in steps that a long-lived tensor (KV cache, workspace) stays at its address.

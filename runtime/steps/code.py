@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compile.conditions.conditions import BrokenCondition
 from ...compile.conditions.places import reader
 from ...compile.ir.plan import Plan
 from ...compile.plan.compiled_model import CompiledModel
@@ -47,7 +46,7 @@ class ModelCode:
         self.ranged = False
         self._inputs = inputs
         self._seen_written: set[str] = set()
-        self._accepted = frozenset[BrokenCondition]()
+        self._accepted = frozenset[str]()
         self._laid_out = laid_out(compiled.plan) if compiled.traced else _any_layout
         self.bind(compiled)
 
@@ -67,9 +66,9 @@ class ModelCode:
         self.model_check = ModelCheck(compiled, self._accepted) if conditions else None
 
     def accept_changes(self) -> list[str]:
-        """Check the model for changes from now on; returns those there are, to be logged."""
+        """Check the places that are different now no more; returns the changes."""
         changes = self.model_check.changes() if self.model_check is not None else []
-        self._accepted |= {*changes}
+        self._accepted |= {each.what for each in changes}
         self.bind(self.compiled)
         return [str(each) for each in changes]
 

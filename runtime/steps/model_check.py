@@ -29,13 +29,11 @@ SHOWN = 3
 
 
 class ModelCheck:
-    """Checks the conditions of one trace on its model, except for the changes in `accepted`."""
+    """Checks the conditions of one trace on its model, except at the places in `accepted`."""
 
     __slots__ = ("_accepted", "_compiled", "_due", "_places")
 
-    def __init__(
-        self, compiled: CompiledModel, accepted: frozenset[BrokenCondition] = frozenset()
-    ) -> None:
+    def __init__(self, compiled: CompiledModel, accepted: frozenset[str] = frozenset()) -> None:
         self._compiled = compiled
         self._accepted = accepted
         self._places = self._in_turn()
@@ -74,8 +72,8 @@ class ModelCheck:
     def _each_place(self) -> Iterator[BrokenCondition | None]:
         """Without the model's own forward: an engine replaces it by one that runs steps."""
         for broken in checked(self._compiled.conditions or {}, self._compiled.model):
-            accepted = broken in self._accepted or (
-                broken is not None and broken.what.startswith(OWN_FORWARD)
+            accepted = broken is not None and (
+                broken.what in self._accepted or broken.what.startswith(OWN_FORWARD)
             )
             yield None if accepted else broken
 

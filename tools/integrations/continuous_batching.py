@@ -65,6 +65,7 @@ def accelerate(
     if prepared.dispatcher.plan.entries:
         prepared.capture(_no_requests)
     base.forward = _steps_through(prepared, base.forward)
+    prepared.accept_changes()
     _warn_if_unused(model, prepared)
     prepared.seal()
     return prepared
