@@ -39,6 +39,10 @@ FAMILIES = {
     "qwen3_moe": lambda t: t.Qwen3MoeConfig(
         **SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     ),
+    "gpt_neox": lambda t: t.GPTNeoXConfig(**{**SMALL, "num_key_value_heads": 4}),
+    "gpt2": lambda t: t.GPT2Config(
+        vocab_size=256, n_embd=64, n_layer=3, n_head=4, n_positions=512, n_inner=96
+    ),
 }
 
 
@@ -76,6 +80,21 @@ def test_tokens_are_those_of_transformers(family: str) -> None:
     prepared = accelerate(model, config)
     assert tokens(model) == expected
     assert sum(row["count"] for row in prepared.usage.rows()) > 8
+
+
+def test_a_prepared_model_that_no_step_uses_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The forward of OPT calls the decoder inside its base model."""
+    sizes = {"hidden_size": 64, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_attention_heads": 4}
+    config = transformers.OPTConfig(
+        vocab_size=256, num_hidden_layers=2, max_position_embeddings=512, **sizes
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    prepared = accelerate(
+        model, Config(max_num_tokens=64, graph_mode="NONE", compiler="eager", cache=False)
+    )
+    tokens(model)
+    assert not prepared.usage.rows()
+    assert caplog.text.count("10 steps went around the prepared model: OPTForCausalLM") == 1
 
 
 def test_a_warm_start_traces_and_compiles_nothing(tmp_path: Path) -> None:

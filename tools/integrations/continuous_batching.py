@@ -30,10 +30,6 @@ NOT_FOR_ATTENTION = {"attention_mask", "input_ids", "inputs_embeds", "past_key_v
 """Arguments of a model's forward that do not reach its attention function as they are."""
 
 
-UNUSED_AFTER = 10
-"""Steps."""
-
-
 def accelerate(
     model: PreTrainedModel, config: Config | None = None, *, events: Events | None = None
 ) -> PreparedModel:
@@ -72,19 +68,24 @@ def accelerate(
 
 
 def _warn_if_unused(model: PreTrainedModel, prepared: PreparedModel) -> None:
-    """Look after `UNUSED_AFTER` steps with a paged cache whether the prepared model ran one."""
+    """Look after ten steps with a paged cache whether the prepared model ran one."""
     steps = itertools.count(1)
 
     def look(_: Any, args: Any, arguments: Mapping[str, Any]) -> None:
-        if arguments.get("cache") is not None and next(steps) > UNUSED_AFTER:
+        if arguments.get("cache") is not None and next(steps) > 10:
             if not prepared.report()["dispatch"]:
-                log.warning(
-                    "%d steps did not use the prepared model: %s goes around its base model",
-                    UNUSED_AFTER, type(model).__name__,
-                )  # fmt: skip
+                log.warning("10 steps went around the prepared model: %s", type(model).__name__)
             hook.remove()
 
     hook = model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+class StepOutput(MoeModelOutputWithPast):  # type: ignore[misc]
+    """What a base model returns, with None for all but its hidden states, by any name."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 def _no_requests(descriptor: BatchDescriptor, mode: RuntimeMode) -> Mapping[str, Any]:
@@ -110,7 +111,7 @@ def _steps_through(prepared: PreparedModel, forward: Any) -> Any:
         decision = prepared.dispatch(Batch(num_tokens, min(num_reqs, num_tokens)))
         ids, positions = input_ids[0].long(), arguments["position_ids"][0].long()  # from int32
         hidden = prepared.run(decision, ids, positions, metadata=arguments)
-        return MoeModelOutputWithPast(last_hidden_state=hidden[None])
+        return StepOutput(last_hidden_state=hidden[None])
 
     return step
 
