@@ -41,9 +41,7 @@ def main(
     else:
         settings |= {"cache_dir": folder, "cache": {"verify_bundle": verify}}
         phases, measured = _piecegraph(way, model, settings, built)
-    ready = time.perf_counter() - built
-    if way == "served":
-        ready = measured.pop("ready")
+    ready = measured.pop("ready", time.perf_counter() - built)
     return {
         "import_torch": imported - began,
         "model": built - imported,
@@ -91,7 +89,7 @@ def _piecegraph(
     from piecegraph import Config, Events, compile_ahead, prepare
 
     config = Config(**settings, bundle="serve" if way == "served" else "use")
-    events, seconds = Events(), 0.0
+    events, measured = Events(), dict[str, Any]()
     if way == "ahead":
         compile_ahead(model, config, events=events)
     elif way == "served":
@@ -99,7 +97,8 @@ def _piecegraph(
     else:
         started = time.perf_counter()
         prepared = prepare(model, config, events=events)
-        seconds = time.perf_counter() - started
+        ended = time.perf_counter()
+        measured = {"ready": ended - began, "prepare_ms": 1000 * (ended - started)}
         num_conditions = _number_of_conditions(prepared.compiled.conditions)
         prepared.close()
     phases: dict[str, float] = {}
@@ -107,9 +106,9 @@ def _piecegraph(
         phases[span.name] = phases.get(span.name, 0.0) + span.seconds
     hits = [event.facts for event in events.named("bundle") if event.facts["hit"]]
     if not hits:
-        return phases, {}
+        return phases, measured
     return phases, {
-        "prepare_ms": 1000 * seconds,
+        **measured,
         "conditions_ms": 1000 * phases["bundle.conditions"],
         "num_conditions": num_conditions,
         "compiler_imported": not {"torch._dynamo", "torch._inductor"}.isdisjoint(sys.modules),

@@ -66,11 +66,15 @@ class TracingThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def stop(self) -> None:
-        """End the thread soon, and wait a moment for that. Idempotent; does nothing inside it."""
+    def stop(self, wake: Callable[[], None] = lambda: None) -> None:
+        """End the thread soon, and wait a moment for that. Idempotent; does nothing inside it.
+
+        `wake` ends what it waits for.
+        """
         if self.stopped or self._thread is threading.current_thread():
             return
         self._stopped.set()
+        wake()
         ending = threading.Thread(target=self._end, name="piecegraph-end", daemon=True)
         ending.start()
         ending.join(END_S)

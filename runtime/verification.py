@@ -67,8 +67,7 @@ class Verification:
 
     def stop(self) -> None:
         """End the comparison. Idempotent."""
-        self._ready.set()
-        self._thread.stop()
+        self._thread.stop(wake=self._ready.set)
 
     def agreed(self) -> str | None:
         """Compare now: the first difference, on any rank."""
