@@ -10,7 +10,7 @@ import inspect
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,6 +53,8 @@ class Inlined:
     class_reads: set[tuple[type, str]] = field(default_factory=set)
     """Attributes, present or not, of classes whose origin Dynamo does not track: no guard is on
     them. A class that `__get__` of a descriptor is given is one."""
+    ordered: list[tuple[Any, ...]] = field(default_factory=list)
+    """Items of lists that the model makes sets of. Dynamo's set keeps their order in every process."""
     results: list[FoldedCall] = field(default_factory=list)
     """Calls that Dynamo made while tracing, whose results it took as constant without a guard."""
 
@@ -232,6 +234,10 @@ def _note_builtin(inlined: Inlined, variable: Any, tx: Any, args: Any, kwargs: A
         inlined.obstacles.add(("the hash of an object", _traced_line()))
     if function in (operator.is_, operator.is_not):
         _note_identity(inlined, tx, args)
+    if function is set and args:
+        items = getattr(args[0].realize(), "items", None)
+        if isinstance(items, list):
+            inlined.ordered.append(tuple(item.realize() for item in items))
 
 
 def _note_identity(inlined: Inlined, tx: Any, args: Any) -> None:
@@ -277,11 +283,22 @@ def _note_order(inlined: Inlined, variable: Any, *_: Any) -> None:
     is_ordered = "Ordered" in type(variable).__name__ or "DictKey" in type(variable).__name__
     if is_ordered or len(variable.items) < 2 or _is_orderless():
         return
+    if variable.source is None and _is_of_list(inlined, [item.vt for item in variable.items]):
+        return
     is_random = sys.flags.hash_randomization and not _are_numbers(i.vt for i in variable.items)
     if variable.source is None or is_random:
         inlined.obstacles.add(("the order of a set", _traced_line()))
     else:
         inlined.facts.add(GuardFact(str(variable.source.name), "ITERATED", None, _traced_line()))
+
+
+def _is_of_list(inlined: Inlined, items: Sequence[Any]) -> bool:
+    """Whether a set has items of one list, and in its order."""
+    for ordered in inlined.ordered:
+        following = iter(ordered)
+        if all(any(item is other for other in following) for item in items):
+            return True
+    return False
 
 
 def _are_numbers(variables: Any) -> bool:

@@ -25,6 +25,8 @@ NEVER_CACHED = {
     "identity_of_floats": "is one object or two",
     "identity_of_integers": "is one object or two",
     "identity_of_strings": "is one object or two",
+    "set_of_a_set_of_strings": "the order of a set",
+    "set_of_strings": "the order of a set",
     "set_popped": "the order of a set",
     "substituted_in_the_graph": "the code of g cannot be located",
 }

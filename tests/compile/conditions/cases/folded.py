@@ -90,6 +90,15 @@ CASES = {
     "set_as_a_tuple": holding(
         "values", "frozenset([<<16, 8|8, 16>>])", "x * tuple(self.values)[0]"
     ),
+    "set_of_a_list": holding(
+        "names", "['a', 'bb', <<'ccc'|'cccc'>>]", "x * sum([len(n) for n in set(self.names)])"
+    ),
+    "set_of_strings": holding(
+        "names", "{'a', 'bb', <<'ccc'|'cccc'>>}", "x * sum([len(n) for n in self.names])"
+    ),
+    "set_of_a_set_of_strings": holding(
+        "names", "{'a', 'bb', <<'ccc'|'cccc'>>}", "x * sum([len(n) for n in set(self.names)])"
+    ),
     "set_popped": holding("values", "{<<16, 8|8, 16>>}", "x * set(self.values).pop()"),
     "set_comprehended": holding("values", "{<<16, 8|8, 16>>}", "x * [v for v in self.values][0]"),
     "set_next": holding("values", "{<<16, 8|8, 16>>}", "x * next(iter(self.values))"),
