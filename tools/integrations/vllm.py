@@ -15,7 +15,7 @@ import gc
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -171,7 +171,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         axes, group = module._dynamic_arg_dims, get_tp_group()
         inputs = {
-            name: InputForm(value, axes.get(name, 0))
+            name: InputForm(value, _axis_of(axes.get(name.partition(".")[0], 0)))
             for name, value in tensors_in(arguments).items()
         }
         # a context without a step: the model may find its layers in it
@@ -248,6 +248,14 @@ def config_for(vllm_config: VllmConfig, inputs: Mapping[str, str]) -> Config:
 def _is_registered(op: str) -> bool:
     namespace, _, name = op.partition("::")
     return hasattr(getattr(torch.ops, namespace), name)
+
+
+def _axis_of(marked: int | Iterable[int]) -> int:
+    """The axis of tokens by what vLLM marks as dynamic: one axis, or several with their names."""
+    axes = [marked] if isinstance(marked, int) else list(marked)
+    if len(axes) != 1:
+        raise ValueError(f"axes {axes} of one input are dynamic")
+    return axes[0]
 
 
 class InputForm:
