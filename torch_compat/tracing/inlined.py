@@ -54,7 +54,7 @@ class Inlined:
     """Attributes, present or not, of classes whose origin Dynamo does not track: no guard is on
     them. A class that `__get__` of a descriptor is given is one."""
     ordered: list[tuple[Any, ...]] = field(default_factory=list)
-    """Items of lists that the model makes sets of. Dynamo's set keeps their order in every process."""
+    """Items of lists that the model makes sets of: Dynamo keeps their order in every process."""
     results: list[FoldedCall] = field(default_factory=list)
     """Calls that Dynamo made while tracing, whose results it took as constant without a guard."""
 
