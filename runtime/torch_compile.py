@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ def _compiled(
     graph: GraphModule, inputs: list[Any], config: Config, events: Events
 ) -> Callable[..., Any]:
     """The graph as pieces. Raises GradientsNeeded and the errors of compiling."""
-    if torch.is_grad_enabled() and any(map(_needs_gradient, inputs)):
+    tensors = _tensors_as_inputs(graph)
+    if torch.is_grad_enabled() and any(map(_needs_gradient, [*inputs, *tensors])):
         raise GradientsNeeded()
     inline_regions(graph)
     names = [name for node in graph.graph.nodes for name in op_names(node)]
@@ -134,9 +136,29 @@ def _compiled(
     positions = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
 
     def run(*args: Any) -> tuple[Any, ...]:
-        return step(*(args[i] for i in positions))
+        return step(*(args[i] for i in positions), *tensors)
 
     return run
+
+
+def _tensors_as_inputs(graph: GraphModule) -> list[torch.Tensor]:
+    """Make the tensors that Dynamo's graph holds, such as an optimizer's state, its last inputs.
+
+    They may be written, and a piece would hold them by value. Returns them in order.
+    """
+    tensors: list[torch.Tensor] = []
+    first = next(n for n in graph.graph.nodes if n.op not in ("placeholder", "get_attr"))
+    for node in graph.graph.find_nodes(op="get_attr"):
+        value = attrgetter(node.target)(graph)
+        if not isinstance(value, torch.Tensor):
+            continue
+        with graph.graph.inserting_before(first):
+            held = graph.graph.placeholder(f"held_{len(tensors)}")
+        tensors.append(value)
+        held.meta = dict(node.meta)
+        node.replace_all_uses_with(held)
+        graph.graph.erase_node(node)
+    return tensors
 
 
 def _needs_gradient(value: Any) -> bool:

@@ -680,17 +680,10 @@ def conditional(x: Tensor) -> Tensor:
 
 
 def nested_regions() -> nn.Module:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(seeded(Block()) for _ in range(3))
+    class Region(Block):
+        forward = torch.compiler.nested_compile_region(Block.forward)
 
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = torch.compiler.nested_compile_region(block.forward)(x)
-            return x
-
-    return Nested()
+    return nn.Sequential(*(seeded(Region()) for _ in range(3)))
 
 
 TRANSFORMS: dict[str, Callable[[], Program]] = {

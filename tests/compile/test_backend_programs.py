@@ -11,7 +11,7 @@ import piecegraph as pg
 
 from .backend_programs import NEEDED, PROGRAMS, try_program
 
-SAMPLE = ("add", "conv_pixels", "changing_int", "in_place_view", "graph_break")
+SAMPLE = ("add", "conv_pixels", "changing_int", "in_place_view", "graph_break", "optimizer")
 MORE = (
     "dictionary", "returns_input", "only_numbers", "scatter", "strided", "positive", "vmap",
     "nonzero_count", "attention", "train_mlp", "autocast", "batch_norm_train",
