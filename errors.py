@@ -468,6 +468,19 @@ class MovedTensor(RunError):
     todo = "Update it in place, or call refresh() to capture again the graphs that read it."
 
 
+class RewrittenEarly(RunError):
+    what = "{by} rewrote {buffer} before {step} had read it"
+    todo = (
+        "Wait for reads_done() of that step first, copy in the order of the steps with "
+        "copy_(..., non_blocking=True), or write to memory that no step in flight reads."
+    )
+
+
+class ResultOverwritten(RunError):
+    what = "a result of {step} is read after {by} has overwritten it"
+    todo = "Copy what must outlive the next step before that step runs."
+
+
 class ModelChanged(RunError):
     what = "the model is not what it was when it was prepared: {changes}"
     todo = "Prepare it again, or undo the change: the compiled code holds what it was."

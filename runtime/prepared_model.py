@@ -16,7 +16,7 @@ from ..dispatch import Batch, Decision, Dispatcher, RuntimeMode
 from ..errors import AutocastActive, CaptureAfterSeal, ModelClosed
 from ..torch_compat.basics.tensors import is_autocast_enabled
 from .after_seal import Monitor, allow_compilation
-from .backends.protocol import GraphBackend
+from .backends.protocol import Event, GraphBackend
 from .gate import Gate
 from .graphs.dummy_batch import MetadataFor
 from .graphs.graphs import Graphs
@@ -135,6 +135,23 @@ class PreparedModel:
         AutocastActive under torch.autocast.
         """
         return self._run(decision, args, kwargs, metadata, None)
+
+    def reads_done(self) -> Event:
+        """The point at which the steps so far have read all that they read.
+
+        After `synchronize()` of it on the host, or `wait()` for a stream that writes, everything
+        that these steps read may be rewritten. Calls it has of `torch.cuda.Event`, which it is on a
+        device; see `reads_in_place` for what may be rewritten earlier.
+        """
+        return self.backend.event()
+
+    def reads_in_place(self, decision: Decision) -> frozenset[str]:
+        """Names of the inputs that a step of this decision reads where the engine has them.
+
+        Other inputs are copied first, in the order of the stream, and free after their copy.
+        Metadata and layers are read in place by every step.
+        """
+        return self._steps.reads_in_place(decision)
 
     def capture(
         self,
@@ -373,7 +390,8 @@ class PreparedModel:
         inputs = allocate_inputs(
             compiled, self.config.steps, self._device, self._input_buffers, self.backend.order_steps
         )
-        code = ModelCode(compiled, inputs, self.backend.address)
+        queue = getattr(self.backend, "queue", None)
+        code = ModelCode(compiled, inputs, self.backend.address, queue)
         self._graphs = Graphs(
             code, inputs, dispatcher, self.config, self.backend, self._steps.context, self.records,
             self._ranks.exchange if self._ranks else single_rank, self.usage.counts,

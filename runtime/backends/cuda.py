@@ -269,6 +269,11 @@ class CudaBackend:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
+    def event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 

@@ -77,6 +77,19 @@ class Capture(Protocol):
         """Drop the capture after an error; does not raise for a capture that is already invalid."""
 
 
+class Event(Protocol):
+    """A point in the work of a device, such as a `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether it was reached."""
+
+    def synchronize(self) -> None:
+        """Wait for it on the host."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Let a stream, the current one by default, wait for it."""
+
+
 class GraphBackend(Protocol):
     """A way to capture and replay on one device."""
 
@@ -127,3 +140,6 @@ class GraphBackend(Protocol):
 
     def wait(self) -> None:
         """Wait for the work of the current stream."""
+
+    def event(self) -> Event:
+        """The end of the work that was queued so far."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from ...errors import MovedTensor
-from .ownership import Ownership
+from .ownership import Ownership, memory_of
 from .protocol import Memory
-from .tape import Tape, poison
+from .tape import COPIES, Tape, poison
+from .work_queue import QueuePoint, WorkQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,17 @@ class ReplayOptions:
     fail_on_moved_inputs: bool = False
     """Raise MovedTensor at a replay if a tensor that the graph reads has been given other memory
     since the capture. A device would read the old memory."""
+
+    delay: bool = False
+    """Run the work of a step only when something waits for it, see `work_queue`: what the engine
+    rewrites before that, the step finds rewritten, as a device would."""
+
+    delay_seed: int | None = None
+    """With `delay`: let some of the work run earlier, at points that this number determines."""
+
+    fail_on_early_writes: bool = False
+    """With `delay`: raise RewrittenEarly where a step reads what was rewritten before it ran, and
+    ResultOverwritten where a result is read that a later step has overwritten."""
 
     failing_captures: frozenset[int] = frozenset()
     """Numbers of captures that fail with a RuntimeError."""
@@ -105,6 +117,7 @@ class TapeGraph:
     def __init__(self, tape: Tape, backend: ReplayBackend, pool: ModeledPool) -> None:
         self._operations = tuple(tape.operations)
         self._made = tuple(tape.made.values())
+        self._backend = backend
         self._ownership = tape.ownership
         self._options = backend.options
         self._counters = backend.counters
@@ -138,7 +151,14 @@ class TapeGraph:
             name = f"a captured {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
             raise MovedTensor(name=name, recorded=hex(recorded), now=hex(tensor.data_ptr()))
 
+    @property
+    def reads(self) -> list[Tensor]:
+        """The tensors that its operations take."""
+        calls = [op.args[0] if op.func in COPIES else op for op in self._operations]
+        return [tensor for call in calls for tensor in memory_of((call.args, call.keywords))]
+
     def release(self) -> None:
+        self._backend.released(self._made)
         self._operations = ()
         self._made = ()
         self._pool.remove(self)
@@ -151,6 +171,7 @@ class TapeCapture:
         self._tape = Tape(ownership, backend.options.poison_before_replay)
         self._backend = backend
         self._pool = pool
+        backend.see_nothing(True)
         self._tape.start()
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -183,17 +204,38 @@ class ReplayBackend:
     options: ReplayOptions = field(default_factory=ReplayOptions)
     name: str = "replay"
     runs_python: bool = True
-    order_steps: None = None
     counters: Counter[str] = field(default_factory=Counter)
     pools: WeakSet[ModeledPool] = field(default_factory=WeakSet)
+    queue: WorkQueue | None = None
+    """The work that is delayed."""
+
+    def __post_init__(self) -> None:
+        if self.options.delay:
+            self.queue = WorkQueue(self.options.delay_seed, self.options.fail_on_early_writes)
 
     def new_pool(self) -> ModeledPool:
         pool = ModeledPool(self.options.graph_bytes)
         self.pools.add(pool)
         return pool
 
+    @property
+    def order_steps(self) -> Callable[[], None] | None:
+        return self.queue.drain if self.queue is not None else None
+
+    def see_nothing(self, capturing: bool) -> None:
+        """While a graph is captured, its operations are not the engine's."""
+        if self.queue is not None:
+            self.queue.busy = capturing
+
+    def released(self, made: Iterable[Tensor]) -> None:
+        """A graph that made these tensors is freed: after the work so far, as on a device."""
+        self.synchronize()
+        if self.queue is not None:
+            self.queue.overwritten(made, "the release of its graph")
+
     def prepare(self) -> None:
         self.counters["preparations"] += 1
+        self.synchronize()
 
     def trim(self) -> None:
         pass
@@ -210,6 +252,7 @@ class ReplayBackend:
         return TapeCapture(self, pool, ownership)
 
     def release_held(self, pool: ModeledPool) -> None:
+        self.see_nothing(False)
         pool.release_held()
 
     def weak(self, tensor: Tensor) -> Tensor:
@@ -225,7 +268,11 @@ class ReplayBackend:
         return 0  # of a device there is none
 
     def synchronize(self) -> None:
-        pass
+        if self.queue is not None:
+            self.queue.finish()
 
     def wait(self) -> None:
-        pass
+        self.synchronize()
+
+    def event(self) -> QueuePoint:
+        return QueuePoint(self.queue)

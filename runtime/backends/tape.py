@@ -35,7 +35,7 @@ from .ownership import (
     user_line,
 )
 
-Operation = Callable[[], None]
+Operation = partial[Any]
 
 
 class Tape(TensorTracker):  # type: ignore[no-untyped-call]
@@ -75,16 +75,20 @@ class Tape(TensorTracker):  # type: ignore[no-untyped-call]
             used = memory_of(args)
             self.ownership.find(used, self.bakes)
             given = self._save(used)
-            with HostReads() as reads:
+            with EachOp(self._note_host_read):
                 kept = fn(*args)
-            if reads.found is not None:
-                self.host_read = reads.found
-                raise reads.found
+            if self.host_read is not None:
+                raise self.host_read
             _restore(given)
             result = fn(*args)
             fresh = self.fresh(result, used + memory_of(kept))
             self._record(fn, args, {}, result, fresh)
         return result
+
+    def _note_host_read(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        """The first one counts: an op may swallow the error."""
+        if reads_host(func, args, kwargs):
+            self.host_read = self.host_read or HostReadInCapture(where=user_line(), op=func)
 
     def bakes(self, tensor: Tensor) -> bool:
         """A device graph would have the value, if the tensor was not moved with the model."""
@@ -126,19 +130,18 @@ class Tape(TensorTracker):  # type: ignore[no-untyped-call]
         self._before.clear()
 
 
-class HostReads(LightDispatchMode):
-    """Notes the first read on the host inside a compiled piece, also in custom ops it calls."""
+class EachOp(LightDispatchMode):
+    """Calls `see` before each operator that runs inside, also in custom ops written in Python."""
 
-    def __init__(self) -> None:
+    def __init__(self, see: Callable[[OpOverload, Any, Any], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: HostReadInCapture | None = None
+        self._see = see
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         given = kwargs or {}
-        if reads_host(func, args, given):
-            self.found = self.found or HostReadInCapture(where=user_line(), op=func)
+        self._see(func, args, given)
         if func.namespace in _TORCH_NAMESPACES or not is_python_op(func):
             return func(*args, **given)
         with self:
@@ -158,7 +161,7 @@ def _restore(contents: list[tuple[Tensor, Tensor]]) -> None:
             tensor.copy_(before)
 
 
-def _operation(call: Callable[[], Any], result: Any, fresh: list[Tensor]) -> Operation:
+def _operation(call: Operation, result: Any, fresh: list[Tensor]) -> Operation:
     """`call`, with its fresh results copied to where the recorded `result` was.
 
     The common forms, one tensor and a flat tuple, avoid walking a tree.
@@ -188,6 +191,10 @@ def _copy_tree(call: Callable[[], Any], places: list[Tensor | None]) -> None:
     for place, value in zip(places, tensors_in(call()), strict=True):
         if place is not None:
             place.copy_(value)
+
+
+COPIES = frozenset({_copy_one, _copy_flat, _copy_tree})
+"""What calls an operation and copies its results to fixed memory."""
 
 
 def poison(tensor: Tensor) -> None:

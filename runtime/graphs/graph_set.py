@@ -12,11 +12,13 @@ from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import Dispatcher, RuntimeMode
 from ...errors import CaptureFailed, DummyStepFailed
 from ...torch_compat.basics.tensors import writes_counted
+from ..backends.work_queue import WorkQueue
 from ..records import HostValues, Records, UnwatchedTensors
 from ..steps.address_checks import HostValue, MetadataAddresses
 from ..steps.code import ModelCode
 from ..steps.shared_memory import named_weights
 from .breaks import recordable
+from .delayed_graph import DelayedGraph
 from .dummy_batch import DummyBatches
 from .installed_graph import InstalledGraph, WritingGraph, name_segments
 from .recorder import record
@@ -32,7 +34,7 @@ NOTHING_BREAKS = (
 class GraphSet:
     """The graphs of one prepared model; `installed[NO_GRAPH]` is None.
 
-    `runs_python` says whether Python that is recorded runs again in a replay.
+    `runs_python` says whether Python that is recorded runs again in a replay; `queue` delays work.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class GraphSet:
         records: Records,
         splitting_ops: Sequence[str],
         runs_python: bool,
+        queue: WorkQueue | None = None,
     ) -> None:
         self.installed: list[InstalledGraph | None] = [None] * (len(dispatcher.plan.entries) + 1)
         self._code = code
@@ -51,6 +54,7 @@ class GraphSet:
         self._records = records
         self._splitting_ops = splitting_ops
         self._runs_python = runs_python
+        self._queue = queue
         self._unwatched: set[int] = set()
         self._recordable: tuple[CompiledModel, Callable[..., Any]] | None = None
 
@@ -102,7 +106,11 @@ class GraphSet:
         if self._code.ranged:
             name_segments(recording, plan)
         python = self._runs_python or _breaks(recording)
-        graph = kind(plan, recording, inputs, addresses, metadata, python)
+        parts = recording, inputs, addresses, metadata, python
+        if self._queue is None:
+            graph = kind(plan, *parts)
+        else:
+            graph = DelayedGraph(self._queue, self._code.compiled, *parts)
         self.installed[graph_index] = graph
         self._dispatcher.set_captured(graph_index, True)
 

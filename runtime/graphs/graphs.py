@@ -47,6 +47,7 @@ class Graphs:
             records,
             named_ops(config.splitting_ops),
             backend.runs_python,
+            getattr(backend, "queue", None),
         )
         self._records = records
         self._backend = backend

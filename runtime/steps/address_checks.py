@@ -249,7 +249,7 @@ class MetadataAddresses:
         storages = {tensor.untyped_storage().data_ptr() for tensor in read_by_graph}
         read = {
             path: tensor
-            for path, tensor in _tensors_by_path("metadata", metadata)
+            for path, tensor in tensors_by_path("metadata", metadata)
             if tensor.numel() and tensor.untyped_storage().data_ptr() in storages
         }
         self._expected = {path: (t.data_ptr(), form_of(t)) for path, t in read.items()}
@@ -274,7 +274,7 @@ class MetadataAddresses:
                     return
             except (AttributeError, LookupError, TypeError):  # metadata of another form
                 pass
-        for path, tensor in _tensors_by_path("metadata", metadata):
+        for path, tensor in tensors_by_path("metadata", metadata):
             address, form = self._expected.get(path, (None, None))
             if address is None or form is None or not tensor.numel():
                 continue
@@ -311,7 +311,7 @@ def _reader(paths: Sequence[str]) -> Callable[[Any], list[int]]:
     return read
 
 
-def _tensors_by_path(path: str, value: Any, depth: int = 0) -> Iterable[tuple[str, Tensor]]:
+def tensors_by_path(path: str, value: Any, depth: int = 0) -> Iterable[tuple[str, Tensor]]:
     """The tensors in containers and attributes, each with its path."""
     if isinstance(value, Tensor):
         yield path, value
@@ -329,4 +329,4 @@ def _tensors_by_path(path: str, value: Any, depth: int = 0) -> Iterable[tuple[st
         names = [f.name for f in fields(value)] if is_dataclass(value) else list(vars(value))
         items = [(f"{path}.{name}", getattr(value, name, None)) for name in names]
     for place, item in items:
-        yield from _tensors_by_path(place, item, depth + 1)
+        yield from tensors_by_path(place, item, depth + 1)

@@ -13,8 +13,10 @@ from ...compile.conditions.places import reader
 from ...compile.ir.plan import Plan
 from ...compile.plan.compiled_model import CompiledModel
 from ...errors import ModelClosed
+from ..backends.work_queue import WorkQueue
 from .address_checks import Addresses, Snapshot
 from .binding import laid_out, lay_out
+from .delayed import delayed_code
 from .model_check import ModelCheck
 from .profiler_ranges import range_hooks
 from .shared_memory import memory_check
@@ -29,8 +31,8 @@ class ModelCode:
     """
 
     __slots__ = (
-        "_accepted", "_inputs", "_laid_out", "_relied_on", "_seen_written", "addresses", "call",
-        "compiled", "memory_check", "model_check", "ranged",
+        "_accepted", "_inputs", "_laid_out", "_queue", "_relied_on", "_seen_written", "addresses",
+        "call", "compiled", "memory_check", "model_check", "ranged",
     )  # fmt: skip
 
     compiled: CompiledModel
@@ -40,8 +42,13 @@ class ModelCode:
     _relied_on: Snapshot
 
     def __init__(
-        self, compiled: CompiledModel, inputs: StaticInputs, address: Callable[[Tensor], int]
+        self,
+        compiled: CompiledModel,
+        inputs: StaticInputs,
+        address: Callable[[Tensor], int],
+        queue: WorkQueue | None = None,
     ) -> None:
+        self._queue = queue
         self.addresses = Addresses(address)
         self.ranged = False
         self._inputs = inputs
@@ -54,6 +61,8 @@ class ModelCode:
         """Use and watch the weights that `compiled` is bound to."""
         self.compiled = compiled
         self.call = compiled.link(*(range_hooks(compiled.plan) if self.ranged else ()))
+        if self._queue is not None:
+            self.call = delayed_code(self._queue, compiled, self.call)
         placed = {each.target: each.place for each in compiled.plan.weights if each.place}
         for name, place in placed.items():
             self.addresses.watch_read(name, reader(*place, compiled.model))
@@ -64,6 +73,11 @@ class ModelCode:
         self.memory_check = memory_check(compiled, self._seen_written)
         conditions = compiled.conditions
         self.model_check = ModelCheck(compiled, self._accepted) if conditions else None
+
+    @property
+    def owned_inputs(self) -> frozenset[str]:
+        """Names of the inputs that graphs read where the engine has them."""
+        return frozenset(self._inputs.owned)
 
     def accept_changes(self) -> list[str]:
         """Check the places that are different now no more; returns the changes."""

@@ -174,6 +174,12 @@ class BoundInputs:
             if spec.dynamic or spec.name not in self._inputs.owned:
                 view.fill_(spec.sentinel if spec.padding is Padding.SENTINEL else 0)
 
+    @property
+    def copied(self) -> list[Tensor]:
+        """The inputs that a load copies to; the others are read where the engine has them."""
+        pairs = zip(self._inputs.specs, self.views, strict=True)
+        return [view for spec, view in pairs if spec.name not in self._inputs.owned]
+
     def holds(self, value: Any) -> bool:
         """Whether `value` is a tensor in the memory of an input that is copied."""
         return isinstance(value, Tensor) and self._inputs.owns(value)

@@ -209,6 +209,12 @@ class Steps:
             self._poison_old_results(graph)
         return self._pack(results, tensors)
 
+    def reads_in_place(self, decision: Decision) -> frozenset[str]:
+        """See `PreparedModel.reads_in_place`."""
+        names = frozenset(item.label for item in self.code.compiled.plan.inputs)
+        without_graph = self._graphs[decision.graph_index] is None
+        return names if without_graph else names & self.code.owned_inputs
+
     def observe(self, observer: StepObserver) -> None:
         """Tell `observer` about each step from now on."""
         self._observers = (*self._observers, observer)

@@ -18,9 +18,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
+    _get_current_dispatch_mode,
     is_traceable_wrapper_subclass,
 )
 from torch.utils._pytree import (
@@ -135,6 +137,11 @@ def is_faking() -> bool:
 def without_modes() -> AbstractContextManager[Any]:
     """Run without dispatch modes."""
     return _disable_current_modes()
+
+
+def last_modes() -> tuple[Any, Any]:
+    """The dispatch mode and the function mode that this thread entered last; None for none."""
+    return _get_current_dispatch_mode(), _get_current_function_mode()  # type: ignore[no-untyped-call]
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -1,0 +1,61 @@
+"""A captured graph whose replays wait in the queue of the replay backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ...compile.ir.ops import tensors_in
+from ...compile.plan.compiled_model import CompiledModel
+from ...torch_compat.basics.tensors import storage_id
+from ..backends.replay import TapeGraph
+from ..backends.work_queue import WorkQueue
+from ..steps.delayed import DelayedStep, delays
+from .installed_graph import WritingGraph
+
+
+class DelayedGraph(WritingGraph):
+    """Copies of inputs, graphs and splitting ops are each one part of the queued work."""
+
+    __slots__ = ("_compiled", "_queue")
+
+    def __init__(self, queue: WorkQueue, compiled: CompiledModel, *rest: Any) -> None:
+        super().__init__(compiled.plan, *rest)
+        self._queue = queue
+        self._compiled = compiled
+
+    def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> Sequence[Any]:
+        if not delays(self._queue):
+            return super().replay(tensors, sizes)
+        self.addresses.check_step()
+        load, fresh = self._by_size.get(sizes) or self._prepare(sizes)
+        step = DelayedStep(self._queue, self._compiled, tensors)
+        step.put(partial(load, tensors), tensors, tensors, self._inputs.copied)
+        results = [each for each in tensors_in(self.recording.outputs) if not self._outside(each)]
+        in_place = [*tensors, *step.metadata]
+        for call in self.recording.calls:
+            reads, compared = _reads(call), step.metadata
+            if reads is not None:
+                memory = set(map(storage_id, reads))
+                compared = [each for each in in_place if storage_id(each) in memory]
+            step.put(call, reads or (), compared, results)
+        self._inputs.copy_back(tensors)
+        self._queue.overwritten(results, step.name)
+        made = [result() for result in fresh]
+        for result in tensors_in(made):
+            self._queue.made(result, step.name)
+        return made
+
+    def _outside(self, output: Tensor) -> bool:
+        """Whether a result is in memory of the engine."""
+        found = self.recording.ownership.found()
+        return storage_id(output) in map(storage_id, found)
+
+
+def _reads(call: Callable[[], None]) -> list[Tensor] | None:
+    """What a graph reads; None for a splitting op."""
+    graph = getattr(call, "__self__", None)
+    return graph.reads if isinstance(graph, TapeGraph) else None

@@ -1,0 +1,290 @@
+"""Steps whose work is delayed: the numbers that a device would give, and early rewrites by name."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import Batch, Config, Decision, GraphMode, PreparedModel, get_forward_context
+from piecegraph.compile.plan.compiled_model import CompiledModel, bind
+from piecegraph.errors import ResultOverwritten, RewrittenEarly
+
+from .conftest import compile_once, prepare_on_replay
+
+MAX_TOKENS, HIDDEN, SLOTS = 8, 4, 32
+GRAPH_MODES = [GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL_DECODE_ONLY]
+
+
+@dataclass
+class Metadata:
+    """The slots of each token: the first one is its own."""
+
+    table: Tensor = field(default_factory=lambda: torch.zeros(MAX_TOKENS, 2, dtype=torch.int64))
+    lens: Tensor = field(default_factory=lambda: torch.ones(MAX_TOKENS))
+
+
+def attend(query: Tensor, out: Tensor) -> None:
+    context = get_forward_context()
+    metadata, kv = context.metadata, context.layers["kv"]
+    table, lens = metadata.table[: len(query)], metadata.lens[: len(query)]
+    kv.index_copy_(0, table[:, 0], query)
+    out.copy_(kv[table].sum(1) / lens[:, None])
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.rand(16, HIDDEN), requires_grad=False)
+        self.adapters = nn.Parameter(torch.rand(3, HIDDEN), requires_grad=False)
+        self.scale = nn.Buffer(torch.full((HIDDEN,), 0.5))
+
+    def forward(self, ids: Tensor, loras: Tensor, x: Tensor) -> Tensor:
+        query = self.embedding[ids] + self.adapters[loras] + x
+        out = torch.empty_like(query)
+        torch.ops.delayed_work.attend(query, out)
+        return out * self.scale
+
+
+@pytest.fixture(scope="module")
+def compiled(temporary_op: Callable[..., str]) -> tuple[Config, CompiledModel]:
+    op = temporary_op("delayed_work::attend", "(Tensor q, Tensor(a!) out) -> ()", attend)
+    tokens = "int64[num_tokens]"
+    return compile_once(
+        Model(),
+        splitting_ops=(op,),
+        inputs={"ids": tokens, "loras": tokens, "x": f"float32[num_tokens, {HIDDEN}]"},
+        max_num_tokens=MAX_TOKENS,
+        max_num_reqs=MAX_TOKENS,
+        attention={"support": "UNIFORM_SINGLE_TOKEN_DECODE"},
+    )
+
+
+@dataclass
+class Scene:
+    """An engine with one step in flight."""
+
+    prepared: PreparedModel
+    model: Model
+    kv: Tensor
+    ids: Tensor
+    metadata: Metadata = field(default_factory=Metadata)
+    loras: Tensor = field(default_factory=lambda: torch.ones(4, dtype=torch.int64))
+    x: Tensor = field(default_factory=lambda: torch.rand(4, HIDDEN))
+
+    def step(self) -> Tensor:
+        decision = self.decide()
+        inputs = self.ids[:4], self.loras, self.x
+        result: Tensor = self.prepared.run(decision, *inputs, metadata=self.metadata)
+        return result
+
+    def decide(self) -> Decision:
+        return self.prepared.dispatch(Batch(4, 4, is_decode=True, query_len=1))
+
+
+@pytest.fixture
+def make_scene(compiled: tuple[Config, CompiledModel]) -> Iterator[Callable[..., Scene]]:
+    scenes = []
+
+    def make(mode: GraphMode, **options: Any) -> Scene:
+        torch.manual_seed(1)
+        model, kv = Model(), torch.rand(SLOTS, HIDDEN)
+        ids = torch.arange(MAX_TOKENS)
+        config, traced = compiled
+        prepared = prepare_on_replay(
+            bind(traced.plan, traced.pieces, model, from_bundle=False),
+            config,
+            mode,
+            (4, 8),
+            {"kv": kv},
+            options,
+            {"ids": ids},
+        )
+        scenes.append(Scene(prepared, model, kv, ids))
+        metadata = scenes[-1].metadata
+        prepared.capture(lambda *facts: metadata)  # of slot 0
+        metadata.table.copy_(torch.arange(2 * MAX_TOKENS).view(MAX_TOKENS, 2))
+        return scenes[-1]
+
+    with torch.no_grad():
+        yield make
+    for scene in scenes:
+        scene.prepared.close()
+
+
+def test_a_step_runs_when_its_result_is_read(make_scene: Callable[..., Scene]) -> None:
+    """In every way to read it, also through operations of the engine in between."""
+    for mode in GRAPH_MODES:
+        plain, late = make_scene(mode), make_scene(mode, delay=True)
+        expected = plain.step().clone()
+        reads: list[Callable[[Tensor], Any]] = [
+            lambda r: r.tolist(),
+            lambda r: r.numpy().tolist(),
+            lambda r: np.asarray(r).tolist(),
+            lambda r: [[e.item() for e in row] for row in r],
+            lambda r: r.t().contiguous().t().tolist(),
+            lambda r: torch.cat([r[:2] * 1, r[2:].clone()]).tolist(),
+            lambda r: torch.zeros(4, HIDDEN).copy_(r).tolist(),
+        ]
+        for read in reads:
+            kv = late.kv.clone()
+            result = late.step()
+            event = late.prepared.reads_done()
+            assert not event.query()
+            assert read(result) == expected.tolist()
+            assert event.query()
+            late.kv.copy_(kv)
+        late.step()
+        assert torch.equal(late.kv, plain.kv)  # read after the step in the order of the stream
+        event = late.prepared.reads_done()
+        event.synchronize()
+        assert event.query()
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_an_early_rewrite_gives_what_a_device_gives(
+    make_scene: Callable[..., Scene], mode: GraphMode
+) -> None:
+    plain, late = make_scene(mode), make_scene(mode, delay=True)
+    x = late.x.clone()
+    result = late.step()
+    late.x.zero_()
+    late.metadata.lens.fill_(2)
+    plain.x.zero_()
+    plain.metadata.lens.fill_(2)
+    assert torch.equal(result, plain.step())
+    late.x.copy_(x)
+    result = late.step()
+    late.prepared.reads_done().wait()  # from here on it may be rewritten
+    late.x.zero_()
+    plain.x.copy_(x)
+    assert torch.equal(result, plain.step())
+
+
+def inputs(scene: Scene) -> None:
+    scene.x.zero_()
+
+
+def metadata(scene: Scene) -> None:
+    scene.metadata.lens.add_(1)
+
+
+def tables(scene: Scene) -> None:
+    scene.metadata.table[0, 1] = 9
+
+
+def sampled_tokens(scene: Scene) -> None:
+    scene.ids[:4] = torch.tensor([5, 6, 7, 8])
+
+
+def kv_freed_and_reused(scene: Scene) -> None:
+    scene.kv[3].fill_(9)
+
+
+def lora_indices(scene: Scene) -> None:
+    scene.loras[1] = 2
+
+
+def refit_of_buffers(scene: Scene) -> None:
+    scene.model.scale.mul_(2)
+
+
+def refresh(scene: Scene) -> None:
+    old = scene.model.embedding.data
+    scene.model.embedding.data = old * 2
+    old.zero_()  # its memory is given to others before the step ran
+    scene.prepared.refresh()
+
+
+def pinned_staging(scene: Scene) -> None:
+    staging = torch.zeros(MAX_TOKENS)
+    scene.metadata.lens.copy_(staging, non_blocking=True)
+    staging.fill_(3)
+
+
+def pinned_staging_by_numpy(scene: Scene) -> None:
+    staging = np.zeros(MAX_TOKENS, np.float32)
+    scene.metadata.lens.copy_(torch.from_numpy(staging), non_blocking=True)
+    staging[:] = 3
+
+
+def two_streams(scene: Scene) -> None:
+    thread = threading.Thread(target=scene.metadata.table.zero_)
+    thread.start()
+    thread.join()
+
+
+PLANTED = [
+    (inputs, "input 'x'"),
+    (metadata, "metadata.lens"),
+    (tables, "metadata.table"),
+    (sampled_tokens, "input 'ids'"),
+    (kv_freed_and_reused, "layers['kv']"),
+    (lora_indices, "input 'loras'"),
+    (refit_of_buffers, "scale"),
+    (refresh, "embedding"),
+    (pinned_staging, "argument 0"),
+    (pinned_staging_by_numpy, "argument 0"),
+    (two_streams, "metadata.table"),
+]
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_an_early_rewrite_is_found_and_named(
+    make_scene: Callable[..., Scene], mode: GraphMode
+) -> None:
+    scene = make_scene(mode, delay=True, fail_on_early_writes=True)
+    scene.step().tolist()
+    for rewrite, buffer in PLANTED:
+        scene.step().tolist()
+        scene.step()
+        with pytest.raises(RewrittenEarly) as error:
+            rewrite_and_wait(scene, rewrite)
+        facts, line = error.value.facts, rewrite.__code__.co_firstlineno
+        lines = [f"{__file__}:{line + ahead}" for ahead in range(1, 6)]
+        assert facts["buffer"] == buffer
+        if "staging" in rewrite.__name__:
+            assert facts["step"] == f"aten.copy_ (at {lines[1]})"
+        else:
+            assert re.fullmatch(rf"step \d+ \({mode.name[:4]}\w* 4\)", facts["step"])
+        seen = "numpy" not in rewrite.__name__ and rewrite is not two_streams
+        assert (error.value.where in lines) == seen
+        assert ("torch does not see" in facts["by"]) != seen
+        scene.prepared.refresh()  # what was queued is dropped, and steps go on
+        rewrite_after(scene, rewrite)
+
+
+def rewrite_and_wait(scene: Scene, rewrite: Callable[[Scene], None]) -> None:
+    rewrite(scene)
+    scene.prepared.backend.synchronize()
+
+
+def rewrite_after(scene: Scene, rewrite: Callable[[Scene], None]) -> None:
+    """The same write is right once the steps have read."""
+    scene.step()
+    scene.prepared.reads_done().synchronize()
+    if "staging" not in rewrite.__name__:
+        rewrite(scene)
+    scene.prepared.backend.synchronize()
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES[1:])
+def test_a_result_that_was_kept_is_found(make_scene: Callable[..., Scene], mode: GraphMode) -> None:
+    """Of the step before, and of a graph that was freed; also a view of it."""
+    scene = make_scene(mode, delay=True, fail_on_early_writes=True)
+    kept, now = scene.step(), scene.step()
+    for read in (kept.sum, kept[0].tolist):
+        with pytest.raises(ResultOverwritten, match=r"step 1 .* after step 2 .*test_delayed_work"):
+            read()
+    copied = now.clone()
+    scene.prepared.release()
+    with pytest.raises(ResultOverwritten, match="the release of its graph"):
+        now.tolist()
+    assert copied.tolist()
