@@ -219,3 +219,15 @@ def test_memory_is_used_while_a_tensor_is_on_it() -> None:
     assert storage.nbytes() == 16
     del storage
     assert not tensors.is_used(weak)
+
+
+def test_the_modes_that_were_entered_last() -> None:
+    class Dispatch(tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
+        pass
+
+    class Function(torch.overrides.TorchFunctionMode):
+        pass
+
+    assert tensors.last_modes() == (None, None)
+    with Dispatch() as dispatch, Function() as function:
+        assert tensors.last_modes() == (dispatch, function)
