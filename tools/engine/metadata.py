@@ -8,6 +8,7 @@ padding block-table entries point into the dump block.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import cycle
 from typing import Any, Protocol
 
 import numpy as np
@@ -129,12 +130,14 @@ class Buffers(Protocol):
 
 
 class MetadataBuffers:
-    """The persistent buffers and the two ways to fill them: from a schedule, or with padding."""
+    """The persistent buffers and the two ways to fill them: from a schedule, or with padding.
+
+    There are two sets of staging memory, in turn: the copies of a step in flight read theirs late.
+    """
 
     def __init__(self, *, max_rows: int, max_blocks: int, device: torch.device) -> None:
-        self._host_slots = np.zeros(max_rows, dtype=np.int64)
-        self._host_table = np.zeros((max_rows, max_blocks), dtype=np.int64)
-        self._host_lens = np.zeros(max_rows, dtype=np.int64)
+        shapes = (max_rows,), (max_rows, max_blocks), (max_rows,)
+        self._staging = cycle([[np.zeros(s, dtype=np.int64) for s in shapes] for _ in range(2)])
         self.slot_mapping = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self.block_table = torch.zeros((max_rows, max_blocks), dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -203,6 +206,7 @@ class MetadataBuffers:
         )
 
     def _blank(self, rows: int) -> None:
+        self._host_slots, self._host_table, self._host_lens = next(self._staging)
         self._host_slots[:rows] = DUMP_SLOT
         self._host_table[:rows] = DUMP_BLOCK
         self._host_lens[:rows] = 0

@@ -21,9 +21,13 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> list[int]:
         """The next token of each row (rows, vocab); `params` has one per row. Synchronizes."""
+        sampled: list[int] = self.draw(logits, params).tolist()
+        return sampled
+
+    def draw(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+        """The tokens that `sample` returns, (rows,) on the device."""
         if all(each.temperature == 0 for each in params):
-            greedy: list[int] = logits.argmax(dim=-1).tolist()
-            return greedy
+            return logits.argmax(dim=-1)
         temperature, top_p, top_k = self._tensors_of(tuple(params), logits.shape[-1])
         scaled = logits.float() / temperature.clamp(min=1e-6)
         ordered, tokens = scaled.sort(dim=-1, descending=True, stable=True)
@@ -34,8 +38,7 @@ class Sampler:
         chances = chances.masked_fill((ordered_before >= top_p) & (places > 0), 0)
         drawn = torch.multinomial(chances, 1, generator=self.generator)
         chosen = torch.where(temperature == 0, tokens[:, :1], tokens.gather(1, drawn))
-        sampled: list[int] = chosen.squeeze(1).tolist()
-        return sampled
+        return chosen.squeeze(1)
 
     def forget_batch(self) -> None:
         """The next call creates its parameter tensors again, as for a changed batch."""

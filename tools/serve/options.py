@@ -288,6 +288,7 @@ class RunOptions:
         max=64,
         panel="Engine",
     )
+    overlap: bool = option(False, "Build a step while the last one runs.", panel="Engine")
     lora: int = option(
         0, "LoRA adapters that requests use, at random.", min=0, max=1024, panel="Engine"
     )
@@ -361,6 +362,9 @@ def _check_conflicts(options: RunOptions) -> None:
     if options.buckets:
         own = ("mode", "capture_sizes", "kv_blocks", "speculate", "lora")
         without.append((own, "the engine that --buckets starts has no such option"))
+    if options.overlap:
+        own = ("speculate", "buckets")
+        without.append((own, "--overlap builds a step before the last one's tokens are known"))
     if options.hf is not None:
         without.append((("lora", "buckets"), "a model of --hf is served without"))
     for switch in options.off:

@@ -41,6 +41,7 @@ from ..engine.engine import Engine
 from ..engine.kv_cache import Defragmenter, LayerCache, allocate_layer_caches
 from ..engine.metadata import Buffers, MetadataBuffers
 from ..engine.model import INPUTS, Decoder
+from ..engine.overlap import OverlappingEngine
 from ..engine.sampler import Sampler, sampler_warmup
 from ..engine.scheduler import Request, Scheduler
 from ..engine.serving_log import Clock
@@ -355,7 +356,8 @@ def _engine(
         every=1 if options.verify == "all" else SAMPLE_EVERY,
     )
     run = prepared.run if options.verify == "none" else verifier.run
-    engine = (BucketEngine if options.buckets else Engine)(
+    kind = OverlappingEngine if options.overlap else Engine
+    engine = (BucketEngine if options.buckets else kind)(
         prepared,
         model.logits,
         scheduler,

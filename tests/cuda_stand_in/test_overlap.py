@@ -1,0 +1,92 @@
+"""Steps in flight on a device: what is rewritten too early, and the event that says when."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from piecegraph.tools.serve import run as main_job
+from piecegraph.tools.serve.options import read_run_options
+from piecegraph.tools.serve.requests import read_requests
+
+from .control import StandIn
+from .models import batch, eager
+from .test_scenes import captured
+
+SEEDS = range(4)
+
+
+def on_host(event: torch.cuda.Event, other: torch.cuda.Stream) -> None:
+    event.synchronize()
+
+
+def on_stream(event: torch.cuda.Event, other: torch.cuda.Stream) -> None:
+    event.wait(other)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
+@pytest.mark.parametrize("wait", [on_host, on_stream])
+def test_another_stream_rewrites_inputs_after_the_event(
+    stand_in: StandIn, mode: str, seed: int, wait: Callable[..., None]
+) -> None:
+    stand_in.seed(seed)
+    model, other = captured("cuda:0", mode), torch.cuda.Stream()
+    x = torch.randn(4, 64, device="cuda:0")
+    expected = eager(x)
+    torch.cuda.synchronize()
+    result = model(x, batch=batch(4), metadata=None)
+    wait(model.reads_done(), other)
+    with torch.cuda.stream(other):
+        x.zero_()
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    model.close()
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL"])
+def test_without_the_event_some_order_is_wrong(stand_in: StandIn, mode: str) -> None:
+    """Inputs by another stream, and pinned memory that the host rewrites: both need it."""
+    wrong = {"stream": 0, "pinned": 0}
+    for seed in range(8):
+        stand_in.seed(seed)
+        model, other = captured("cuda:0", mode), torch.cuda.Stream()
+        x, pinned = torch.randn(4, 64, device="cuda:0"), torch.randn(4, 64).pin_memory()
+        expected = eager(x), eager(pinned.to("cuda:0"))
+        torch.cuda.synchronize()
+        result = model(x, batch=batch(4), metadata=None).clone()
+        with torch.cuda.stream(other):
+            x.zero_()
+        torch.cuda.synchronize()
+        wrong["stream"] += not torch.allclose(result, expected[0], rtol=1e-5, atol=1e-5)
+        result = model(pinned.to("cuda:0", non_blocking=True), batch=batch(4), metadata=None)
+        pinned.zero_()
+        wrong["pinned"] += not torch.allclose(result, expected[1], rtol=1e-5, atol=1e-5)
+        model.close()
+    assert wrong["stream"]
+    assert wrong["pinned"]
+
+
+@pytest.mark.parametrize("mode", ["none", "piecewise", "full-decode-only"])
+@pytest.mark.parametrize("more", [{}, {"lora": 2, "strategy": "lazy"}])
+def test_the_reference_engine_overlaps(stand_in: StandIn, mode: str, more: dict[str, Any]) -> None:
+    def served(seed: int, **options: Any) -> list[list[int]]:
+        stand_in.seed(seed)
+        given = read_run_options(
+            model="layers=1,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32",
+            requests=5, length_scale=0.05, max_num_reqs=3, max_num_tokens=12, mode=mode,
+            capture_sizes="1,2,4,8", backend="eager", no_cache=True, verify="none",
+            device="cuda:0", **options, **more,
+        )  # fmt: skip
+        requests, console = read_requests(given), Console(file=io.StringIO())
+        with main_job.start_service(given, requests, [], console) as service:
+            main_job.serve(service, requests, console)
+        return [request.tokens for request in requests]
+
+    expected = served(0)
+    for seed in SEEDS:
+        assert served(seed, overlap=True) == expected

@@ -1,0 +1,106 @@
+"""An engine with one step in flight serves the same tokens, on work that is delayed."""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+
+import pytest
+from rich.console import Console
+
+from piecegraph import ReplayBackend, ReplayOptions, prepare
+from piecegraph.errors import InvalidSetting, RewrittenEarly
+from piecegraph.tools.engine.scheduler import SamplingParams
+from piecegraph.tools.serve import run as main_job
+from piecegraph.tools.serve.options import read_run_options
+from piecegraph.tools.serve.requests import read_requests
+
+pytestmark = pytest.mark.compile
+
+SMALL = "layers=2,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"
+MODES = ["none", "piecewise", "full-decode-only", "full-and-piecewise"]
+FEATURES = [{}, {"lora": 3}, {"kv_blocks": 32, "block_size": 2}]  # the last one preempts
+CASES = [
+    (case, {"strategy": strategy, "requests": 24, **feature})
+    for case, (feature, strategy) in enumerate(
+        itertools.product(FEATURES, ("eager", "delayed", "lazy"))
+    )
+]
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Serves the trace; returns each request's tokens, the steps, and the backend."""
+
+    def serve(mode, *, replay=None, change=None, **options):
+        backend = ReplayBackend(ReplayOptions(poison_before_replay=True, **(replay or {})))
+        monkeypatch.setattr(main_job, "prepare", functools.partial(prepare, backend=backend))
+        given = read_run_options(
+            **{
+                "model": SMALL, "requests": 6, "length_scale": 0.1, "max_num_reqs": 3,
+                "max_num_tokens": 12, "mode": mode, "capture_sizes": "1,2,4,8",
+                "backend": "eager", "no_cache": True, "verify": "none", **options,
+            }
+        )  # fmt: skip
+        requests, console = read_requests(given), Console(file=io.StringIO())
+        for request in requests[::2]:
+            request.sampling = SamplingParams(1.0, 0.9, 20)
+        with main_job.start_service(given, requests, [], console) as service:
+            if change is not None:
+                change(service.engine)
+            main_job.serve(service, requests, console)
+            steps = service.engine.log.steps
+            return [request.tokens for request in requests], steps, backend
+
+    return serve
+
+
+def overlapped(served, mode, seed=None, **options):
+    """The tokens and the steps of an overlapped run with all checks."""
+    replay = {"delay": True, "fail_on_early_writes": True, "delay_seed": seed}
+    tokens, steps, backend = served(mode, replay=replay, overlap=True, **options)
+    assert backend.queue.steps >= len(steps)
+    return tokens, [step.num_tokens for step in steps]
+
+
+def without_overlap(served, mode, **options):
+    tokens, steps, _ = served(mode, **options)
+    return tokens, [step.num_tokens for step in steps]
+
+
+def test_overlap_changes_no_token(served):
+    mode = "full-and-piecewise"
+    assert overlapped(served, mode) == without_overlap(served, mode)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("mode", MODES)
+def test_300_overlapped_steps_of_each_mode_with_ten_seeds(served, mode):
+    cases, expected, steps = itertools.cycle(CASES), {}, dict.fromkeys(range(10), 0)
+    for seed in steps:
+        while steps[seed] < 300:
+            case, options = next(cases)
+            if case not in expected:
+                expected[case] = without_overlap(served, mode, **options)
+            assert overlapped(served, mode, seed, **options) == expected[case], (seed, case)
+            steps[seed] += len(expected[case][1])
+    print(f"{mode}: {sum(steps.values())} steps with {len(steps)} seeds, 0 differences")
+
+
+def test_one_set_of_staging_memory_is_too_few(served):
+    """What the engine would do wrong: rewrite staging memory that a step in flight reads."""
+
+    def change(engine):
+        staging = next(engine.buffers._staging)
+        engine.buffers._staging = itertools.repeat(staging)
+
+    replay = {"delay": True, "fail_on_early_writes": True}
+    with pytest.raises(RewrittenEarly, match=r"aten.copy_ \(at .*metadata.py"):
+        served("full-decode-only", replay=replay, overlap=True, change=change)
+
+
+def test_what_cannot_overlap_is_refused():
+    for other in ({"speculate": 2}, {"buckets": "exponential"}):
+        with pytest.raises(InvalidSetting, match="--overlap builds a step before"):
+            read_run_options(overlap=True, **other)
