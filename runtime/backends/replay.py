@@ -129,6 +129,11 @@ class TapeGraph:
         return len(self._operations)
 
     def replay(self) -> None:
+        self.check_inputs()
+        self.run()
+
+    def run(self) -> None:
+        """What a device does in a replay; the rest of it is done by the host."""
         if torch.is_inference_mode_enabled():
             self._run()
         else:
@@ -138,16 +143,17 @@ class TapeGraph:
     def _run(self) -> None:
         self._counters["replays"] += 1
         self._counters["operations"] += len(self._operations)
-        if self._options.fail_on_moved_inputs:
-            self._check_inputs()
         if self._options.poison_before_replay:
             for tensor in self._made:
                 poison(tensor)
         for operation in self._operations:
             operation()
 
-    def _check_inputs(self) -> None:
-        for recorded, tensor in self._ownership.moved():
+    def check_inputs(self) -> None:
+        """Raise MovedTensor if asked to, and a tensor that the graph reads was moved."""
+        for recorded, tensor in (
+            self._ownership.moved() if self._options.fail_on_moved_inputs else ()
+        ):
             name = f"a captured {tensor.dtype} tensor of shape {tuple(tensor.shape)}"
             raise MovedTensor(name=name, recorded=hex(recorded), now=hex(tensor.data_ptr()))
 

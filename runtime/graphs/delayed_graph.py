@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -37,11 +37,14 @@ class DelayedGraph(WritingGraph):
         results = [each for each in tensors_in(self.recording.outputs) if not self._outside(each)]
         in_place = [*tensors, *step.metadata]
         for call in self.recording.calls:
-            reads, compared = _reads(call), step.metadata
-            if reads is not None:
-                memory = set(map(storage_id, reads))
-                compared = [each for each in in_place if storage_id(each) in memory]
-            step.put(call, reads or (), compared, results)
+            graph = getattr(call, "__self__", None)
+            if not isinstance(graph, TapeGraph):  # a splitting op
+                step.put(call, (), step.metadata, results)
+                continue
+            graph.check_inputs()
+            memory = set(map(storage_id, graph.reads))
+            compared = [each for each in in_place if storage_id(each) in memory]
+            step.put(graph.run, graph.reads, compared, results)
         self._inputs.copy_back(tensors)
         self._queue.overwritten(results, step.name)
         made = [result() for result in fresh]
@@ -53,9 +56,3 @@ class DelayedGraph(WritingGraph):
         """Whether a result is in memory of the engine."""
         found = self.recording.ownership.found()
         return storage_id(output) in map(storage_id, found)
-
-
-def _reads(call: Callable[[], None]) -> list[Tensor] | None:
-    """What a graph reads; None for a splitting op."""
-    graph = getattr(call, "__self__", None)
-    return graph.reads if isinstance(graph, TapeGraph) else None

@@ -82,10 +82,13 @@ def delays(queue: WorkQueue | None) -> bool:
 def delayed_code(
     queue: WorkQueue, compiled: CompiledModel, call: Callable[..., tuple[Any, ...]]
 ) -> Callable[..., tuple[Any, ...]]:
-    """Compiled code that is queued in a step; its results have no values yet."""
+    """Compiled code that is queued in a step; its results have no values yet.
+
+    Code that is not traced runs at once: the form of its results is not known.
+    """
 
     def run(*tensors: Any) -> tuple[Any, ...]:
-        if not delays(queue):
+        if not compiled.traced or not delays(queue):
             queue.drain()
             return call(*tensors)
         step = DelayedStep(queue, compiled, tensors)

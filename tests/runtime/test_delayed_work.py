@@ -288,3 +288,38 @@ def test_a_result_that_was_kept_is_found(make_scene: Callable[..., Scene], mode:
     with pytest.raises(ResultOverwritten, match="the release of its graph"):
         now.tolist()
     assert copied.tolist()
+
+
+@pytest.mark.parametrize("mode", GRAPH_MODES[1:])
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_graphs_change_between_steps_in_flight(
+    make_scene: Callable[..., Scene], mode: GraphMode, seed: int | None
+) -> None:
+    """Captured again after new weights, evicted, released, captured: as without delay."""
+
+    def new_weights(scene: Scene) -> None:
+        scene.model.embedding.data = scene.model.embedding.data * 2
+        assert scene.prepared.refresh()
+
+    def evict(scene: Scene) -> None:
+        captures = scene.prepared._graphs.capturer.captures
+        captures.evict(scene.decide().graph_index)
+
+    def release(scene: Scene) -> None:
+        scene.prepared.release()
+
+    def capture(scene: Scene) -> None:
+        scene.prepared.capture(lambda *facts: Metadata(scene.metadata.table * 0))
+
+    plain = make_scene(mode)
+    late = make_scene(mode, delay=True, fail_on_early_writes=True, delay_seed=seed)
+    results = []
+    for scene in (plain, late):
+        found = []
+        for change in (new_weights, evict, capture, release, capture):
+            found += [scene.step().clone() for _ in range(3)]
+            if mode is GraphMode.PIECEWISE or change is not capture:
+                change(scene)
+        results.append([scene.step().clone(), *found])
+    assert all(map(torch.equal, *results))
+    assert torch.equal(plain.kv, late.kv)

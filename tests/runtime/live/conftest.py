@@ -6,7 +6,7 @@ requests start is in a buffer that keeps its place, as graphs of whole batches n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -194,7 +194,10 @@ def prepare_live(
     served: list[PreparedModel] = []
 
     def serve(
-        model: nn.Module | None = None, ranks: Ranks | None = None, **settings: Any
+        model: nn.Module | None = None,
+        ranks: Ranks | None = None,
+        replay: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> LiveServed:
         config = Config(
             splitting_ops=(attend_op,),
@@ -208,9 +211,8 @@ def prepare_live(
             cache_dir=tmp_path / "cache",
         ).changed(**settings)
         model, stage = model or Model(), Stage()
-        prepared = prepare(
-            model, config, layers={"stage": stage}, backend=strict_backend(), ranks=ranks
-        )
+        backend = strict_backend(**(replay or {}))
+        prepared = prepare(model, config, layers={"stage": stage}, backend=backend, ranks=ranks)
         served.append(prepared)
 
         def expected(x: Tensor) -> Tensor:

@@ -75,6 +75,28 @@ def test_steps_are_right_before_and_after_the_switch(
 
 @pytest.mark.compile
 @pytest.mark.parametrize("strategy", ["eager", "lazy"])
+def test_the_switch_comes_between_steps_in_flight(
+    serve_cold: Callable[..., LiveServed], strategy: str
+) -> None:
+    replay = {"delay": True, "fail_on_early_writes": True}
+    served = serve_cold(strategy=strategy, replay=replay)
+    served.prepared.capture()
+    steps = []
+    for switches in (False, False, True, False, False):
+        if switches:
+            served.prepared.wait_until_compiled()
+        x = torch.randn(4, HIDDEN)
+        with torch.no_grad():
+            result = served.prepared(x, batch=Batch(4, 1)).clone()
+        steps.append((x, result))
+    assert not served.prepared.reads_done().query()
+    assert facts(served)["state"] == "compiled"
+    for x, result in steps:
+        assert torch.equal(result, served.expected(x))
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("strategy", ["eager", "lazy"])
 def test_graphs_are_captured_between_the_steps_after_the_switch(
     serve_cold: Callable[..., LiveServed], strategy: str
 ) -> None:
