@@ -363,8 +363,8 @@ def _check_conflicts(options: RunOptions) -> None:
         own = ("mode", "capture_sizes", "kv_blocks", "speculate", "lora")
         without.append((own, "the engine that --buckets starts has no such option"))
     if options.overlap:
-        own = ("speculate", "buckets")
-        without.append((own, "--overlap builds a step before the last one's tokens are known"))
+        reason = "--overlap builds a step before the last one's tokens are known"
+        without.append((("speculate", "buckets"), reason))
     if options.hf is not None:
         without.append((("lora", "buckets"), "a model of --hf is served without"))
     for switch in options.off:
