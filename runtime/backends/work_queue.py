@@ -12,7 +12,7 @@ Writes that torch does not see, through numpy or by another thread, are found by
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -80,8 +80,9 @@ class WorkQueue:
         self.steps = 0
         self._random = None if seed is None else Random(seed)
         self._works: deque[Work] = deque()
-        self._written: set[int] = set()
-        self._read_after: set[int] = set()
+        # by identity of a storage, the last work that writes it; kept in memory until that has run
+        self._written: dict[int, int] = {}
+        self._state: dict[int, int] = {}
         self._rewrites: list[Rewrite] = []
         self._results: Any = WeakTensorKeyDictionary()
         self._owners: dict[int, str] = {}
@@ -100,19 +101,19 @@ class WorkQueue:
     ) -> None:
         """Queue `run`.
 
-        It reads `reads`, and what it is seen to read. The contents of `compared` are compared then.
-        Operations that touch
-        `writes` come after it, and operations that read `state`, which it may write.
+        It reads `reads`, and what it is seen to read; the contents of `compared` are compared then.
+        Operations that touch `writes` come after it, and those that read `state`, which it may
+        write.
         """
         self.last += 1
         contents = []
         if self.checks and compared:
-            known = [each for each in compared if storage_id(each) not in self._written]
+            known = [each for each in compared if not self._awaits(self._written, each)]
             with without_modes():
                 contents = [(each.detach(), each.detach().clone()) for each in known]
         self._works.append(Work(self.last, name, run, reads, contents, names))
-        self._written.update(map(storage_id, writes))
-        self._read_after.update(map(storage_id, state))
+        self._written |= {storage_id(each): self.last for each in writes}
+        self._state |= {storage_id(each): self.last for each in state}
         self._advance()
 
     def watch(self) -> bool:
@@ -151,7 +152,7 @@ class WorkQueue:
         """Run the queue if it writes what is read."""
         used = memory_of(args)
         self._check_results(used)
-        if not self.busy and any(map(self._is_pending, used)):
+        if any(self._awaits(by, each) for each in used for by in (self._written, self._state)):
             self.drain()
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -163,8 +164,8 @@ class WorkQueue:
         self._check_results(used)
         sources = [each for each in used if all(each is not target for target in written)]
         late = _non_blocking(func, args, kwargs)
-        needed = any(storage_id(each) in self._written for each in used)
-        if not (late or needed or any(storage_id(each) in self._read_after for each in sources)):
+        needed = any(self._awaits(self._written, each) for each in used)
+        if not (late or needed or any(self._awaits(self._state, each) for each in sources)):
             self._note(written)
             return func(*args, **kwargs)
         places = None if reads_host(func, args, kwargs) else _places(func, args, kwargs)
@@ -185,8 +186,9 @@ class WorkQueue:
         )
         return places
 
-    def _is_pending(self, tensor: Tensor) -> bool:
-        return storage_id(tensor) in self._written or storage_id(tensor) in self._read_after
+    def _awaits(self, writers: Mapping[int, int], tensor: Tensor) -> bool:
+        """Whether one of `writers` is still to write `tensor`."""
+        return writers.get(storage_id(tensor), 0) > self.done
 
     def _advance(self) -> None:
         """Run some work, as a device may have done by now."""
@@ -204,10 +206,7 @@ class WorkQueue:
         finally:
             self.busy = False
             self.done = work.number if self._works else self.last
-            if not self._works:
-                self._written.clear()
-                self._read_after.clear()
-                self._rewrites.clear()
+            self._rewrites = [each for each in self._rewrites if each.after > self.done]
 
     def _run_checked(self, work: Work) -> None:
         if not self.checks:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from piecegraph import Batch, Config, Decision, GraphMode, PreparedModel, get_forward_context
+from piecegraph import (
+    Batch,
+    Config,
+    Decision,
+    GraphMode,
+    PreparedModel,
+    get_forward_context,
+    prepare,
+)
 from piecegraph.compile.plan.compiled_model import CompiledModel, bind
 from piecegraph.errors import ResultOverwritten, RewrittenEarly
 
@@ -323,3 +333,68 @@ def test_graphs_change_between_steps_in_flight(
         results.append([scene.step().clone(), *found])
     assert all(map(torch.equal, *results))
     assert torch.equal(plain.kv, late.kv)
+
+
+ON_DEVICE = [inputs, metadata, tables, sampled_tokens, kv_freed_and_reused, lora_indices,
+             refit_of_buffers, refresh]  # fmt: skip
+
+
+@pytest.fixture
+def device_scene(compiled: tuple[Config, CompiledModel]) -> Iterator[Callable[..., Scene]]:
+    torch.library.impl("delayed_work::attend", "cuda", attend)
+    scenes = []
+
+    def make(mode: GraphMode) -> Scene:
+        torch.manual_seed(1)
+        model, kv = Model().cuda(), torch.rand(SLOTS, HIDDEN).cuda()
+        ids = torch.arange(MAX_TOKENS).cuda()
+        config = compiled[0].changed(graph_mode=mode, capture_sizes=(4, 8))
+        prepared = prepare(model, config, layers={"kv": kv}, input_buffers={"ids": ids})
+        table = torch.arange(2 * MAX_TOKENS).view(MAX_TOKENS, 2)
+        metadata = Metadata((table * 0).cuda(), torch.ones(MAX_TOKENS).cuda())
+        scene = Scene(prepared, model, kv, ids, metadata)
+        scene.loras, scene.x = scene.loras.cuda(), scene.x.cuda()
+        scenes.append(scene)
+        prepared.capture(lambda *facts: metadata)
+        metadata.table.copy_(table)
+        return scene
+
+    with torch.no_grad():
+        yield make
+    for scene in scenes:
+        scene.prepared.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+def test_on_a_device_other_streams_need_the_event(
+    device_scene: Callable[..., Scene], mode: GraphMode
+) -> None:
+    """The same rewrites by another stream: right after the event, else wrong in some order."""
+    if not hasattr(ctypes.CDLL("libcudart.so.13"), "stand_in_inject"):
+        pytest.skip("needs the stand-in for the CUDA runtime, which has orders: make cuda-test")
+    from tests.cuda_stand_in.control import StandIn
+
+    scene, stand_in, other = device_scene(mode), StandIn(), torch.cuda.Stream()
+    state = [scene.kv, scene.ids, scene.metadata.table, scene.metadata.lens, scene.loras, scene.x]
+
+    def weights() -> list[Tensor]:
+        return [scene.model.embedding.data, scene.model.scale]
+
+    before = [each.clone() for each in state + weights()]
+    expected = scene.step().clone()
+    for rewrite in ON_DEVICE:
+        right = {True: 0, False: 0}
+        for waits, seed in itertools.product(right, range(8)):
+            for tensor, content in zip(state + weights(), before, strict=True):
+                tensor.copy_(content)
+            torch.cuda.synchronize()
+            stand_in.seed(seed)
+            result = scene.step().clone()
+            if waits:
+                scene.prepared.reads_done().wait(other)
+            with torch.cuda.stream(other):
+                rewrite(scene)
+            torch.cuda.synchronize()
+            right[waits] += torch.allclose(result, expected)
+        assert right[True] == 8 > right[False], rewrite

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.compile
 
 SMALL = "layers=2,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"
 MODES = ["none", "piecewise", "full-decode-only", "full-and-piecewise"]
-FEATURES = [{}, {"lora": 3}, {"kv_blocks": 75, "block_size": 2}]  # the last one preempts
+FEATURES = [{}, {"lora": 3}, {"kv_blocks": 48, "block_size": 2, "requests": 6}]  # it preempts
 CASES = [
     (case, {"strategy": strategy, "requests": 24, **feature})
     for case, (feature, strategy) in enumerate(
