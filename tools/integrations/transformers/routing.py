@@ -213,7 +213,9 @@ class Trial:
             if self.model._can_set_attn_implementation():
                 self.model.set_attn_implementation(own)
             elif own in ALL_MASK_ATTENTION_FUNCTIONS:
-                ALL_MASK_ATTENTION_FUNCTIONS[own] = make
+                del ALL_MASK_ATTENTION_FUNCTIONS[own]  # what traces of other models would read
+                if ALL_MASK_ATTENTION_FUNCTIONS.get(own) is not make:
+                    ALL_MASK_ATTENTION_FUNCTIONS[own] = make
 
     def _made_by(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
