@@ -333,6 +333,15 @@ NEEDLESS = {
     "registry_other_class_before": of_result(
         "class A: pass\nclass B: pass\nREGISTRY = {<<|B: 5.0, >>A: 2.0}\n", "x * REGISTRY[A]"
     ),
+    "registry_without_the_class": of_result(
+        REGISTRY + "TABLE = Registry(<<a=2.0|b=1.0>>)\n", "x * (TABLE.get('c') or 3.0)"
+    ),
+    "registry_by_name_without_the_class": of_result(
+        "class Named(dict):\n"
+        "    def get(self, model): return super().get(str(model.__class__)) or {}\n"
+        "NAMED = Named(<<a={'k': 2.0}|b={'k': 1.0}>>)\n",
+        "x * (NAMED.get(self).get('k') or 3.0)",
+    ),
     "registry_by_class": of_result(
         "class A: pass\nclass B: pass\nREGISTRY = {A: 2.0, <<|B: 5.0>>}\n", "x * REGISTRY[A]"
     ),
