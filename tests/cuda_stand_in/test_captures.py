@@ -234,8 +234,9 @@ def test_a_failed_capture_gives_its_memory_back(
     captures.pool = None
     gc.collect()
     torch.cuda.empty_cache()
-    # before 2.13 the pinned-memory allocator does not learn of the end: the pool is given up
-    lost = (40 << 20) + (2 << 20) if bad is not raises and TORCH < (2, 13) else 0
+    # before 2.13 the pinned-memory allocator does not learn of the end: the pool is given up, with
+    # the tensor of the run before the capture and that of the capture
+    lost = (64 << 20) + (2 << 20) if bad is not raises and TORCH < (2, 13) else 0
     assert stand_in.used() <= used + lost
 
 

@@ -76,10 +76,7 @@ def inlined_calls() -> Iterator[Inlined]:
 
     inlined, handled = Inlined(), set[Any]()
     function, in_graph = variables.UserFunctionVariable, variables.TorchInGraphFunctionVariable
-    polyfilled, of_vars = (
-        variables.functions.PolyfilledFunctionVariable,
-        variables.dicts.SideEffectsProxyDict,
-    )
+    polyfilled = variables.functions.PolyfilledFunctionVariable
     notes: list[tuple[Any, str, Callable[..., None]]] = [
         (symbolic_convert.InliningInstructionTranslator, "inline_call", _note_function),
         (
@@ -94,19 +91,22 @@ def inlined_calls() -> Iterator[Inlined]:
         (variables.builder, "make_dupe_guard", _note_alias),
         (variables.builder.VariableBuilder, "__call__", _note_wrapped),
         (variables.BuiltinVariable, "call_function", _note_builtin),
-        (of_vars, "__iter__", _note_keys),
-        (of_vars, "__contains__", _note_key),
     ]
+    if (of_vars := getattr(variables.dicts, "SideEffectsProxyDict", None)) is not None:
+        # torch 2.11 does not trace a function that iterates the `__dict__` of an object
+        notes += [(of_vars, "__iter__", _note_keys), (of_vars, "__contains__", _note_key)]
     read_part = next(name for name in _PART_ACCESS if hasattr(function, name))
     notes += [(each, read_part, _note_part) for each in (function, variables.ConstantVariable)]
     for name in _MODULE_ACCESS & vars(variables.PythonModuleVariable).keys():
         notes.append((variables.PythonModuleVariable, name, partial(_note_module_access, name)))
     for name in _CLASS_ACCESS & vars(variables.UserDefinedClassVariable).keys():
         notes.append((variables.UserDefinedClassVariable, name, _note_class_access))
-    for kind in vars(variables.sets).values():
-        if isinstance(kind, type) and kind.__module__ == variables.sets.__name__:
+    sets = getattr(variables, "sets", variables.dicts)  # torch 2.11 has them among its dicts
+    for kind in vars(sets).values():
+        named = isinstance(kind, type) and "set" in kind.__name__.lower()
+        if named and kind.__module__ == sets.__name__:
             notes += [(kind, name, _note_order) for name in _SET_ORDER & vars(kind).keys()]
-    notes += [(variables.sets.SetVariable, "call_method", _note_popped)]
+    notes += [(variables.SetVariable, "call_method", _note_popped)]
     notes += [(variables.ListVariable, "call_method", _note_extended)]
     comparisons = _noted_comparisons(inlined, symbolic_convert.compare_op_handlers)
     with ExitStack() as stack:

@@ -207,6 +207,10 @@ EXPORT cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* made, cudaGrap
   return cudaSuccess;
 }
 
+EXPORT cudaError_t cudaGraphInstantiate(cudaGraphExec_t* made, cudaGraph_t graph, unsigned long long flags) {
+  return cudaGraphInstantiateWithFlags(made, graph, flags);
+}
+
 EXPORT cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   ENTER(cudaGraphDestroy);
   delete reinterpret_cast<Graph*>(graph);

@@ -251,6 +251,8 @@ EXPORT cudaError_t cudaHostAlloc(void** pointer, size_t size, unsigned) {
   return allocate(pointer, size, Block::kPinned, "cudaHostAlloc");
 }
 
+EXPORT cudaError_t cudaMallocHost(void** pointer, size_t size) { return cudaHostAlloc(pointer, size, 0); }
+
 EXPORT cudaError_t cudaFree(void* pointer) {
   ENTER(cudaFree);
   return release(pointer, "cudaFree");
