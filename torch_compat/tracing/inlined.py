@@ -106,7 +106,7 @@ def inlined_calls() -> Iterator[Inlined]:
         named = isinstance(kind, type) and "set" in kind.__name__.lower()
         if named and kind.__module__ == sets.__name__:
             notes += [(kind, name, _note_order) for name in _SET_ORDER & vars(kind).keys()]
-    notes += [(variables.SetVariable, "call_method", _note_popped)]
+    notes += [(sets.SetVariable, "call_method", _note_popped)]
     notes += [(variables.ListVariable, "call_method", _note_extended)]
     comparisons = _noted_comparisons(inlined, symbolic_convert.compare_op_handlers)
     with ExitStack() as stack:
