@@ -30,9 +30,28 @@ ADDRESSES, INPUTS = f"{STEP}/address_checks.py", f"{STEP}/static_inputs.py"
 CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
 CAPTURER, MODEL = "runtime/graphs/capturer.py", "runtime/prepared_model.py"
 LIMITED = "runtime/graphs/memory_limit.py"
+QUEUED, DELAYED = f"{BACKENDS}/work_queue.py", "tests/runtime/test_delayed_work.py"
+DELAYED_STEP, DELAYED_GRAPH = f"{STEP}/delayed.py", f"{CAPTURE}/delayed_graph.py"
 
 # A comment is the row of docs/failures.md that the protection belongs to.
 MUTANTS = [
+    (QUEUED, "if rewrite is None and not any(others):", "if True:", f"{DELAYED} -k failure_37"),
+    (QUEUED, "not _same_bits(*pair) for", "False for", f"{DELAYED} -k failure_37"),
+    (QUEUED, "late = _non_blocking(func, args, kwargs)", "late = False",
+     f"{DELAYED} -k failure_37"),  # 38
+    (QUEUED, "by is not None and by != step:", "False:", f"{DELAYED} -k kept"),
+    (QUEUED, "if queue is not None and func in _HOST_READS:", "if False:", f"{DELAYED} -k is_read"),
+    (QUEUED, "if is_composite(func):", "if False:", f"{DELAYED} -k is_read"),
+    (QUEUED, "any(self._awaits(self._state, each) for each in sources)", "False",
+     f"{DELAYED} -k is_read"),
+    (f"{BACKENDS}/replay.py", "self._backend.released(self._made)", "pass",
+     f"{DELAYED} -k graphs_change"),
+    (DELAYED_GRAPH, "step.put(graph.run,", "step.put(graph.replay,", f"{DELAYED} -k graphs_change"),
+    (DELAYED_STEP, "if any(now.data_ptr() != weights[name]", "if any(weights[name]",
+     f"{DELAYED} -k failure_37"),
+    (DELAYED_STEP, "partial(self._run, run)", "run", f"{DELAYED} -k is_read"),
+    ("tools/engine/overlap.py", "before.done.synchronize()", "pass",
+     "tests/tools/test_overlap.py -k changes_no_token"),
     ("compile/verify.py", "if before.digest != after.digest:", "if False:",
      f"{LIVE}/test_verification.py -k serves_until"),
     (MODEL, "self.release()\n        self._refusal", "self._refusal",

@@ -88,7 +88,7 @@ def test_300_overlapped_steps_of_each_mode_with_ten_seeds(served, mode):
     print(f"{mode}: {sum(steps.values())} steps with {len(steps)} seeds, 0 differences")
 
 
-def test_one_set_of_staging_memory_is_too_few(served):
+def test_failure_38_one_set_of_staging_memory_is_too_few(served):
     """What the engine would do wrong: rewrite staging memory that a step in flight reads."""
 
     def change(engine):
