@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from ...compile.ir.ops import tensors_in
 from ...compile.plan.compiled_model import CompiledModel
 from ...torch_compat.basics.tensors import storage_id
@@ -34,7 +32,7 @@ class DelayedGraph(WritingGraph):
         load, fresh = self._by_size.get(sizes) or self._prepare(sizes)
         step = DelayedStep(self._queue, self._compiled, tensors)
         step.put(partial(load, tensors), tensors, tensors, self._inputs.copied)
-        results = [each for each in tensors_in(self.recording.outputs) if not self._outside(each)]
+        results = tensors_in(self.recording.outputs)
         in_place = [*tensors, *step.metadata]
         for call in self.recording.calls:
             graph = getattr(call, "__self__", None)
@@ -51,8 +49,3 @@ class DelayedGraph(WritingGraph):
         for result in tensors_in(made):
             self._queue.made(result, step.name)
         return made
-
-    def _outside(self, output: Tensor) -> bool:
-        """Whether a result is in memory of the engine."""
-        found = self.recording.ownership.found()
-        return storage_id(output) in map(storage_id, found)
