@@ -306,7 +306,7 @@ def test_a_result_that_was_kept_is_found(make_scene: Callable[..., Scene], mode:
 
 
 @pytest.mark.parametrize("mode", GRAPH_MODES[1:])
-@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("seed", [None, pytest.param(1, marks=pytest.mark.heavy)])
 def test_graphs_change_between_steps_in_flight(
     make_scene: Callable[..., Scene], mode: GraphMode, seed: int | None
 ) -> None:

@@ -70,11 +70,12 @@ def without_overlap(served, mode, **options):
 
 
 def test_overlap_changes_no_token(served):
-    mode = "full-and-piecewise"
-    assert overlapped(served, mode) == without_overlap(served, mode)
+    mode, options = "full-and-piecewise", {"model": f"{SMALL},layers=1", "requests": 3}
+    assert overlapped(served, mode, **options) == without_overlap(served, mode, **options)
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("mode", MODES)
 def test_300_overlapped_steps_of_each_mode_with_ten_seeds(served, mode):
     cases, expected, steps = itertools.cycle(CASES), {}, dict.fromkeys(range(10), 0)
