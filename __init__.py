@@ -12,7 +12,7 @@ Start with `help(piecegraph.Config)`, `help(piecegraph.prepare)` and
 `help(piecegraph.PreparedModel)`; docs/api.md lists every public name.
 
 prepare     prepare, compile_ahead, Config, SWITCHES, switched_off
-settings    Tracing, Codegen, Sizes, Variants, Attention, Steps, Eager, Delayed, Lazy,
+settings    Tracing, Codegen, Sizes, Variants, Attention, Steps, Shadow, Eager, Delayed, Lazy,
             CacheSettings, LayerConfig, GraphPass, Axis, PaddingLimit
 serve       PreparedModel, Batch, Decision, forward_context, get_forward_context, break_graph
 dispatch    GraphMode, RuntimeMode, AttentionSupport, DispatchPlan
@@ -36,7 +36,7 @@ __all__ = [
     "Delayed", "DispatchPlan", "Dispatcher", "Eager", "Events", "ForwardContext", "GraphMode",
     "GraphPass", "LayerConfig", "Lazy", "LoggedStep", "MemoryPlan", "PaddingLimit",
     "PiecegraphError", "PreparedModel", "Ranks", "Reason", "ReplayBackend", "ReplayOptions",
-    "RuntimeMode", "Sizes", "StepObserver", "Steps", "Tracing", "Variants", "__version__",
+    "RuntimeMode", "Shadow", "Sizes", "StepObserver", "Steps", "Tracing", "Variants", "__version__",
     "break_graph", "cache_root", "compile_ahead", "errors", "explain_miss", "forward_context",
     "get_forward_context", "prepare", "switched_off",
 ]  # fmt: skip

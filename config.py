@@ -119,6 +119,18 @@ class Steps(Settings):
         return (policy, 0) if isinstance(policy, Padding) else (Padding.SENTINEL, policy)
 
 
+class Shadow(Settings):
+    """Steps are proved while the model serves: some run again uncompiled, and are compared."""
+
+    _path: ClassVar[str] = "shadow"
+
+    every: int = Field(default=1000, ge=1)
+    """One step in so many is proved."""
+
+    share: float = Field(default=0.01, gt=0, le=1)
+    """The most time that proofs may take, as a share of all time. Steps beyond it are skipped."""
+
+
 def check_choice(choices: Collection[str], setting: str, name: str, reason: str) -> None:
     """Raise InvalidSetting, with the valid names, if `name` is not one of `choices`."""
     if name not in choices:
@@ -221,6 +233,10 @@ class Config(Settings):
 
     steps: Steps = Steps()
     """Padding, memory, what happens after seal."""
+
+    shadow: Shadow | None = None
+    """Prove one step in N while serving.
+    `Shadow(every=1000)` runs it again uncompiled and compares. See docs/guide.md."""
 
     @field_validator("inputs")
     @classmethod

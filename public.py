@@ -9,6 +9,7 @@ from .config import Config as Config
 from .config import Delayed as Delayed
 from .config import Eager as Eager
 from .config import Lazy as Lazy
+from .config import Shadow as Shadow
 from .config import Steps as Steps
 from .dispatch import AttentionSupport as AttentionSupport
 from .dispatch import Axis as Axis

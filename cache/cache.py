@@ -18,7 +18,7 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import InvalidEntry, LayerFailed
@@ -36,8 +36,8 @@ from .lock import (
     remove_unowned,
     single_flight,
 )
-from .manifest import BadManifest, BlobRef, Manifest, decode, encode
-from .names import checked_name, entry_name, lock_name
+from .manifest import BadManifest, BlobRef, Manifest, decode, encode, read_manifest
+from .names import checked_name, entry_name, entry_names, lock_name
 
 
 class Cache:
@@ -142,9 +142,25 @@ class Cache:
             if layer is not self.private and layer.writable and lacks(layer, entry.manifest):
                 self._store(layer, entry)
 
-    def _quarantine(self, private: DirectoryLayer, name: str, reason: str) -> None:
+    def put_aside(self, kind: str, digests: Collection[str | None], reason: str) -> bool:
+        """Move entries of these digests out of the private directory; whether there was one."""
+        if self.private is None or not self.private.writable:
+            return False
+        root, names = self.private.root, []
+        for name in entry_names(root):
+            if name.split("/")[1] == kind:
+                with contextlib.suppress(OSError, BadManifest):
+                    if read_manifest(root / name).digest in digests:
+                        names.append(name)
+        for name in names:
+            self._quarantine(self.private, name, reason, intact=True)
+        return bool(names)
+
+    def _quarantine(
+        self, private: DirectoryLayer, name: str, reason: str, *, intact: bool = False
+    ) -> None:
         try:
-            moved = private.quarantine(name, reason)
+            moved = private.quarantine(name, reason, intact=intact)
         except OSError as error:
             reason = f"{reason}; it cannot be moved: {error}"
         else:

@@ -118,18 +118,18 @@ class DirectoryLayer:
             if abs(time.time() - path.stat().st_mtime) > USE_RESOLUTION:
                 os.utime(path)
 
-    def quarantine(self, name: str, reason: str) -> bool:
+    def quarantine(self, name: str, reason: str, *, intact: bool = False) -> bool:
         """Move a damaged file away, with the reason beside it; raises OSError.
 
         False if another process has moved it. If another process has replaced it with a good file,
-        the file is put back.
+        the file is put back, unless an `intact` one is to be moved.
         """
         quarantine = self.root / QUARANTINE_AREA
         make_directory(quarantine)
         kept = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-"), dir=quarantine))
         with contextlib.suppress(FileNotFoundError):
             os.replace(self.root / name, kept / "file")
-            if is_intact(name, kept / "file"):
+            if not intact and is_intact(name, kept / "file"):
                 place(kept / "file", self.root / name)
         if not os.path.lexists(kept / "file"):
             kept.rmdir()

@@ -190,7 +190,7 @@ def _forward(
     """The model's forward as a function from its input tensors to the parts of its result."""
     leaves, form = tree_flatten(examples.arguments)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    own = model.__dict__.get("forward")
+    called = as_it_is(model)
 
     def forward(tensors: list[Tensor]) -> tuple[Any, ...]:
         filled = list(leaves)
@@ -198,10 +198,20 @@ def _forward(
             filled[place] = tensor
         arguments = tree_unflatten(filled, form)
         args, kwargs = replace(examples, arguments=arguments).call_arguments()
-        called = model if model.__dict__.get("forward") is own else _with_forward(model, own)
         return tuple(results_of(called(*args, **kwargs)))
 
     return forward
+
+
+def as_it_is(model: torch.nn.Module) -> Callable[..., Any]:
+    """A function that calls the model with the forward that it has now."""
+    own = model.__dict__.get("forward")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        called = model if model.__dict__.get("forward") is own else _with_forward(model, own)
+        return called(*args, **kwargs)
+
+    return call
 
 
 def _with_forward(model: torch.nn.Module, forward: Any) -> torch.nn.Module:

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import piecegraph
-from piecegraph import CacheSettings, Config, Delayed, LayerConfig, Lazy
+from piecegraph import CacheSettings, Config, Delayed, LayerConfig, Lazy, Shadow
 from piecegraph.settings import Settings, field_docstrings, is_object
 
 DOCS = Path(piecegraph.__file__).parent / "docs"
@@ -18,8 +18,9 @@ DOCS = Path(piecegraph.__file__).parent / "docs"
 NAMES = {
     "Prepare a model": ("prepare", "compile_ahead", "SWITCHES", "switched_off"),
     "Settings": (
-        "Config", "Tracing", "Codegen", "Sizes", "Variants", "Attention", "Steps", "Eager",
-        "Delayed", "Lazy", "CacheSettings", "LayerConfig", "GraphPass", "Axis", "PaddingLimit",
+        "Config", "Tracing", "Codegen", "Sizes", "Variants", "Attention", "Steps", "Shadow",
+        "Eager", "Delayed", "Lazy", "CacheSettings", "LayerConfig", "GraphPass", "Axis",
+        "PaddingLimit",
     ),
     "Serve": (
         "PreparedModel", "Batch", "Decision", "Reason", "ForwardContext", "forward_context",
@@ -80,6 +81,7 @@ def config_page() -> str:
         ("`strategy=Lazy(...)`", Lazy),
         ("`cache=CacheSettings(...)`", CacheSettings),
         ('`cache={"layers": (LayerConfig(...),)}`', LayerConfig),
+        ("`shadow=Shadow(...)`", Shadow),
         *((f"`{name}={part.__name__}(...)`", part) for name, part in objects.items()),
     ]
     tables = [_settings(title, part, list(part.model_fields)) for title, part in parts]

@@ -122,6 +122,7 @@ def prepare(
             gate=gate,
             verification=verification,
             without_bundle=lambda: in_background(without_bundle(request)),
+            uncompiled=partial(uncompiled_model, request),
         )
 
 

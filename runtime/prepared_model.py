@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..cache import Cache
+from ..compile.eager_model import as_it_is
 from ..compile.plan.compiled_model import CompiledModel
-from ..config import BundleUse, Config
+from ..config import BundleUse, Config, Shadow
 from ..dispatch import Batch, Decision, Dispatcher, RuntimeMode
 from ..errors import AutocastActive, CaptureAfterSeal, ModelClosed
 from ..torch_compat.basics.tensors import is_autocast_enabled
@@ -23,10 +24,13 @@ from .graphs.graphs import Graphs
 from .graphs.ledger import MemoryLedger, MemoryPlan, opening_ledger, plan_memory
 from .graphs.recording import Recording
 from .graphs.warmup import AuxiliaryTask, capture_items, range_items, run_warmup
+from .open_cache import cache_root
 from .policy import Policy
 from .ranks import Ranks, single_rank, start_facts
 from .records import CaptureRecord, Records
 from .report import build_report, verified
+from .shadow import Cause, ShadowSteps, Stopped
+from .shadow import Keep as MetadataOf
 from .steps.code import ModelCode
 from .steps.forward_context import ForwardContext
 from .steps.profiler_ranges import StepRanges
@@ -61,6 +65,7 @@ class PreparedModel:
         gate: Gate | None = None,
         verification: Verification | None = None,
         without_bundle: Callable[[], tuple[CompiledModel, Gate]] | None = None,
+        uncompiled: Callable[[], CompiledModel] | None = None,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -84,7 +89,11 @@ class PreparedModel:
             config.max_num_reqs,
             poisons=bool(getattr(options, "poison_old_results", False)),
         )
-        self._run = self._steps.run
+        self._uncompiled = uncompiled
+        self._shadow: ShadowSteps | None = None
+        if config.shadow is not None:
+            self._shadow = self._proving(config.shadow, as_it_is(compiled.model))
+        self._run = self._proved(self._steps.run)
         self._monitor = Monitor(config.steps.after_seal, self.records, self.backend, context)
         # a dropped model must not be watched for; the monitor does not refer to the model
         weakref.finalize(self, self._monitor.stop).atexit = False
@@ -258,6 +267,27 @@ class PreparedModel:
                 self._must_not_be_forced()
         return verified(self.records)
 
+    def shadow_idle(self) -> bool:
+        """Prove the step that waits for it, for an engine that is idle; whether there was one.
+
+        From the first call on, steps that are due under `Config(shadow=...)` are kept instead of
+        proved at once: copies of inputs, metadata and results, and of the rows of state to which
+        inputs and metadata point. Until this is called, the engine may run steps and write rows.
+        It must not change weights in place, nor other state that the step has read.
+        """
+        self._must_be_open()
+        return self._shadow is not None and self._shadow.idle()
+
+    def prove_with(self, keep: MetadataOf, rebuild: MetadataOf) -> None:
+        """How to run a step again if metadata is padded to a step's descriptor.
+
+        `keep(metadata, decision)` gives a copy of a step's metadata without padding, and
+        `rebuild(kept, decision)` that for another decision: its descriptor states the tokens.
+        Without them the metadata of a step is used as it is.
+        """
+        if self._shadow is not None:
+            self._shadow.keep, self._shadow.rebuild = keep, rebuild
+
     def seal(self) -> None:
         """From now on nothing compiles, and only the strategy captures."""
         self._must_be_open()
@@ -330,7 +360,7 @@ class PreparedModel:
 
     def report(self) -> dict[str, Any]:
         """What was prepared, captured and dispatched so far; see `runtime.report`."""
-        return build_report(
+        report = build_report(
             self.records,
             self.compiled.plan,
             self.resolved,
@@ -338,6 +368,7 @@ class PreparedModel:
             self._cache,
             self._stated_ledger(),
         )
+        return {**report, "shadow": self._shadow and self._shadow.facts()}
 
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured graph indices with their recordings."""
@@ -411,8 +442,48 @@ class PreparedModel:
     def _stand_behind(self, gate: Gate) -> None:
         """Run steps uncompiled until the gate opens."""
         gate.attach(self, self._serve, self._gate_opened)
-        self._run = gate.one_at_a_time(self._steps.run)
+        self._run = self._proved(gate.one_at_a_time(self._steps.run))
         self._steps.before_padding = gate.find_form
+
+    def _proved(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        return run if self._shadow is None else self._shadow.around(run)
+
+    def _proving(self, settings: Shadow, model: Callable[..., Any]) -> ShadowSteps:
+        folder = self.config.codegen.dump_dir or cache_root(self.config)
+        shadow = ShadowSteps(
+            settings, self._steps, self.records, self, model, folder and folder / "shadow"
+        )
+        if self._ranks is not None:
+            shadow.stop(Stopped.RANKS)
+        return shadow
+
+    def captured(self) -> list[tuple[int, RuntimeMode, Mapping[str, int]]]:
+        """Index, mode and sizes of each captured graph."""
+        entries, sizes = self.dispatcher.plan.entries, self._graphs.dummies.sizes
+        return [(index, entries[index].mode, sizes(index)) for index, _ in self.recordings()]
+
+    def take_out(self, cause: Cause, graphs: Collection[int], reason: str) -> Cause:
+        """Use graphs no more, or compiled code; returns what is out of service.
+
+        A bundle in the private directory is put aside, so that no other start takes it.
+        """
+        self.backend.synchronize()
+        self._steps.forget_results()
+        if cause is not Cause.CODE or self._uncompiled is None:
+            self._graphs.capturer.take_out(graphs)
+            return cause
+        compiling = self.records.compile
+        digests = [compiling.stored, compiling.bundle.digest if compiling.bundle else None]
+        aside = self._cache.put_aside("bundle", digests, reason)
+        if self._verification is not None:
+            self._verification.stop()
+        sealed = self._monitor.started
+        self.release()
+        with allow_compilation():
+            self._serve(self._uncompiled(), None)
+        if sealed:
+            self._monitor.start()
+        return Cause.BUNDLE if aside else Cause.CODE
 
     def _bundle_refused(self) -> None:
         """In the thread of the verification."""
@@ -458,7 +529,7 @@ class PreparedModel:
 
     def _gate_opened(self, waited: bool | None) -> None:
         """Compiled code serves or will never do so; from now on steps take no lock."""
-        self._gate, self._run = None, self._steps.run
+        self._gate, self._run = None, self._proved(self._steps.run)
         self._steps.before_padding = nothing
         capturer = self._graphs.capturer
         self._stand_between(capturer)

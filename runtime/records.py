@@ -287,6 +287,37 @@ class AfterSealWork(Record):
     stack: list[str]
 
 
+@dataclass(frozen=True, slots=True)
+class ShadowStopped(Record):
+    """No further step is proved: `reason` is a `shadow.Stopped`."""
+
+    event = "shadow.stopped"
+    level = logging.WARNING
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class WrongStep(Record):
+    """A step was other than the uncompiled model's. `out_of_service` is a `shadow.Cause`.
+
+    `difference` and `tolerance` are relative to the largest element of the row, in units of its
+    dtype's precision. `file` has the step.
+    """
+
+    event = "shadow.wrong"
+    level = logging.ERROR
+    mode: str
+    num_tokens: int
+    padded: int
+    graph_index: int
+    difference: float
+    tolerance: float
+    out_of_service: str
+    graphs: list[str]
+    file: str | None
+
+
 R = TypeVar("R", bound=Record)
 
 

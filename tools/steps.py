@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,11 +16,10 @@ import torch
 from ..dispatch import Batch, BatchDescriptor, Decision, Reason, RuntimeMode
 from ..errors import InvalidSetting
 from ..runtime.prepared_model import PreparedModel
+from ..runtime.steps.step_file import SCHEMA, write_steps
 from ..runtime.steps.step_log import StepObserver
 from ..torch_compat.basics.tensors import tree_map_only
 from .report.output import Output
-
-SCHEMA = 1
 
 Rebuild = Callable[[Any, Decision], Any]
 
@@ -100,17 +99,9 @@ class StepRecorder(StepObserver):
         self._open = False
         self._prepared.unobserve(self)
         if self._output is not None:
-            rows = [
-                {
-                    "args": step.args,
-                    "kwargs": dict(step.kwargs),
-                    "batch": asdict(step.batch),
-                    "metadata": step.metadata,
-                }
-                for step in self.steps
-            ]
+            rows = [(step.args, step.kwargs, step.batch, step.metadata) for step in self.steps]
             with self._output.writing() as path:
-                torch.save({"schema": SCHEMA, "steps": rows}, path)
+                write_steps(path, rows)
 
     def dispatched(self, batch: Batch, decision: Decision) -> None:
         self._dispatched = copy.copy(batch), decision

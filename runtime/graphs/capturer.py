@@ -129,6 +129,13 @@ class Capturer:
         budget = CaptureBudget(len(self._dispatcher.plan.entries), budget_ms)
         return self._spend(budget, self.queue.in_idle_time()) if self._probe(budget) else 0
 
+    def take_out(self, indices: Collection[int]) -> None:
+        """Free graphs that are never captured again."""
+        for graph_index in indices:
+            self.captures.evict(graph_index)
+            self.queue.states[graph_index].dropped = True
+        self._refresh_active()
+
     def recapture(self, indices: Collection[int]) -> None:
         """Free stale graphs, all of them before the first is captured again."""
         if not indices:

@@ -50,13 +50,19 @@ class Addresses:
     or a tensor was found moved. Each snapshot then compares all once before it samples again.
     """
 
-    __slots__ = ("_parts", "_watched", "address", "changes")
+    __slots__ = ("_parts", "_tensors", "_watched", "address", "changes")
 
     def __init__(self, address: Callable[[Tensor], int]) -> None:
         self.address = address
         self.changes = 0
         self._watched: dict[str, _Watched] = {}
         self._parts: dict[str, list[str]] = {}
+        self._tensors: dict[str, ref[Tensor]] = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that `watch` was given and that are still alive."""
+        alive = {name: tensor() for name, tensor in self._tensors.items()}
+        return {name: tensor for name, tensor in alive.items() if tensor is not None}
 
     def watch(self, name: str, tensor: Tensor) -> None:
         """Watch the memory of a tensor without keeping it alive, so that freeing it is noticed.
@@ -66,6 +72,7 @@ class Addresses:
         stale.
         """
         alive, storage = ref(tensor), weak_storage(tensor)
+        self._tensors[name] = alive
 
         def reading(facts: Callable[[Tensor], Any]) -> Callable[[], Any]:
             then = facts(tensor)
@@ -108,6 +115,7 @@ class Addresses:
         """Also watch all that `before` watches."""
         self._watched = {**before._watched, **self._watched}
         self._parts = {**before._parts, **self._parts}
+        self._tensors = {**before._tensors, **self._tensors}
 
     def _watch(self, name: str, reading: Callable[[Callable[[Tensor], Any]], Read]) -> None:
         read, form = reading(self.address), reading(form_of)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from .delayed import delayed_code
 from .model_check import ModelCheck
 from .profiler_ranges import range_hooks
 from .shared_memory import memory_check
-from .static_inputs import StaticInputs, real_part
+from .static_inputs import BoundInputs, StaticInputs, real_part
 
 
 class ModelCode:
@@ -123,19 +123,32 @@ class ModelCode:
 
         Returns the real rows of the results. Raises MovedTensor if a weight was moved.
         """
-        self._relied_on.check_step()
         plan = self.compiled.plan
-        padded = {
-            symbol.label: max(size, symbol.low)
-            for symbol, size in zip(plan.symbols, sizes, strict=True)
-        }
-        inputs = self._inputs.at(padded)
-        inputs.loader(sizes)(tensors)
+        return self.run_at(
+            tensors,
+            sizes,
+            {s.label: max(size, s.low) for s, size in zip(plan.symbols, sizes, strict=True)},
+        )
+
+    def run_at(
+        self, tensors: tuple[Any, ...], sizes: tuple[int, ...], padded: Mapping[str, int]
+    ) -> tuple[Any, ...]:
+        """`run_padded` on inputs padded to given sizes."""
+        self._relied_on.check_step()
+        inputs = self.padded(tensors, sizes, padded)
         outputs = self.call(*inputs.views)
         if inputs.written:
             inputs.copy_back(tensors)
-        results = real_results(plan, outputs, sizes)
+        results = real_results(self.compiled.plan, outputs, sizes)
         return tuple(result.clone() if inputs.holds(result) else result for result in results)
+
+    def padded(
+        self, tensors: tuple[Any, ...], sizes: tuple[int, ...], padded: Mapping[str, int]
+    ) -> BoundInputs:
+        """The static inputs of the `padded` sizes, filled with a step's."""
+        inputs = self._inputs.at(padded)
+        inputs.loader(sizes)(tensors)
+        return inputs
 
     def close(self) -> None:
         """Free code, weights and buffers; only the plan is left."""

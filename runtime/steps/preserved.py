@@ -17,16 +17,19 @@ WHOLE = 16 << 20
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class StateTooLarge(Exception):
+    """The rows to keep take more bytes than allowed."""
+
+
 @contextmanager
 def preserve_contents(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Restore the contents of small `tensors` at the end."""
-    before = [tensor.detach().clone() for tensor in tensors]
+    kept = [_Whole(tensor) for tensor in tensors]
     try:
         yield
     finally:
-        with torch.inference_mode():  # in which tensors of either kind may be written
-            for tensor, content in zip(tensors, before, strict=True):
-                tensor.copy_(content)
+        for each in kept:
+            each.restore()
 
 
 @contextmanager
@@ -35,21 +38,73 @@ def preserve_rows(
 ) -> Iterator[None]:
     """Restore at the end what code that runs on `inputs` writes to `tensors`.
 
-    Of a tensor above WHOLE bytes only the rows are kept that `inputs` point to: it may be a KV
-    cache that fills the device. Raises OtherRowsWritten if others changed, found with `check` by
-    reading all of it before and after.
+    See `Kept`. Raises OtherRowsWritten if other rows changed, found with `check` by reading all of
+    them before and after.
     """
-    large = [each for each in tensors if each.nbytes > WHOLE and each.dim() > 1]
-    inputs = [each for each in inputs if all(each is not tensor for tensor in tensors)]
-    kept = [_Rows(tensor, inputs, check) for tensor in large]
-    with preserve_contents([each for each in tensors if each.nbytes <= WHOLE or each.dim() < 2]):
-        try:
-            yield
-        finally:
-            for rows in kept:
-                rows.restore()
-    for rows in kept:
-        rows.check()
+    kept = Kept(tensors, inputs, check=check)
+    try:
+        yield
+    finally:
+        kept.restore()
+    kept.check()
+
+
+class Kept:
+    """What code that runs on `inputs` may write to `tensors`, as it is now.
+
+    Of a tensor above WHOLE bytes only the rows are kept that `inputs` point to: it may be a KV
+    cache that fills the device. Raises StateTooLarge above `most` bytes, before it copies them.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        inputs: Sequence[Any],
+        *,
+        check: bool = False,
+        most: float = float("inf"),
+    ) -> None:
+        inputs = [each for each in inputs if all(each is not tensor for tensor in tensors)]
+        self._parts: list[_Rows | _Whole] = []
+        for tensor in tensors:
+            whole = tensor.nbytes <= WHOLE or tensor.dim() < 2
+            part = _Whole(tensor, most) if whole else _Rows(tensor, inputs, check, most)
+            most -= part.nbytes
+            self._parts.append(part)
+
+    def restore(self) -> None:
+        for part in self._parts:
+            part.restore()
+
+    def check(self) -> None:
+        """Raises OtherRowsWritten."""
+        for part in self._parts:
+            part.check()
+
+    def contents(self) -> list[tuple[int, Tensor | None, Tensor]]:
+        """For each tensor the dimension, the rows in it (None for all of them), and contents."""
+        return [part.contents() for part in self._parts]
+
+
+class _Whole:
+    """The contents of a small tensor."""
+
+    def __init__(self, tensor: Tensor, most: float = float("inf")) -> None:
+        self.nbytes = tensor.nbytes
+        if self.nbytes > most:
+            raise StateTooLarge
+        self._tensor = tensor
+        self._content = tensor.detach().clone()
+
+    def restore(self) -> None:
+        with torch.inference_mode():  # in which tensors of either kind may be written
+            self._tensor.copy_(self._content)
+
+    def check(self) -> None:
+        """Nothing of it is left out."""
+
+    def contents(self) -> tuple[int, Tensor | None, Tensor]:
+        return 0, None, self._content
 
 
 class _Rows:
@@ -59,21 +114,24 @@ class _Rows:
     and as many of the first as an input has.
     """
 
-    def __init__(self, tensor: Tensor, inputs: Sequence[Any], check: bool) -> None:
+    def __init__(self, tensor: Tensor, inputs: Sequence[Any], check: bool, most: float) -> None:
         self._shape = list(tensor.shape)
         self._dim = max(range(tensor.dim()), key=tensor.shape.__getitem__)
         of_size = _SAME_SIZE.get(tensor.element_size(), tensor.dtype)
         self._bits = tensor.detach().view(of_size)
         size, rest = tensor.shape[self._dim], tensor.shape[self._dim + 1 :]
         given = [each.detach() for each in inputs if isinstance(each, Tensor)]
-        most = max((each.shape[0] for each in given if each.dim()), default=0)
-        numbers = [torch.arange(min(most, size), device=tensor.device)]
+        longest = max((each.shape[0] for each in given if each.dim()), default=0)
+        numbers = [torch.arange(min(longest, size), device=tensor.device)]
         for each in given:
             if not (each.is_floating_point() or each.is_complex()) and each.nbytes <= WHOLE:
                 values = each.flatten().to(tensor.device, torch.int64)
                 numbers += [values, values + size, values // max(1, *rest[:1])]
         rows = torch.cat(numbers).unique()  # type: ignore[no-untyped-call]
         self._rows = rows[(rows >= 0) & (rows < size)]
+        self.nbytes = len(self._rows) * tensor.nbytes // size
+        if self.nbytes > most:
+            raise StateTooLarge
         self._content = self._bits.index_select(self._dim, self._rows)
         self._sums = self._summed() if check else None
 
@@ -87,6 +145,9 @@ class _Rows:
             other = (self._summed() != self._sums).nonzero().flatten().tolist()
             if other:
                 raise OtherRowsWritten(shape=self._shape, dim=self._dim, rows=other[:3])
+
+    def contents(self) -> tuple[int, Tensor | None, Tensor]:
+        return self._dim, self._rows, self._content
 
     def _summed(self) -> Tensor:
         """A sum for each row, of a few rows at a time: on a CPU the sum of a part copies it."""

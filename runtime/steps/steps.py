@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
+
+import torch
 
 from ...compile.ir.config import TOKENS
 from ...dispatch import (
@@ -28,6 +30,7 @@ from ...torch_compat.basics.tensors import (
     is_autocast_enabled,
     is_grad_enabled,
     set_grad_enabled,
+    tree_map_only,
 )
 from .address_checks import MetadataAddresses
 from .binding import Bind, binder, packer
@@ -214,6 +217,25 @@ class Steps:
         names = frozenset(item.label for item in self.code.compiled.plan.inputs)
         without_graph = self._graphs[decision.graph_index] is None
         return names if without_graph else names & self.code.owned_inputs
+
+    def padded_runs(
+        self, padded: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any], model: Any
+    ) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """The code, and the uncompiled `model`, on a step's inputs padded as for a graph."""
+        tensors, sizes = self._bind(None, *args, **kwargs)
+
+        def code() -> Any:
+            return self._pack(self.code.run_at(tensors, sizes, padded), tensors)
+
+        def uncompiled() -> Any:
+            views = self.code.padded(tensors, sizes, padded).views
+            by_input = {id(tensor): view for tensor, view in zip(tensors, views, strict=True)}
+            padded_args, padded_kwargs = tree_map_only(
+                torch.Tensor, lambda tensor: by_input.get(id(tensor), tensor), (args, kwargs)
+            )
+            return model(*padded_args, **padded_kwargs)
+
+        return code, uncompiled
 
     def observe(self, observer: StepObserver) -> None:
         """Tell `observer` about each step from now on."""

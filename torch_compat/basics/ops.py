@@ -80,6 +80,14 @@ def mutated_arguments(op: Any, args: Any, kwargs: Any) -> list[Any]:
     return [value for value, written in given_arguments(op, args, kwargs) if written]
 
 
+def call_kernel(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Call the kernel of `op` for the device of its tensors: modes see the ops inside, not `op`."""
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    key = torch._C._dispatch_key_for_device(tensors[0].device.type if tensors else "cpu")
+    keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
+    return op.redispatch(keys, *args, **kwargs)
+
+
 def custom_op_function(name: str) -> Callable[..., Any] | None:
     """The Python function behind an op made by `torch.library.custom_op`; else None."""
     from torch._library.custom_ops import OPDEFS

@@ -1,0 +1,471 @@
+"""Steps proved while a model serves: one in N runs again, uncompiled, from the same state.
+
+What a step may write is known: inputs that the model writes to, its own weights and buffers,
+tensors in `layers`, watched tensors. Their rows are kept before the step and restored for the
+second run. A write to any other memory is refused before it happens, and no further step is proved.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..compile.ir.config import TOKENS
+from ..compile.ir.locations import first_line
+from ..compile.ir.ops import is_custom, tensors_in, written_by
+from ..config import Shadow
+from ..dispatch import NO_GRAPH, Batch, BatchDescriptor, Decision, Reason, RuntimeMode
+from ..torch_compat.basics.ops import call_kernel, op_name
+from ..torch_compat.basics.tensors import TorchDispatchMode, storage_id, tree_leaves, tree_map_only
+from .after_seal import allow_compilation
+from .graphs.dummy_batch import model_state, preserve_rng_state
+from .records import Records, ShadowStopped, WrongStep
+from .steps.address_checks import tensors_by_path
+from .steps.forward_context import ForwardContext, forward_context
+from .steps.preserved import Kept, StateTooLarge
+from .steps.step_file import write_steps
+from .steps.steps import Steps
+from .steps.tolerance import Tolerance, differences
+
+MOST_STATE = 1 << 30
+"""Bytes of state that a proof may keep. Steps that write more are skipped."""
+
+MOST_FILES = 8
+"""Wrong steps that are saved."""
+
+Run = Callable[..., Any]
+Keep = Callable[[Any, Decision], Any]
+
+
+class Cause(StrEnum):
+    """What is out of service after a wrong step: the largest set that shares its cause."""
+
+    GRAPH = "graph"
+    MODE = "graphs of the mode"
+    GRAPHS = "all graphs"
+    CODE = "compiled code"
+    BUNDLE = "bundle"
+    NOTHING = "nothing"
+
+
+class Stopped(StrEnum):
+    """Why no further step is proved."""
+
+    UNDECLARED = "an op writes to memory that is not known as state"
+    RANDOM = "an op draws random numbers"
+    UNSTEADY = "two uncompiled runs from the same state differ"
+    FAILED = "the uncompiled model failed on the step's real rows"
+    RANKS = "there are several ranks"
+    UNCOMPILED = "the model is served uncompiled"
+
+
+class NotRepeatable(Exception):
+    """A step cannot be run again; `reason` says why."""
+
+    def __init__(self, reason: Stopped, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class Service(Protocol):
+    """What a proof needs of the prepared model."""
+
+    def captured(self) -> list[tuple[int, RuntimeMode, Mapping[str, int]]]: ...
+    def take_out(self, cause: Cause, graphs: Collection[int], reason: str) -> Cause: ...
+
+
+@dataclass
+class _Step:
+    """A step to prove: how it ran, its inputs, and the state before it."""
+
+    decision: Decision
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    metadata: Any
+    recorded: Any
+    """Of the metadata, without its padding."""
+    state: dict[str, Tensor]
+    before: Kept
+    pointers: list[Tensor]
+    results: Any = None
+    num_tokens: int = 0
+
+
+class ShadowSteps:
+    """Proves steps of one model. `uncompiled` is the model as it was given to `prepare`.
+
+    `folder` is where wrong steps are saved; None makes one.
+    """
+
+    def __init__(
+        self,
+        settings: Shadow,
+        steps: Steps,
+        records: Records,
+        service: Service,
+        uncompiled: Run,
+        folder: Path | None,
+    ) -> None:
+        self.tolerance = Tolerance()
+        self.proved: Counter[tuple[str, int]] = Counter()
+        self.skipped: Counter[str] = Counter()
+        self.seconds = 0.0
+        self.keep: Keep = _as_it_is
+        self.rebuild: Keep = _as_it_is
+        self._settings = settings
+        self._steps = steps
+        self._records = records
+        self._service = weakref.ref(service)
+        self._uncompiled = uncompiled
+        self._folder = folder
+        self._left = settings.every
+        self._began = perf_counter()
+        self._stopped = False
+        self._steady = False
+        self._waits = False
+        self._waiting: _Step | None = None
+
+    def around(self, run: Run) -> Run:
+        """`run` with a proof of each N-th step."""
+
+        def proving(
+            decision: Decision, args: Any, kwargs: Any, metadata: Any, stated: int | None
+        ) -> Any:
+            self._left -= 1
+            if self._left > 0 or self._stopped:
+                return run(decision, args, kwargs, metadata, stated)
+            return self._due(run, decision, args, kwargs, metadata, stated)
+
+        return proving
+
+    def idle(self) -> bool:
+        """Prove the step that waits; whether there was one. From now on steps wait for this."""
+        self._waits = True
+        step, self._waiting = self._waiting, None
+        if step is None or self._stopped:
+            return False
+        if any(now is not step.state.get(name) for name, now in self._state(step).items()):
+            self.skipped["state was replaced"] += 1
+            return False
+        self._timed(step)
+        return True
+
+    def stop(self, reason: Stopped, detail: str = "") -> None:
+        """Prove no further step."""
+        if not self._stopped:
+            self._stopped, self._waiting = True, None
+            self._records.add(ShadowStopped(reason.value, detail))
+
+    def facts(self) -> dict[str, Any]:
+        """For the report."""
+        stopped = self._records.of(ShadowStopped)
+        return {
+            "every": self._settings.every,
+            "stopped": f"{stopped[-1].reason}: {stopped[-1].detail}" if stopped else None,
+            "proved": [
+                {"mode": mode, "num_tokens": size, "count": count}
+                for (mode, size), count in sorted(self.proved.items())
+            ],
+            "wrong": [wrong.facts() for wrong in self._records.of(WrongStep)],
+            "skipped": dict(self.skipped),
+            "tolerance": self.tolerance.units,
+            "seconds": self.seconds,
+            "share": self.seconds / max(perf_counter() - self._began, 1e-9),
+        }
+
+    def _due(
+        self,
+        run: Run,
+        decision: Decision,
+        args: Any,
+        kwargs: Any,
+        metadata: Any,
+        stated: int | None,
+    ) -> Any:
+        """Run a step and prove it, or keep it until the engine is idle.
+
+        A step that cannot be proved leaves the next one due.
+        """
+        step = (decision, args, kwargs, metadata, stated)
+        if decision.graph_index == NO_GRAPH and not self._steps.code.compiled.traced:
+            return run(*step)
+        self._left = self._settings.every
+        elapsed = perf_counter() - self._began
+        if self._waiting is not None or self.seconds > self._settings.share * elapsed:
+            self.skipped["waiting" if self._waiting else "budget"] += 1
+            return run(*step)
+        began = perf_counter()
+        try:
+            due = self._kept(decision, args, kwargs, metadata)
+        except StateTooLarge:
+            self.skipped[f"state above {MOST_STATE >> 20} MiB"] += 1
+            return run(*step)
+        except Exception as error:
+            self.stop(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}")
+            return run(*step)
+        self.seconds += perf_counter() - began
+        due.results = run(*step)
+        due.decision, due.num_tokens = self._steps.context.decision, self._steps.context.num_tokens
+        if not due.num_tokens:
+            return due.results
+        if self._waits:
+            due.results = _copied(due.results)
+            self._waiting = due
+            return due.results
+        return self._timed(due)
+
+    def _kept(self, decision: Decision, args: Any, kwargs: Any, metadata: Any) -> _Step:
+        recorded = self.keep(metadata, decision)
+        if self._waits:
+            args, kwargs = _copied((args, dict(kwargs)))
+            recorded = copy.deepcopy(recorded)
+        pointers = tensors_in((args, kwargs))
+        pointers += [tensor for _, tensor in tensors_by_path("metadata", metadata)]
+        step = _Step(decision, args, kwargs, metadata, recorded, {}, Kept((), ()), pointers)
+        step.state = self._state(step)
+        step.before = Kept(list(step.state.values()), pointers, most=MOST_STATE)
+        return step
+
+    def _state(self, step: _Step) -> dict[str, Tensor]:
+        """What a step may write, by name: each memory once."""
+        compiled, context = self._steps.code.compiled, self._steps.context
+        written = [item.written for item in compiled.plan.inputs]
+        inputs = tensors_in((step.args, step.kwargs))
+        named = {
+            **{f"state {n}": tensor for n, tensor in enumerate(model_state(compiled))},
+            **dict(tensors_by_path("layers", context.layers)),
+            **self._steps.code.addresses.tensors(),
+        }
+        if any(written):
+            named |= {f"input {n}": tensor for n, tensor in enumerate(inputs)}
+        each_once = {storage_id(tensor): (name, tensor) for name, tensor in named.items()}
+        return dict(each_once.values())
+
+    def _timed(self, step: _Step) -> Any:
+        began = perf_counter()
+        with_grad = torch.is_grad_enabled()
+        try:
+            with allow_compilation(), torch.no_grad(), preserve_rng_state():
+                return self._proved(step)
+        finally:
+            torch.set_grad_enabled(with_grad)
+            self.seconds += perf_counter() - began
+
+    def _proved(self, step: _Step) -> Any:
+        """The step's results, or those of the uncompiled model if they are others."""
+        after = Kept(list(step.state.values()), step.pointers)
+        got = _copied(step.results)
+        try:
+            expected = self._again(step)
+            if not self._steady:
+                if bool(differences(expected, self._again(step)).any()):
+                    raise NotRepeatable(Stopped.UNSTEADY, "")
+                self._steady = True
+            wrong = self.tolerance.excess(expected, got, lambda: self._again(step))
+        except NotRepeatable as error:
+            self.stop(error.reason, error.detail)
+            return step.results
+        except Exception as error:
+            self.stop(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}")
+            return step.results
+        finally:
+            after.restore()
+        decision = step.decision
+        self.proved[decision.mode.name, decision.descriptor.num_tokens] += 1
+        if wrong is None:
+            return step.results
+        try:
+            cause, graphs = self._cause(step, expected)
+        finally:
+            after.restore()
+        if self._waits:  # later steps have built on what it wrote
+            right = step.results
+        else:
+            right = self._again(step)
+        self._book(step, wrong, cause, graphs)
+        return right
+
+    def _again(self, step: _Step) -> Any:
+        """The uncompiled model's results on the real rows, from the state before the step."""
+        step.before.restore()
+        decision = _without_graph(step.num_tokens)
+        metadata = self.rebuild(step.recorded, decision)
+        context = ForwardContext(self._steps.context.layers, metadata, decision, step.num_tokens)
+        known = [*step.state.values()]
+        with forward_context(context), _Declared(known):
+            return _copied(self._uncompiled(*step.args, **step.kwargs))
+
+    def _cause(self, step: _Step, expected: Any) -> tuple[Cause, list[int]]:
+        """What shares the cause of a wrong step, by running it in lower modes."""
+        service, decision, mode = self._service(), step.decision, step.decision.mode
+        assert service is not None
+        captured = service.captured()
+        every = [index for index, _, _ in captured]
+        if not self._right(step, _without_graph(step.num_tokens), expected):
+            return (Cause.CODE if self._steps.code.compiled.traced else Cause.NOTHING), every
+        if mode is RuntimeMode.NONE:
+            return Cause.NOTHING, []  # wrong once
+        padded = next((sizes for i, _, sizes in captured if i == decision.graph_index), {})
+        if decision.descriptor.num_tokens != step.num_tokens:
+            code, model = self._padded_right(step, padded, expected)
+            if not model:
+                return Cause.GRAPHS, every  # padding reaches real rows
+            if not code:
+                return Cause.CODE, every
+        for index, other, sizes in captured:
+            lower = mode is RuntimeMode.FULL and other is RuntimeMode.PIECEWISE and sizes == padded
+            if lower and not self._right(step, self._on_graph(index), expected):
+                return Cause.GRAPHS, every
+        rebuilt = step.metadata is None or self.rebuild is not _as_it_is
+        for index, other, sizes in captured:
+            another = other is mode and index != decision.graph_index
+            fits = sizes[TOKENS] >= step.num_tokens
+            if rebuilt and another and fits and self._right(step, self._on_graph(index), expected):
+                return Cause.GRAPH, [decision.graph_index]
+        return Cause.MODE, [index for index, other, _ in captured if other is mode]
+
+    def _on_graph(self, index: int) -> Decision:
+        entry = self._steps.dispatcher.plan.entries[index]
+        return Decision(entry.mode, entry.descriptor, index, Reason.EXCLUDED)
+
+    def _right(self, step: _Step, decision: Decision, expected: Any) -> bool:
+        """Whether the step as decided gives the same."""
+        same = decision.descriptor.num_tokens == step.decision.descriptor.num_tokens
+        metadata = step.metadata if same else self.rebuild(step.recorded, decision)
+        run = partial(self._steps.run, decision, step.args, dict(step.kwargs), metadata, None)
+        return self._same(step, expected, run)
+
+    def _padded_right(
+        self, step: _Step, padded: Mapping[str, int], expected: Any
+    ) -> tuple[bool, bool]:
+        """Whether compiled code, and the model, are right on inputs padded as for the graph."""
+        runs = self._steps.padded_runs(padded, step.args, dict(step.kwargs), self._uncompiled)
+        code, model = (partial(self._in_context, step, run) for run in runs)
+        return self._same(step, expected, code), self._same(step, expected, model)
+
+    def _in_context(self, step: _Step, run: Run) -> Any:
+        layers, decision = self._steps.context.layers, step.decision
+        with forward_context(ForwardContext(layers, step.metadata, decision, step.num_tokens)):
+            return run()
+
+    def _same(self, step: _Step, expected: Any, run: Run) -> bool:
+        """Whether a run from the state before the step gives the same real rows; what raises does
+        not."""
+        try:
+            step.before.restore()
+            got = _real_rows(_copied(run()), expected)
+            return self.tolerance.excess(expected, got, lambda: self._again(step)) is None
+        except Exception:
+            return False
+
+    def _book(
+        self, step: _Step, wrong: tuple[float, float], cause: Cause, graphs: list[int]
+    ) -> None:
+        service, decision = self._service(), step.decision
+        assert service is not None
+        entries = self._steps.dispatcher.plan.entries
+        names = [f"{entries[i].mode.name} {entries[i].descriptor.num_tokens}" for i in graphs]
+        file = self._saved(step)
+        reason = f"a step of {step.num_tokens} tokens differs by {wrong[0]:.3g} > {wrong[1]:.3g}"
+        out = service.take_out(cause, graphs, reason)
+        self._records.add(
+            WrongStep(
+                decision.mode.name, step.num_tokens, decision.descriptor.num_tokens,
+                decision.graph_index, *wrong, out.value, names, str(file) if file else None,
+            )
+        )  # fmt: skip
+
+    def _saved(self, step: _Step) -> Path | None:
+        """The step in a file, from the state before it."""
+        number = len(self._records.of(WrongStep))
+        if number >= MOST_FILES:
+            return None
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="piecegraph-shadow-"))
+        file = self._folder / f"step-{number}.pt"
+        state = dict(zip(step.state, step.before.contents(), strict=True))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            row = (step.args, step.kwargs, _batch(step), step.recorded)
+            write_steps(file, [row], state)
+        except Exception as error:  # metadata that pickle refuses, a full disk
+            self._records.events.emit("shadow.not_saved", reason=first_line(error))
+            return None
+        return file
+
+
+class _Declared(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises NotRepeatable before an operator writes to memory that is neither made inside nor
+    `known`, or draws random numbers. It sees operators inside Python ops, too."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._may_write = set(map(storage_id, known))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotRepeatable(Stopped.RANDOM, op_name(func))
+        for tensor in written_by(func, args, given):
+            if tensor.numel() and storage_id(tensor) not in self._may_write:
+                raise NotRepeatable(Stopped.UNDECLARED, f"{op_name(func)} {list(tensor.shape)}")
+        if is_custom(func):
+            with self:
+                result = call_kernel(func, args, given)
+        else:
+            result = func(*args, **given)
+        read = [] if "lift_fresh" in op_name(func) else tensors_in((args, given))
+        fresh = {storage_id(each) for each in tensors_in(result)}
+        self._may_write |= fresh - {storage_id(each) for each in read}
+        return result
+
+
+def _as_it_is(metadata: Any, decision: Decision) -> Any:
+    return metadata
+
+
+def _real_rows(results: Any, expected: Any) -> Any:
+    """Results of padded inputs, cut to the shapes of those expected."""
+    got, wanted = tree_leaves(results), tree_leaves(expected)
+    if len(got) != len(wanted):
+        return results
+    return [
+        one[tuple(slice(size) for size in other.shape)] if isinstance(one, Tensor) else one
+        for one, other in zip(got, wanted, strict=True)
+    ]
+
+
+def _copied(value: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def _without_graph(num_tokens: int) -> Decision:
+    return Decision(RuntimeMode.NONE, BatchDescriptor(num_tokens), NO_GRAPH, Reason.EXCLUDED)
+
+
+def _batch(step: _Step) -> Batch:
+    """A batch that is dispatched as the step was."""
+    descriptor, tokens = step.decision.descriptor, step.num_tokens
+    query_len = descriptor.uniform_query_len
+    return Batch(
+        tokens,
+        -(-tokens // (query_len or descriptor.max_query_len or 1)),
+        is_decode=descriptor.for_decode,
+        query_len=query_len,
+        num_loras=descriptor.lora_case,
+        max_query_len=descriptor.max_query_len,
+        axes=dict(descriptor.axes) or None,
+    )

@@ -1,0 +1,147 @@
+"""By how much two runs of a model may differ, derived from the model itself.
+
+A compiler leaves roundings out and adds others; kernels of another size add up in another order.
+What that can change is measured: the uncompiled model runs again with the result of each operator
+changed at random by at most half of its precision. How that reaches the results is how rounding
+reaches them, for this model and these inputs: a cancellation or a close decision of a router counts
+with what it amplifies. Differences are by row of a result, relative to the largest element of the
+row, in units of the precision of its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compile.ir.ops import tensors_in, written_by
+from ...torch_compat.basics.tensors import TorchDispatchMode, storage_id, tree_leaves
+
+FLOOR = 8.0
+"""Differences that are never wrong, in units of the dtype's precision."""
+
+FACTOR = 8.0
+"""How much more than the largest measured effect of rounding a difference may be."""
+
+RUNS, MORE_RUNS = 2, 6
+"""Runs that measure it, and as many again before a difference is called wrong."""
+
+Run = Callable[[], Any]
+"""The uncompiled model on one step: its results, nested in any way."""
+
+_REDUCED = 2.0**-10
+"""Precision of float32 products where torch may compute them in TF32 or bfloat16."""
+
+
+def precision(dtype: torch.dtype) -> float:
+    """The relative distance of two neighboring numbers, as the device computes."""
+    reduced = dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    return _REDUCED if reduced else torch.finfo(dtype).eps
+
+
+def differences(expected: Any, got: Any) -> Tensor:
+    """The largest difference in each row of all results, float64 on the CPU.
+
+    Infinite for what is not comparable: another shape or dtype, other integers or values, a NaN or
+    an infinity that only one has.
+    """
+    wanted, given = tree_leaves(expected), tree_leaves(got)
+    if len(wanted) != len(given):
+        return torch.tensor([torch.inf], dtype=torch.float64)
+    rows = [_row_differences(*pair) for pair in zip(wanted, given, strict=True)]
+    return torch.cat([torch.zeros(1, dtype=torch.float64), *rows])
+
+
+def _row_differences(want: Any, have: Any) -> Tensor:
+    if not isinstance(want, Tensor) or not isinstance(have, Tensor):
+        return torch.tensor([0.0 if want is have or want == have else torch.inf]).double()
+    if (want.shape, want.dtype) != (have.shape, have.dtype):
+        return torch.tensor([torch.inf], dtype=torch.float64)
+    if not want.numel():
+        return torch.zeros(0, dtype=torch.float64)
+    rows = len(want) if want.dim() > 1 else 1
+    same = (want == have) | (want.isnan() & have.isnan())
+    if not want.dtype.is_floating_point:
+        wrong = (~same).reshape(rows, -1).any(1)
+        return torch.where(wrong, torch.inf, 0.0).double().cpu()
+    one, other = want.double(), have.double()
+    size = one.abs().nan_to_num(0.0, 0.0, 0.0).reshape(rows, -1).amax(1)
+    apart = (one - other).abs().nan_to_num(torch.inf).masked_fill_(same, 0.0)
+    apart = apart.reshape(rows, -1).amax(1)
+    smallest = torch.finfo(want.dtype).tiny
+    return (apart / size.clamp(min=smallest) / precision(want.dtype)).cpu()
+
+
+class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Changes what operators called inside compute as another rounding would, by `seed`."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._made: set[int] = set()
+        """Memory that operators called inside allocated: no weight and no state is changed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        result = func(*args, **given)
+        read = set(map(storage_id, tensors_in((args, given))))
+        written = list(written_by(func, args, given))
+        fresh = [each for each in tensors_in(result) if storage_id(each) not in read]
+        self._made |= set(map(storage_id, fresh))
+        computed = [*fresh, *(each for each in written if storage_id(each) in self._made)]
+        for tensor in computed:
+            if tensor.dtype in _ROUNDED and tensor.numel():
+                self._round(tensor)
+        return result
+
+    def _round(self, tensor: Tensor) -> None:
+        generator = self._generators.get(tensor.device)
+        if generator is None:
+            generator = torch.Generator(tensor.device).manual_seed(self._seed)
+            self._generators[tensor.device] = generator
+        part = torch.rand(tensor.shape, generator=generator, device=tensor.device)
+        change = 1 + (part.double() - 0.5) * precision(tensor.dtype)
+        tensor.copy_(tensor.double() * change)
+
+
+_ROUNDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def rounding(run: Run, expected: Any, seeds: Sequence[int]) -> Tensor:
+    """What rounding alone changes, by row as in `differences`."""
+    changes = []
+    for seed in seeds:
+        with Rounded(seed):
+            result = run()
+        changes.append(differences(expected, result))
+    return torch.stack(changes).amax(0)
+
+
+class Tolerance:
+    """The tolerance of one model; `units` is the smallest that was measured so far."""
+
+    def __init__(self) -> None:
+        self.units = FLOOR
+
+    def excess(self, expected: Any, got: Any, run: Run) -> tuple[float, float] | None:
+        """The largest difference beyond the tolerance of its row, and that tolerance; or None.
+
+        `run` is only called for a difference that no earlier measurement allows. What it writes
+        must be restored by itself.
+        """
+        apart = differences(expected, got)
+        if bool((apart <= self.units).all()):
+            return None
+        limit = torch.full_like(apart, FLOOR)
+        for begin, end in ((0, RUNS), (RUNS, RUNS + MORE_RUNS)):
+            noise = rounding(run, expected, range(begin, end))
+            if noise.shape == limit.shape:
+                limit = torch.maximum(limit, FACTOR * noise)
+            if bool((apart <= limit).all()):
+                self.units = max(FLOOR, float(limit.min()))
+                return None
+        worst = int((apart - limit).nan_to_num(torch.inf).argmax())
+        return float(apart[worst]), float(limit[worst])
