@@ -451,18 +451,24 @@ class PreparedModel:
     def _proving(self, settings: Shadow, model: Callable[..., Any]) -> ShadowSteps:
         folder = self.config.codegen.dump_dir or cache_root(self.config)
         shadow = ShadowSteps(
-            settings, self._steps, self.records, self, model, folder and folder / "shadow"
+            settings,
+            self._steps,
+            self.records,
+            self._captured,
+            self._take_out,
+            model,
+            folder and folder / "shadow",
         )
         if self._ranks is not None:
             shadow.stop(Stopped.RANKS)
         return shadow
 
-    def captured(self) -> list[tuple[int, RuntimeMode, Mapping[str, int]]]:
+    def _captured(self) -> list[tuple[int, RuntimeMode, Mapping[str, int]]]:
         """Index, mode and sizes of each captured graph."""
         entries, sizes = self.dispatcher.plan.entries, self._graphs.dummies.sizes
         return [(index, entries[index].mode, sizes(index)) for index, _ in self.recordings()]
 
-    def take_out(self, cause: Cause, graphs: Collection[int], reason: str) -> Cause:
+    def _take_out(self, cause: Cause, graphs: Collection[int], reason: str) -> Cause:
         """Use graphs no more, or compiled code; returns what is out of service.
 
         A bundle in the private directory is put aside, so that no other start takes it.

@@ -17,7 +17,7 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,11 +80,11 @@ class NotRepeatable(Exception):
         self.detail = detail
 
 
-class Service(Protocol):
-    """What a proof needs of the prepared model."""
+Captured = Callable[[], list[tuple[int, RuntimeMode, Mapping[str, int]]]]
+"""Index, mode and sizes of each captured graph."""
 
-    def captured(self) -> list[tuple[int, RuntimeMode, Mapping[str, int]]]: ...
-    def take_out(self, cause: Cause, graphs: Collection[int], reason: str) -> Cause: ...
+TakeOut = Callable[[Cause, Collection[int], str], Cause]
+"""Use graphs, or compiled code, no more, for a reason; gives what is out of service."""
 
 
 @dataclass
@@ -107,7 +107,8 @@ class _Step:
 class ShadowSteps:
     """Proves steps of one model. `uncompiled` is the model as it was given to `prepare`.
 
-    `folder` is where wrong steps are saved; None makes one.
+    `captured` and `take_out` are methods of a model that this does not keep alive. `folder` is
+    where wrong steps are saved; None makes one.
     """
 
     def __init__(
@@ -115,7 +116,8 @@ class ShadowSteps:
         settings: Shadow,
         steps: Steps,
         records: Records,
-        service: Service,
+        captured: Captured,
+        take_out: TakeOut,
         uncompiled: Run,
         folder: Path | None,
     ) -> None:
@@ -128,7 +130,8 @@ class ShadowSteps:
         self._settings = settings
         self._steps = steps
         self._records = records
-        self._service = weakref.ref(service)
+        self._captured = weakref.WeakMethod(captured)
+        self._take_out = weakref.WeakMethod(take_out)
         self._uncompiled = uncompiled
         self._folder = folder
         self._left = settings.every
@@ -310,9 +313,8 @@ class ShadowSteps:
 
     def _cause(self, step: _Step, expected: Any) -> tuple[Cause, list[int]]:
         """What shares the cause of a wrong step, by running it in lower modes."""
-        service, decision, mode = self._service(), step.decision, step.decision.mode
-        assert service is not None
-        captured = service.captured()
+        list_captured, decision, mode = self._captured(), step.decision, step.decision.mode
+        captured = list_captured() if list_captured is not None else []
         every = [index for index, _, _ in captured]
         if not self._right(step, _without_graph(step.num_tokens), expected):
             return (Cause.CODE if self._steps.code.compiled.traced else Cause.NOTHING), every
@@ -374,13 +376,12 @@ class ShadowSteps:
     def _book(
         self, step: _Step, wrong: tuple[float, float], cause: Cause, graphs: list[int]
     ) -> None:
-        service, decision = self._service(), step.decision
-        assert service is not None
+        take_out, decision = self._take_out(), step.decision
         entries = self._steps.dispatcher.plan.entries
         names = [f"{entries[i].mode.name} {entries[i].descriptor.num_tokens}" for i in graphs]
         file = self._saved(step)
         reason = f"a step of {step.num_tokens} tokens differs by {wrong[0]:.3g} > {wrong[1]:.3g}"
-        out = service.take_out(cause, graphs, reason)
+        out = cause if take_out is None else take_out(cause, graphs, reason)
         self._records.add(
             WrongStep(
                 decision.mode.name, step.num_tokens, decision.descriptor.num_tokens,

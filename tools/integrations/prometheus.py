@@ -8,7 +8,7 @@ Values are read when they are requested; they add no cost to a step.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import accumulate
@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from ... import __version__
 from ...runtime.after_seal import Kind
-from ...runtime.records import CaptureRecord
+from ...runtime.records import CaptureRecord, WrongStep
 from ...runtime.report import background_facts, verified
 from ...runtime.steps.step_log import BOUNDS, StepLog
 
@@ -141,6 +141,13 @@ def read_metrics(prepared: PreparedModel) -> Iterator[Metric]:
         "Seconds from the start until compiled code served.",
         (),
         {(): background["switch"]["seconds"]} if background and background["switch"] else {},
+    )
+    wrong = Counter((each.out_of_service,) for each in prepared.records.of(WrongStep))
+    yield _counter(
+        "piecegraph_wrong_steps",
+        "Steps that differed from the uncompiled model, by what was taken out of service.",
+        ("out_of_service",),
+        dict(wrong),
     )
     recordings = [recording for _, recording in prepared.recordings()]
     yield _gauge("piecegraph_recordings", "Recordings that are held.", (), {(): len(recordings)})

@@ -209,6 +209,7 @@ OWN_OPTIONS = {
     "cache": "--no-cache",
     "bundle": "--bundle",
     "codegen.dump_dir": "--dump-dir",
+    "shadow": "--shadow",
 }
 """Settings of Config that an option other than `--set` states."""
 
@@ -300,6 +301,9 @@ class RunOptions:
         panel="Engine",
     )
     verify: str = option("sample", "Compare none, sample or all steps.", parse=one_of(VERIFY))
+    shadow: int | None = option(
+        None, "Prove one step in N: run it again uncompiled.", metavar="N", min=1
+    )
     off: tuple[str, ...] = option(
         (),
         "Turn off: " + ", ".join(SWITCH_NAMES) + ". Repeatable.",

@@ -165,7 +165,7 @@ def run_sections(report: Report) -> list[Section]:
         Section("Serving", notes=[_served(report["serving"])]),
         Section(
             "Verification",
-            notes=[_verdict(verification)],
+            notes=[_verdict(verification), *shadow_lines(report["shadow"])],
             style=style if verification["steps"] else "yellow",
         ),
     ]
@@ -273,6 +273,21 @@ def _served(serving: Report) -> str:
         f" {serving['requests_per_second']:.1f} requests/s,"
         f" {serving['preemptions']} preemptions"
     )
+
+
+def shadow_lines(shadow: Report | None) -> list[str]:
+    """What was proved while serving, and each wrong step."""
+    if shadow is None:
+        return []
+    proved = sum(row["count"] for row in shadow["proved"])
+    lines = [f"proved {proved} steps while serving, {shadow['share']:.1%} of the time"]
+    if shadow["stopped"]:
+        lines.append(f"stopped proving: {shadow['stopped']}")
+    return lines + [
+        f"WRONG step of {wrong['num_tokens']} tokens ({wrong['mode']}): out of service:"
+        f" {wrong['out_of_service']}; saved in {wrong['file']}"
+        for wrong in shadow["wrong"]
+    ]
 
 
 def _verdict(verification: Report) -> str:

@@ -39,7 +39,7 @@ from ..engine.buckets import BucketEngine, Buckets, BucketScheduler
 from ..engine.drafts import Drafter
 from ..engine.engine import Engine
 from ..engine.kv_cache import Defragmenter, LayerCache, allocate_layer_caches
-from ..engine.metadata import Buffers, MetadataBuffers
+from ..engine.metadata import Buffers, MetadataBuffers, recorded
 from ..engine.model import INPUTS, Decoder
 from ..engine.overlap import OverlappingEngine
 from ..engine.sampler import Sampler, sampler_warmup
@@ -118,6 +118,7 @@ def start_service(
     try:
         engine, verification = _engine(options, prepared, model, layers, scheduler, buffers, device)
         engine.ranks = ranks
+        prepared.prove_with(recorded, buffers.refill)
         caches = [part for cache in layers.values() for part in (cache.keys, cache.values)]
         prepared.ledger.own("KV cache", caches)
         for name, cache in layers.items():
@@ -220,6 +221,7 @@ def library_config(options: RunOptions, model: Any = None) -> Config:
         "level": options.level,
         "capture_sizes": options.capture_sizes,
         "cache_dir": options.cache_dir,
+        "shadow": {"every": options.shadow} if options.shadow else None,
     }
     chosen = {name: value for name, value in left_to_the_library.items() if value is not None}
     inputs, support = INPUTS, AttentionSupport.UNIFORM_SINGLE_TOKEN_DECODE
