@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from piecegraph.torch_compat.basics import ops
+from piecegraph.torch_compat.basics.tensors import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -206,3 +207,22 @@ def test_without_frame_is_the_same_operator() -> None:
     x = torch.ones(2)
     assert torch.equal(ops.without_frame(aten.add.Tensor)(x, x), x + x)
     assert ops.without_frame(len) is len
+
+
+def test_a_mode_sees_the_ops_inside_a_kernel_that_is_called(library: Any) -> None:
+    library.define("twice(Tensor x, Tensor(a!) out) -> ()")
+    library.impl("twice", lambda x, out: out.copy_(x * 2) and None, "CPU")
+    op = getattr(torch.ops, library.ns).twice.default
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            seen.append(ops.op_name(func))
+            return func(*args, **(kwargs or {}))
+
+    x, out = torch.ones(1), torch.zeros(1)
+    with Seen():
+        ops.call_kernel(op, (x,), {"out": out})
+    assert out.item() == 2
+    assert {"aten::mul", "aten::copy_"} <= {*seen}
+    assert not any("twice" in name for name in seen)

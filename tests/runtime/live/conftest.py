@@ -41,6 +41,7 @@ class Stage:
 
     starts: Tensor = field(default_factory=lambda: torch.arange(MAX_TOKENS))
     fault: BaseException | None = None
+    gain: float = 1.0
 
 
 def attend(x: Tensor, out: Tensor, layer_name: str) -> None:
@@ -50,7 +51,7 @@ def attend(x: Tensor, out: Tensor, layer_name: str) -> None:
         raise stage.fault
     starts = stage.starts[: len(x)]
     total = x.cumsum(0)
-    out.copy_(total - total[starts] + x[starts])
+    out.copy_((total - total[starts] + x[starts]) * stage.gain)
 
 
 class Scale(nn.Module):

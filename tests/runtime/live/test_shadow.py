@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from piecegraph import Batch, PreparedModel
+from piecegraph import Batch, Config, PreparedModel, prepare
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.runtime import model_policy
-from piecegraph.runtime.records import WrongStep
-from piecegraph.runtime.shadow import Cause
+from piecegraph.runtime.records import ShadowStopped, WrongStep
+from piecegraph.runtime.shadow import Cause, Stopped
 from piecegraph.tools.steps import load_steps
 
-from .conftest import LiveServed, Model, Texts
+from .conftest import HIDDEN, LiveServed, Model, Texts
 
 Prepare = Callable[..., LiveServed]
 
@@ -160,3 +160,94 @@ def test_a_table_that_moved_takes_the_graphs_of_the_mode_out(serve: Prepare) -> 
     assert {recording.name[:4] for _, recording in served.prepared.recordings()} == {"PIEC"}
     assert run(served, 3)
     assert len(served.prepared.records.of(WrongStep)) == 1
+
+
+def test_metadata_that_a_graph_froze_takes_the_graphs_of_the_mode_out(serve: Prepare) -> None:
+    served = serve(shadow=EACH)
+    as_decode(served)
+    served.stage.gain = 1.0
+    served.prepared.capture()
+    assert run(served, 2, 1)
+    served.stage.gain = 2.0
+    assert run(served, 2, 1)
+    assert the_wrong_step(served.prepared).out_of_service == Cause.MODE
+    assert run(served, 2, 1)
+
+
+def test_a_step_that_waits_is_proved_when_the_engine_is_idle(prepare_live: Prepare) -> None:
+    served = prepare_live(shadow=EACH)
+    served.prepared.capture()
+    assert served.prepared.shadow_idle() is False
+    assert run(served, 3)
+    assert served.prepared.report()["shadow"]["proved"] == []
+    assert run(served, 2, 2)  # meanwhile: another batch, other starts
+    starts = served.stage.starts.clone()
+    assert served.prepared.shadow_idle() is True
+    assert torch.equal(served.stage.starts, starts)
+    assert len(served.prepared.report()["shadow"]["proved"]) == 1
+    assert served.prepared.records.of(WrongStep) == []
+    run(served, 3)
+    served.stage.starts = starts
+    assert served.prepared.shadow_idle() is False
+    assert served.prepared.report()["shadow"]["skipped"]["state was replaced"] == 1
+
+
+def test_memory_that_is_not_known_as_state_is_never_written(
+    prepare_live: Prepare, temporary_op: Callable[..., str]
+) -> None:
+    hidden = torch.zeros(1)
+
+    def count(x: torch.Tensor, out: torch.Tensor) -> None:
+        hidden.add_(1)
+        out.copy_(x)
+
+    op = temporary_op("live_tests::count", "(Tensor x, Tensor(a!) out) -> ()", count)
+
+    class Counting(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            torch.ops.live_tests.count(x, out)
+            return super().forward(out)
+
+    served = prepare_live(Counting(), shadow=EACH, splitting_ops=("live_tests::attend", op))
+    served.prepared.capture()
+    before = hidden.clone()
+    served.prepared(torch.ones(3, HIDDEN), batch=Batch(3, 1))
+    assert hidden == before + 1
+    (stopped,) = served.prepared.records.of(ShadowStopped)
+    assert stopped.reason == Stopped.UNDECLARED
+    assert stopped.detail == "aten::add_ [1]"
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rounding_is_no_fault_in_5000_steps(dtype: str) -> None:
+    """Twelve residual layers and a softmax under Inductor, which leaves roundings out."""
+
+    class Residual(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(12))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                normed = torch.nn.functional.rms_norm(x, (32,))
+                x = x + torch.nn.functional.gelu(layer(normed)) * 4
+            return x.softmax(-1) * 100
+
+    torch.manual_seed(0)
+    model = Residual().to(getattr(torch, dtype)).requires_grad_(False)
+    config = Config(
+        inputs={"x": f"{dtype}[num_tokens, 32]"}, max_num_tokens=64, max_num_reqs=64,
+        graph_mode="FULL", capture_sizes=(8, 64), attention={"support": 3}, cache=False,
+        shadow=EACH,
+    )  # fmt: skip
+    prepared = prepare(model, config)
+    prepared.capture()
+    for step in range(5000):
+        size = step % 64 + 1
+        batch = Batch(size, size, is_decode=True, query_len=1)
+        prepared(torch.randn(size, 32).to(getattr(torch, dtype)), batch=batch)
+    assert prepared.records.of(WrongStep) == []
+    assert sum(row["count"] for row in prepared.report()["shadow"]["proved"]) == 5000
+    prepared.close()
