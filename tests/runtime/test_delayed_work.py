@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import re
 import threading
@@ -26,6 +27,7 @@ from piecegraph import (
 )
 from piecegraph.compile.plan.compiled_model import CompiledModel, bind
 from piecegraph.errors import ResultOverwritten, RewrittenEarly
+from piecegraph.torch_compat.basics.tensors import last_modes
 
 from .conftest import compile_once, prepare_on_replay
 
@@ -127,6 +129,10 @@ def make_scene(compiled: tuple[Config, CompiledModel]) -> Iterator[Callable[...,
         yield make
     for scene in scenes:
         scene.prepared.close()
+    gc.collect()  # results that tracebacks hold
+    for scene in scenes:
+        scene.prepared.backend.synchronize()
+    assert last_modes() == (None, None)
 
 
 def test_a_step_runs_when_its_result_is_read(make_scene: Callable[..., Scene]) -> None:

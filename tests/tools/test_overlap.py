@@ -15,6 +15,7 @@ from piecegraph.tools.engine.scheduler import SamplingParams
 from piecegraph.tools.serve import run as main_job
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import read_requests
+from piecegraph.torch_compat.basics.tensors import last_modes
 
 pytestmark = pytest.mark.compile
 
@@ -53,7 +54,8 @@ def served(monkeypatch):
             steps = service.engine.log.steps
             return [request.tokens for request in requests], steps, backend
 
-    return serve
+    yield serve
+    assert last_modes() == (None, None)
 
 
 def overlapped(served, mode, seed=None, **options):
