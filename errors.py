@@ -537,10 +537,14 @@ class AutocastActive(RunError):
 
 class StaleContext(RunError):
     what = (
-        "{reader} reads {fact} of the forward context inside a graph, where a replay on a device "
-        "has the value of the capture"
+        "{reader} read {fact} of the forward context inside a graph, which keeps the value of its "
+        "capture: {recorded!r}, and {now!r} in this step"
     )
-    todo = "Add the op that it belongs to to splitting_ops, so that it runs between graphs."
+    todo = (
+        "Add the op that it belongs to to splitting_ops, so that it runs between graphs, or read a "
+        "tensor. If the graph does not depend on the value, name the field in `graph_constants` of "
+        "the metadata's class."
+    )
 
 
 class AllCapturesFailed(RunError):

@@ -32,7 +32,8 @@ class InstalledGraph:
     """A recording as steps use it. Loaders and results are kept per real size, the last 256."""
 
     __slots__ = (
-        "_by_size", "_inputs", "_plan", "addresses", "metadata", "recording", "runs_python",
+        "_by_size", "_inputs", "_plan", "addresses", "metadata", "reads", "recording",
+        "runs_python",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +49,7 @@ class InstalledGraph:
         self.runs_python = runs_python  # also between its graphs
         self.addresses = addresses
         self.metadata = metadata
+        self.reads = recording.reads or None
         self._plan = plan
         self._inputs = inputs
         self._by_size: dict[tuple[int, ...], tuple[Load, FreshResults]] = {}

@@ -29,7 +29,8 @@ from ...errors import NestedCapture, WorkAfterSeal
 from ...torch_compat.basics.tensors import tree_map_only
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
-from ..steps.forward_context import keep_context
+from ..steps.forward_context import CURRENT
+from ..steps.step_reads import NotingContext, StepReads
 from .recording import Recording, ResultForm, Segment, SegmentKind, eager_call
 from .session import CaptureSession, capture_failure
 
@@ -64,7 +65,7 @@ def record(
     before, began = session.backend.memory(), perf_counter()
     try:
         recorder.begin()
-        outputs = fn(*inputs)
+        outputs = recorder.in_context(fn)(*inputs)
         recorder.end()
     except BaseException as error:
         recorder.abort()
@@ -74,6 +75,7 @@ def record(
     finally:
         ACTIVE.reset(token)
     recording = Recording(name, recorder.segments, recorder.graphs, recorder.ownership)
+    recording.reads = recorder.reads
     recording.outputs = recorder.weak(outputs)
     now = session.backend.memory()
     recording.seconds, recording.bytes = perf_counter() - began, now.growth(before)
@@ -95,15 +97,19 @@ class Recorder:
         self._in_op = False
         self._forms: deque[tuple[str, ResultForm]] = deque()
         """What the splitting ops of the warm-up run returned, until the capture meets the op."""
-        self._in_context = keep_context(session.strict)
+        self.reads = StepReads()
+        context = CURRENT.get()
+        self._context = NotingContext(context, self.reads) if context is not None else None
 
     def begin(self) -> None:
         """Open a graph."""
+        self.reads.open = True
         self._open = self._session.begin(self.ownership)
 
     def end(self) -> None:
         """Close the open graph. One without operations is no segment."""
         assert self._open is not None
+        self.reads.open = False
         capture, self._open = self._open, None
         graph = capture.end()
         self.graphs.append(graph)  # also an empty one: it owns memory
@@ -152,10 +158,15 @@ class Recorder:
         """Call a compiled piece as one operation, which reads the context of its capture."""
         if self._open is None:
             return fn(*args)
-        return self._open.opaque(self._in_context(fn), args)
+        return self._open.opaque(self.in_context(fn), args)
+
+    def in_context(self, fn: Fn) -> Fn:
+        """`fn` in the forward context of this capture, also in later replays."""
+        return fn if self._context is None else partial(self._context.call, fn)
 
     def abort(self) -> None:
         """Drop the open graph and all others."""
+        self.reads.open = False
         if self._open is not None:
             self._open.abort()
         for graph in self.graphs:

@@ -34,9 +34,6 @@ class CaptureSession:
         self._pool = pool
         self._held: list[Tensor] = []
         self._open = True
-        options = getattr(backend, "options", None)
-        self.strict = bool(getattr(options, "poison_before_replay", False))
-        """Whether what a device would silently get wrong is an error."""
 
     def begin(self, ownership: Ownership) -> Capture:
         if not self._open:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
-from ...errors import OutsideStep, StaleContext
+from ...errors import OutsideStep
 
 
 class ForwardContext:
@@ -34,71 +32,14 @@ class ForwardContext:
         self.num_tokens = num_tokens
 
 
-class CapturedContext:
-    """The forward context as Python inside a graph saw it at capture.
-
-    On a device that Python does not run again. An emulated replay runs it with these values; with
-    `strict`, reading one that the step has another value for raises StaleContext.
-    """
-
-    __slots__ = ("_captured", "_step", "_strict", "layers")
-
-    def __init__(self, context: ForwardContext, strict: bool) -> None:
-        self.layers = context.layers
-        self._captured = (context.metadata, context.decision, context.num_tokens)
-        self._strict = strict
-        self._step: ForwardContext | CapturedContext | None = None
-
-    @property
-    def metadata(self) -> Any:
-        return self._read(0, "metadata")
-
-    @property
-    def decision(self) -> Any:
-        return self._read(1, "decision")
-
-    @property
-    def num_tokens(self) -> Any:
-        return self._read(2, "num_tokens")
-
-    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """`fn(*args)` in this context."""
-        self._step = CURRENT.get()
-        token = CURRENT.set(self)
-        try:
-            return fn(*args)
-        finally:
-            CURRENT.reset(token)
-            self._step = None
-
-    def _read(self, position: int, name: str) -> Any:
-        captured = self._captured[position]
-        if self._strict and self._step is not None:
-            now = getattr(self._step, name)
-            if now is not captured and not (name == "num_tokens" and now == captured):
-                frame = inspect.stack(0)[2]
-                where = f"{frame.filename}:{frame.lineno}"
-                raise StaleContext(where=where, reader=frame.function, fact=name)
-        return captured
-
-
 # Set directly by `Steps.run`, the hot path; use the functions below elsewhere.
-CURRENT: ContextVar[ForwardContext | CapturedContext | None] = ContextVar(
-    "piecegraph_forward", default=None
-)
+CURRENT: ContextVar[Any] = ContextVar("piecegraph_forward", default=None)
+"""A ForwardContext, one that stands for it during a capture, or None."""
 
 
-def keep_context(strict: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function that always runs in the present context; see CapturedContext."""
-    context = CURRENT.get()
-    if not isinstance(context, ForwardContext):
-        return lambda fn: fn
-    return partial(partial, CapturedContext(context, strict).call)
-
-
-def get_forward_context() -> ForwardContext | CapturedContext:
+def get_forward_context() -> ForwardContext:
     """The context of the step that runs in this thread. Raises OutsideStep if there is none."""
-    context = CURRENT.get()
+    context: ForwardContext | None = CURRENT.get()
     if context is None:
         raise OutsideStep()
     return context

@@ -37,6 +37,7 @@ from .binding import Bind, binder, packer
 from .code import ModelCode
 from .forward_context import CURRENT, ForwardContext
 from .step_log import StepLog, StepObserver
+from .step_reads import StepReads
 from .usage import IdleSteps, Usage
 
 
@@ -47,6 +48,8 @@ class StepGraph(Protocol):
     def runs_python(self) -> bool: ...
     @property
     def metadata(self) -> MetadataAddresses | None: ...
+    @property
+    def reads(self) -> StepReads | None: ...
     def replay(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> Sequence[Any]: ...
     def poison(self) -> None: ...
 
@@ -200,6 +203,8 @@ class Steps:
             else:
                 if graph.metadata is not None:
                     graph.metadata.check(metadata)
+                if graph.reads is not None:
+                    graph.reads.check(context)
                 results = graph.replay(tensors, sizes)
         finally:
             self.running = False
