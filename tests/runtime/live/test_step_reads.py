@@ -73,6 +73,7 @@ class Model(nn.Module):
     def __init__(self, read: Callable[[Any], float]) -> None:
         super().__init__()
         self.read = read
+        self.one = nn.Parameter(torch.ones(()), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         try:
@@ -80,7 +81,7 @@ class Model(nn.Module):
         except OutsideStep:  # the form of the result is found outside of steps
             y = x * 1.0
         doubled(y)
-        return y + 1
+        return y + self.one
 
 
 def prepared_for(read: Callable[[Any], float], mode: str, device: str = "cpu") -> PreparedModel:
