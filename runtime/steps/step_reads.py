@@ -41,7 +41,7 @@ class StepReads:
         self._values: dict[str, Any] = {}
         self._places: dict[str, tuple[str, str]] = {}
         """By path: file:line and name of the function that reads it."""
-        self._read: Callable[[ForwardContext], tuple[Any, ...]] | None = None
+        self._read: Callable[..., tuple[Any, ...]] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._values)
