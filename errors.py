@@ -132,6 +132,11 @@ class DecisionNotPossible(DispatchError):
     todo = "Make sure that all ranks have the same plan digest and the same captured graphs."
 
 
+class DecisionOfAnother(DispatchError):
+    what = "{decision!r} is no decision of this prepared model"
+    todo = "Pass what its `dispatch` returned for this step."
+
+
 class NoBuckets(DispatchError):
     what = "the limits exclude every bucket; rejected (batch, query, context): {rejected}"
     todo = "Widen the ranges, or raise max_num_tokens or max_model_len."

@@ -173,12 +173,12 @@ def gc_paused() -> Iterator[None]:
         yield
         return
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
+        if enabled:  # first: what follows may be interrupted
+            gc.enable()
         if gc.get_freeze_count() == 0:  # do not unfreeze objects that the program froze
             gc.freeze()
             gc.unfreeze()  # new objects are old ones now, which saves a collection of 0.2 s
-        if enabled:
-            gc.enable()

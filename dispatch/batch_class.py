@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
+from ..errors import BatchInvalid, InvalidSetting
 from .batch import Batch, Reason
 from .modes import RuntimeMode
 from .plan import DispatchPlan, PlanEntry, axis_values
@@ -32,17 +33,47 @@ def classify(
 ) -> BatchClass:
     """The class of `batch`. None allows every mode and excludes none; an empty set is empty.
 
-    Raises BatchInvalid if the batch's axes are not the plan's.
+    Raises BatchInvalid for a fact of another type and for axes that are not the plan's, and
+    InvalidSetting for modes that are no collection of runtime modes.
     """
+    if fault := wrong_type(batch):
+        raise BatchInvalid(batch=batch, fault=fault)
     query_len = bound = None
     if batch.is_decode:
         query_len = batch.query_len
         bound = batch.max_query_len if query_len is None else query_len
-    modes = ALL_MODES if allowed_modes is None else mode_bits(allowed_modes)
+    modes = ALL_MODES if allowed_modes is None else mode_bits("allowed_modes", allowed_modes)
     if excluded_modes is not None:
-        modes &= ~mode_bits(excluded_modes)
+        modes &= ~mode_bits("excluded_modes", excluded_modes)
     axes = axis_values(plan.axes, batch) if plan.axes or batch.axes else ()
     return BatchClass(query_len, bound, batch.num_loras, batch.cascade, axes, modes)
+
+
+_COUNTS = {
+    "num_tokens": (),
+    "num_reqs": (),
+    "num_loras": (),
+    "query_len": (None,),
+    "max_query_len": (None,),
+}
+
+
+def wrong_type(batch: Any) -> str | None:
+    """The first field of `batch` that is not of its type, or None. Integers of numpy are ints."""
+    if not isinstance(batch, Batch):
+        return f"it is a {type(batch).__name__}"
+    for name, others in _COUNTS.items():
+        value = getattr(batch, name)
+        if type(value) is not int and value not in others and not hasattr(value, "__index__"):
+            return f"{name} is {value!r}, not an int"
+    for name in ("is_decode", "cascade"):
+        value = getattr(batch, name)
+        if type(value) is not bool and value not in (False, True):
+            return f"{name} is {value!r}, not a bool"
+    axes: Any = batch.axes
+    if axes is not None and not isinstance(axes, Mapping):
+        return f"axes is {axes!r}, not a mapping of names to ints"
+    return None
 
 
 def contradiction(batch: Batch, kind: BatchClass) -> str | None:
@@ -52,19 +83,29 @@ def contradiction(batch: Batch, kind: BatchClass) -> str | None:
         return "a count is negative"
     if num_reqs > num_tokens:
         return f"{num_reqs} requests cannot share {num_tokens} tokens"
+    if num_tokens and not num_reqs:
+        return f"num_reqs is 0, but there are {num_tokens} tokens"
     if kind.query_len is not None and num_reqs * kind.query_len != num_tokens:
         return f"{num_reqs} requests of query_len {kind.query_len} do not have {num_tokens} tokens"
+    if kind.query_len is not None and kind.query_len > (batch.max_query_len or kind.query_len):
+        return f"query_len is {kind.query_len}, but max_query_len is {batch.max_query_len}"
     if kind.max_query_len is not None and num_reqs * kind.max_query_len < num_tokens:
         return f"{num_reqs} requests of max_query_len {kind.max_query_len} have fewer tokens"
     return None
 
 
-def mode_bits(modes: Iterable[RuntimeMode]) -> int:
-    """The set of `modes` as an integer, bit `1 << mode` each."""
-    return sum(1 << mode for mode in set(modes))
+def mode_bits(name: str, modes: Iterable[RuntimeMode]) -> int:
+    """The set of `modes`, the argument `name`, as an integer, bit `1 << mode` each."""
+    try:
+        return sum(1 << mode for mode in set(modes))
+    except TypeError:
+        expected = "a collection of RuntimeMode"
+        raise InvalidSetting(
+            name=name, value=modes, reason="not runtime modes", expected=expected
+        ) from None
 
 
-ALL_MODES = mode_bits(RuntimeMode)
+ALL_MODES = mode_bits("all", RuntimeMode)
 
 
 def class_obstacle(plan: DispatchPlan, entry: PlanEntry, kind: BatchClass) -> Reason | None:

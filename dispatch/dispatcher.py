@@ -108,26 +108,34 @@ class Dispatcher:
         Raises NoModeLeft if no allowed mode can serve the batch, and BatchInvalid for facts that
         contradict each other or the plan.
         """
-        num_tokens = batch.num_tokens
-        if (
-            0 <= num_tokens < self._end
-            and allowed_modes is None
-            and excluded_modes is None
-            and not (batch.num_loras or batch.cascade or batch.axes)
-        ):
-            # a contradictory batch does not match `max_reqs`, and is refused below
-            if batch.is_decode:
-                if decisions := self._uniform.get(batch.query_len):
-                    decision = decisions[num_tokens]
-                    if decision is not None and batch.num_reqs == decision.max_reqs:
-                        return decision
-            elif decisions := self._mixed:
-                decision = decisions[num_tokens]
-                if decision is not None and 0 <= batch.num_reqs <= decision.max_reqs:
-                    return decision
+        if allowed_modes is None and excluded_modes is None:
+            try:
+                decision = self._fast_path(batch)
+            except (AttributeError, TypeError):  # no batch: refused below
+                decision = None
+            if decision is not None:
+                return decision
         if self._fast_path_of is not self._live.by_class:
             self._build_fast_path()
         return self._live.decide(batch, classify(self.plan, batch, allowed_modes, excluded_modes))
+
+    def _fast_path(self, batch: Batch) -> Decision | None:
+        """The decision for a batch without special facts; None for contradictory facts, too."""
+        num_tokens, query_len = batch.num_tokens, batch.query_len
+        if not 0 <= num_tokens < self._end or batch.num_loras or batch.cascade or batch.axes:
+            return None
+        if batch.is_decode is True:
+            longest = batch.max_query_len
+            if query_len is None or (longest is not None and longest < query_len):
+                return None
+            decisions = self._uniform.get(query_len)
+            decision = decisions[num_tokens] if decisions else None
+            fits = decision is not None and batch.num_reqs == decision.max_reqs
+        else:
+            decisions = self._mixed if batch.is_decode is False else None
+            decision = decisions[num_tokens] if decisions else None
+            fits = decision is not None and 0 < batch.num_reqs <= decision.max_reqs
+        return decision if fits else None
 
     def decide(
         self,

@@ -34,7 +34,7 @@ from .shadow import Keep as MetadataOf
 from .steps.code import ModelCode
 from .steps.forward_context import ForwardContext
 from .steps.profiler_ranges import StepRanges
-from .steps.static_inputs import StaticInputs, allocate_inputs
+from .steps.static_inputs import StaticInputs, allocate_inputs, split_buffers
 from .steps.step_log import LoggedStep, StepLog, StepObserver
 from .steps.steps import BetweenSteps, Steps, nothing
 from .steps.usage import Usage
@@ -418,8 +418,11 @@ class PreparedModel:
 
     def _use(self, compiled: CompiledModel, dispatcher: Dispatcher) -> StaticInputs:
         """Run steps with `compiled`, so far without graphs; returns the static inputs."""
+        buffers, unread = split_buffers(compiled.plan, self._input_buffers)
+        if unread:
+            self.events.emit("input_buffers.unread", level=logging.INFO, inputs=unread)
         inputs = allocate_inputs(
-            compiled, self.config.steps, self._device, self._input_buffers, self.backend.order_steps
+            compiled, self.config.steps, self._device, buffers, self.backend.order_steps
         )
         queue = getattr(self.backend, "queue", None)
         code = ModelCode(compiled, inputs, self.backend.address, queue)

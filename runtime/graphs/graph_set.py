@@ -14,7 +14,7 @@ from ...errors import CaptureFailed, DummyStepFailed
 from ...torch_compat.basics.tensors import writes_counted
 from ..backends.work_queue import WorkQueue
 from ..records import HostValues, Records, UnwatchedTensors
-from ..steps.address_checks import HostValue, MetadataAddresses
+from ..steps.address_checks import HostValue, MetadataAddresses, tensors_by_path
 from ..steps.code import ModelCode
 from ..steps.shared_memory import named_weights
 from .breaks import recordable
@@ -101,6 +101,7 @@ class GraphSet:
             read = MetadataAddresses(recording.metadata, recording.ownership.found())
             metadata = read or None
             checked = addresses.addresses() | {view.data_ptr() for view in inputs.views}
+            checked |= read.addresses()
             self._report_unwatched(recording, checked)
         recording.metadata = None
         if self._code.ranged:
@@ -176,7 +177,12 @@ class GraphSet:
         }
         if unwatched:
             self._unwatched |= set(unwatched)
-            tensors = [f"{dtype_name(t.dtype)}{list(t.shape)}" for t in unwatched.values()]
+            layers = tensors_by_path("layers", dict(self._dummies.context.layers))
+            names = {t.untyped_storage().data_ptr(): path for path, t in layers}
+            tensors = [
+                f"{names.get(place, 'a tensor')}: {dtype_name(t.dtype)}{list(t.shape)}"
+                for place, t in unwatched.items()
+            ]
             self._records.add(UnwatchedTensors(recording.name, tensors))
 
     def _present(self) -> Iterator[tuple[int, InstalledGraph]]:

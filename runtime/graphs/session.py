@@ -77,17 +77,17 @@ def capture_session(
             except RuntimeError as error:
                 raise capture_failure(error, "any graph") from error
         was_enabled = gc.isenabled()
-        gc.disable()
         session = CaptureSession(backend, pool, events)
         try:
+            gc.disable()
             yield session
         finally:
+            if was_enabled:  # first: what follows may be interrupted
+                gc.enable()
             session.close()
             if prepare:  # memory that dummy batches cached; it can wait for a later session
                 with suppress(RuntimeError):
                     backend.trim()
-            if was_enabled:
-                gc.enable()
 
 
 def capture_failure(error: Exception, name: str) -> CaptureFailed:

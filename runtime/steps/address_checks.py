@@ -272,6 +272,10 @@ class MetadataAddresses:
     def __bool__(self) -> bool:
         return bool(self._expected)
 
+    def addresses(self) -> set[int]:
+        """The addresses that steps compare."""
+        return {address for address, _ in self._expected.values()}
+
     def check(self, metadata: Any) -> None:
         """Compare one step's metadata. Raises MovedTensor for a tensor in other memory."""
         self._steps += 1

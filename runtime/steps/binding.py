@@ -19,7 +19,7 @@ from ...compile.ir.config import TOKENS
 from ...compile.ir.plan import Check, Constant, Plan, Symbol, UserInput, dotted
 from ...compile.ir.serialization import Ref, decode, source
 from ...errors import ArgumentFixed, GuardBroken, InputMismatch, SizeOutOfRange
-from ...torch_compat.basics.tensors import form_test
+from ...torch_compat.basics.tensors import form_test, has_plain_memory
 
 Bind = Callable[..., tuple[tuple[Any, ...], tuple[int, ...]]]
 Pack = Callable[[Sequence[Any], tuple[Any, ...]], Any]
@@ -37,7 +37,7 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
     """
     forms: Forms = {}
     names: dict[str, Any] = {
-        "Tensor": torch.Tensor,
+        "plain": has_plain_memory,
         "math": math,
         "at": at,
         "mismatch": _mismatch,
@@ -56,6 +56,7 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
         differs = "is not" if names[f"k{index}"] is None else "!="
         body.append(f"if {value} {differs} k{index}: fixed(K{index}, {value})")
     tensors = "".join(f"{item.name}, " for item in plan.inputs)
+    nested = " or ".join(f"{item.name}.is_nested" for item in plan.inputs)
     tokens = next((symbol.name for symbol in plan.symbols if symbol.label == TOKENS), "1")
     if tokens != "1":
         position, dim = plan.token_source()
@@ -63,15 +64,16 @@ def binder(plan: Plan, signature: inspect.Signature) -> Bind:
             "try:",
             "    _pg_same, _pg_sizes = _pg_forms[_pg_stated or"
             f" {plan.inputs[position].name}.shape[{dim}]]",
-            f"    if _pg_same({tensors}): return ({tensors}), _pg_sizes",
-            "except (KeyError, AttributeError, IndexError, TypeError): pass",
+            # the test would end the process for a nested tensor
+            f"    if not ({nested}) and _pg_same({tensors}): return ({tensors}), _pg_sizes",
+            "except (KeyError, AttributeError, IndexError, TypeError, RuntimeError): pass",
         ]
     for index, item in enumerate(plan.inputs):
         names[f"u{index}"] = (item.label, _form(item, plan))
         names[f"d{index}"] = _torch_dtype(item)
         rank = f"len(h_{item.name} := {item.name}.shape) != {len(item.shape)}"
         body.append(
-            f"if not isinstance({item.name}, Tensor) or {item.name}.dtype is not d{index}"
+            f"if not plain({item.name}) or {item.name}.dtype is not d{index}"
             f"{f' or {rank}' if item.name in sources else ''}"
             f" or {_device_test(item)}: mismatch(u{index}, {item.name})"
         )
@@ -219,7 +221,11 @@ def _device_test(item: UserInput) -> str:
 def _mismatch(item: tuple[str, str], tensor: Any) -> None:
     name, expected = item
     got = type(tensor).__name__
-    if hasattr(tensor, "dtype"):
+    if isinstance(tensor, torch.Tensor) and not has_plain_memory(tensor):
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        kind = "fake or inside a transform" if layout == "strided" else layout
+        got = f"a {got} without rows in memory ({kind})"
+    elif isinstance(tensor, torch.Tensor):
         got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
     raise InputMismatch(name=name, got=got, expected=expected)
 

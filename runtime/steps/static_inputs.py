@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compile.ir.plan import Plan
 from ...compile.plan.compiled_model import CompiledModel
 from ...config import Padding, Steps, check_choice
 from ...errors import InputMismatch, MovedTensor, SizeOutOfRange
@@ -56,7 +57,7 @@ class StaticInputs:
     A buffer in `owned` (name -> tensor of the largest shape) belongs to the engine, which writes
     it in place: nothing is copied, its address is checked. If its padded views are not contiguous,
     because a dimension before the dynamic one is larger than 1, it is copied like any other input.
-    Raises InputMismatch if it has another form, InvalidSetting if it is not an input.
+    Raises InputMismatch if it has another form.
 
     `any_layout` is for code that works with any strides. `order_steps` is the backend's.
     """
@@ -103,7 +104,6 @@ class StaticInputs:
         specs = {spec.name: spec for spec in self.specs}
         in_place = {}
         for name, buffer in owned.items():
-            check_choice(specs, "input_buffers", name, "the compiled model takes no such input")
             spec = specs[name]
             got = (buffer.dtype, tuple(buffer.shape), buffer.device)
             wanted = (spec.dtype, spec.shape(self.limits), self.device)
@@ -336,6 +336,19 @@ def _fills(spec: StaticInputSpec, view: Tensor, real: tuple[int, ...]) -> Iterat
             yield partial(part.fill_, spec.sentinel)
         elif spec.padding is not Padding.KEEP:
             yield part
+
+
+def split_buffers(plan: Plan, buffers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """The engine's buffers that the model reads, and the names of those it does not.
+
+    Raises InvalidSetting for a name that is no parameter of the model's forward.
+    """
+    read = {name: buffers[name] for name in buffers if any(name == i.label for i in plan.inputs)}
+    for name in buffers.keys() - read.keys():
+        reason = "the model's forward has no such input"
+        choices = dict.fromkeys([*(item.label for item in plan.inputs), *plan.parameters])
+        check_choice(choices, "input_buffers", name, reason)
+    return read, sorted(buffers.keys() - read.keys())
 
 
 def allocate_inputs(

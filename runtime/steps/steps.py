@@ -23,6 +23,7 @@ from ...errors import (
     AutocastActive,
     BatchInvalid,
     BatchMismatch,
+    DecisionOfAnother,
     ModelClosed,
     StepInProgress,
 )
@@ -136,9 +137,9 @@ class Steps:
         excluded_modes: Collection[RuntimeMode] | None,
     ) -> Decision:
         """See `PreparedModel.dispatch`."""
+        decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
         if batch.num_reqs > self._max_num_reqs:
             raise BatchInvalid(batch=batch, fault=f"max_num_reqs is {self._max_num_reqs}")
-        decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
         between = self.between
         if between.active:
             if self.running:
@@ -176,21 +177,21 @@ class Steps:
             code.memory_check(tensors)
         if code.model_check is not None:
             code.model_check.check_step()
-        graph = self._graphs[decision.graph_index]
+        graph = self._graph_of(decision)
         if graph is None and decision.graph_index != NO_GRAPH:
             descriptor = BatchDescriptor(num_tokens)
             decision = Decision(RuntimeMode.NONE, descriptor, NO_GRAPH, Reason.NOT_CAPTURED)
         if self.running:
             raise StepInProgress()
-        self.running = True
-        context, token = self.context, None
-        context.metadata = metadata
-        context.decision = decision
-        context.num_tokens = num_tokens
-        with_grad = is_grad_enabled()
+        context, before, with_grad = self.context, CURRENT.get(), is_grad_enabled()
+        needs_context = graph is None or graph.runs_python
         try:
-            if graph is None or graph.runs_python:
-                token = CURRENT.set(context)
+            self.running = True
+            context.metadata = metadata
+            context.decision = decision
+            context.num_tokens = num_tokens
+            if needs_context:
+                CURRENT.set(context)
             if with_grad:
                 set_grad_enabled(False)
             results: Sequence[Any]
@@ -206,16 +207,32 @@ class Steps:
                 if graph.reads is not None:
                     graph.reads.check(context)
                 results = graph.replay(tensors, sizes)
-        finally:
             self.running = False
-            if token is not None:
-                CURRENT.reset(token)
+            if needs_context:
+                CURRENT.set(before)
             if with_grad:
                 set_grad_enabled(True)
+        except BaseException:  # also an interrupt between two of the lines above
+            self.running = False
+            CURRENT.set(before)
+            set_grad_enabled(with_grad)
+            raise
         self.usage.count(decision, num_tokens)
         if self._poisons:
             self._poison_old_results(graph)
         return self._pack(results, tensors)
+
+    def _graph_of(self, decision: Decision) -> StepGraph | None:
+        """Raises DecisionOfAnother unless `decision` is one of this model."""
+        try:
+            graph_index = decision.graph_index
+            if graph_index != NO_GRAPH:
+                expected = self.dispatcher.plan.entries[graph_index].descriptor
+                if decision.descriptor is not expected and decision.descriptor != expected:
+                    raise DecisionOfAnother(decision=decision)
+            return self._graphs[graph_index]
+        except (AttributeError, IndexError):
+            raise DecisionOfAnother(decision=decision) from None
 
     def reads_in_place(self, decision: Decision) -> frozenset[str]:
         """See `PreparedModel.reads_in_place`."""

@@ -481,3 +481,38 @@ def test_the_tables_of_rare_batches_are_bounded():
         assert it.dispatch(Batch(9 + active, 8)).descriptor.num_tokens == 9 + active
     assert len(it._live.by_class) <= 256
     assert len(it._live.above) <= 256
+
+
+@pytest.mark.parametrize(
+    ("batch", "field"),
+    [
+        (None, "NoneType"),
+        ((4, 4), "tuple"),
+        (Batch("4", 4), "num_tokens"),
+        (Batch(4.0, 4), "num_tokens"),
+        (Batch(None, 4), "num_tokens"),
+        (Batch(4, None), "num_reqs"),
+        (Batch(4, 4, num_loras="a"), "num_loras"),
+        (Batch(4, 4, is_decode=True, query_len="1"), "query_len"),
+        (Batch(4, 2, is_decode=True, max_query_len=2.5), "max_query_len"),
+        (Batch(4, 4, is_decode="no", query_len=1), "is_decode"),
+        (Batch(4, 4, cascade="no"), "cascade"),
+        (Batch(4, 4, axes=["a"]), "axes"),
+        (Batch(3, 0), "num_reqs is 0"),
+        (Batch(6, 2, is_decode=True, query_len=3, max_query_len=1), "max_query_len is 1"),
+    ],
+)
+def test_a_fact_of_the_wrong_type_is_refused_by_name(batch, field):
+    it = dispatcher("FULL_AND_PIECEWISE", [2, 4, 8], query_lens=(1, 3))
+    it.dispatch(Batch(4, 4, is_decode=True, query_len=1))  # the tables exist now
+    with pytest.raises(BatchInvalid, match=field):
+        it.dispatch(batch)
+    with pytest.raises(BatchInvalid, match=field):
+        it.decide(batch)
+
+
+@pytest.mark.parametrize("modes", ["FULL", ["FULL"], FULL, 5])
+def test_modes_that_are_no_collection_of_modes_are_refused(modes):
+    it = dispatcher("FULL", [4])
+    with pytest.raises(InvalidSetting, match="excluded_modes"):
+        it.dispatch(Batch(4, 4), excluded_modes=modes)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piecegraph.config import Padding
-from piecegraph.errors import InputMismatch, InvalidSetting, MovedTensor, SizeOutOfRange
+from piecegraph.errors import InputMismatch, MovedTensor, SizeOutOfRange
 from piecegraph.runtime.steps.static_inputs import BoundInputs, StaticInputs, StaticInputSpec
 
 CPU = torch.device("cpu")
@@ -97,11 +97,6 @@ def test_w20_any_dimension_and_any_order_of_sizes() -> None:
 def test_an_owned_buffer_of_another_form_is_refused(buffer: torch.Tensor) -> None:
     with pytest.raises(InputMismatch, match=r"'ids' .*prepared for torch.int64 \(8,\) on cpu"):
         bind(IDS, owned={"ids": buffer})
-
-
-def test_an_owned_buffer_that_is_no_input_is_refused() -> None:
-    with pytest.raises(InvalidSetting, match="'idds'.* of ids"):
-        bind(IDS, owned={"idds": torch.zeros(8, dtype=torch.int64)})
 
 
 def test_more_rows_than_the_padded_size_are_refused_by_name() -> None:

@@ -104,6 +104,13 @@ def is_transformed(value: Any) -> bool:
     return isinstance(value, Tensor) and bool(wrapped(value))
 
 
+def has_plain_memory(value: Any) -> bool:
+    """Whether `value` is a tensor of rows in memory: neither nested, sparse nor a stand-in."""
+    if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
+        return False
+    return not is_fake(value) and not is_transformed(value)
+
+
 def writes_counted(tensor: Tensor) -> int:
     """How many in-place writes torch has counted on the memory of `tensor`."""
     return tensor._version

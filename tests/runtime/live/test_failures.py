@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from piecegraph import Batch, get_forward_context
 from piecegraph.dispatch import CaptureStrategy
 from piecegraph.errors import (
     AllCapturesFailed,
     CaptureFailed,
+    DecisionOfAnother,
+    InputMismatch,
+    InvalidSetting,
     LayerMissing,
     MetadataFailed,
     ModelClosed,
@@ -26,6 +31,7 @@ from piecegraph.errors import (
 from piecegraph.runtime.after_seal import TRACE_LOGGER
 from piecegraph.runtime.graphs.session import capture_session
 from piecegraph.runtime.graphs.wanted import RETRY_STEPS
+from piecegraph.runtime.steps.static_inputs import split_buffers
 
 FAULT = ValueError("no such block")
 
@@ -52,6 +58,90 @@ def test_an_error_in_a_step_reaches_the_caller_and_the_next_step_works(
     assert_at_rest()
     served.stage.fault = None
     served.step(*lengths)
+
+
+@pytest.mark.parametrize("lengths", [(3,), (12,)])  # graphs, and no graph
+def test_an_interrupt_anywhere_in_a_step_leaves_the_process_as_it_was(
+    serve: Callable[..., Any], lengths: tuple[int, ...]
+) -> None:
+    served = serve()
+    served.prepared.capture()
+    decision = served.prepared.dispatch(served.batch(*lengths))
+    run = type(served.prepared._steps).run.__code__
+
+    def step(at: int | None) -> int:
+        """One step, interrupted before its line number `at`; returns how many lines it ran."""
+        lines = 0
+
+        def in_step(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal lines
+            if event == "line":
+                lines += 1
+                if lines == at:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return in_step
+
+        sys.settrace(lambda frame, event, arg: in_step if frame.f_code is run else None)
+        try:
+            served.prepared.run(decision, torch.ones(sum(lengths), 4))
+        finally:
+            sys.settrace(None)
+        return lines
+
+    for at in range(1, step(None) + 1):
+        with pytest.raises(KeyboardInterrupt):
+            step(at)
+        assert_at_rest()
+        assert not served.prepared._steps.running
+    served.step(3)
+
+
+@pytest.mark.parametrize("decision", [None, "FULL", Batch(3, 3)])
+def test_what_is_no_decision_of_the_model_is_refused(
+    serve: Callable[..., Any], decision: Any
+) -> None:
+    served = serve()
+    served.prepared.capture()
+    with pytest.raises(DecisionOfAnother):
+        served.prepared.run(decision, torch.ones(3, 4))
+    other = serve(sizes=(3,))
+    other.prepared.capture()
+    with pytest.raises(DecisionOfAnother):
+        served.prepared.run(other.prepared.dispatch(other.batch(3)), torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        (lambda x: x.to_sparse(), "sparse_coo"),
+        (lambda x: x.to_sparse_csr(), "sparse_csr"),
+        (lambda x: FakeTensorMode().from_tensor(x), "fake"),
+        (lambda x: torch.nested.as_nested_tensor([x[:1], x[1:]]), "nested"),
+        (lambda x: x.numpy(), "ndarray"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of torch, about its own beta features
+def test_an_input_without_rows_in_memory_is_refused_by_name(
+    serve: Callable[..., Any], form: Callable[[torch.Tensor], Any], kind: str
+) -> None:
+    served = serve()
+    served.prepared.capture()
+    served.step(3)  # its form is known now
+    with pytest.raises(InputMismatch, match=f"'x' is .*{kind}"):
+        served.prepared.run(served.prepared.dispatch(served.batch(3)), form(torch.ones(3, 4)))
+    served.step(3)
+
+
+def test_buffers_that_the_model_does_not_read_are_ignored(serve: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidSetting, match="no such input"):
+        serve(input_buffers={"typo": torch.zeros(16)})
+    plan = serve().prepared.compiled.plan
+    unread = plan.model_copy(update={"parameters": (*plan.parameters, "positions")})
+    buffers = {"x": torch.zeros(16, 4), "positions": torch.zeros(16)}
+    read, names = split_buffers(unread, buffers)
+    assert list(read) == ["x"]
+    assert names == ["positions"]
 
 
 @pytest.mark.parametrize("strategy", CaptureStrategy)

@@ -276,7 +276,7 @@ def test_tensors_that_a_full_graph_reads_unwatched_are_reported_once(
     served = serve()
     served.prepared.capture()
     (record,) = served.prepared.report()["unwatched"]
-    assert record["tensors"] == ["int64[16]"]  # where requests start
+    assert record["tensors"] == ["layers['stage'].starts: int64[16]"]
     (event,) = served.prepared.events.named("capture.unwatched")
     assert event.facts["recording"].startswith("FULL")
     watched = serve()
