@@ -1,0 +1,191 @@
+"""A pytest plugin for engines: `pytest_plugins = "piecegraph.testing"` in `conftest.py`.
+
+The fixture `graph_case` runs a test once for each graph mode and strategy. `graph_case.check(make)`
+drives the engine that `make` returns through steps that find what is silent on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import pytest
+import torch
+from torch import Tensor
+
+from .. import (
+    Batch,
+    Decision,
+    PreparedModel,
+    ReplayBackend,
+    ReplayOptions,
+    RuntimeMode,
+    StepObserver,
+)
+from ..errors import CaptureAfterSeal
+from ..runtime.steps.address_checks import tensors_by_path
+
+LENGTHS: tuple[tuple[int, ...], ...] = (
+    (1,) * 7, (1,) * 3, (1,), (1,) * 4, (4, 3), (1, 1, 5), (1, 1), (3,), (1,) * 7, (1,) * 2,
+)  # fmt: skip
+"""Query lengths of the requests of each step. Batches shrink, so that rows of a larger one are left
+in what an engine does not write again; a step of ones alone is a decode step."""
+
+CASES = (
+    ("NONE", "eager"),
+    ("PIECEWISE", "eager"),
+    ("FULL_DECODE_ONLY", "eager"),
+    ("FULL_AND_PIECEWISE", "eager"),
+    ("FULL_AND_PIECEWISE", "delayed"),
+    ("FULL_AND_PIECEWISE", "lazy"),
+)
+
+
+class Engine(Protocol):
+    """What a test tells the plugin about its engine."""
+
+    prepared: PreparedModel
+
+    def start(self) -> None:
+        """Capture and seal, as in production."""
+
+    def step(self, lengths: Sequence[int], is_decode: bool) -> tuple[Any, Any]:
+        """Run a step of one request per length.
+
+        Returns its tensors and what they must be: real rows, and state such as the KV cache.
+        """
+
+    def live_state(self) -> Mapping[str, Tensor]:
+        """The parts of KV caches and other state that requests may be using: views without what is
+        reserved for padding. A capture must not write to them."""
+
+
+@dataclass(frozen=True)
+class GraphCase:
+    """One graph mode and strategy; `settings` are for `Config`, `backend` for `prepare`."""
+
+    graph_mode: str
+    strategy: str
+    backend: ReplayBackend
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "graph_mode": self.graph_mode,
+            "strategy": self.strategy,
+            "steps": {"after_seal": "raise_all"},
+        }
+
+    def check(
+        self,
+        make: Callable[[GraphCase], Engine],
+        lengths: Sequence[Sequence[int]] = LENGTHS,
+        *,
+        between: Callable[[Engine, int], None] = lambda engine, step: None,
+    ) -> None:
+        """Start the engine and run a step for each of `lengths`; fails with what is wrong.
+
+        Checked are: captures leave live state alone, the model is sealed, each batch states the
+        real counts, the best mode is used, metadata has the padded rows, and results are those of
+        the plain model. `between` is called before each step with its number.
+        """
+        engine = make(self)
+        prepared, observer = engine.prepared, _Observer()
+        prepared.observe(observer)
+        with _untouched(engine, "the startup captures"):
+            engine.start()
+        must_be_sealed(prepared)
+        for number, each in enumerate(lengths):
+            between(engine, number)
+            observer.metadata_faults.clear()
+            batch = batch_of(each)
+            got, expected = engine.step(each, batch.is_decode)
+            where = f"step {number}, requests of {list(each)} tokens"
+            self._check_decision(prepared, observer, batch, where)
+            for fault in observer.metadata_faults:
+                pytest.fail(f"{where}: {fault}")
+            torch.testing.assert_close(got, expected, msg=partial("{}: {}".format, where))
+
+    def _check_decision(
+        self, prepared: PreparedModel, observer: _Observer, batch: Batch, where: str
+    ) -> None:
+        stated, decision = observer.batch, observer.decision
+        assert stated is not None, f"{where}: the engine ran no step of the prepared model"
+        for fact in ("num_tokens", "num_reqs", "is_decode"):
+            real, said = getattr(batch, fact), getattr(stated, fact)
+            assert said == real, f"{where}: {fact} of the Batch is {said}, but it is {real}"
+        if self.strategy == "eager":
+            wanted = prepared.dispatcher.wanted(batch)
+            assert decision.mode is wanted.mode, f"{where}: {decision}, wanted {wanted.mode.name}"
+
+
+class _Observer(StepObserver):
+    """Remembers the last batch, and what is wrong with the metadata of its step."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+        self.decision: Any = None
+        self.metadata_faults: list[str] = []
+
+    def dispatched(self, batch: Batch, decision: Decision) -> None:
+        self.batch, self.decision = batch, decision
+
+    def began(self, decision: Decision, args: Any, kwargs: Any, metadata: Any) -> None:
+        batch, padded = self.batch, decision.descriptor
+        if batch is None or decision.mode is not RuntimeMode.FULL:
+            return
+        sizes = {batch.num_tokens: padded.num_tokens, batch.num_reqs: padded.num_reqs}
+        for path, tensor in tensors_by_path("metadata", metadata):
+            rows = tensor.shape[0] if tensor.dim() else None
+            most = max(size or 0 for size in sizes.values())
+            if rows in sizes and rows < most and rows != sizes[rows] and sizes[rows]:
+                self.metadata_faults.append(
+                    f"{path} has {rows} rows, for the real size; the FULL graph reads {sizes[rows]}"
+                )
+
+
+@contextmanager
+def _untouched(engine: Engine, what: str) -> Iterator[None]:
+    """Fails if the block writes to live state, which holds other values meanwhile."""
+    parts = dict(engine.live_state())
+    before = {name: part.clone() for name, part in parts.items()}
+    for part in parts.values():
+        part.copy_(torch.rand(part.shape) * 100)
+    marked = {name: part.clone() for name, part in parts.items()}
+    yield
+    for name, part in parts.items():
+        if not torch.equal(part, marked[name]):
+            pytest.fail(f"{what} wrote to live state {name!r}: dummy batches must use padding")
+        part.copy_(before[name])
+
+
+def must_be_sealed(prepared: PreparedModel) -> None:
+    """Fails unless `seal` was called: until then compiling under traffic is no error."""
+    try:
+        prepared.capture()
+    except CaptureAfterSeal:
+        return
+    pytest.fail("the engine serves without `prepared.seal()`")
+
+
+def batch_of(lengths: Sequence[int]) -> Batch:
+    """The facts of a step of requests with these query lengths; ones alone are a decode step."""
+    decode = set(lengths) == {1}
+    return Batch(sum(lengths), len(lengths), is_decode=decode, query_len=1 if decode else None)
+
+
+def case_of(graph_mode: str, strategy: str) -> GraphCase:
+    """One case, on a replay backend that turns silent faults into errors."""
+    options = ReplayOptions(
+        poison_before_replay=True, poison_old_results=True, fail_on_moved_inputs=True
+    )
+    return GraphCase(graph_mode, strategy, ReplayBackend(options))
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
+def graph_case(request: pytest.FixtureRequest) -> GraphCase:
+    """Each graph mode and strategy in turn."""
+    return case_of(*request.param)
