@@ -154,7 +154,9 @@ clean:
 # A change of the dependencies recreates the environment.
 $(VENV)/.run: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[cli]' "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable '.[cli]' "$(TORCH)" || { echo "pip cannot install $(TORCH) for this Python." \
+		"Take what pip has with: make TORCH=torch (on Linux a CUDA build of gigabytes)," \
+		"or set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"; exit 1; }
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run

@@ -9,11 +9,13 @@ import sys
 from importlib.metadata import version
 
 import pytest
+from rich.console import Console
 
 import piecegraph
-from piecegraph import Delayed
+from piecegraph import Delayed, Events
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve.options import read_run_options
+from piecegraph.tools.serve.run import _saying_what_is_kept
 from piecegraph.tools.serve.trace import EXCERPT
 
 PROGRAM = [sys.executable, "-m", "piecegraph"]
@@ -235,3 +237,22 @@ def test_the_report_says_when_where_and_by_what_command(library, capsys):
 
 def test_options_of_the_environment_are_read_at_the_run(monkeypatch):
     assert read_run_options(mode="full").mode is piecegraph.GraphMode.FULL
+
+
+def test_an_interrupted_start_says_what_the_cache_keeps(capsys):
+    events = Events()
+    events.emit("cache.publish", entry="artifact/0123", layer="private", bytes=1)
+    events.emit("cache.publish", entry="bundle/0123", layer="private", bytes=1)
+    with pytest.raises(KeyboardInterrupt), _saying_what_is_kept(Console(stderr=True), events):
+        raise KeyboardInterrupt
+    said = "interrupted: compiled pieces that the cache keeps for the next start: 1"
+    assert capsys.readouterr().err.splitlines() == [said]
+
+
+def test_the_shell_completes_commands(monkeypatch, capsys):
+    for name, value in {"": "complete_bash", "WORDS": "piecegraph ca", "CWORD": "1"}.items():
+        monkeypatch.setenv(f"COMP_{name}" if name else "_PIECEGRAPH_COMPLETE", value)
+    monkeypatch.setattr(sys, "argv", ["piecegraph"])
+    with pytest.raises(SystemExit):
+        main([])
+    assert capsys.readouterr().out.split() == ["cache"]

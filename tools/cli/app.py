@@ -40,7 +40,6 @@ LEVELS = ("debug", "info", "warning", "error")
 
 app = typer.Typer(
     help="Graph capture and dispatch for LLM inference.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 

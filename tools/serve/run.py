@@ -72,6 +72,19 @@ class Service:
 
 
 @contextmanager
+def _saying_what_is_kept(console: Console, events: Events) -> Iterator[None]:
+    """Says on an interrupt what the cache keeps of the start."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        stored = [str(event.facts["entry"]) for event in events.named("cache.publish")]
+        pieces = sum(entry.startswith("artifact") for entry in stored)
+        kept = f"interrupted: compiled pieces that the cache keeps for the next start: {pieces}"
+        console.print(kept, highlight=False, soft_wrap=True)
+        raise
+
+
+@contextmanager
 def start_service(
     options: RunOptions,
     requests: Sequence[Request],
@@ -100,7 +113,8 @@ def start_service(
     with events.span("build model") as building, allocating():
         model, layers, buffers = _build(options, requests, blocks, device)
     phases.append((building.name, building.seconds))
-    with working(console, "preparing: from the cache, or tracing and compiling"):
+    label = "preparing: from the cache, or tracing and compiling"
+    with _saying_what_is_kept(console, events), working(console, label):
         config = library_config(options, model)
         if isinstance(buffers, Buckets):
             config = config.changed(
