@@ -231,3 +231,11 @@ def test_the_modes_that_were_entered_last() -> None:
     assert tensors.last_modes() == (None, None)
     with Dispatch() as dispatch, Function() as function:
         assert tensors.last_modes() == (dispatch, function)
+
+
+def test_has_plain_memory() -> None:
+    rows = torch.ones(2, 3)
+    assert tensors.has_plain_memory(rows)
+    assert tensors.has_plain_memory(torch.nn.Parameter(rows).t())
+    others = [rows.to_sparse(), tensors.FakeTensorMode().from_tensor(rows), [1.0], None]
+    assert not any(map(tensors.has_plain_memory, others))
