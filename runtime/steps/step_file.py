@@ -27,13 +27,18 @@ def write_steps(path: Path, steps: Sequence[StepRow], state: Mapping[str, Any] =
     torch.save({"schema": SCHEMA, "steps": rows, "state": dict(state)}, path)
 
 
-def restore_state(state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write the `state` of a file into the tensors of the same names."""
+def restore_state(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write the state in a file, which is unpickled, into the tensors of the same names and sizes.
+
+    A file that a StepRecorder wrote has none.
+    """
+    state = torch.load(path, map_location="cpu", weights_only=False).get("state", {})
     for name, (dim, rows, content) in state.items():
         tensor = tensors.get(name)
-        if tensor is None:
+        if tensor is None or (rows is None and tensor.shape != content.shape):
             continue
         if rows is None:
             tensor.copy_(content)
         else:
-            tensor.view(content.dtype).index_copy_(dim, rows.to(tensor.device), content)
+            bits, place = tensor.view(content.dtype), tensor.device
+            bits.index_copy_(dim, rows.to(place), content.to(place))

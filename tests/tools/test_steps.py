@@ -9,6 +9,7 @@ import torch
 
 import piecegraph as pg
 from piecegraph.errors import InvalidSetting, SizeOutOfRange
+from piecegraph.runtime.steps.step_file import restore_state, write_steps
 from piecegraph.tools.steps import StepRecorder, load_steps, replay_step
 
 
@@ -137,3 +138,13 @@ def test_the_command_records_and_replays(tmp_path, capsys):
     assert main(["bisect", *options, "--replay", file, "--steps", "3"]) == 0
     assert main(["explain", *options, "--replay", file, "--format", "json", "--output", "-"]) == 0
     assert '"schema": 2' in capsys.readouterr().out
+
+
+def test_a_file_restores_the_rows_that_its_step_found(tmp_path):
+    cache, table = torch.zeros(4, 2), torch.zeros(3)
+    rows = torch.tensor([1, 3])
+    state = {"cache": (0, rows, torch.ones(2, 2)), "table": (0, None, torch.full((3,), 2.0))}
+    write_steps(tmp_path / "step.pt", [], state)
+    restore_state(tmp_path / "step.pt", {"cache": cache, "table": table, "other": torch.zeros(1)})
+    assert cache[:, 0].tolist() == [0, 1, 0, 1]
+    assert table.tolist() == [2, 2, 2]

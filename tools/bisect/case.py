@@ -24,7 +24,8 @@ class BisectCase:
 
     `layers` is what splitting ops find in the forward context, `capture_metadata` what
     `PreparedModel.capture` takes. A step is wrong where an element differs from the eager model's
-    by more than `tolerance`, absolute and relative; None chooses by dtype.
+    by more than `tolerance`, absolute and relative. With None it is chosen by dtype, and a step is
+    wrong only if rounding alone does not change the model's result as much.
     """
 
     model: torch.nn.Module

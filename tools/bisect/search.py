@@ -13,13 +13,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ... import Decision, PreparedModel
+from ...compile.ir.compilation import PieceFn
 from ...config import compile_config
 from ...dispatch import default_capture_sizes
 from ...errors import InvalidSetting, PieceFailed, PiecegraphError
+from ...runtime.steps.tolerance import Tolerance
+from ...torch_compat.basics.tensors import tree_map_only
 from .case import BisectCase, Finding, Wrong, first_wrong, load_case, write_script
 from .culprit import PieceSearch, WrongCall, find_call, find_guard, find_piece
 from .observe import Ran, run_eagerly, run_prepared, splitting_ops
+from .pieces import DebugPiece
 from .stages import (
     COMPILER,
     EAGER,
@@ -137,7 +143,7 @@ class _Search:
             where = addresses(case.model, case.layers)
             watched = self.state if stage.name in STRATEGIES else None
             runs = run_prepared(case, prepared, state=watched)
-            failure = _first_failure(right, runs, case.tolerance)
+            failure = self._first_failure(right, runs)
             moved = _moved(where, addresses(case.model, case.layers))
             if failure is None:
                 return self._sweep(stage, prepared) if stage.name in (COMPILER, WARM) else None
@@ -146,6 +152,26 @@ class _Search:
             return finding
         notes = [finding.note, moved, *self._graph_causes(stage, failure, captured)]
         return replace(finding, note="; ".join(note for note in notes if note))
+
+    def _first_failure(self, right: Sequence[Ran], runs: Sequence[Ran]) -> _Failure | None:
+        """The first step that is wrong by more than rounding."""
+        failure, begin = _first_failure(right, runs, self.case.tolerance), 0
+        while failure is not None and failure.wrong is not None and self._rounding(failure):
+            begin = failure.index + 1
+            failure = _first_failure(right, runs, self.case.tolerance, begin)
+        return failure
+
+    def _rounding(self, failure: _Failure) -> bool:
+        """Whether rounding alone changes the model's result as much. A stated tolerance holds."""
+        if self.case.tolerance is not None:
+            return False
+        until = replace(self.case, steps=self.case.steps[: failure.index + 1])
+
+        def run() -> list[Tensor]:
+            self.state.restore()
+            return run_eagerly(until)[-1].results
+
+        return Tolerance().excess(failure.right.results, failure.ran.results, run) is None
 
     def _unsteady(self, right: Sequence[Ran]) -> Finding | None:
         """A finding if the model differs from itself: then nothing can be compared with it."""
@@ -238,7 +264,7 @@ class _Search:
                 except Exception:  # an op inside needs more than generated inputs
                     skipped.add(index)
                     continue
-                if difference is None:
+                if difference is None or _is_rounding(piece, fn, values):
                     continue
                 operator, graph_pass, cause = search.find_in(
                     piece, piece.generated_inputs(values), size
@@ -373,13 +399,26 @@ class _CapturedMetadata:
 
 
 def _first_failure(
-    right: Sequence[Ran], runs: Sequence[Ran], tolerance: float | None
+    right: Sequence[Ran], runs: Sequence[Ran], tolerance: float | None, begin: int = 0
 ) -> _Failure | None:
-    for index, (want, ran) in enumerate(zip(right, runs, strict=False)):
+    for index, (want, ran) in list(enumerate(zip(right, runs, strict=False)))[begin:]:
         wrong = None if ran.error else first_wrong(want.results, ran.results, tolerance)
         if ran.error is not None or wrong is not None:
             return _Failure(index, wrong, want, ran)
     return None
+
+
+def _is_rounding(piece: DebugPiece, fn: PieceFn, values: Any) -> bool:
+    """Whether rounding alone changes what a piece gives for generated inputs as much as `fn`."""
+    inputs = piece.generated_inputs(values)
+
+    def copied() -> list[Any]:
+        return tree_map_only(Tensor, Tensor.clone, inputs)  # type: ignore[no-any-return]
+
+    def run() -> list[Any]:
+        return list(piece.graph(*copied()))
+
+    return Tolerance().excess(run(), list(fn(copied())), run) is None
 
 
 def _moved(before: dict[str, int], after: dict[str, int]) -> str:

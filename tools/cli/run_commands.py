@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ... import Events
+    from ...runtime.steps.address_checks import tensors_by_path
+    from ...runtime.steps.step_file import restore_state
     from ..bisect import BisectCase
     from ..engine.scheduler import Request
     from ..report.output import Output
@@ -240,7 +242,7 @@ def decoder_case(
 ) -> BisectCase:
     """The first `num_steps` steps of serving `requests` eagerly, or those in a file.
 
-    The KV cache is empty, as at the first step.
+    The KV cache is empty, as at the first step, or has the rows that the file states.
     """
     from ..bisect import BisectCase
     from ..engine.metadata import recorded
@@ -261,6 +263,8 @@ def decoder_case(
     for layer in service.layers.values():
         layer.keys.zero_()
         layer.values.zero_()
+    if replay is not None:
+        restore_state(replay, dict(tensors_by_path("layers", service.layers)))
     return BisectCase(
         model=service.model,
         config=library_config(options, service.model),
