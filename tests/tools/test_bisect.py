@@ -158,6 +158,11 @@ def test_partitions_of_inductor_are_a_stage_after_that_of_pieces(case, found, mo
     assert "NotPartitioned" in line
 
 
+def test_a_piece_with_an_op_that_reads_the_context_of_its_step(case, found):
+    finding, line = found(case(models.Counted(), sizes=(3, 5)))
+    assert (finding.stage, finding.piece) == ("PIECEWISE", 0), line
+
+
 def test_the_state_is_as_before(case, wrong_pass):
     it = case(compiler=wrong_pass)
     cache = it.layers["layer"].cache

@@ -9,6 +9,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,9 @@ class PieceSearch:
     def find(self, use: int, *, step: int, num_tokens: int) -> tuple[str | None, str | None, str]:
         """Operator, pass and note for the piece of `use`, which is wrong in `step`."""
         piece = self.pieces[self._prepared.compiled.plan.piece_uses()[use]]
-        return self.find_in(piece, self.inputs_of(step, use), num_tokens)
+        values = self.inputs_of(step, use)
+        with self._context_of(step):
+            return self.find_in(piece, values, num_tokens)
 
     def find_in(
         self, piece: DebugPiece, values: list[Any], num_tokens: int
@@ -142,13 +145,24 @@ class PieceSearch:
         size = self._case.steps[step].batch.num_tokens
         if not padded > size:
             return None
-        runs = [_NodeValues(piece.graph, _padded(values, size, padded, fill)) for fill in (0, 1)]
+        with self._context_of(step):
+            filled = (_padded(values, size, padded, fill) for fill in (0, 1))
+            runs = [_NodeValues(piece.graph, each) for each in filled]
         for node in piece.graph.graph.nodes:
             ones, others = (tree_leaves(run.values.get(node, ())) for run in runs)
             for one, other in zip(ones, others, strict=True):
                 if node.target not in _ALLOCATIONS and _real_rows_differ(one, other, size, padded):
                     return described(node)
         return None
+
+    def _context_of(self, step: int) -> AbstractContextManager[Any]:
+        """The forward context of a step without a graph, which ops inside a piece may read."""
+        one = self._case.steps[step]
+        decision = one.without_graph()
+        context = ForwardContext(
+            self._case.layers, one.metadata_for(decision), decision, one.batch.num_tokens
+        )
+        return forward_context(context)
 
     def inputs_of(self, step: int, use: int) -> list[Any]:
         """What the piece of `use` takes in `step` when all pieces run node by node."""
@@ -166,13 +180,12 @@ class PieceSearch:
         piece_of = {a: piece for s in compiled.plan.ranges for piece, a in enumerate(s.artifacts)}
         graphs = tuple(self.pieces[piece_of[a]].graph for a in range(len(compiled.pieces)))
         run = replace(compiled, pieces=tuple(map(_taking_a_list, graphs))).link(piece_hook=hook)
-        for each, earlier in enumerate(case.steps[: step + 1]):
+        for each in range(step + 1):
             args, kwargs = _arguments(case, each)
             bound = inspect.signature(case.model.forward).bind(*args, **kwargs)
             bound.apply_defaults()
             tensors = [functools.reduce(at, i.path, bound.arguments) for i in compiled.plan.inputs]
-            metadata = earlier.metadata_for(earlier.without_graph())
-            with forward_context(ForwardContext(case.layers, metadata)), torch.no_grad():
+            with self._context_of(each), torch.no_grad():
                 run(*tensors)
         return taken
 
