@@ -61,8 +61,6 @@ def resolve_mode(
     level: int = 2,
     query_len: int = 1,
     varlen_decode: bool = False,
-    pooling: bool = False,
-    encoder_decoder: bool = False,
     eager: bool = False,
 ) -> ResolvedMode:
     """Lower `requested` to a mode that this model supports.
@@ -90,10 +88,10 @@ def resolve_mode(
             GraphMode.NONE, "without compiling there are graphs only if graph_mode is set"
         )
         return resolution.resolved()
-    if resolution.mode is not GraphMode.NONE:
-        _apply_traits(resolution, varlen_decode, pooling, encoder_decoder)
-    without_full = GraphMode.NONE if encoder_decoder else GraphMode.PIECEWISE
-    _apply_attention(resolution, support, query_len, varlen_decode, without_full)
+    if varlen_decode and resolution.mode is GraphMode.FULL:
+        why = "decode of different query lengths has separate graphs"
+        resolution.to(GraphMode.FULL_AND_PIECEWISE, why)
+    _apply_attention(resolution, support, query_len, varlen_decode)
     if resolution.mode.needs_pieces and not pieces:
         both = resolution.mode is GraphMode.FULL_AND_PIECEWISE
         after = GraphMode.FULL_DECODE_ONLY if both else GraphMode.NONE
@@ -122,25 +120,11 @@ class _Resolution:
         return ResolvedMode(self.requested, self.mode, tuple(self.changes))
 
 
-def _apply_traits(
-    resolution: _Resolution, varlen_decode: bool, pooling: bool, encoder_decoder: bool
-) -> None:
-    if pooling and resolution.mode.decode is RuntimeMode.FULL:
-        resolution.to(GraphMode.PIECEWISE, "a pooling model has no decode batches")
-    if encoder_decoder:
-        after = GraphMode.NONE if pooling else GraphMode.FULL_DECODE_ONLY
-        resolution.to(after, "an encoder-decoder model has graphs for decode only")
-    if varlen_decode and resolution.mode is GraphMode.FULL:
-        why = "decode of different query lengths has separate graphs"
-        resolution.to(GraphMode.FULL_AND_PIECEWISE, why)
-
-
 def _apply_attention(
     resolution: _Resolution,
     support: Mapping[str, AttentionSupport],
     query_len: int,
     varlen_decode: bool,
-    without_full: GraphMode,
 ) -> None:
     """Lower FULL routines to what the least capable attention group can run inside a graph."""
     group = min(support, key=lambda name: support[name], default="")
@@ -153,7 +137,8 @@ def _apply_attention(
             raise FullModeUnsupported(group=group)
         resolution.to(GraphMode.FULL_AND_PIECEWISE, f"{can}, so mixed batches cannot be FULL")
     if not _decode_can_be_full(least, query_len, varlen_decode):
-        resolution.to(without_full, f"{can}, so decode of query length {query_len} cannot be FULL")
+        why = f"{can}, so decode of query length {query_len} cannot be FULL"
+        resolution.to(GraphMode.PIECEWISE, why)
 
 
 def _decode_can_be_full(least: AttentionSupport, query_len: int, varlen: bool) -> bool:

@@ -83,7 +83,7 @@ class Variants(Settings):
 
 
 class Attention(Settings):
-    """What the model's attention and its kind allow inside a FULL graph."""
+    """What the model's attention allows inside a FULL graph."""
 
     _path: ClassVar[str] = "attention"
 
@@ -96,12 +96,6 @@ class Attention(Settings):
 
     varlen_decode: bool = False
     """Decode steps mix requests of different query lengths, up to the longest one."""
-
-    pooling: bool = False
-    """The model pools: it has no decode steps."""
-
-    encoder_decoder: bool = False
-    """The model has an encoder, which runs without graphs."""
 
     @field_validator("support", mode="before")
     @classmethod

@@ -43,8 +43,6 @@ def resolve_graph_mode(config: Config) -> ResolvedMode:
         level=config.level,
         query_len=max(config.variants.all_query_lens()),
         varlen_decode=config.attention.varlen_decode,
-        pooling=config.attention.pooling,
-        encoder_decoder=config.attention.encoder_decoder,
         eager=not config.compile and config.graph_mode is None,
     )
 

@@ -63,12 +63,11 @@ def test_every_cell_of_the_table(mode, pieces, support, query_len, wanted):
 
 
 def test_resolution_is_total_and_its_reasons_lead_from_the_request_to_the_result():
-    names = ("pooling", "encoder_decoder", "varlen_decode")
-    traits = [dict(zip(names, flags, strict=True)) for flags in product([False, True], repeat=3)]
-    for requested, support, pieces, query_len, trait, eager, level in product(
-        [None, *GraphMode], AttentionSupport, [False, True], [1, 3], traits, [False, True], range(4)
+    flags = [False, True]
+    for requested, support, pieces, query_len, varlen, eager, level in product(
+        [None, *GraphMode], AttentionSupport, flags, [1, 3], flags, flags, range(4)
     ):
-        facts = {"pieces": pieces, "query_len": query_len, "eager": eager, **trait}
+        facts = {"pieces": pieces, "query_len": query_len, "eager": eager, "varlen_decode": varlen}
         try:
             resolved = resolve_mode(requested, support={"a": support}, level=level, **facts)
         except FullModeUnsupported:
@@ -90,21 +89,9 @@ def test_resolution_is_total_and_its_reasons_lead_from_the_request_to_the_result
         assert not again.reasons
 
 
-@pytest.mark.parametrize(
-    ("level", "traits", "wanted"),
-    [
-        (0, {}, NONE),
-        (1, {}, PIECEWISE),
-        (2, {}, FAP),
-        (3, {}, FAP),
-        (0, {"encoder_decoder": True}, NONE),
-        (2, {"pooling": True}, PIECEWISE),
-        (2, {"encoder_decoder": True}, FDO),
-        (1, {"encoder_decoder": True}, FDO),
-    ],
-)
-def test_defaults_by_level_and_model(level, traits, wanted):
-    resolved = resolve_mode(None, support={"a": ALWAYS}, pieces=True, level=level, **traits)
+@pytest.mark.parametrize(("level", "wanted"), [*enumerate((NONE, PIECEWISE, FAP, FAP))])
+def test_defaults_by_level(level, wanted):
+    resolved = resolve_mode(None, support={"a": ALWAYS}, pieces=True, level=level)
     assert resolved.mode is wanted
 
 
@@ -124,11 +111,6 @@ def test_the_least_capable_group_of_a_hybrid_model_counts_and_is_named():
     resolved = resolve_mode(FULL, support=support, pieces=True)
     assert resolved.mode is FAP
     assert "'mamba'" in resolved.reasons[0].why
-
-
-def test_an_encoder_decoder_model_never_ends_piecewise():
-    traits = {"encoder_decoder": True}
-    assert resolve_mode(None, support={"a": NEVER}, pieces=True, **traits).mode is NONE
 
 
 def test_varlen_decode_needs_full_support_and_graphs_of_its_own():

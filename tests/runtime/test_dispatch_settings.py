@@ -62,10 +62,3 @@ def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing() -> None
     without_attention = Config(max_num_tokens=64)
     assert resolve_graph_mode(without_attention).mode is GraphMode.FULL_DECODE_ONLY
     assert resolve_graph_mode(without_attention.changed(graph_mode="FULL")).mode is GraphMode.FULL
-
-
-def test_model_traits_limit_the_mode() -> None:
-    config = Config(**SERVING).changed(attention={"pooling": True})
-    assert resolve_graph_mode(config).mode is GraphMode.PIECEWISE
-    config = Config(**SERVING).changed(attention={"encoder_decoder": True})
-    assert resolve_graph_mode(config).mode is GraphMode.FULL_DECODE_ONLY

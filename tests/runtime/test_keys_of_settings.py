@@ -67,15 +67,15 @@ OTHER: dict[str, tuple[Any, tuple[bool, bool]]] = {
     "variants.axes": ((Axis("micro_batches", (1, 2)),), NONE),
     "attention.support": (3, NONE),
     "attention.varlen_decode": (True, NONE),
-    "attention.pooling": (True, NONE),
-    "attention.encoder_decoder": (True, NONE),
     "steps.padding": ({"x": "repeat"}, NONE),
     "steps.after_seal": ("raise", NONE),
     "steps.memory_limit": (0.5, NONE),
+    "shadow.every": (5, NONE),
+    "shadow.share": (0.5, NONE),
 }
 """A value of each setting that is not its default, and the keys that it changes."""
 
-OBJECTS = {"tracing", "codegen", "sizes", "variants", "attention", "steps"}
+OBJECTS = {"tracing", "codegen", "sizes", "variants", "attention", "steps", "shadow"}
 
 
 def keys(config: Config) -> tuple[str, str]:

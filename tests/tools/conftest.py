@@ -38,6 +38,7 @@ LIBRARY_REPORT = {
         "prepare_seconds": 0.5,
     },
     "background": None,
+    "shadow": None,
     "cache": {
         "hit": False,
         "reason": "no entry",
@@ -101,6 +102,9 @@ class EagerPrepared:
 
     def close(self):
         self.calls.append("close")
+
+    def prove_with(self, keep, rebuild):
+        """No step of a stand-in is proved."""
 
     def dispatch(self, batch):
         self.batches.append(batch)

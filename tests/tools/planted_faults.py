@@ -323,7 +323,7 @@ FAULTS = [
     Fault("metadata is in new memory", metadata_in_new_memory, "FULL",
           says="MovedTensor: metadata.weights moved"),
     Fault("a FULL graph froze a host value", frozen_host_value, "FULL",
-          says="host values are frozen in the graph: metadata.scale is 1.0 at the capture"),
+          says="metadata.scale of the forward context inside a graph, which keeps the value"),
     Fault("the replay of a FULL graph is wrong", spoiled_replay, "FULL",
           says="inside the FULL graph"),
     Fault("a DELAYED capture writes live state", case(**_LIVE, strategy="delayed"), "DELAYED",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import BatchDescriptor, RuntimeMode
-from ...errors import PiecegraphError
+from ...errors import PiecegraphError, StaleContext
 from ...torch_compat.basics.ops import overload_name
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves
 from ..steps import replay_step
@@ -74,11 +74,15 @@ def check_keys(
 
 @dataclass(slots=True)
 class _Graph:
-    """One recording: its segments, what was captured, and the results of the steps that used it."""
+    """One recording: its segments, what was captured, and the results of the steps that used it.
+
+    A step that a graph refuses, since Python read another value of the step, has no results.
+    """
 
     segments: list[tuple[str, int]]
     operations: list[str]
     results: dict[int, list[Tensor]]
+    refused: dict[int, str]
 
     def differs(self, other: _Graph | None, tolerance: float | None) -> str | None:
         if other is None:
@@ -88,6 +92,8 @@ class _Graph:
         for one, two in zip_longest(self.operations, other.operations, fillvalue="nothing more"):
             if one != two:
                 return f"it captures {one} and {two}"
+        for number in self.refused.keys() ^ other.refused.keys():
+            return f"step {number} is refused: {(self.refused | other.refused)[number]}"
         for number, results in self.results.items():
             wrong = first_wrong(results, other.results.get(number, []), tolerance)
             if wrong is not None:
@@ -114,14 +120,17 @@ def _captured(
         for index, recording in prepared.recordings():
             place = entries[index].mode.name, entries[index].descriptor.num_tokens
             segments = [(each.kind.value, each.operations) for each in recording.segments]
-            graphs[place] = _Graph(segments, list(seen.get(place, ())), {})
+            graphs[place] = _Graph(segments, list(seen.get(place, ())), {}, {})
         watching.operations = []
         for number, step in enumerate(case.steps):
             state.restore()
             decision = prepared.dispatcher.decide(step.batch)
             place = decision.mode.name, decision.descriptor.num_tokens
             if place in graphs:
-                graphs[place].results[number] = copies(replay_step(prepared, step))
+                try:
+                    graphs[place].results[number] = copies(replay_step(prepared, step))
+                except StaleContext as error:
+                    graphs[place].refused[number] = " ".join(str(error).split())
     return graphs
 
 

@@ -20,6 +20,7 @@ from ...compile.ir.compilation import PieceFn
 from ...config import compile_config
 from ...dispatch import default_capture_sizes
 from ...errors import InvalidSetting, PieceFailed, PiecegraphError
+from ...runtime.steps.address_checks import tensors_by_path
 from ...runtime.steps.tolerance import Tolerance
 from ...torch_compat.basics.tensors import tree_map_only
 from .case import BisectCase, Finding, Wrong, first_wrong, load_case, write_script
@@ -40,7 +41,7 @@ from .stages import (
     stages,
     with_own_cache,
 )
-from .state import State, addresses, leaves
+from .state import State, addresses
 
 Say = Callable[[str], None]
 
@@ -294,23 +295,18 @@ class _Search:
     def _metadata_causes(
         self, stage: Stage, failure: _Failure, captured: _CapturedMetadata
     ) -> list[str]:
-        """Metadata that a FULL graph reads at another address, or whose host values it froze."""
+        """Metadata that a FULL graph reads at another address."""
         step, decision = self.case.steps[failure.index], failure.ran.decision
         key = (decision.mode, decision.descriptor)
         if key not in captured.by_key:
             return []
-        then_tensors, then_plain = leaves(captured.by_key[key])
+        then_tensors = dict(tensors_by_path("metadata", captured.by_key[key]))
         self.state.restore()
-        now_tensors, now_plain = leaves(step.metadata_for(decision))
+        now_tensors = dict(tensors_by_path("metadata", step.metadata_for(decision)))
         moved = [
             name
             for name, tensor in now_tensors.items()
             if name in then_tensors and tensor.data_ptr() != then_tensors[name].data_ptr()
-        ]
-        frozen = [
-            f"{name} is {then_plain[name]!r} at the capture and {value!r} in the step"
-            for name, value in now_plain.items()
-            if name in then_plain and then_plain[name] != value
         ]
         causes = []
         if moved:
@@ -319,7 +315,8 @@ class _Search:
                 captured_metadata = captured.by_key.get((decision.mode, decision.descriptor))
                 if captured_metadata is None:
                     return metadata
-                old, new = leaves(captured_metadata)[0], leaves(metadata)[0]
+                old = dict(tensors_by_path("metadata", captured_metadata))
+                new = dict(tensors_by_path("metadata", metadata))
                 for name in moved:
                     old[name].copy_(new[name])
                 return captured_metadata
@@ -331,17 +328,6 @@ class _Search:
                 causes.append(f"{names} moved: right when the graph's own memory is filled instead")
             else:
                 causes.append(f"{names} moved since the capture")
-        if frozen:
-            real = step.metadata
-
-            def of_step(descriptor: Any, mode: Any) -> Any:
-                if (mode, descriptor) == key:
-                    return real(decision) if callable(real) else real
-                assert self.case.capture_metadata is not None
-                return self.case.capture_metadata(descriptor, mode)
-
-            if self._is_right(stage, failure.index, capture_metadata=of_step):
-                causes.append(f"host values are frozen in the graph: {', '.join(frozen)}")
         return causes
 
     def _history(self, stage: Stage, index: int) -> str:

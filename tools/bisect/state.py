@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...runtime.steps.address_checks import tensors_by_path
 from ...torch_compat.basics.modules import tensor_dict
 
 DEPTH = 4
@@ -46,25 +47,9 @@ class State:
         return changed
 
 
-def leaves(value: Any, name: str = "metadata") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors in `value` and its other plain values, both by path."""
-    tensors: dict[str, Tensor] = {}
-    plain: dict[str, Any] = {}
-    if isinstance(value, Tensor):
-        tensors[name] = value
-    elif isinstance(value, int | float | str | bool):
-        plain[name] = value
-    else:
-        tensors.update((label, item) for label, _, _, item in _tensors(value, name, DEPTH))
-        for key, item in _items(value):
-            if isinstance(item, int | float | str | bool | tuple):
-                plain[f"{name}[{key!r}]" if isinstance(value, Mapping) else f"{name}.{key}"] = item
-    return tensors, plain
-
-
 def addresses(model: torch.nn.Module, layers: Mapping[str, Any]) -> dict[str, int]:
     """Where each tensor of the state and each weight is, by name."""
-    named = {name: tensor for name, _, _, tensor in _tensors(layers, "layers", DEPTH)}
+    named = dict(tensors_by_path("layers", layers))
     named.update(model.named_buffers())
     named.update(model.named_parameters())
     return {name: tensor.data_ptr() for name, tensor in named.items()}

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ... import Events
-    from ...runtime.steps.address_checks import tensors_by_path
-    from ...runtime.steps.step_file import restore_state
     from ..bisect import BisectCase
     from ..engine.scheduler import Request
     from ..report.output import Output
@@ -244,6 +242,8 @@ def decoder_case(
 
     The KV cache is empty, as at the first step, or has the rows that the file states.
     """
+    from ...runtime.steps.address_checks import tensors_by_path
+    from ...runtime.steps.step_file import restore_state
     from ..bisect import BisectCase
     from ..engine.metadata import recorded
     from ..serve.run import library_config, start_service

@@ -301,9 +301,7 @@ class RunOptions:
         panel="Engine",
     )
     verify: str = option("sample", "Compare none, sample or all steps.", parse=one_of(VERIFY))
-    shadow: int | None = option(
-        None, "Prove one step in N: run it again uncompiled.", metavar="N", min=1
-    )
+    shadow: int | None = option(None, "Prove one step in N uncompiled.", metavar="N", min=1)
     off: tuple[str, ...] = option(
         (),
         "Turn off: " + ", ".join(SWITCH_NAMES) + ". Repeatable.",
@@ -320,7 +318,7 @@ class RunOptions:
     )
     set: tuple[tuple[str, Any], ...] = option(
         (),
-        "Any other setting of Config: tracing.guards=check, as JSON or text. Repeatable.",
+        "Another setting: tracing.guards=check. Repeatable.",
         typed=list[str] | None,
         parse=lambda name, values: tuple(parse_setting(name, value) for value in values),
         metavar="NAME=VALUE",
