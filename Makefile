@@ -76,7 +76,7 @@ $(VENV_GPU)/.made: pyproject.toml
 
 # The cuda backend on torch's real CUDA code without a GPU: see docs/gpu.md. About 5 GB to download;
 # CUDA_TORCH=torch==2.11.0 tests the oldest supported version.
-CUDA_TORCH ?= torch==2.14.1
+CUDA_TORCH ?= torch==2.15.0
 VENV_CUDA := .venv-cuda
 STAND_IN := tests/cuda_stand_in
 IN_CUDA := $(VENV_CUDA)/bin/python $(STAND_IN)/run.py
