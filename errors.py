@@ -185,11 +185,14 @@ class LayerFailed(CacheError):
     todo = "Repair the layer, or set it to ignore failures."
 
 
-class InvalidSecret(CacheError):
-    what = "invalid secret for signing cache entries: {reason}"
-    todo = (
-        "Set {variable} to at least 16 bytes, or {file_variable} to a file that only you can read."
-    )
+class InvalidKeyFile(CacheError):
+    what = "key file {path} cannot be used: {reason}"
+    todo = "Make one with `piecegraph cache keygen`; see docs/cache.md."
+
+
+class KeysMissing(CacheError):
+    what = "layer {layer} trusts signed entries, and there is no key to check them with"
+    todo = "Set {variable} to a file with the public keys of its builders; see docs/cache.md."
 
 
 class EntryUnusable(CacheError):

@@ -38,6 +38,7 @@ from .lock import (
 )
 from .manifest import BadManifest, BlobRef, Manifest, decode, encode, read_manifest
 from .names import checked_name, entry_name, entry_names, lock_name
+from .signing import Trust, trust_all
 
 
 class Cache:
@@ -56,13 +57,15 @@ class Cache:
         limits: Limits | None = None,
         off_reason: str = "",
         fault: Fault = no_fault,
+        trust: Trust = trust_all,
     ) -> None:
         """Without `root`, only `shared`; a layer is a directory that was opened before.
 
-        Removes temporary files of dead processes. `off_reason` is the detail of a miss if there are
-        no layers. Raises UntrustedDirectory or CacheNotWritable.
+        `trust` is that of the private directory. Removes temporary files of dead processes.
+        `off_reason` is the detail of a miss if there are no layers. Raises UntrustedDirectory or
+        CacheNotWritable.
         """
-        self.private = private_directory(root, fault) if isinstance(root, Path) else root
+        self.private = private_directory(root, fault, trust) if isinstance(root, Path) else root
         self.layers: tuple[CacheLayer, ...] = (
             (self.private, *shared) if self.private is not None else tuple(shared)
         )
@@ -207,7 +210,7 @@ class Cache:
     def _store(self, layer: CacheLayer, entry: Entry) -> None:
         label = _label(entry.manifest.kind, entry.key)
         try:
-            layer.store(entry.manifest, entry.contents)
+            layer.store(entry)
         except OSError as error:
             self._events.count("cache.publish_failed")
             self._events.emit(

@@ -17,12 +17,12 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CacheNotWritable
 from .files import check_private, make_directory, place, read_file, write_synced
-from .layers import Failures
+from .layers import Entry, Failures
 from .lock import owned_directory
 from .manifest import BlobRef, Manifest, encode, is_intact
 from .names import QUARANTINE_AREA, SCRATCH_AREA, blob_name, entry_name
@@ -69,9 +69,10 @@ class DirectoryLayer:
     def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
         return self._trust(manifest, signature)
 
-    def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
+    def store(self, entry: Entry) -> None:
         """Publish an entry; raises OSError, after which a reader finds a whole entry or a miss."""
-        blobs = {manifest.blobs[name]: content for name, content in contents.items()}
+        manifest = entry.manifest
+        blobs = {manifest.blobs[name]: content for name, content in entry.contents.items()}
         area = self.root / SCRATCH_AREA
         area.mkdir(mode=0o700, exist_ok=True)  # fails if the root has been removed
         with owned_directory(area) as scratch:
@@ -79,7 +80,7 @@ class DirectoryLayer:
                 if self.file(ref, content) is None:
                     self._put_blob(scratch, ref, content)
             name = entry_name(manifest.kind, manifest.key.digest)
-            self._put(scratch / "manifest", encode(manifest), name)
+            self._put(scratch / "manifest", encode(manifest, entry.signature), name)
             # An eviction that did not see the manifest yet may have removed a blob we reused.
             for ref, content in blobs.items():
                 try:
@@ -138,7 +139,9 @@ class DirectoryLayer:
         return True
 
 
-def private_directory(root: Path, fault: Fault = no_fault) -> DirectoryLayer:
+def private_directory(
+    root: Path, fault: Fault = no_fault, trust: Trust = trust_all
+) -> DirectoryLayer:
     """The private directory at `root`, created if missing.
 
     Symbolic links are resolved once, here. Raises UntrustedDirectory or CacheNotWritable.
@@ -151,10 +154,10 @@ def private_directory(root: Path, fault: Fault = no_fault) -> DirectoryLayer:
             pass
     except OSError as error:
         raise CacheNotWritable(path=root, reason=error.strerror or error) from error
-    return DirectoryLayer(resolved, name="private", writable=True, fault=fault)
+    return DirectoryLayer(resolved, trust, name="private", writable=True, fault=fault)
 
 
-def read_only_directory(root: Path) -> DirectoryLayer | None:
+def read_only_directory(root: Path, trust: Trust = trust_all) -> DirectoryLayer | None:
     """The private directory at `root` for reading only; None if there is none.
 
     Raises UntrustedDirectory: a directory that cannot be written must be private as well.
@@ -164,4 +167,4 @@ def read_only_directory(root: Path) -> DirectoryLayer | None:
         check_private(resolved)
     except OSError:
         return None
-    return DirectoryLayer(resolved, name="private")
+    return DirectoryLayer(resolved, trust, name="private")

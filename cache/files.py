@@ -105,17 +105,22 @@ def check_private(directory: Path) -> None:
     if status.st_mode & OTHERS_ANY:
         mode = stat.S_IMODE(status.st_mode)
         raise _untrusted(directory, f"its mode {mode:04o} gives access to others", "chmod 700")
-    for ancestor in directory.parents:
-        _check_ancestor(ancestor)
+    check_writers(directory.parent, " above it")
 
 
-def _check_ancestor(directory: Path) -> None:
-    status = directory.stat()
-    if status.st_uid not in (0, os.geteuid()):
-        problem = f"user {status.st_uid} owns {directory} above it"
-        raise _untrusted(directory, problem, f"chown {os.geteuid()}")
-    if status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
-        raise _untrusted(directory, f"others can write to {directory} above it", "chmod go-w")
+def check_writers(path: Path, where: str = "") -> None:
+    """Raise UntrustedDirectory if another user than root can change `path` or replace it.
+
+    The caller resolves symbolic links first. Raises OSError if it cannot be examined.
+    """
+    for place in (path, *path.parents):
+        status = place.stat()
+        if status.st_uid not in (0, os.geteuid()):
+            problem = f"user {status.st_uid} owns {place}{where}"
+            raise _untrusted(place, problem, f"chown {os.geteuid()}")
+        sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+        if status.st_mode & _OTHERS_WRITE and not sticky:
+            raise _untrusted(place, f"others can write to {place}{where}", "chmod go-w")
 
 
 def _untrusted(directory: Path, problem: str, command: str) -> UntrustedDirectory:

@@ -21,12 +21,13 @@ class Entry:
     """A manifest and the bytes of its blobs by name, each checked against its sha256.
 
     The contents are in memory, so nothing can fail or change between a hit and its use. `layer`
-    names the layer that they come from.
+    names the layer that they come from; `signature` is the one that it had there.
     """
 
     manifest: Manifest
     contents: Mapping[str, bytes] = field(repr=False)
     layer: str
+    signature: str | None = None
 
     @property
     def key(self) -> Key:
@@ -102,7 +103,7 @@ class CacheLayer(Protocol):
         """Why an entry of this layer may not be loaded, or None."""
         ...
 
-    def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
+    def store(self, entry: Entry) -> None:
         """Publish an entry; raises OSError. Only called if `writable`."""
         ...
 
@@ -132,7 +133,7 @@ def find(
         if isinstance(content, Miss):
             return content
         contents[blob] = content
-    return Entry(manifest, contents, layer.name)
+    return Entry(manifest, contents, layer.name, signature)
 
 
 def lacks(layer: CacheLayer, manifest: Manifest) -> bool:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import LayerFailed
-from .layers import Failures
+from .layers import Entry, Failures
 from .manifest import BlobRef, Manifest, encode
 from .names import blob_name, entry_name
-from .signing import Trust, sign
+from .signing import SigningKey, Trust
 
 
 class RemoteLayer:
     """Entries under `url`, trusted as `trust` says.
 
-    With `write_back` entries are published there too, signed if there is a `secret`. Names that the
-    remote lacks are remembered for `memory_seconds`, and after a failure no request is made for as
-    long. On a file system without atomic puts, half-written entries are misses.
+    With `write_back` entries are published there too, signed by `signer`; without one they keep the
+    signature that they have. Names that the remote lacks are remembered for `memory_seconds`, and
+    after a failure no request is made for as long. On a file system without atomic puts,
+    half-written entries are misses.
 
     A request may take `request_seconds` and all requests together `total_seconds`; a layer is
     opened once per start, so this limits what a slow remote adds to it.
@@ -32,7 +33,7 @@ class RemoteLayer:
         trust: Trust,
         *,
         write_back: bool = False,
-        secret: bytes | None = None,
+        signer: SigningKey | None = None,
         failures: Failures = "ignore",
         memory_seconds: float = 300.0,
         request_seconds: float = 60.0,
@@ -49,7 +50,7 @@ class RemoteLayer:
         self.failures: Failures = failures
         self.writable = write_back
         self._trust = trust
-        self._secret = secret
+        self._signer = signer
         self._memory_seconds = memory_seconds
         self._request_seconds = request_seconds
         self._total_seconds = total_seconds
@@ -76,12 +77,13 @@ class RemoteLayer:
         with self._files.open(path, "rb") as file:
             return file.read(size)
 
-    def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
-        for name, content in contents.items():
+    def store(self, entry: Entry) -> None:
+        manifest = entry.manifest
+        for name, content in entry.contents.items():
             ref = manifest.blobs[name]
             if not self._holds(ref):
                 self._put(blob_name(ref.sha256), content)
-        signature = sign(manifest, self._secret) if self._secret is not None else None
+        signature = self._signer.sign(manifest) if self._signer else entry.signature
         self._put(entry_name(manifest.kind, manifest.key.digest), encode(manifest, signature))
 
     def _holds(self, ref: BlobRef) -> bool:

@@ -35,8 +35,8 @@ class LayerConfig(Settings):
     """A directory, which is only read, or the URL of an fsspec file system such as `s3://…`."""
 
     trust: LayerTrust = LayerTrust.SIGNED
-    """`"signed"` with the key in PIECEGRAPH_CACHE_SIGNING_KEY(_FILE), `"pinned"` to `digests`, or
-    by `"anybody"`: for a place that no other user can write to, such as a container image."""
+    """`"signed"` by a key in PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE, `"pinned"` to `digests`, or by
+    `"anybody"`: for a place that no other user can write to, such as a container image."""
 
     digests: tuple[str, ...] = ()
     """`Entry.digest` of each entry of a pinned layer that may be loaded."""

@@ -17,7 +17,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,7 +27,7 @@ from ..cache.layers import CacheLayer, Entry, Failures, Miss, find, read_blob
 from ..cache.lock import owned_directory, remove_unowned
 from ..cache.manifest import MAX_MANIFEST_BYTES, BadManifest, BlobRef, Manifest, decode, encode
 from ..cache.names import blob_name, entry_name, is_digest
-from ..cache.signing import Trust, sign
+from ..cache.signing import SigningKey, Trust
 from ..errors import BundleRefused, EntryUnusable
 
 MAGIC = b"piecegraph-bundle 1\n"
@@ -42,9 +42,9 @@ class _Refused(Exception):
 
 
 def export_entries(
-    manifests: Iterable[Manifest], source: CacheLayer, path: Path, secret: bytes | None = None
+    manifests: Iterable[Manifest], source: CacheLayer, path: Path, signer: SigningKey | None = None
 ) -> None:
-    """Write entries of `source`, signed if there is a `secret`, to `path` in one step.
+    """Write entries of `source`, signed if there is a `signer`, to `path` in one step.
 
     The umask decides who can read the file: it is made to be read by others. Raises EntryUnusable
     for an entry that is not whole, and OSError, also if `path` exists and is not a regular file.
@@ -53,7 +53,7 @@ def export_entries(
     if path.exists() and not path.is_file():
         raise Irregular(errno.EINVAL, "it is not a regular file", str(path))
     ordered = sorted(manifests, key=lambda manifest: (manifest.kind, manifest.key.digest))
-    encoded = [encode(m, sign(m, secret) if secret is not None else None) for m in ordered]
+    encoded = [encode(m, signer.sign(m) if signer else None) for m in ordered]
     blobs = {
         (ref.sha256, ref.size): (manifest, name)
         for manifest in ordered
@@ -145,7 +145,7 @@ class BundleFile:
     def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
         return self._trust(manifest, signature)
 
-    def store(self, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
+    def store(self, entry: Entry) -> None:
         raise PermissionError("a bundle file is read-only")
 
     def _verify(self, descriptor: int, size: int) -> None:

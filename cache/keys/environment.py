@@ -16,8 +16,8 @@ from typing import Any
 from .factors import is_place, varies_per_run
 
 CACHE_DIR = "PIECEGRAPH_CACHE_DIR"
-SIGNING_KEY = "PIECEGRAPH_CACHE_SIGNING_KEY"
 SIGNING_KEY_FILE = "PIECEGRAPH_CACHE_SIGNING_KEY_FILE"
+TRUSTED_KEYS_FILE = "PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE"
 OFF = "PIECEGRAPH_OFF"
 FASTER = "faster"
 """The part of OFF that no setting turns off: what only saves time."""
@@ -26,8 +26,8 @@ LOG_LEVEL = "PIECEGRAPH_LOG_LEVEL"
 
 DECLARED: Mapping[str, str] = {
     CACHE_DIR: "where the private cache directory lies",
-    SIGNING_KEY: "secret that signs shared entries",
-    SIGNING_KEY_FILE: "file that holds this secret",
+    SIGNING_KEY_FILE: "a builder's file with the private key that signs shared entries",
+    TRUSTED_KEYS_FILE: "file with the public keys whose entries are loaded from shared layers",
     OFF: "parts that are off, separated by commas",
     DUMP_DIR: "where graphs and generated code are written for people",
     LOG_LEVEL: "least severe level that the command line logs: debug, info, warning",
@@ -38,7 +38,7 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 PREFIXES = ("PIECEGRAPH_", "TORCH", "PYTORCH_", "TRITON_", "ATEN_")
 
 EXEMPT: Mapping[str, str] = {
-    r"PIECEGRAPH_CACHE_.*": "where and whom to trust, not what is compiled; one is a secret",
+    r"PIECEGRAPH_CACHE_.*": "where and whom to trust, not what is compiled",
     OFF: "what it changes is in the settings, or a factor itself",
     r".*_(DIR|DIRS|PATH|HOME|FILE|FOLDER)": "a place",
     r".*_(LOGS?|LOG_LEVEL|TRACE|VERBOSE|PROGRESS|PRINT_.*|SHOW_.*|COMPILE_DEBUG)": "what is shown",

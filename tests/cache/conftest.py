@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Key
+from piecegraph.cache.signing import SigningKey, TrustedKeys
 from piecegraph.events import Events
 
 BLOBS = {"code.py": b"print('piece')\n", "kernel.so": bytes(range(256)) * 4}
 META = {"compile_seconds": 2.5, "signature": ["f32[s0, 64]"]}
-SECRET = b"sixteen bytes or more"
 
 
 def numbered(number: int) -> Key:
@@ -36,6 +36,17 @@ def memory_root() -> Iterator[Path]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
         yield Path(directory) / "cache"
+
+
+@pytest.fixture(scope="session")
+def signer() -> SigningKey:
+    return SigningKey.new()
+
+
+@pytest.fixture(scope="session")
+def trusted(signer: SigningKey) -> TrustedKeys:
+    """What trusts `signer` alone."""
+    return TrustedKeys({signer.public.id: signer.public})
 
 
 @pytest.fixture

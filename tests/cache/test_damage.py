@@ -271,10 +271,10 @@ def test_missing_and_unknown_fields_are_refused(field: str) -> None:
         decode(sealed(fields if field in GOOD else GOOD | {field: 1}))
 
 
-@pytest.mark.parametrize("line", [b"", b"hmac-sha256", b"hmac-sha256 xyz", b"md5 " + b"0" * 64])
+@pytest.mark.parametrize("line", [b"", b"x" * 513, b"\xff"])
 def test_malformed_signatures_are_refused(line: bytes) -> None:
-    good = b"hmac-sha256 " + b"0" * 64
-    assert decode(sealed(GOOD) + good + b"\n")[1] == "0" * 64
+    """What a signature means is known to signing.py: see test_signing.py."""
+    assert decode(sealed(GOOD) + b"any text\n")[1] == "any text"
     with pytest.raises(BadManifest):
         decode(sealed(GOOD) + line + b"\n")
 

@@ -36,7 +36,8 @@ def test_c1_1cat_536_unregistered_variables_with_a_prefix_are_factors(
     "name",
     [
         "PIECEGRAPH_CACHE_DIR",
-        "PIECEGRAPH_CACHE_SIGNING_KEY",
+        "PIECEGRAPH_CACHE_SIGNING_KEY_FILE",
+        "PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE",
         "TORCHINDUCTOR_CACHE_DIR",
         "TRITON_CACHE_DIR",
         "TRITON_HOME",

@@ -19,14 +19,14 @@ from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.keys.factors import Json, canonical
 from piecegraph.cache.manifest import encode
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA
-from piecegraph.cache.signing import pinned, signed_with, trust_all
+from piecegraph.cache.signing import SigningKey, TrustedKeys, pinned, trust_all
 from piecegraph.errors import BundleRefused
 from piecegraph.events import Events
 from piecegraph.tools import cache_export as export_module
 from piecegraph.tools.cache_export import MAGIC, BundleFile, export_entries, import_entries
 
 from .children import run_all
-from .conftest import BLOBS, META, SECRET
+from .conftest import BLOBS, META
 
 
 @pytest.fixture
@@ -39,19 +39,21 @@ def entries(cache: Cache, key: Key) -> list[Entry]:
 
 
 @pytest.fixture
-def file(tmp_path: Path, entries: list[Entry]) -> Path:
-    export(entries, tmp_path / "model.bundle", SECRET)
+def file(tmp_path: Path, entries: list[Entry], signer: SigningKey) -> Path:
+    export(entries, tmp_path / "model.bundle", signer)
     return tmp_path / "model.bundle"
 
 
-def export(entries: list[Entry], path: Path, secret: bytes | None = None) -> None:
+def export(entries: list[Entry], path: Path, signer: SigningKey | None = None) -> None:
     source = DirectoryLayer(path.parent / "cache", trust_all)
-    export_entries([entry.manifest for entry in entries], source, path, secret)
+    export_entries([entry.manifest for entry in entries], source, path, signer)
 
 
-def test_export_and_import(file: Path, entries: list[Entry], tmp_path: Path) -> None:
+def test_export_and_import(
+    file: Path, entries: list[Entry], tmp_path: Path, trusted: TrustedKeys
+) -> None:
     cache = Cache(tmp_path / "other", Events())
-    for entry in import_entries(file, signed_with(SECRET)):
+    for entry in import_entries(file, trusted.refuses):
         cache.store(entry)
     for entry in entries:
         found = cache.lookup(entry.manifest.kind, entry.key)
@@ -59,11 +61,13 @@ def test_export_and_import(file: Path, entries: list[Entry], tmp_path: Path) -> 
         assert (found.contents, found.digest) == (entry.contents, entry.digest)
 
 
-def test_equal_entries_give_equal_bytes(file: Path, entries: list[Entry], tmp_path: Path) -> None:
-    export(entries[::-1], tmp_path / "again", SECRET)
+def test_equal_entries_give_equal_bytes(
+    file: Path, entries: list[Entry], tmp_path: Path, signer: SigningKey
+) -> None:
+    export(entries[::-1], tmp_path / "again", signer)
     assert (tmp_path / "again").read_bytes() == file.read_bytes()
     bundle = BundleFile(file, trust_all)
-    export_entries(bundle.manifests, bundle, tmp_path / "copy", SECRET)
+    export_entries(bundle.manifests, bundle, tmp_path / "copy", signer)
     assert (tmp_path / "copy").read_bytes() == file.read_bytes()
 
 
@@ -91,19 +95,21 @@ def test_nothing_else_is_left_beside_the_file(file: Path) -> None:
     assert sorted(path.name for path in file.parent.iterdir()) == ["cache", file.name]
 
 
-def test_only_trusted_files_are_imported(file: Path, entries: list[Entry], tmp_path: Path) -> None:
-    with pytest.raises(BundleRefused, match="signed with another key"):
-        import_entries(file, signed_with(SECRET + b"!"))
+def test_only_trusted_files_are_imported(
+    file: Path, entries: list[Entry], tmp_path: Path, trusted: TrustedKeys
+) -> None:
+    with pytest.raises(BundleRefused, match="is not trusted here"):
+        import_entries(file, TrustedKeys({}).refuses)
     export(entries, tmp_path / "unsigned")
     with pytest.raises(BundleRefused, match="not signed"):
-        import_entries(tmp_path / "unsigned", signed_with(SECRET))
+        import_entries(tmp_path / "unsigned", trusted.refuses)
     all_pinned = pinned({entry.digest for entry in entries})
     with pytest.raises(BundleRefused, match="not pinned"):
         import_entries(tmp_path / "unsigned", pinned({entries[0].digest}))
     assert len(list(import_entries(tmp_path / "unsigned", all_pinned))) == 2
 
 
-def test_every_damage_is_refused(file: Path) -> None:
+def test_every_damage_is_refused(file: Path, trusted: TrustedKeys) -> None:
     content = file.read_bytes()
     chance = random.Random(2)
     cuts = [content[: chance.randrange(len(content))] for _ in range(200)]
@@ -116,7 +122,7 @@ def test_every_damage_is_refused(file: Path) -> None:
     for bad in cuts + grown + flips:
         file.write_bytes(bad)
         with pytest.raises(BundleRefused):
-            import_entries(file, signed_with(SECRET))
+            import_entries(file, trusted.refuses)
 
 
 @given(st.binary(max_size=300))

@@ -10,7 +10,7 @@ import pytest
 from piecegraph.cache import Cache, Key
 from piecegraph.cache.inspection import nearest_entries
 from piecegraph.cache.names import ENTRY_AREA, blob_name, entry_name
-from piecegraph.cache.signing import signed_with, trust_all
+from piecegraph.cache.signing import TrustedKeys, trust_all
 from piecegraph.events import Events
 from piecegraph.tools.cache_verify import Status, exit_status, verify
 
@@ -55,7 +55,7 @@ def test_corrupt_blob_is_found_also_if_no_entry_needs_it(blob: Path, root: Path)
 
 
 def test_untrusted(manifest: Path, root: Path) -> None:
-    assert exit_status(verify(root, signed_with(b"sixteen bytes or more"))) == 2
+    assert exit_status(verify(root, TrustedKeys({}).refuses)) == 2
     assert exit_status(verify(root, trust_all)) == 0
 
 

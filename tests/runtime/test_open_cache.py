@@ -15,8 +15,8 @@ from piecegraph import Config, Events, explain_miss, prepare
 from piecegraph.cache import Cache, Entry, Key
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.lock import Flight
-from piecegraph.cache.signing import trust_all
-from piecegraph.errors import InvalidSecret, UntrustedDirectory
+from piecegraph.cache.signing import SigningKey, trust_all, write_keys
+from piecegraph.errors import KeysMissing, UntrustedDirectory
 from piecegraph.runtime.open_cache import open_cache
 from piecegraph.tools.cache_export import export_entries, import_entries
 
@@ -50,21 +50,25 @@ def test_signed_layer_needs_a_key_and_a_signature(
 ) -> None:
     filled(tmp_path / "image")
     settings = {"cache_dir": tmp_path / "own", "cache": {"layers": (str(tmp_path / "image"),)}}
-    with pytest.raises(InvalidSecret, match="there is no key"):
+    with pytest.raises(KeysMissing, match="PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE"):
         found(**settings)
-    monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY", "a secret of enough bytes")
+    (tmp_path / "trusted").write_text(SigningKey.new().public.line())
+    monkeypatch.setenv("PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE", str(tmp_path / "trusted"))
     assert found(**settings).reason == "untrusted"
 
 
 def test_url_is_written_back_signed_and_read_by_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY", "a secret of enough bytes")
+    write_keys(SigningKey.new(), tmp_path / "key")
+    monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY_FILE", str(tmp_path / "key"))
     url = f"file://{tmp_path}/bucket"
     writer = Config(
         cache_dir=tmp_path / "one", cache={"layers": ({"at": url, "write_back": True},)}
     )
     open_cache(writer, Events()).publish("bundle", KEY, {}, {"plan.json": b"{}"})
+    monkeypatch.delenv("PIECEGRAPH_CACHE_SIGNING_KEY_FILE")
+    monkeypatch.setenv("PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE", str(tmp_path / "key.pub"))
     assert found(cache_dir=tmp_path / "two", cache={"layers": (url,)}).layer == f"remote:{url}"
 
 

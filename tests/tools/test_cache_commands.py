@@ -18,14 +18,14 @@ from piecegraph.cache.names import blob_name, entry_name
 from piecegraph.tools.cli.app import main
 
 SMALL = ["--model", "layers=1,hidden=16,heads=2,vocab=32"]
-SECRET = "a secret of more than sixteen bytes"
 
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A cache with two bundles and an artifact; the commands find it through the environment."""
     monkeypatch.setenv("PIECEGRAPH_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("PIECEGRAPH_CACHE_SIGNING_KEY", raising=False)
+    monkeypatch.delenv("PIECEGRAPH_CACHE_SIGNING_KEY_FILE", raising=False)
+    monkeypatch.delenv("PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE", raising=False)
     cache = Cache(tmp_path / "cache", Events())
     cache.publish("bundle", Key.of("trace", {"a": 1}), {"pieces": 3}, {"plan.json": b"one"})
     cache.publish("bundle", Key.of("trace", {"a": 2}), {"pieces": 4}, {"plan.json": b"two"})
@@ -145,11 +145,21 @@ def test_bundles_travel_in_one_file_and_must_be_believed(root, capsys, tmp_path,
     assert main(["cache", "import", str(path), "--trust", *target]) == 0
     assert main(["cache", "show", digest("trace", a=1), *target]) == 0
     shutil.rmtree(other)
-    monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY", SECRET)
+    signing = str(tmp_path / "ci.key")
+    assert main(["cache", "keygen", signing, "--name", "ci", "--expires", "2999-12-31"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (tmp_path / "ci.key.pub").read_text().strip()
+    assert main(["cache", "keygen", signing]) == 2
+    monkeypatch.setenv("PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE", f"{signing}.pub")
     assert main(["cache", "import", str(path), *target]) == 2
+    monkeypatch.setenv("PIECEGRAPH_CACHE_SIGNING_KEY_FILE", signing)
     assert main(["cache", "export", str(path)]) == 0
+    monkeypatch.delenv("PIECEGRAPH_CACHE_SIGNING_KEY_FILE")
     assert main(["cache", "import", str(path), *target]) == 0
     assert main(["cache", "verify", *target]) == 0
+    assert main(["cache", "keygen", signing, "--next-epoch"]) == 0
+    assert "epoch=2" in (tmp_path / "ci.key.pub").read_text()
+    assert main(["cache", "import", str(path), *target]) == 2
+    assert "before 2 of key" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -165,16 +166,16 @@ def export_command(
 ) -> int:
     """Write bundles to one file, for a container image; signed if a key is in the environment."""
     from ...cache.directory import DirectoryLayer
-    from ...cache.signing import secret_from_environment
+    from ...cache.signing import signing_key
     from ..cache_export import export_entries
 
-    root, secret = cache_directory(cache_dir), secret_from_environment()
+    root, signer = cache_directory(cache_dir), signing_key()
     (to_file,) = outputs({"PATH": path})
     assert to_file is not None
     chosen = _entries_to_ship(root, names)
     with to_file.writing():
-        export_entries(chosen, DirectoryLayer(root, name=str(root)), path, secret)
-    signed = "signed" if secret else "not signed"
+        export_entries(chosen, DirectoryLayer(root, name=str(root)), path, signer)
+    signed = f"signed with key {signer.public.id}" if signer else "not signed"
     print(f"{len(chosen)} entries, {shown_size(path.stat().st_size)}, {signed}: {path}")
     for manifest in chosen:
         print(f"  {label(manifest)} digest {manifest.digest}")
@@ -205,10 +206,10 @@ def import_command(
     trust: Annotated[bool, typer.Option("--trust", help="Believe whatever is in it.")] = False,
     cache_dir: DirOption = None,
 ) -> int:
-    """Read entries from a file. Believed is what is signed with the key in the environment."""
+    """Read entries from a file: those signed with a trusted key, or named by --pin."""
     from ... import Events
     from ...cache import Cache
-    from ...cache.signing import secret_from_environment, signed_with, trust_all
+    from ...cache.signing import signing_key, trust_all, trusted_keys
     from ..cache_export import import_entries
 
     if not path.is_file():
@@ -218,17 +219,16 @@ def import_command(
             reason="it is not a file" if path.exists() else "there is no such file",
             expected="a file that `piecegraph cache export` wrote",
         )
-    secret = secret_from_environment()
     if pin or trust:
         believed: Any = trust_all  # a digest covers an entry with all of its contents
-    elif secret is not None:
-        believed = signed_with(secret)
+    elif keys := trusted_keys(signing_key()):
+        believed = keys.refuses
     else:
         raise InvalidSetting(
             name="PATH",
             value=str(path),
-            reason="there is no key in the environment to check a signature with",
-            expected="--pin DIGEST, --trust, or a key in PIECEGRAPH_CACHE_SIGNING_KEY_FILE",
+            reason="there is no key to check a signature with",
+            expected="--pin DIGEST, --trust, or keys in PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE",
         )
     entries = import_entries(path, believed, only=pin or ())
     root, events = cache_directory(cache_dir), Events()
@@ -237,6 +237,37 @@ def import_command(
         cache.store(entry)
         _refuse_failed(root, events.named("cache.publish_failed"))
         print(f"{label(entry.manifest)}: {shown_size(entry.size)}")
+    return 0
+
+
+@cache_app.command("keygen")
+def keygen_command(
+    path: Annotated[Path, typer.Argument(help="The private key; the public one is PATH.pub.")],
+    name: Annotated[str, typer.Option(help="Whose key it is.")] = "",
+    expires: Annotated[
+        datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The last day it is trusted.")
+    ] = None,
+    next_epoch: Annotated[
+        bool, typer.Option("--next-epoch", help="Keep the key in PATH and begin its next epoch.")
+    ] = False,
+) -> int:
+    """Make the key that a builder signs with, and the line that servers trust it by."""
+    from ...cache.signing import SigningKey, read_signing_key, write_keys
+
+    if next_epoch:
+        key = read_signing_key(path).next_epoch()
+    elif path.exists():
+        raise InvalidSetting(
+            name="PATH",
+            value=str(path),
+            reason="it exists",
+            expected="a new file, or --next-epoch to keep its key",
+        )
+    else:
+        key = SigningKey.new(name=name, expires=expires.date() if expires else None)
+    write_keys(key, path)
+    print(f"key {key.public.id}, epoch {key.public.epoch}: {path} signs; give servers {path}.pub:")
+    print(key.public.line())
     return 0
 
 
