@@ -262,10 +262,13 @@ class Locator:
 
 
 def _only_reads(function: Any) -> bool:
-    """Whether a call without arguments gives what a weak reference or context variable holds."""
+    """Whether a call without arguments only reads: a weak reference, a context variable, or the
+    names and the context of a tensor subclass."""
     if isinstance(function, weakref.ReferenceType):
         return True
-    return isinstance(getattr(function, "__self__", None), ContextVar)
+    owner = getattr(function, "__self__", None)
+    flattens = getattr(function, "__name__", "") == "__tensor_flatten__"
+    return isinstance(owner, ContextVar) or (flattens and isinstance(owner, torch.Tensor))
 
 
 def _literal(node: ast.expr) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from piecegraph.compile.conditions.locator import Locator, Unlocatable
 
@@ -67,3 +68,15 @@ def test_expressions_are_located_alike_alone_and_after_others() -> None:
     for expression in MISSING:
         with pytest.raises(Unlocatable):
             together.locate(expression)
+
+
+def test_names_of_a_wrapped_weight_are_read_and_other_methods_are_not_called() -> None:
+    model = nn.Linear(2, 2)
+    parts = TwoTensor(torch.ones(2, 2), torch.zeros(2, 2))
+    model.weight = nn.Parameter(parts, requires_grad=False)
+    weight = "L['self']._parameters['weight']"
+    names = locator(model).locate(f"{weight}.__tensor_flatten__()[0]")
+    assert names.value == ["a", "b"]
+    with pytest.raises(Unlocatable):
+        locator(model).locate(f"{weight}.zero_()")
+    assert model.weight.a.sum() == 4
