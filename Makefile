@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PACKAGES := cache compile dispatch runtime tools torch_compat benchmarks
 
-.PHONY: run test unit test-fast test-not-faster heavy coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke mutants clean
+.PHONY: run test unit test-fast test-not-faster heavy coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke mutants docs docs-serve clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -51,6 +51,20 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 	mkdir -p .typing && ln -sfn .. .typing/piecegraph
 	MYPYPATH=.typing $(BIN)/mypy --strict $(PACKAGES:%=-p piecegraph.%)
+
+# The pages as a site in .site, with search; a broken link ends the build. It needs no torch.
+VENV_DOCS := .venv-docs
+docs: $(VENV_DOCS)/.made
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs build --quiet
+	@echo "open .site/index.html"
+
+docs-serve: $(VENV_DOCS)/.made
+	NO_MKDOCS_2_WARNING=1 $(VENV_DOCS)/bin/mkdocs serve
+
+$(VENV_DOCS)/.made: pyproject.toml
+	$(PYTHON) -m venv $(VENV_DOCS)
+	$(VENV_DOCS)/bin/python -m pip install --quiet $$($(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
 
 # On a machine with a network: all that `make gpu` installs, for Python 3.11 to 3.13.
 WHEELS := .wheels
@@ -149,7 +163,7 @@ mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants.py
 
 clean:
-	rm -rf $(VENV) $(VENV_CUDA) $(VENV_GPU) .venv-transformers .venv-vllm .typing .wheels build *.egg-info
+	rm -rf $(VENV) $(VENV_CUDA) $(VENV_GPU) .venv-transformers .venv-vllm .typing .wheels .site .venv-docs build *.egg-info
 
 # A change of the dependencies recreates the environment.
 $(VENV)/.run: pyproject.toml
