@@ -135,8 +135,6 @@ class Events:
         start = time.perf_counter() - self.began
         span = Span(name, start, 0.0, depth, facts, phase=level >= logging.INFO)
         self._begin(span)
-        for listener in tuple(self.phase_listeners) if span.phase else ():
-            listener(name)
         try:
             yield span
         finally:
@@ -150,6 +148,8 @@ class Events:
             self.spans.append(span)
             if span.phase:
                 self.phases.append(span)
+        for listener in tuple(self.phase_listeners) if span.phase else ():
+            listener(span.name)
         if self.parent is not None:
             self.parent._begin(span)
 

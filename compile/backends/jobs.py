@@ -73,6 +73,7 @@ def compile_pieces(
         plan = schedule(split, request.device)
         results = {number: _load(request, job, compiler) for number, job in enumerate(plan.jobs)}
         missing = {n: plan.jobs[n] for n, result in results.items() if result is None}
+        request.events.emit("compile.jobs", jobs=len(missing), stored=len(results) - len(missing))
         if workers is not None and plan.machine is not None:
             results.update(_share(request, split, compiler, missing, plan.machine, workers))
         else:
@@ -351,7 +352,9 @@ def _record(
     events = request.events
     built = PieceBuilt(job.unique.index, result.seconds, kernels([result.blobs])[0])
     request.records.pieces.append(built)
-    events.emit("compile.end", seconds=built.seconds, kernels=built.kernels, **facts)
+    events.emit(
+        "compile.end", level=logging.INFO, seconds=built.seconds, kernels=built.kernels, **facts
+    )
     events.count(f"{compiler.name}_compiles")
     store_artifact(request.cache, job, result)
     if compiler.load is not None and (reason := _obstacle(job, result)):

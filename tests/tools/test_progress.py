@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import logging
+import time
 
 import pytest
 from rich.console import Console
 
-from piecegraph.tools.serve.progress import LINES, counting, working
+from piecegraph.events import Events
+from piecegraph.tools.serve.progress import LINES, counting, starting, working
 
 
 @pytest.mark.parametrize("total", [1, 7, 64, 1000])
@@ -41,3 +44,24 @@ def test_work_without_a_measure_is_one_line():
     with working(Console(file=stream), "preparing"):
         pass
     assert stream.getvalue() == "preparing …\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_start_says_its_phase_and_piece_and_what_it_waits_for(terminal):
+    stream, events = io.StringIO(), Events()
+    of_model = Events(parent=events)
+    with starting(Console(file=stream, force_terminal=terminal), events):
+        with of_model.span("trace.dynamo", level=logging.INFO):
+            pass
+        of_model.emit("compile.jobs", jobs=3, stored=1)
+        of_model.emit("compile.end", range=[1, 8])
+        of_model.emit("compile.end", range=[1, 8])
+        time.sleep(0.2 if terminal else 0)  # a status is drawn a few times a second
+        shown = stream.getvalue()
+        of_model.emit("cache.wait")
+    assert "s  compiled piece 2 of 3, for 1 to 8 tokens" in shown
+    assert not events.listeners + events.phase_listeners
+    if not terminal:
+        lines = [line.partition("s  ")[2] for line in stream.getvalue().splitlines()]
+        assert lines[:2] == ["tracing", "compiling 3 pieces, 1 from the cache"]
+        assert lines[-1] == "waiting for another process that compiles this model"

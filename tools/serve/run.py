@@ -48,7 +48,7 @@ from ..engine.serving_log import Clock
 from ..sizes.suggested import suggested_sizes
 from .host_memory import allocating, require_memory
 from .options import RunOptions
-from .progress import counting, working
+from .progress import counting, starting, working
 from .ranks import rank_facts
 from .report import Report, build_report
 from .verify import SAMPLE_EVERY, TOLERANCE, Verification, Verifier
@@ -113,8 +113,7 @@ def start_service(
     with events.span("build model") as building, allocating():
         model, layers, buffers = _build(options, requests, blocks, device)
     phases.append((building.name, building.seconds))
-    label = "preparing: from the cache, or tracing and compiling"
-    with _saying_what_is_kept(console, events), working(console, label):
+    with _saying_what_is_kept(console, events), starting(console, events):
         config = library_config(options, model)
         if isinstance(buffers, Buckets):
             config = config.changed(
