@@ -207,7 +207,7 @@ class BundleRefused(CacheError):
 
 class BundleMissing(CacheError):
     what = "no usable bundle for {model}, and bundle='force' forbids compiling: {reason}"
-    todo = "Deploy a bundle built from this model with these settings; see docs/cache.md."
+    todo = "{remedy} See docs/cache.md."
 
 
 class BundleStale(CacheError):

@@ -25,7 +25,7 @@ from .files import check_private, make_directory, place, read_file, write_synced
 from .layers import Entry, Failures
 from .lock import owned_directory
 from .manifest import BlobRef, Manifest, encode, is_intact
-from .names import QUARANTINE_AREA, SCRATCH_AREA, blob_name, entry_name
+from .names import QUARANTINE_AREA, SCRATCH_AREA, blob_name, entry_name, entry_names
 from .signing import Trust, trust_all
 
 USE_RESOLUTION = 60.0
@@ -65,6 +65,15 @@ class DirectoryLayer:
 
     def read(self, name: str, limit: int) -> bytes:
         return read_file(self.root / name, limit)
+
+    def entries(self, kind: str) -> list[str]:
+        names = (name for name in entry_names(self.root) if name.split("/")[1] == kind)
+        return sorted(names, key=self._last_use, reverse=True)
+
+    def _last_use(self, name: str) -> float:
+        with contextlib.suppress(OSError):
+            return (self.root / name).stat().st_mtime
+        return 0.0
 
     def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
         return self._trust(manifest, signature)

@@ -1,15 +1,16 @@
-"""Look through a directory of entries: list them, find those nearest to a key."""
+"""Look through entries: list those of a directory, find those nearest to a key."""
 
 from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .keys.key import Difference, Key, diff
-from .manifest import BadManifest, Manifest, read_manifest
+from .keys.key import VARIANT, Difference, Key, diff
+from .layers import CacheLayer
+from .manifest import MAX_MANIFEST_BYTES, BadManifest, Manifest, decode, read_manifest
 from .names import entry_names
 
 
@@ -36,26 +37,38 @@ def manifests(
 
 @dataclass(frozen=True, slots=True)
 class NearEntry:
-    """An existing entry; `differences` are from its key to the requested one, empty if equal.
-
-    `last_use` is in seconds since the epoch.
-    """
+    """An existing entry of `layer`; `differences` are from its key to the requested one."""
 
     key: Key
     differences: tuple[Difference, ...]
-    last_use: float
+    layer: str
 
 
-def nearest_entries(root: Path, kind: str, key: Key, at_most: int = 3) -> list[NearEntry]:
-    """The entries of `kind` in a directory whose keys differ from `key` in the fewest factors.
+def nearest_entries(
+    layers: Iterable[CacheLayer], kind: str, key: Key, at_most: int = 3
+) -> list[NearEntry]:
+    """The entries of `kind` whose keys differ from `key`, in the fewest factors, nearest first.
 
-    Nearest first, the most recently used first among equals; empty if none has the same kind of
-    key. Damaged and unreadable entries are skipped.
+    One for each set of differences, the most recently used first among equals; empty if none has
+    the same kind of key. What is damaged, unreadable or cannot be listed is skipped.
     """
-    near = []
-    with contextlib.suppress(OSError):
-        for entry, used in manifests(root, kind):
-            if entry.key.kind == key.kind:
-                differences = tuple(diff(entry.key.factors, key.factors))
-                near.append(NearEntry(entry.key, differences, used))
-    return heapq.nsmallest(at_most, near, key=lambda n: (len(n.differences), -n.last_use))
+    near: dict[tuple[str, ...], NearEntry] = {}
+    for layer in layers:
+        with contextlib.suppress(OSError):
+            for name in layer.entries(kind):
+                with contextlib.suppress(OSError, BadManifest):
+                    entry = decode(layer.read(name, MAX_MANIFEST_BYTES))[0].key
+                    differences = _differences(entry, key)
+                    if differences:
+                        shown = tuple(map(str, differences))
+                        near.setdefault(shown, NearEntry(entry, differences, layer.name))
+    return heapq.nsmallest(at_most, near.values(), key=lambda entry: len(entry.differences))
+
+
+def _differences(entry: Key, key: Key) -> tuple[Difference, ...]:
+    if entry.kind != key.kind:
+        return ()
+    factors = (entry.factors, key.factors)
+    for each in factors:
+        each.pop(VARIANT, None)
+    return tuple(diff(*factors))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -48,6 +48,17 @@ class Entry:
         return sum(len(content) for content in self.contents.values())
 
 
+DEPLOY = "Deploy a bundle built from this model with these settings."
+
+REMEDIES = {
+    "unreadable": "Make the layer readable for this process: network, credentials, permissions.",
+    "incomplete": "Store the bundle in the layer again: a blob is gone, or not visible yet.",
+    "damaged": "Store the bundle in the layer again: its bytes have changed.",
+    "untrusted": "Sign the bundle with a key that is trusted here, or pin its digest.",
+}
+"""What to do about a layer that fails."""
+
+
 @dataclass(frozen=True, slots=True)
 class Miss:
     """Why there is no entry.
@@ -62,6 +73,19 @@ class Miss:
     detail: str = ""
     layer: str = ""
     damaged: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.located}" if self.located else self.reason
+
+    @property
+    def located(self) -> str:
+        """The detail, with the layer if that is what failed."""
+        return f"{self.detail}, in {self.layer}" if self.reason in REMEDIES else self.detail
+
+    @property
+    def remedy(self) -> str:
+        """What to do about it."""
+        return REMEDIES.get(self.reason, DEPLOY)
 
     def precedes(self, other: Miss) -> bool:
         """Whether this one says more than `other`: refused first, absent last."""
@@ -78,19 +102,13 @@ def accept_any(manifest: Manifest) -> str | None:
     return None
 
 
-class CacheLayer(Protocol):
-    """One place of a cache; a cache asks its layers in order. File names are those of names.py."""
+class Source(Protocol):
+    """A place that entries are read from. File names are those of names.py."""
 
     @property
     def name(self) -> str:
         """For events and for `Entry.layer`."""
         ...
-
-    @property
-    def failures(self) -> Failures: ...
-
-    @property
-    def writable(self) -> bool: ...
 
     def read(self, name: str, limit: int) -> bytes:
         """The bytes at a relative name. Raises FileNotFoundError or another OSError.
@@ -100,7 +118,24 @@ class CacheLayer(Protocol):
         ...
 
     def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
-        """Why an entry of this layer may not be loaded, or None."""
+        """Why an entry of this place may not be loaded, or None."""
+        ...
+
+
+class CacheLayer(Source, Protocol):
+    """One place of a cache; a cache asks its layers in order."""
+
+    @property
+    def failures(self) -> Failures: ...
+
+    @property
+    def writable(self) -> bool: ...
+
+    def entries(self, kind: str) -> Sequence[str]:
+        """Relative names of entries of one kind, the newest first; of very many only those.
+
+        For reports; a lookup never lists. Raises OSError.
+        """
         ...
 
     def store(self, entry: Entry) -> None:
@@ -108,9 +143,7 @@ class CacheLayer(Protocol):
         ...
 
 
-def find(
-    layer: CacheLayer, kind: str, key_digest: str, refusal: Refusal = accept_any
-) -> Entry | Miss:
+def find(layer: Source, kind: str, key_digest: str, refusal: Refusal = accept_any) -> Entry | Miss:
     """The entry of `kind` under `key_digest` with every blob verified, or why there is none."""
     name = entry_name(kind, key_digest)
     try:
@@ -149,7 +182,7 @@ def lacks(layer: CacheLayer, manifest: Manifest) -> bool:
     return held.key != manifest.key or layer.refuses(held, signature) is not None
 
 
-def read_blob(layer: CacheLayer, manifest: Manifest, name: str) -> bytes | Miss:
+def read_blob(layer: Source, manifest: Manifest, name: str) -> bytes | Miss:
     """One verified blob of an entry, or why it cannot be had."""
     ref = manifest.blobs[name]
     file = blob_name(ref.sha256)
@@ -164,7 +197,7 @@ def read_blob(layer: CacheLayer, manifest: Manifest, name: str) -> bytes | Miss:
     return content
 
 
-def _unreadable(layer: CacheLayer, name: str, error: OSError) -> Miss:
+def _unreadable(layer: Source, name: str, error: OSError) -> Miss:
     if isinstance(error, Irregular):
         return Miss("damaged", str(error), layer.name, name)
     return Miss("unreadable", str(error), layer.name)

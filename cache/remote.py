@@ -11,8 +11,11 @@ from typing import Any
 from ..errors import LayerFailed
 from .layers import Entry, Failures
 from .manifest import BlobRef, Manifest, encode
-from .names import blob_name, entry_name
+from .names import ENTRY_AREA, blob_name, entry_name
 from .signing import SigningKey, Trust
+
+LISTED = 32
+"""Most entries that are compared with a key that the remote lacks: each takes a request."""
 
 
 class RemoteLayer:
@@ -69,6 +72,16 @@ class RemoteLayer:
             raise FileNotFoundError(name)
         content: bytes = self._call(name, lambda path: self._fetch(path, limit + 1))
         return content
+
+    def entries(self, kind: str) -> list[str]:
+        files = self._call(f"{ENTRY_AREA}/{kind}", lambda path: self._files.find(path, detail=True))
+
+        def written(path: str) -> str:
+            times = ("LastModified", "mtime", "updated", "created")  # by file system
+            return str(next((files[path][name] for name in times if name in files[path]), ""))
+
+        newest = sorted(files, key=written, reverse=True)[:LISTED]
+        return ["/".join(path.split("/")[-4:]) for path in newest]
 
     def _fetch(self, path: str, size: int) -> Any:
         """The first `size` bytes, without receiving much more."""

@@ -54,7 +54,8 @@ def compile_ahead(request: CompileRequest) -> bool:
     if artifacts is None:
         return False
     plan = split.plan(compiled.ranges)
-    return store_bundle(request, key, split.conditions(), plan, artifacts)
+    seconds = sum(result.seconds for result in compiled.results)
+    return store_bundle(request, key, split.conditions(), plan, artifacts, seconds)
 
 
 def _with_libraries(

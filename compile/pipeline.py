@@ -72,7 +72,8 @@ def find_model(request: CompileRequest) -> CompiledModel | NoBundle | BundleMiss
             miss = agreed
             result = NoBundle(request, key, compiler, missing=isinstance(local, BundleMiss))
     if request.needs_bundle:
-        raise BundleMissing(model=type(request.model).__qualname__, reason=str(miss))
+        name = type(request.model).__qualname__
+        raise BundleMissing(model=name, reason=str(miss), remedy=miss.remedy)
     return result
 
 
@@ -144,9 +145,10 @@ def _compile(
         dump_plan(plan, split.trace.graph, directory)
 
     artifacts = [made.blobs for made in compiled.results]
+    seconds = sum(made.seconds for made in compiled.results)
     if key is not None:
         with events.span("cache.store", level=logging.INFO):
-            store_bundle(request, key, split.conditions(), plan, artifacts)
+            store_bundle(request, key, split.conditions(), plan, artifacts, seconds)
     pieces, conditions = [made.fn for made in compiled.results], split.conditions().data
     return bind(plan, pieces, request.model, from_bundle=False, conditions=conditions)
 

@@ -43,7 +43,7 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
         entry = find_bundle(request.cache, key, request.model, request.events)
     request.record_lookup("bundle", key, entry)
     if not isinstance(entry, Entry):
-        miss = BundleMiss(entry.reason, entry.detail or _nearest(request.cache, key))
+        miss = BundleMiss(entry.reason, entry.located or _nearest(request.cache, key), entry.remedy)
         request.record_miss(miss)
         return miss
     try:
@@ -137,10 +137,8 @@ def _refused(request: CompileRequest, reason: str) -> BundleMiss:
 
 
 def _nearest(cache: Cache, key: Key) -> str:
-    """How the nearest bundle in the private directory differs; empty if there is none."""
-    if cache.private is None:
-        return ""
-    for near in nearest_entries(cache.private.root, "bundle", key, at_most=1):
+    """How the nearest bundle differs; empty if there is none."""
+    for near in nearest_entries(cache.layers, "bundle", key, at_most=1):
         shown = "; ".join(map(str, near.differences[:SHOWN]))
         more = len(near.differences) - SHOWN
         return f"the nearest differs in {shown}" + (f" and {more} more" if more > 0 else "")

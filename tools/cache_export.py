@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from ..cache.files import Irregular, open_regular, place, write_synced
 from ..cache.keys.factors import Json, canonical
-from ..cache.layers import CacheLayer, Entry, Failures, Miss, find, read_blob
+from ..cache.layers import CacheLayer, Entry, Miss, find, read_blob
 from ..cache.lock import owned_directory, remove_unowned
 from ..cache.manifest import MAX_MANIFEST_BYTES, BadManifest, BlobRef, Manifest, decode, encode
 from ..cache.names import blob_name, entry_name, is_digest
@@ -109,11 +109,9 @@ def _entry(bundle: BundleFile, manifest: Manifest) -> Entry:
 
 
 class BundleFile:
-    """An exported file as a read-only layer. `manifests` are those that it holds."""
+    """An exported file. `manifests` are those that it holds."""
 
     name = "imported"
-    failures: Failures = "raise"
-    writable = False
 
     def __init__(self, path: Path, trust: Trust) -> None:
         """Verify every byte of the file. Raises BundleRefused."""
@@ -144,9 +142,6 @@ class BundleFile:
 
     def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
         return self._trust(manifest, signature)
-
-    def store(self, entry: Entry) -> None:
-        raise PermissionError("a bundle file is read-only")
 
     def _verify(self, descriptor: int, size: int) -> None:
         refs, lengths, start = _header(os.pread(descriptor, MAX_HEADER_BYTES, 0))

@@ -22,6 +22,13 @@ class Absent(StrEnum):
 ABSENT = Absent.ABSENT
 
 
+VARIANT = "candidate"
+"""The factor that separates entries whose other factors are equal; it explains no miss."""
+
+SHOWN = 100
+"""Characters of a value that a difference shows."""
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """What an entry was made from. `kind` is "trace" or "codegen".
@@ -67,31 +74,48 @@ class Difference:
     new: Json | Absent
 
     def __str__(self) -> str:
-        return f"{self.name}: {_shown(self.old)} -> {_shown(self.new)}"
+        old, new = _shown(self.old), _shown(self.new)
+        pairs = zip(old, new, strict=False)
+        same = next((n for n, (a, b) in enumerate(pairs) if a != b), 0)
+        return f"{self.name}: {_around(old, same)} -> {_around(new, same)}"
 
 
 def diff(old: Mapping[str, Json], new: Mapping[str, Json]) -> list[Difference]:
-    """The factors that differ, by name; nested dicts are compared field by field."""
-    before, after = dict(_flat("", old)), dict(_flat("", new))
-    return [
-        Difference(name, before.get(name, ABSENT), after.get(name, ABSENT))
-        for name in sorted(before.keys() | after.keys())
-        if name not in before or name not in after or not _same(before[name], after[name])
-    ]
+    """The factors that differ, by name, down to the part that differs."""
+    return list(_differences("", dict(old), dict(new)))
 
 
-def _flat(prefix: str, factors: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
-    for name, value in factors.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(f"{prefix}{name}.", value)
-        else:
-            yield prefix + name, value
+def _differences(name: str, old: Json | Absent, new: Json | Absent) -> Iterator[Difference]:
+    before, after = _parts(old), _parts(new)
+    if before is None or after is None or type(old) is not type(new):
+        if isinstance(old, Absent) or isinstance(new, Absent) or canonical(old) != canonical(new):
+            yield Difference(name, old, new)
+        return
+    for part in sorted(before.keys() | after.keys()):
+        of = f"{name}.{part}" if name else part
+        yield from _differences(of, before.get(part, ABSENT), after.get(part, ABSENT))
+    if isinstance(old, list) and before.keys() == after.keys() and [*before] != [*after]:
+        yield Difference(f"{name} in order", [*before], [*after])
 
 
-def _same(old: Json, new: Json) -> bool:
-    """Equal as keys see it: `1`, `1.0` and `true` are three values."""
-    return canonical(old) == canonical(new)
+def _parts(value: Json | Absent) -> dict[str, Json] | None:
+    """The parts of a dict, and of a list of [name, value] pairs; None for what has no names."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, list):
+        pairs = [pair for pair in value if isinstance(pair, list) and len(pair) == 2]
+        parts = {pair[0]: pair[1] for pair in pairs if isinstance(pair[0], str)}
+        return parts if len(parts) == len(value) else None
+    return None
 
 
 def _shown(value: Json | Absent) -> str:
     return value.value if isinstance(value, Absent) else json.dumps(value)
+
+
+def _around(text: str, place: int) -> str:
+    """`text`, of a long one SHOWN characters around a place."""
+    if len(text) <= SHOWN:
+        return text
+    start = max(0, min(place - SHOWN // 4, len(text) - SHOWN))
+    return f"{'...' if start else ''}{text[start : start + SHOWN]}..."

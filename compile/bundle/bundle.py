@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from ...cache import Cache, Entry, Key, Miss
 from ...cache.keys.factors import Json, canonical
+from ...cache.keys.key import VARIANT
 from ...cache.manifest import Manifest
 from ...events import Events
 from ..conditions.conditions import Conditions, broken_conditions
@@ -22,7 +23,6 @@ from ..ir.compilation import Blobs, CompileRequest
 from ..ir.plan import Plan
 
 PLAN = "plan.json"
-CANDIDATE = "candidate"
 CANDIDATES = 8
 """Bundles under one trace key that differ in their conditions; a further one replaces one."""
 SHOWN = 3
@@ -47,15 +47,22 @@ def store_bundle(
     conditions: Conditions,
     plan: Plan,
     artifacts: Sequence[Blobs],
+    compile_seconds: float,
 ) -> bool:
-    """Publish a bundle under its trace key beside others, or record why it cannot be."""
+    """Publish a bundle under its trace key beside others, or record why it cannot be.
+
+    `compile_seconds` is the time that a start from it saves.
+    """
     obstacles = list(conditions.obstacles)
     if not all(artifacts):
         obstacles.append("the compiler's own caches are off, so it gives no artifacts")
     if obstacles:
         request.record_not_cacheable(obstacles)
         return False
-    meta: dict[str, Json] = {"conditions": dict(conditions.data)}
+    meta: dict[str, Json] = {
+        "conditions": dict(conditions.data),
+        "compile_seconds": round(compile_seconds, 3),
+    }
     blobs = {
         f"a{index}.{name}": content
         for index, artifact in enumerate(artifacts)
@@ -67,8 +74,13 @@ def store_bundle(
     return True
 
 
-def find_bundle(cache: Cache, key: Key, model: torch.nn.Module, events: Events) -> Entry | Miss:
-    """The first candidate under `key` whose conditions hold, or why there is none."""
+def find_bundle(
+    cache: Cache, key: Key, model: torch.nn.Module, events: Events, count: bool = True
+) -> Entry | Miss:
+    """The first candidate under `key` whose conditions hold, or why there is none.
+
+    Only a counted look-up is an event and in the counters.
+    """
     refused: list[str] = []
 
     def refusal(manifest: Manifest) -> str | None:
@@ -81,7 +93,7 @@ def find_bundle(cache: Cache, key: Key, model: torch.nn.Module, events: Events) 
         return refused[-1]
 
     others = candidate_keys(key)
-    result = cache.lookup("bundle", next(others), others=others, refusal=refusal)
+    result = cache.lookup("bundle", next(others), others=others, refusal=refusal, count=count)
     if isinstance(result, Miss) and refused:
         return replace(result, detail=" | ".join(dict.fromkeys(refused)))
     return result
@@ -91,7 +103,7 @@ def candidate_keys(key: Key) -> Iterator[Key]:
     """The keys under which bundles with one trace key and different conditions are stored."""
     yield key
     for number in range(1, CANDIDATES):
-        yield key.extended({CANDIDATE: number})
+        yield key.extended({VARIANT: number})
 
 
 def _free_key(cache: Cache, model: torch.nn.Module, key: Key, meta: Mapping[str, Json]) -> Key:
@@ -102,8 +114,10 @@ def _free_key(cache: Cache, model: torch.nn.Module, key: Key, meta: Mapping[str,
     be used. Else it takes a free key, or replaces any.
     """
 
+    conditions = canonical(meta["conditions"])
+
     def refusal(manifest: Manifest) -> str | None:
-        same = canonical(dict(manifest.meta)) == canonical(dict(meta))
+        same = canonical(manifest.meta.get("conditions")) == conditions
         broken = broken_conditions(manifest.meta.get("conditions"), model)
         return None if same or not broken else "others hold"
 
@@ -114,7 +128,7 @@ def _free_key(cache: Cache, model: torch.nn.Module, key: Key, meta: Mapping[str,
             return candidate
         if stored.reason != "refused":
             free.append(candidate)
-    replaced = int(hashlib.sha256(canonical(dict(meta))).hexdigest(), 16) % CANDIDATES
+    replaced = int(hashlib.sha256(conditions).hexdigest(), 16) % CANDIDATES
     return free[0] if free else candidates[replaced]
 
 

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from ...cache import Cache, Entry, Key, Miss
 from ...cache.inspection import nearest_entries
+from ...cache.layers import DEPLOY
 from ...events import Events
 from .config import CompileConfig
 
@@ -90,6 +91,7 @@ class BundleMiss:
 
     reason: str
     detail: str = ""
+    remedy: str = DEPLOY
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.detail}" if self.detail else self.reason
@@ -158,8 +160,7 @@ class CompileRequest:
         if isinstance(result, Entry):
             facts |= {"hit": True, "layer": result.layer, "bytes": result.size}
         else:
-            private = self.cache.private
-            near = nearest_entries(private.root, kind, key, 1) if private is not None else []
+            near = nearest_entries(self.cache.layers, kind, key, 1)
             differs = [str(difference) for entry in near for difference in entry.differences]
             facts |= {"hit": False, "reason": result.reason, "detail": result.detail}
             facts["differs"] = differs

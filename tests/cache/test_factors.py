@@ -50,21 +50,23 @@ def test_order_of_factors_does_not_matter(one: dict[str, Any], chance: Any) -> N
 def test_diff_leads_from_one_key_to_the_other(old: dict[str, Any], new: dict[str, Any]) -> None:
     differences = diff(old, new)
     assert (differences == []) == (canonical(old) == canonical(new))
-    patched = flat(old)
-    for difference in differences:
-        assert patched.get(difference.name, ABSENT) == difference.old
-        if difference.new is ABSENT:
-            del patched[difference.name]
-        else:
-            patched[difference.name] = difference.new
-    assert canonical(patched) == canonical(flat(new))
+    back = [Difference(each.name, each.new, each.old) for each in differences]
+    assert diff(new, old) == back
 
 
-def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict) or (not value and prefix):
-        return {prefix: value}
-    inner = [flat(v, f"{prefix}.{k}" if prefix else k) for k, v in value.items()]
-    return {name: v for part in inner for name, v in part.items()}
+def test_diff_names_the_pass_that_changed_and_shows_only_what_differs() -> None:
+    long = "y" * 9000
+    first = ["fuse", {"code": f"{long} 1 {long}", "code.helper": "z"}]
+    second = ["fuse", {"code": f"{long} 2 {long}", "code.helper": "z"}]
+    (changed,) = diff({"passes": [["other", {}], first]}, {"passes": [["other", {}], second]})
+    assert changed.name == "passes.fuse.code"
+    assert "y 1 y" in str(changed)
+    assert "y 2 y" in str(changed)
+    assert len(str(changed)) < 300
+    (moved,) = diff({"passes": [["a", 1], ["b", 2]]}, {"passes": [["b", 2], ["a", 1]]})
+    assert str(moved) == 'passes in order: ["a", "b"] -> ["b", "a"]'
+    (variable,) = diff({"environment": {}}, {"environment": {"MY_FLAG": "1"}})
+    assert str(variable) == 'environment.MY_FLAG: <absent> -> "1"'
 
 
 def test_diff_says_old_and_new() -> None:

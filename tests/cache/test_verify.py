@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from piecegraph.cache import Cache, Key
+from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.inspection import nearest_entries
 from piecegraph.cache.names import ENTRY_AREA, blob_name, entry_name
 from piecegraph.cache.signing import TrustedKeys, trust_all
@@ -79,7 +80,7 @@ def test_directory_that_cannot_be_listed_is_unverifiable(
 
     monkeypatch.setattr(os, "listdir", refuse)
     assert exit_status(verify(root)) == 4
-    assert nearest_entries(root, "artifact", Key.of("codegen", {})) == []
+    assert nearest_entries([DirectoryLayer(root)], "artifact", Key.of("codegen", {})) == []
 
 
 def test_statuses_are_summed(manifest: Path, blob: Path, root: Path) -> None:

@@ -15,8 +15,9 @@ from piecegraph import Config, Events, explain_miss, prepare
 from piecegraph.cache import Cache, Entry, Key
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.lock import Flight
+from piecegraph.cache.remote import RemoteLayer
 from piecegraph.cache.signing import SigningKey, trust_all, write_keys
-from piecegraph.errors import KeysMissing, UntrustedDirectory
+from piecegraph.errors import BundleMissing, KeysMissing, UntrustedDirectory
 from piecegraph.runtime.open_cache import open_cache
 from piecegraph.tools.cache_export import export_entries, import_entries
 
@@ -150,7 +151,81 @@ SETTINGS: dict[str, Any] = {"inputs": {"x": "float32[num_tokens, 8]"}, "max_num_
 def test_why_of_a_cache_without_entries(tmp_path: Path) -> None:
     answer = explain_miss(Doubling(), Config(cache_dir=tmp_path, **SETTINGS))
     assert (answer.reason, answer.nearest) == ("absent", ())
+    assert not (tmp_path / "statistics").exists(), "nothing was started"
     assert explain_miss(Doubling(), Config(cache=False, **SETTINGS)).reason == "disabled"
+
+
+class Fleet:
+    """A bundle of `Doubling` at a URL, and a machine with an empty directory that asks for it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.bucket = directory / "bucket"
+        self.url = f"file://{self.bucket}"
+        layers = ({"at": self.url, "trust": "anybody"},)
+        self.config = Config(cache_dir=directory / "own", cache={"layers": layers}, **SETTINGS)
+        self.store({"conditions": "none"})
+
+    def store(self, meta: dict[str, Any]) -> None:
+        key = explain_miss(Doubling(), self.config).key
+        assert key is not None
+        writer = RemoteLayer(self.url, trust_all, write_back=True)
+        Cache(None, Events(), shared=[writer]).publish("bundle", key, meta, {"plan.json": b"{}"})
+
+    def missing(self, **changes: Any) -> str:
+        """The error of a start that may use nothing but its bundle; it says what `why` says."""
+        config = self.config.changed(**changes)
+        answer = explain_miss(Doubling(), config)
+        with pytest.raises(BundleMissing) as caught:
+            prepare(Doubling(), config.changed(bundle="force"))
+        assert answer.reason is not None
+        assert answer.reason in str(caught.value)
+        assert answer.remedy in str(caught.value)
+        for near in answer.nearest[:1]:
+            assert str(near.differences[0]) in str(caught.value)
+        return str(caught.value)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    return Fleet(tmp_path)
+
+
+def test_a_miss_names_the_settings_that_differ_from_a_bundle_at_a_url(fleet: Fleet) -> None:
+    message = fleet.missing(max_num_tokens=33)
+    assert "absent: the nearest differs in config.max_num_tokens: 32 -> 33" in message
+    assert "Deploy a bundle built from this model with these settings." in message
+
+
+def test_a_refused_bundle_is_explained_by_its_conditions_alone(fleet: Fleet) -> None:
+    answer = explain_miss(Doubling(), fleet.config)
+    assert str(answer).splitlines()[1:] == []
+    assert answer.reason is not None
+    assert answer.reason.startswith("refused: ")
+    assert answer.nearest == ()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "advice"),
+    [
+        (PermissionError("Forbidden"), "unreadable: PermissionError: Forbidden", "credentials"),
+        (ConnectionError("no route"), "unreadable: ConnectionError: no route", "network"),
+        (b"<html>", "damaged: manifest: ", "its bytes have changed"),
+    ],
+)
+def test_a_layer_that_fails_is_named_with_advice_that_fits(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, fault: Any, reason: str, advice: str
+) -> None:
+    def fetch(layer: RemoteLayer, path: str, size: int) -> bytes:
+        if isinstance(fault, bytes):
+            return fault
+        raise fault
+
+    monkeypatch.setattr(RemoteLayer, "_fetch", fetch)
+    message = fleet.missing()
+    assert reason in message
+    assert f"in remote:{fleet.url}" in message
+    assert advice in message
+    assert "Deploy" not in message
 
 
 @pytest.mark.compile

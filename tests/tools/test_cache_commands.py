@@ -7,12 +7,13 @@ import json
 import os
 import shutil
 import stat
+import sys
 from unittest.mock import Mock
 
 import pytest
 
 from piecegraph import Events
-from piecegraph.cache import Cache, Key
+from piecegraph.cache import Cache, Entry, Key, statistics
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.names import blob_name, entry_name
 from piecegraph.tools.cli.app import main
@@ -210,6 +211,79 @@ def test_one_entry_can_be_exported_and_pinned(root, capsys, tmp_path):
     pinned = capsys.readouterr().out.split("digest ")[1].split()[0]
     target = ["--cache-dir", str(tmp_path / "other")]
     assert main(["cache", "import", str(path), "--pin", pinned, *target]) == 0
+
+
+def test_diff_shows_what_two_entries_differ_in(root, capsys):
+    one, two = (f"bundle/{digest('trace', a=n)[:10]}" for n in (1, 2))
+    assert main(["cache", "diff", one, two]) == 1
+    assert "factors.a: 1 -> 2\nmeta.pieces: 3 -> 4" in capsys.readouterr().out
+    assert main(["cache", "diff", one, one]) == 0
+    assert capsys.readouterr().out == "they are equal\n"
+
+
+def test_stats_sum_all_starts(root, capsys):
+    key = Key.of("codegen", {"b": 1})
+    for _ in range(2):
+        assert isinstance(Cache(root, Events()).lookup("artifact", key), Entry)
+    Cache(root, Events()).lookup("bundle", Key.of("trace", {"a": 3}))
+    (root / blob_name(hashlib.sha256(b"one").hexdigest())).write_bytes(b"???")
+    Cache(root, Events()).lookup("bundle", Key.of("trace", {"a": 1}))
+    with open(root / "statistics", "ab") as file:
+        file.write(b'{"artifact.hit":')  # of a process that died
+    assert main(["cache", "stats", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["lookups"] == {
+        "artifact": {"hits": 2, "misses": 0, "by_reason": {}},
+        "bundle": {"hits": 0, "misses": 2, "by_reason": {"absent": 1, "damaged": 1}},
+    }
+    assert (facts["bytes_written"], facts["bytes_read"]) == (7, 2)
+    assert 2.9 < facts["seconds_saved"] <= 3
+    assert main(["cache", "stats"]) == 0
+    out = capsys.readouterr().out
+    assert "artifact: 2 hits of 2" in out
+    assert "  damaged: 1" in out
+
+
+def test_counts_of_many_starts_stay_small(root, monkeypatch):
+    monkeypatch.setattr(statistics, "MAX_BYTES", 400)
+    for _ in range(100):
+        statistics.add_counts(root, {"bundle.hit": 1})
+    assert (root / "statistics").stat().st_size < 500
+    assert statistics.read_counts(root)["bundle.hit"] == 100
+
+
+def test_every_answer_can_be_json(root, capsys, tmp_path):
+    one, two = (digest("trace", a=n)[:10] for n in (1, 2))
+    path, other = str(tmp_path / "bundle.pg"), ["--cache-dir", str(tmp_path / "other")]
+    for command in (
+        ["list"], ["show", one], ["diff", one, two], ["stats"], ["verify"], ["export", path],
+        ["import", path, "--trust", *other], ["keygen", str(tmp_path / "key")], ["prune"],
+    ):  # fmt: skip
+        main(["cache", *command, *([] if command[0] == "show" else ["--json"])])
+        assert json.loads(capsys.readouterr().out), command
+
+
+OWN_MODEL = """
+import torch
+import piecegraph as pg
+
+def make():
+    inputs = {"x": "float32[num_tokens, 8]"}
+    return torch.nn.Linear(8, 8), pg.Config(inputs=inputs, max_num_tokens=32)
+"""
+
+
+def test_why_of_a_model_of_ones_own(root, capsys, tmp_path, monkeypatch):
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "model.py").write_text(OWN_MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["cache", "why", "--of", "engine.model:make", "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["reason"], len(facts["nearest"])) == ("absent", 2)
+    assert facts["nearest"][0]["differences"][0]["new"] == "<absent>"
+    assert main(["cache", "why", "--of", "engine.model:other"]) == 2
+    assert "module:function" in capsys.readouterr().err
 
 
 @pytest.mark.compile

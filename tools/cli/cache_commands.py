@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import re
 import sys
@@ -21,15 +20,27 @@ from ..report.output import outputs
 from ..report.sections import rich_table
 from ..report.sections import size as shown_size
 from ..serve.options import RunOptions
-from .cache_entries import cache_directory, label, manifests, named
+from .cache_entries import (
+    cache_directory,
+    described,
+    label,
+    manifests,
+    named,
+    of_kind,
+    parsed,
+    say,
+)
 from .run_commands import with_run_options
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from ... import Config
     from ...cache.manifest import Manifest
     from ...events import Event
 
-MISS, UNVERIFIABLE = 1, 4
+MISS = DIFFERENT = 1
+UNVERIFIABLE = 4
 
 cache_app = typer.Typer(
     help="Look into the cache, check it, explain a miss, ship it.",
@@ -37,29 +48,31 @@ cache_app = typer.Typer(
 )
 
 DirOption = Annotated[Path | None, typer.Option("--cache-dir", help="Where artifacts are kept.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TARGET = "MODULE:FUNCTION"
 
 
 @cache_app.command("list")
-def list_command(cache_dir: DirOption = None) -> int:
+def list_command(cache_dir: DirOption = None, as_json: JsonOption = False) -> int:
     """List the entries, the one used last first."""
-    from rich.console import Console
-
     root = cache_directory(cache_dir)
     if not root.is_dir():
         print(f"error: there is no directory {root}", file=sys.stderr)
         return UNVERIFIABLE
+    found = sorted(manifests(root), key=lambda each: -each[1])
+    facts = [{**described(manifest), "last_use": used} for manifest, used in found]
     rows = [
         (
             label(manifest),
-            shown_size(sum(blob.size for blob in manifest.blobs.values())),
-            len(manifest.blobs),
+            shown_size(fact["bytes"]),
+            fact["blobs"],
             _ago(used),
             " ".join(_facts(manifest)),
         )
-        for manifest, used in sorted(manifests(root), key=lambda found: -found[1])
+        for (manifest, used), fact in zip(found, facts, strict=True)
     ]
     columns = ("entry", "size", "blobs", "used", "facts")
-    Console().print(rich_table(f"Entries: {len(rows)}", columns, rows))
+    say(as_json, facts, rich_table(f"Entries: {len(rows)}", columns, rows))
     return 0
 
 
@@ -71,8 +84,56 @@ def show_command(
     """Show an entry as JSON: what it was made from, and its blobs."""
     root = cache_directory(cache_dir)
     (manifest,) = named(root, [name])
-    facts: dict[str, Any] = json.loads(manifest.line())
-    print(json.dumps({**facts, "digest": manifest.digest}, indent=2))
+    say(True, {**parsed(manifest), "digest": manifest.digest}, "")
+    return 0
+
+
+@cache_app.command("diff")
+def diff_command(
+    old: Annotated[str, typer.Argument(help="First digits of a key, or kind/digits.")],
+    new: Annotated[str, typer.Argument(help="Of another entry.")],
+    cache_dir: DirOption = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Show what two entries differ in: key factors, conditions, blobs. Status 1 if they do."""
+    from ...cache.keys.key import diff
+
+    before, after = (
+        {name: facts[name] for name in ("factors", "meta", "blobs")}
+        for facts in map(parsed, named(cache_directory(cache_dir), [old, new]))
+    )
+    differences = diff(before, after)
+    facts = [{"name": d.name, "old": d.old, "new": d.new} for d in differences]
+    say(as_json, facts, "\n".join(map(str, differences)) or "they are equal")
+    return DIFFERENT if differences else 0
+
+
+@cache_app.command("stats")
+def stats_command(cache_dir: DirOption = None, as_json: JsonOption = False) -> int:
+    """Show hits, misses by reason, seconds saved and bytes, of all starts."""
+    from ...cache.names import blob_names
+    from ...cache.statistics import read_counts
+
+    root, counts = cache_directory(cache_dir), read_counts(cache_directory(cache_dir))
+    kinds = sorted({name.partition(".")[0] for name in counts if "." in name})
+    facts: dict[str, Any] = {
+        "directory": str(root),
+        "entries": len(manifests(root)),
+        "bytes": sum((root / name).stat().st_size for name in blob_names(root)),
+        "bytes_read": counts["bytes_read"],
+        "bytes_written": counts["bytes_written"],
+        "seconds_saved": counts["milliseconds_saved"] / 1000,
+        "lookups": {kind: of_kind(counts, kind) for kind in kinds},
+    }
+    lines = [
+        f"{facts['entries']} entries, {shown_size(facts['bytes'])}, in {root}",
+        f"seconds of compiling saved: {facts['seconds_saved']:.1f}",
+        f"read {shown_size(facts['bytes_read'])}, written {shown_size(facts['bytes_written'])}",
+    ]
+    for kind, of in facts["lookups"].items():
+        lines.append(f"{kind}: {of['hits']} hits of {of['hits'] + of['misses']}")
+        lines += [f"  {reason}: {count}" for reason, count in of["by_reason"].items()]
+    say(as_json, facts, "\n".join(lines))
     return 0
 
 
@@ -80,9 +141,10 @@ def show_command(
 def verify_command(
     trace: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Trace what it returns: (model, Config)."),
+        typer.Option(metavar=TARGET, help="Trace what it returns: (model, Config)."),
     ] = None,
     cache_dir: DirOption = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Check every byte. Status: 1 corrupt + 2 untrusted + 4 unverifiable, 0 if clean.
 
@@ -91,49 +153,65 @@ def verify_command(
     from ..cache_verify import exit_status, verify
 
     if trace is not None:
-        return _verify_model(trace, cache_dir)
+        return _verify_model(trace, cache_dir, as_json)
     root = cache_directory(cache_dir)
-    findings = verify(root)
-    for finding in findings:
-        print(f"{finding.status.name}: {finding.name}: {finding.reason}")
-    print(f"{len(manifests(root))} readable entries, {len(findings)} findings in {root}")
+    findings, readable = verify(root), len(manifests(root))
+    facts = [{"status": f.status.name, "name": f.name, "reason": f.reason} for f in findings]
+    lines = [f"{fact['status']}: {fact['name']}: {fact['reason']}" for fact in facts]
+    lines.append(f"{readable} readable entries, {len(findings)} findings in {root}")
+    say(as_json, {"readable": readable, "findings": facts}, "\n".join(lines))
     return exit_status(findings)
 
 
-def _verify_model(target: str, cache_dir: Path | None) -> int:
+def _verify_model(target: str, cache_dir: Path | None, as_json: bool) -> int:
     from ... import prepare
 
+    model, config = _model_of("--trace", target, cache_dir)
+    prepared = prepare(model, config.changed(bundle="force", **{"cache.verify_bundle": "before"}))
+    verified = prepared.report()["cache"]["verified"]
+    prepared.close()
+    name = type(model).__qualname__
+    say(as_json, {"verified": verified}, f"the bundle of {name} is that of the model: {verified}")
+    return 0 if verified is True else UNVERIFIABLE
+
+
+def _model_of(option: str, target: str, cache_dir: Path | None) -> tuple[Module, Config]:
+    """The model and settings that a function of the user returns. Raises InvalidSetting."""
     module, _, function = target.partition(":")
     try:
         sys.path.insert(0, str(Path.cwd()))
         model, config = getattr(importlib.import_module(module), function)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise InvalidSetting(
-            name="--trace",
+            name=option,
             value=target,
             reason=f"{type(error).__name__}: {error}",
             expected="module:function, a function that returns (model, Config)",
         ) from error
-    if cache_dir is not None:
-        config = config.changed(cache_dir=cache_dir)
-    prepared = prepare(model, config.changed(bundle="force", **{"cache.verify_bundle": "before"}))
-    verified = prepared.report()["cache"]["verified"]
-    prepared.close()
-    print(f"the bundle of {type(model).__qualname__} is that of the model: {verified}")
-    return 0 if verified is True else UNVERIFIABLE
+    return model, config if cache_dir is None else config.changed(cache_dir=cache_dir)
 
 
 @cache_app.command("why")
 @with_run_options
-def why_command(options: RunOptions) -> int:
+def why_command(
+    options: RunOptions,
+    of: Annotated[
+        str | None,
+        typer.Option(metavar=TARGET, help="A model of your own: what returns (model, Config)."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
     """Say whether `piecegraph run` with these options would hit, and if not, why; status 1."""
     from ... import explain_miss
     from ..serve.run import build_model, find_device, library_config
 
-    answer = explain_miss(
-        build_model(options, find_device(options.device)), library_config(options)
-    )
-    print(answer)
+    if of is not None:
+        model, config = _model_of("--of", of, options.cache_dir)
+    else:
+        model = build_model(options, find_device(options.device))
+        config = library_config(options)
+    answer = explain_miss(model, config)
+    say(as_json, answer.as_json(), str(answer))
     return MISS if answer.reason else 0
 
 
@@ -142,6 +220,7 @@ def prune_command(
     size: Annotated[str, typer.Option(help="Keep at most this much, such as 2GiB.")] = "10GiB",
     days: Annotated[float, typer.Option(min=0, help="Keep what was used since.")] = math.inf,
     cache_dir: DirOption = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Remove what was used least recently, beyond a size or an age."""
     from ... import Events
@@ -152,7 +231,9 @@ def prune_command(
     _refuse_failed(root, events.named("cache.evict_failed"))
     facts = events.named("cache.evict")
     removed, freed = (facts[0].facts["entries"], facts[0].facts["bytes"]) if facts else (0, 0)
-    print(f"removed {removed} entries, {shown_size(freed)}; {len(manifests(root))} are left")
+    left = len(manifests(root))
+    text = f"removed {removed} entries, {shown_size(freed)}; {left} are left"
+    say(as_json, {"removed": removed, "bytes": freed, "left": left}, text)
     return 0
 
 
@@ -163,6 +244,7 @@ def export_command(
         list[str] | None, typer.Argument(help="Entries to export; all bundles by default.")
     ] = None,
     cache_dir: DirOption = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Write bundles to one file, for a container image; signed if a key is in the environment."""
     from ...cache.directory import DirectoryLayer
@@ -176,9 +258,9 @@ def export_command(
     with to_file.writing():
         export_entries(chosen, DirectoryLayer(root, name=str(root)), path, signer)
     signed = f"signed with key {signer.public.id}" if signer else "not signed"
-    print(f"{len(chosen)} entries, {shown_size(path.stat().st_size)}, {signed}: {path}")
-    for manifest in chosen:
-        print(f"  {label(manifest)} digest {manifest.digest}")
+    lines = [f"{len(chosen)} entries, {shown_size(path.stat().st_size)}, {signed}: {path}"]
+    lines += [f"  {label(manifest)} digest {manifest.digest}" for manifest in chosen]
+    say(as_json, [described(manifest) for manifest in chosen], "\n".join(lines))
     return 0
 
 
@@ -205,6 +287,7 @@ def import_command(
     ] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Believe whatever is in it.")] = False,
     cache_dir: DirOption = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Read entries from a file: those signed with a trusted key, or named by --pin."""
     from ... import Events
@@ -232,11 +315,14 @@ def import_command(
         )
     entries = import_entries(path, believed, only=pin or ())
     root, events = cache_directory(cache_dir), Events()
-    cache = Cache(root, events)
+    cache, stored = Cache(root, events), []
     for entry in entries:
         cache.store(entry)
         _refuse_failed(root, events.named("cache.publish_failed"))
-        print(f"{label(entry.manifest)}: {shown_size(entry.size)}")
+        stored.append(entry.manifest)
+    facts = [described(manifest) for manifest in stored]
+    lines = [f"{label(m)}: {shown_size(f['bytes'])}" for m, f in zip(stored, facts, strict=True)]
+    say(as_json, facts, "\n".join(lines))
     return 0
 
 
@@ -250,6 +336,7 @@ def keygen_command(
     next_epoch: Annotated[
         bool, typer.Option("--next-epoch", help="Keep the key in PATH and begin its next epoch.")
     ] = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Make the key that a builder signs with, and the line that servers trust it by."""
     from ...cache.signing import SigningKey, read_signing_key, write_keys
@@ -266,8 +353,10 @@ def keygen_command(
     else:
         key = SigningKey.new(name=name, expires=expires.date() if expires else None)
     write_keys(key, path)
-    print(f"key {key.public.id}, epoch {key.public.epoch}: {path} signs; give servers {path}.pub:")
-    print(key.public.line())
+    public = key.public
+    text = f"key {public.id}, epoch {public.epoch}: {path} signs; give servers {path}.pub:"
+    facts = {"key": public.id, "epoch": public.epoch, "line": public.line()}
+    say(as_json, facts, f"{text}\n{public.line()}")
     return 0
 
 
@@ -279,6 +368,7 @@ def warm_command(
     ahead: Annotated[
         bool, typer.Option("--ahead", help="Build libraries too, which load in milliseconds.")
     ] = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Build the bundle of a model without serving, for every rank."""
     from ... import Events, compile_ahead, prepare
@@ -286,7 +376,7 @@ def warm_command(
 
     config = library_config(options)
     _refuse_unkept(options, config)
-    root = cache_directory(options.cache_dir)
+    root, facts = cache_directory(options.cache_dir), list[dict[str, Any]]()
     for rank in range(ranks):
         name = f"cuda:{rank}" if options.device == "cuda" else options.device
         began, events = time.perf_counter(), Events()
@@ -299,7 +389,11 @@ def warm_command(
             found += ", with libraries" if libraries else ", no library possible"
         seconds = time.perf_counter() - began
         _refuse_failed(root, events.named("cache.publish_failed"))
-        print(f"rank {rank} on {name}: {found}, {seconds:.1f} s", flush=True)
+        facts.append({"rank": rank, "device": name, "bundle": found, "seconds": seconds})
+        if not as_json:
+            print(f"rank {rank} on {name}: {found}, {seconds:.1f} s", flush=True)
+    if as_json:
+        say(as_json, facts, "")
     return 0
 
 

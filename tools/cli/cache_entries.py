@@ -1,11 +1,12 @@
-"""Helpers for the cache commands: the directory, its entries, and entries by name."""
+"""Helpers for the cache commands: the directory, its entries, and how answers are printed."""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...errors import NoSuchEntry
 
@@ -50,3 +51,39 @@ def named(root: Path, names: Iterable[str]) -> list[Manifest]:
 
 def label(manifest: Manifest) -> str:
     return f"{manifest.kind}/{manifest.key.digest[:12]}"
+
+
+def parsed(manifest: Manifest) -> dict[str, Any]:
+    """The fields of a manifest as JSON has them."""
+    fields: dict[str, Any] = json.loads(manifest.line())
+    return fields
+
+
+def described(manifest: Manifest) -> dict[str, Any]:
+    """An entry in short, as plain data."""
+    return {
+        "entry": f"{manifest.kind}/{manifest.key.digest}",
+        "digest": manifest.digest,
+        "bytes": sum(blob.size for blob in manifest.blobs.values()),
+        "blobs": len(manifest.blobs),
+    }
+
+
+def of_kind(counts: Mapping[str, int], kind: str) -> dict[str, Any]:
+    """Lookups of one kind of entry in the counts of all starts."""
+    missed = f"{kind}.miss."
+    by_reason = {n.removeprefix(missed): c for n, c in counts.items() if n.startswith(missed)}
+    hits = counts.get(f"{kind}.hit", 0)
+    return {"hits": hits, "misses": sum(by_reason.values()), "by_reason": by_reason}
+
+
+def say(as_json: bool, facts: Any, shown: Any) -> None:
+    """Print an answer: `facts` as JSON, or what is shown, a text or a table."""
+    if as_json:
+        print(json.dumps(facts, indent=2), flush=True)
+    elif isinstance(shown, str):
+        print(shown, flush=True)
+    else:
+        from rich.console import Console
+
+        Console().print(shown)
