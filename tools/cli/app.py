@@ -26,6 +26,7 @@ from ...errors import (
 from ..serve.ranks import launched_rank
 from .cache_commands import cache_app
 from .check_commands import check_app
+from .doctor_command import doctor_command
 from .run_commands import (
     bisect_command,
     explain_command,
@@ -178,6 +179,7 @@ app.command("run")(run_command)
 app.add_typer(sizes_app, name="sizes")
 
 
+app.command("doctor")(doctor_command)
 app.command("bisect")(bisect_command)
 app.command("explain")(explain_command)
 app.command("profile")(profile_command)

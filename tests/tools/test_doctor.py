@@ -1,0 +1,69 @@
+"""`piecegraph doctor`: each finding with what to do, and a status."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from piecegraph.tools.cli import doctor_command
+from piecegraph.tools.cli.app import main
+from piecegraph.torch_compat.compiling import toolchain
+
+SMALL = ("--model", "layers=1,hidden=32")
+
+
+def doctor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str
+) -> tuple[int, dict[str, dict[str, str | None]]]:
+    arguments = ["doctor", *SMALL, "--json", "-", "--cache-dir", str(tmp_path / "cache"), *more]
+    status = main(arguments)
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_machine_that_is_right(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
+    status, report = doctor(tmp_path, capsys)
+    assert status == 0
+    assert {name for name, row in report.items() if row["fix"]} == set()
+    assert report["trust"]["found"] == "signs nothing, trusts 0 keys"
+    assert str(report["start"]["found"]).startswith("would compile: ")
+
+
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "cpp_compiler", lambda: None)  # torch keeps its answer
+
+
+def part_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIECEGRAPH_OFF", "faster")
+
+
+def open_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+
+
+def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_command, "LEAST_FREE", 1 << 60)
+
+
+def missing_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE", str(tmp_path / "none.pub"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "fix"),
+    [
+        (no_compiler, "compiler", "Install g++ or clang++"),
+        (part_off, "variables", "Unset PIECEGRAPH_OFF"),
+        (open_directory, "cache", "chmod 700"),
+        (full_disk, "disk", "cache prune"),
+        (missing_keys, "trust", "none.pub"),
+    ],
+)
+def test_fault_is_named_with_what_to_do(tmp_path, capsys, monkeypatch, fault, name, fix):
+    fault(tmp_path, monkeypatch)
+    status, report = doctor(tmp_path, capsys)
+    assert status == 1
+    assert fix in str(report[name]["fix"])

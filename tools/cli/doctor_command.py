@@ -1,0 +1,162 @@
+"""`piecegraph doctor`: what a start on this machine depends on, each with what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, distribution, version
+
+from ...errors import PiecegraphError
+from ..serve.options import RunOptions
+from .run_commands import JsonOption, console_beside, with_run_options, write_json
+
+TO_DO = 1
+LEAST_FREE = 2 << 30
+"""Bytes below which a disk is called too full for a cache."""
+
+Found = tuple[str, str]
+"""What was found, and what to do about it: empty where nothing is."""
+
+
+@with_run_options
+def doctor_command(options: RunOptions, json_path: JsonOption = None) -> int:
+    """Check what a start here depends on; status 1 if there is something to do.
+
+    With the options of `piecegraph run`, which say what would be started.
+    """
+    from rich.markup import escape
+
+    from ..report.output import outputs
+
+    (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
+    checks: dict[str, Callable[[], Found]] = {
+        "python": _python,
+        "torch": _torch,
+        "packages": _packages,
+        "compiler": _compiler,
+        "devices": _devices,
+        "cache": lambda: _cache(options),
+        "disk": lambda: _disk(options),
+        "trust": _trust,
+        "variables": _variables,
+        "start": lambda: _start(options),
+    }
+    report, console = {}, console_beside(to_json)
+    for name, check in checks.items():
+        try:
+            found, fix = check()
+        except (PiecegraphError, OSError) as error:
+            found, fix = "not usable", str(error)
+        report[name] = {"found": found, "fix": fix or None}
+        console.print(f"[bold]{name:<10}[/] {escape(found)}", highlight=False, soft_wrap=True)
+        if fix:
+            console.print(
+                f"[yellow]{'to do':<10}[/] {escape(fix)}", highlight=False, soft_wrap=True
+            )
+    write_json(to_json, report)
+    return TO_DO if any(row["fix"] for row in report.values()) else 0
+
+
+def _python() -> Found:
+    return f"{platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores", ""
+
+
+def _torch() -> Found:
+    import torch
+    from packaging.requirements import Requirement
+
+    stated = map(Requirement, distribution("piecegraph").requires or ())
+    tested = next(each.specifier for each in stated if each.name == "torch")
+    found = torch.__version__
+    fix = "" if tested.contains(found, prereleases=True) else f"Install torch{tested}."
+    return found, fix
+
+
+def _packages() -> Found:
+    def installed() -> Iterator[str]:
+        for name in ("piecegraph", "triton", "transformers", "vllm", "fsspec", "cryptography"):
+            try:
+                yield f"{name} {version(name)}"
+            except PackageNotFoundError:
+                yield f"no {name}"
+
+    return ", ".join(installed()), ""
+
+
+def _compiler() -> Found:
+    from ...torch_compat.compiling.toolchain import cpp_compiler
+
+    if (found := cpp_compiler()) is None:
+        fix = (
+            "Install g++ or clang++, or start from bundles with libraries (docs/starts.md): "
+            "Inductor compiles C++ for a CPU and for wrappers of CUDA kernels."
+        )
+        return "no C++ compiler", fix
+    return shutil.which(found) or found, ""
+
+
+def _devices() -> Found:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        reason = f"torch's build for CUDA {built} finds no GPU" if built else "a CPU build of torch"
+        return f"cpu ({reason}; graphs are emulated)", ""
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return ", ".join(names), ""
+
+
+def _cache(options: RunOptions) -> Found:
+    from ... import Events
+    from ...runtime.open_cache import open_cache
+    from ..serve.run import library_config
+    from .cache_entries import cache_directory, manifests
+
+    cache = open_cache(library_config(options), Events())
+    root = cache_directory(options.cache_dir)
+    if not any(layer.writable for layer in cache.layers):
+        return f"{root}: cannot be written", "Set --cache-dir to a private directory."
+    shared = ", ".join(layer.name for layer in cache.layers if layer.name != "private")
+    return f"{root}: {len(manifests(root))} entries; shared layers: {shared or 'none'}", ""
+
+
+def _disk(options: RunOptions) -> Found:
+    from ..report.sections import size
+    from .cache_entries import cache_directory
+
+    root = cache_directory(options.cache_dir)
+    free = shutil.disk_usage(next(each for each in (root, *root.parents) if each.exists())).free
+    fix = "" if free > LEAST_FREE else "Run `piecegraph cache prune --size 1GiB`, or free space."
+    return f"{size(free)} free at {root}", fix
+
+
+def _trust() -> Found:
+    from ...cache.signing import signing_key, trusted_keys
+
+    own = signing_key()
+    keys = trusted_keys(own)
+    signs = f"signs with key {own.public.id}" if own else "signs nothing"
+    known = list(keys.keys.values()) if keys else []
+    expired = [key.id for key in known if key.expired]
+    fix = f"Keys have expired: {', '.join(expired)}. See docs/cache.md." if expired else ""
+    return f"{signs}, trusts {len(known)} keys", fix
+
+
+def _variables() -> Found:
+    from ...cache.keys.environment import PREFIXES, parts_off
+
+    names = sorted(name for name in os.environ if name.startswith(PREFIXES))
+    off = parts_off()
+    fix = f"Parts are off: {', '.join(off)}. Unset PIECEGRAPH_OFF." if off else ""
+    return ", ".join(names) or "none", fix
+
+
+def _start(options: RunOptions) -> Found:
+    from ... import explain_miss
+    from ..serve.run import build_model, find_device, library_config
+
+    model = build_model(options, find_device(options.device))
+    answer = explain_miss(model, library_config(options, model))
+    return (f"would compile: {answer}" if answer.reason else str(answer)), ""
