@@ -27,7 +27,7 @@ from .directory import DirectoryLayer, Fault, no_fault, private_directory
 from .evict import Limits, evict, remove_leftovers
 from .keys.factors import Json
 from .keys.key import Key
-from .layers import CacheLayer, Entry, Miss, Refusal, accept_any, find, lacks
+from .layers import CacheLayer, Entry, Miss, Refusal, accept_any, find, held
 from .lock import (
     TEMPORARY,
     Flight,
@@ -36,8 +36,8 @@ from .lock import (
     remove_unowned,
     single_flight,
 )
-from .manifest import BadManifest, BlobRef, Manifest, decode, encode, read_manifest
-from .names import checked_name, entry_name, entry_names, lock_name
+from .manifest import BadManifest, BlobRef, Manifest, aside_meta, decode, encode, read_manifest
+from .names import checked_name, entry_name, lock_name
 from .signing import Trust, trust_all
 from .statistics import add_counts
 
@@ -75,6 +75,7 @@ class Cache:
         self._limits = limits or Limits()
         self._since_eviction = math.inf  # bytes published; the first publish checks the limits
         self._written_back: set[str] = set()
+        self._aside: frozenset[str] = frozenset()  # digests of code not to load
         remove_unowned(Path(tempfile.gettempdir()), TEMPORARY)
         self._remove_leftovers()
 
@@ -119,8 +120,13 @@ class Cache:
         for layer in self.layers:
             result = find(layer, kind, key.digest, refusal)
             if isinstance(result, Entry):
-                self._record_hit(layer, result)
-                return result
+                if result.manifest.holds(self._aside):  # a layer that is only read still has it
+                    result = Miss("aside", "its code was put out of service", layer.name)
+                elif (aside := self._record_hit(layer, result)) is None:
+                    return result
+                else:
+                    result = aside
+            self._aside |= result.aside
             if result.reason == "unreadable" and layer.failures == "raise":
                 raise LayerFailed(layer=layer.name, reason=result.detail)
             if result.damaged is not None and layer is self.private and self.private.writable:
@@ -129,36 +135,57 @@ class Cache:
                 miss = result
         return miss
 
-    def _record_hit(self, layer: CacheLayer, entry: Entry) -> None:
-        """Record the use of a private entry; copy a shared one to the private directory."""
+    def _record_hit(self, layer: CacheLayer, entry: Entry) -> Miss | None:
+        """Record the use of a private entry; copy a shared one to the private directory.
+
+        A miss if a writable layer says that the entry was put aside.
+        """
         if layer is self.private:
             self.private.used(entry.manifest)
-            self._write_back(entry)
-        elif self.private is not None and self.private.writable:
+            return self._write_back(entry)
+        if self.private is not None and self.private.writable:
             self._store(self.private, entry)
+        return None
 
-    def _write_back(self, entry: Entry) -> None:
+    def _write_back(self, entry: Entry) -> Miss | None:
         """Store a private hit in the writable layers that lack it, checked once per entry."""
         if entry.digest in self._written_back:
-            return
+            return None
         self._written_back.add(entry.digest)
         for layer in self.layers:
-            if layer is not self.private and layer.writable and lacks(layer, entry.manifest):
-                self._store(layer, entry)
+            if layer is not self.private and layer.writable:
+                there = held(layer, entry.manifest)
+                if entry.manifest.holds(there.aside):
+                    reason = there.detail if isinstance(there, Miss) else "replaced elsewhere"
+                    self.put_aside([entry.manifest], there.aside, reason)
+                    return Miss("aside", reason, layer.name, aside=there.aside)
+                if isinstance(there, Miss) and there.reason != "unreadable":
+                    self._store(layer, entry)
+        return None
 
-    def put_aside(self, kind: str, digests: Collection[str | None], reason: str) -> bool:
-        """Move entries of these digests out of the private directory; whether there was one."""
-        if self.private is None or not self.private.writable:
-            return False
-        root, names = self.private.root, []
-        for name in entry_names(root):
-            if name.split("/")[1] == kind:
+    def put_aside(self, entries: Iterable[Manifest], code: Collection[str], reason: str) -> None:
+        """Put entries out of service in every writable layer; a file is moved to quarantine.
+
+        A mark takes their place: where it is read, no entry with a blob of the digests in `code` is
+        loaded, also from a layer that cannot be written.
+        """
+        for manifest in entries:
+            for layer in self.layers:
+                there = held(layer, manifest) if layer.writable else None
+                if isinstance(there, Manifest) and there.holds(code):
+                    if isinstance(layer, DirectoryLayer):
+                        name = entry_name(manifest.kind, manifest.key.digest)
+                        self._quarantine(layer, name, reason, intact=True)
+                    self._store(layer, Entry(manifest.put_aside(code, reason), {}, "aside"))
+
+    def stored(self, kind: str) -> list[Manifest]:
+        """The entries of one kind in the private directory, if it can be written."""
+        found = []
+        if self.private is not None and self.private.writable:
+            for name in self.private.entries(kind):
                 with contextlib.suppress(OSError, BadManifest):
-                    if read_manifest(root / name).digest in digests:
-                        names.append(name)
-        for name in names:
-            self._quarantine(self.private, name, reason, intact=True)
-        return bool(names)
+                    found.append(read_manifest(self.private.root / name))
+        return found
 
     def _quarantine(
         self, private: DirectoryLayer, name: str, reason: str, *, intact: bool = False
@@ -192,6 +219,8 @@ class Cache:
             for name, blob in sorted(blobs.items())
         }
         refs = {name: BlobRef.of(content) for name, content in contents.items()}
+        if aside := self._aside - {ref.sha256 for ref in refs.values()}:
+            meta = {**meta, **aside_meta(aside, "replaced")}
         checked_name(kind, "kind of entry")
         try:
             manifest, _ = decode(encode(Manifest(kind, key, meta, refs)))  # as a reader decodes it
@@ -204,6 +233,7 @@ class Cache:
     def store(self, entry: Entry) -> None:
         """Store an existing entry, such as an imported one, in every writable layer."""
         self._written_back.add(entry.digest)
+        self._aside -= {ref.sha256 for ref in entry.manifest.blobs.values()}
         for layer in self.layers:
             if layer.writable:
                 self._store(layer, entry)

@@ -57,9 +57,9 @@ def nearest_entries(
         with contextlib.suppress(OSError):
             for name in layer.entries(kind):
                 with contextlib.suppress(OSError, BadManifest):
-                    entry = decode(layer.read(name, MAX_MANIFEST_BYTES))[0].key
-                    differences = _differences(entry, key)
-                    if differences:
+                    manifest, _ = decode(layer.read(name, MAX_MANIFEST_BYTES))
+                    entry = manifest.key
+                    if not manifest.aside_reason and (differences := _differences(entry, key)):
                         shown = tuple(map(str, differences))
                         near.setdefault(shown, NearEntry(entry, differences, layer.name))
     return heapq.nsmallest(at_most, near.values(), key=lambda entry: len(entry.differences))

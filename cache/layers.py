@@ -54,6 +54,7 @@ REMEDIES = {
     "unreadable": "Make the layer readable for this process: network, credentials, permissions.",
     "incomplete": "Store the bundle in the layer again: a blob is gone, or not visible yet.",
     "damaged": "Store the bundle in the layer again: its bytes have changed.",
+    "aside": "Compile it again, with another bundle= than 'force', or deploy another bundle.",
     "untrusted": "Sign the bundle with a key that is trusted here, or pin its digest.",
 }
 """What to do about a layer that fails."""
@@ -65,14 +66,15 @@ class Miss:
 
     `reason` is one of: "absent"; "unreadable" (an operating-system error); "incomplete" (a blob
     was evicted or is not visible yet); "damaged"; "untrusted"; "refused" (its conditions do
-    not hold); "disabled" (there are no layers).
-    `damaged` is the relative name of a damaged file.
+    not hold); "aside" (it was put out of service); "disabled" (there are no layers).
+    `damaged` is the relative name of a damaged file, `aside` are digests of blobs not to load.
     """
 
     reason: str
     detail: str = ""
     layer: str = ""
     damaged: str | None = None
+    aside: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.located}" if self.located else self.reason
@@ -158,6 +160,8 @@ def find(layer: Source, kind: str, key_digest: str, refusal: Refusal = accept_an
         return Miss("damaged", "the manifest is of another entry", layer.name, name)
     if distrust := layer.refuses(manifest, signature):
         return Miss("untrusted", distrust, layer.name)
+    if aside_reason := manifest.aside_reason:
+        return Miss("aside", aside_reason, layer.name, aside=manifest.aside)
     if reason := refusal(manifest):
         return Miss("refused", reason, layer.name)
     contents = {}
@@ -169,17 +173,17 @@ def find(layer: Source, kind: str, key_digest: str, refusal: Refusal = accept_an
     return Entry(manifest, contents, layer.name, signature)
 
 
-def lacks(layer: CacheLayer, manifest: Manifest) -> bool:
-    """Whether a layer has no usable manifest of an entry; False if it cannot be read."""
-    try:
-        held, signature = decode(
-            layer.read(entry_name(manifest.kind, manifest.key.digest), MAX_MANIFEST_BYTES)
-        )
-    except (FileNotFoundError, BadManifest):
-        return True
-    except OSError:
-        return False
-    return held.key != manifest.key or layer.refuses(held, signature) is not None
+def held(layer: Source, manifest: Manifest) -> Manifest | Miss:
+    """The manifest that a layer has in the place of an entry, or why there is none to use."""
+    seen: list[Manifest] = []
+
+    def look(manifest: Manifest) -> str:
+        seen.append(manifest)
+        return "it is only looked at"
+
+    miss = find(layer, manifest.kind, manifest.key.digest, look)
+    assert isinstance(miss, Miss)
+    return seen[0] if seen else miss
 
 
 def read_blob(layer: Source, manifest: Manifest, name: str) -> bytes | Miss:

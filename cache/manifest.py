@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,6 +52,10 @@ class BlobRef:
         return len(content) == self.size and hashlib.sha256(content).hexdigest() == self.sha256
 
 
+ASIDE = "aside"
+"""In the meta of a mark, which takes the place of an entry, and of the entry that replaces it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """`kind` is the kind of entry ("artifact", "bundle"), `key` identifies its inputs.
@@ -78,10 +82,36 @@ class Manifest:
             }
         )
 
+    def put_aside(self, code: Collection[str], reason: str) -> Manifest:
+        """What takes the place of this entry, so that nobody loads blobs with these digests."""
+        return Manifest(self.kind, self.key, aside_meta(code, reason), {})
+
+    @property
+    def aside(self) -> frozenset[str]:
+        """Digests of blobs that nobody is to load: of a mark, or of what replaced one."""
+        facts = self.meta.get(ASIDE)
+        code = facts.get("code") if isinstance(facts, dict) else None
+        return frozenset(map(str, code)) if isinstance(code, list) else frozenset()
+
+    @property
+    def aside_reason(self) -> str:
+        """Why this is a mark and no entry; empty if it is one."""
+        facts = self.meta.get(ASIDE)
+        return str(facts.get("reason")) if isinstance(facts, dict) and not self.blobs else ""
+
+    def holds(self, code: Collection[str]) -> bool:
+        """Whether it has a blob with one of these digests."""
+        return any(ref.sha256 in code for ref in self.blobs.values())
+
     @property
     def digest(self) -> str:
         """sha256 of line 1: identifies the entry with its contents, for pins and for ranks."""
         return hashlib.sha256(self.line()).hexdigest()
+
+
+def aside_meta(code: Collection[str], reason: str) -> dict[str, Json]:
+    """Meta that says which blobs nobody is to load."""
+    return {ASIDE: {"code": [*sorted(code)], "reason": reason}}
 
 
 def encode(manifest: Manifest, signature: str | None = None) -> bytes:

@@ -92,11 +92,13 @@ class RemoteLayer:
 
     def store(self, entry: Entry) -> None:
         manifest = entry.manifest
+        signature = self._signer.sign(manifest) if self._signer else entry.signature
+        if reason := self._trust(manifest, signature):
+            raise PermissionError(f"its readers would refuse the entry: {reason}")
         for name, content in entry.contents.items():
             ref = manifest.blobs[name]
             if not self._holds(ref):
                 self._put(blob_name(ref.sha256), content)
-        signature = self._signer.sign(manifest) if self._signer else entry.signature
         self._put(entry_name(manifest.kind, manifest.key.digest), encode(manifest, signature))
 
     def _holds(self, ref: BlobRef) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..cache import Cache
+from ..compile.bundle.bundle import put_aside
 from ..compile.eager_model import as_it_is
 from ..compile.plan.compiled_model import CompiledModel
 from ..config import BundleUse, Config, Shadow
@@ -18,6 +19,7 @@ from ..errors import AutocastActive, CaptureAfterSeal, ModelClosed
 from ..torch_compat.basics.tensors import is_autocast_enabled
 from .after_seal import Monitor, allow_compilation
 from .backends.protocol import Event, GraphBackend
+from .bundle_failures import note_failure
 from .gate import Gate
 from .graphs.dummy_batch import MetadataFor
 from .graphs.graphs import Graphs
@@ -70,6 +72,8 @@ class PreparedModel:
         self.config = config
         self.backend = backend
         self.records = records
+        note_failure = weakref.WeakMethod(self._note_failure)
+        records.code_failed = lambda error: (note := note_failure()) and note(error)
         self.events = records.events
         self.resolved = policy.resolved
         self.usage = Usage(policy.dispatcher.plan)
@@ -115,7 +119,11 @@ class PreparedModel:
         decision = self._steps.dispatch(batch, None, None)
         if callable(metadata):
             metadata = metadata(decision)
-        return self._run(decision, args, kwargs, metadata, batch.num_tokens)
+        try:
+            return self._run(decision, args, kwargs, metadata, batch.num_tokens)
+        except Exception as error:
+            self._note_failure(error)
+            raise
 
     def dispatch(
         self,
@@ -143,7 +151,11 @@ class PreparedModel:
         are a step of padding alone: an idle rank makes one so that its collectives run. Raises
         AutocastActive under torch.autocast.
         """
-        return self._run(decision, args, kwargs, metadata, None)
+        try:
+            return self._run(decision, args, kwargs, metadata, None)
+        except Exception as error:
+            self._note_failure(error)
+            raise
 
     def reads_done(self) -> Event:
         """The point at which the steps so far have read all that they read.
@@ -483,7 +495,7 @@ class PreparedModel:
             return cause
         compiling = self.records.compile
         digests = [compiling.stored, compiling.bundle.digest if compiling.bundle else None]
-        aside = self._cache.put_aside("bundle", digests, reason)
+        aside = put_aside(self._cache, digests, reason)
         if self._verification is not None:
             self._verification.stop()
         sealed = self._monitor.started
@@ -493,6 +505,9 @@ class PreparedModel:
         if sealed:
             self._monitor.start()
         return Cause.BUNDLE if aside else Cause.CODE
+
+    def _note_failure(self, error: Exception) -> None:
+        note_failure(error, self.compiled, self._cache, self.records)
 
     def _bundle_refused(self) -> None:
         """In the thread of the verification."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -241,6 +241,17 @@ class NotVerified(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class BundleFailed(Record):
+    """A piece of a bundle raised when it ran; the second failure puts the bundle aside."""
+
+    event = "bundle.failed"
+    level = logging.ERROR
+    digest: str
+    reason: str
+    put_aside: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Switched(Record):
     """Compiled code serves: `steps` ran uncompiled, and the switch took `ms` between two."""
 
@@ -329,6 +340,8 @@ class Records:
         self.events = Events(parent=events)
         self.compile = CompileRecords()
         self.settings: dict[str, Any] = {}
+        self.code_failed: Callable[[Exception], object] = lambda error: None
+        """Called with what a capture raised: code of the model may have."""
         self._kept: dict[type[Record], deque[Record]] = {}
 
     def add(self, record: Record) -> None:

@@ -75,7 +75,7 @@ def _check_entry(layer: DirectoryLayer, name: str) -> list[Defect]:
     if not is_name(kind) or not is_digest(digest) or prefix != digest[:2]:
         return [Defect(Status.UNVERIFIABLE, name, "no entry has this name")]
     result = find(layer, kind, digest)
-    if not isinstance(result, Miss):
+    if not isinstance(result, Miss) or result.reason == "aside":
         return []
     # it may be absent because it was removed since it was listed
     status = _STATUS.get(result.reason, Status.UNVERIFIABLE)

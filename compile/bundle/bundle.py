@@ -7,7 +7,7 @@ be stored under one trace key; each holds the conditions under which it may be u
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from ...cache.keys.key import VARIANT
 from ...cache.manifest import Manifest
 from ...events import Events
 from ..conditions.conditions import Conditions, broken_conditions
-from ..ir.compilation import Blobs, CompileRequest
+from ..ir.compilation import CODE, LIBRARY, Blobs, CompileRequest
 from ..ir.plan import Plan
 
 PLAN = "plan.json"
@@ -130,6 +130,15 @@ def _free_key(cache: Cache, model: torch.nn.Module, key: Key, meta: Mapping[str,
             free.append(candidate)
     replaced = int(hashlib.sha256(conditions).hexdigest(), 16) % CANDIDATES
     return free[0] if free else candidates[replaced]
+
+
+def put_aside(cache: Cache, digests: Collection[str | None], reason: str) -> bool:
+    """Put bundles with their code out of service; whether there was one."""
+    bundles = [each for each in cache.stored("bundle") if each.digest in digests]
+    blobs = (item for bundle in bundles for item in bundle.blobs.items())
+    code = [ref.sha256 for name, ref in blobs if name.partition(".")[2] in (CODE, LIBRARY)]
+    cache.put_aside(bundles, code, reason)
+    return bool(bundles)
 
 
 def read_bundle(entry: Entry) -> Bundle:

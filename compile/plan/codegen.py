@@ -7,6 +7,8 @@ after its last use, so that a memory pool can reuse its block during a capture.
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,11 @@ from ..ir.serialization import decode, refs, source
 
 StepFn = Callable[..., tuple[Any, ...]]
 Hook = Callable[[int, Callable[..., Any]], Callable[..., Any]]
+
+STEP_FILE = "<piecegraph stitched>"
+"""The file of the step function in tracebacks."""
+
+_PIECE = re.compile(r"\bp(\d+)\(\[")
 
 
 def build_step(
@@ -44,9 +51,19 @@ def build_step(
     text, constants = step_source(plan)
     bound.update(constants)
     namespace: dict[str, Any] = {}
-    exec(compile(text, "<piecegraph stitched>", "exec"), namespace)
+    exec(compile(text, STEP_FILE, "exec"), namespace)
     step: StepFn = namespace["link"](**bound)
     return step
+
+
+def failed_piece(error: BaseException, plan: Plan) -> int | None:
+    """The piece step of `plan` that `error` was raised in; None for any other place."""
+    lines = step_source(plan)[0].splitlines()
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == STEP_FILE:
+            called = _PIECE.search(lines[line - 1])
+            return int(called[1]) if called else None
+    return None
 
 
 def _under_autocast(op: Callable[..., Any], arguments: list[Any]) -> Callable[..., Any]:

@@ -74,6 +74,7 @@ class Captures:
             recording = self.graphs.record(graph_index, session)
         except handled as error:
             reason, exhausted = str(error), isinstance(error, CaptureOutOfMemory)
+            self.records.code_failed(error)
         self.backend.wait()  # its warm-up run keeps steps waiting, too
         if exhausted:
             session.recover()
