@@ -27,7 +27,7 @@ from ..config import AfterSeal
 from ..errors import WorkAfterSeal
 from ..torch_compat.basics.structured_trace import TRACE_LOGGER
 from .backends.protocol import GraphBackend
-from .records import AfterSealWork, Records
+from .records import Records
 from .steps.forward_context import CURRENT, ForwardContext
 
 _ALLOWED: ContextVar[bool] = ContextVar("piecegraph_compilation_allowed", default=False)
@@ -125,7 +125,8 @@ class Monitor:
         if self._policy is AfterSeal.COUNT:
             return
         shape = _shape(self._context) if in_step else "no step"
-        self._records.add(AfterSealWork(kind.value, detail, shape, _callers()))
+        facts = {"kind": kind.value, "detail": detail, "shape": shape, "stack": _callers()}
+        self._records.events.emit("after_seal", level=logging.WARNING, **facts)
         ours = in_step or kind is Kind.CAPTURE
         if self._policy is AfterSeal.RAISE_ALL or (self._policy is AfterSeal.RAISE and ours):
             place = f"in a step of {shape}" if in_step else "outside of steps"

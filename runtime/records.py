@@ -9,7 +9,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
 
 from ..compile.ir.compilation import CompileRecords
 from ..events import Events, Span
@@ -18,19 +18,22 @@ KEPT = 4096
 """Records kept of each kind; the oldest are dropped first."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass_transform(frozen_default=True)
 class Record:
-    """A fact, with the name and the log level of its event."""
+    """A fact, with the name and the log level of its event. Its classes are frozen dataclasses."""
 
     event: ClassVar[str]
-    level: ClassVar[int] = logging.DEBUG
+    level: ClassVar[int]
+
+    def __init_subclass__(cls, *, event: str = "", level: int = logging.DEBUG) -> None:
+        cls.event, cls.level = event, level
+        dataclass(frozen=True)(cls)
 
     def facts(self) -> dict[str, Any]:
         """JSON-able, as the report and the event state it."""
-        return asdict(self)
+        return asdict(cast(Any, self))
 
 
-@dataclass(frozen=True, slots=True)
 class GraphRecord(Record):
     """Something that happened to one graph, after `step` batches (0: at startup)."""
 
@@ -40,233 +43,132 @@ class GraphRecord(Record):
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureRecord(GraphRecord):
+class CaptureRecord(GraphRecord, event="capture"):
     """A graph was captured."""
 
-    event = "capture"
     ms: float
     bytes: int
     allocated: int
     """The part of torch's allocator."""
     segments: int
     descriptor: Mapping[str, Any]
-    topologies: list[str]
-    """Of its graphs, see `backends.protocol.Graph`."""
 
 
-@dataclass(frozen=True, slots=True)
-class BucketHole(Record):
+class BucketHole(Record, event="buckets.hole", level=logging.INFO):
     """Legal steps without a bucket: the smallest, and the largest of each dimension."""
 
-    event = "buckets.hole"
-    level = logging.INFO
     phase: str
     first: tuple[int, ...]
     last: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class BucketsMissing(Record):
+class BucketsMissing(Record, event="buckets.missing", level=logging.INFO):
     """Buckets that would close all holes of a phase."""
 
-    event = "buckets.missing"
-    level = logging.INFO
     phase: str
     buckets: list[tuple[int, ...]]
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureFailure(GraphRecord):
+class CaptureFailure(GraphRecord, event="capture.failed", level=logging.WARNING):
     """A capture failed; it is tried again at `retry_at_step`, or never."""
 
-    event = "capture.failed"
-    level = logging.WARNING
     reason: str
     retry_at_step: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureRefusal(GraphRecord):
-    """A graph was not captured for lack of memory or of time."""
-
-    event = "capture.refused"
-    level = logging.INFO
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Eviction(GraphRecord):
-    """A graph was freed."""
-
-    event = "capture.evicted"
-    freed: int
-
-
-@dataclass(frozen=True, slots=True)
-class UnknownStepMemory(Record):
-    """The largest step could not be run, so that a memory plan leaves no room for it."""
-
-    event = "memory.unknown_step"
-    level = logging.WARNING
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedMemory(Record):
-    """Forecast bytes of the graphs that are kept, and the plan entries that are dropped.
-
-    `margin` is the number of bytes by which the forecast may be wrong, judged by test probes.
-    """
-
-    event = "memory.forecast"
-    level = logging.INFO
-    limit: int | None
-    bytes: int
-    margin: int
-    dropped: list[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class UncertainForecast(Record):
-    """The fit is bad: the forecast may be wrong by more than a tenth."""
-
-    event = "memory.uncertain"
-    level = logging.WARNING
-    bytes: int
-    margin: int
-
-
-@dataclass(frozen=True, slots=True)
-class ForecastAccuracy(Record):
+class ForecastAccuracy(Record, event="memory.accuracy", level=logging.INFO):
     """What the graphs captured at startup were forecast to take, and what they took, in bytes."""
 
-    event = "memory.accuracy"
-    level = logging.INFO
     forecast: int
     actual: int
     accuracy: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse(Record):
+class MemoryUse(Record, event="memory"):
     """After `capture`: bytes the recordings took; bytes that this process uses, and free bytes."""
 
-    event = "memory"
     recordings: int
     used: int
     free: int
 
 
-@dataclass(frozen=True, slots=True)
-class UnwatchedTensors(Record):
+class UnwatchedTensors(Record, event="capture.unwatched", level=logging.WARNING):
     """A FULL graph reads these tensors, and no step checks their addresses: `watch` them."""
 
-    event = "capture.unwatched"
-    level = logging.WARNING
     recording: str
     tensors: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class HostValues(Record):
+class HostValues(Record, event="capture.host_values", level=logging.WARNING):
     """A graph has the values that these tensors on the host had at its capture. A step after one of
     them was changed in place raises HostValueChanged."""
 
-    event = "capture.host_values"
-    level = logging.WARNING
     recording: str
     tensors: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class RowsMixed(Record):
+class RowsMixed(Record, event="rows_mixed", level=logging.WARNING):
     """Padding of `size` would change real rows of a piece's result, so no batch is padded."""
 
-    event = "rows_mixed"
-    level = logging.WARNING
     piece: int
     result: str
     where: str | None
     size: str
 
 
-@dataclass(frozen=True, slots=True)
-class BackgroundPhase(Record):
+class BackgroundPhase(Record, event="background", level=logging.INFO):
     """What the thread that compiles is doing, `seconds` after the start."""
 
-    event = "background"
-    level = logging.INFO
     phase: str
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class BackgroundFailure(Record):
+class BackgroundFailure(Record, event="background.failed", level=logging.WARNING):
     """The model could not be compiled and stays uncompiled."""
 
-    event = "background.failed"
-    level = logging.WARNING
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Verified(Record):
+class Verified(Record, event="bundle.verified", level=logging.INFO):
     """The bundle of this start is that of the model: it was traced again and compared, or was
     before: an equal process has verified or made it on this machine."""
 
-    event = "bundle.verified"
-    level = logging.INFO
     seconds: float
     before: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Stale(Record):
+class Stale(Record, event="bundle.stale", level=logging.ERROR):
     """The bundle of this start is of another program: `difference` is the first one."""
 
-    event = "bundle.stale"
-    level = logging.ERROR
     seconds: float
     difference: str
 
 
-@dataclass(frozen=True, slots=True)
-class NotVerified(Record):
+class NotVerified(Record, event="bundle.not_verified", level=logging.WARNING):
     """Whether the bundle is that of the model is not known."""
 
-    event = "bundle.not_verified"
-    level = logging.WARNING
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class BundleFailed(Record):
+class BundleFailed(Record, event="bundle.failed", level=logging.ERROR):
     """A piece of a bundle raised when it ran; the second failure puts the bundle aside."""
 
-    event = "bundle.failed"
-    level = logging.ERROR
     digest: str
     reason: str
     put_aside: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Switched(Record):
+class Switched(Record, event="background.switched", level=logging.INFO):
     """Compiled code serves: `steps` ran uncompiled, and the switch took `ms` between two."""
 
-    event = "background.switched"
-    level = logging.INFO
     seconds: float
     steps: int
     ms: float
 
 
-@dataclass(frozen=True, slots=True)
-class WarmupStep(Record):
+class WarmupStep(Record, event="warmup"):
     """Item `n` `of` warm-up is done."""
 
-    event = "warmup"
     n: int
     of: int
     kind: str
@@ -275,49 +177,28 @@ class WarmupStep(Record):
     free_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class SkippedWarmup(Record):
+class SkippedWarmup(Record, event="warmup.skipped", level=logging.WARNING):
     """A kind of warm-up was left out."""
 
-    event = "warmup.skipped"
-    level = logging.WARNING
     kind: str
     shapes: list[str]
     cost: str
 
 
-@dataclass(frozen=True, slots=True)
-class AfterSealWork(Record):
-    """Something compiled or was captured after `seal()`, outside the strategy."""
-
-    event = "after_seal"
-    level = logging.WARNING
-    kind: str
-    detail: str
-    shape: str
-    stack: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class ShadowStopped(Record):
+class ShadowStopped(Record, event="shadow.stopped", level=logging.WARNING):
     """No further step is proved: `reason` is a `shadow.Stopped`."""
 
-    event = "shadow.stopped"
-    level = logging.WARNING
     reason: str
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class WrongStep(Record):
+class WrongStep(Record, event="shadow.wrong", level=logging.ERROR):
     """A step was other than the uncompiled model's. `out_of_service` is a `shadow.Cause`.
 
     `difference` and `tolerance` are relative to the largest element of the row, in units of its
     dtype's precision. `file` has the step.
     """
 
-    event = "shadow.wrong"
-    level = logging.ERROR
     mode: str
     num_tokens: int
     padded: int

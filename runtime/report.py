@@ -79,7 +79,6 @@ def build_report(
             "missing": _facts(records, BucketsMissing),
         },
         "captures": _facts(records, CaptureRecord),
-        "executables": executables(records.of(CaptureRecord)),
         "rows_mixed": _facts(records, RowsMixed),
         "unwatched": _facts(records, UnwatchedTensors),
         "host_values": _facts(records, HostValues),
@@ -125,19 +124,6 @@ def verified(records: Records) -> bool | str:
 def mode_reasons(resolved: ResolvedMode) -> list[str]:
     """Why the graph mode is not the one that was asked for, in order."""
     return [f"{change.after.value}: {change.why}" for change in resolved.reasons]
-
-
-def executables(captures: list[CaptureRecord]) -> dict[str, dict[str, int]]:
-    """Executable graphs by mode, and how many would do if graphs of one topology shared one, which
-    `cudaGraphExecUpdate` turns from one into the other."""
-    by_mode: dict[str, list[str]] = {}
-    for capture in captures:
-        by_mode.setdefault(capture.mode, []).extend(capture.topologies)
-    return {
-        mode: {"graphs": len(topologies), "topologies": len(set(topologies))}
-        for mode, topologies in by_mode.items()
-        if topologies
-    }
 
 
 def _facts(records: Records, kind: type[Record]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ Outcomes of captures are exchanged by ranks before any of them uses a graph.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -15,7 +16,7 @@ from ...errors import CaptureFailed, CaptureOutOfMemory, DummyStepFailed
 from ..after_seal import allow_compilation
 from ..backends.protocol import GraphBackend
 from ..ranks import Exchange, worst_outcome
-from ..records import CaptureFailure, CaptureRecord, CaptureRefusal, Eviction, Records
+from ..records import CaptureFailure, CaptureRecord, Records
 from .admitted import CaptureCosts
 from .graph_memory import GraphMemory, graph_of
 from .recording import Recording
@@ -88,18 +89,23 @@ class Captures:
                 recording.release()
             self.queue.failed(graph_index)
             retry_at = None if state.dropped else state.retry_at
-            self.records.add(CaptureFailure(*self._facts(graph_index), reason, retry_at))
+            facts = self._facts(graph_index)
+            self.records.add(CaptureFailure(**facts, reason=reason, retry_at_step=retry_at))
             return False
         self.graphs.install(graph_index, recording)
         self._changed()
         state.captured, state.bytes, state.launches = True, num_bytes, recording.operations
         self.memory.took(graph_of(self.plan, graph_index), num_bytes)
         self._refused.discard(graph_index)
-        facts, segments = self._facts(graph_index), len(recording.segments)
-        descriptor, topologies = entry.descriptor.as_json(), recording.topologies
-        allocated = recording.allocated
         self.records.add(
-            CaptureRecord(*facts, ms, num_bytes, allocated, segments, descriptor, topologies)
+            CaptureRecord(
+                **self._facts(graph_index),
+                ms=ms,
+                bytes=num_bytes,
+                allocated=recording.allocated,
+                segments=len(recording.segments),
+                descriptor=entry.descriptor.as_json(),
+            )
         )
         return True
 
@@ -111,15 +117,17 @@ class Captures:
         answers = self.exchange(f"eviction of graph {graph_index}", {"freed": freed})
         freed = min(answer["freed"] for answer in answers)
         self.memory.freed(graph_of(self.plan, graph_index), freed)
-        self.records.add(Eviction(*self._facts(graph_index), freed))
+        self.records.events.emit("capture.evicted", **self._facts(graph_index), freed=freed)
         state.captured, state.bytes = False, 0
         self._changed()
 
     def refused(self, graph_index: int, reason: str) -> None:
-        """Record once why a graph is not captured, and again after it was."""
+        """State once why a graph is not captured, and again after it was."""
         if graph_index not in self._refused:
             self._refused.add(graph_index)
-            self.records.add(CaptureRefusal(*self._facts(graph_index), reason))
+            self.records.events.emit(
+                "capture.refused", level=logging.INFO, **self._facts(graph_index), reason=reason
+            )
 
     def estimate(self, graph_index: int) -> float:
         """Milliseconds that a capture is expected to take."""
@@ -149,7 +157,12 @@ class Captures:
         self.changes += 1
         self.queue.changed()
 
-    def _facts(self, graph_index: int) -> tuple[str, int, int, int]:
-        """The first fields of a GraphRecord."""
+    def _facts(self, graph_index: int) -> dict[str, Any]:
+        """The fields of a GraphRecord."""
         entry = self.plan.entries[graph_index]
-        return entry.mode.name, entry.descriptor.num_tokens, graph_index, self.queue.step
+        return {
+            "mode": entry.mode.name,
+            "num_tokens": entry.descriptor.num_tokens,
+            "graph_index": graph_index,
+            "step": self.queue.step,
+        }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from time import perf_counter
@@ -11,7 +12,7 @@ from ...dispatch import DispatchPlan, RuntimeMode
 from ...events import Events
 from ..backends.protocol import GraphBackend, Memory
 from ..ranks import Exchange
-from ..records import ForecastAccuracy, PlannedMemory, Records, UncertainForecast
+from ..records import ForecastAccuracy, Records
 from .forecast import Forecast, Graph, RecordGraph, forecast_memory
 
 WORST_FIT = 0.1
@@ -147,9 +148,12 @@ class GraphMemory:
         kept = [i for i in range(len(plan.entries)) if i not in lost]
         num_bytes, margin = self.forecast_of(plan, kept)
         entries = [plan.entries[i].as_json() for i in lost]
-        records.add(PlannedMemory(self.limit, num_bytes, margin, entries))
+        planned = {"bytes": num_bytes, "margin": margin}
+        records.events.emit(
+            "memory.forecast", level=logging.INFO, limit=self.limit, **planned, dropped=entries
+        )
         if margin > WORST_FIT * num_bytes:
-            records.add(UncertainForecast(num_bytes, margin))
+            records.events.emit("memory.uncertain", level=logging.WARNING, **planned)
         return lost
 
     def to_drop(self, plan: DispatchPlan) -> list[int]:

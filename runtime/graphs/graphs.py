@@ -14,7 +14,7 @@ from ...dispatch import Dispatcher
 from ...errors import AllCapturesFailed, DummyStepFailed
 from ..backends.protocol import GraphBackend
 from ..ranks import Exchange
-from ..records import CaptureFailure, CaptureRecord, MemoryUse, Records, UnknownStepMemory
+from ..records import CaptureFailure, CaptureRecord, MemoryUse, Records
 from ..steps.code import ModelCode
 from ..steps.forward_context import ForwardContext
 from ..steps.static_inputs import StaticInputs
@@ -84,7 +84,8 @@ class Graphs:
         except (DummyStepFailed, torch.OutOfMemoryError):
             raise
         except Exception as error:  # as of a capture: ops may lack metadata
-            self._records.add(UnknownStepMemory(f"{type(error).__name__}: {first_line(error)}"))
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            self._records.events.emit("memory.unknown_step", level=logging.WARNING, reason=reason)
             return 0
 
     def release(self) -> None:

@@ -101,11 +101,6 @@ class Recording:
     def operations(self) -> int:
         return sum(segment.operations for segment in self.segments)
 
-    @property
-    def topologies(self) -> list[str]:
-        """Of the graphs that are replayed; empty where the backend does not know them."""
-        return [graph.topology for graph in self.graphs if graph.topology and graph.operations]
-
     def release(self) -> None:
         """Free the graphs and their memory. From then on `replay` raises RecordingReleased.
 

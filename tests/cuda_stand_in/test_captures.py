@@ -396,16 +396,7 @@ def test_a_graph_that_cannot_be_read_fails_its_capture_and_not_the_next(
         raise RuntimeError("the driver does not say")
 
     with monkeypatch.context() as patch:
-        patch.setattr("piecegraph.runtime.backends.cuda.captured_graph", unreadable)
+        patch.setattr("piecegraph.runtime.backends.cuda.captured_nodes", unreadable)
         with pytest.raises(CaptureFailed, match="does not say"):
             captures.of(good)
     captures.check(captures.of(good))
-
-
-def test_graphs_of_one_topology_are_counted(captures: Captures) -> None:
-    model = prepared("cuda:0", hidden=64, capture_sizes=(4, 8, 16), graph_mode="PIECEWISE")
-    model.capture(lambda *_: None)
-    assert model.report()["executables"] == {"PIECEWISE": {"graphs": 6, "topologies": 2}}
-    model.close()
-    one, two = captures.of(good), captures.of(lambda x: (x * 2, x * 3, x * 4))
-    assert one.topologies != two.topologies

@@ -29,7 +29,7 @@ from piecegraph.compile.backends import registry
 from piecegraph.errors import GuardUnproved, ModelClosed
 from piecegraph.runtime import background
 from piecegraph.runtime.graphs.graph_set import GraphSet
-from piecegraph.runtime.records import BackgroundFailure, Eviction, Switched
+from piecegraph.runtime.records import BackgroundFailure, Switched
 
 from .conftest import HIDDEN, LENGTHS, LiveServed, Model, Texts
 
@@ -160,7 +160,7 @@ def test_the_startup_set_after_the_switch_is_not_evicted(
     for _ in range(3):
         served.step(2)
     assert served.step(8) == "PIECEWISE 8"
-    assert not served.prepared.records.of(Eviction)
+    assert not served.prepared.events.named("capture.evicted")
 
 
 @pytest.mark.compile

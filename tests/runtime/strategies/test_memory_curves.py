@@ -20,7 +20,7 @@ from piecegraph.runtime.backends.protocol import Memory
 from piecegraph.runtime.graphs.capturer import Capturer
 from piecegraph.runtime.graphs.recording import Recording
 from piecegraph.runtime.ranks import single_rank
-from piecegraph.runtime.records import PlannedMemory, Records, UncertainForecast
+from piecegraph.runtime.records import Records
 
 Curve = Callable[[int], float]
 SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 64)
@@ -40,7 +40,6 @@ class Pool:
 
 class PoolGraph:
     operations = 1
-    topology = ""
 
     def __init__(self, pool: Pool, own: int, working: int) -> None:
         self._pool = pool
@@ -228,8 +227,8 @@ def test_a_pruned_graph_is_captured_if_the_others_took_less_than_forecast() -> N
     probed = iter([2000] * 12)  # probes take more than the captures after them
     rig = Rig(lambda n: next(probed, 100), lambda n: 0, 6000)
     rig.capturer.startup()
-    (planned,) = rig.records.of(PlannedMemory)
-    assert len(planned.dropped) >= 15
+    (planned,) = rig.records.events.named("memory.forecast")
+    assert len(planned.facts["dropped"]) >= 15
     assert len(rig.captured) >= 10
     assert rig.used <= 6000
 
@@ -252,11 +251,11 @@ def test_a_memory_plan_states_how_uncertain_its_forecast_is(caplog: Any) -> None
     straight = Rig(*CURVES["affine"], None)
     bent = Rig(*CURVES["falling own"], None)
     assert straight.capturer.limit.expected_bytes()[1] == 0
-    assert not straight.records.of(UncertainForecast)
+    assert not straight.records.events.named("memory.uncertain")
     with caplog.at_level(logging.WARNING, "piecegraph"):
         num_bytes, margin = bent.capturer.limit.expected_bytes()
     assert margin > 0.1 * num_bytes
-    (planned,) = bent.records.of(PlannedMemory)
-    assert (planned.bytes, planned.margin) == (num_bytes, margin)
-    assert bent.records.of(UncertainForecast)
+    (planned,) = bent.records.events.named("memory.forecast")
+    assert (planned.facts["bytes"], planned.facts["margin"]) == (num_bytes, margin)
+    assert bent.records.events.named("memory.uncertain")
     assert "memory.uncertain" in caplog.text
