@@ -23,10 +23,9 @@ from piecegraph import (
 from piecegraph.tools.engine.block_manager import BlockManager
 from piecegraph.tools.engine.decoder_config import DecoderConfig
 from piecegraph.tools.engine.engine import Engine
-from piecegraph.tools.engine.kv_cache import Defragmenter, allocate_layer_caches
+from piecegraph.tools.engine.kv_cache import allocate_layer_caches
 from piecegraph.tools.engine.metadata import MetadataBuffers
 from piecegraph.tools.engine.model import Decoder
-from piecegraph.tools.engine.sampler import Sampler
 from piecegraph.tools.engine.scheduler import Request, Scheduler
 from piecegraph.tools.engine.serving_log import Clock
 
@@ -187,8 +186,6 @@ def make_world():
             clock=clock,
             device=torch.device("cpu"),
             run=prepared.run,
-            sampler=Sampler(seed=0, device=torch.device("cpu")),
-            defragmenter=Defragmenter(scheduler.blocks, layers),
         )
         return World(model, layers, prepared, buffers, scheduler, clock, engine)
 

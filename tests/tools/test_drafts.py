@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from piecegraph.tools.engine.drafts import Drafter, ngram_drafts
-from piecegraph.tools.engine.scheduler import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -31,10 +30,8 @@ def test_all_requests_have_as_many_drafts_or_none_has_any():
     assert drafter.propose({1: [1, 2, 1], 2: [4]}, 3) == {1: (2, 1, 1), 2: (4, 4, 4)}
 
 
-def served_tokens(world, requests, sampling=None):
+def served_tokens(world, requests):
     for request in requests:
-        if sampling:
-            request.sampling = sampling
         world.scheduler.add(request)
     while not world.scheduler.idle:
         world.engine.step()
@@ -57,10 +54,3 @@ def test_tokens_are_those_of_greedy_decoding(make_world, make_requests, schedule
     uniform = [b for b in speculative.prepared.batches if b.is_decode and (b.query_len or 0) > 1]
     assert uniform
     assert all(b.query_len for b in speculative.prepared.batches if b.is_decode)
-
-
-def test_requests_that_are_sampled_have_no_drafts(make_world, make_requests):
-    world = make_world()
-    drafter = world.scheduler.drafter = Drafter([3])
-    served_tokens(world, make_requests((4, 10), (4, 10)), SamplingParams(temperature=1.0))
-    assert drafter.proposed == 0

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from piecegraph import ReplayBackend, ReplayOptions, prepare
 from piecegraph.errors import InvalidSetting, RewrittenEarly
-from piecegraph.tools.engine.scheduler import SamplingParams
 from piecegraph.tools.serve import run as main_job
 from piecegraph.tools.serve.options import read_run_options
 from piecegraph.tools.serve.requests import read_requests
@@ -45,8 +44,6 @@ def served(monkeypatch):
             }
         )  # fmt: skip
         requests, console = read_requests(given), Console(file=io.StringIO())
-        for request in requests[::2]:
-            request.sampling = SamplingParams(1.0, 0.9, 20)
         with main_job.start_service(given, requests, [], console) as service:
             if change is not None:
                 change(service.engine)

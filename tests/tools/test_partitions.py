@@ -60,8 +60,6 @@ def serve(make_world, make_requests, cache):
             clock=world.clock,
             device=torch.device("cpu"),
             run=verifier.run,
-            sampler=world.engine.sampler,
-            defragmenter=world.engine.defragmenter,
         )
         requests = make_requests((7, 5), (4, 6), (2, 9))
         for _ in engine.serve(requests):

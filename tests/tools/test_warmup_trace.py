@@ -1,4 +1,4 @@
-"""Warm-up of the reference engine does not change caches, tables or random state."""
+"""Warm-up of the reference engine does not change caches or random state."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ from piecegraph.tools.serve.requests import read_requests
 
 
 @pytest.mark.compile
-def test_kv_contents_tables_and_random_state_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_contents_and_random_state_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     before: dict[str, Any] = {}
-    make_tasks = run._warmup_tasks
+    layers: dict[str, Any] = {}
+    make, make_task = run.prepare, run._sampling_task
 
-    def fill_first(prepared: Any, model: Any, engine: Any) -> Any:
-        for cache in engine.defragmenter._caches:
+    def caches() -> list[torch.Tensor]:
+        return [part for layer in layers.values() for part in (layer.keys, layer.values)]
+
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        layers.update(kwargs["layers"])
+        return make(*args, **kwargs)
+
+    def fill_first(prepared: Any, model: Any) -> Any:
+        for cache in caches():
             cache.copy_(torch.rand_like(cache))
-        engine.scheduler.blocks.grow(7, 40)
-        before["caches"] = [cache.clone() for cache in engine.defragmenter._caches]
-        before["blocks"] = (engine.scheduler.blocks.used, engine.scheduler.blocks.free_blocks)
-        before["sampler"] = engine.sampler.generator.get_state()
+        before["caches"] = [cache.clone() for cache in caches()]
         before["torch"] = torch.get_rng_state()
-        return make_tasks(prepared, model, engine)
+        return make_task(prepared, model)
 
-    monkeypatch.setattr(run, "_warmup_tasks", fill_first)
+    monkeypatch.setattr(run, "prepare", prepare)
+    monkeypatch.setattr(run, "_sampling_task", fill_first)
     options = read_run_options(
         model="layers=2,hidden=32,heads=2,kv_heads=1",
         requests=4,
@@ -44,14 +50,10 @@ def test_kv_contents_tables_and_random_state_are_as_before(monkeypatch: pytest.M
     requests = read_requests(options)
     with run.start_service(options, requests, [], Console(file=io.StringIO())) as started:
         engine = started.engine
-        caches = engine.defragmenter._caches
-        for now, then in zip(caches, before["caches"], strict=True):
+        for now, then in zip(caches(), before["caches"], strict=True):
             assert torch.equal(now[1:], then[1:])  # all but the dump block, where padding writes
-        blocks = engine.scheduler.blocks
-        assert (blocks.used, blocks.free_blocks) == before["blocks"]
-        assert torch.equal(engine.sampler.generator.get_state(), before["sampler"])
         assert torch.equal(torch.get_rng_state(), before["torch"])
         assert engine.log.steps == []
         done = [event.facts["shape"] for event in started.prepared.events.named("warmup")]
-        assert started.prepared.ledger.bytes("KV cache") == sum(c.nbytes for c in caches)
-    assert {"sampler 4", "defragmenter 32", "FULL 4", "PIECEWISE 1", "num_tokens 32"} <= set(done)
+        assert started.prepared.ledger.bytes("KV cache") == sum(c.nbytes for c in caches())
+    assert {"sampler 4", "FULL 4", "PIECEWISE 1", "num_tokens 32"} <= set(done)

@@ -7,7 +7,6 @@ entries of a block table point to. A sentinel such as -1 would be an index of a 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 
 DUMP_BLOCK = 0
 
@@ -22,20 +21,8 @@ class BlockManager:
         self._tables: dict[int, list[int]] = {}
 
     @property
-    def used(self) -> list[int]:
-        """Blocks that requests own."""
-        return [block for table in self._tables.values() for block in table]
-
-    @property
     def free_blocks(self) -> list[int]:
         return list(self._free)
-
-    def exchange(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Update the tables after the contents of the blocks of each pair were exchanged."""
-        now = {block: other for a, b in pairs for block, other in ((a, b), (b, a))}
-        self._free = deque(now.get(block, block) for block in self._free)
-        for table in self._tables.values():
-            table[:] = [now.get(block, block) for block in table]
 
     @property
     def capacity(self) -> int:

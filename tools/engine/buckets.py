@@ -21,7 +21,7 @@ from .block_manager import DUMP_BLOCK, BlockManager
 from .bucket_table import BucketTable
 from .engine import Engine
 from .metadata import NOBODY, BucketMetadata
-from .scheduler import SamplingParams, Schedule, Scheduler, Share
+from .scheduler import Schedule, Scheduler
 
 
 class BucketScheduler(Scheduler):
@@ -174,13 +174,10 @@ class BucketEngine(Engine):
             torch.tensor(each, dtype=torch.int64, device=self.device) for each in (ids, positions)
         )
 
-    def sampled_rows(
-        self, schedule: Schedule, descriptor: BatchDescriptor
-    ) -> tuple[list[int], list[SamplingParams]]:
+    def sampled_rows(self, schedule: Schedule, descriptor: BatchDescriptor) -> list[int]:
         query = _bucket_of(descriptor).query
-        sampling: list[tuple[int, Share]] = [
-            (owner * query + share.query_len - 1, share)
+        return [
+            owner * query + share.query_len - 1
             for owner, share in enumerate(schedule.shares)
             if share.samples
         ]
-        return [row for row, _ in sampling], [share.request.sampling for _, share in sampling]

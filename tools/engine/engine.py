@@ -15,10 +15,8 @@ from typing import Any
 import torch
 
 from ... import Batch, BatchDescriptor, Decision, PreparedModel, Ranks
-from .kv_cache import Defragmenter
 from .metadata import Buffers, staged
-from .sampler import Sampler
-from .scheduler import Request, SamplingParams, Schedule, Scheduler
+from .scheduler import Request, Schedule, Scheduler
 from .serving_log import Clock, ServingLog
 
 
@@ -38,8 +36,6 @@ class Engine:
         clock: Clock,
         device: torch.device,
         run: Callable[..., Any],
-        sampler: Sampler,
-        defragmenter: Defragmenter,
         max_loras: int = 0,
         ranks: Ranks | None = None,
     ) -> None:
@@ -51,8 +47,6 @@ class Engine:
         self.device = device
         self.log = ServingLog(clock)
         self.run = run
-        self.sampler = sampler
-        self.defragmenter = defragmenter
         self.max_loras = max_loras
         self.ranks = ranks
 
@@ -79,10 +73,9 @@ class Engine:
         metadata = self.buffers.fill(schedule, self.scheduler.blocks, decision.descriptor)
         inputs = self.inputs(schedule, decision.descriptor)
         hidden = self.run(decision, *inputs, metadata=metadata)
-        sampled = self.sample(hidden, schedule, decision.descriptor)
-        completed = self.scheduler.finish(schedule, sampled)
+        tokens = self.sampled(hidden, schedule, decision.descriptor)
+        completed = self.scheduler.finish(schedule, tokens.tolist())
         self.log.ended(schedule, decision, completed)
-        self.defragmenter.run()
         return completed
 
     def _work_left(self, here: bool) -> bool:
@@ -137,25 +130,21 @@ class Engine:
             for each in inputs
         )
 
-    def sample(
+    def sampled(
         self, hidden: torch.Tensor, schedule: Schedule, descriptor: BatchDescriptor
-    ) -> list[int]:
-        """The next token of each sampled row."""
-        rows, params = self.sampled_rows(schedule, descriptor)
-        return self.sampler.sample(self.logits(hidden[rows]), params) if rows else []
+    ) -> torch.Tensor:
+        """The most likely next token of each sampled row, (sampled rows,) on the device."""
+        rows = self.sampled_rows(schedule, descriptor)
+        return self.logits(hidden[rows]).argmax(dim=-1) if rows else hidden.new_empty(0)
 
-    def sampled_rows(
-        self, schedule: Schedule, descriptor: BatchDescriptor
-    ) -> tuple[list[int], list[SamplingParams]]:
+    def sampled_rows(self, schedule: Schedule, descriptor: BatchDescriptor) -> list[int]:
         """The rows from which next tokens are sampled: of the last known tokens and of drafts."""
-        rows, params, end = list[int](), list[SamplingParams](), 0
+        rows, end = list[int](), 0
         for share in schedule.shares:
             end += share.query_len
             if share.samples:
-                sampled = range(end - 1 - len(share.drafts), end)
-                rows += sampled
-                params += [share.request.sampling] * len(sampled)
-        return rows, params
+                rows += range(end - 1 - len(share.drafts), end)
+        return rows
 
 
 def to_batch(schedule: Schedule) -> Batch:

@@ -27,7 +27,7 @@ class InFlight:
 
     schedule: Schedule
     decision: Decision
-    tokens: torch.Tensor | None
+    tokens: torch.Tensor
     places: list[tuple[Request, int]]
     """Where each sampled token belongs among those of its request."""
     completed: list[Request]
@@ -48,15 +48,13 @@ class OverlappingEngine(Engine):
             now = self._start(before)
         if before is not None:
             before.done.synchronize()
-            tokens = [] if before.tokens is None else before.tokens.tolist()
-            for (request, place), token in zip(before.places, tokens, strict=True):
+            for (request, place), token in zip(before.places, before.tokens.tolist(), strict=True):
                 request.tokens[place] = token
             self.log.ended(before.schedule, before.decision, before.completed)
         if now is not None:
             # a token that is not known yet is -1 - n for the n-th that the step samples
             unknown = range(-1, -1 - len(now.places), -1)
             now.completed = self.scheduler.finish(now.schedule, unknown)
-            self.defragmenter.run()
         self._in_flight = now
         return before.completed if before is not None else []
 
@@ -65,11 +63,10 @@ class OverlappingEngine(Engine):
         decision = self.dispatch(self.batch(schedule))
         metadata = self.buffers.fill(schedule, self.scheduler.blocks, decision.descriptor)
         ids, *others = self.inputs(schedule, decision.descriptor)
-        if before is not None and before.tokens is not None:
+        if before is not None and len(before.tokens):
             ids = torch.where(ids < 0, before.tokens[(-1 - ids).clamp(min=0)], ids)
         hidden = self.run(decision, ids, *others, metadata=metadata)
-        rows, params = self.sampled_rows(schedule, decision.descriptor)
-        tokens = self.sampler.draw(self.logits(hidden[rows]), params) if rows else None
+        tokens = self.sampled(hidden, schedule, decision.descriptor)
         sampling = (share.request for share in schedule.shares if share.samples)
         places = [(request, len(request.tokens)) for request in sampling]
         done = self.prepared.reads_done()

@@ -18,18 +18,6 @@ from .block_manager import BlockManager
 from .drafts import Drafter
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Temperature 0 is greedy; `top_k` 0 and `top_p` 1 exclude nothing."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-
-GREEDY = SamplingParams()
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """One request in progress: `tokens` is the prompt followed by the generated tokens.
@@ -42,7 +30,6 @@ class Request:
     tokens: list[int]
     num_generate: int
     arrival: float = 0.0
-    sampling: SamplingParams = GREEDY
     lora: int | None = None
     num_prompt: int = field(init=False)
     num_prefill: int = field(init=False)
@@ -209,8 +196,7 @@ class Scheduler:
         pending = sum(len(each.tokens) - each.num_computed for each in prompts)
         if (1 + most) * len(decoding) + pending > self.max_num_tokens:
             return {}
-        greedy = {each.id: each.tokens for each in decoding if each.sampling.temperature == 0}
-        return self.drafter.propose(greedy, most)
+        return self.drafter.propose({each.id: each.tokens for each in decoding}, most)
 
     def _share(self, request: Request, budget: int, drafts: tuple[int, ...] = ()) -> Share:
         query_len = min(len(request.tokens) - request.num_computed + len(drafts), budget)

@@ -38,11 +38,10 @@ from ..engine.bucket_table import filter_buckets, plan_buckets
 from ..engine.buckets import BucketEngine, Buckets, BucketScheduler
 from ..engine.drafts import Drafter
 from ..engine.engine import Engine
-from ..engine.kv_cache import Defragmenter, LayerCache, allocate_layer_caches
+from ..engine.kv_cache import LayerCache, allocate_layer_caches
 from ..engine.metadata import Buffers, MetadataBuffers, recorded
 from ..engine.model import INPUTS, Decoder
 from ..engine.overlap import OverlappingEngine
-from ..engine.sampler import Sampler, sampler_warmup
 from ..engine.scheduler import Request, Scheduler
 from ..engine.serving_log import Clock
 from ..sizes.suggested import suggested_sizes
@@ -140,7 +139,7 @@ def start_service(
         for name, tensor in buffers.tensors.items():
             prepared.watch(name, tensor)
         with working(console, "warming up and capturing"):
-            prepared.warm_up(buffers.padding, _warmup_tasks(prepared, model, engine))
+            prepared.warm_up(buffers.padding, [_sampling_task(prepared, model)])
             prepared.seal()
         yield Service(prepared, model, layers, buffers, engine, verification)
     finally:
@@ -340,15 +339,17 @@ def _build(
     return model, layers, buffers
 
 
-def _warmup_tasks(prepared: PreparedModel, model: Any, engine: Engine) -> list[AuxiliaryTask]:
-    """Warm-up tasks outside of the model: sampling for decode sizes, and moving blocks."""
-    plan = prepared.dispatcher.plan
-    sizes = [
-        entry.descriptor.num_tokens for entry in plan.entries if entry.mode == RuntimeMode.FULL
-    ]
+def _sampling_task(prepared: PreparedModel, model: Any) -> AuxiliaryTask:
+    """The warm-up task outside of the model: sampling for decode sizes."""
+    entries = prepared.dispatcher.plan.entries
+    sizes = [each.descriptor.num_tokens for each in entries if each.mode == RuntimeMode.FULL]
     hidden = model.head.weight.new_zeros(1, model.head.weight.shape[1])
-    sampling = sampler_warmup(engine.sampler, model.logits, sizes, hidden)
-    return [sampling, engine.defragmenter.warmup()]
+    return AuxiliaryTask(
+        "sampler",
+        tuple(dict.fromkeys((1, *sizes))),
+        "sampling follows each step that completes a row",
+        lambda rows: model.logits(hidden.expand(rows, -1)).argmax(dim=-1),
+    )
 
 
 def _engine(
@@ -380,8 +381,6 @@ def _engine(
         clock=clock,
         device=device,
         run=run,
-        sampler=Sampler(seed=options.seed, device=device),
-        defragmenter=Defragmenter(scheduler.blocks, layers),
         max_loras=options.lora,
     )
     return engine, verifier.result
