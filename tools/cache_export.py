@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from ..cache.files import Irregular, open_regular, place, write_synced
 from ..cache.keys.factors import Json, canonical
-from ..cache.layers import CacheLayer, Entry, Miss, find, read_blob
+from ..cache.layers import Entry, Miss, Source, find, read_blob
 from ..cache.lock import owned_directory, remove_unowned
 from ..cache.manifest import MAX_MANIFEST_BYTES, BadManifest, BlobRef, Manifest, decode, encode
 from ..cache.names import blob_name, entry_name, is_digest
@@ -42,7 +42,7 @@ class _Refused(Exception):
 
 
 def export_entries(
-    manifests: Iterable[Manifest], source: CacheLayer, path: Path, signer: SigningKey | None = None
+    manifests: Iterable[Manifest], source: Source, path: Path, signer: SigningKey | None = None
 ) -> None:
     """Write entries of `source`, signed if there is a `signer`, to `path` in one step.
 
@@ -64,7 +64,7 @@ def export_entries(
     _check_limit("header", len(MAGIC) + len(header) + 1, MAX_HEADER_BYTES)
     total = len(header) + sum(map(len, encoded)) + sum(size for _, size in blobs)
     _check_limit("file", len(MAGIC) + total + 1, MAX_BUNDLE_BYTES)
-    contents = (_content(source, *blobs[ref]) for ref in sorted(blobs))
+    contents = (read_whole(source, *blobs[ref]) for ref in sorted(blobs))
     remove_unowned(path.parent, EXPORT)
     with owned_directory(path.parent, EXPORT) as scratch:
         temporary = scratch / path.name
@@ -79,7 +79,8 @@ def _check_limit(part: str, size: int, limit: int) -> None:
         raise Irregular(errno.EFBIG, reason)
 
 
-def _content(source: CacheLayer, manifest: Manifest, name: str) -> bytes:
+def read_whole(source: Source, manifest: Manifest, name: str) -> bytes:
+    """A verified blob of an entry. Raises EntryUnusable if it cannot be had."""
     blob = read_blob(source, manifest, name)
     if isinstance(blob, Miss):
         entry = f"{manifest.kind}/{manifest.key.digest[:12]}"

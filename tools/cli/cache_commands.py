@@ -239,10 +239,14 @@ def prune_command(
 
 @cache_app.command("export")
 def export_command(
-    path: Annotated[Path, typer.Argument(help="The file to write.")],
+    path: Annotated[Path, typer.Argument(help="The file to write, or an image's directory.")],
     names: Annotated[
         list[str] | None, typer.Argument(help="Entries to export; all bundles by default.")
     ] = None,
+    oci: Annotated[
+        bool,
+        typer.Option("--oci", help="As an OCI image: a tar for a name in .tar, or a directory."),
+    ] = False,
     cache_dir: DirOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -250,15 +254,21 @@ def export_command(
     from ...cache.directory import DirectoryLayer
     from ...cache.signing import signing_key
     from ..cache_export import export_entries
+    from ..cache_image import export_image
 
     root, signer = cache_directory(cache_dir), signing_key()
     (to_file,) = outputs({"PATH": path})
     assert to_file is not None
     chosen = _entries_to_ship(root, names)
+    source = DirectoryLayer(root, name=str(root))
     with to_file.writing():
-        export_entries(chosen, DirectoryLayer(root, name=str(root)), path, signer)
+        image = export_image(chosen, source, path, signer) if oci else None
+        if image is None:
+            export_entries(chosen, source, path, signer)
     signed = f"signed with key {signer.public.id}" if signer else "not signed"
-    lines = [f"{len(chosen)} entries, {shown_size(path.stat().st_size)}, {signed}: {path}"]
+    size = sum(ref.size for ref in {ref for m in chosen for ref in m.blobs.values()})
+    lines = [f"{len(chosen)} entries, {shown_size(size)}, {signed}: {path}"]
+    lines += [f"image {image}"] if image else []
     lines += [f"  {label(manifest)} digest {manifest.digest}" for manifest in chosen]
     say(as_json, [described(manifest) for manifest in chosen], "\n".join(lines))
     return 0
@@ -267,7 +277,7 @@ def export_command(
 def _entries_to_ship(root: Path, names: Sequence[str] | None) -> list[Manifest]:
     """The named entries, by default all bundles; raises InvalidSetting if there are none."""
     chosen = named(root, names or ()) or [
-        manifest for manifest, _ in manifests(root) if manifest.kind == "bundle"
+        each for each, _ in manifests(root) if each.kind == "bundle" and not each.aside_reason
     ]
     if not chosen:
         raise InvalidSetting(
