@@ -27,6 +27,7 @@ from .dispatcher import Dispatcher as Dispatcher
 from .modes import AttentionSupport as AttentionSupport
 from .modes import CaptureStrategy as CaptureStrategy
 from .modes import GraphMode as GraphMode
+from .modes import LoraGraphs as LoraGraphs
 from .modes import RuntimeMode as RuntimeMode
 from .plan import Axis as Axis
 from .plan import DispatchPlan as DispatchPlan
@@ -35,8 +36,7 @@ from .plan import PlanEntry as PlanEntry
 from .plan import bucket_plan as bucket_plan
 from .plan import lora_cases as lora_cases
 from .plan import make_plan as make_plan
-from .resolve import LevelDefaults as LevelDefaults
+from .resolve import LEVEL_MODES as LEVEL_MODES
 from .resolve import ModeChange as ModeChange
 from .resolve import ResolvedMode as ResolvedMode
-from .resolve import level_defaults as level_defaults
 from .resolve import resolve_mode as resolve_mode

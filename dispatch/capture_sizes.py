@@ -24,18 +24,7 @@ class DecodeTier:
 
 
 def decode_tiers(schedule: Sequence[int]) -> tuple[DecodeTier, ...]:
-    """The tiers of dynamic speculation: `schedule[i]` is the draft count at i + 1 requests.
-
-    Raises InvalidSetting for an empty schedule or a negative count.
-    """
-    bad = [draft for draft in schedule if draft < 0]
-    if bad or not schedule:
-        raise InvalidSetting(
-            name="speculation schedule",
-            value=bad[0] if bad else schedule,
-            reason="it is negative" if bad else "it is empty",
-            expected="a draft count of 0 or more for each number of requests",
-        )
+    """The tiers of dynamic speculation: `schedule[i]` is the draft count at i + 1 requests."""
     widest = {draft: num_reqs for num_reqs, draft in enumerate(schedule, 1)}
     return tuple(DecodeTier(draft + 1, widest[draft]) for draft in sorted(widest))
 
@@ -53,11 +42,7 @@ def default_capture_sizes(
     `query_len` is 1 + speculative tokens; `tiers` replaces it if several lengths occur. Sizes above
     `DENSE_END` double up to the largest decode batch, which is always a size. With `alignment`
     every size is a multiple of it.
-
-    Raises InvalidSetting for a limit below 1.
     """
-    _positive(max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens)
-    _positive(query_len=query_len, alignment=alignment)
     tiers = tiers or (DecodeTier(query_len, max_num_reqs),)
     widest = max(tier.query_len for tier in tiers) * max_num_reqs
     end = min(2 * widest, DENSE_END, max_num_tokens)
@@ -96,8 +81,8 @@ def _doubling(start: int, end: int) -> Iterable[int]:
 def user_capture_sizes(sizes: Sequence[int], *, max_num_tokens: int) -> tuple[int, ...]:
     """A user's list, checked and otherwise unchanged.
 
-    Raises CaptureSizeInvalid for the first value that is not a whole number from 1 to
-    `max_num_tokens`, is duplicated, or is out of order, and InvalidSetting for an empty list.
+    Raises CaptureSizeInvalid for the first value that is not from 1 to `max_num_tokens`,
+    is duplicated, or is out of order, and InvalidSetting for an empty list.
     """
     if not sizes:
         raise InvalidSetting(
@@ -114,8 +99,6 @@ def user_capture_sizes(sizes: Sequence[int], *, max_num_tokens: int) -> tuple[in
 
 
 def _fault(size: int, before: int, limit: int) -> str | None:
-    if not isinstance(size, int) or isinstance(size, bool):
-        return "is not a whole number"
     if size < 1:
         return "is not positive"
     if size > limit:
@@ -140,11 +123,3 @@ def align_sizes(sizes: Iterable[int], multiple: int, *, limit: int) -> tuple[int
         )  # fmt: skip
     rounded = {-(-size // multiple) * multiple for size in sizes}
     return tuple(sorted(size for size in rounded if size <= limit)) or (multiple,)
-
-
-def _positive(**limits: int) -> None:
-    for name, value in limits.items():
-        if value < 1:
-            raise InvalidSetting(
-                name=name, value=value, reason="it is below 1", expected="1 or more"
-            )

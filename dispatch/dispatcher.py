@@ -137,15 +137,6 @@ class Dispatcher:
             fits = decision is not None and 0 < batch.num_reqs <= decision.max_reqs
         return decision if fits else None
 
-    def decide(
-        self,
-        batch: Batch,
-        allowed_modes: Collection[RuntimeMode] | None = None,
-        excluded_modes: Collection[RuntimeMode] | None = None,
-    ) -> Decision:
-        kind = classify(self.plan, batch, allowed_modes, excluded_modes)
-        return self._live.decide(batch, kind)
-
     def wanted(
         self,
         batch: Batch,

@@ -74,3 +74,11 @@ class AttentionSupport(IntEnum, metaclass=Members):
     UNIFORM_SINGLE_TOKEN_DECODE = 1
     UNIFORM_BATCH = 2
     ALWAYS = 3
+
+
+class LoraGraphs(StrEnum):
+    """Which numbers of active LoRA adapters get their own graphs."""
+
+    ONE = "one"
+    WITH_AND_WITHOUT = "with_and_without"
+    BY_COUNT = "by_count"

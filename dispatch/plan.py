@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import BatchInvalid, InvalidSetting, PlanInvalid
 from .batch import Batch, BatchDescriptor
 from .buckets.bucket import Bucket
-from .modes import GraphMode, RuntimeMode
+from .modes import GraphMode, LoraGraphs, RuntimeMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,30 +124,6 @@ class DispatchPlan:
         return replace(self, entries=tuple(fit), min_num_tokens=min_num_tokens)
 
 
-def describe(
-    mode: RuntimeMode,
-    num_tokens: int,
-    *,
-    max_num_reqs: int,
-    query_len: int | None = None,
-    max_query_len: int | None = None,
-    lora_case: int = 0,
-    axes: tuple[tuple[str, int], ...] = (),
-) -> BatchDescriptor:
-    """Make a dispatch key; all keys are made here.
-
-    A FULL graph contains attention, so its key has the number of requests and, for decode, the
-    query length. A PIECEWISE graph runs attention outside, so its key has only the tokens.
-    """
-    if mode is not RuntimeMode.FULL:
-        return BatchDescriptor(num_tokens, lora_case=lora_case, axes=axes)
-    if query_len is not None:
-        num_reqs = num_tokens // query_len
-        return BatchDescriptor(num_tokens, num_reqs, query_len, None, lora_case, axes)
-    num_reqs = min(num_tokens, max_num_reqs)
-    return BatchDescriptor(num_tokens, num_reqs, None, max_query_len, lora_case, axes)
-
-
 def axis_values(axes: Sequence[Axis], batch: Batch) -> tuple[tuple[str, int], ...]:
     """The batch's axis values in the plan's order; raises BatchInvalid unless the names agree."""
     values = batch.axes or {}
@@ -174,30 +150,18 @@ def make_plan(
     `query_lens` are the query lengths of uniform decode; with `varlen_decode` decode batches are
     keyed by the longest of them as a bound. `lora_cases` come from the function of that name.
     Where decode has its own graphs, sizes above `mixed_end` have no graph for mixed batches.
-    Raises InvalidSetting for a query length below 1.
     """
-    if min(query_lens, default=0) < 1:
-        raise InvalidSetting(
-            name="query_lens",
-            value=query_lens,
-            reason="a decode request has at least one token",
-            expected="lengths of 1 or more",
-        )
     names = [axis.name for axis in axes]
     entries = {
-        PlanEntry(
-            shape.mode,
-            describe(
-                shape.mode,
-                shape.num_tokens,
-                max_num_reqs=max_num_reqs,
-                query_len=shape.query_len,
-                max_query_len=shape.max_query_len,
+        replace(
+            entry,
+            descriptor=replace(
+                entry.descriptor,
                 lora_case=lora_case,
                 axes=tuple(zip(names, values, strict=True)),
             ),
         ): None
-        for shape in _shapes(mode, sizes, max_num_reqs, query_lens, varlen_decode, mixed_end)
+        for entry in _entries(mode, sizes, max_num_reqs, query_lens, varlen_decode, mixed_end)
         for lora_case, *values in product(lora_cases, *(axis.values for axis in axes))
     }
     ordered = sorted(entries, key=lambda entry: (entry.mode, -entry.descriptor.num_tokens))
@@ -230,55 +194,50 @@ def bucket_plan(buckets: Iterable[Bucket], max_num_reqs: int) -> DispatchPlan:
     return DispatchPlan(tuple(entries), max_num_reqs, axes)
 
 
-def lora_cases(
-    max_loras: int, *, specialize: bool = True, specialize_counts: bool = False
-) -> tuple[int, ...]:
+def lora_cases(max_loras: int, graphs: LoraGraphs = LoraGraphs.WITH_AND_WITHOUT) -> tuple[int, ...]:
     """The adapter counts to capture for, ascending; (0,) without LoRA.
 
-    `max_loras + 1` fits every batch: all adapters and the base model. `specialize` adds case 0, a
-    graph without adapter kernels; `specialize_counts` adds the powers of two up to `max_loras`. A
-    batch uses the smallest case that is large enough, so omitting a case costs time but no batch
-    loses its graph. Raises InvalidSetting for a negative `max_loras`.
+    `max_loras + 1` fits every batch: all adapters and the base model. Case 0 is a graph without
+    adapter kernels; BY_COUNT adds the powers of two up to `max_loras`. A batch uses the smallest
+    case that is large enough, so omitting a case costs time but no batch loses its graph.
     """
-    if max_loras < 0:
-        raise InvalidSetting(
-            name="max_loras", value=max_loras, reason="it is negative", expected="0 or more"
-        )
     if max_loras == 0:
         return (0,)
-    none = (0,) if specialize else ()
-    powers = tuple(1 << bit for bit in range(max_loras.bit_length())) if specialize_counts else ()
-    return (*none, *powers, max_loras + 1)
+    none = () if graphs is LoraGraphs.ONE else (0,)
+    count = max_loras.bit_length() if graphs is LoraGraphs.BY_COUNT else 0
+    return (*none, *(1 << bit for bit in range(count)), max_loras + 1)
 
 
-class _Shape(NamedTuple):
-    mode: RuntimeMode
-    num_tokens: int
-    query_len: int | None = None
-    max_query_len: int | None = None
-
-
-def _shapes(
+def _entries(
     mode: GraphMode,
     sizes: Sequence[int],
     max_num_reqs: int,
     query_lens: Sequence[int],
     varlen_decode: bool,
     mixed_end: int | None,
-) -> Iterator[_Shape]:
-    """The graphs of each size: one for mixed batches, one for each query length of decode."""
+) -> Iterator[PlanEntry]:
+    """The graphs of each size: one for mixed batches, one for each query length of decode.
+
+    A FULL graph contains attention, so its key has the number of requests and, for decode, the
+    query length. A PIECEWISE graph runs attention outside, so its key has only the tokens.
+    """
     for size in sizes:
         decode_only = mode.separate_decode and mixed_end is not None and size > mixed_end
+        num_reqs = min(size, max_num_reqs)
         if mode.mixed is not RuntimeMode.NONE and not decode_only:
-            yield _Shape(mode.mixed, size)
+            full = mode.mixed is RuntimeMode.FULL
+            yield PlanEntry(mode.mixed, BatchDescriptor(size, num_reqs if full else None))
         if not mode.separate_decode:
             continue
         if varlen_decode:
             bound = max(query_lens)
             if size <= bound * max_num_reqs:
-                yield _Shape(mode.decode, size, None, bound)
+                key = BatchDescriptor(size, num_reqs, max_query_len=bound)
+                yield PlanEntry(mode.decode, key)
             continue
         for query_len in query_lens:
-            rounded = -(-size // query_len) * query_len
+            num_reqs = -(-size // query_len)
+            rounded = num_reqs * query_len
             if rounded <= min(max(sizes), query_len * max_num_reqs):
-                yield _Shape(mode.decode, rounded, query_len)
+                key = BatchDescriptor(rounded, num_reqs, uniform_query_len=query_len)
+                yield PlanEntry(mode.decode, key)

@@ -5,34 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..errors import FullModeUnsupported, InvalidSetting
+from ..errors import FullModeUnsupported
 from .modes import AttentionSupport, GraphMode, RuntimeMode
 
-
-@dataclass(frozen=True, slots=True)
-class LevelDefaults:
-    """What an optimization level sets for settings that the user left out."""
-
-    compiles: bool
-    mode: GraphMode
-
-
-LEVELS = (
-    LevelDefaults(compiles=False, mode=GraphMode.NONE),
-    LevelDefaults(compiles=True, mode=GraphMode.PIECEWISE),
-    LevelDefaults(compiles=True, mode=GraphMode.FULL_AND_PIECEWISE),
-    LevelDefaults(compiles=True, mode=GraphMode.FULL_AND_PIECEWISE),
+LEVEL_MODES = (
+    GraphMode.NONE,
+    GraphMode.PIECEWISE,
+    GraphMode.FULL_AND_PIECEWISE,
+    GraphMode.FULL_AND_PIECEWISE,
 )
-"""The defaults of O0 to O3, by level. O3 has those of O2 and autotunes compile sizes."""
-
-
-def level_defaults(level: int) -> LevelDefaults:
-    """The defaults of optimization `level`; raises InvalidSetting for an unknown level."""
-    if level not in range(len(LEVELS)):
-        raise InvalidSetting(
-            name="level", value=level, reason="there is no such level", expected="0, 1, 2 or 3"
-        )
-    return LEVELS[level]
+"""The graph modes of O0 to O3, for settings that leave it out. O3 also autotunes compile sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +54,9 @@ def resolve_mode(
     uniform decode request, 1 + speculative tokens. `varlen_decode`: decode batches mix requests of
     different query lengths (adaptive verification).
 
-    Raises FullModeUnsupported if FULL is requested and some group can never be captured, and
-    InvalidSetting for an unknown level or a query length below 1.
+    Raises FullModeUnsupported if FULL is requested and some group can never be captured.
     """
-    if query_len < 1:
-        raise InvalidSetting(
-            name="query_len",
-            value=query_len,
-            reason="a request has at least one token",
-            expected="1 or more",
-        )
-    resolution = _Resolution(requested, level_defaults(level).mode)
+    resolution = _Resolution(requested, LEVEL_MODES[level])
     if eager:
         resolution.to(
             GraphMode.NONE, "without compiling there are graphs only if graph_mode is set"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
@@ -11,16 +10,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 from ..errors import InvalidSetting
 from ..settings import Settings
 from .buckets.bucket import Bucket, BucketLimits
-from .modes import AttentionSupport
+from .modes import AttentionSupport, LoraGraphs
 from .plan import Axis, PaddingLimit
-
-
-class LoraGraphs(StrEnum):
-    """Which numbers of active LoRA adapters get their own graphs."""
-
-    ONE = "one"
-    WITH_AND_WITHOUT = "with_and_without"
-    BY_COUNT = "by_count"
 
 
 class Sizes(Settings):

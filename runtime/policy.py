@@ -21,7 +21,6 @@ from ..dispatch import (
     resolve_mode,
     user_capture_sizes,
 )
-from ..dispatch.settings import LoraGraphs
 
 UNDECLARED = "attention, for which attention.support is not set"
 
@@ -58,11 +57,7 @@ def dispatch_plan(mode: GraphMode, config: Config) -> DispatchPlan:
         max_num_reqs=config.max_num_reqs,
         query_lens=variants.all_query_lens(),
         varlen_decode=config.attention.varlen_decode,
-        lora_cases=lora_cases(
-            variants.max_loras,
-            specialize=variants.lora_graphs is not LoraGraphs.ONE,
-            specialize_counts=variants.lora_graphs is LoraGraphs.BY_COUNT,
-        ),
+        lora_cases=lora_cases(variants.max_loras, variants.lora_graphs),
         axes=variants.axes,
         padding=config.sizes.padding_limit,
         mixed_end=DENSE_END if config.capture_sizes is None else None,

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..cache.keys.environment import DUMP_DIR, FASTER, parts_off, read
 from ..config import Config, check_choice
-from ..dispatch import level_defaults
 
 SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "all": {"compile": False, "graph_mode": "NONE", "cache": False},
@@ -48,6 +47,6 @@ def resolve_config(config: Config) -> Config:
     settings: dict[str, Any] = {}
     if (folder := read(DUMP_DIR)) and config.codegen.dump_dir is None:
         settings["codegen.dump_dir"] = Path(folder)
-    if not (level_defaults(config.level).compiles or "compiler" in config.model_fields_set):
+    if config.level == 0 and "compiler" not in config.model_fields_set:
         settings["compiler"] = "eager"
     return config.changed(**settings) if settings else config

@@ -148,7 +148,7 @@ class Steps:
             if idle is not None and batch.num_reqs >= idle.num_reqs:
                 idle.steps += 1
             elif between.before_step(batch, decision, allowed_modes, excluded_modes):
-                decision = self.dispatcher.decide(batch, allowed_modes, excluded_modes)
+                decision = self.dispatcher.dispatch(batch, allowed_modes, excluded_modes)
         for observer in self._observers:
             observer.dispatched(batch, decision)
         return decision

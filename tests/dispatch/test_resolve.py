@@ -10,10 +10,9 @@ from piecegraph.dispatch import (
     AttentionSupport,
     GraphMode,
     RuntimeMode,
-    level_defaults,
     resolve_mode,
 )
-from piecegraph.errors import FullModeUnsupported, InvalidSetting
+from piecegraph.errors import FullModeUnsupported
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 FDO, FAP = GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE
@@ -98,8 +97,6 @@ def test_defaults_by_level(level, wanted):
 def test_levels_set_defaults_only():
     for level, mode in product(range(4), GraphMode):
         assert resolve_mode(mode, support={}, pieces=True, level=level).mode is mode
-    compiles = [level_defaults(level).compiles for level in range(4)]
-    assert compiles == [False, True, True, True]
 
 
 def test_without_pieces_and_without_support_nothing_is_left():
@@ -124,9 +121,3 @@ def test_failure_W2_an_upgraded_mode_says_that_it_needs_pieces():
     # both used to arrive after pieces had been compiled unwrapped
     assert resolve_mode(FULL, support={"a": UNIFORM}, pieces=True).mode.needs_pieces
     assert resolve_mode(FDO, support={"a": NEVER}, pieces=True).mode.needs_pieces
-
-
-@pytest.mark.parametrize("bad", [{"level": 4}, {"level": -1}, {"query_len": 0}])
-def test_bad_settings_are_named(bad):
-    with pytest.raises(InvalidSetting, match=next(iter(bad))):
-        resolve_mode(None, support={}, pieces=True, **bad)

@@ -13,6 +13,7 @@ from piecegraph.dispatch import (
     Dispatcher,
     DispatchPlan,
     GraphMode,
+    LoraGraphs,
     PaddingLimit,
     RuntimeMode,
     bucket_plan,
@@ -32,8 +33,8 @@ LIMITS = (None, PaddingLimit(factor=1.5), PaddingLimit(tokens=4), PaddingLimit(2
 LORA = (
     lora_cases(0),
     lora_cases(4),
-    lora_cases(4, specialize=False),
-    lora_cases(5, specialize_counts=True),
+    lora_cases(4, LoraGraphs.ONE),
+    lora_cases(5, LoraGraphs.BY_COUNT),
 )
 QUERY_LENS = ((1,), (1,), (4,), (1, 3, 5))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from piecegraph import Config, GraphMode, RuntimeMode
-from piecegraph.errors import FullModeUnsupported
+from piecegraph.errors import FullModeUnsupported, InvalidSetting
 from piecegraph.runtime.policy import dispatch_plan, resolve_graph_mode
 
 FULL, PIECEWISE = RuntimeMode.FULL, RuntimeMode.PIECEWISE
@@ -62,3 +62,20 @@ def test_failure_10_w12_nothing_is_assumed_of_ops_that_declare_nothing() -> None
     without_attention = Config(max_num_tokens=64)
     assert resolve_graph_mode(without_attention).mode is GraphMode.FULL_DECODE_ONLY
     assert resolve_graph_mode(without_attention.changed(graph_mode="FULL")).mode is GraphMode.FULL
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("variants.query_lens", 0),
+        ("variants.speculation_schedule", (2, -1)),
+        ("variants.max_loras", -1),
+        ("sizes.alignment", 0),
+        ("max_num_reqs", 0),
+        ("capture_sizes", (1, 2.5)),
+        ("level", 4),
+    ],
+)
+def test_what_dispatch_cannot_use_is_refused_as_a_setting(setting: str, value: Any) -> None:
+    with pytest.raises(InvalidSetting, match=setting):
+        Config().changed(**{setting: value})

@@ -100,7 +100,7 @@ def _graphs(prepared: PreparedModel, step: Step, mode: str) -> list[int]:
     if mode in ("eager", RuntimeMode.NONE.name):
         return [_BY_DISPATCH]
     try:
-        decision = prepared.dispatcher.decide(step.batch, {RuntimeMode[mode]})
+        decision = prepared.dispatcher.dispatch(step.batch, {RuntimeMode[mode]})
     except DispatchError:
         return []
     largest = _largest(prepared, step, mode)
@@ -133,7 +133,7 @@ def _run(
             index = _largest(prepared, step, mode)
             decision = prepared.dispatcher.follow(index, step.batch)
         else:
-            decision = prepared.dispatcher.decide(step.batch, {RuntimeMode[mode]})
+            decision = prepared.dispatcher.dispatch(step.batch, {RuntimeMode[mode]})
         metadata = step.metadata_for(decision)
         with observed:
             results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)

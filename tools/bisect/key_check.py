@@ -124,7 +124,7 @@ def _captured(
         watching.operations = []
         for number, step in enumerate(case.steps):
             state.restore()
-            decision = prepared.dispatcher.decide(step.batch)
+            decision = prepared.dispatcher.dispatch(step.batch)
             place = decision.mode.name, decision.descriptor.num_tokens
             if place in graphs:
                 try:

@@ -31,7 +31,7 @@ from ... import (
     cache_root,
     prepare,
 )
-from ...dispatch import CaptureStrategy, level_defaults
+from ...dispatch import LEVEL_MODES, CaptureStrategy
 from .case import BisectCase
 
 EAGER, TRACED, SPLIT, DEDUPE = "eager", "traced graph", "split", "dedupe"
@@ -68,7 +68,7 @@ def _requested_mode(config: Config) -> GraphMode:
     """The graph mode that is asked for, by its name or by the level."""
     if config.graph_mode is not None:
         return config.graph_mode
-    return level_defaults(config.level).mode if config.compile else GraphMode.NONE
+    return LEVEL_MODES[config.level] if config.compile else GraphMode.NONE
 
 
 def _compiled_stages(config: Config) -> Iterator[Stage]:

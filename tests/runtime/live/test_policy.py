@@ -29,8 +29,7 @@ from piecegraph import (
     get_forward_context,
 )
 from piecegraph.compile.plan.compiled_model import CompiledModel, bind
-from piecegraph.dispatch import NO_GRAPH, Axis, CaptureStrategy, Reason
-from piecegraph.dispatch.settings import LoraGraphs
+from piecegraph.dispatch import NO_GRAPH, Axis, CaptureStrategy, LoraGraphs, Reason
 from piecegraph.errors import BatchInvalid, DecisionNotPossible, NoModeLeft, StaleContext
 
 from ..conftest import compile_once, prepare_on_replay
