@@ -33,6 +33,10 @@ import."""
 POLL_S = 0.01
 """How often it is looked whether the thread may end where it is."""
 
+AGAIN_S = 3.0
+"""When a thread that still runs is told again to end. Python drops an exception that arrives in a
+finalizer or a callback, and a handler of the code that runs may take it."""
+
 _ONE_AT_A_TIME = threading.Lock()  # the switch interval is of the process
 
 
@@ -92,7 +96,7 @@ class TracingThread:
                 if may_end := _may_end(sys._current_frames().get(thread)):
                     target, error = ctypes.c_ulong(thread), ctypes.py_object(Stopped)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(target, error)
-            self._thread.join(None if may_end else POLL_S)
+            self._thread.join(AGAIN_S if may_end else POLL_S)
 
     def _run(self) -> None:
         if torch.get_default_device() != self._device:

@@ -66,7 +66,7 @@ def record(
     try:
         recorder.begin()
         outputs = recorder.in_context(fn)(*inputs)
-        recorder.end()
+        recorder.finish()
     except BaseException as error:
         recorder.abort()
         if isinstance(error, WorkAfterSeal) or not isinstance(error, Exception):
@@ -115,6 +115,12 @@ class Recorder:
         self.graphs.append(graph)  # also an empty one: it owns memory
         if graph.operations:
             self.segments.append(Segment(SegmentKind.GRAPH, [graph.replay], graph.operations))
+
+    def finish(self) -> None:
+        """Close the last graph; every splitting op of the warm-up run must have been met."""
+        self.end()
+        if self._forms:
+            raise RuntimeError(f"{self._forms[0][0]}, called by the warm-up run, is not called")
 
     def splitting_op(self, name: str, fn: Fn, args: Any, kwargs: Any) -> Any:
         """End the open graph, keep the call of `fn`, open the next graph.

@@ -18,7 +18,8 @@ from torch import Tensor
 from ...compile.ir.ops import tensors_in
 from ...errors import EagerResultChanged, RecordingReleased
 from ...torch_compat.basics.ops import without_frame
-from ...torch_compat.basics.tensors import storage_id, tree_flatten, tree_leaves, tree_unflatten
+from ...torch_compat.basics.ops import OpOverload
+from ...torch_compat.basics.tensors import storage_id, tree_flatten, tree_unflatten
 from ..backends.ownership import Ownership
 from ..backends.protocol import Graph
 from ..steps.step_reads import StepReads
@@ -178,21 +179,16 @@ def eager_call(
     that shared memory with an argument no longer does.
     """
     call = partial(without_frame(fn), *args, **kwargs)
-    if static is None:
+    if static is None and isinstance(fn, OpOverload):  # its schema has no result
         return call
-
-    def forms(result: Any) -> list[Any]:
-        leaves = enumerate(tree_leaves(result))
-        return [_form(leaf, position in targets) for position, leaf in leaves]
-
-    expected = forms(static)
+    leaves, expected_spec = tree_flatten(static)
+    expected = [_form(leaf, position in targets) for position, leaf in enumerate(leaves)]
 
     def call_and_copy() -> None:
-        result = call()
-        got = forms(result)
-        if got != expected:
-            raise EagerResultChanged(op=name, got=got, expected=expected)
-        leaves = tree_leaves(result)
+        leaves, spec = tree_flatten(call())
+        got = [_form(leaf, position in targets) for position, leaf in enumerate(leaves)]
+        if got != expected or spec != expected_spec:
+            raise EagerResultChanged(op=name, got=(got, spec), expected=(expected, expected_spec))
         for position, target in targets.items():
             target.copy_(leaves[position])
 

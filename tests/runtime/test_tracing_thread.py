@@ -101,6 +101,31 @@ def test_else_it_ends_at_once(step: Halfway) -> None:
     assert sys.getswitchinterval() == before
 
 
+def test_thread_that_loses_what_ends_it_is_told_again(
+    step: Halfway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python drops what is raised in a finalizer."""
+    monkeypatch.setattr(tracing_thread, "AGAIN_S", 0.05)
+
+    class Loses:
+        def __del__(self) -> None:
+            step.work()
+
+    def work() -> None:
+        lost = Loses()
+        del lost
+        step.go_on.clear()
+        step.work()
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: step.go_on.set())
+    thread = TracingThread("test", work)
+    thread.start()
+    assert step.inside.wait(60)
+    thread.stop()
+    assert thread.join(60)
+    assert not step.go_on.is_set()
+
+
 def test_another_thread_with_the_number_of_one_that_ended_goes_on(
     step: Halfway, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,412 @@
+"""Programs with breaks, restated from what users of breakable CUDA graphs do.
+
+Each is run as it is, recorded with breaks and recorded as one graph; replays on changed inputs
+give what the program gives. The page is docs/guide.md, "Coming from breakable CUDA graphs".
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import namedtuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from piecegraph import break_graph
+from piecegraph.errors import CaptureFailed, EagerResultChanged, PiecegraphError
+
+Step = Callable[[Tensor], Any]
+Pair = namedtuple("Pair", "low high")
+
+
+@break_graph
+def running(x: Tensor) -> Tensor:
+    return x.cumsum(0)
+
+
+@break_graph
+def into(x: Tensor, out: Tensor, *, scale: float = 1.0) -> None:
+    out.copy_(x * scale)
+
+
+@break_graph
+def in_place(x: Tensor) -> Tensor:
+    return x.mul_(2)
+
+
+@break_graph
+def both(x: Tensor) -> Pair:
+    return Pair(x.clamp(max=0), x.clamp(min=0))
+
+
+@break_graph
+def by_name(parts: dict[str, Tensor], *, names: tuple[str, ...]) -> dict[str, Tensor]:
+    return {name: parts[name] + 1 for name in names}
+
+
+@break_graph
+def first_row(x: Tensor) -> Tensor:
+    return x[:1]
+
+
+@break_graph
+def nothing(x: Tensor) -> None:
+    pass
+
+
+@break_graph
+def outer(x: Tensor) -> Tensor:
+    return running(x) + 1
+
+
+class Layer(nn.Module):
+    """Breaks in a method, a static method and a class method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4), requires_grad=False)
+
+    @break_graph
+    def mix(self, x: Tensor) -> Tensor:
+        return x.cumsum(0) * self.weight.to(x.device)
+
+    @staticmethod
+    @break_graph
+    def shift(x: Tensor) -> Tensor:
+        return x.roll(1, 0)
+
+    @classmethod
+    def twice(cls, x: Tensor) -> Tensor:
+        return cls.shift(cls.shift(x) + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x + 1) + self.shift(x)
+
+
+class Callee:
+    """A callable object as a splitting function."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.flip(0)
+
+
+LAYER = Layer()
+CALLEE = break_graph(Callee())
+SCALED = break_graph(partial(torch.mul, other=3.0))
+
+
+def at_the_start(x: Tensor) -> Tensor:
+    return running(x) * 2
+
+
+def at_the_end(x: Tensor) -> Tensor:
+    return running(x * 2)
+
+
+def in_the_middle(x: Tensor) -> Tensor:
+    return running(x * 2) + 1
+
+
+def consecutive(x: Tensor) -> Tensor:
+    return running(running(running(x + 1))) * 2
+
+
+def in_a_loop(x: Tensor) -> Tensor:
+    for _ in range(5):
+        x = running(x + 1) / 2
+    return x
+
+
+def in_a_helper(x: Tensor) -> Tensor:
+    def helper(y: Tensor) -> Tensor:
+        return running(y * 3) - y
+
+    return helper(x) + helper(x + 1)
+
+
+def decided_by_a_shape(x: Tensor) -> Tensor:
+    return running(x) if x.shape[0] > 1 else x * 2
+
+
+def nested(x: Tensor) -> Tensor:
+    return outer(x * 2) + 1
+
+
+def written_argument(x: Tensor) -> Tensor:
+    y = x + 1
+    out = torch.empty_like(y)
+    into(y, out, scale=3.0)
+    return out - y
+
+
+def written_slice(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    into(x[:1] + 1, out[1:2])
+    return out * 2
+
+
+def in_place_on_what_a_graph_made(x: Tensor) -> Tensor:
+    y = x + 1
+    z = in_place(y)
+    return y + z
+
+
+def result_used_twice(x: Tensor) -> Tensor:
+    y = running(x * 2)
+    return running(y + 1) * y
+
+
+def result_used_much_later(x: Tensor) -> Tensor:
+    early = running(x)
+    for _ in range(3):
+        x = running(x * 2)
+    return x + early
+
+
+def result_that_is_a_view(x: Tensor) -> Tensor:
+    return first_row(x + 1) * 2 + x
+
+
+def view_of_a_result(x: Tensor) -> Tensor:
+    y = running(x).view(-1)
+    return y[: x.numel()].view_as(x) + 1
+
+
+def named_tuple(x: Tensor) -> Tensor:
+    parts = both(x - 0.5)
+    return parts.low * 2 + parts.high
+
+
+def keywords_and_dicts(x: Tensor) -> Tensor:
+    parts = by_name({"a": x, "b": x * 2}, names=("a", "b"))
+    return parts["a"] + parts["b"]
+
+
+def no_result(x: Tensor) -> Tensor:
+    y = x * 2
+    nothing(y)
+    return y + 1
+
+
+def outputs_of_both_kinds(x: Tensor) -> dict[str, Any]:
+    y = x * 2
+    return {"eager": running(y), "graph": [y, (y + 1, 7)], "input": x}
+
+
+def without_gradients(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = running(x * 2)
+    return y + 1
+
+
+def under_autocast(x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        return running(x @ x.T) @ x
+
+
+def a_bound_method(x: Tensor) -> Tensor:
+    return LAYER.mix(x * 2) + 1
+
+
+def a_static_and_a_class_method(x: Tensor) -> Tensor:
+    return Layer.shift(x * 2) + Layer.twice(x)
+
+
+def a_module(x: Tensor) -> Tensor:
+    return LAYER.forward(x)
+
+
+def an_object_and_a_partial(x: Tensor) -> Tensor:
+    return CALLEE(x + 1) + SCALED(x)
+
+
+PROGRAMS: tuple[Step, ...] = (
+    *(at_the_start, at_the_end, in_the_middle, consecutive, in_a_loop, in_a_helper),
+    *(decided_by_a_shape, nested, written_argument, written_slice),
+    *(in_place_on_what_a_graph_made, result_used_twice, result_used_much_later),
+    *(result_that_is_a_view, view_of_a_result, named_tuple, keywords_and_dicts, no_result),
+    *(outputs_of_both_kinds, without_gradients, under_autocast, a_bound_method),
+    *(a_static_and_a_class_method, a_module, an_object_and_a_partial),
+)
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+@pytest.mark.parametrize("step", PROGRAMS, ids=lambda step: step.__name__)
+def test_replay_equals_the_program(rig: Any, step: Step, breaks: bool) -> None:
+    x = rig.rand(3, 4)
+    recording = rig.record(step, x, breaks=breaks)
+    for _ in range(3):
+        x.copy_(rig.rand(3, 4))
+        recording.replay()
+        assert_close(recording.outputs, step(x))
+
+
+def test_break_runs_at_each_replay_and_the_program_does_not(rig: Any) -> None:
+    calls: list[str] = []
+
+    @break_graph
+    def noted(x: Tensor) -> Tensor:
+        calls.append("break")
+        return x.cumsum(0)
+
+    def step(x: Tensor) -> Tensor:
+        calls.append("program")
+        return noted(x * 2) + 1
+
+    recording = rig.record(step, rig.rand(3, 4))
+    calls.clear()
+    for _ in range(3):
+        recording.replay()
+    assert calls == ["break"] * 3
+
+
+@pytest.mark.parametrize("result", [3, 2.5, "text", True, [torch.ones(2), 4]])
+def test_value_that_a_break_returns_may_not_change(rig: Any, result: Any) -> None:
+    """A number beside tensors is part of the program, and a graph after it has read it."""
+    returned = [result]
+
+    @break_graph
+    def value(x: Tensor) -> Any:
+        return returned[0]
+
+    def step(x: Tensor) -> Tensor:
+        value(x)
+        return x * 2
+
+    try:
+        recording = rig.record(step, rig.rand(3, 4))
+    except CaptureFailed:
+        return  # refused at the capture is as good
+    recording.replay()
+    returned[0] = "another"
+    with pytest.raises(EagerResultChanged):
+        recording.replay()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x[:1],
+        lambda x: x.double(),
+        lambda x: x.sum(),
+        lambda x: (x, x),
+        lambda x: None,
+        lambda x: {"x": x},
+    ],
+)
+def test_tensor_of_another_form_is_refused(rig: Any, other: Callable[[Tensor], Any]) -> None:
+    forms: list[Callable[[Tensor], Any]] = [lambda x: x + 1]
+
+    @break_graph
+    def changing(x: Tensor) -> Tensor:
+        return forms[0](x)
+
+    recording = rig.record(lambda x: changing(x * 2) * 2, rig.rand(3, 4))
+    recording.replay()
+    forms[0] = other
+    with pytest.raises(EagerResultChanged):
+        recording.replay()
+
+
+def test_error_in_a_break_reaches_the_caller_and_the_next_replay_is_right(rig: Any) -> None:
+    failing: list[bool] = [False]
+
+    @break_graph
+    def sometimes(x: Tensor) -> Tensor:
+        if failing[0]:
+            raise ZeroDivisionError("of the user")
+        return x.cumsum(0)
+
+    def step(x: Tensor) -> Tensor:
+        return sometimes(x * 2) + 1
+
+    x = rig.rand(3, 4)
+    recording = rig.record(step, x)
+    failing[0] = True
+    with pytest.raises(ZeroDivisionError, match="of the user"):
+        recording.replay()
+    failing[0] = False
+    recording.replay()
+    assert_close(recording.outputs, step(x))
+
+
+def test_break_is_a_plain_call_in_another_thread(rig: Any) -> None:
+    """A recording of one thread does not see the calls of another."""
+    results: list[Tensor] = []
+    y = rig.rand(3, 4)
+
+    @break_graph
+    def with_a_thread(x: Tensor) -> Tensor:
+        return x + 1
+
+    def step(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: results.append(running(y)))
+        if not rig.backend.runs_python:
+            return with_a_thread(x)  # work of another thread during a capture of a device
+        thread.start()
+        thread.join()
+        return with_a_thread(x)
+
+    recording = rig.record(step, rig.rand(3, 4))
+    assert len(recording.segments) in (1, 2)
+    for result in results:
+        assert_close(result, y.cumsum(0))
+
+
+def test_recordings_of_several_sizes_share_a_pool(rig: Any) -> None:
+    sizes = (8, 4, 2, 1)
+    inputs = [rig.rand(size, 4) for size in sizes]
+    recordings = [rig.record(in_a_loop, x) for x in inputs]
+    for x, recording in (*zip(inputs, recordings, strict=True), (inputs[0], recordings[0])):
+        x.copy_(rig.rand(*x.shape))
+        recording.replay()
+        assert_close(recording.outputs, in_a_loop(x))
+
+
+def test_recording_that_is_dropped_is_collected(rig: Any) -> None:
+    """The program and what it holds are not kept by what was recorded of it."""
+    layer = Layer().to(rig.device)
+    recording = rig.record(lambda x: layer.mix(x) + 1, rig.rand(3, 4))
+    recording.replay()
+    weight = weakref.ref(layer)
+    del layer, recording
+    gc.collect()
+    assert weight() is None
+
+
+def test_result_of_a_break_outlives_what_made_it(rig: Any) -> None:
+    """Memory between segments is not given to another tensor, also if nothing else holds it."""
+
+    def step(x: Tensor) -> Tensor:
+        early = running(x)
+        for _ in range(4):
+            scratch = torch.empty_like(x).fill_(9)
+            x = running(x + scratch) / 2
+            del scratch
+            gc.collect()
+        return x + early
+
+    x = rig.rand(3, 4)
+    recording = rig.record(step, x)
+    x.copy_(rig.rand(3, 4))
+    recording.replay()
+    recording.replay()
+    assert_close(recording.outputs, step(x))
+
+
+def test_program_whose_breaks_differ_from_run_to_run_is_refused(rig: Any) -> None:
+    runs: list[int] = []
+
+    def step(x: Tensor) -> Tensor:
+        runs.append(1)
+        return running(x) if len(runs) % 2 else x * 2
+
+    with pytest.raises(PiecegraphError):
+        rig.record(step, rig.rand(3, 4))
