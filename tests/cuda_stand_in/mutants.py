@@ -1,6 +1,6 @@
 """Remove one protection of the cuda backend at a time: a test must fail for each.
 
-`python mutants.py` in the environment of `make cuda-test`. A mutant that no test notices is
+`python mutants.py [TEXT]` in the environment of `make cuda-test`; TEXT selects some. A mutant that no test notices is
 printed, and the exit status is 1.
 """
 
@@ -165,8 +165,8 @@ MUTANTS = [
     Mutant(
         "a plan gives away the memory of other processes",
         "runtime/graphs/ledger.py",
-        " + memory.other",
-        "",
+        "other = unowned + sum(",
+        "other = sum(",
         MEMORY,
     ),
     Mutant(
@@ -206,7 +206,8 @@ def passes(folder: Path, *tests: str) -> bool:
 def main() -> int:
     survivors = []
     version = tuple(map(int, torch.__version__.split(".")[:2]))
-    mutants = [mutant for mutant in MUTANTS if version < mutant.before]
+    named = sys.argv[1] if len(sys.argv) > 1 else ""
+    mutants = [each for each in MUTANTS if version < each.before and named in each.what]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_of_the_project(folder)
