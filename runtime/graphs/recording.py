@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ...compile.ir.ops import tensors_in
 from ...errors import EagerResultChanged, RecordingReleased
-from ...torch_compat.basics.ops import without_frame
-from ...torch_compat.basics.ops import OpOverload
+from ...torch_compat.basics.ops import OpOverload, without_frame
 from ...torch_compat.basics.tensors import storage_id, tree_flatten, tree_unflatten
 from ..backends.ownership import Ownership
 from ..backends.protocol import Graph

@@ -1,7 +1,7 @@
 """Remove one protection of the cuda backend at a time: a test must fail for each.
 
-`python mutants.py [TEXT]` in the environment of `make cuda-test`; TEXT selects some. A mutant that no test notices is
-printed, and the exit status is 1.
+`python mutants.py [TEXT]` in the environment of `make cuda-test`; TEXT selects some. A
+mutant that no test notices is printed, and the exit status is 1.
 """
 
 from __future__ import annotations

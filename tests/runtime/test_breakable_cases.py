@@ -372,11 +372,11 @@ def test_recordings_of_several_sizes_share_a_pool(rig: Any) -> None:
 
 def test_recording_that_is_dropped_is_collected(rig: Any) -> None:
     """The program and what it holds are not kept by what was recorded of it."""
-    layer = Layer().to(rig.device)
-    recording = rig.record(lambda x: layer.mix(x) + 1, rig.rand(3, 4))
+    layers = [Layer().to(rig.device)]
+    recording = rig.record(lambda x: layers[0].mix(x) + 1, rig.rand(3, 4))
     recording.replay()
-    weight = weakref.ref(layer)
-    del layer, recording
+    weight = weakref.ref(layers.pop())
+    del recording
     gc.collect()
     assert weight() is None
 
