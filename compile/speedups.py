@@ -48,15 +48,3 @@ def generating_code() -> Iterator[None]:
 
     with short_cache_keys():
         yield
-
-
-@contextmanager
-def loading_code() -> Iterator[None]:
-    """Generate or load code inside, which then runs without wrappers that do nothing."""
-    if not are_on():
-        yield
-        return
-    from ..torch_compat.faster.idle_wrappers import without_idle_wrappers
-
-    with without_idle_wrappers():
-        yield

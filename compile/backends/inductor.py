@@ -45,7 +45,7 @@ from ...torch_compat.compiling.toolchain import (
     without_compiler,
 )
 from ..ir.compilation import CODE, COMPILER, KERNEL, PROBE, Blobs, Built, PieceFn
-from ..speedups import generating_code, loading_code
+from ..speedups import generating_code
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def compiling() -> Iterator[None]:
     """
     with scratch() as folder:
         options = inductor_options(toolchain_directory(folder))
-        with inductor_cache_directory(folder), options, loading_code():
+        with inductor_cache_directory(folder), options:
             yield
 
 
@@ -120,7 +120,7 @@ def load_pieces(artifacts: Sequence[Blobs]) -> list[PieceFn]:
         for blobs in artifacts:
             _write_kernels(blobs, Path(folder), toolchain)
         options, names = inductor_options(toolchain), named_libraries()
-        with options, names, without_compiler(folder, version), loading_code():
+        with options, names, without_compiler(folder, version):
             return [inductor_callable(inductor_deserialize(blobs[CODE])) for blobs in artifacts]
 
 
