@@ -86,7 +86,7 @@ class Capturer:
         self._refresh_active()
         if self.memory.forecast is not None:
             captured = [i for i, state in enumerate(self.queue.states) if state.captured]
-            self._records.add(self.memory.accuracy(self._dispatcher.plan, captured))
+            self._records.add(self.memory.accuracy(captured))
 
     def startup_while_serving(self) -> None:
         """Capture the startup set between the next steps, within the budget of each; before it

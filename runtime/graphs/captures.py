@@ -18,7 +18,7 @@ from ..backends.protocol import GraphBackend
 from ..ranks import Exchange, worst_outcome
 from ..records import CaptureFailure, CaptureRecord, Records
 from .admitted import CaptureCosts
-from .graph_memory import GraphMemory, graph_of
+from .graph_memory import GraphMemory
 from .recording import Recording
 from .session import CaptureSession, capture_session
 from .wanted import CaptureQueue
@@ -49,7 +49,7 @@ class Captures:
         clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.queue = queue
-        self.memory = GraphMemory()
+        self.memory = GraphMemory(plan)
         self.costs = CaptureCosts()
         self.changes = 0
         self.clock = clock
@@ -95,7 +95,7 @@ class Captures:
         self.graphs.install(graph_index, recording)
         self._changed()
         state.captured, state.bytes, state.launches = True, num_bytes, recording.operations
-        self.memory.took(graph_of(self.plan, graph_index), num_bytes)
+        self.memory.took(graph_index, num_bytes)
         self._refused.discard(graph_index)
         self.records.add(
             CaptureRecord(
@@ -116,7 +116,7 @@ class Captures:
         freed = before.growth(self.backend.memory())
         answers = self.exchange(f"eviction of graph {graph_index}", {"freed": freed})
         freed = min(answer["freed"] for answer in answers)
-        self.memory.freed(graph_of(self.plan, graph_index), freed)
+        self.memory.freed(graph_index, freed)
         self.records.events.emit("capture.evicted", **self._facts(graph_index), freed=freed)
         state.captured, state.bytes = False, 0
         self._changed()

@@ -123,8 +123,7 @@ def _most(curves: Sequence[Sequence[Sequence[float]]]) -> Points:
 
 
 def forecast_memory(
-    backend: GraphBackend, plan: DispatchPlan, indices: Iterable[int], record: RecordGraph,
-    events: Events, serving: bool,
+    backend: GraphBackend, plan: DispatchPlan, record: RecordGraph, events: Events, serving: bool
 ) -> Generator[None, None, tuple[Forecast, list[int]]]:  # fmt: skip
     """Probe a few sizes of each mode, at most six captures; yields after each.
 
@@ -134,8 +133,8 @@ def forecast_memory(
     """
     handled = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
     by_mode: dict[RuntimeMode, list[int]] = {}
-    for graph_index in indices:
-        by_mode.setdefault(plan.entries[graph_index].mode, []).append(graph_index)
+    for graph_index, entry in enumerate(plan.entries):
+        by_mode.setdefault(entry.mode, []).append(graph_index)
     failed: list[int] = []
     modes = {}
 

@@ -3,49 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
-from time import perf_counter
-from typing import Protocol
 
 from ...dispatch import DispatchPlan, RuntimeMode
-from ...events import Events
-from ..backends.protocol import GraphBackend, Memory
 from ..ranks import Exchange
 from ..records import ForecastAccuracy, Records
-from .forecast import Forecast, Graph, RecordGraph, forecast_memory
+from .forecast import Forecast, Graph
+from .wanted import GraphState
 
 WORST_FIT = 0.1
 """A forecast that may be wrong by more than this share is reported as uncertain."""
 
 
-class GraphState(Protocol):
-    """Whether a graph is captured now, or is never to be."""
-
-    captured: bool
-    dropped: bool
-
-
-def limit_in_bytes(limit: int | float | None, memory: Memory) -> int | None:
-    """`steps.memory_limit` in bytes: a float is a fraction of free memory."""
-    return int(limit * memory.free) if isinstance(limit, float) else limit
-
-
 class GraphMemory:
-    """Bytes of captured graphs by mode, their forecast, and the limit.
+    """Bytes of the captured graphs of `plan` by mode, their forecast, and the limit.
 
     `used` is what captures took less what was measured to be freed. It is not read from the device,
-    where the engine allocates at the same time. `impossible` are graphs whose probe failed, and
-    those of modes in which no graph could be probed.
+    where the engine allocates at the same time. `probed` is the forecast of the probes alone, which
+    captures correct in `forecast`. `impossible` are graphs whose probe failed, and those of modes
+    in which no graph could be probed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plan: DispatchPlan) -> None:
         self.limit: int | None = None
         self.forecast: Forecast | None = None
         self.impossible: set[int] = set()
         self.by_mode: dict[RuntimeMode, int] = {}
+        self.probed: Forecast | None = None
+        self._plan = plan
         self._captured: list[Graph] = []
-        self._probed: Forecast | None = None
         self._traffic: list[float] = []
 
     @property
@@ -57,16 +44,19 @@ class GraphMemory:
         """Whether the graphs take more than the limit."""
         return self.limit is not None and self.used > self.limit
 
-    def took(self, graph: Graph, num_bytes: int) -> None:
+    def took(self, graph_index: int, num_bytes: int) -> None:
         """Add a captured graph, and correct the forecast by what it took."""
-        if self._forecasts(graph):
-            assert self.forecast is not None
-            self.forecast = self.forecast.corrected(graph, self._forecast_captured(), num_bytes)
+        graph = graph_of(self._plan, graph_index)
+        if self.forecast is not None and graph[0] in self.forecast.modes:
+            self.forecast = self.forecast.corrected(
+                graph, self._forecast_graphs(self._captured), num_bytes
+            )
         self._captured.append(graph)
         self.by_mode[graph[0]] = self.by_mode.get(graph[0], 0) + num_bytes
 
-    def freed(self, graph: Graph, num_bytes: int) -> None:
+    def freed(self, graph_index: int, num_bytes: int) -> None:
         """Subtract a graph, of which `num_bytes` were freed: less than it took if others share."""
+        graph = graph_of(self._plan, graph_index)
         self._captured.remove(graph)
         self.by_mode[graph[0]] -= num_bytes
 
@@ -74,61 +64,24 @@ class GraphMemory:
         """All graphs and their pool are gone."""
         self.by_mode = dict.fromkeys(self.by_mode, 0)
 
-    def admits(self, graph: Graph) -> bool:
+    def admits(self, graph_index: int) -> bool:
         """Whether the limit is expected to hold with one more graph."""
-        if self.limit is None or not self._forecasts(graph):
+        graph = graph_of(self._plan, graph_index)
+        if self.limit is None or self.forecast is None or graph[0] not in self.forecast.modes:
             return not self.exceeded
+        return (
+            self.used + self.forecast.growth(graph, self._forecast_graphs(self._captured))
+            <= self.limit
+        )
+
+    def _forecast_graphs(self, graphs: Iterable[Graph]) -> list[Graph]:
+        """Those of modes with a forecast: a change of the plan may add a mode."""
         assert self.forecast is not None
-        return self.used + self.forecast.growth(graph, self._forecast_captured()) <= self.limit
-
-    def _forecast_captured(self) -> list[Graph]:
-        """Captured graphs of modes with a forecast: a change of the plan may add a mode."""
-        return [graph for graph in self._captured if self._forecasts(graph)]
-
-    def _forecasts(self, graph: Graph) -> bool:
-        return self.forecast is not None and graph[0] in self.forecast.modes
-
-    def probe(
-        self,
-        plan: DispatchPlan,
-        backend: GraphBackend,
-        record: RecordGraph,
-        exchange: Exchange,
-        events: Events,
-        *,
-        serving: bool = False,
-    ) -> Iterator[float]:
-        """Forecast what the graphs of `plan` take, from a few captures; yields the milliseconds of
-        each, and has the forecast at the end. All ranks use the largest of their forecasts.
-
-        In `serving` steps may run in between. Ranks probe at the same steps, until all are done.
-        """
-        indices = range(len(plan.entries))
-        probes = forecast_memory(backend, plan, indices, record, events, serving)
-        result: tuple[Forecast, list[int]] | None = None
-        while True:
-            began = perf_counter()
-            if result is None:
-                try:
-                    next(probes)
-                except StopIteration as end:
-                    result = end.value
-            ms = (perf_counter() - began) * 1000
-            answers = exchange("probe", {"ms": ms, "done": result is not None})
-            if result is not None and all(answer["done"] for answer in answers):
-                break
-            yield max(answer["ms"] for answer in answers)
-        forecast, failed = result
-        answers = exchange("forecast", {"forecast": forecast.as_json(), "failed": failed})
-        self.forecast = Forecast.worst([answer["forecast"] for answer in answers])
-        self._probed = self.forecast
-        self.impossible = {i for answer in answers for i in answer["failed"]}
-        self.impossible |= {i for i in indices if plan.entries[i].mode not in self.forecast.modes}
+        return [graph for graph in graphs if graph[0] in self.forecast.modes]
 
     def plan_limit(
         self,
         limit: int | None,
-        plan: DispatchPlan,
         counts: Sequence[int],
         exchange: Exchange,
         records: Records,
@@ -138,16 +91,15 @@ class GraphMemory:
         `counts` are the steps of 0, 1, … tokens so far, if known. All ranks use the smallest limit
         and the sum of their steps.
         """
-        assert self.forecast is not None
         answers = exchange("memory limit", {"limit": limit, "traffic": list(counts)})
         self.limit = limit and min(answer["limit"] for answer in answers)
         by_rank = [answer["traffic"] for answer in answers]
         self._traffic = [sum(of_size) for of_size in zip(*by_rank, strict=True)]
-        pruned = self.to_drop(plan)
+        pruned = self.to_drop()
         lost = [*sorted(self.impossible), *pruned]
-        kept = [i for i in range(len(plan.entries)) if i not in lost]
-        num_bytes, margin = self.forecast_of(plan, kept)
-        entries = [plan.entries[i].as_json() for i in lost]
+        kept = [i for i in range(len(self._plan.entries)) if i not in lost]
+        num_bytes, margin = self.forecast_of(kept)
+        entries = [self._plan.entries[i].as_json() for i in lost]
         planned = {"bytes": num_bytes, "margin": margin}
         records.events.emit(
             "memory.forecast", level=logging.INFO, limit=self.limit, **planned, dropped=entries
@@ -156,40 +108,39 @@ class GraphMemory:
             records.events.emit("memory.uncertain", level=logging.WARNING, **planned)
         return lost
 
-    def to_drop(self, plan: DispatchPlan) -> list[int]:
+    def to_drop(self) -> list[int]:
         """Graphs to drop so that the others are forecast to fit, the least useful first."""
         if self.limit is None or self.forecast is None:
             return []
-        possible = [i for i in range(len(plan.entries)) if i not in self.impossible]
-        return prune(plan, possible, self.forecast, self.limit, self._traffic)
+        possible = [i for i in range(len(self._plan.entries)) if i not in self.impossible]
+        return prune(self._plan, possible, self.forecast, self.limit, self._traffic)
 
-    def too_large(self, plan: DispatchPlan, states: Sequence[GraphState]) -> list[int]:
+    def too_large(self, states: Sequence[GraphState]) -> list[int]:
         """Captured graphs to drop so that at least half of the plan fits, by the corrected
         forecast; none while half of it is captured."""
         planned = [state.captured for state in states if not state.dropped]
         if 2 * sum(planned) >= len(planned):
             return []
-        return [i for i in self.to_drop(plan) if states[i].captured]
+        return [i for i in self.to_drop() if states[i].captured]
 
-    def forecast_of(self, plan: DispatchPlan, indices: Iterable[int]) -> tuple[int, int]:
+    def forecast_of(self, indices: Iterable[int]) -> tuple[int, int]:
         """Forecast bytes of the graphs `indices` alone, and by how much that may be wrong."""
         assert self.forecast is not None
-        graphs = [graph_of(plan, i) for i in indices]
-        graphs = [graph for graph in graphs if self._forecasts(graph)]
+        graphs = self._forecast_graphs(graph_of(self._plan, i) for i in indices)
         return self.forecast.total(graphs), self.forecast.margin(graphs)
 
-    def expected(self, plan: DispatchPlan, indices: Iterable[int]) -> tuple[int, int]:
+    def expected(self, indices: Iterable[int]) -> tuple[int, int]:
         """Bytes once all of `indices` are captured, and by how much that may be wrong."""
-        forecast, margin = self.forecast_of(plan, indices)
+        forecast, margin = self.forecast_of(indices)
         expected, limit = max(self.used, forecast), self.limit
         # the limit holds even if the forecast is wrong
         return expected, margin if limit is None else max(0, min(margin, limit - expected))
 
-    def accuracy(self, plan: DispatchPlan, captured: Iterable[int]) -> ForecastAccuracy:
+    def accuracy(self, captured: Iterable[int]) -> ForecastAccuracy:
         """What the probes alone forecast for the `captured` graphs, and what these took."""
-        assert self._probed is not None
-        graphs = [graph_of(plan, i) for i in captured]
-        expected = self._probed.total([graph for graph in graphs if self._forecasts(graph)])
+        assert self.probed is not None
+        graphs = self._forecast_graphs(graph_of(self._plan, i) for i in captured)
+        expected = self.probed.total(graphs)
         return ForecastAccuracy(expected, self.used, self.used / expected if expected else None)
 
 

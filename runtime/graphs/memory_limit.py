@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from time import perf_counter
 
 from ..after_seal import allow_compilation
 from ..records import CaptureRecord
 from .captures import Captures
-from .graph_memory import GraphMemory, graph_of, limit_in_bytes
+from .forecast import Forecast, forecast_memory
+from .graph_memory import GraphMemory
 from .session import CaptureSession
 
 
@@ -44,7 +46,7 @@ class MemoryLimit:
 
     def admits(self, graph_index: int) -> bool:
         """Whether one more graph is expected to fit; else it is blocked and the reason recorded."""
-        if self.memory.admits(graph_of(self._plan, graph_index)):
+        if self.memory.admits(graph_index):
             return True
         reason = f"it would pass the memory limit of {self.memory.limit} bytes"
         self._captures.refused(graph_index, reason)
@@ -67,7 +69,7 @@ class MemoryLimit:
 
     def make_room(self) -> bool:
         """Drop captured graphs that keep most of the plan out; returns whether there are any."""
-        for graph_index in self.memory.too_large(self._plan, self._queue.states):
+        for graph_index in self.memory.too_large(self._queue.states):
             self._captures.evict(graph_index)
             self._queue.states[graph_index].dropped = self.exceeded = True
         return self.exceeded
@@ -96,7 +98,7 @@ class MemoryLimit:
         """Capture graphs that were pruned, if the corrected forecast says that they fit."""
         for graph_index in reversed(self._pruned):
             state = self._queue.states[graph_index]
-            if self.memory.admits(graph_of(self._plan, graph_index)):
+            if self.memory.admits(graph_index):
                 with self._captures.session(prepare=False) as session:
                     state.dropped = False
                     state.kept = self.capture(graph_index, session)
@@ -113,7 +115,7 @@ class MemoryLimit:
         if self.memory.forecast is None or self._queue.complete:
             return self.memory.used, 0
         indices = [i for i, state in enumerate(self._queue.states) if not state.dropped]
-        return self.memory.expected(self._plan, indices)
+        return self.memory.expected(indices)
 
     def apply(self) -> None:
         """Before the startup set is captured: drop graphs above the limit, by a forecast."""
@@ -123,22 +125,43 @@ class MemoryLimit:
                 self._plan_graphs()
 
     def probing(self, serving: bool = False) -> Iterator[float]:
-        """Make the forecast; yields the milliseconds of each probe."""
-        captures = self._captures
-        return self.memory.probe(
-            self._plan,
-            captures.backend,
-            captures.graphs.record,
-            captures.exchange,
-            self._records.events,
-            serving=serving,
+        """Forecast what the graphs take, from a few captures; yields the milliseconds of each.
+
+        All ranks use the largest of their forecasts. In `serving` steps may run in between. Ranks
+        probe at the same steps, until all are done.
+        """
+        plan, captures, memory = self._plan, self._captures, self.memory
+        probes = forecast_memory(
+            captures.backend, plan, captures.graphs.record, self._records.events, serving
         )
+        result: tuple[Forecast, list[int]] | None = None
+        while True:
+            began = perf_counter()
+            if result is None:
+                try:
+                    next(probes)
+                except StopIteration as end:
+                    result = end.value
+            ms = (perf_counter() - began) * 1000
+            answers = captures.exchange("probe", {"ms": ms, "done": result is not None})
+            if result is not None and all(answer["done"] for answer in answers):
+                break
+            yield max(answer["ms"] for answer in answers)
+        forecast, failed = result
+        answers = captures.exchange("forecast", {"forecast": forecast.as_json(), "failed": failed})
+        memory.forecast = Forecast.worst([answer["forecast"] for answer in answers])
+        memory.probed = memory.forecast
+        memory.impossible = {i for answer in answers for i in answer["failed"]}
+        modes = [entry.mode for entry in plan.entries]
+        memory.impossible |= {i for i, mode in enumerate(modes) if mode not in memory.probed.modes}
 
     def drop_above(self) -> None:
-        """Drop graphs above the limit, by what is forecast."""
-        limit = limit_in_bytes(self._limit, self._captures.backend.memory())
-        counts, exchange = self._counts(self._plan.largest), self._captures.exchange
-        dropped = self.memory.plan_limit(limit, self._plan, counts, exchange, self._records)
+        """Drop graphs above the limit, by what is forecast. A float is a share of free memory."""
+        limit, captures = self._limit, self._captures
+        if isinstance(limit, float):
+            limit = int(limit * captures.backend.memory().free)
+        counts = self._counts(self._plan.largest)
+        dropped = self.memory.plan_limit(limit, counts, captures.exchange, self._records)
         self._drop(dropped)
         self._pruned = [i for i in dropped if i not in self.memory.impossible]
 
@@ -151,7 +174,7 @@ class MemoryLimit:
     def _forget_failed_probes(self) -> None:
         """Probe again if a probe failed: its dummy batch may have lacked metadata."""
         if self.memory.impossible:
-            self._captures.memory = GraphMemory()
+            self._captures.memory = GraphMemory(self._plan)
             self._drop(())
 
     def _drop(self, indices: Collection[int]) -> None:

@@ -49,14 +49,16 @@ def test_own_bytes_are_what_later_captures_add_and_the_rest_is_shared() -> None:
 
 def test_graphs_of_a_mode_without_a_forecast_count_as_used_only() -> None:
     """A change of the plan may add a mode of which nothing was probed."""
-    memory = GraphMemory()
+    plan = make_plan(GraphMode.FULL_AND_PIECEWISE, (4, 8, 16), max_num_reqs=16)
+    index = {graph_of(plan, graph_index): graph_index for graph_index in range(6)}
+    memory = GraphMemory(plan)
     memory.limit, memory.forecast = 1000, Forecast({FULL: fit([(4, 900), (4, 42)], alone=62)})
-    memory.took((RuntimeMode.PIECEWISE, 4), 300)
-    memory.took((FULL, 4), 500)
+    memory.took(index[RuntimeMode.PIECEWISE, 4], 300)
+    memory.took(index[FULL, 4], 500)
     assert memory.used == 800
-    assert memory.admits((RuntimeMode.PIECEWISE, 8))
-    memory.took((RuntimeMode.PIECEWISE, 8), 300)
-    assert not memory.admits((RuntimeMode.PIECEWISE, 16))
+    assert memory.admits(index[RuntimeMode.PIECEWISE, 8])
+    memory.took(index[RuntimeMode.PIECEWISE, 8], 300)
+    assert not memory.admits(index[RuntimeMode.PIECEWISE, 16])
 
 
 def test_several_graphs_of_one_size_count_as_the_largest_of_them() -> None:
@@ -295,7 +297,7 @@ def test_worth_is_what_is_saved_per_byte() -> None:
 
 def test_ranks_prune_by_the_traffic_of_them_all() -> None:
     plan = make_plan(GraphMode.FULL, (8, 16, 17, 32), max_num_reqs=64)
-    memory, records = GraphMemory(), Records()
+    memory, records = GraphMemory(plan), Records()
     memory.forecast = Forecast({FULL: ModeForecast(((32, 100.0),), ((32, 0.0),))})
     own = [int(n in (17, 32)) for n in range(33)]
 
@@ -304,7 +306,7 @@ def test_ranks_prune_by_the_traffic_of_them_all() -> None:
         return [mine, {**mine, "traffic": theirs}]
 
     for among, least in ((single_rank, 16), (exchange, 8)):
-        dropped = memory.plan_limit(300, plan, own, among, records)
+        dropped = memory.plan_limit(300, own, among, records)
         assert [plan.entries[graph_index].descriptor.num_tokens for graph_index in dropped] == [
             least
         ]
