@@ -19,12 +19,11 @@ from piecegraph.dispatch import (
 )
 from piecegraph.errors import BeyondLimits, InvalidSetting, NoBuckets
 from piecegraph.tools.engine.bucket_ranges import (
-    BucketRanges,
     BucketStrategy,
-    default_ranges,
     exponential,
     linear,
     padding_aware,
+    ranges,
 )
 from piecegraph.tools.engine.bucket_table import (
     BucketTable,
@@ -42,8 +41,8 @@ PROMPT, DECODE = Phase.PROMPT, Phase.DECODE
     ("config", "values"),
     [
         ((1, 32, 128), "1 2 4 8 16 32 64 96 128"),
-        ((1, 32, 100), "1 2 4 8 16 32 64 96"),
-        ((1, 32, 5), "1 2 4"),
+        ((1, 32, 100), "1 2 4 8 16 32 64 96 100"),
+        ((1, 32, 5), "1 2 4 5"),
         ((2, 32, 64), "2 4 8 16 32 64"),
         ((3, 16, 64), "3 6 12 16 32 48 64"),
         ((64, 32, 128), "64 96 128"),
@@ -60,16 +59,15 @@ def test_linear_vectors(config, values):
 @pytest.mark.parametrize(
     ("config", "values"),
     [
-        ((1, 2, 16, 5), "1 2 4 6 10 16"),
-        ((1, 2, 64, 7), "1 2 4 8 12 22 36 64"),
-        ((1, 2, 256, 9), "1 2 4 8 14 24 42 78 140 256"),
-        ((128, 128, 2048, 10), "128 256 384 512 640 896 1152 1536 2048"),
-        ((128, 128, 2048, 11), "128 256 384 512 768 896 1280 1664 2048"),
-        ((128, 128, 8192, 13), "128 256 384 512 768 1024 1536 2048 2944 4096 5888 8192"),
-        ((0, 1, 31, 6), "0 1 2 4 8 16 31"),
-        ((1, 64, 1000, 11), "1 64 128 192 256 384 448 640 768 1000"),
-        ((1, 256, 2304, 13), "1 256 512 768 1024 1280 1536 1792 2048 2304"),
-        ((1, 8, 100, 1), "100"),
+        ((1, 2, 16), "1 2 4 6 10 16"),
+        ((1, 2, 64), "1 2 4 8 12 22 36 64"),
+        ((1, 2, 256), "1 2 4 8 14 24 42 78 140 256"),
+        ((128, 128, 2048), "128 256 384 512 640 768 1024 1280 1664 2048"),
+        ((0, 1, 31), "0 1 2 4 8 16 31"),
+        ((1, 64, 1000), "1 64 128 192 256 384 448 640 768 1000"),
+        ((1, 256, 2304), "1 256 512 768 1024 1280 1536 1792 2048 2304"),
+        ((1, 2, 1), "1"),
+        ((0, 1, 1), "0 1"),
     ],
 )
 def test_exponential_vectors(config, values):
@@ -77,26 +75,23 @@ def test_exponential_vectors(config, values):
 
 
 def test_exponential_ends_exactly_without_a_second_value_of_it():
-    assert exponential(1, 128, 100, 3, exact=True) == [1, 100]
-    assert exponential(1, 64, 1001, 4, exact=True)[-1] == 1001
+    assert exponential(1, 128, 100) == [1, 100]
+    assert exponential(1, 64, 1001)[-1] == 1001
 
 
 @pytest.mark.parametrize(
     ("config", "values"),
     [
-        ((1, 1, 16, 4, 25), "1 2 4 6 8 12 16"),
-        ((1, 2, 64, 16, 25), "1 2 4 6 8 12 16 22 30 32 44 48 64"),
-        ((1, 2, 128, 32, 25), "1 2 4 6 8 12 16 22 30 32 44 60 64 86 96 128"),
-        ((128, 128, 2048, 512, 25), "128 256 384 512 640 768 1024 1280 1536 2048"),
+        ((1, 1, 16), "1 2 4 6 8 12 16"),
+        ((1, 2, 64), "1 2 4 6 8 12 16 22 30 32 44 48 64"),
+        ((1, 2, 128), "1 2 4 6 8 12 16 22 30 32 44 60 64 86 96 128"),
+        ((128, 128, 2048), "128 256 384 512 640 768 1024 1280 1536 2048"),
         (
-            (128, 128, 8192, 2048, 25),
+            (128, 128, 8192),
             "128 256 384 512 640 768 1024 1280 1664 2048 2688 3584 4096 5376 6144 8192",
         ),
-        ((0, 2, 31, 16, 25), "0 1 2 4 6 8 12 16 22 30 31"),
-        ((0, 8, 64, 64, 0), "0 1 2 4 8 16 24 32 40 48 56 64"),
-        ((0, 8, 64, 64, 50), "0 1 2 4 8 16 32 64"),
-        ((0, 8, 64, 16, 50), "0 1 2 4 8 16 32 48 64"),
-        ((16, 16, 128, 32, 25), "16 32 48 64 80 96 128"),
+        ((16, 16, 128), "16 32 48 64 80 96 128"),
+        ((0, 1, 1), "0 1"),
     ],
 )
 def test_padding_aware_vectors(config, values):
@@ -108,10 +103,8 @@ def test_padding_aware_vectors(config, values):
     [
         lambda: linear(5, 1, 4),
         lambda: linear(-1, 1, 4),
-        lambda: exponential(1, 2, 8, 0),
-        lambda: exponential(1, 0, 8, 2),
-        lambda: padding_aware(1, 2, 8, 4, 51),
-        lambda: padding_aware(1, 2, 8, -1, 25),
+        lambda: exponential(1, 0, 8),
+        lambda: padding_aware(1, 2, 0),
     ],
 )
 def test_a_range_that_cannot_be_is_an_error(make):
@@ -119,27 +112,23 @@ def test_a_range_that_cannot_be_is_an_error(make):
         make()
 
 
-def test_default_ranges_of_the_worked_example():
-    prompt, decode = (default_ranges(phase, EXP_4096, EXP) for phase in (PROMPT, DECODE))
-    assert prompt.batch == [1, 2, 4, 6, 10, 16]
-    assert prompt.query == [128, 256, 384, 512, 768, 896, 1280, 1664, 2048]
-    assert prompt.context == [0, 1, 2, 4, 8, 16, 31]
-    assert decode.batch == [1, 2, 4, 8, 12, 22, 36, 64]
+def test_ranges_of_the_worked_example():
+    batch, query, context = ranges(PROMPT, EXP_4096, EXP)
+    assert batch == [1, 2, 4, 6, 10, 16]
+    assert query == exponential(128, 128, 2048)
+    assert context == [0, 1, 2, 4, 8, 16, 31]
+    assert ranges(DECODE, EXP_4096, EXP)[:2] == ([1, 2, 4, 8, 12, 22, 36, 64], (1,))
 
 
-def test_default_ranges_know_the_size_of_the_cache():
-    def contexts(strategy=EXP, **limits):
-        return default_ranges(DECODE, replace(EXP_4096, **limits), strategy).context
+@pytest.mark.parametrize("strategy", BucketStrategy)
+def test_ranges_know_the_size_of_the_cache(strategy):
+    def last(**limits):
+        return ranges(DECODE, replace(EXP_4096, **limits), strategy)[2][-1]
 
-    assert contexts()[-1] == 64 * 32
-    assert contexts(total_blocks=100)[-1] == 300
-    assert contexts(total_blocks=100, clamped=False)[-1] == 64 * 32
-    assert len(contexts(total_blocks=100, clamped=False)) > len(contexts())
-    assert contexts(total_blocks=100, contiguous=True)[-1] == 100
-    assert contexts(LIN, total_blocks=1000, contiguous=True)[-1] == 896
-    assert contexts(PAD, total_blocks=1000, contiguous=True)[-1] == 1000
-    small = contexts(PAD, total_blocks=100, contiguous=True)
-    assert (small[0], small[-1]) == (1, 100)
+    assert last() == 64 * 32
+    assert last(total_blocks=100) == 300
+    assert last(total_blocks=100, clamped=False) == 64 * 32
+    assert last(total_blocks=1000, contiguous=True) == 1000
 
 
 def test_prompt_filters():
@@ -163,7 +152,6 @@ def test_merged_and_sliced_prompts_have_filters_of_their_own():
     merged = replace(EXP_4096, merged_prefill=True)
     assert merged.keeps(Bucket(1, 2048, 16 * 31))
     assert not merged.keeps(Bucket(1, 2048, 16 * 31 + 1))
-    assert {b.batch for b in plan_buckets(PROMPT, merged, LIN)} == {1}
     sliced = replace(EXP_4096, slice_size=1024)
     assert sliced.keeps(Bucket(1, 8192, 0))
     assert not sliced.keeps(Bucket(1, 8200, 0))
@@ -171,34 +159,14 @@ def test_merged_and_sliced_prompts_have_filters_of_their_own():
     assert sliced.keeps(Bucket(1, 8191, 0))
 
 
-def test_the_edge_of_a_long_context_leaves_room_for_the_query():
-    limits = BucketLimits(128, 2048, 16384, max_num_reqs=8)
-    ranges = BucketRanges([1], [128, 2048], [0, 128])
-    assert plan_buckets(PROMPT, limits, ranges=ranges) == (
-        Bucket(1, 128, 0),
-        Bucket(1, 128, 127),
-        Bucket(1, 2048, 0),
-        Bucket(1, 2048, 112),
-    )
-
-
-def test_the_edge_never_passes_the_last_context():
-    limits = BucketLimits(128, 2048, 16384, max_num_reqs=8)
-    ranges = BucketRanges([1], [128], [0, 5])
-    assert plan_buckets(PROMPT, limits, ranges=ranges) == (Bucket(1, 128, 0), Bucket(1, 128, 5))
-
-
 def test_queries_are_rounded_to_chunks():
     limits = replace(EXP_4096, chunk_size=256)
     assert all(b.query % 256 == 0 for b in plan_buckets(PROMPT, limits, EXP))
-    with pytest.raises(InvalidSetting, match="chunk_size = 300"):
-        plan_buckets(PROMPT, replace(EXP_4096, chunk_size=300), EXP)
 
 
 def test_no_bucket_left_is_an_error_with_what_was_rejected():
-    ranges = BucketRanges([2], [2048], [0])
     with pytest.raises(NoBuckets, match=r"\(2, 2048, 0\)"):
-        plan_buckets(PROMPT, EXP_4096, ranges=ranges)
+        filter_buckets([Bucket(2, 2048, 0)], EXP_4096)
     with pytest.raises(NoBuckets, match="none"):
         filter_buckets([], EXP_4096)
 

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from itertools import product
+from itertools import product, starmap
 
 from ...dispatch import Bucket, BucketLimits, Phase
-from ...errors import BeyondLimits, InvalidSetting, NoBuckets
-from .bucket_ranges import LONG_CONTEXT, BucketRanges, BucketStrategy, default_ranges
+from ...errors import BeyondLimits, NoBuckets
+from .bucket_ranges import BucketStrategy, ranges
 
 
 def plan_buckets(
     phase: Phase,
     limits: BucketLimits,
     strategy: BucketStrategy = BucketStrategy.EXPONENTIAL,
-    *,
-    ranges: BucketRanges | None = None,
 ) -> tuple[Bucket, ...]:
-    """All combinations of the ranges that some legal batch may need, corrected, ascending.
+    """The buckets of a strategy that some legal batch may need, corrected, ascending.
 
     Raises NoBuckets with the rejected buckets if none is left.
     """
-    ranges = ranges or default_ranges(phase, limits, strategy)
-    every = _prompts(limits, ranges) if phase is Phase.PROMPT else _decodes(limits, ranges)
-    return filter_buckets(every, limits)
+    return filter_buckets(starmap(Bucket, product(*ranges(phase, limits, strategy))), limits)
 
 
 def filter_buckets(every: Iterable[Bucket], limits: BucketLimits) -> tuple[Bucket, ...]:
@@ -36,37 +32,13 @@ def filter_buckets(every: Iterable[Bucket], limits: BucketLimits) -> tuple[Bucke
     return tuple(sorted(kept))
 
 
-def _prompts(limits: BucketLimits, ranges: BucketRanges) -> Iterable[Bucket]:
-    chunk = limits.chunk_size or 1
-    if limits.max_num_tokens % chunk:
-        raise InvalidSetting(
-            name="chunk_size",
-            value=chunk,
-            reason=f"max_num_tokens {limits.max_num_tokens} is no multiple of it",
-            expected="a divisor of max_num_tokens",
-        )
-    last = max(ranges.context)
-    for batch, context, query in product(ranges.batch, ranges.context, ranges.query):
-        query = -(-query // chunk) * chunk
-        edge = (limits.max_model_len - query) // limits.block_size
-        if limits.max_model_len >= LONG_CONTEXT and context == last and 0 <= edge < last:
-            yield Bucket(batch, query, edge)
-        else:
-            yield Bucket(batch, query, context)
-
-
-def _decodes(limits: BucketLimits, ranges: BucketRanges) -> Iterable[Bucket]:
-    contexts = [*ranges.context]
-    if limits.contiguous and limits.total_blocks and contexts[-1] < limits.total_blocks:
-        contexts.append(limits.total_blocks)
-    return (Bucket(batch, 1, context) for batch, context in product(ranges.batch, contexts))
-
-
 def _corrected(bucket: Bucket, limits: BucketLimits) -> Bucket:
-    """Limit the context of a decode bucket to the full length of its requests."""
-    if bucket.phase is Phase.PROMPT or limits.contiguous:
-        return bucket
-    return bucket._replace(context=min(bucket.context, bucket.batch * limits.request_blocks))
+    """Queries of prompts are multiples of the chunk size; decode has at most the full context."""
+    if bucket.phase is Phase.PROMPT:
+        chunk = limits.chunk_size or 1
+        return bucket._replace(query=-(-bucket.query // chunk) * chunk)
+    most = limits.most_context(Phase.DECODE, bucket.batch, 1)
+    return bucket._replace(context=min(bucket.context, most))
 
 
 class BucketTable:
