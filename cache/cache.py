@@ -19,6 +19,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..errors import InvalidEntry, LayerFailed
@@ -28,6 +29,7 @@ from .evict import Limits, evict, remove_leftovers
 from .keys.factors import Json
 from .keys.key import Key
 from .layers import CacheLayer, Entry, Miss, Refusal, accept_any, find, held
+from .lease import Leasing, lease
 from .lock import (
     TEMPORARY,
     Flight,
@@ -294,19 +296,27 @@ class Cache:
     ) -> Iterator[Flight]:
         """Let one process make the entry while others wait; after AFTER_OTHERS look up again.
 
-        UNLOCKED after `wait_limit` seconds, without a private directory, and where locks fail.
+        One on this machine, and one of all machines that write to a shared layer. UNLOCKED after
+        `wait_limit` seconds, without a private directory, and where locks fail.
         """
         if self.private is None:
             yield Flight.UNLOCKED
             return
-        label = _label(kind, key)
-        name = lock_name(kind, key.digest)
+        label, limits = _label(kind, key), (wait_limit, progress_every)
+        name, lock = entry_name(kind, key.digest), lock_name(kind, key.digest)
         root = self.private.root
-        with single_flight(root / name, label, self._events, wait_limit, progress_every) as flight:
-            there = os.path.exists(root / entry_name(kind, key.digest))
+        with single_flight(root / lock, label, self._events, *limits) as flight:
+            there = os.path.exists(root / name)
             if there and flight is Flight.FIRST:
                 flight = Flight.AFTER_OTHERS  # they have just finished
-            yield flight
+            shared = (each for each in self.layers if each.writable and isinstance(each, Leasing))
+            layer = next(shared, None)
+            if layer is None or flight is not Flight.FIRST:
+                yield flight
+                return
+            is_done = partial(_is_there, layer, name)
+            with lease(layer, lock, is_done, label, self._events, *limits) as flight:
+                yield flight
 
     def _count_hit(self, entry: Entry, seconds: float) -> None:
         kind = entry.manifest.kind
@@ -345,6 +355,13 @@ class Cache:
         """To those of all starts."""
         if self.private is not None and self.private.writable:
             add_counts(self.private.root, counts)
+
+
+def _is_there(layer: Leasing, name: str) -> bool:
+    with contextlib.suppress(OSError):
+        layer.read_again(name, 1)
+        return True
+    return False
 
 
 def _label(kind: str, key: Key) -> str:

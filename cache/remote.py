@@ -98,8 +98,8 @@ class RemoteLayer:
         for name, content in entry.contents.items():
             ref = manifest.blobs[name]
             if not self._holds(ref):
-                self._put(blob_name(ref.sha256), content)
-        self._put(entry_name(manifest.kind, manifest.key.digest), encode(manifest, signature))
+                self.replace(blob_name(ref.sha256), content)
+        self.replace(entry_name(manifest.kind, manifest.key.digest), encode(manifest, signature))
 
     def _holds(self, ref: BlobRef) -> bool:
         try:
@@ -108,13 +108,32 @@ class RemoteLayer:
             return False
         return size == ref.size
 
-    def _put(self, name: str, content: bytes) -> None:
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file that must not exist; whether it did not. S3 decides that in one request."""
+        try:
+            self.replace(name, content, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def replace(self, name: str, content: bytes, mode: str = "overwrite") -> None:
+        """Write a file. Raises OSError."""
+
         def put(path: str) -> None:
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._files.pipe_file(path, content)
+            self._files.pipe_file(path, content, mode=mode)
 
         self._call(name, put)
         self._lacks.pop(name, None)
+
+    def read_again(self, name: str, limit: int) -> bytes:
+        """As `read`, also where the file was missing before."""
+        self._lacks.clear()
+        return self.read(name, limit)
+
+    def remove(self, name: str) -> None:
+        """Remove a file. Raises OSError."""
+        self._call(name, lambda path: self._files.rm_file(path))
 
     def _call(self, name: str, request: Callable[[str], Any]) -> Any:
         """One request; any exception becomes an OSError and suspends requests for a while."""
@@ -128,6 +147,8 @@ class RemoteLayer:
             return _within(limit, lambda: request(f"{self._base}/{name}"))
         except FileNotFoundError:
             self._lacks[name] = began + self._memory_seconds
+            raise
+        except FileExistsError:
             raise
         except Exception as error:
             self._down_until = time.monotonic() + self._memory_seconds
