@@ -145,9 +145,9 @@ def _trust() -> Found:
 
 
 def _variables() -> Found:
-    from ...cache.keys.environment import PREFIXES, parts_off
+    from ...cache.keys.environment import PREFIXES, all_variables, parts_off
 
-    names = sorted(name for name in os.environ if name.startswith(PREFIXES))
+    names = [line.partition("=")[0] for line in all_variables() if line.startswith(PREFIXES)]
     off = parts_off()
     fix = f"Parts are off: {', '.join(off)}. Unset PIECEGRAPH_OFF." if off else ""
     return ", ".join(names) or "none", fix
