@@ -80,8 +80,8 @@ class CacheSettings(Settings):
     """Shared `LayerConfig`s, looked up in order after the private directory; see docs/cache.md."""
 
     verify_bundle: VerifyBundle = VerifyBundle.BACKGROUND
-    """When a bundle that is used is compared with a new trace: `"background"` beside serving,
-    unless an equal process did so before on this machine; `"before"` the first step; `"off"`."""
+    """When a bundle that is used is compared with a new trace: `"background"` beside serving, at
+    every warm start; `"before"` the first step; `"off"`."""
 
     max_bytes: int = Field(default=10 << 30, ge=0)
     """The most bytes in the private directory; the least recently used entries are removed

@@ -34,7 +34,7 @@ from .records import Records
 from .report import mode_reasons
 from .request import compile_request
 from .switches import resolve_config
-from .verification import Note, Verification, process_digest, stale, verified_before
+from .verification import Verification, stale
 
 
 def prepare(
@@ -101,10 +101,7 @@ def prepare(
         )
         in_background = partial(_in_background, request, records, policy_of)
         gate = None
-        process = process_digest()
-        compiled, verification = _start(request, config, records, process)
-        if (stored := records.compile.stored) is not None:
-            Note(request.cache, stored, process).write()
+        compiled, verification = _start(request, config, records)
         if isinstance(compiled, NoBundle):
             compiled, gate = in_background(compiled)
         find_bucket_holes(config, records)
@@ -147,7 +144,7 @@ def _backend(backend: GraphBackend | str | None, device: torch.device) -> GraphB
 
 
 def _start(
-    request: CompileRequest, config: Config, records: Records, process: str
+    request: CompileRequest, config: Config, records: Records
 ) -> tuple[CompiledModel | NoBundle, Verification | None]:
     """The compiled model and what verifies its bundle, or what to compile while serving."""
     serves = config.compile and config.bundle is BundleUse.SERVE
@@ -157,9 +154,9 @@ def _start(
         found = compile_model(request)
     if isinstance(found, NoBundle) or not (found.from_bundle and config.cache):
         return found, None
-    verification = Verification(request, found.plan, records, process)
+    verification = Verification(request, found.plan, records)
     match config.cache.verify_bundle:
-        case VerifyBundle.BACKGROUND if not verified_before(verification):
+        case VerifyBundle.BACKGROUND:
             return found, verification
         case VerifyBundle.BEFORE if (difference := verification.agreed()) is not None:
             if config.bundle is BundleUse.FORCE:

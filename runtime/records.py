@@ -130,11 +130,9 @@ class BackgroundFailure(Record, event="background.failed", level=logging.WARNING
 
 
 class Verified(Record, event="bundle.verified", level=logging.INFO):
-    """The bundle of this start is that of the model: it was traced again and compared, or was
-    before: an equal process has verified or made it on this machine."""
+    """The bundle of this start is that of the model: it was traced again and compared."""
 
     seconds: float
-    before: bool = False
 
 
 class Stale(Record, event="bundle.stale", level=logging.ERROR):

@@ -1,32 +1,24 @@
 """Verify the bundle of a warm start: trace the model again beside its steps and compare.
 
-A bundle that an equal process has verified or made on this machine is not traced again. Equal
-means: the same files of loaded modules, arguments and environment variables.
+Every warm start does: what a model depends on has no end, so that no other start stands for it.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ..cache import Cache, Entry, Key
-from ..cache.keys.environment import all_variables
 from ..compile.ir.compilation import CompileRecords, CompileRequest
 from ..compile.ir.plan import Plan
 from ..errors import BundleStale
-from ..events import Events
 from .records import NotVerified, Records, Stale, Verified
 from .steps.usage import IdleSteps
 from .tracing_thread import TracingThread
 
-KIND = "verified"
 LATEST_START_S = 5.0
 """A trace begins when the model is ready, and at most so long after `prepare`."""
 
@@ -34,14 +26,10 @@ LATEST_START_S = 5.0
 class Verification:
     """Compares the bundle of one start with its model, in a thread or in the calling one."""
 
-    def __init__(self, request: CompileRequest, plan: Plan, records: Records, process: str) -> None:
-        """`process` is the `process_digest` of before the bundle was loaded."""
+    def __init__(self, request: CompileRequest, plan: Plan, records: Records) -> None:
         self.request = request
         self.records = records
         self.difference: str | None = None
-        bundle = request.records.bundle
-        assert bundle is not None
-        self.note = Note(request.cache, bundle.digest, process)
         self._plan = plan
         self._ready = threading.Event()
         self._refused: Callable[[], Callable[[], None] | None] = lambda: None
@@ -100,35 +88,6 @@ class Verification:
             self.records.add(Stale(seconds, self.difference))
             return
         self.records.add(Verified(seconds))
-        self.note.write()
-
-
-class Note:
-    """The entry that says that an equal process has traced the model of a bundle on this machine:
-    it has verified the bundle, or made it."""
-
-    def __init__(self, cache: Cache, bundle: str | None, process: str) -> None:
-        """`process` is the `process_digest` of before the trace: a trace and a load import more."""
-        self._private = cache.private
-        self._key = Key.of("trace", {"bundle": bundle, "process": process})
-
-    def exists(self) -> bool:
-        if self._private is None:
-            return False
-        found = Cache(self._private, Events()).lookup(KIND, self._key, count=False)
-        return isinstance(found, Entry)
-
-    def write(self) -> None:
-        """Where the private directory can be written."""
-        if self._private is not None and self._private.writable:
-            Cache(self._private, Events()).publish(KIND, self._key, {}, {})
-
-
-def verified_before(verification: Verification) -> bool:
-    """Whether an equal process has verified or made the bundle on this machine; records that."""
-    if exists := verification.note.exists():
-        verification.records.add(Verified(0.0, before=True))
-    return exists
 
 
 class Refusal:
@@ -149,19 +108,3 @@ class Refusal:
 def stale(request: CompileRequest, difference: str) -> BundleStale:
     """The error of a start that may use nothing but its bundle."""
     return BundleStale(model=type(request.model).__qualname__, difference=difference)
-
-
-def process_digest() -> str:
-    """What this process is made of: files of its modules, arguments and environment variables."""
-    facts = "\n".join([*_modules(), *sys.argv, *all_variables()])
-    return hashlib.sha256(facts.encode(errors="surrogateescape")).hexdigest()
-
-
-def _modules() -> Iterator[str]:
-    for name, module in sorted(sys.modules.items()):
-        path = getattr(module, "__file__", None)
-        try:
-            stat = os.stat(path) if isinstance(path, str) else None
-        except OSError:
-            stat = None
-        yield f"{name} {path} {stat and (stat.st_mtime_ns, stat.st_size)}"

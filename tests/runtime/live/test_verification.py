@@ -5,7 +5,6 @@ Conditions are switched off here, so that only the verification can refuse a bun
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +17,9 @@ from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.compile.trace import dynamo
 from piecegraph.errors import BundleStale
 from piecegraph.runtime import verification
-from piecegraph.runtime.records import Stale, Verified
+from piecegraph.runtime.records import Stale
 
-from .conftest import LENGTHS, LiveServed, Model, Texts
+from .conftest import LENGTHS, LiveServed, Model
 
 Prepare = Callable[..., LiveServed]
 
@@ -48,10 +47,9 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stale_start(prepare_live: Prepare, blind: None, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+def stale_start(prepare_live: Prepare, blind: None) -> Prepare:
     """A start from the bundle that another process made of a model with another gain."""
     prepare_live(Gained(2.0), cache=CacheSettings(verify_bundle="off"))
-    monkeypatch.setenv("ANOTHER_PROCESS", "1")
 
     def start(when: str = "background", **settings: Any) -> LiveServed:
         return prepare_live(Gained(3.0), cache=CacheSettings(verify_bundle=when), **settings)
@@ -117,38 +115,20 @@ def test_verified_before_the_first_step_a_forced_one_is_refused(stale_start: Pre
         stale_start("before", bundle="force")
 
 
-def test_an_equal_process_traces_once(
-    prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
+def test_every_warm_start_verifies_in_a_process_that_is_equal_too(
+    prepare_live: Prepare, blind: None
 ) -> None:
-    def start() -> tuple[bool | str, list[bool]]:
-        prepared = prepare_live().prepared
+    """What the model was made of, such as a file that the program has read, is in no list."""
+
+    def start(gain: float) -> tuple[bool | str, bool | str]:
+        prepared = prepare_live(Gained(gain)).prepared
         at_first = prepared.report()["cache"]["verified"]
-        prepared.wait_until_verified(60)
-        return at_first, [record.before for record in prepared.records.of(Verified)]
+        return at_first, prepared.wait_until_verified(60)
 
-    assert start() == ("the model was traced by this start", [])
-    monkeypatch.setenv("ANY_VARIABLE", "changed")
-    assert start() == ("not yet", [False])
-    assert start() == (True, [True])
-    monkeypatch.setenv("ANY_VARIABLE", "changed again")
-    assert start() == ("not yet", [False])
-
-
-def test_who_made_a_bundle_need_not_verify_it(
-    prepare_live: Prepare, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Code that is loaded imports modules, as that of Inductor does."""
-    load, loaded = Texts.load_artifacts, "a module of loaded code"
-
-    def loading(self: Texts, artifacts: Any) -> Any:
-        sys.modules[loaded] = sys
-        return load(self, artifacts)
-
-    monkeypatch.setattr(Texts, "load_artifacts", loading)
-    for verified in ("the model was traced by this start", True):
-        prepared = prepare_live().prepared
-        del sys.modules[loaded]
-        assert prepared.report()["cache"]["verified"] == verified
+    traced = "the model was traced by this start"
+    assert start(2.0) == (traced, traced)
+    assert start(2.0) == start(2.0) == ("not yet", True)
+    assert start(3.0) == ("not yet", False)
 
 
 def test_off_traces_nothing(prepare_live: Prepare) -> None:
@@ -199,7 +179,6 @@ def test_a_setting_that_changes_during_a_trace_is_no_difference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prepare_live()
-    monkeypatch.setenv("ANOTHER_PROCESS", "1")
     assert prepare_live().prepared.wait_until_verified(60) is True
     assert dtype_changed_beside_a_trace == ["piecegraph-verification"]
 
@@ -222,7 +201,6 @@ def test_a_model_that_is_dropped_or_closed_ends_its_trace(
 ) -> None:
     monkeypatch.setattr(verification, "LATEST_START_S", 600.0)
     prepare_live()
-    monkeypatch.setenv("ANOTHER_PROCESS", "1")
     served, begun = prepare_live(), list[str]()
     threads = [t for t in threading.enumerate() if t.name == "piecegraph-verification"]
     assert len(threads) == 1
