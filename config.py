@@ -313,18 +313,9 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _check_compiler(self) -> Self:
-        """Named passes exist, and only Inductor with its Python wrapper can partition code."""
+        """Named passes exist."""
         if self.codegen.passes:
             _enabled_passes(self)
-        cpp = self.codegen.inductor_options.get("cpp_wrapper")
-        if self.codegen.inductor_partition and (self.compiler != "inductor" or cpp):
-            cause = "inductor_options['cpp_wrapper']" if cpp else f"compiler={self.compiler!r}"
-            raise InvalidSetting(
-                name="codegen.inductor_partition",
-                value=True,
-                reason=f"{cause} cannot partition a graph",
-                expected="False, or compiler='inductor' without cpp_wrapper",
-            )
         return self
 
     @field_serializer("splitting_ops", when_used="json")
@@ -359,7 +350,6 @@ def compile_config(config: Config) -> CompileConfig:
             compiler=config.compiler,
             dynamic_shapes=tracing.dynamic_shapes,
             inductor_options=codegen.inductor_options,
-            inductor_partition=codegen.inductor_partition,
             autotune=config.level >= 3 and bool(codegen.sizes),
         ),
     )

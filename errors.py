@@ -359,11 +359,6 @@ class PrepareFailed(CompileError):
     todo = "The error that is the cause of this one has the details."
 
 
-class NotPartitioned(CompileError):
-    what = "Inductor cannot partition the graph at its splitting ops only: {reason}"
-    todo = "Set codegen.inductor_partition to False to split the graph before it is compiled."
-
-
 class LibraryUnusable(CompileError):
     what = "the ahead-of-time library of a piece cannot be used: {reason}"
     todo = "Inductor's standalone artifact is used for this piece instead."

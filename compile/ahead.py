@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ..cache.keys.encoder import Undescribable
-from ..errors import InvalidSetting
 from ..events import Events
 from ..torch_compat.tracing.dynamo import reasoning_about_sizes
 from .backends.aoti import build_library
@@ -33,16 +32,8 @@ def compile_ahead(request: CompileRequest) -> bool:
     """Build the missing libraries and republish the bundle; False if an artifact cannot have one.
 
     Also False if the trace must not be cached; an event then gives the reason, and the bundle is
-    unchanged. Raises InvalidSetting with `codegen.inductor_partition`: a library cannot be
-    partitioned.
+    unchanged.
     """
-    if request.config.code.inductor_partition:
-        raise InvalidSetting(
-            name="codegen.inductor_partition",
-            value=True,
-            reason="an ahead-of-time library cannot be partitioned",
-            expected="False for what is compiled ahead, or serve from Inductor's artifacts",
-        )
     try:
         key = trace_key(request.model, request.config, request.device, request.examples)
     except Undescribable as error:

@@ -20,7 +20,6 @@ _SIZE = re.compile(r"\bs\d+\b")
 
 COMPARED = (
     "inputs", "constants", "weights", "symbols", "steps", "results", "structure", "parameters",
-    "partition_ops",
 )  # fmt: skip
 """The parts of a plan that follow from the trace. Ranges, proofs and other checks come later."""
 

@@ -65,7 +65,6 @@ def build_report(
             "total": len(plan.piece_uses()),
             "unique": len(plan.pieces),
             "segments": plan.segments(),
-            "partitions": plan.partitions(),
             "ranges": [[each.low, each.high] for each in plan.ranges]
             or [[symbol.low, symbol.high] for symbol in plan.symbols],
         },

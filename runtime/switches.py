@@ -17,7 +17,7 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "all": {"compile": False, "graph_mode": "NONE", "cache": False},
     "compile": {"compile": False},
     "graphs": {"graph_mode": "NONE"},
-    "inductor": {"compiler": "eager", "codegen.inductor_partition": False},
+    "inductor": {"compiler": "eager"},
     "cache": {"cache": False},
     "verification": {"cache.verify_bundle": "off"},
     "dedupe": {"codegen.passes.dedupe": False},

@@ -33,7 +33,6 @@ from ..ir.plan import CompiledRange
 from ..passes.graph_pass import SHIPPED, inductor_passes
 from ..pieces.piece import HANDLE
 from ..plan.split_model import SplitModel, UniquePiece
-from .partition import partition_options, partitions_of
 from .schedule import Job, schedule
 from .worker import Compiled as CompiledInWorker
 from .worker import Failed, Machine, Refused, Reply, Task
@@ -80,12 +79,7 @@ def compile_pieces(
             results.update(_compile_here(request, split, compiler, iter(missing.items())))
     done = [result for result in results.values() if result is not None]
     ranges = [
-        CompiledRange(
-            low=interval.low,
-            high=interval.high,
-            artifacts=numbers,
-            partitions=sum(partitions_of(done[number].fn) for number in numbers),
-        )
+        CompiledRange(low=interval.low, high=interval.high, artifacts=numbers)
         for interval, numbers in plan.ranges
     ]
     return Compiled(plan.jobs, done, ranges)
@@ -309,8 +303,7 @@ def _compile(
             options = compiler_options(split, job, request.device, events)
             fn, blobs = compiler.compile(graph, _inputs(job, graph), options)
         result = CompiledJob(fn, blobs, _prove(split, unique, lambda: fn), span.seconds)
-        cuts = {"partitions": count} if (count := partitions_of(fn)) else {}
-        _record(request, compiler, job, result, {**facts, **cuts})
+        _record(request, compiler, job, result, facts)
     return result
 
 
@@ -336,9 +329,7 @@ def _prove(
     def run(sizes: Mapping[sympy.Symbol, int]) -> str | None:
         return numeric_difference(load(), unique.piece.module(split.trace.graph), sizes)
 
-    # splitting ops inside may need a running step, or write to memory in use
-    runnable = None if split.partition_ops else run
-    return split.guards.prove_new(f"piece {unique.index}", run=runnable, added=added)
+    return split.guards.prove_new(f"piece {unique.index}", run=run, added=added)
 
 
 def _record(
@@ -373,10 +364,9 @@ def _obstacle(job: Job, result: CompiledJob) -> str | None:
 def compiler_options(
     split: SplitModel, job: Job, device: torch.device, events: Events
 ) -> dict[str, Any]:
-    """`plain_options`, passes, and where Inductor partitions."""
+    """`plain_options` and passes."""
     passes = inductor_passes(job.passes, events, job.unique.index)
-    cuts = partition_options(split.partition_ops) if split.config.code.inductor_partition else {}
-    return {**plain_options(split, job, device), **passes, **cuts}
+    return {**plain_options(split, job, device), **passes}
 
 
 def plain_options(split: SplitModel, job: Job, device: torch.device) -> dict[str, Any]:

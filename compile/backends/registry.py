@@ -21,7 +21,6 @@ from ..ir.compilation import Built, CompilePiece, Compiler
 from ..ir.config import CodeConfig
 from . import inductor
 from .editable_code import editable_inductor
-from .partition import partitioning
 
 ENTRY_POINTS = "piecegraph.compilers"
 
@@ -36,19 +35,17 @@ INDUCTOR = Compiler(
 
 
 def compiler_for(code: CodeConfig, dump_dir: Path | None, cache: Cache, events: Events) -> Compiler:
-    """The compiler that the settings name, in the form that dumping, the cache and partitions need.
+    """The compiler that the settings name, in the form that dumping and the cache need.
 
     Raises UnknownCompiler.
     """
     if code.compiler != "inductor":
         return compiler_named(code.compiler)
     if dump_dir is not None:
-        compiler = editable_inductor(dump_dir, events)
-    elif not cache.enabled:
-        compiler = Compiler("inductor", inductor.compile_uncached, session=inductor.compiling)
-    else:
-        compiler = INDUCTOR
-    return partitioning(compiler) if code.inductor_partition else compiler
+        return editable_inductor(dump_dir, events)
+    if not cache.enabled:
+        return Compiler("inductor", inductor.compile_uncached, session=inductor.compiling)
+    return INDUCTOR
 
 
 def compiler_named(name: str) -> Compiler:

@@ -128,10 +128,6 @@ class Codegen(Settings):
     value is a pass to run after those: a `GraphPass`, a function of a graph, or the name of one, as
     `"module:function"` or an entry point."""
 
-    inductor_partition: bool = False
-    """`True` compiles the whole graph and lets Inductor split its code at the splitting ops; see
-    docs/models.md."""
-
     dump_dir: Path | None = None
     """A directory for readable graphs and generated code. Edits of that code take effect; see
     docs/debugging.md."""
@@ -166,7 +162,6 @@ class CodeConfig:
     compiler: str = "inductor"
     dynamic_shapes: DynamicShapes = DynamicShapes.BACKED_SIZE_OBLIVIOUS
     inductor_options: Mapping[str, Any] = field(default_factory=dict)
-    inductor_partition: bool = False
     autotune: bool = False
     """Whether code for `sizes` is autotuned, on a device that supports it."""
 

@@ -126,8 +126,6 @@ class CompiledRange(Frozen):
     low: int
     high: int
     artifacts: tuple[int, ...]
-    partitions: int = 0
-    """Number of partitions of the code, if Inductor partitions it."""
 
 
 class Check(Frozen):
@@ -173,8 +171,6 @@ class Plan(Frozen):
     checks: tuple[Check, ...] = ()
     parameters: tuple[str, ...]
     """Parameter names of the model's forward, in order."""
-    partition_ops: tuple[str, ...] = ()
-    """Ops at which Inductor partitioned the code of the only piece."""
     shapes: dict[str, str] = {}
     """Dtype and shape of each intermediate value, as text."""
     guards: tuple[GuardRecord, ...] = ()
@@ -192,19 +188,10 @@ class Plan(Frozen):
         return [step for step in self.steps if isinstance(step, CallStep)]
 
     def segments(self) -> int:
-        """Segments of a PIECEWISE recording: pieces, and runs of splitting calls between them.
-
-        If Inductor partitioned the code: its partitions and the calls between them.
-        """
-        if self.partition_ops:
-            return 2 * self.partitions() - 1
+        """Segments of a PIECEWISE recording: pieces, and runs of splitting calls between them."""
         kinds = [step.kind for step in self.steps]
         runs = [b for a, b in zip([None, *kinds], kinds, strict=False) if b == "piece" or a != b]
         return len(runs)
-
-    def partitions(self) -> int:
-        """Partitions of the code of the range that has the most; 0 unless Inductor cut it."""
-        return max((interval.partitions for interval in self.ranges), default=0)
 
     def sizes_of_artifacts(self) -> dict[int, tuple[int, ...]]:
         """For each artifact the positions of its size arguments."""

@@ -14,7 +14,7 @@ import hashlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -32,32 +32,32 @@ from ...cache.keys.encoder import (
     stable_text,
 )
 from ...torch_compat.basics.frames import is_torch_file
-from ...torch_compat.basics.ops import is_op, op_name, triton_call
+from ...torch_compat.basics.ops import is_op, triton_call
 from ...torch_compat.basics.symbolic import expression_of
 from ...torch_compat.basics.tensors import storage_id, subclass_parts
 from ..conditions.conditions import observed
-from ..conditions.custom_ops import op_parts, op_signature
+from ..conditions.custom_ops import op_parts
 from ..conditions.torch_functions import TENSOR, names_read
 from ..ir.ops import is_custom
 from ..ir.serialization import encode
 
 
-def fingerprint(graph: Graph, root: torch.nn.Module, cut_at: Sequence[str] = ()) -> str:
+def fingerprint(graph: Graph, root: torch.nn.Module) -> str:
     """sha256, in hex, of the canonical text of `graph`; `root` holds its constants.
 
-    `cut_at` names the ops at which Inductor partitions the generated code. Raises Undescribable.
+    Raises Undescribable.
     """
-    return hashlib.sha256(canonical_text(graph, root, cut_at).encode()).hexdigest()
+    return hashlib.sha256(canonical_text(graph, root).encode()).hexdigest()
 
 
-def canonical_text(graph: Graph, root: torch.nn.Module, cut_at: Sequence[str] = ()) -> str:
+def canonical_text(graph: Graph, root: torch.nn.Module) -> str:
     """The text that is hashed; comparing two texts shows how pieces differ."""
     writer = _Writer(root)
-    lines = [writer.line(node) for node in graph.nodes] + writer.schemas(cut_at)
+    lines = [writer.line(node) for node in graph.nodes] + writer.schemas()
     for space, names in names_read(graph.nodes).items():  # a program may have replaced some
         held = torch.Tensor if space == TENSOR else sys.modules[space]
         lines.append(f"{space} = {observed('added', names, held)}")
-    return "\n".join([*lines, *(f"cut at {name}" for name in cut_at)])
+    return "\n".join(lines)
 
 
 class _Writer:
@@ -82,16 +82,9 @@ class _Writer:
         ]
         return f"%{self._numbers[node]} " + " | ".join(parts)
 
-    def schemas(self, cut_at: Sequence[str]) -> list[str]:
-        """Schema and source of each custom op, which generated code may inline.
-
-        An op at which the code is partitioned is only called: its interface is enough.
-        """
-        called = {name.partition(".")[0] for name in cut_at}
-        return [
-            f"{name} = {(op_form if op_name(op) in called else op_source)(op)}"
-            for name, op in sorted(self._ops.items())
-        ]
+    def schemas(self) -> list[str]:
+        """Schema and source of each custom op, which generated code may inline."""
+        return [f"{name} = {op_source(op)}" for name, op in sorted(self._ops.items())]
 
     def _target(self, node: Node) -> str:
         if node.op == "get_attr":
@@ -210,13 +203,4 @@ def tensor_class(cls: type) -> str:
 
 def op_source(op: Any) -> str:
     """Digest of `op_parts`."""
-    return _digest(op_parts(op))
-
-
-def op_form(op: Any) -> str:
-    """Digest of `op_signature`."""
-    return _digest(op_signature(op))
-
-
-def _digest(parts: Mapping[str, str]) -> str:
-    return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()
+    return hashlib.sha256(repr(sorted(op_parts(op).items())).encode()).hexdigest()

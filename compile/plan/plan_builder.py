@@ -91,7 +91,6 @@ class PlanBuilder:
         ranges: Sequence[CompiledRange],
         unproved: Sequence[Guard],
         records: Sequence[GuardRecord],
-        partition_ops: Sequence[str],
     ) -> Plan:
         outputs = self._trace.outputs()
         return Plan(
@@ -120,7 +119,6 @@ class PlanBuilder:
             parameters=tuple(self._trace.examples.signature.parameters),
             shapes=self._shapes,
             guards=tuple(records),
-            partition_ops=tuple(partition_ops),
         )
 
     def _named_symbols(self) -> dict[sympy.Symbol, Symbol]:

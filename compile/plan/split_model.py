@@ -22,7 +22,7 @@ from ..pieces.piece import Piece, is_size, lift, may_be_handle
 from ..pieces.split import split
 from ..trace.dynamo import Trace
 from ..trace.examples import Leaf
-from ..trace.splitting import Predicate, is_splitting, partition_ops
+from ..trace.splitting import Predicate, is_splitting
 from .plan_builder import PlanBuilder, base_symbols
 
 
@@ -46,8 +46,6 @@ class SplitModel:
     unique: list[UniquePiece]
     guards: GuardProver
     config: CompileConfig
-    partition_ops: tuple[str, ...] = ()
-    """Ops at which Inductor splits; the graph is then one piece."""
 
     def conditions(self) -> Conditions:
         """What a bundle of the model relies on; a piece without a description is an obstacle."""
@@ -59,29 +57,25 @@ class SplitModel:
         """The plan, once it is known what serves which interval."""
         pieces = [(unique.digest, unique.piece) for unique in self.unique]
         unproved, records = self.guards.unproved, self.guards.records
-        return self.planner.plan(pieces, ranges, unproved, records, self.partition_ops)
+        return self.planner.plan(pieces, ranges, unproved, records)
 
 
 def split_model(guarded: GuardedTrace, events: Events) -> SplitModel:
-    """Raises UnknownSplittingOp and InvalidSetting for rules that do not fit the graph."""
+    """Raises UnknownSplittingOp for a rule that does not fit the graph."""
     traced, config = guarded.trace, guarded.config
     trace_artifact("graph", lambda: graph_source(traced.graph))
     with events.span("split", level=logging.INFO):
         planner = PlanBuilder(traced, config)
         splits = is_splitting(traced.graph.graph, config)
-        ops: tuple[str, ...] = ()
-        if config.code.inductor_partition:
-            ops, splits = partition_ops(traced.graph.graph, splits), lambda node: False
         resolve_contexts(traced.graph.graph, splits)
-        unique = _unique_pieces(traced, config, splits, ops, planner, events)
-    return SplitModel(traced, planner, unique, guarded.guards, config, ops)
+        unique = _unique_pieces(traced, config, splits, planner, events)
+    return SplitModel(traced, planner, unique, guarded.guards, config)
 
 
 def _unique_pieces(
     traced: Trace,
     config: CompileConfig,
     splits: Predicate,
-    ops: tuple[str, ...],
     planner: PlanBuilder,
     events: Events,
 ) -> list[UniquePiece]:
@@ -103,7 +97,7 @@ def _unique_pieces(
         check_contexts(piece.outputs)
         obstacle = None
         try:
-            digest = fingerprint(piece.graph, traced.graph, ops)
+            digest = fingerprint(piece.graph, traced.graph)
         except Undescribable as error:
             digest, obstacle = secrets.token_hex(32), f"piece {len(unique)}: {error}"
         if not config.dedupe:

@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch.fx import Graph, Node
 
-from ...errors import InvalidSetting, UnknownSplittingOp
-from ...torch_compat.basics.ops import overload_of
+from ...errors import UnknownSplittingOp
 from ..ir.config import CompileConfig
 from ..ir.ops import is_registered, op_names
 
@@ -34,24 +33,3 @@ def is_splitting(graph: Graph, config: CompileConfig) -> Predicate:
         not wanted.isdisjoint(op_names(node))
         or (bool(op_names(node)) and any(function(node) for function in functions))
     )
-
-
-def partition_ops(graph: Graph, splits: Predicate) -> tuple[str, ...]:
-    """The ops of the nodes to split at, by Inductor's names for overloads.
-
-    Raises InvalidSetting if only some calls of an op are selected: Inductor partitions at all.
-    """
-    picked: dict[str, list[bool]] = {}
-    for node in graph.nodes:
-        if op_names(node):
-            picked.setdefault(overload_of(node.target).name(), []).append(bool(splits(node)))
-    for name, choices in picked.items():
-        if len(set(choices)) > 1:
-            raise InvalidSetting(
-                name="splitting_ops",
-                value="a function",
-                reason=f"it picks {sum(choices)} of {len(choices)} calls of {name}, and Inductor "
-                "partitions at every call of an op",
-                expected="all calls of an op or none, or codegen.inductor_partition=False",
-            )
-    return tuple(sorted(name for name, choices in picked.items() if choices[0]))

@@ -2,7 +2,7 @@
 
 A compiled model is linked with each piece as one operation and each splitting op as a break. A
 model that is not traced runs as it is (breakable capture) and breaks wherever it calls a decorated
-function or a splitting op. Code that Inductor partitioned calls splitting ops between partitions.
+function or a splitting op.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from torch.overrides import TorchFunctionMode
 
-from ...compile.backends.partition import partitions_through
 from ...compile.ir.ops import resolve_op, tensors_in
 from ...compile.plan.compiled_model import CompiledModel
 from ...torch_compat.basics.ops import OpOverload
@@ -86,16 +85,15 @@ def opaque_piece(fn: Callable[..., R]) -> Callable[..., R]:
 
 def recordable(compiled: CompiledModel, splitting_ops: Sequence[str]) -> Callable[..., Any]:
     """The function to record: from the plan's input tensors to its results."""
-    partition_ops = compiled.plan.partition_ops
-    if compiled.traced and not partition_ops:
+    if compiled.traced:
         return compiled.link(
             piece_hook=lambda use, piece: opaque_piece(piece),
             call_hook=lambda use, op: break_graph(op),
         )
-    forward, ops = compiled.link(), frozenset(map(resolve_op, partition_ops or splitting_ops))
+    forward, ops = compiled.link(), frozenset(map(resolve_op, splitting_ops))
 
     def breaking(*inputs: Any) -> Any:
-        with _BreakAt(ops), partitions_through(opaque_piece):
+        with _BreakAt(ops):
             return forward(*inputs)
 
     return breaking

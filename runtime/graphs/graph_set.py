@@ -84,8 +84,7 @@ class GraphSet:
             raise capture_failure(error, name) from error
         finally:
             session.finalize()
-        by_name = not compiled.traced or compiled.plan.partition_ops
-        if breaks and by_name and not _breaks(recording):
+        if breaks and not compiled.traced and not _breaks(recording):
             recording.release()
             raise CaptureFailed(name=name, reason=NOTHING_BREAKS)
         return recording

@@ -62,7 +62,7 @@ def find_mixed_rows(
     `sentinels` are values of padding by input.
     """
     plan, mixed = compiled.plan, []
-    if not compiled.traced or plan.partition_ops:
+    if not compiled.traced:
         return []
     fixed = {item.name: sentinels[item.label] for item in plan.inputs if item.label in sentinels}
     sizes = _sizes(plan, size)

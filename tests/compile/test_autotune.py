@@ -25,7 +25,7 @@ def test_compile_sizes_are_autotuned_at_level_3_on_a_gpu(
 ) -> None:
     config = compile_config(Config(level=level, codegen={"sizes": (4,)}))
     events: Any = None
-    split: Any = SimpleNamespace(config=config, partition_ops=())
+    split: Any = SimpleNamespace(config=config)
     job: Any = SimpleNamespace(size=size, passes=(), unique=SimpleNamespace(index=0))
     assert ("max_autotune" in compiler_options(split, job, torch.device(device), events)) == tuned
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from piecegraph.compile.pieces.fingerprint import op_form
+from piecegraph.compile.conditions.custom_ops import op_signature
 from piecegraph.torch_compat.basics.ops import fake_function
 
 LIBRARY = torch.library.Library("fake_function_test", "DEF")
@@ -20,6 +20,6 @@ torch.library.register_fake("fake_function_test::twice", fake, lib=LIBRARY)
 
 def test_an_op_has_the_same_form_before_and_after_its_first_call():
     assert fake_function("fake_function_test::twice") is fake
-    before = op_form(torch.ops.fake_function_test.twice)
+    before = op_signature(torch.ops.fake_function_test.twice)
     torch.ops.fake_function_test.twice(torch.empty(2, device="meta"))
-    assert op_form(torch.ops.fake_function_test.twice) == before
+    assert op_signature(torch.ops.fake_function_test.twice) == before

@@ -54,7 +54,6 @@ OTHER: dict[str, tuple[Any, tuple[bool, bool]]] = {
     "codegen.sizes": ((4,), TRACE),
     "codegen.inductor_options": ({"max_autotune": True}, BOTH),
     "codegen.passes": ({"own": other_pass}, BOTH),
-    "codegen.inductor_partition": (True, BOTH),
     "codegen.dump_dir": (Path("/elsewhere"), NONE),
     "sizes.alignment": (2, NONE),
     "sizes.padding_limit": (PaddingLimit(), NONE),

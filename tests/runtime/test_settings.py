@@ -61,10 +61,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"splitting_ops": ("no_such_entry_point",)}, "splitting_ops = 'no_such_entry_point': the gro"),
     ({"splitting_ops": ("no.such.module:f",)}, "splitting_ops = 'no.such.module:f': No module"),
     ({"splitting_ops": (3,)}, "splitting_ops = 3: it is neither a name nor a function"),
-    (
-        {"compiler": "eager", "codegen": {"inductor_partition": True}},
-        "codegen.inductor_partition =",
-    ),
 ]
 
 
@@ -85,7 +81,6 @@ def test_a_wrong_setting_fails_in_config(settings: dict[str, Any], message: str)
         ("query_len", "variants.query_lens"),
         ("attention_support", "attention.support"),
         ("compile_ranges", "codegen.ranges"),
-        ("use_inductor_graph_partition", "codegen.inductor_partition"),
         ("user_passes", "codegen.passes"),
         ("cache_layers", "cache.layers"),
         ("size_alignment", "sizes.alignment"),

@@ -47,7 +47,7 @@ LIBRARY_REPORT = {
         "not_cacheable": [],
     },
     "counters": {"dynamo_traces": 1, "inductor_compiles": 3},
-    "pieces": {"total": 3, "unique": 3, "segments": 5, "partitions": 0, "ranges": [[1, 128]]},
+    "pieces": {"total": 3, "unique": 3, "segments": 5, "ranges": [[1, 128]]},
     "graph_mode": {"requested": "FULL", "resolved": "FULL_AND_PIECEWISE", "reasons": ["attention"]},
     "captures": [{"mode": "FULL", "num_tokens": 8, "ms": 1.5, "bytes": 2048}],
     "dispatch": [

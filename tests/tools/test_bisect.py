@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from piecegraph import Batch
-from piecegraph.compile.backends import registry
-from piecegraph.compile.backends.registry import compiler_named
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.bisect import BisectCase, Step, bisect
 from piecegraph.tools.bisect.case import first_wrong
@@ -143,19 +141,6 @@ def test_a_piece_that_is_right_by_itself_blames_no_operator(case, found, registe
     finding, line = found(case(compiler=registered(models.WrongOnce(times=2))))
     assert (finding.stage, finding.piece, finding.operator) == ("compiler", 0, None)
     assert "compiled by itself it is right" in line
-
-
-def test_partitions_of_inductor_are_a_stage_after_that_of_pieces(case, found, monkeypatch):
-    """A compiler that is right on pieces, and does not cut what it is to cut."""
-    eager = compiler_named("eager")
-    monkeypatch.setattr(registry, "INDUCTOR", eager)
-    monkeypatch.setattr(registry.inductor, "compile_uncached", eager.compile)
-    said = []
-    settings = {"compiler": "inductor", "codegen": {"inductor_partition": True}}
-    finding, line = found(case(models.Twice(), **settings), say=said.append)
-    assert said[-2:] == ["compiler: right", "partitions: wrong"]
-    assert finding.stage == "partitions"
-    assert "NotPartitioned" in line
 
 
 def test_a_piece_with_an_op_that_reads_the_context_of_its_step(case, found):

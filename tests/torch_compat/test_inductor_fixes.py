@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -11,55 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._ordered_set import OrderedSet
 
 from piecegraph.compile.backends.inductor import toolchain_directory
 from piecegraph.torch_compat.basics import tensors
-from piecegraph.torch_compat.compiling import inductor, partition
 from piecegraph.torch_compat.repairs import inductor_fixes
 
 TOOLCHAIN = toolchain_directory("")
-
-
-@pytest.mark.compile
-def test_partitions_that_write_parts_of_one_tensor_share_its_memory() -> None:
-    """It is made by the first, handed on to each, freed by the last unless that returns it."""
-    from types import SimpleNamespace
-
-    from torch._inductor import ir, scheduler
-
-    assert {"symbol_inputs", "input_nodes", "output_nodes", "input_deallocation"} <= {
-        field.name for field in dataclasses.fields(ir.GraphPartitionSignature)
-    }
-    assert callable(scheduler.get_layout_symints)
-    cpu = torch.device("cpu")
-
-    def buffer(name: str, layout: Any) -> Any:
-        return ir.Buffer(name=name, layout=layout)
-
-    def node(*buffers: Any) -> Any:
-        outputs = [SimpleNamespace(node=each) for each in buffers]
-        return SimpleNamespace(get_outputs=lambda: outputs)
-
-    def signature() -> Any:
-        return ir.GraphPartitionSignature(OrderedSet(), {}, [], {}, False, [])
-
-    whole = buffer("whole", ir.FixedLayout(cpu, torch.float32, [4, 8], [8, 1]))
-    view = ir.ReinterpretView(data=ir.StorageBox(whole), layout=whole.layout)
-    parts = [buffer(f"part{at}", ir.NonOwningLayout(view)) for at in range(2)]
-    other = buffer("other", whole.layout)
-    partitions = [[node(parts[0])], [node(other)], [node(parts[1])], [node(whole)]]
-    for kept in (False, True):
-        signed = [signature() for _ in partitions]
-        signed[3].output_nodes.extend([whole] if kept else [])
-        inductor_fixes.share_memory_of_parts(partitions, signed)
-        assert [len(each.output_nodes) for each in signed] == [1, 0, 1, int(kept)]
-        freed = [each.input_deallocation for each in signed]
-        assert freed == [{}, {}, {"whole": False}, {"whole": not kept}]
-        assert [list(each.input_nodes) for each in signed] == [[], [], ["whole"], ["whole"]]
-    alone = [signature()]
-    inductor_fixes.share_memory_of_parts([[node(*parts), node(whole)]], alone)
-    assert alone == [signature()]
 
 
 def test_a_mutation_is_found_through_views() -> None:
@@ -146,32 +102,6 @@ def test_unshared_cat_parts(repaired: bool) -> None:
     assert compiled_right(body, repair) is repaired, "upstream is right: remove the repair"
 
 
-@pytest.mark.compile
-@REPAIRED
-def test_share_memory_of_parts(ops: Any, monkeypatch: pytest.MonkeyPatch, repaired: bool) -> None:
-    def compiled() -> bool:
-        graph = torch.fx.Graph()
-        x = graph.placeholder("x")
-        first = graph.call_function(torch.ops.aten._softmax.default, (x, 1, False))
-        cut = graph.call_function(ops.fresh.default, (first,))
-        second = graph.call_function(torch.ops.aten._softmax.default, (cut, 1, False))
-        graph.output((graph.call_function(torch.cat, ([first, second], 1)),))
-        options = {
-            "custom_should_partition_ops": ["piecegraph_fixes::fresh"],
-            "force_disable_caches": True,
-        }
-        module, real = torch.fx.GraphModule({}, graph), torch.randn(4, 8)
-        with inductor.inductor_options(TOOLCHAIN), partition.inductor_partitions(lambda made: made):
-            fake = tensors.fresh_fake_mode().from_tensor(real)
-            artifact, _ = inductor.inductor_compile(module, [fake], options)
-        (got,) = inductor.inductor_callable(artifact)([real])
-        return torch.allclose(got, module(real)[0])
-
-    if not repaired:
-        monkeypatch.setattr(partition, "share_memory_of_parts", lambda *given: None)
-    assert compiled() is repaired, "upstream is right: remove the repair"
-
-
 def test_lowering_is_repaired_only_inside() -> None:
     from torch._inductor import ir
 
@@ -185,7 +115,7 @@ def test_lowering_is_repaired_only_inside() -> None:
 
 
 def test_every_repair_is_part_of_the_key() -> None:
-    for name in ("reads_before_mutations", "unshared_cat_parts", "share_memory_of_parts"):
+    for name in ("reads_before_mutations", "unshared_cat_parts"):
         assert getattr(inductor_fixes, name) in inductor_fixes.REPAIRS
 
 

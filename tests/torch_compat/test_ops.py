@@ -50,14 +50,6 @@ def test_only_a_triton_kernel_tells_what_it_writes_to() -> None:
     assert ops.triton_writes(node, {}) is None
 
 
-@pytest.mark.compile
-def test_ops_that_inductor_takes_to_pieces_are_known() -> None:
-    aten = torch.ops.aten
-    known = [ops.is_decomposed(op) for op in (aten.silu.default, aten.linear.default)]
-    assert known == [True, True]
-    assert not ops.is_decomposed(aten.sin.default)
-
-
 @pytest.fixture
 def library() -> Any:
     """Ops of one test: `write` has one overload, `two` has two."""

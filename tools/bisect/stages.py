@@ -7,7 +7,6 @@
 | dedupe        | equal pieces share one                                        |
 | compiler      | pieces compiled, nothing read from a cache                    |
 | warm cache    | pieces loaded from the cache                                  |
-| partitions    | the graph whole, its code partitioned by Inductor             |
 | PIECEWISE     | graphs with splitting ops between them, padded sizes          |
 | FULL          | the mode that was asked for, all graphs captured at startup   |
 | DELAYED, LAZY | the strategy that was asked for: captures between steps       |
@@ -35,7 +34,7 @@ from ...dispatch import LEVEL_MODES, CaptureStrategy
 from .case import BisectCase
 
 EAGER, TRACED, SPLIT, DEDUPE = "eager", "traced graph", "split", "dedupe"
-COMPILER, WARM, PARTITIONS = "compiler", "warm cache", "partitions"
+COMPILER, WARM = "compiler", "warm cache"
 PIECEWISE, FULL = "PIECEWISE", "FULL"
 STRATEGIES = (CaptureStrategy.DELAYED.name, CaptureStrategy.LAZY.name)
 
@@ -73,8 +72,7 @@ def _requested_mode(config: Config) -> GraphMode:
 
 def _compiled_stages(config: Config) -> Iterator[Stage]:
     """The stages without graphs."""
-    split = {"graph_mode": GraphMode.NONE, "codegen.inductor_partition": False}
-    uncached = {**split, "cache": False}
+    uncached = {"graph_mode": GraphMode.NONE, "cache": False}
     eager = {**uncached, "compiler": "eager"}
     yield Stage(TRACED, {**eager, "splitting_ops": ()})
     if config.splitting_ops:
@@ -84,9 +82,7 @@ def _compiled_stages(config: Config) -> Iterator[Stage]:
     if config.compiler != "eager":
         yield Stage(COMPILER, uncached)
     if config.cache and config.compiler == "inductor":
-        yield Stage(WARM, split)
-    if config.codegen.inductor_partition:
-        yield Stage(PARTITIONS, {"graph_mode": GraphMode.NONE})
+        yield Stage(WARM, {"graph_mode": GraphMode.NONE})
 
 
 def with_own_cache(case_config: Config, folder: Path) -> Config:

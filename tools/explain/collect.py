@@ -113,7 +113,6 @@ def pieces(prepared: PreparedModel) -> list[Facts]:
     ready = "loaded" if prepared.config.compile else "not compiled"
     kernels = records.bundle.kernels if records.bundle is not None else None
     uses = plan.piece_uses()
-    cut = f" in {plan.partitions()} partitions" if plan.partitions() else ""
     rows = []
     for index, piece in enumerate(plan.pieces):
         build = compiled.get(index)
@@ -123,7 +122,7 @@ def pieces(prepared: PreparedModel) -> list[Facts]:
                 "digest": piece.digest,
                 "nodes": piece.nodes,
                 "used_by": [use for use, unique in enumerate(uses) if unique == index],
-                "made": ("compiled" if build else ready) + cut,
+                "made": "compiled" if build else ready,
                 "seconds": build and build.seconds,
                 "kernels": build.kernels if build else (kernels[index] if kernels else None),
                 "source": piece.text,

@@ -240,13 +240,6 @@ def _dummy(kind: str) -> Any:
     return torch.empty(0) if kind == "Tensor" else plain.get(kind)
 
 
-def is_decomposed(op: Any) -> bool:
-    """Whether Inductor replaces calls of `op` while it traces."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    return op in select_decomp_table() or is_composite(op)
-
-
 def is_composite(op: OpOverload) -> bool:
     """Whether `op` is only a composition of other operators."""
     return op.has_kernel_for_dispatch_key(_key("CompositeImplicitAutograd"))

@@ -98,41 +98,7 @@ def is_mutated(node: torch.fx.Node) -> bool:
     return False
 
 
-def share_memory_of_parts(partitions: list[list[Any]], signatures: list[Any]) -> None:
-    """Make all partitions that write parts of one tensor write into the same memory.
-
-    Upstream: the result of `cat` is allocated where its first part is written but placed after the
-    last in the order of execution. The partitioner makes it an output of the partition of that
-    place only, and every partition with a part allocates it again: the other parts are lost.
-    Affected: torch 2.11 to 2.14. Remove when partition signatures contain tensors that are written
-    in parts. Here the tensor becomes an output of the first partition and an input of the others.
-    """
-    from torch._inductor import ir
-    from torch._inductor.scheduler import get_layout_symints
-
-    parts: dict[str, set[int]] = {}
-    whole: dict[str, tuple[int, Any]] = {}
-    for at, nodes in enumerate(partitions):
-        for buffer in (output.node for node in nodes for output in node.get_outputs()):
-            whole[buffer.get_name()] = at, buffer
-            if isinstance(buffer.layout, ir.NonOwningLayout):
-                parts.setdefault(buffer.layout.view.get_name(), set()).add(at)
-    for name, writers in parts.items():
-        last, buffer = whole.get(name, (0, None))
-        first, *others = sorted({*writers, last})
-        if first >= last:
-            continue
-        kept = any(output is buffer for output in signatures[last].output_nodes)
-        signatures[first].symbol_inputs.update(get_layout_symints(buffer))
-        signatures[first].output_nodes.append(buffer)
-        for at in others:
-            signatures[at].input_nodes[name] = buffer
-            signatures[at].input_deallocation[name] = at == last and not kept
-            if at != last:
-                signatures[at].output_nodes.append(buffer)
-
-
-REPAIRS = (reads_before_mutations, unshared_cat_parts, is_mutated, share_memory_of_parts)
+REPAIRS = (reads_before_mutations, unshared_cat_parts, is_mutated)
 """Functions whose source is part of the codegen key: they change code, not torch's version."""
 
 

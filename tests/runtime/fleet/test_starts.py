@@ -36,20 +36,6 @@ def test_starts_without_a_compiler_and_without_torch_caches(
 
 
 @pytest.mark.heavy
-def test_code_in_partitions_is_recorded_in_a_process_without_a_compiler(
-    start_once: StartOnce, bare: dict[str, str], tmp_path: Path
-) -> None:
-    cut = {"codegen": {"inductor_partition": True}, "layers": 3}
-    assert not start_once(tmp_path / "cache", **cut)["hit"]
-    outcome = start_once(
-        tmp_path / "cache", bare, bundle="force", graph_mode="PIECEWISE", capture_sizes=[4], **cut
-    )
-    assert outcome["hit"]
-    assert outcome["error_of_results"] < 1e-4
-    assert outcome["segments"] == [7]
-
-
-@pytest.mark.heavy
 def test_w29_torch_cache_variables_are_not_left_behind(
     filled: Path, start_once: StartOnce, tmp_path: Path
 ) -> None:
