@@ -12,12 +12,13 @@ import math
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from time import perf_counter
 
 from ...dispatch import DispatchPlan, RuntimeMode
 from ...errors import CaptureFailed, CaptureOutOfMemory, DummyStepFailed
 from ...events import Events
 from ..backends.protocol import GraphBackend
+from ..ranks import Exchange, worst_outcome
 from .recording import Recording
 from .session import CaptureSession, capture_session
 
@@ -41,9 +42,6 @@ class ModeForecast:
     own: Points
     shared: Points
     error: float = 0.0
-
-    def as_json(self) -> list[Any]:
-        return [self.own, self.shared, self.error]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +86,6 @@ class Forecast:
         )
         return Forecast({**self.modes, mode: corrected})
 
-    def as_json(self) -> dict[str, Any]:
-        return {mode.name: of_mode.as_json() for mode, of_mode in self.modes.items()}
-
-    @classmethod
-    def worst(cls, forecasts: Sequence[dict[str, Any]]) -> Forecast:
-        """At each size the most bytes, over the `as_json` of all ranks."""
-        names = [name for name in forecasts[0] if all(name in each for each in forecasts)]
-        modes = {}
-        for name in names:
-            own, shared, error = zip(*(each[name] for each in forecasts), strict=True)
-            modes[RuntimeMode[name]] = ModeForecast(_most(own), _most(shared), max(error))
-        return cls(modes)
-
 
 def _interpolate(points: Points, n: int) -> float:
     """Bytes at size `n`: on the line between its neighbors, or beyond the ends on the last line."""
@@ -115,21 +100,21 @@ def _with(points: Points, n: int, num_bytes: float) -> Points:
     return tuple(sorted({**dict(points), n: num_bytes}.items()))
 
 
-def _most(curves: Sequence[Sequence[Sequence[float]]]) -> Points:
-    """The curve that is at each measured size as high as the highest of `curves`."""
-    points = [tuple((int(n), num_bytes) for n, num_bytes in curve) for curve in curves]
-    sizes = sorted({n for curve in points for n, _ in curve})
-    return tuple((n, max(_interpolate(curve, n) for curve in points)) for n in sizes)
-
-
 def forecast_memory(
-    backend: GraphBackend, plan: DispatchPlan, record: RecordGraph, events: Events, serving: bool
-) -> Generator[None, None, tuple[Forecast, list[int]]]:  # fmt: skip
-    """Probe a few sizes of each mode, at most six captures; yields after each.
+    backend: GraphBackend,
+    plan: DispatchPlan,
+    record: RecordGraph,
+    events: Events,
+    exchange: Exchange,
+    serving: bool,
+) -> Generator[float, None, tuple[Forecast, list[int]]]:
+    """Probe a few sizes of each mode, at most six captures; yields the milliseconds of each.
 
-    Returns the forecast and the graphs whose probe failed, which need not be tried again. Probing
-    takes the memory of these captures; all of it is freed at the end. In `serving` steps may run
-    between two probes, and a dummy batch that fails is no error.
+    Returns the forecast and the graphs whose probe failed, which need not be tried again. Ranks
+    exchange the outcome of each probe: it counts as the largest of theirs, and as failed if it
+    failed on any, so that all run the same probes. Probing takes the memory of these captures; all
+    of it is freed at the end. In `serving` steps may run between two probes, and a dummy batch that
+    fails is no error.
     """
     handled = (CaptureFailed, DummyStepFailed) if serving else (CaptureFailed,)
     by_mode: dict[RuntimeMode, list[int]] = {}
@@ -138,7 +123,9 @@ def forecast_memory(
     failed: list[int] = []
     modes = {}
 
-    def probe(candidates: Iterable[int], most: int) -> Generator[None, None, list[tuple[int, int]]]:
+    def probe(
+        candidates: Iterable[int], most: int
+    ) -> Generator[float, None, list[tuple[int, int]]]:
         """(graph_index, bytes) of the first `most` of `candidates` that can be captured."""
         pool, recordings = backend.new_pool(), list[Recording]()
         measured: list[tuple[int, int]] = []
@@ -148,24 +135,33 @@ def forecast_memory(
                 for graph_index in candidates:
                     if len(measured) == most:
                         break
+                    began, recording, reason = perf_counter(), None, ""
                     if session is None:
                         session = sessions.enter_context(
                             capture_session(backend, pool, events, prepare=not serving)
                         )
                     try:
-                        recordings.append(record(graph_index, session))
+                        recording = record(graph_index, session)
+                        recordings.append(recording)
                     except handled as error:
+                        reason = str(error)
+                        if isinstance(error, CaptureOutOfMemory):
+                            session.recover()
+                    ms = (perf_counter() - began) * 1000
+                    num_bytes = recording.bytes if recording else 0
+                    topic = f"probe of graph {graph_index}"
+                    ms, num_bytes, reason = worst_outcome(exchange, topic, ms, num_bytes, reason)
+                    if recording is None or reason:
                         failed.append(graph_index)
-                        exhausted = isinstance(error, CaptureOutOfMemory)
+                        if recording:
+                            recordings.remove(recording)
+                            recording.release()
                     else:
-                        measured.append((graph_index, recordings[-1].bytes))
-                        exhausted = False
-                    if exhausted:
-                        session.recover()
+                        measured.append((graph_index, num_bytes))
                     if serving:
                         sessions.close()
                         session = None
-                    yield
+                    yield ms
         finally:
             for recording in recordings:
                 recording.release()

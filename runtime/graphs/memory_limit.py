@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from time import perf_counter
 
 from ..after_seal import allow_compilation
 from ..records import CaptureRecord
 from .captures import Captures
-from .forecast import Forecast, forecast_memory
+from .forecast import forecast_memory
 from .graph_memory import GraphMemory
 from .session import CaptureSession
 
@@ -127,33 +126,22 @@ class MemoryLimit:
     def probing(self, serving: bool = False) -> Iterator[float]:
         """Forecast what the graphs take, from a few captures; yields the milliseconds of each.
 
-        All ranks use the largest of their forecasts. In `serving` steps may run in between. Ranks
-        probe at the same steps, until all are done.
+        In `serving` steps may run in between.
         """
         plan, captures, memory = self._plan, self._captures, self.memory
-        probes = forecast_memory(
-            captures.backend, plan, captures.graphs.record, self._records.events, serving
+        memory.forecast, failed = yield from forecast_memory(
+            captures.backend,
+            plan,
+            captures.graphs.record,
+            self._records.events,
+            captures.exchange,
+            serving,
         )
-        result: tuple[Forecast, list[int]] | None = None
-        while True:
-            began = perf_counter()
-            if result is None:
-                try:
-                    next(probes)
-                except StopIteration as end:
-                    result = end.value
-            ms = (perf_counter() - began) * 1000
-            answers = captures.exchange("probe", {"ms": ms, "done": result is not None})
-            if result is not None and all(answer["done"] for answer in answers):
-                break
-            yield max(answer["ms"] for answer in answers)
-        forecast, failed = result
-        answers = captures.exchange("forecast", {"forecast": forecast.as_json(), "failed": failed})
-        memory.forecast = Forecast.worst([answer["forecast"] for answer in answers])
-        memory.probed = memory.forecast
-        memory.impossible = {i for answer in answers for i in answer["failed"]}
+        memory.probed, memory.impossible = memory.forecast, set(failed)
         modes = [entry.mode for entry in plan.entries]
-        memory.impossible |= {i for i, mode in enumerate(modes) if mode not in memory.probed.modes}
+        memory.impossible |= {
+            i for i, mode in enumerate(modes) if mode not in memory.forecast.modes
+        }
 
     def drop_above(self) -> None:
         """Drop graphs above the limit, by what is forecast. A float is a share of free memory."""

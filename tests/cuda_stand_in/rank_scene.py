@@ -1,8 +1,8 @@
-"""One of two ranks whose model sums over both: `rank_scene.py RANK FOLDER MODE`.
+"""One of two ranks whose model sums over both: `rank_scene.py RANK FOLDER MODE [MEMORY_LIMIT]`.
 
 The collective is a host function on the stream that waits for the other rank's part, so a rank that
 runs one more than the other waits for nothing. As custom all-reduce does, it needs memory that the
-engine registers after all captures. Rank 1 cannot capture 8 tokens.
+engine registers after all captures. Rank 1 cannot capture 8 tokens; with a limit, not probe 4.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from tests.cuda_stand_in import values
 from tests.cuda_stand_in.models import batch
 
 RANK, FOLDER, MODE = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+MEMORY_LIMIT = int(sys.argv[4]) if sys.argv[4:] else None
+CANNOT_CAPTURE = 8 if MEMORY_LIMIT is None else 4
 DEADLINE_S = 60.0
 COUNT = itertools.count()
 REGISTERED: list[bool] = []
@@ -44,7 +46,7 @@ def exchange(part: torch.Tensor) -> torch.Tensor:
 
 def all_reduce(x: torch.Tensor) -> None:
     captured = torch.cuda.is_current_stream_capturing()
-    if captured and RANK == 1 and len(x) == 8:
+    if captured and RANK == 1 and len(x) == CANNOT_CAPTURE:
         raise RuntimeError("rank 1 has no memory for this capture")
     place = values.Address(x)
 
@@ -79,6 +81,7 @@ def main() -> None:
         splitting_ops=("standin::attention",), inputs={"x": "float32[num_tokens, 64]"},
         max_num_tokens=16, max_num_reqs=8, compiler="eager", cache_dir=None, graph_mode=MODE,
         capture_sizes=(4, 8, 16), attention={"support": "ALWAYS"},
+        steps={"memory_limit": MEMORY_LIMIT},
     )  # fmt: skip
     ranks = pg.Ranks(timeout_s=DEADLINE_S)
     model = pg.prepare(Model().cuda(), config, layers={"layer 0": None}, ranks=ranks)

@@ -80,6 +80,24 @@ def one_cannot_capture(ranks: Ranks, odd: bool) -> list[str]:
     return captured
 
 
+def one_cannot_probe(ranks: Ranks, odd: bool) -> list[str]:
+    """The smallest probe of the odd rank fails; what ranks try to capture, and what they have."""
+    capturer, captured = capturer_of(
+        ranks, failing={3} if odd else set(), eager=True, steps={"memory_limit": 5000}
+    )
+    graphs, tried = capturer.captures.graphs, list[str]()
+    original = graphs.record
+
+    def record_and_note(graph_index: int, session: CaptureSession) -> Recording:
+        tried.append(str(graph_index))
+        return original(graph_index, session)
+
+    graphs.record = record_and_note  # type: ignore[method-assign]
+    capturer.startup()
+    assert capturer.memory.forecast is not None
+    return [*tried, str(capturer.memory.forecast), *captured]
+
+
 def one_sees_another_batch(ranks: Ranks, odd: bool) -> list[str]:
     capturer, captured = capturer_of(ranks)
     capturer.startup()
@@ -141,7 +159,7 @@ SCENES: dict[str, Callable[[Ranks, bool], list[str]]] = {
     scene.__name__: scene
     for scene in (
         agree, disagree_on_sizes, disagree_on_attention, come_late, die, one_cannot_capture,
-        one_sees_another_batch, limits_differ,
+        one_cannot_probe, one_sees_another_batch, limits_differ,
     )
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ LAUNCHER = Path(__file__).with_name("rank_launcher.py")
 SCENES = (
     "agree-2-2", "disagree_on_sizes-4-2", "disagree_on_attention-2-1", "come_late-4-1", "die-4-3",
     "agree-4-4", "die-2-0", "one_cannot_capture-2-1", "one_sees_another_batch-4-3",
-    "limits_differ-2-1",
+    "limits_differ-2-1", "one_cannot_probe-2-1",
 )  # fmt: skip
 
 Outcomes = dict[int, dict[str, Any]]
@@ -90,6 +90,18 @@ def test_failure_35_a_graph_that_one_rank_lacks_is_used_by_none(
 ) -> None:
     results = [outcome["result"] for outcome in outcomes("one_cannot_capture-2-1").values()]
     assert results == [["4", "1"]] * 2
+
+
+def test_a_probe_that_fails_on_one_rank_fails_on_all(
+    outcomes: Callable[[str], Outcomes],
+) -> None:
+    """Probes run collectives: ranks that probe different sizes would wait for each other."""
+    results = [outcome["result"] for outcome in outcomes("one_cannot_probe-2-1").values()]
+    assert results[0] == results[1]
+    *tried, forecast, large, small = results[0]
+    assert tried == ["0", "1", "2", "1", "0", "1"]  # probes, the smallest alone, the captures
+    assert (large, small) == ("4", "2")
+    assert "(1, " not in forecast
 
 
 def test_failure_35_ranks_that_see_other_batches_are_named_with_the_step(
