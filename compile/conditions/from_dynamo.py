@@ -12,6 +12,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, EnumMeta
 from typing import Any
@@ -306,11 +307,12 @@ class _TraceConditions:
         if located is None or located.root is None:
             return
         for name in sorted({name for base in cls.__mro__ for name in vars(base)}):
-            function, inside = _compiled(unwrapped(inspect.getattr_static(cls, name, None)))
-            code = getattr(function, "__code__", None)
-            if isinstance(code, types.CodeType) and code in wanted:
-                self._try(located.root, [*located.steps, ["static", name], *inside], "code")
-                yield code
+            method = unwrapped(inspect.getattr_static(cls, name, None))
+            for function, inside in _with_wrapped(method):
+                if function.__code__ in wanted:
+                    steps = [*located.steps, ["static", name], *inside]
+                    self._try(located.root, steps, "code")
+                    yield function.__code__
 
     def _place_of_class(self, cls: type) -> Located | None:
         """By module and name where that leads to the class, else from the model or the globals."""
@@ -336,11 +338,10 @@ class _TraceConditions:
         for module in modules:
             for path in (name, *outer_names):
                 located = module_place(module, path)
-                found, inside = _compiled(unwrapped(located.value)) if located else (None, ())
-                outer = getattr(found, "__code__", None)
-                if located and located.root and outer is not None and _contains(outer, code):
-                    self._try(located.root, [*located.steps, *inside], "code")
-                    return
+                for found, inside in _with_wrapped(unwrapped(located.value)) if located else ():
+                    if located and located.root and _contains(found.__code__, code):
+                        self._try(located.root, [*located.steps, *inside], "code")
+                        return
         where = f"{code.co_filename}:{code.co_firstlineno}"
         self.obstacles.append(f"the code of {code.co_qualname} cannot be located ({where})")
 
@@ -387,10 +388,26 @@ def _place_of_function(function: Any) -> Located | None:
     return None
 
 
-def _compiled(function: Any) -> tuple[Any, tuple[Step, ...]]:
-    """The function that `torch.compile` was given, if `function` is its result, and where it is."""
-    inner = getattr(function, COMPILED_FUNCTION, None)
-    return (function, ()) if inner is None else (inner, (COMPILED_FUNCTION,))
+def _with_wrapped(function: Any) -> Iterator[tuple[types.FunctionType, tuple[Step, ...]]]:
+    """`function`, and the functions that it decorates, each with its place inside it.
+
+    A decorator keeps what it decorates in a variable of its own, and `torch.compile` in an
+    attribute.
+    """
+    waiting: list[tuple[Any, tuple[Step, ...]]] = [(function, ())]
+    seen = set[int]()
+    while waiting:
+        function, place = waiting.pop()
+        if id(function) in seen or not isinstance(function, types.FunctionType):
+            continue
+        seen.add(id(function))
+        yield function, place
+        waiting.append((getattr(function, COMPILED_FUNCTION, None), (*place, COMPILED_FUNCTION)))
+        for index, cell in enumerate(function.__closure__ or ()):
+            with suppress(ValueError):  # not filled
+                step: Step = ["item", index]
+                inside = (*place, "__closure__", step, "cell_contents")
+                waiting.append((cell.cell_contents, inside))
 
 
 def _is_standard(code: types.CodeType) -> bool:

@@ -321,4 +321,11 @@ def build():
     "function_given_to_torch_compile": of_result(
         "@torch.compile\ndef run(x): return x * <<2.0|3.0>>\n", "run(x)"
     ),
+    "decorated_method_of_a_class_that_the_forward_makes": of_result(
+        "import functools\ndef decorated(f):\n"
+        "    @functools.wraps(f)\n    def call(*args): return f(*args)\n    return call\n"
+        "namespace = {}\nexec('def init(self, x): self.value = x * <<2.0|3.0>>', namespace)\n"
+        "class Result:\n    __init__ = decorated(namespace['init'])\n",
+        "Result(x).value",
+    ),
 }
