@@ -10,7 +10,7 @@ import torch
 from ...compile.ir.serialization import dtype_name
 from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import Dispatcher, RuntimeMode
-from ...errors import CaptureFailed, DummyStepFailed
+from ...errors import CaptureFailed, DummyStepFailed, ModelChanged
 from ...torch_compat.basics.tensors import writes_counted
 from ..backends.work_queue import WorkQueue
 from ..records import HostValues, Records, UnwatchedTensors
@@ -61,7 +61,8 @@ class GraphSet:
     def record(self, graph_index: int, session: CaptureSession) -> Recording:
         """Capture a dummy batch that fills the graph's descriptor.
 
-        Raises CaptureFailed, and DummyStepFailed if the caller did not provide what ops need.
+        Raises CaptureFailed, DummyStepFailed if the caller did not provide what ops need, and
+        ModelChanged.
         """
         compiled = self._code.compiled
         entry, sizes = self._dispatcher.plan.entries[graph_index], self._dummies.sizes(graph_index)
@@ -72,13 +73,14 @@ class GraphSet:
         if self._recordable is None or self._recordable[0] is not compiled:
             self._recordable = compiled, recordable(compiled, self._splitting_ops)
         try:
-            with self._dummies.batch(entry.descriptor, entry.mode, sizes) as views:
+            batch = self._dummies.batch(entry.descriptor, entry.mode, sizes)
+            with self._code.captured(), batch as views:
                 writes = {} if compiled.traced else _writes(compiled.model)
                 recording = record(self._recordable[1], views, session, name=name, breaks=breaks)
                 now = _writes(compiled.model) if writes else {}
                 self._code.note_written(n for n, count in now.items() if count != writes.get(n))
                 recording.metadata = self._dummies.context.metadata
-        except (CaptureFailed, DummyStepFailed):
+        except (CaptureFailed, DummyStepFailed, ModelChanged):
             raise
         except Exception as error:
             raise capture_failure(error, name) from error
@@ -120,6 +122,8 @@ class GraphSet:
         if graph is not None:
             self._dispatcher.set_captured(graph_index, False)
             graph.recording.release()
+        if not any(self.installed):
+            self._code.no_graphs()
 
     def recordings(self) -> list[tuple[int, Recording]]:
         """Captured graph indices with their recordings."""

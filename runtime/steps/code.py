@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...compile.conditions.conditions import checked
 from ...compile.conditions.places import reader
 from ...compile.ir.plan import Plan
 from ...compile.plan.compiled_model import CompiledModel
@@ -18,6 +21,7 @@ from .address_checks import Addresses, Snapshot
 from .binding import laid_out, lay_out
 from .delayed import delayed_code
 from .model_check import ModelCheck
+from .module_state import ModuleState
 from .profiler_ranges import range_hooks
 from .shared_memory import memory_check
 from .static_inputs import BoundInputs, StaticInputs, real_part
@@ -27,7 +31,8 @@ class ModelCode:
     """Compiled code, bound to weights whose addresses are watched.
 
     `call` is the code from the plan's inputs to its results. `memory_check` is None if inputs
-    cannot share memory with what the model writes to, `model_check` if nothing was traced.
+    cannot share memory with what the model writes to, `model_check` if neither compiled code
+    nor a graph holds what the model is.
     """
 
     __slots__ = (
@@ -53,7 +58,8 @@ class ModelCode:
         self.ranged = False
         self._inputs = inputs
         self._seen_written: set[str] = set()
-        self._accepted = frozenset[str]()
+        self._accepted = set[str]()
+        self.model_check = None
         self._laid_out = laid_out(compiled.plan) if compiled.traced else _any_layout
         self.bind(compiled)
 
@@ -71,8 +77,9 @@ class ModelCode:
         self.addresses.watch_module(compiled.model, named if compiled.traced else None)
         self._relied_on = self.addresses.snapshot(compiled.weights)
         self.memory_check = memory_check(compiled, self._seen_written)
-        conditions = compiled.conditions
-        self.model_check = ModelCheck(compiled, self._accepted) if conditions else None
+        if compiled.conditions:
+            places = partial(checked, compiled.conditions, compiled.model)
+            self.model_check = ModelCheck(places, self._accepted)
 
     @property
     def owned_inputs(self) -> frozenset[str]:
@@ -81,10 +88,28 @@ class ModelCode:
 
     def accept_changes(self) -> list[str]:
         """Check the places that are different now no more; returns the changes."""
-        changes = self.model_check.changes() if self.model_check is not None else []
-        self._accepted |= {each.what for each in changes}
+        changes = self.model_check.accept() if self.model_check is not None else []
         self.bind(self.compiled)
-        return [str(each) for each in changes]
+        return changes
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """While a graph is captured: of a model that is not traced, what it is now is compared
+        later, except for what its forward changes itself. Raises ModelChanged."""
+        if not self.compiled.traced:
+            if self.model_check is None:
+                state = ModuleState(self.compiled.model)
+                self.model_check = ModelCheck(state.checked, self._accepted)
+            else:
+                self.model_check.check()
+        yield
+        if self.model_check is not None and not self.compiled.traced:
+            self.model_check.accept()
+
+    def no_graphs(self) -> None:
+        """No graph is left: what a model that is not traced was is of no account."""
+        if not self.compiled.traced:
+            self.model_check = None
 
     def set_ranges(self, on: bool) -> None:
         """Put pieces and splitting ops into ranges for profilers, or no longer."""

@@ -1,16 +1,16 @@
 """Notices that a model is no longer what its trace relied on: an adapter switched, a hook added.
 
 Compiled code and graphs hold what the model was. What a warm start checks of the model is checked
-while it serves, too: all of it by `refresh`, and before each step a part, in turn.
+while it serves, too: all of it by `refresh`, and before each step a part, in turn. Of a model that
+is not traced its state is compared, as long as there are graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 
-from ...compile.conditions.conditions import BrokenCondition, checked
-from ...compile.plan.compiled_model import CompiledModel
+from ...compile.conditions.conditions import BrokenCondition
 from ...errors import ModelChanged
 
 SHARE = 0.01
@@ -28,13 +28,17 @@ SHOWN = 3
 """How many changes an error names."""
 
 
+Checked = Callable[[], Iterator[BrokenCondition | None]]
+"""Looks at all places once: yields what is different there, and None after each."""
+
+
 class ModelCheck:
-    """Checks the conditions of one trace on its model, except at the places in `accepted`."""
+    """Checks the model by `checked`, except at the places in `accepted`."""
 
-    __slots__ = ("_accepted", "_compiled", "_due", "_places")
+    __slots__ = ("_accepted", "_checked", "_due", "_places")
 
-    def __init__(self, compiled: CompiledModel, accepted: frozenset[str] = frozenset()) -> None:
-        self._compiled = compiled
+    def __init__(self, checked: Checked, accepted: set[str]) -> None:
+        self._checked = checked
         self._accepted = accepted
         self._places = self._in_turn()
         self._due = perf_counter()  # before that a step pays for one look at the clock
@@ -42,6 +46,12 @@ class ModelCheck:
     def changes(self) -> list[BrokenCondition]:
         """What is different from what the trace relied on."""
         return [each for each in self._each_place() if each is not None]
+
+    def accept(self) -> list[str]:
+        """Check the places that are different now no more; returns the changes."""
+        changes = self.changes()
+        self._accepted |= {each.what for each in changes}
+        return [str(each) for each in changes]
 
     def check(self) -> None:
         """Check all of the model. Raises ModelChanged."""
@@ -71,7 +81,7 @@ class ModelCheck:
 
     def _each_place(self) -> Iterator[BrokenCondition | None]:
         """Without the model's own forward: an engine replaces it by one that runs steps."""
-        for broken in checked(self._compiled.conditions or {}, self._compiled.model):
+        for broken in self._checked():
             accepted = broken is not None and (
                 broken.what in self._accepted or broken.what.startswith(OWN_FORWARD)
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from piecegraph.runtime.steps import model_check
 pytestmark = pytest.mark.compile
 
 BATCH = pg.Batch(num_tokens=5, num_reqs=5)
+FULL = {"graph_mode": "FULL", "attention": {"support": pg.AttentionSupport.ALWAYS}}
 
 
 class Adapted(nn.Module):
@@ -47,6 +49,7 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Adapted() for _ in range(3))
         self.dropout = nn.Dropout(0.5)
+        self.settings, self.act = Settings(), torch.relu
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -67,6 +70,24 @@ CHANGES: dict[str, tuple[Callable[[Model], object], str]] = {
     "method": (lambda m: setattr(m.layers[1], "forward", m.layers[0].forward), "layers.1"),
     "module": (lambda m: setattr(m, "dropout", nn.Identity()), "dropout"),
     "appended": (lambda m: m.layers.append(Adapted()), "layers keys"),
+}
+
+
+@dataclass
+class Settings:
+    heads: int = 2
+
+
+UNTRACED: dict[str, tuple[Callable[[Model], object], str]] = {
+    **CHANGES,
+    "switched": (CHANGES["switched"][0], "layers.1.active: ['a'] -> ['b']"),
+    "in place": (CHANGES["in place"][0], "layers.2.active: ['a'] -> ['a', 'b']"),
+    "merged": (CHANGES["merged"][0], "layers.0.merged: [] -> ['a']"),
+    "hook": (CHANGES["hook"][0], "layers.1.base._forward_hooks: [] -> [["),
+    "appended": (CHANGES["appended"][0], "layers.3: none -> Adapted"),
+    "removed": (lambda m: m.layers.__delitem__(2), "layers.2: Adapted -> none"),
+    "setting": (lambda m: setattr(m.settings, "heads", 4), "settings.heads: 2 -> 4"),
+    "function": (lambda m: setattr(m, "act", torch.tanh), "act: relu -> tanh"),
 }
 
 
@@ -108,6 +129,79 @@ def test_a_change_is_an_error(
     assert text in str(refused.value)
     with pytest.raises(ModelChanged):  # known by now
         step(prepared, x)
+
+
+@pytest.fixture
+def untraced(model: Model) -> pg.PreparedModel:
+    settings = {"compile": False, **FULL, "inputs": {"x": "float32[num_tokens,8]"}}
+    return pg.prepare(model, pg.Config(max_num_tokens=8, capture_sizes=[4, 8], **settings))
+
+
+@pytest.mark.parametrize("change", UNTRACED)
+def test_a_change_of_a_model_that_is_not_traced_is_an_error_while_there_are_graphs(
+    model: Model, untraced: pg.PreparedModel, change: str
+) -> None:
+    """Without a graph the model itself runs; a graph holds what it was at the capture."""
+    make, text = UNTRACED[change]
+    x = torch.randn(5, 8)
+    untraced.capture()
+    torch.testing.assert_close(step(untraced, x), model(x))
+    assert untraced.refresh() == ()
+    make(model)
+    with pytest.raises(ModelChanged) as refused:
+        untraced.refresh()
+    assert text in str(refused.value)
+    with pytest.raises(ModelChanged):
+        step(untraced, x)
+    untraced.release()
+    if change != "training":
+        torch.testing.assert_close(step(untraced, x), model(x))
+        untraced.capture()
+        torch.testing.assert_close(step(untraced, x), model(x))
+
+
+def test_steps_of_graphs_of_a_model_that_is_not_traced_find_a_change(
+    model: Model, untraced: pg.PreparedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_check, "perf_counter", itertools.count().__next__)
+    untraced.capture()
+    x = torch.randn(5, 8)
+    run_steps(untraced, x, 1000)
+    model.layers[1].active = ["b"]
+    with pytest.raises(ModelChanged, match=r"layers.1.active"):
+        run_steps(untraced, x, 100_000)
+    model.layers[1].active = ["a"]
+    torch.testing.assert_close(step(untraced, x), model(x))
+
+
+class Counting(nn.Module):
+    """A model whose forward changes what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.last = 0, list[int](), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x.shape[0])
+        self.last = x * 2
+        return self.last + 1
+
+
+def test_what_a_forward_changes_itself_is_no_change() -> None:
+    settings = {"compile": False, **FULL, "inputs": {"x": "float32[num_tokens,8]"}}
+    prepared = pg.prepare(
+        model := Counting(), pg.Config(max_num_tokens=8, capture_sizes=[4, 8], **settings)
+    )
+    x = torch.randn(5, 8)
+    with torch.no_grad():
+        prepared.capture()
+        torch.testing.assert_close(step(prepared, x), x * 2 + 1)
+        model(x)
+        assert prepared.refresh() == ()
+        model.eval()
+        with pytest.raises(ModelChanged, match=r"model.training: True -> False"):
+            prepared.refresh()
 
 
 def test_an_engine_may_replace_the_models_own_forward(
