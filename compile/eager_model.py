@@ -7,7 +7,8 @@ tensors of different sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..torch_compat.basics.tensors import (
 )
 from .ir.compilation import CompileRequest
 from .ir.config import CompileConfig
-from .ir.ops import Writes
+from .ir.ops import FakeWrites
 from .ir.plan import CompiledRange, PieceStep, Plan, PlanPiece, Result, Symbol, UserInput
 from .ir.serialization import Ref, dtype_name, encode, encode_result, with_refs
 from .plan.compiled_model import CompiledModel
@@ -173,15 +174,38 @@ def _fake_result(
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with preserve_attributes(model), fake_mode, torch.no_grad():
             fakes = examples.with_tensors(resized)
             args, kwargs = fakes.call_arguments()
             inputs = [leaf.value for leaf in _tensors(fakes)]
-            with Writes() as writes:
+            with FakeWrites(fake_mode) as writes:
                 result = model(*args, **kwargs)
             return result, [writes.include(tensor) for tensor in inputs]
     except Exception as error:
         raise ResultFormUnknown(reason=f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def preserve_attributes(model: torch.nn.Module) -> Iterator[None]:
+    """Restore at the end the attributes of modules and of their tensors, and lists and dicts among
+    them: a run on fakes may keep some, as a table that it makes when it is first needed."""
+    owners = [*model.modules(), *model.parameters(), *model.buffers()]
+    holders: list[Any] = [vars(owner) for owner in owners]
+    holders += [v for h in holders for v in h.values() if isinstance(v, dict | list)]
+    before = [dict(each) if isinstance(each, dict) else list(each) for each in holders]
+    try:
+        yield
+    finally:
+        for holder, content in zip(holders, before, strict=True):
+            if not isinstance(content, dict):
+                holder[:] = content
+                continue
+            for name in holder.keys() - content.keys():
+                del holder[name]
+            for name, value in content.items():
+                if name not in holder or holder[name] is not value:
+                    holder[name] = value
 
 
 def _forward(

@@ -8,7 +8,7 @@ import torch
 
 from ..compile.ir.config import TOKENS
 from ..compile.plan.compiled_model import CompiledModel
-from ..config import Config, Padding, without_tokens
+from ..config import Config, Padding, named_ops, without_tokens
 from ..dispatch import (
     Dispatcher,
     DispatchPlan,
@@ -19,6 +19,7 @@ from ..dispatch import (
     close_holes,
     find_holes,
 )
+from .graphs.breaks import recordable
 from .graphs.dummy_batch import preserve_rng_state
 from .policy import Policy, dispatch_plan
 from .records import BucketHole, BucketsMissing, Records, RowsMixed
@@ -80,7 +81,9 @@ def _mixes_rows(
     padding = {item.label: config.steps.padding_of(item.label) for item in compiled.plan.inputs}
     sentinels = {n: value for n, (kind, value) in padding.items() if kind is Padding.SENTINEL}
     with preserve_rng_state(), torch.no_grad():
-        pieces = find_mixed_rows(compiled, device, size=size, sentinels=sentinels)
+        ops = named_ops(config.splitting_ops)
+        forward = None if compiled.traced else recordable(compiled, ops)
+        pieces = find_mixed_rows(compiled, device, size=size, sentinels=sentinels, forward=forward)
     for mixed in pieces:
         records.add(RowsMixed(mixed.piece, mixed.result, mixed.where, mixed.size))
     return bool(pieces)

@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from ...torch_compat.basics.ops import is_op, mutated_arguments, op_name, overload_name
-from ...torch_compat.basics.tensors import TorchDispatchMode, storage_id, tree_leaves
+from ...torch_compat.basics.tensors import (
+    FakeTensorMode,
+    LightDispatchMode,
+    is_fake,
+    storage_id,
+    tree_leaves,
+    tree_map_only,
+)
 
 ALLOCATIONS = frozenset(
     {torch.empty, torch.empty_like, torch.empty_strided, "new_empty", "new_empty_strided"}
@@ -51,11 +58,16 @@ def is_registered(name: str) -> bool:
     return found is not None and (not overload or hasattr(found, overload))
 
 
-class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records which tensors the operators called inside write to."""
+class FakeWrites(LightDispatchMode):
+    """Records which tensors the operators called inside, in a fake mode, write to.
 
-    def __init__(self) -> None:
+    A fake is written in place of a real tensor: by itself a fake mode runs an operator that is
+    called with real tensors alone.
+    """
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._fakes = fakes
         self._storages: set[int] = set()
 
     def include(self, tensor: Tensor) -> bool:
@@ -63,7 +75,11 @@ class Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        self._storages |= {storage_id(tensor) for tensor in written_by(func, args, given)}
+        written = list(written_by(func, args, given))
+        if not all(map(is_fake, written)):
+            args, given = tree_map_only(Tensor, self._fakes.from_tensor, (args, given))
+            written = list(written_by(func, args, given))
+        self._storages |= {storage_id(tensor) for tensor in written}
         return func(*args, **given)
 
 

@@ -17,6 +17,7 @@ from ...compile.ir.ops import resolve_op, tensors_in
 from ...compile.plan.compiled_model import CompiledModel
 from ...torch_compat.basics.ops import OpOverload
 from ...torch_compat.basics.tensors import is_fake, is_faking
+from ..steps.row_mixing import WITHOUT_BREAKS
 from .recorder import ACTIVE
 
 P = ParamSpec("P")
@@ -41,6 +42,7 @@ def break_graph(fn: Any = None, *, fake: Callable[..., Any] | None = None) -> An
 
 def _breaking(fn: Callable[P, R], fake: Callable[..., Any] | None) -> Callable[P, R]:
     name = _name(fn)
+    on_fakes = fake or (fn if isinstance(fn, OpOverload) else _write_to)
 
     @wraps(fn)
     def breaking(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -49,7 +51,9 @@ def _breaking(fn: Callable[P, R], fake: Callable[..., Any] | None) -> Callable[P
             result: R = recorder.splitting_op(name, fn, args, kwargs)
             return result
         if is_faking():
-            return (fake or _write_to)(*args, **kwargs)  # type: ignore[return-value]
+            return on_fakes(*args, **kwargs)  # type: ignore[return-value]
+        if (stand_in := WITHOUT_BREAKS.get()) is not None:
+            return stand_in.call(name, on_fakes, args, kwargs)  # type: ignore[no-any-return]
         return fn(*args, **kwargs)
 
     return breaking

@@ -4,25 +4,32 @@ A graph runs a batch padded to its size. That is right only if each row of a res
 same row of the inputs. Attention, which does mix rows, runs between pieces or is given the real
 sizes by its metadata. Each unique piece is run three times on random inputs: padded, padded with
 rows that are a maximum, a minimum or zero, and at the real size. Each run starts from the same
-state: what it writes to buffers is undone.
+state: what it writes to buffers is undone. A model that is not traced is one piece, run without its
+breaks: see `WithoutBreaks`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...compile.eager_model import preserve_attributes
 from ...compile.ir.config import TOKENS
+from ...compile.ir.ops import FakeWrites, tensors_in, written_by
 from ...compile.ir.plan import CompiledRange, PieceStep, Plan
 from ...compile.plan.compiled_model import CompiledModel
 from ...errors import OtherRowsWritten
-from .preserved import preserve_rows
+from ...torch_compat.basics.ops import OpOverload
+from ...torch_compat.basics.tensors import FakeTensorMode, tree_map_only, without_modes
+from ..backends.ownership import ALLOCATIONS, Ownership, TensorTracker, user_line
+from .preserved import Kept, preserve_rows
 
 Shape = tuple[int, ...]
 
@@ -55,22 +62,24 @@ def find_mixed_rows(
     *,
     size: str = TOKENS,
     sentinels: Mapping[str, float] = {},
+    forward: Callable[..., Any] | None = None,
 ) -> list[MixedRows]:
     """The pieces in which padding of `size` reaches real rows. A piece that cannot be run alone,
     because an op in it needs a step, is left out.
 
-    `sentinels` are values of padding by input.
+    `sentinels` are values of padding by input. `forward` is run if the model is not traced.
     """
     plan, mixed = compiled.plan, []
-    if not compiled.traced:
-        return []
+    if any(not result.dtype for result in plan.results):
+        return []  # a result of unknown form is that of steps of real sizes alone
+    untraced = WithoutBreaks(compiled.model, forward, device) if forward is not None else None
     fixed = {item.name: sentinels[item.label] for item in plan.inputs if item.label in sentinels}
     sizes = _sizes(plan, size)
     steps = {step.piece: step for step in plan.steps if isinstance(step, PieceStep)}
     for index, step in sorted(steps.items()) if sizes else ():
         assert sizes is not None
         span, real, padded = sizes
-        fn = compiled.pieces[span.artifacts[index]]
+        fn = untraced or compiled.pieces[span.artifacts[index]]
         try:
             result = _mixed(compiled, step, fn, real, padded, device, fixed)
         except OtherRowsWritten:
@@ -78,7 +87,8 @@ def find_mixed_rows(
         except Exception:
             continue
         if result is not None:
-            mixed.append(MixedRows(index, result, _line(plan.pieces[index].text), size))
+            where = untraced.mixes_at if untraced else _line(plan.pieces[index].text)
+            mixed.append(MixedRows(index, result, where, size))
     return mixed
 
 
@@ -136,10 +146,15 @@ def _mixed(
     own = [weight for weight in compiled.plan.weights if weight.name in step.args]
     weights = [compiled.weights[weight.target] for weight in own]
     written = [compiled.weights[weight.target] for weight in own if weight.written]
-    first, second = run(padded, whole), run(padded, mixed_in)
+    outs = list(step.outs)
+    if isinstance(fn, WithoutBreaks):
+        written = list(compiled.model.buffers())
     alone = run(real, [value[box].clone() for value, box in zip(whole, boxes, strict=True)])
+    first, second = run(padded, whole), run(padded, mixed_in)
+    if isinstance(fn, WithoutBreaks):
+        outs += fn.arguments
     unwritten = compiled.plan.pieces[step.piece].unwritten
-    results = zip(step.outs, first, second, alone, strict=True)
+    results = zip(outs, first, second, alone, strict=True)
     for at, (name, one, two, three) in enumerate(results):
         if isinstance(one, Tensor) and at not in unwritten:
             box = _box(tuple(three.shape))
@@ -148,6 +163,108 @@ def _mixed(
             if not (same and _close(one[box], three)):
                 return f"{name}: {compiled.plan.shapes.get(name, '')}"
     return None
+
+
+class WithoutBreaks:
+    """Runs a model that is not traced without its breaks, as the code between them.
+
+    What a break was given is part of the result. What it would write or return is made up: an
+    element depends on its position, and in the last run, on inputs with extreme padding, so does
+    its own padding. The first run is that of the real sizes.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, forward: Callable[..., Any], device: torch.device
+    ) -> None:
+        self._model = model
+        self._forward = forward
+        self._key = device.type.upper()
+        self._runs: list[list[Shape]] = []
+        self.arguments: list[str] = []
+        """A name for each tensor that breaks were given."""
+        self.mixes_at: str | None = None
+        """The user's line of the first op that may mix rows."""
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        self._made = _Made(self._key, args, self._saw_op)
+        self._runs.append([])
+        self.arguments, self._given = [], list[Tensor]()
+        token = WITHOUT_BREAKS.set(self)
+        try:
+            with preserve_attributes(self._model), self._made:
+                return [*self._forward(*args), *self._given]
+        finally:
+            WITHOUT_BREAKS.reset(token)
+            self._made.restore()
+
+    def call(self, name: str, fake: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Stand in for a break, which `fake` is on fake tensors."""
+        with without_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fakes = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+            with FakeWrites(mode) as writes:
+                result = fake(*fakes[0], **fakes[1])
+        pairs = zip(tensors_in((args, kwargs)), tensors_in(fakes), strict=True)
+        made = [(one, each) for one, each in pairs if self._made.ownership.is_made(one)]
+        for tensor, _ in made:
+            self.arguments.append(f"argument of {name}")
+            self._given.append(tensor.clone())
+        for tensor, each in made:
+            if writes.include(each):
+                tensor.copy_(self._made_up(tensor))
+        return tree_map_only(Tensor, self._made_up, result)
+
+    def _made_up(self, like: Tensor) -> Tensor:
+        """Values of the form of `like`."""
+        *before, now = self._runs
+        position = sum(
+            (torch.arange(n) * (7 * dim + 3)).view(-1, *[1] * (like.dim() - dim - 1))
+            for dim, n in enumerate(like.shape)
+        )
+        values = torch.sin(torch.as_tensor(position) + len(now)).add(1.5).expand(like.shape)
+        values = (values if like.dtype.is_floating_point else values > 1.5).to(like.dtype)
+        if len(before) == 2:  # with extreme padding
+            values = _extreme_padding(values.clone(), _box(before[0][len(now)]))
+        now.append(tuple(like.shape))
+        return values.to(like.device)
+
+    def _saw_op(self, op: OpOverload) -> None:
+        if self.mixes_at is None and _MIXING.search(f".{op.overloadpacket.__name__}("):
+            self.mixes_at = user_line()
+
+
+WITHOUT_BREAKS: ContextVar[WithoutBreaks | None] = ContextVar("without_breaks", default=None)
+"""What stands in for the breaks of this thread."""
+
+
+class _Made(TensorTracker):  # type: ignore[no-untyped-call]
+    """Tells memory that a run made, or was given, from that of the model and the engine, which it
+    restores; what is allocated holds zeros."""
+
+    def __init__(self, device: str, args: list[Any], saw: Callable[[OpOverload], None]) -> None:
+        super().__init__(device, Ownership())
+        self._args = args
+        self._saw = saw
+        self._kept: list[Kept] = []
+        for tensor in tensors_in(args):
+            self.ownership.make(tensor)
+
+    def restore(self) -> None:
+        """Raises OtherRowsWritten."""
+        for kept in reversed(self._kept):
+            kept.restore()
+        for kept in self._kept:
+            kept.check()
+
+    def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        self._saw(func)
+        for tensor in written_by(func, args, kwargs):
+            if not self.ownership.is_made(tensor):
+                self._kept.append(Kept([tensor], self._args, check=True))
+        result = super().operation(func, args, kwargs)
+        if func.overloadpacket.__name__ in ALLOCATIONS:
+            for tensor in tensors_in(result):
+                tensor.zero_()
+        return result
 
 
 def _close(one: Tensor, other: Tensor, rounding: float = _ROUNDING) -> bool:

@@ -176,6 +176,90 @@ def test_the_form_of_a_result_needs_fakes_of_functions_that_return_tensors() -> 
         prepared_for(Untraceable(attend_fresh_without_fake), GraphMode.PIECEWISE)
 
 
+@break_graph
+def attend_rows(x: Tensor, out: Tensor) -> None:
+    out.copy_(x.cumsum(0) * get_forward_context().metadata["scale"].item())
+
+
+class Mixing(nn.Module):
+    """Rows mix before the break, or after it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.weight = nn.Parameter(torch.rand(4, 4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight
+        if self.where == "before":
+            y = y - x.mean(0)
+        out = torch.empty_like(y)
+        attend_rows(y, out)
+        return out - out.amax(0) if self.where == "after" else out + x
+
+
+@pytest.mark.parametrize("where", ["before", "after", "nowhere"])
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.PIECEWISE])
+def test_padding_never_reaches_real_rows_of_a_model_that_is_not_traced(
+    where: str, mode: GraphMode
+) -> None:
+    model = Mixing(where)
+    full = mode is GraphMode.FULL
+    if full:  # without attention that reads a value on the host
+        model.forward = lambda x: x @ model.weight - (x.mean(0) if where != "nowhere" else 0)
+    prepared = prepared_for(model, mode, attention={"support": "ALWAYS"})
+    mixes = prepared.report()["rows_mixed"]
+    assert bool(mixes) == (where != "nowhere")
+    assert all(each["where"].startswith(f"{__file__}:") for each in mixes)
+    x, metadata = torch.rand(3, 4) + 1, {"scale": torch.tensor(2.0)}
+    decision = prepared.dispatch(Batch(3, 3))
+    with forward_context(ForwardContext({}, metadata)), torch.no_grad():
+        torch.testing.assert_close(prepared.run(decision, x, metadata=metadata), model(x))
+    assert (decision.mode.name == "NONE") == bool(mixes)
+
+
+class Stateful(nn.Module):
+    """Writes buffers in place, assigns them anew, and keeps what it makes when it is first run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("written", torch.zeros(4))
+        self.register_buffer("assigned", torch.zeros(()))
+        self.plain = torch.zeros(4)
+        self.table: Tensor | None = None
+        self.tables: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.written.add_(1)
+        self.plain[0] += 1
+        self.assigned = self.assigned + 1
+        if self.table is None:
+            self.table = torch.arange(4.0)
+            self.tables.append(self.table)
+        return x * self.written + self.table
+
+
+@pytest.mark.parametrize("mode", [GraphMode.FULL, None])
+def test_prepare_changes_nothing_of_the_model(mode: GraphMode | None) -> None:
+    model = Stateful()
+    attributes = {**vars(model), **model._buffers}
+    config = Config(
+        compile=False,
+        inputs={"x": "float32[num_tokens, 4]"},
+        max_num_tokens=16,
+        capture_sizes=(4,),
+        graph_mode=mode,
+        cache=False,
+        attention={"support": "ALWAYS"},
+    )
+    prepare(model, config, backend=strict_backend())
+    assert model.written.sum() == model.plain.sum() == model.assigned == 0
+    now = {**vars(model), **model._buffers}
+    assert now.keys() == attributes.keys()
+    assert all(now[name] is value for name, value in attributes.items())
+    assert model.tables == []
+
+
 def test_weights_of_a_model_that_is_not_traced_are_in_the_ledger() -> None:
     prepared = prepared_for(Untraceable(), GraphMode.PIECEWISE)
     assert {row["owner"]: row["bytes"] for row in prepared.ledger.rows()}["weights"] == 16
