@@ -19,7 +19,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from ..errors import InvalidEntry, LayerFailed
@@ -29,7 +28,7 @@ from .evict import Limits, evict, remove_leftovers
 from .keys.factors import Json
 from .keys.key import Key
 from .layers import CacheLayer, Entry, Miss, Refusal, accept_any, find, held
-from .lease import Leasing, lease
+from .lease import Lease
 from .lock import (
     TEMPORARY,
     Flight,
@@ -40,6 +39,7 @@ from .lock import (
 )
 from .manifest import BadManifest, BlobRef, Manifest, aside_meta, decode, encode, read_manifest
 from .names import checked_name, entry_name, lock_name
+from .remote import RemoteLayer
 from .signing import Trust, trust_all
 from .statistics import add_counts
 
@@ -155,13 +155,13 @@ class Cache:
             return None
         self._written_back.add(entry.digest)
         for layer in self.layers:
-            if layer is not self.private and layer.writable:
+            if isinstance(layer, RemoteLayer) and layer.writable:
                 there = held(layer, entry.manifest)
                 if entry.manifest.holds(there.aside):
                     reason = there.detail if isinstance(there, Miss) else "replaced elsewhere"
                     self.put_aside([entry.manifest], there.aside, reason)
                     return Miss("aside", reason, layer.name, aside=there.aside)
-                if isinstance(there, Miss) and there.reason != "unreadable":
+                if not layer.is_whole(there):
                     self._store(layer, entry)
         return None
 
@@ -302,21 +302,21 @@ class Cache:
         if self.private is None:
             yield Flight.UNLOCKED
             return
-        label, limits = _label(kind, key), (wait_limit, progress_every)
+        began, label = time.monotonic(), _label(kind, key)
         name, lock = entry_name(kind, key.digest), lock_name(kind, key.digest)
-        root = self.private.root
-        with single_flight(root / lock, label, self._events, *limits) as flight:
-            there = os.path.exists(root / name)
-            if there and flight is Flight.FIRST:
-                flight = Flight.AFTER_OTHERS  # they have just finished
-            shared = (each for each in self.layers if each.writable and isinstance(each, Leasing))
-            layer = next(shared, None)
-            if layer is None or flight is not Flight.FIRST:
-                yield flight
-                return
-            is_done = partial(_is_there, layer, name)
-            with lease(layer, lock, is_done, label, self._events, *limits) as flight:
-                yield flight
+        root, shared = self.private.root, [layer for layer in self.layers if layer.writable]
+        with (
+            single_flight(root / lock, label, self._events, wait_limit, progress_every) as flight,
+            contextlib.ExitStack() as stack,
+        ):
+            is_there = os.path.exists(root / name)  # they may have just finished
+            layer = next((each for each in shared if isinstance(each, RemoteLayer)), None)
+            is_done = is_there and flight is Flight.AFTER_OTHERS
+            if layer is not None and flight is not Flight.UNLOCKED and not is_done:
+                lease = Lease(layer, lock, name, label, self._events)
+                left = wait_limit - (time.monotonic() - began)
+                flight = stack.enter_context(lease.flight(left, progress_every))
+            yield Flight.AFTER_OTHERS if is_there and flight is Flight.FIRST else flight
 
     def _count_hit(self, entry: Entry, seconds: float) -> None:
         kind = entry.manifest.kind
@@ -355,13 +355,6 @@ class Cache:
         """To those of all starts."""
         if self.private is not None and self.private.writable:
             add_counts(self.private.root, counts)
-
-
-def _is_there(layer: Leasing, name: str) -> bool:
-    with contextlib.suppress(OSError):
-        layer.read_again(name, 1)
-        return True
-    return False
 
 
 def _label(kind: str, key: Key) -> str:

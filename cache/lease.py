@@ -13,123 +13,113 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ..events import Events
-from .lock import Flight
+from .lock import Flight, go_on_unlocked
+from .remote import RemoteLayer
 
 EXPIRES_SECONDS = 60.0
 POLL_SECONDS = 1.0
+FAILURES = 3
+"""Polls in a row that may fail: fewer are a server that is busy."""
+
 _MAX_BYTES = 100
 
 
-@runtime_checkable
-class Leasing(Protocol):
-    """A layer that leases can be in. All methods raise OSError."""
+@dataclass(frozen=True)
+class Lease:
+    """The lease `name` in a layer, for whoever makes `entry`; `label` is that in events."""
 
-    @property
-    def writable(self) -> bool: ...
+    layer: RemoteLayer
+    name: str
+    entry: str
+    label: str
+    events: Events
 
-    def create(self, name: str, content: bytes) -> bool:
-        """Write a file that must not exist; whether it did not."""
-        ...
+    @contextlib.contextmanager
+    def flight(self, wait_limit: float, progress_every: float) -> Iterator[Flight]:
+        """Hold the lease, or wait until it is free or the entry is stored meanwhile.
 
-    def replace(self, name: str, content: bytes) -> None:
-        """Write a file."""
-        ...
-
-    def read_again(self, name: str, limit: int) -> bytes:
-        """As `read`, also where the file was missing before."""
-        ...
-
-    def remove(self, name: str) -> None: ...
-
-
-@contextlib.contextmanager
-def lease(
-    layer: Leasing,
-    name: str,
-    is_done: Callable[[], bool],
-    label: str,
-    events: Events,
-    wait_limit: float,
-    progress_every: float,
-) -> Iterator[Flight]:
-    """Hold the lease `name`, or wait until it is free or the work is done meanwhile.
-
-    AFTER_OTHERS after a wait, and if the work is done; UNLOCKED after `wait_limit` seconds, and if
-    the layer fails.
-    """
-    holder = secrets.token_hex(8)
-    try:
-        held, flight = _acquire(
-            layer, name, holder, is_done, label, events, wait_limit, progress_every
+        AFTER_OTHERS after a wait, and if the entry is there; UNLOCKED after `wait_limit` seconds,
+        and if the layer fails.
+        """
+        holder = secrets.token_hex(8).encode()
+        held, flight = self._acquire(holder, wait_limit, progress_every)
+        if not held:
+            yield flight
+            return
+        ended = threading.Event()
+        renewing = threading.Thread(
+            target=self._renew, args=(holder, ended), name="piecegraph-lease", daemon=True
         )
-    except OSError as error:
-        events.emit("cache.flight", level=logging.WARNING, entry=label, alone=str(error))
-        held, flight = False, Flight.UNLOCKED
-    if not held:
-        yield flight
-        return
-    ended = threading.Event()
-    renewing = threading.Thread(
-        target=_renew, args=(layer, name, holder, ended), name="piecegraph-lease", daemon=True
-    )
-    renewing.start()
-    try:
-        yield flight
-    finally:
-        ended.set()
-        renewing.join()
-        with contextlib.suppress(OSError):
-            if layer.read_again(name, _MAX_BYTES).startswith(holder.encode()):
-                layer.remove(name)
+        renewing.start()
+        self.layer.leased.add(self.entry)
+        try:
+            yield flight
+        finally:
+            self.layer.leased.discard(self.entry)
+            ended.set()
+            renewing.join()
+            with contextlib.suppress(OSError):
+                if (self._content() or b"").startswith(holder):
+                    self.layer.remove(self.name)
 
+    def _content(self) -> bytes | None:
+        return self.layer.look(self.name, _MAX_BYTES)
 
-def _acquire(
-    layer: Leasing,
-    name: str,
-    holder: str,
-    is_done: Callable[[], bool],
-    label: str,
-    events: Events,
-    wait_limit: float,
-    every: float,
-) -> tuple[bool, Flight]:
-    """Whether the lease is held, and after which wait."""
-    began = changed = told = time.monotonic()
-    seen: bytes | None = None
-    was_done = is_done()
-    while not layer.create(name, holder.encode()):
-        now = time.monotonic()
-        if now - began >= wait_limit:
-            events.count("cache.duplicate_work")
-            reason = f"another machine has held it for {wait_limit} s"
-            events.emit("cache.flight", level=logging.WARNING, entry=label, alone=reason)
-            return False, Flight.UNLOCKED
-        with contextlib.suppress(FileNotFoundError):
-            content = layer.read_again(name, _MAX_BYTES)
-            if content != seen:
-                seen, changed = content, now
-            elif now - changed > EXPIRES_SECONDS:
-                layer.remove(name)
-        if now - told >= every:
-            told = now
-            events.emit(
-                "cache.wait", level=logging.INFO, entry=label, seconds=round(now - began, 1)
-            )
-        time.sleep(POLL_SECONDS)
-        if not was_done and is_done():
-            return False, Flight.AFTER_OTHERS
-    waited = time.monotonic() - began
-    events.emit("cache.flight", entry=label, waited_seconds=round(waited, 3))
-    return True, Flight.FIRST if seen is None and not is_done() else Flight.AFTER_OTHERS
+    def _acquire(self, holder: bytes, wait_limit: float, every: float) -> tuple[bool, Flight]:
+        """Whether the lease is held, and after which wait."""
+        began = changed = told = time.monotonic()
+        seen: bytes | None = None
+        was_there: bool | None = None
+        failures, flight = 0, Flight.FIRST
+        while True:
+            now = time.monotonic()
+            try:
+                content = self._content()
+                # after the lease: whoever gives it back has stored the entry before
+                is_there = self.layer.look(self.entry, 1) is not None
+                was_there = is_there if was_there is None else was_there
+                if is_there:
+                    flight = Flight.AFTER_OTHERS
+                if is_there and not was_there:
+                    return False, flight
+                if content is None and self.layer.create(self.name, holder):
+                    waited = round(now - began, 3)
+                    self.events.emit("cache.flight", entry=self.label, waited_seconds=waited)
+                    return True, flight
+                flight = Flight.AFTER_OTHERS
+                if content != seen:
+                    seen, changed = content, now
+                elif now - changed > EXPIRES_SECONDS:
+                    self.layer.remove(self.name)
+                failures = 0
+            except OSError as error:
+                failures += 1
+                if failures == FAILURES:
+                    return False, go_on_unlocked(self.events, self.label, str(error))
+            if now - began >= wait_limit:
+                reason = f"another machine has held it for {wait_limit:g} s"
+                return False, go_on_unlocked(self.events, self.label, reason)
+            if now - told >= every:
+                told = now
+                facts = {"entry": self.label, "layer": self.layer.name}
+                seconds = round(now - began, 1)
+                self.events.emit("cache.wait", level=logging.INFO, **facts, seconds=seconds)
+            time.sleep(POLL_SECONDS)
 
-
-def _renew(layer: Leasing, name: str, holder: str, ended: threading.Event) -> None:
-    count = 0
-    while not ended.wait(EXPIRES_SECONDS / 4):
-        count += 1
-        with contextlib.suppress(OSError):
-            layer.replace(name, f"{holder} {count}".encode())
+    def _renew(self, holder: bytes, ended: threading.Event) -> None:
+        count = 0
+        while not ended.wait(EXPIRES_SECONDS / 4):
+            count += 1
+            with contextlib.suppress(OSError):
+                content = self._content()
+                if content is None:  # a purge from outside
+                    self.layer.create(self.name, holder)
+                elif content.startswith(holder):
+                    self.layer.overwrite(self.name, holder + f" {count}".encode())
+                else:
+                    go_on_unlocked(self.events, self.label, "another machine has taken the lease")
+                    return

@@ -53,7 +53,7 @@ def single_flight(
 
         lock = FileLock(path, mode=0o600)
     except OSError as error:  # no file descriptor is left for the import
-        yield _go_on_unlocked(events, label, f"locking failed: {error}")
+        yield go_on_unlocked(events, label, f"locking failed: {error}")
         return
     flight = _acquire(lock, path, label, events, wait_limit, progress_every)
     try:
@@ -77,19 +77,20 @@ def _acquire(
         except Timeout:
             waited = time.monotonic() - began
         except OSError as error:
-            return _go_on_unlocked(events, label, f"locking failed: {error}")
+            return go_on_unlocked(events, label, f"locking failed: {error}")
         else:
             waited = time.monotonic() - began
             events.emit("cache.flight", entry=label, waited_seconds=round(waited, 3))
             return flight
         if waited >= wait_limit:
-            return _go_on_unlocked(events, label, f"another process has held it for {wait_limit} s")
+            return go_on_unlocked(events, label, f"another process has held it for {wait_limit} s")
         if flight is Flight.AFTER_OTHERS:
             events.emit("cache.wait", level=logging.INFO, entry=label, seconds=round(waited, 1))
         flight, left = Flight.AFTER_OTHERS, min(every, wait_limit - waited)
 
 
-def _go_on_unlocked(events: Events, label: str, reason: str) -> Flight:
+def go_on_unlocked(events: Events, label: str, reason: str) -> Flight:
+    """Report that work may be done twice."""
     events.count("cache.duplicate_work")
     events.emit("cache.flight", level=logging.WARNING, entry=label, alone=reason)
     return Flight.UNLOCKED

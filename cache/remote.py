@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..errors import LayerFailed
-from .layers import Entry, Failures
+from .files import write_synced
+from .layers import Entry, Failures, Miss
 from .manifest import BlobRef, Manifest, encode
 from .names import ENTRY_AREA, blob_name, entry_name
 from .signing import SigningKey, Trust
 
 LISTED = 32
 """Most entries that are compared with a key that the remote lacks: each takes a request."""
+
+LEASE_REQUEST_SECONDS = 15.0
+"""Most seconds of a request for a lease."""
 
 
 class RemoteLayer:
@@ -27,7 +33,9 @@ class RemoteLayer:
     half-written entries are misses.
 
     A request may take `request_seconds` and all requests together `total_seconds`; a layer is
-    opened once per start, so this limits what a slow remote adds to it.
+    opened once per start, so this limits what a slow remote adds to it. Requests for leases
+    (`look`, `create`, `overwrite`, `remove`) have a clock of their own: they are made also after a
+    failure, spend none of `total_seconds`, and their failures suspend nothing.
     """
 
     def __init__(
@@ -45,10 +53,12 @@ class RemoteLayer:
         """Raises LayerFailed if fsspec or the file system's package is not installed."""
         try:
             from fsspec.core import url_to_fs
+            from fsspec.implementations.local import LocalFileSystem
 
             self._files, self._base = url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise LayerFailed(layer=url, reason=f"{error} (see the extra `remote`)") from error
+        self._is_local = isinstance(self._files, LocalFileSystem)
         self.name = f"remote:{url}"
         self.failures: Failures = failures
         self.writable = write_back
@@ -61,6 +71,7 @@ class RemoteLayer:
         self._ignores_ranges = url.startswith(("http://", "https://"))  # some servers do
         self._lacks: dict[str, float] = {}
         self._down_until = 0.0
+        self.leased: set[str] = set()  # entries that this process alone makes now
 
     def refuses(self, manifest: Manifest, signature: str | None) -> str | None:
         return self._trust(manifest, signature)
@@ -95,11 +106,22 @@ class RemoteLayer:
         signature = self._signer.sign(manifest) if self._signer else entry.signature
         if reason := self._trust(manifest, signature):
             raise PermissionError(f"its readers would refuse the entry: {reason}")
-        for name, content in entry.contents.items():
-            ref = manifest.blobs[name]
+        name = entry_name(manifest.kind, manifest.key.digest)
+        if name in self.leased:
+            self._down_until = 0.0  # other machines wait for it
+        for blob, content in entry.contents.items():
+            ref = manifest.blobs[blob]
             if not self._holds(ref):
-                self.replace(blob_name(ref.sha256), content)
-        self.replace(entry_name(manifest.kind, manifest.key.digest), encode(manifest, signature))
+                self._write(blob_name(ref.sha256), content)
+        self._write(name, encode(manifest, signature))
+
+    def is_whole(self, there: Manifest | Miss) -> bool:
+        """Whether all blobs of an entry are there; also if that cannot be seen."""
+        if isinstance(there, Miss):
+            return there.reason == "unreadable"
+        with contextlib.suppress(OSError):
+            return all(self._holds(ref) for ref in there.blobs.values())
+        return True
 
     def _holds(self, ref: BlobRef) -> bool:
         try:
@@ -108,51 +130,78 @@ class RemoteLayer:
             return False
         return size == ref.size
 
-    def create(self, name: str, content: bytes) -> bool:
-        """Write a file that must not exist; whether it did not. S3 decides that in one request."""
+    def _write(self, name: str, content: bytes) -> None:
+        self._call(name, lambda path: self._put(path, lambda: self._files.pipe_file(path, content)))
+        self._lacks.pop(name, None)
+
+    def _put(self, path: str, write: Callable[[], None]) -> None:
+        """Object stores have no directories: they are made where a write fails without."""
         try:
-            self.replace(name, content, mode="create")
+            write()
+        except FileNotFoundError:
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            write()
+
+    def look(self, name: str, limit: int) -> bytes | None:
+        """The first bytes of a file, also where it was missing before; None if it is missing."""
+        self._lacks.pop(name, None)
+        try:
+            content: bytes = self._ask(name, lambda path: self._fetch(path, limit))
+        except FileNotFoundError:
+            return None
+        return content
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file that must not exist; whether it did not.
+
+        S3 and Google Cloud Storage decide that in one request, and so does a directory.
+        """
+
+        def write(path: str) -> None:
+            if self._is_local:  # fsspec would look and then write
+                self._put(path, lambda: write_synced(Path(path), [content]))
+            else:
+                self._put(path, lambda: self._files.pipe_file(path, content, mode="create"))
+
+        try:
+            self._ask(name, write)
         except FileExistsError:
             return False
         return True
 
-    def replace(self, name: str, content: bytes, mode: str = "overwrite") -> None:
-        """Write a file. Raises OSError."""
-
-        def put(path: str) -> None:
-            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._files.pipe_file(path, content, mode=mode)
-
-        self._call(name, put)
-        self._lacks.pop(name, None)
-
-    def read_again(self, name: str, limit: int) -> bytes:
-        """As `read`, also where the file was missing before."""
-        self._lacks.clear()
-        return self.read(name, limit)
+    def overwrite(self, name: str, content: bytes) -> None:
+        self._ask(name, lambda path: self._files.pipe_file(path, content))
 
     def remove(self, name: str) -> None:
-        """Remove a file. Raises OSError."""
-        self._call(name, lambda path: self._files.rm_file(path))
+        self._ask(name, lambda path: self._files.rm_file(path))
+
+    def _ask(
+        self, name: str, request: Callable[[str], Any], limit: float = LEASE_REQUEST_SECONDS
+    ) -> Any:
+        """One request on its own clock; any exception becomes an OSError."""
+        limit = min(self._request_seconds, limit)
+        try:
+            return _within(limit, lambda: request(f"{self._base}/{name}"))
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
     def _call(self, name: str, request: Callable[[str], Any]) -> Any:
-        """One request; any exception becomes an OSError and suspends requests for a while."""
+        """One request within the time of all; an OSError suspends them for a while."""
         began = time.monotonic()
         if began < self._down_until:
             raise ConnectionError(f"{self.name} failed less than {self._memory_seconds:g} s ago")
         if self._seconds_left <= 0:
             raise TimeoutError(f"all requests have taken {self._total_seconds:g} s")
-        limit = min(self._request_seconds, self._seconds_left)
         try:
-            return _within(limit, lambda: request(f"{self._base}/{name}"))
+            return self._ask(name, request, self._seconds_left)
         except FileNotFoundError:
             self._lacks[name] = began + self._memory_seconds
             raise
-        except FileExistsError:
-            raise
-        except Exception as error:
+        except OSError:
             self._down_until = time.monotonic() + self._memory_seconds
-            raise OSError(f"{type(error).__name__}: {error}") from error
+            raise
         finally:
             self._seconds_left -= time.monotonic() - began
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,26 @@ def package_sources() -> dict[str, Path]:
     folders = [f for f in ROOT.iterdir() if f.is_dir() and f.name not in apart and f.name[0] != "."]
     paths = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
     return {path.relative_to(ROOT).as_posix(): path for path in paths}
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The URL of an empty bucket on an S3 server here, also for processes of the test."""
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    url = "http://{}:{}".format(*server.get_host_and_port())
+    environ = {"AWS_ENDPOINT_URL_S3": url, "AWS_DEFAULT_REGION": "us-east-1"}
+    environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    name = uuid.uuid4().hex
+    s3fs.S3FileSystem.clear_instance_cache()  # those of the server of another test
+    s3fs.S3FileSystem().mkdir(name)
+    yield f"s3://{name}"
+    server.stop()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -364,7 +364,6 @@ class Endless(http.server.BaseHTTPRequestHandler):
 
 
 def test_file_of_a_server_that_ignores_ranges_is_not_read_to_its_end(key: Key) -> None:
-    pytest.importorskip("aiohttp")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endless)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -422,4 +421,21 @@ def test_private_hit_is_not_sent_to_a_remote_that_has_the_entry(
     cache = Cache(root, Events(), shared=[remote])
     for _ in range(3):
         assert isinstance(cache.lookup("artifact", key), Entry)
-    assert counting.verbs == ["cat_file"]
+    assert counting.verbs == ["cat_file", "size"]
+
+
+def test_private_hit_repairs_an_entry_of_a_remote_that_lost_a_blob(
+    url: str, root: Path, tmp_path: Path, key: Key
+) -> None:
+    remote = RemoteLayer(url, trust_all, write_back=True)
+    entry = Cache(root, Events(), shared=[remote]).publish("artifact", key, META, BLOBS)
+    lost = entry.manifest.blobs["code.py"]
+    remote.remove(blob_name(lost.sha256))
+    new = Cache(None, Events(), shared=[RemoteLayer(url, trust_all)])
+    missed = new.lookup("artifact", key)
+    assert isinstance(missed, Miss)
+    assert missed.reason == "incomplete"
+    again = RemoteLayer(url, trust_all, write_back=True)
+    assert isinstance(Cache(root, Events(), shared=[again]).lookup("artifact", key), Entry)
+    new = Cache(None, Events(), shared=[RemoteLayer(url, trust_all)])
+    assert isinstance(new.lookup("artifact", key), Entry)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from piecegraph.cache import Cache, Entry, Key
+from piecegraph.cache import Cache, Entry, Key, lock
 from piecegraph.cache import lease as leases
 from piecegraph.cache.lock import Flight
 from piecegraph.cache.names import lock_name
@@ -28,9 +32,10 @@ def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 class Machine:
     """A machine with its own directory, and the layer that all of them write to."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, url: str = "") -> None:
         self.events = Events()
-        self.layer = RemoteLayer(f"file://{directory}/bucket", trust_all, write_back=True)
+        url = url or f"file://{directory}/bucket"
+        self.layer = RemoteLayer(url, trust_all, write_back=True)
         self.cache = Cache(directory / name, self.events, shared=[self.layer])
 
     def flight(self, key: Key, limit: float = 60.0) -> contextlib.AbstractContextManager[Flight]:
@@ -51,13 +56,25 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
 
 
 def test_one_of_six_machines_does_the_work(machines: list[Machine], key: Key) -> None:
+    assert one_flight(machines, key)
+
+
+@pytest.mark.slow
+def test_one_of_six_machines_does_the_work_on_s3(bucket: str, tmp_path: Path, key: Key) -> None:
+    machines = [Machine(tmp_path, f"machine {n}", f"{bucket}/cache") for n in range(6)]
+    assert one_flight(machines, key)
+    assert machines[0].layer.look(lock_name("bundle", key.digest), 100) is None
+
+
+def one_flight(machines: list[Machine], key: Key) -> bool:
+    """Whether one of machines that start at the same time works, without a wait before."""
     done: list[Flight] = []
     threads = [threading.Thread(target=each.work, args=(key, done)) for each in machines]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert done == [Flight.FIRST]
+    return done == [Flight.FIRST]
 
 
 def test_who_comes_when_the_work_is_done_looks_it_up(machines: list[Machine], key: Key) -> None:
@@ -106,9 +123,9 @@ def test_a_living_holder_renews_its_lease(
     monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.02)
     layer, name = machines[0].layer, lock_name("bundle", key.digest)
     with machines[0].flight(key):
-        seen = {layer.read_again(name, 100)}
+        seen = {layer.look(name, 100)}
         while len(seen) < 3:
-            seen.add(layer.read_again(name, 100))
+            seen.add(layer.look(name, 100))
 
 
 def test_a_wait_has_an_end(machines: list[Machine], key: Key) -> None:
@@ -118,15 +135,192 @@ def test_a_wait_has_an_end(machines: list[Machine], key: Key) -> None:
     assert second.events.counters["cache.duplicate_work"] == 1
 
 
-def test_a_layer_without_leases_is_done_without(
+def test_both_locks_have_one_deadline(
     machines: list[Machine], key: Key, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    limits: list[float] = []
+    flight = leases.Lease.flight
+
+    def record(lease: leases.Lease, limit: float, every: float) -> Any:
+        limits.append(limit)
+        return flight(lease, limit, every)
+
+    monkeypatch.setattr(leases.Lease, "flight", record)
+    first, *_ = machines
+    began = time.monotonic()
+    acquire = lock._acquire
+
+    def slow(*args: Any) -> Flight:
+        time.sleep(0.1)
+        return acquire(*args)
+
+    monkeypatch.setattr(lock, "_acquire", slow)
+    with first.flight(key, limit=60.0):
+        assert 60 - (time.monotonic() - began) <= limits[0] <= 60 - 0.1
+
+
+@pytest.fixture
+def forbidden(machines: list[Machine], monkeypatch: pytest.MonkeyPatch) -> Machine:
     def fail(*args: object, **options: object) -> None:
         raise PermissionError("Forbidden")
 
-    first, *_ = machines
-    monkeypatch.setattr(first.layer._files, "pipe_file", fail)
-    with first.flight(key) as flight:
+    monkeypatch.setattr(machines[0].layer, "_put", fail)
+    return machines[0]
+
+
+def test_a_layer_without_leases_is_done_without(forbidden: Machine, key: Key) -> None:
+    with forbidden.flight(key) as flight:
         assert flight is Flight.UNLOCKED
-    (event,) = first.events.named("cache.flight")[-1:]
+    (event,) = forbidden.events.named("cache.flight")[-1:]
     assert "Forbidden" in event.facts["alone"]
+    assert forbidden.events.counters["cache.duplicate_work"] == 1
+
+
+def test_a_directory_has_one_creator(tmp_path: Path) -> None:
+    """fsspec looks whether a local file exists, and then writes it."""
+    layers = [RemoteLayer(f"file://{tmp_path}/b", trust_all, write_back=True) for _ in range(4)]
+    together = threading.Barrier(4)
+
+    def create(layer: RemoteLayer) -> list[bool]:
+        return [
+            layer.create(f"locks/{number}", b"h") for number in range(100) if together.wait() >= 0
+        ]
+
+    with ThreadPoolExecutor(4) as threads:
+        created = list(threads.map(create, layers))
+    assert [sum(each) for each in zip(*created, strict=True)] == [1] * 100
+
+
+class Flaky:
+    """Fails the requests of a layer whose numbers are in `failing`; counts all by name."""
+
+    def __init__(self, machine: Machine, failing: Collection[int] = ()) -> None:
+        self.asked: list[str] = []
+        self.failing = failing
+        self._ask = machine.layer._ask
+        machine.layer._ask = self  # type: ignore[method-assign]
+
+    def __call__(self, name: str, request: Callable[[str], Any], *limit: float) -> Any:
+        self.asked.append(name.partition("/")[0])
+
+        def flaky(path: str) -> Any:
+            if len(self.asked) in self.failing:
+                raise OSError("503 Slow Down")
+            return request(path)
+
+        return self._ask(name, flaky, *limit)
+
+
+def wait_for_first(first: Machine, second: Machine, key: Key) -> Flight:
+    """How the second ends its wait for the work of the first, which it then finds."""
+    polls = threading.Semaphore(0)
+    second.events.listeners.append(lambda event: event.name == "cache.wait" and polls.release())
+    flights: list[Flight] = []
+
+    def wait() -> None:
+        assert not isinstance(second.cache.lookup("bundle", key), Entry)
+        with second.flight(key) as flight:
+            flights.append(flight)
+            assert isinstance(second.cache.lookup("bundle", key), Entry)
+
+    with first.flight(key):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        for _ in range(5):
+            assert polls.acquire(timeout=60)
+        first.cache.publish("bundle", key, META, BLOBS)
+    thread.join()
+    (flight,) = flights
+    return flight
+
+
+def test_a_failed_request_does_not_end_a_wait(machines: list[Machine], key: Key) -> None:
+    first, second, *_ = machines
+    Flaky(second, failing=(4, 5))
+    assert wait_for_first(first, second, key) is Flight.AFTER_OTHERS
+    assert second.events.counters["cache.duplicate_work"] == 0
+
+
+def test_a_wait_takes_nothing_from_the_time_of_the_start(machines: list[Machine], key: Key) -> None:
+    first, second, *_ = machines
+    left: list[float] = []
+    second.events.listeners.append(
+        lambda event: event.name == "cache.wait" and left.append(second.layer._seconds_left)
+    )
+    wait_for_first(first, second, key)
+    assert len(left) >= 5
+    assert len(set(left)) == 1
+
+
+def test_a_poll_reads_and_only_a_free_lease_is_written(machines: list[Machine], key: Key) -> None:
+    first, second, *_ = machines
+    flaky = Flaky(second)
+    written: list[str] = []
+    put = second.layer._put
+    second.layer._put = lambda path, write: written.append(path) or put(path, write)  # type: ignore
+    second.events.listeners.append(
+        lambda event: event.name == "cache.wait" and asked.append(len(flaky.asked))
+    )
+    asked: list[int] = []
+    wait_for_first(first, second, key)
+    assert {after - before for before, after in itertools.pairwise(asked)} == {2}
+    assert not written
+
+
+def test_a_failed_renewal_costs_neither_the_lease_nor_the_result(
+    machines: list[Machine], key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.02)
+    first, second, *_ = machines
+    flaky = Flaky(first)
+    with first.flight(key):
+        flaky.failing = range(1000)
+        asked = len(flaky.asked)
+        while len(flaky.asked) < asked + 3:
+            time.sleep(0.001)
+        assert not isinstance(first.cache.lookup("artifact", key), Entry)  # fails too
+        flaky.failing = ()
+        first.cache.publish("bundle", key, META, BLOBS)
+    assert isinstance(second.cache.lookup("bundle", key), Entry)
+
+
+def test_a_lease_that_was_taken_is_left_alone(
+    machines: list[Machine], key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.02)
+    first, second, *_ = machines
+    name = lock_name("bundle", key.digest)
+    with first.flight(key):
+        second.layer.overwrite(name, b"taken")
+        while not first.events.counters["cache.duplicate_work"]:
+            time.sleep(0.001)
+    assert second.layer.look(name, 100) == b"taken"
+    second.layer.remove(name)
+
+
+def test_a_lease_that_was_purged_is_made_again(
+    machines: list[Machine], key: Key, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "EXPIRES_SECONDS", 0.02)
+    first, second, *_ = machines
+    name = lock_name("bundle", key.digest)
+    with first.flight(key):
+        second.layer.remove(name)
+        while second.layer.look(name, 100) is None:
+            time.sleep(0.001)
+
+
+def test_an_entry_that_all_refuse_is_made_once(machines: list[Machine], key: Key) -> None:
+    """Each has it already, so that its being there does not end a wait."""
+    first, second, *_ = machines
+    first.cache.publish("bundle", key, META, BLOBS)
+    assert isinstance(second.cache.lookup("bundle", key), Entry)
+    polled = threading.Event()
+    second.events.listeners.append(lambda event: event.name == "cache.wait" and polled.set())
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as stack:
+        stack.enter_context(first.flight(key))
+        waiting = thread.submit(stack.enter_context, second.flight(key))
+        assert polled.wait(60)
+        assert not waiting.done()
+        stack.pop_all().close()
+        assert waiting.result() is Flight.AFTER_OTHERS

@@ -1,12 +1,8 @@
-"""Machines with separate directories that share a layer on an S3 server, in real processes.
-
-`pip install 'moto[server]' s3fs` brings the server and the file system.
-"""
+"""Machines with separate directories that share a layer on an S3 server, in real processes."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,20 +20,10 @@ Machines = Callable[..., list[Outcome]]
 
 
 @pytest.fixture
-def start_machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+def start_machines(bucket: str) -> Machines:
     """`start_machines(directory, **options)`: the outcomes of machines that start at the same time,
     with directories of their own and one bucket."""
-    server_module, s3fs = pytest.importorskip("moto.server"), pytest.importorskip("s3fs")
-    server = server_module.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    url = "http://{}:{}".format(*server.get_host_and_port())
-    environ = {"FSSPEC_S3_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1"}
-    environ |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    bucket = uuid.uuid4().hex
-    s3fs.S3FileSystem(endpoint_url=url, skip_instance_cache=True).mkdir(bucket)
-    layer = {"at": f"s3://{bucket}/cache", "write_back": True, "trust": "anybody"}
+    layer = {"at": f"{bucket}/cache", "write_back": True, "trust": "anybody"}
 
     def start(directory: Path, **options: Any) -> list[Outcome]:
         settings = {"cache": {"layers": [layer], "verify_bundle": "off"}, **options}
@@ -48,8 +34,7 @@ def start_machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
                 for (outcome,) in machines.map(lambda own: starts(own, [settings]), directories)
             ]
 
-    yield start
-    server.stop()
+    return start
 
 
 def compiles(outcomes: list[Outcome]) -> list[int]:
