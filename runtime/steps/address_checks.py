@@ -1,7 +1,8 @@
-"""Addresses of long-lived tensors, recorded when a graph is captured and compared in later steps.
+"""Addresses and forms of long-lived tensors, recorded at a capture and compared in later steps.
 
 A graph reads weights, caches and workspaces at their captured addresses. If one was moved or freed,
-every replay would be silently wrong; comparing addresses makes it an error that names the tensor.
+or has another form, every replay would be silently wrong; comparing makes it an error that names
+the tensor.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from torch import Tensor, dtype, nn
 
 from ...compile.ir.serialization import dtype_name
 from ...errors import HostValueChanged, MovedTensor
-from ...torch_compat.basics.modules import address_reader
+from ...torch_compat.basics.modules import tensor_reader
 from ...torch_compat.basics.tensors import is_used, subclass_parts, weak_storage
 from .shared_memory import named_weights
 
-Read = Callable[[], int | None]
-"""Reads the address of the tensor that a name refers to now; None if it was freed."""
+Place = tuple[int, Sequence[int], Sequence[int], dtype]
+"""What a graph reads of a tensor: address, shape, strides and dtype."""
+
+Read = Callable[[], Place | None]
+"""Reads the place of the tensor that a name refers to now; None if it was freed."""
 
 CHECKED_PER_STEP = 2
 """How many tensors a step compares, in turn, once all were found in place. A replaced one among n
@@ -33,14 +37,13 @@ is noticed within n / 2 steps, or immediately when a step or `refresh` compares 
 
 
 class _Watched:
-    """A name, and how to read the address and the form of the tensor that it refers to now."""
+    """A name, and how to read the place of the tensor that it refers to now."""
 
-    __slots__ = ("form", "name", "read")
+    __slots__ = ("name", "read")
 
-    def __init__(self, name: str, read: Read, form: Callable[[], Any]) -> None:
+    def __init__(self, name: str, read: Read) -> None:
         self.name = name
         self.read = read
-        self.form = form
 
 
 class Addresses:
@@ -50,10 +53,14 @@ class Addresses:
     or a tensor was found moved. Each snapshot then compares all once before it samples again.
     """
 
-    __slots__ = ("_parts", "_tensors", "_watched", "address", "changes")
+    __slots__ = ("_parts", "_place", "_tensors", "_watched", "address", "changes")
 
     def __init__(self, address: Callable[[Tensor], int]) -> None:
+        def place(tensor: Tensor) -> Place:
+            return address(tensor), tensor.shape, tensor.stride(), tensor.dtype
+
         self.address = address
+        self._place = place
         self.changes = 0
         self._watched: dict[str, _Watched] = {}
         self._parts: dict[str, list[str]] = {}
@@ -73,34 +80,30 @@ class Addresses:
         """
         alive, storage = ref(tensor), weak_storage(tensor)
         self._tensors[name] = alive
+        then = self._place(tensor)
 
-        def reading(facts: Callable[[Tensor], Any]) -> Callable[[], Any]:
-            then = facts(tensor)
+        def read() -> Place | None:
+            now = alive()
+            if now is not None:
+                return self._place(now)
+            return then if is_used(storage) else None
 
-            def read() -> Any:
-                now = alive()
-                if now is not None:
-                    return facts(now)
-                return then if is_used(storage) else None
-
-            return read
-
-        self._watch(name, reading)
+        self._watch(name, read)
         self._parts[name] = [name]
 
     def watch_read(self, name: str, read: Callable[[], Any]) -> None:
         """Watch the tensor that `read` returns, which may be another one at each call."""
 
-        def facts_of(part: str, facts: Callable[[Tensor], Any]) -> Any:
+        def place_of(part: str) -> Place | None:
             try:
-                return facts(attrgetter(part)(read()) if part else read())
+                return self._place(attrgetter(part)(read()) if part else read())
             except (AttributeError, TypeError):
                 return None
 
         parts = list(_attributes(read()))
         self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
         for label, part in zip(self._parts[name], parts, strict=True):
-            self._watch(label, partial(partial, facts_of, part))
+            self._watch(label, partial(place_of, part))
 
     def watch_module(self, module: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
         """Watch parameters and buffers by qualified name, by default all; also replaced ones, and
@@ -109,7 +112,7 @@ class Addresses:
             parts = list(_attributes(tensor))
             self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
             for label, part in zip(self._parts[name], parts, strict=True):
-                self._watch(label, partial(address_reader, module, name, part=part))
+                self._watch(label, tensor_reader(module, name, self._place, part))
 
     def follow(self, before: Addresses) -> None:
         """Also watch all that `before` watches."""
@@ -117,30 +120,28 @@ class Addresses:
         self._parts = {**before._parts, **self._parts}
         self._tensors = {**before._tensors, **self._tensors}
 
-    def _watch(self, name: str, reading: Callable[[Callable[[Tensor], Any]], Read]) -> None:
-        read, form = reading(self.address), reading(form_of)
+    def _watch(self, name: str, read: Read) -> None:
         if name in self._watched:
-            self._watched[name].read, self._watched[name].form = read, form
+            self._watched[name].read = read
             self.changes += 1
         else:
-            self._watched[name] = _Watched(name, read, form)
+            self._watched[name] = _Watched(name, read)
 
     def snapshot(self, names: Iterable[str] | None = None) -> Snapshot:
-        """Current addresses of the tensors called `names`, by default of all watched ones."""
+        """Current places of the tensors called `names`, by default of all watched ones."""
         names = self._parts if names is None else names
         parts = [part for name in names for part in self._parts[name]]
         return Snapshot(self, [self._watched[part] for part in parts])
 
 
 class Snapshot:
-    """The addresses that one recording, or the compiled code without a graph, relies on."""
+    """The places that one recording, or the compiled code without a graph, relies on."""
 
-    __slots__ = ("_addresses", "_entries", "_forms", "_in_turn", "_trusted", "values")
+    __slots__ = ("_addresses", "_entries", "_in_turn", "_trusted", "values")
 
     def __init__(self, addresses: Addresses, watched: Iterable[_Watched]) -> None:
         self._addresses = addresses
         self._entries = [(each, each.read()) for each in watched]
-        self._forms = [(each, each.form()) for each, _ in self._entries]
         starts = range(0, max(1, len(self._entries)), CHECKED_PER_STEP)
         in_turn = [self._entries[start : start + CHECKED_PER_STEP] for start in starts]
         self._in_turn = cycle(in_turn)
@@ -151,11 +152,8 @@ class Snapshot:
     def moved(self) -> list[str]:
         """Names of tensors that were moved or freed or have another form; a recording with any is
         stale."""
-        return [
-            watched.name
-            for (watched, then), (_, form) in zip(self._entries, self._forms, strict=True)
-            if watched.read() != then or watched.form() != form
-        ] + [value.name for value in self.values if value.changed()]
+        names = [watched.name for watched, then in self._entries if watched.read() != then]
+        return names + [value.name for value in self.values if value.changed()]
 
     def check_step(self) -> None:
         """Compare all at the first step and after a change, otherwise the next few in turn.
@@ -174,23 +172,18 @@ class Snapshot:
                 self._moved(watched, then)
 
     def check(self) -> None:
-        """Compare all. Raises MovedTensor for the first that was moved or freed."""
+        """Compare all. Raises MovedTensor for the first that differs."""
         for watched, then in self._entries:
             if watched.read() != then:
                 self._moved(watched, then)
-        for watched, form in self._forms:
-            if (now := watched.form()) != form:
-                self._addresses.changes += 1
-                raise MovedTensor(name=watched.name, recorded=_text(form), now=_text(now))
 
-    def _moved(self, watched: _Watched, then: int | None) -> NoReturn:
+    def _moved(self, watched: _Watched, then: Place | None) -> NoReturn:
         self._addresses.changes += 1
-        now = _place(watched.read())
-        raise MovedTensor(name=watched.name, recorded=_place(then), now=now)
+        _raise_moved(watched.name, then, watched.read())
 
     def addresses(self) -> set[int]:
         """The addresses that were recorded."""
-        return {address for _, address in self._entries if address is not None}
+        return {place[0] for _, place in self._entries if place is not None}
 
 
 class HostValue:
@@ -213,22 +206,16 @@ class HostValue:
         return ctypes.string_at(memory.data_ptr(), min(memory.nbytes(), 1024))
 
 
-def _place(address: int | None) -> str:
-    return "freed" if address is None else hex(address)
-
-
-Form = tuple[Sequence[int], Sequence[int], dtype]
-
-
-def form_of(tensor: Tensor) -> Form:
-    """Shape, strides and dtype: with the address, what a graph reads of a tensor."""
-    return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _text(form: Form | None) -> str:
-    if form is None:
-        return "freed"
-    return f"{dtype_name(form[2])}{list(form[0])} with strides {tuple(form[1])}"
+def _raise_moved(name: str, then: Place | None, now: Place | None) -> NoReturn:
+    """Name what differs: the address, or else the form."""
+    if then is None or now is None or then[0] != now[0]:
+        recorded, current = ("freed" if place is None else hex(place[0]) for place in (then, now))
+    else:
+        recorded, current = (
+            f"{dtype_name(of_dtype)}{list(shape)} with strides {tuple(strides)}"
+            for _, shape, strides, of_dtype in (then, now)
+        )
+    raise MovedTensor(name=name, recorded=recorded, now=current)
 
 
 def _attributes(tensor: Tensor | None) -> Iterable[str]:
@@ -247,8 +234,8 @@ class MetadataAddresses:
     A graph reads them where and as they were at capture, so a step must be given the same memory in
     the same form. Only the number of rows may differ: a graph reads as many as at its capture.
     Compared are all in the first three steps of each graph and in one of METADATA_CHECK_EVERY, or
-    of four times as many as there are. In every other step the addresses of METADATA_PER_STEP are
-    compared, in turn; layers that share a tensor count as one.
+    of four times as many as there are. In every other step METADATA_PER_STEP are compared, in turn;
+    layers that share a tensor count as one.
     """
 
     __slots__ = ("_every", "_expected", "_in_turn", "_steps")
@@ -260,12 +247,12 @@ class MetadataAddresses:
             for path, tensor in tensors_by_path("metadata", metadata)
             if tensor.numel() and tensor.untyped_storage().data_ptr() in storages
         }
-        self._expected = {path: (t.data_ptr(), form_of(t)) for path, t in read.items()}
+        self._expected = {path: _place(t) for path, t in read.items()}
         self._every = max(METADATA_CHECK_EVERY, 4 * len(read))
         paths = list({id(t): path for path, t in read.items() if _is_plain(path)}.values())
         parts = [paths[i : i + METADATA_PER_STEP] for i in range(0, len(paths), METADATA_PER_STEP)]
         self._in_turn = cycle(
-            [(_reader(p), [self._expected[q][0] for q in p]) for p in parts or [[]]]
+            [(_reader(p), [_without_rows(self._expected[q]) for q in p]) for p in parts or [[]]]
         )
         self._steps = 0
 
@@ -274,26 +261,24 @@ class MetadataAddresses:
 
     def addresses(self) -> set[int]:
         """The addresses that steps compare."""
-        return {address for address, _ in self._expected.values()}
+        return {place[0] for place in self._expected.values()}
 
     def check(self, metadata: Any) -> None:
-        """Compare one step's metadata. Raises MovedTensor for a tensor in other memory."""
+        """Compare one step's metadata. Raises MovedTensor for a tensor in another place."""
         self._steps += 1
         if self._steps > STEPS_WITH_METADATA_CHECK and self._steps % self._every:
-            read, addresses = next(self._in_turn)
+            read, places = next(self._in_turn)
             try:
-                if read(metadata) == addresses:
+                if read(metadata) == places:
                     return
             except (AttributeError, LookupError, TypeError):  # metadata of another form
                 pass
         for path, tensor in tensors_by_path("metadata", metadata):
-            address, form = self._expected.get(path, (None, None))
-            if address is None or form is None or not tensor.numel():
+            then = self._expected.get(path)
+            if then is None or not tensor.numel():
                 continue
-            if (now := tensor.data_ptr()) != address:
-                raise MovedTensor(name=path, recorded=hex(address), now=hex(now))
-            if _without_rows(now_form := form_of(tensor)) != _without_rows(form):
-                raise MovedTensor(name=path, recorded=_text(form), now=_text(now_form))
+            if _place_without_rows(tensor) != _without_rows(then):
+                _raise_moved(path, then, _place(tensor))
 
 
 STEPS_WITH_METADATA_CHECK = 3
@@ -303,9 +288,16 @@ _DEPTH = 4
 _PLAIN = (ast.Expression, ast.Attribute, ast.Subscript, ast.Name, ast.Constant, ast.Load)
 
 
-def _without_rows(form: Form) -> tuple[Any, ...]:
-    shape, strides, of_dtype = form
-    return len(shape), shape[1:], strides, of_dtype
+def _place(tensor: Tensor) -> Place:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _place_without_rows(tensor: Tensor) -> Place:
+    return tensor.data_ptr(), tensor.shape[1:], tensor.stride(), tensor.dtype
+
+
+def _without_rows(place: Place) -> Place:
+    return place[0], place[1][1:], *place[2:]
 
 
 def _is_plain(path: str) -> bool:
@@ -316,10 +308,12 @@ def _is_plain(path: str) -> bool:
         return False
 
 
-def _reader(paths: Sequence[str]) -> Callable[[Any], list[int]]:
-    """A function from metadata to the addresses of the tensors at `paths`: one frame a step."""
-    places = ", ".join(f"{path}.data_ptr()" for path in paths)
-    read: Callable[[Any], list[int]] = eval(f"lambda metadata: [{places}]")
+def _reader(paths: Sequence[str]) -> Callable[[Any], list[Place]]:
+    """A function from metadata to the places of the tensors at `paths`, without their rows."""
+    calls = ", ".join(f"place({path})" for path in paths)
+    read: Callable[[Any], list[Place]] = eval(
+        f"lambda metadata: [{calls}]", {"place": _place_without_rows}
+    )
     return read
 
 

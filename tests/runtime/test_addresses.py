@@ -63,6 +63,21 @@ def test_a_weight_of_another_form_at_its_address_is_named(
         snapshot.check()
 
 
+def test_samples_compare_forms_as_well(model: nn.Module, addresses: Addresses) -> None:
+    """A graph still reads all elements of a weight that is now one of them, four times."""
+    snapshot = addresses.snapshot()
+    snapshot.check_step()
+    weight = model[0].weight
+    weight.data = weight.data.as_strided((2, 2), (0, 0))
+
+    def check_two_tensors_a_step() -> None:
+        for _ in range((len(model.state_dict()) + 1) // 2):
+            snapshot.check_step()
+
+    with pytest.raises(MovedTensor, match=r"^0\.weight .* strides \(0, 0\) now"):
+        check_two_tensors_a_step()
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [

@@ -41,7 +41,7 @@ def test_a_tensor_is_found_in_its_dict() -> None:
 def test_addresses_of_replaced_tensors_and_modules_are_read() -> None:
     model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)))
     names = ("0.0.weight", "0.0.running_mean")
-    reads = [modules.address_reader(model, name, torch.Tensor.data_ptr) for name in names]
+    reads = [modules.tensor_reader(model, name, torch.Tensor.data_ptr) for name in names]
 
     def places() -> list[int]:
         return [model[0][0].weight.data_ptr(), model[0][0].running_mean.data_ptr()]

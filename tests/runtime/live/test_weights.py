@@ -349,6 +349,8 @@ def test_metadata_that_moves_later_is_noticed_at_once(serve: Callable[..., Any])
         served.prepared(x, batch=batch, metadata=starts[:2])
     with pytest.raises(MovedTensor, match="metadata moved after"):
         served.prepared(x, batch=batch, metadata=starts.clone())
+    with pytest.raises(MovedTensor, match=r"metadata moved after .* strides \(2,\) now"):
+        served.prepared(x, batch=batch, metadata=starts[::2])
 
 
 class Scaled(torch.Tensor):
