@@ -17,16 +17,13 @@ from operator import attrgetter
 from typing import Any, NoReturn
 from weakref import ref
 
-from torch import Tensor, dtype, nn
+from torch import Tensor, nn
 
 from ...compile.ir.serialization import dtype_name
 from ...errors import HostValueChanged, MovedTensor
-from ...torch_compat.basics.modules import tensor_reader
+from ...torch_compat.basics.modules import Place, place_reader
 from ...torch_compat.basics.tensors import is_used, subclass_parts, weak_storage
 from .shared_memory import named_weights
-
-Place = tuple[int, Sequence[int], Sequence[int], dtype]
-"""What a graph reads of a tensor: address, shape, strides and dtype."""
 
 Read = Callable[[], Place | None]
 """Reads the place of the tensor that a name refers to now; None if it was freed."""
@@ -112,7 +109,7 @@ class Addresses:
             parts = list(_attributes(tensor))
             self._parts[name] = [f"{name}.{part}" if part else name for part in parts]
             for label, part in zip(self._parts[name], parts, strict=True):
-                self._watch(label, tensor_reader(module, name, self._place, part))
+                self._watch(label, place_reader(module, name, self.address, part))
 
     def follow(self, before: Addresses) -> None:
         """Also watch all that `before` watches."""
@@ -277,8 +274,8 @@ class MetadataAddresses:
             then = self._expected.get(path)
             if then is None or not tensor.numel():
                 continue
-            if _place_without_rows(tensor) != _without_rows(then):
-                _raise_moved(path, then, _place(tensor))
+            if _without_rows(now := _place(tensor)) != _without_rows(then):
+                _raise_moved(path, then, now)
 
 
 STEPS_WITH_METADATA_CHECK = 3
@@ -290,10 +287,6 @@ _PLAIN = (ast.Expression, ast.Attribute, ast.Subscript, ast.Name, ast.Constant, 
 
 def _place(tensor: Tensor) -> Place:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _place_without_rows(tensor: Tensor) -> Place:
-    return tensor.data_ptr(), tensor.shape[1:], tensor.stride(), tensor.dtype
 
 
 def _without_rows(place: Place) -> Place:
@@ -309,11 +302,11 @@ def _is_plain(path: str) -> bool:
 
 
 def _reader(paths: Sequence[str]) -> Callable[[Any], list[Place]]:
-    """A function from metadata to the places of the tensors at `paths`, without their rows."""
-    calls = ", ".join(f"place({path})" for path in paths)
-    read: Callable[[Any], list[Place]] = eval(
-        f"lambda metadata: [{calls}]", {"place": _place_without_rows}
-    )
+    """A function from metadata to the places of the tensors at `paths`, without their rows:
+    one frame a step."""
+    place = "((t := {}).data_ptr(), t.shape[1:], t.stride(), t.dtype)"
+    places = ", ".join(place.format(path) for path in paths)
+    read: Callable[[Any], list[Place]] = eval(f"lambda metadata: [{places}]")
     return read
 
 

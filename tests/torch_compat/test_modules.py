@@ -38,13 +38,14 @@ def test_a_tensor_is_found_in_its_dict() -> None:
     assert modules.tensor_dict(module, "running_mean")["running_mean"] is module.running_mean
 
 
-def test_addresses_of_replaced_tensors_and_modules_are_read() -> None:
+def test_places_of_replaced_tensors_and_modules_are_read() -> None:
     model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(2)))
     names = ("0.0.weight", "0.0.running_mean")
-    reads = [modules.tensor_reader(model, name, torch.Tensor.data_ptr) for name in names]
+    reads = [modules.place_reader(model, name, torch.Tensor.data_ptr) for name in names]
 
-    def places() -> list[int]:
-        return [model[0][0].weight.data_ptr(), model[0][0].running_mean.data_ptr()]
+    def places() -> list[modules.Place]:
+        tensors = (model[0][0].weight, model[0][0].running_mean)
+        return [(t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors]
 
     assert [read() for read in reads] == places()
     model[0][0].weight = nn.Parameter(torch.ones(2))

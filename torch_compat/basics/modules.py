@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.nn.modules import module as _module
 
-Fact = TypeVar("Fact")
+Place = tuple[int, Sequence[int], Sequence[int], torch.dtype]
+"""What a graph reads of a tensor: address, shape, strides and dtype."""
 
 CALL_METHODS = ("_call_impl", "_wrapped_call_impl")
 """What `Module.__call__` runs; Dynamo takes it as constant."""
@@ -51,10 +52,10 @@ def tensor_dict(module: torch.nn.Module, name: str) -> dict[str, Any]:
     return module._parameters if name in module._parameters else module._buffers
 
 
-def tensor_reader(
-    module: torch.nn.Module, name: str, fact: Callable[[torch.Tensor], Fact], part: str = ""
-) -> Callable[[], Fact | None]:
-    """A function that reads a `fact` of parameter or buffer `name` by its path from `module`.
+def place_reader(
+    module: torch.nn.Module, name: str, address: Callable[[torch.Tensor], int], part: str = ""
+) -> Callable[[], Place | None]:
+    """A function that reads the place of parameter or buffer `name` by its path from `module`.
 
     It follows replaced tensors and submodules, and returns None where there is none. `part` is a
     path of attributes to a tensor inside a tensor subclass. One frame: steps call it.
@@ -64,7 +65,9 @@ def tensor_reader(
     for step in path:
         owner = owner._modules[step]  # type: ignore[assignment]
     table = "_parameters" if leaf in owner._parameters else "_buffers"
-    read: Callable[[], Fact | None] = _reader_of(len(path), table, part)(module, fact, leaf, *path)
+    read: Callable[[], Place | None] = _reader_of(len(path), table, part)(
+        module, address, leaf, *path
+    )
     return read
 
 
@@ -75,10 +78,11 @@ def _reader_of(depth: int, table: str, part: str) -> Callable[..., Any]:
     owners = "".join(f"._modules[{step}]" for step in steps)
     place = f"root{owners}.{table}[leaf]" + (f".{part}" if part else "")
     text = f"""
-def reader({", ".join(["root", "fact", "leaf", *steps])}):
+def reader({", ".join(["root", "address", "leaf", *steps])}):
     def read():
         try:
-            return fact({place})
+            t = {place}
+            return address(t), t.shape, t.stride(), t.dtype
         except (KeyError, AttributeError, TypeError):
             return None
     return read
