@@ -80,7 +80,7 @@ gpu: $(VENV_GPU)/.made
 
 GPU_PIP := $(PYTHON) -m pip --python $(VENV_GPU)/bin/python install --quiet --no-index --find-links $(WHEELS)
 $(VENV_GPU)/.made: pyproject.toml
-	test -d $(WHEELS) || { echo "$(WHEELS) is missing: run make gpu-wheels where there is a network"; exit 1; }
+	test -d $(WHEELS) || { echo "$(WHEELS) is missing: run make gpu-wheels where there is a network, or for one Python benchmarks/gpu_wheels.py $(WHEELS) --python 3.12"; exit 1; }
 	$(PYTHON) -m venv --clear --without-pip $(VENV_GPU)
 	$(PYTHON) -c "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\n')" \
 		> $(VENV_GPU)/lib/python$(shell $(PYTHON) -c "import sys; print('%d.%d' % sys.version_info[:2])")/site-packages/machine.pth

@@ -2,8 +2,9 @@
 
 Steps run in the order of their value, each in a process of its own and under its own time limit, so
 that a hang or a crash costs one step. After each step the results are written: as JSON, and beside
-it as a table for docs/gpu.md. A second run of the same commit on the same
-device repeats only what has not passed; `--again` repeats all.
+it as a table for docs/gpu.md. Results of earlier runs on the same device stay until their step runs
+again. What has passed at the same commit, without local changes, is not repeated; `--again` repeats
+all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from .record import machine_facts, versions
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
+CHANGED = "+local changes"
 KEPT = 4000
 """Characters kept of the output of a step that failed."""
 
@@ -35,7 +37,8 @@ KEPT = 4000
 class Step:
     """A command that shows something, or `why_not` if this machine cannot show it.
 
-    The last line of its output is its result: JSON, or the summary of pytest.
+    The last line of its output is its result: JSON, or the summary of pytest. Machines with a GPU
+    are often lent for ten minutes at a time, which `limit_s` stays below.
     """
 
     name: str
@@ -68,35 +71,34 @@ def steps(small: bool, num_devices: int, out: Path) -> list[Step]:
         tests("operations", "attention and graphs below torch's surface, equal to the CPU's", 300,
               "tests/torch_compat", "tests/tools/test_attention_gpu.py"),
         measurement("captured_decode", "a captured decode step equals the model", 300, small),
-        tests("captures", "recordings, segments, lifetimes and addresses on the device", 900,
+        tests("captures", "recordings, segments, lifetimes and addresses on the device", 570,
               "tests/runtime"),
-        Step("cold start", "the reference engine under Inductor; every step is verified", cached,
-             600),
+        Step("cold start", "the reference engine under Inductor; every step is verified", cached, 570),
         Step("warm start", "the same from its bundle", cached, 300),
-        tests("rules", "captures that fail, streams, other graphs, memory of captures", 900,
+        tests("rules", "captures that fail, streams, other graphs, memory of captures", 570,
               "tests/cuda_stand_in"),
-        measurement("graph_bytes", "bytes of graphs, by torch's allocator and by the driver", 600,
+        measurement("graph_bytes", "bytes of graphs, by torch's allocator and by the driver", 570,
                     small),
-        measurement("plan_and_largest_step", "memory_plan is followed and nothing runs out", 600,
+        measurement("plan_and_largest_step", "memory_plan is followed and nothing runs out", 570,
                     small),
         measurement("engine_graph_beside_ours", "a graph of the engine and ours stay right", 300,
                     small),
-        measurement("captured_decode", "no invalid access in a captured decode step", 600, True,
+        measurement("captured_decode", "no invalid access in a captured decode step", 570, True,
                     "compute-sanitizer"),
-        tests("expandable segments", "captures and memory under expandable_segments:True", 900,
+        tests("expandable segments", "captures and memory under expandable_segments:True", 570,
               "tests/cuda_stand_in", "tests/runtime",
               PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"),
         Step("two ranks", "a data-parallel rank on each of two devices",
-             [*ranks, "-m", *job, "--no-cache"], 600,
+             [*ranks, "-m", *job, "--no-cache"], 570,
              why_not="" if num_devices > 1 else "one device"),
-        measurement("step_cost", "a step beside a graph by hand and mode=reduce-overhead", 600,
+        measurement("step_cost", "a step beside a graph by hand and mode=reduce-overhead", 570,
                     small),
-        measurement("segments", "steps of 1, 17 and 65 segments beside bare replays", 600, small),
+        measurement("segments", "steps of 1, 17 and 65 segments beside bare replays", 570, small),
         measurement("lazy_under_load", "what a lazy capture costs the step that makes it", 300,
                     small),
         measurement("executable_update", "switching one executable between sizes", 300, small),
         Step("step benchmark", "the library's own cost of a step",
-             [PYTHON, "-m", "benchmarks", "step", "--quick", "--json", "-"], 600),
+             [PYTHON, "-m", "benchmarks", "step", "--quick", "--json", "-"], 570),
     ]  # fmt: skip
 
 
@@ -152,14 +154,14 @@ def write(out: Path, record: dict[str, Any]) -> None:
 def table(record: dict[str, Any]) -> str:
     """The results for docs/gpu.md."""
     device, torch = record["device"], record["versions"]["torch"]
-    head = f"{record['date']}, {device}, torch {torch}, commit {record['commit']}"
+    head = f"{record['date']}, {device}, torch {torch}, small: {record['small']}"
     rows = [
         f"| {each['step']} | {each['shows']} | {each['status']} | {each.get('seconds', '')} | "
-        f"{_shown(each)} |"
+        f"{_shown(each)} | {each['commit']} |"
         for each in record["steps"]
     ]
-    return "\n".join([head, "", "| step | what it shows | status | seconds | result |",
-                      "|---|---|---|---|---|", *rows])  # fmt: skip
+    return "\n".join([head, "", "| step | what it shows | status | seconds | result | commit |",
+                      "|---|---|---|---|---|---|", *rows])  # fmt: skip
 
 
 def _shown(step: dict[str, Any]) -> str:
@@ -206,21 +208,20 @@ def main() -> int:
     if options.list:
         print(*(f"{each.name:28} {each.limit_s:4} s  {each.shows}" for each in plan), sep="\n")
         return 0
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     record = {
-        "date": datetime.now(UTC).date().isoformat(), "commit": commit or None, **facts,
-        "machine": machine_facts(), "versions": versions(), "small": options.small, "steps": [],
+        "date": datetime.now(UTC).date().isoformat(), **facts, "machine": machine_facts(),
+        "versions": versions(), "small": options.small, "steps": [],
     }  # fmt: skip
-    done = {} if options.again else _passed(out, record)
-    results: list[dict[str, Any]] = []
+    commit, done = commit_of(ROOT), earlier_steps(out, record)
     for step in plan:
         if options.only and step.name not in options.only:
             continue
-        result = done.get(step.name) or _run_and_say(step)
-        results.append(result)
-        write(out, {**record, "steps": results})
+        before = done.get(step.name, {})
+        same = before.get("commit") == commit and not commit.endswith(CHANGED)
+        if options.again or not same or before["status"] != "passed":
+            done[step.name] = {**_run_and_say(step), "commit": commit}
+        write(out, {**record, "steps": [done[each.name] for each in plan if each.name in done]})
+    results = [done[each.name] for each in plan if each.name in done]
     failed = [each["step"] for each in results if each["status"] not in ("passed", "not run")]
     print(f"{len(results) - len(failed)} steps passed or are not for this machine")
     print(f"{len(failed)} failed:", *failed)
@@ -234,12 +235,22 @@ def _run_and_say(step: Step) -> dict[str, Any]:
     return result
 
 
-def _passed(out: Path, record: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The steps that passed in an earlier run of the same code on the same device."""
-    earlier = json.loads(out.read_text()) if out.exists() else {}
-    same = all(earlier.get(key) == record[key] for key in ("commit", "device", "versions", "small"))
-    steps = earlier["steps"] if same else []
-    return {each["step"]: each for each in steps if each["status"] == "passed"}
+def commit_of(folder: Path) -> str:
+    """The commit; ends in CHANGED if there are local changes, or no commit is known."""
+    command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", f"--dirty={CHANGED}"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return done.stdout.strip() or CHANGED
+
+
+def earlier_steps(out: Path, record: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The results of earlier runs by step; those of another device or torch are not overwritten."""
+    if not out.exists():
+        return {}
+    earlier = json.loads(out.read_text())
+    for key in ("device", "versions", "small"):
+        if earlier.get(key) != record[key]:
+            raise SystemExit(f"{out} has results of another run, which differ in {key}: move it")
+    return {each["step"]: each for each in earlier["steps"]}
 
 
 if __name__ == "__main__":

@@ -103,6 +103,19 @@ def prepared(scale: Scale, num_splits: int | None = None, **settings: Any) -> pg
     return pg.prepare(Layers(scale, num_splits), config.changed(**settings), layers=layers)
 
 
+def captured(scale: Scale, num_splits: int | None = None, **settings: Any) -> pg.PreparedModel:
+    """`prepared`, with its graphs. A capture that fails ends the measurement."""
+    return capture(prepared(scale, num_splits, **settings))
+
+
+def capture(model: pg.PreparedModel) -> pg.PreparedModel:
+    model.capture(no_metadata)
+    failures = model.records.of(CaptureFailure)
+    if failures:
+        raise SystemExit(f"{len(failures)} captures failed: {failures[0].reason}")
+    return model
+
+
 def no_metadata(*_: Any) -> None:
     return None
 
@@ -123,7 +136,7 @@ def graph_bytes(scale: Scale) -> dict[str, Any]:
     """What graphs take: growth of both readings during the captures, and what the model states."""
     model = prepared(scale)
     before = used()
-    model.capture(no_metadata)
+    capture(model)
     after = used()
     captures = model.report()["captures"]
     return {
@@ -141,7 +154,7 @@ def plan_and_largest_step(scale: Scale) -> dict[str, Any]:
     model = prepared(scale)
     plan = model.memory_plan(0.9, no_metadata)
     cache = torch.empty(plan.kv_cache, dtype=torch.uint8, device=CUDA)
-    model.capture(no_metadata)
+    capture(model)
     x = torch.randn(scale.max_num_tokens, scale.hidden, device=CUDA)
     model(x, batch=pg.Batch(num_tokens=scale.max_num_tokens, num_reqs=1))
     left = torch.cuda.mem_get_info()[0]
@@ -149,15 +162,13 @@ def plan_and_largest_step(scale: Scale) -> dict[str, Any]:
         "kv_cache_bytes": cache.numel(),
         "planned_graph_bytes": plan.graphs,
         "graphs": len(model.recordings()),
-        "failures": [each.reason for each in model.records.of(CaptureFailure)],
         "free_bytes_after_the_largest_step": left,
     }
 
 
 def captured_decode(scale: Scale) -> dict[str, Any]:
     """A captured decode step equals the model: also the program that compute-sanitizer runs."""
-    model = prepared(scale, capture_sizes=scale.capture_sizes[:4])
-    model.capture(no_metadata)
+    model = captured(scale, capture_sizes=scale.capture_sizes[:4])
     plain = Layers(scale)
     worst = 0.0
     for num_tokens in (1, 3, scale.capture_sizes[3]):
@@ -180,8 +191,7 @@ def engine_graph_beside_ours(scale: Scale) -> dict[str, Any]:
         with torch.cuda.graph(graph, stream=stream):
             theirs = plain(x)
     torch.cuda.synchronize()
-    model = prepared(scale)
-    model.capture(no_metadata)
+    model = captured(scale)
     worst = 0.0
     for _ in range(scale.rounds):
         x.normal_()
@@ -199,13 +209,11 @@ def engine_graph_beside_ours(scale: Scale) -> dict[str, Any]:
 def step_cost(scale: Scale) -> dict[str, Any]:
     """A FULL step beside a graph captured by hand and `torch.compile(mode="reduce-overhead")`."""
     num_tokens = scale.capture_sizes[-1]
-    model, plain = prepared(scale), Layers(scale)
-    model.capture(no_metadata)
+    model, plain = captured(scale), Layers(scale)
     x = torch.randn(num_tokens, scale.hidden, device=CUDA)
     fixed, graph = x.clone(), torch.cuda.CUDAGraph()
     reduced = torch.compile(Layers(scale, num_splits=0), mode="reduce-overhead")
-    unsplit = prepared(scale, num_splits=0)
-    unsplit.capture(no_metadata)
+    unsplit = captured(scale, num_splits=0)
     with torch.no_grad():
         plain(fixed)
         with torch.cuda.graph(graph):
@@ -241,8 +249,7 @@ def segments(scale: Scale) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for num_splits in (0, 8, 32):
         mode = "PIECEWISE" if num_splits else "FULL"
-        model = prepared(replace(scale, layers=32), num_splits, graph_mode=mode, capture_sizes=(8,))
-        model.capture(no_metadata)
+        model = captured(replace(scale, layers=32), num_splits, graph_mode=mode, capture_sizes=(8,))
         ((_, recording),) = model.recordings()
         step = partial(model, x, batch=batch)
         times = in_turn({"step": step, "replay": recording.replay}, scale.rounds)
@@ -255,20 +262,19 @@ def segments(scale: Scale) -> dict[str, Any]:
 
 def lazy_under_load(scale: Scale) -> dict[str, Any]:
     """Steps under LAZY: milliseconds of the device, those during which a capture ran apart."""
-    model = prepared(scale, strategy="lazy")
-    model.capture(no_metadata)
+    model = captured(scale, strategy="lazy")
     plain: list[float] = []
     capturing: list[float] = []
     for step in range(4 * scale.rounds):
         num_tokens = scale.capture_sizes[step % len(scale.capture_sizes)]
         x = torch.randn(num_tokens, scale.hidden, device=CUDA)
-        captured = len(model.report()["captures"])
+        before = len(model.report()["captures"])
         begin, end = timed_event(), timed_event()
         begin.record()
         model(x, batch=decode(num_tokens))
         end.record()
         end.synchronize()
-        grew = len(model.report()["captures"]) > captured
+        grew = len(model.report()["captures"]) > before
         (capturing if grew else plain).append(begin.elapsed_time(end))
     return {
         "steps": len(plain),

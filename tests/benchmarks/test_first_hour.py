@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,32 +51,93 @@ def test_correctness_comes_before_speed_and_no_step_is_named_twice(
 ) -> None:
     names = [step.name for step in steps(small, 1, tmp_path / "gpu.json")]
     assert len(set(names)) == len(names)
+    assert all(step.limit_s < 600 for step in steps(small, 1, tmp_path / "gpu.json"))
     assert names.index("captures") < names.index("graph_bytes") < names.index("step_cost")
     (two,) = [step for step in steps(small, 1, tmp_path / "gpu.json") if step.name == "two ranks"]
     assert two.why_not == "one device"
 
 
-def test_what_has_passed_is_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, ran = tmp_path / "gpu.json", list[str]()
-    plan = [Step(name, "a fact", [], 1) for name in ("one", "two")]
+class FirstHour:
+    """`first_hour.main` with steps that note that they ran; those in `failing` fail."""
 
-    def run(step: Step) -> dict[str, str]:
-        ran.append(step.name)
-        status = "failed (1)" if step.name == "two" and len(ran) < 3 else "passed"
+    def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.out, self.ran, self.failing = out, list[str](), set[str]()
+        self.commit, self.device = "c1", "a device"
+        plan = [Step(name, "a fact", [], 1) for name in ("one", "two", "three")]
+        facts = {"devices": 1, "bytes": 1, "cuda": "13.0"}
+        monkeypatch.setattr(first_hour, "device_facts", lambda: {"device": self.device, **facts})
+        monkeypatch.setattr(first_hour, "commit_of", lambda folder: self.commit)
+        monkeypatch.setattr(first_hour, "steps", lambda *_: plan)
+        monkeypatch.setattr(first_hour, "run_step", self._run)
+        self._argv = partial(monkeypatch.setattr, sys, "argv")
+
+    def _run(self, step: Step) -> dict[str, str]:
+        self.ran.append(step.name)
+        status = "failed (1)" if step.name in self.failing else "passed"
         return {"step": step.name, "shows": step.shows, "status": status, "result": "a | b"}
 
-    device = {"device": "a device", "devices": 1, "bytes": 1, "cuda": "13.0"}
-    monkeypatch.setattr(first_hour, "device_facts", lambda: device)
-    monkeypatch.setattr(first_hour, "steps", lambda *_: plan)
-    monkeypatch.setattr(first_hour, "run_step", run)
-    monkeypatch.setattr(sys, "argv", ["first_hour", "--out", str(out)])
-    assert [first_hour.main(), first_hour.main()] == [1, 0]
-    assert ran == ["one", "two", "two"]
-    assert [each["status"] for each in json.loads(out.read_text())["steps"]] == ["passed"] * 2
-    assert "| two | a fact | passed |  | a / b |" in out.with_suffix(".md").read_text()
+    def run(self, *options: str) -> tuple[int, list[str]]:
+        """The exit code and the steps that ran."""
+        self._argv(["first_hour", "--out", str(self.out), *options])
+        self.ran.clear()
+        return first_hour.main(), list(self.ran)
+
+    def results(self) -> dict[str, str]:
+        steps = json.loads(self.out.read_text())["steps"]
+        return {each["step"]: f"{each['status']} {each['commit']}" for each in steps}
+
+
+@pytest.fixture
+def hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FirstHour:
+    return FirstHour(tmp_path / "gpu.json", monkeypatch)
+
+
+def test_what_has_passed_is_not_repeated(
+    hour: FirstHour, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hour.failing = {"two"}
+    assert hour.run() == (1, ["one", "two", "three"])
+    hour.failing = set()
+    assert hour.run() == (0, ["two"])
+    assert hour.results() == dict.fromkeys(("one", "two", "three"), "passed c1")
+    assert "| two | a fact | passed |  | a / b | c1 |" in hour.out.with_suffix(".md").read_text()
+    assert hour.run("--again") == (0, ["one", "two", "three"])
     assert "2 failed" not in capsys.readouterr().out
+
+
+def test_a_run_of_some_steps_keeps_the_results_of_the_others(hour: FirstHour) -> None:
+    assert hour.run("--only", "three") == (0, ["three"])
+    hour.commit = "c2"
+    assert hour.run("--only", "one") == (0, ["one"])
+    assert list(hour.results().items()) == [("one", "passed c2"), ("three", "passed c1")]
+    assert hour.run() == (0, ["two", "three"])
+    assert hour.results() == dict.fromkeys(("one", "two", "three"), "passed c2")
+
+
+def test_results_of_no_commit_or_of_local_changes_are_not_reused(hour: FirstHour) -> None:
+    for hour.commit in ("c1" + first_hour.CHANGED, first_hour.CHANGED):
+        assert [hour.run()[1], hour.run()[1]] == [["one", "two", "three"]] * 2
+
+
+def test_results_of_another_device_are_not_overwritten(hour: FirstHour) -> None:
+    hour.run()
+    hour.device = "another"
+    with pytest.raises(SystemExit, match="which differ in device: move it"):
+        hour.run()
+    assert hour.results() == dict.fromkeys(("one", "two", "three"), "passed c1")
+
+
+@pytest.mark.slow
+def test_local_changes_are_part_of_a_commit(tmp_path: Path) -> None:
+    assert first_hour.commit_of(tmp_path) == first_hour.CHANGED
+    git = ["git", "-c", "user.name=n", "-c", "user.email=e", "-C", str(tmp_path)]
+    (tmp_path / "file").write_text("1")
+    for arguments in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *arguments], check=True)
+    commit = first_hour.commit_of(tmp_path)
+    assert len(commit) == 12
+    (tmp_path / "file").write_text("2")
+    assert first_hour.commit_of(tmp_path) == commit + first_hour.CHANGED
 
 
 def test_results_are_replaced_at_once(tmp_path: Path) -> None:
@@ -82,13 +145,13 @@ def test_results_are_replaced_at_once(tmp_path: Path) -> None:
         "date": "today",
         "device": "d",
         "versions": {"torch": "2"},
-        "commit": "c",
+        "small": True,
         "steps": [],
     }
     write(tmp_path / "gpu.json", record)
     assert json.loads((tmp_path / "gpu.json").read_text()) == record
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.md"]
-    assert table(record).splitlines()[0] == "today, d, torch 2, commit c"
+    assert table(record).splitlines()[0] == "today, d, torch 2, small: True"
 
 
 def test_wheels_hold_what_builds_and_tests_the_package_and_no_torch() -> None:
