@@ -173,3 +173,13 @@ def test_every_public_function_of_dispatch_has_a_caller() -> None:
     ]
     assert len(defined) > 45
     assert lonely == []
+
+
+def test_each_mutant_quotes_a_source_text() -> None:
+    """`make mutants` and `make cuda-mutants` take hours, and end at the first one that does not."""
+    from tests import mutants
+    from tests.cuda_stand_in import mutants as on_stand_in
+
+    quotes = [(file, old) for file, old, *_ in mutants.MUTANTS]
+    quotes += [(each.file, each.old) for each in on_stand_in.MUTANTS]
+    assert [(f, old) for f, old in quotes if old not in (ROOT / f).read_text()] == []

@@ -72,8 +72,8 @@ MUTANTS = [
     Mutant(
         "no recovery when a capture ends badly",
         CUDA,
-        "            self._recover()\n            raise\n        return",
-        "            raise\n        return",
+        "            self._recover()\n            raise\n        self._close()",
+        "            raise\n        self._close()",
         CAPTURES,
         before=(2, 13),
     ),
