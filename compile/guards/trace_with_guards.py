@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from ...errors import CompileError, GuardUnproved
 from ...torch_compat.basics.settings import global_state
 from ...torch_compat.basics.symbolic import state_equal
 from ..ir.compilation import CompileRequest
-from ..ir.config import CompileConfig, DynamicShapes
+from ..ir.config import TOKENS, CompileConfig, DynamicShapes
 from ..trace.dynamo import Trace, trace
 from ..trace.size_asserts import take_size_asserts
 from ..trace.symbols import argument_sizes, symbol_labels
@@ -80,27 +81,32 @@ def padded_instead(request: CompileRequest, guarded: GuardedTrace) -> GuardedTra
 
 def _padded_trace(request: CompileRequest, unproved: GuardUnproved) -> GuardedTrace | None:
     """A trace for the sizes from which the guards hold; None if padding up to them is not right."""
-    model, config, low = request.model, request.config, unproved.facts["holds_from"]
-    guarded = None
+    model, config, low, guarded = request.model, request.config, _low_end(unproved), None
     while low is not None and guarded is None:
         raised = replace(request, config=replace(config, min_num_tokens=low))
         try:
             guarded = _traced(raised)
         except GuardUnproved as other:
-            low = other.facts["holds_from"]
+            low = _low_end(other)
         except CompileError:
             return None
-    if guarded is None:
+    if guarded is None or low is None:
         return None
     below = range(config.min_num_tokens, low)
     sizes = iter(sorted({*below[:3], *below[-1:]}))
     fault = padding_difference(model, guarded.trace, config, sizes, low)
-    facts = {"min_num_tokens": low, "condition": str(unproved.facts["expression"])}
+    facts: dict[str, Any] = {"min_num_tokens": low, "condition": str(unproved.facts["expression"])}
     if fault is not None:
         request.events.emit("low_end.refused", where=unproved.where, reason=fault, **facts)
         return None
     request.events.emit("low_end", level=logging.WARNING, where=unproved.where, **facts)
     return guarded
+
+
+def _low_end(unproved: GuardUnproved) -> int | None:
+    """The number of tokens from which a guard on it holds; None for a guard on anything else."""
+    low: int | None = unproved.facts["holds_from"]
+    return low if unproved.facts["symbol"] == TOKENS else None
 
 
 def _traced(request: CompileRequest) -> GuardedTrace:

@@ -54,6 +54,18 @@ def test_error_names_expression_and_sizes(compiled, shapes):
         compiled(Body(multiple_of_128), inputs=X, tracing={"dynamic_shapes": shapes})
 
 
+class OfRequests(torch.nn.Module):
+    def forward(self, x, starts):
+        return x * 2 + starts.sum() if starts.shape[0] > 3 else x
+
+
+def test_a_guard_on_another_size_is_no_reason_to_pad_tokens(compiled):
+    inputs = {**X, "starts": "int64[num_reqs]"}
+    limits = {"num_reqs": (1, 8)}
+    with pytest.raises(GuardUnproved, match=r"symbol_limits=\{'num_reqs': \(4, 8\)\}"):
+        compiled(OfRequests(), inputs=inputs, tracing={"symbol_limits": limits})
+
+
 def test_narrower_range_makes_the_same_model_sound(compiled):
     made = compiled(Body(multiple_of_128), inputs=X, max_num_tokens=127)
     assert made.plan.checks == ()
