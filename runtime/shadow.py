@@ -12,6 +12,7 @@ import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -37,7 +38,7 @@ from .steps.forward_context import ForwardContext, forward_context
 from .steps.preserved import Kept, StateTooLarge
 from .steps.step_file import write_steps
 from .steps.steps import Steps
-from .steps.tolerance import Tolerance, differences
+from .steps.tolerance import differences, excess
 
 MOST_STATE = 1 << 30
 """Bytes of state that a proof may keep. Steps that write more are skipped."""
@@ -68,7 +69,6 @@ class Stopped(StrEnum):
     UNSTEADY = "two uncompiled runs from the same state differ"
     FAILED = "the uncompiled model failed on the step's real rows"
     RANKS = "there are several ranks"
-    UNCOMPILED = "the model is served uncompiled"
 
 
 class NotRepeatable(Exception):
@@ -99,9 +99,13 @@ class _Step:
     """Of the metadata, without its padding."""
     state: dict[str, Tensor]
     before: Kept
-    pointers: list[Tensor]
+    after: Kept
     results: Any = None
     num_tokens: int = 0
+    written: list[Tensor] | None = None
+    """Elements of each tensor of `state` that the uncompiled model changes."""
+    by_padding: list[Tensor] | None = None
+    """And those that it changes on inputs padded as those of the step."""
 
 
 class ShadowSteps:
@@ -121,7 +125,6 @@ class ShadowSteps:
         uncompiled: Run,
         folder: Path | None,
     ) -> None:
-        self.tolerance = Tolerance()
         self.proved: Counter[tuple[str, int]] = Counter()
         self.skipped: Counter[str] = Counter()
         self.seconds = 0.0
@@ -160,7 +163,8 @@ class ShadowSteps:
         step, self._waiting = self._waiting, None
         if step is None or self._stopped:
             return False
-        if any(now is not step.state.get(name) for name, now in self._state(step).items()):
+        state = self._state(step.args, step.kwargs)
+        if any(now is not step.state.get(name) for name, now in state.items()):
             self.skipped["state was replaced"] += 1
             return False
         self._timed(step)
@@ -184,7 +188,6 @@ class ShadowSteps:
             ],
             "wrong": [wrong.facts() for wrong in self._records.of(WrongStep)],
             "skipped": dict(self.skipped),
-            "tolerance": self.tolerance.units,
             "seconds": self.seconds,
             "share": self.seconds / max(perf_counter() - self._began, 1e-9),
         }
@@ -224,6 +227,7 @@ class ShadowSteps:
         due.decision, due.num_tokens = self._steps.context.decision, self._steps.context.num_tokens
         if not due.num_tokens:
             return due.results
+        due.after = due.before.now()
         if self._waits:
             due.results = _copied(due.results)
             self._waiting = due
@@ -237,16 +241,15 @@ class ShadowSteps:
             recorded = copy.deepcopy(recorded)
         pointers = tensors_in((args, kwargs))
         pointers += [tensor for _, tensor in tensors_by_path("metadata", metadata)]
-        step = _Step(decision, args, kwargs, metadata, recorded, {}, Kept((), ()), pointers)
-        step.state = self._state(step)
-        step.before = Kept(list(step.state.values()), pointers, most=MOST_STATE)
-        return step
+        state = self._state(args, kwargs)
+        before = Kept(list(state.values()), pointers, most=MOST_STATE)
+        return _Step(decision, args, kwargs, metadata, recorded, state, before, before)
 
-    def _state(self, step: _Step) -> dict[str, Tensor]:
+    def _state(self, args: Any, kwargs: Any) -> dict[str, Tensor]:
         """What a step may write, by name: each memory once."""
         compiled, context = self._steps.code.compiled, self._steps.context
         written = [item.written for item in compiled.plan.inputs]
-        inputs = tensors_in((step.args, step.kwargs))
+        inputs = tensors_in((args, kwargs))
         named = {
             **{f"state {n}": tensor for n, tensor in enumerate(model_state(compiled))},
             **dict(tensors_by_path("layers", context.layers)),
@@ -269,15 +272,16 @@ class ShadowSteps:
 
     def _proved(self, step: _Step) -> Any:
         """The step's results, or those of the uncompiled model if they are others."""
-        after = Kept(list(step.state.values()), step.pointers)
-        got = _copied(step.results)
+        now = step.after.now() if self._waits else step.after
+        results = _copied(step.results)
         try:
             expected = self._again(step)
+            got = self._compared(step, results, step.before, step.after)
             if not self._steady:
                 if bool(differences(expected, self._again(step)).any()):
                     raise NotRepeatable(Stopped.UNSTEADY, "")
                 self._steady = True
-            wrong = self.tolerance.excess(expected, got, lambda: self._again(step))
+            wrong = excess(expected, got, lambda: self._again(step))
         except NotRepeatable as error:
             self.stop(error.reason, error.detail)
             return step.results
@@ -285,7 +289,7 @@ class ShadowSteps:
             self.stop(Stopped.FAILED, f"{type(error).__name__}: {first_line(error)}")
             return step.results
         finally:
-            after.restore()
+            now.restore()
         decision = step.decision
         self.proved[decision.mode.name, decision.descriptor.num_tokens] += 1
         if wrong is None:
@@ -293,40 +297,61 @@ class ShadowSteps:
         try:
             cause, graphs = self._cause(step, expected)
         finally:
-            after.restore()
+            now.restore()
         if self._waits:  # later steps have built on what it wrote
             right = step.results
         else:
-            right = self._again(step)
+            right, *_ = self._again(step)
         self._book(step, wrong, cause, graphs)
         return right
 
     def _again(self, step: _Step) -> Any:
-        """The uncompiled model's results on the real rows, from the state before the step."""
+        """The uncompiled model on the real rows."""
+        decision, known = _without_graph(step.num_tokens), [*step.state.values()]
+
+        def run(metadata: Any) -> Any:
+            with self._context(step, decision, metadata), _Declared(known):
+                return self._uncompiled(*step.args, **step.kwargs)
+
+        return self._compared(step, *self._run(step, decision, run))
+
+    def _run(self, step: _Step, decision: Decision, run: Run) -> tuple[Any, Kept, Kept]:
+        """What `run(metadata)` gives from the state before the step, and the state around it."""
         step.before.restore()
-        decision = _without_graph(step.num_tokens)
-        metadata = self.rebuild(step.recorded, decision)
-        context = ForwardContext(self._steps.context.layers, metadata, decision, step.num_tokens)
-        known = [*step.state.values()]
-        with forward_context(context), _Declared(known):
-            return _copied(self._uncompiled(*step.args, **step.kwargs))
+        same = decision.descriptor == step.decision.descriptor and not self._waits
+        metadata = step.metadata if same else self.rebuild(step.recorded, decision)
+        before = step.before.now()  # with the metadata of this decision
+        results = _copied(run(metadata))
+        return results, before, step.before.now()
+
+    def _compared(self, step: _Step, results: Any, before: Kept, after: Kept) -> Any:
+        """What two runs must have in common: results, what is in the memory that the uncompiled
+        model writes (the first run that is compared), and whether other memory was written."""
+        changed = before.changed(after)
+        step.written = step.written or changed
+        elsewhere = _but(changed, step.written)
+        if any(map(torch.any, elsewhere)):
+            if step.by_padding is None:
+                _, before, padded = self._run(step, step.decision, self._padded_runs(step)[1])
+                step.by_padding = before.changed(padded)
+            elsewhere = _but(elsewhere, step.by_padding)
+        return results, after.rows_of(step.written), any(map(torch.any, elsewhere))
 
     def _cause(self, step: _Step, expected: Any) -> tuple[Cause, list[int]]:
         """What shares the cause of a wrong step, by running it in lower modes."""
-        list_captured, decision, mode = self._captured(), step.decision, step.decision.mode
-        captured = list_captured() if list_captured is not None else []
+        decision, mode, captured = step.decision, step.decision.mode, self._graphs()
         every = [index for index, _, _ in captured]
         if not self._right(step, _without_graph(step.num_tokens), expected):
             return (Cause.CODE if self._steps.code.compiled.traced else Cause.NOTHING), every
         if mode is RuntimeMode.NONE:
             return Cause.NOTHING, []  # wrong once
-        padded = next((sizes for i, _, sizes in captured if i == decision.graph_index), {})
         if decision.descriptor.num_tokens != step.num_tokens:
-            code, model = self._padded_right(step, padded, expected)
-            if not model:
+            code, model = self._padded_runs(step)
+            if not self._same(step, decision, model, expected):
                 return Cause.GRAPHS, every  # padding reaches real rows
-            if not code:
+            if not self._same(step, decision, code, expected):
                 return Cause.CODE, every
+        padded = self._padded_sizes(decision)
         for index, other, sizes in captured:
             lower = mode is RuntimeMode.FULL and other is RuntimeMode.PIECEWISE and sizes == padded
             if lower and not self._right(step, self._on_graph(index), expected):
@@ -344,32 +369,44 @@ class ShadowSteps:
         return Decision(entry.mode, entry.descriptor, index, Reason.EXCLUDED)
 
     def _right(self, step: _Step, decision: Decision, expected: Any) -> bool:
-        """Whether the step as decided gives the same."""
-        same = decision.descriptor.num_tokens == step.decision.descriptor.num_tokens
-        metadata = step.metadata if same else self.rebuild(step.recorded, decision)
-        run = partial(self._steps.run, decision, step.args, dict(step.kwargs), metadata, None)
-        return self._same(step, expected, run)
+        """Whether the step as decided does the same."""
 
-    def _padded_right(
-        self, step: _Step, padded: Mapping[str, int], expected: Any
-    ) -> tuple[bool, bool]:
-        """Whether compiled code, and the model, are right on inputs padded as for the graph."""
-        runs = self._steps.padded_runs(padded, step.args, dict(step.kwargs), self._uncompiled)
-        code, model = (partial(self._in_context, step, run) for run in runs)
-        return self._same(step, expected, code), self._same(step, expected, model)
+        def run(metadata: Any) -> Any:
+            return self._steps.run(decision, step.args, dict(step.kwargs), metadata, None)
 
-    def _in_context(self, step: _Step, run: Run) -> Any:
-        layers, decision = self._steps.context.layers, step.decision
-        with forward_context(ForwardContext(layers, step.metadata, decision, step.num_tokens)):
-            return run()
+        return self._same(step, decision, run, expected)
 
-    def _same(self, step: _Step, expected: Any, run: Run) -> bool:
-        """Whether a run from the state before the step gives the same real rows; what raises does
-        not."""
+    def _padded_sizes(self, decision: Decision) -> Mapping[str, int]:
+        """Of the step's graph; empty if it ran without one."""
+        return next((sizes for i, _, sizes in self._graphs() if i == decision.graph_index), {})
+
+    def _graphs(self) -> list[tuple[int, RuntimeMode, Mapping[str, int]]]:
+        list_captured = self._captured()
+        return [] if list_captured is None else list_captured()
+
+    def _padded_runs(self, step: _Step) -> list[Run]:
+        """Compiled code, and the model, on inputs padded as those of the step."""
+        sizes = self._padded_sizes(step.decision)
+        runs = self._steps.padded_runs(sizes, step.args, dict(step.kwargs), self._uncompiled)
+
+        def in_context(run: Run, metadata: Any) -> Any:
+            with self._context(step, step.decision, metadata):
+                return run()
+
+        return [partial(in_context, run) for run in runs]
+
+    def _context(
+        self, step: _Step, decision: Decision, metadata: Any
+    ) -> AbstractContextManager[ForwardContext]:
+        layers = self._steps.context.layers
+        return forward_context(ForwardContext(layers, metadata, decision, step.num_tokens))
+
+    def _same(self, step: _Step, decision: Decision, run: Run, expected: Any) -> bool:
+        """Whether a run from the state before the step does the same; what raises does not."""
         try:
-            step.before.restore()
-            got = _real_rows(_copied(run()), expected)
-            return self.tolerance.excess(expected, got, lambda: self._again(step)) is None
+            results, before, after = self._run(step, decision, run)
+            got = self._compared(step, _real_rows(results, expected[0]), before, after)
+            return excess(expected, got, lambda: self._again(step)) is None
         except Exception:
             return False
 
@@ -451,6 +488,10 @@ def _real_rows(results: Any, expected: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def _but(some: list[Tensor], others: list[Tensor]) -> list[Tensor]:
+    return [one & ~other for one, other in zip(some, others, strict=True)]
 
 
 def _without_graph(num_tokens: int) -> Decision:

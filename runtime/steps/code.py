@@ -143,22 +143,13 @@ class ModelCode:
                 tensor.copy_(copy)
         return results
 
-    def run_padded(self, tensors: tuple[Any, ...], sizes: tuple[int, ...]) -> tuple[Any, ...]:
-        """Run a step on inputs padded to the fewest tokens that the code takes.
+    def run_padded(
+        self, tensors: tuple[Any, ...], sizes: tuple[int, ...], padded: Mapping[str, int] = {}
+    ) -> tuple[Any, ...]:
+        """Run a step on inputs padded to given sizes, or to the fewest tokens that the code takes.
 
         Returns the real rows of the results. Raises MovedTensor if a weight was moved.
         """
-        plan = self.compiled.plan
-        return self.run_at(
-            tensors,
-            sizes,
-            {s.label: max(size, s.low) for s, size in zip(plan.symbols, sizes, strict=True)},
-        )
-
-    def run_at(
-        self, tensors: tuple[Any, ...], sizes: tuple[int, ...], padded: Mapping[str, int]
-    ) -> tuple[Any, ...]:
-        """`run_padded` on inputs padded to given sizes."""
         self._relied_on.check_step()
         inputs = self.padded(tensors, sizes, padded)
         outputs = self.call(*inputs.views)
@@ -170,8 +161,10 @@ class ModelCode:
     def padded(
         self, tensors: tuple[Any, ...], sizes: tuple[int, ...], padded: Mapping[str, int]
     ) -> BoundInputs:
-        """The static inputs of the `padded` sizes, filled with a step's."""
-        inputs = self._inputs.at(padded)
+        """The static inputs of the `padded` sizes, or the lowest, filled with a step's."""
+        symbols = self.compiled.plan.symbols
+        lowest = {s.label: max(size, s.low) for s, size in zip(symbols, sizes, strict=True)}
+        inputs = self._inputs.at(padded or lowest)
         inputs.loader(sizes)(tensors)
         return inputs
 

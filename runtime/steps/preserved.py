@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -81,6 +82,24 @@ class Kept:
         for part in self._parts:
             part.check()
 
+    def now(self) -> Kept:
+        """The same rows as they are now."""
+        current = copy.copy(self)
+        current._parts = [copy.copy(part) for part in self._parts]
+        for part in current._parts:
+            part.content = part.read()
+        return current
+
+    def changed(self, now: Kept) -> list[Tensor]:
+        """Elements of each tensor that differ between this and `now`, which is of the same rows."""
+        pairs = zip(self._parts, now._parts, strict=True)
+        return [before.content != after.content for before, after in pairs]
+
+    def rows_of(self, elements: Sequence[Tensor]) -> list[Tensor]:
+        """The rows of each tensor that have some of its `elements`; all others of them are 0."""
+        pairs = zip(self._parts, elements, strict=True)
+        return [_rows_of(part.content, chosen).view(part.dtype) for part, chosen in pairs]
+
     def contents(self) -> list[tuple[int, Tensor | None, Tensor]]:
         """For each tensor the dimension, the rows in it (None for all of them), and contents."""
         return [part.contents() for part in self._parts]
@@ -93,18 +112,39 @@ class _Whole:
         self.nbytes = tensor.nbytes
         if self.nbytes > most:
             raise StateTooLarge
-        self._tensor = tensor
-        self._content = tensor.detach().clone()
+        self.dtype = tensor.dtype
+        self._bits = _bits(tensor)
+        self.content = self.read()
 
     def restore(self) -> None:
         with torch.inference_mode():  # in which tensors of either kind may be written
-            self._tensor.copy_(self._content)
+            self._bits.copy_(self.content)
+
+    def read(self) -> Tensor:
+        return self._bits.clone()
 
     def check(self) -> None:
         """Nothing of it is left out."""
 
     def contents(self) -> tuple[int, Tensor | None, Tensor]:
-        return 0, None, self._content
+        return 0, None, self.content.view(self.dtype)
+
+
+def _rows_of(content: Tensor, elements: Tensor) -> Tensor:
+    """By the largest dimension; (rows, elements of a row), or the elements of a vector."""
+    kept = content.masked_fill(~elements, 0)
+    if kept.dim() < 2:
+        return kept[elements]
+    dim = max(range(kept.dim()), key=kept.shape.__getitem__)
+    rows, chosen = (each.movedim(dim, 0).flatten(1) for each in (kept, elements))
+    return rows[chosen.any(1)]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """A plain tensor as integers of the same size, so that a NaN equals itself."""
+    bits = tensor.detach()
+    of_size = _SAME_SIZE.get(bits.element_size(), bits.dtype)
+    return bits.view(of_size) if type(bits) is Tensor else bits
 
 
 class _Rows:
@@ -117,8 +157,8 @@ class _Rows:
     def __init__(self, tensor: Tensor, inputs: Sequence[Any], check: bool, most: float) -> None:
         self._shape = list(tensor.shape)
         self._dim = max(range(tensor.dim()), key=tensor.shape.__getitem__)
-        of_size = _SAME_SIZE.get(tensor.element_size(), tensor.dtype)
-        self._bits = tensor.detach().view(of_size)
+        self.dtype = tensor.dtype
+        self._bits = _bits(tensor)
         size, rest = tensor.shape[self._dim], tensor.shape[self._dim + 1 :]
         given = [each.detach() for each in inputs if isinstance(each, Tensor)]
         longest = max((each.shape[0] for each in given if each.dim()), default=0)
@@ -132,12 +172,15 @@ class _Rows:
         self.nbytes = len(self._rows) * tensor.nbytes // size
         if self.nbytes > most:
             raise StateTooLarge
-        self._content = self._bits.index_select(self._dim, self._rows)
+        self.content = self.read()
         self._sums = self._summed() if check else None
 
     def restore(self) -> None:
         with torch.inference_mode():
-            self._bits.index_copy_(self._dim, self._rows, self._content)
+            self._bits.index_copy_(self._dim, self._rows, self.content)
+
+    def read(self) -> Tensor:
+        return self._bits.index_select(self._dim, self._rows)
 
     def check(self) -> None:
         """Raises OtherRowsWritten."""
@@ -147,7 +190,7 @@ class _Rows:
                 raise OtherRowsWritten(shape=self._shape, dim=self._dim, rows=other[:3])
 
     def contents(self) -> tuple[int, Tensor | None, Tensor]:
-        return self._dim, self._rows, self._content
+        return self._dim, self._rows, self.content
 
     def _summed(self) -> Tensor:
         """A sum for each row, of a few rows at a time: on a CPU the sum of a part copies it."""

@@ -243,11 +243,12 @@ class Steps:
     def padded_runs(
         self, padded: Mapping[str, int], args: tuple[Any, ...], kwargs: dict[str, Any], model: Any
     ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """The code, and the uncompiled `model`, on a step's inputs padded as for a graph."""
+        """The code, and the uncompiled `model`, on a step's inputs padded to given sizes, or to
+        the lowest."""
         tensors, sizes = self._bind(None, *args, **kwargs)
 
         def code() -> Any:
-            return self._pack(self.code.run_at(tensors, sizes, padded), tensors)
+            return self._pack(self.code.run_padded(tensors, sizes, padded), tensors)
 
         def uncompiled() -> Any:
             views = self.code.padded(tensors, sizes, padded).views

@@ -120,28 +120,20 @@ def rounding(run: Run, expected: Any, seeds: Sequence[int]) -> Tensor:
     return torch.stack(changes).amax(0)
 
 
-class Tolerance:
-    """The tolerance of one model; `units` is the smallest that was measured so far."""
+def excess(expected: Any, got: Any, run: Run) -> tuple[float, float] | None:
+    """The largest difference beyond the tolerance of its row, and that tolerance; or None.
 
-    def __init__(self) -> None:
-        self.units = FLOOR
-
-    def excess(self, expected: Any, got: Any, run: Run) -> tuple[float, float] | None:
-        """The largest difference beyond the tolerance of its row, and that tolerance; or None.
-
-        `run` is only called for a difference that no earlier measurement allows. What it writes
-        must be restored by itself.
-        """
-        apart = differences(expected, got)
-        if bool((apart <= self.units).all()):
+    `run` is only called for a difference above FLOOR. What it writes must be restored by itself.
+    """
+    apart = differences(expected, got)
+    limit = torch.full_like(apart, FLOOR)
+    if bool((apart <= limit).all()):
+        return None
+    for seeds in (range(RUNS), range(RUNS, RUNS + MORE_RUNS)):
+        noise = rounding(run, expected, seeds)
+        if noise.shape == limit.shape:
+            limit = torch.maximum(limit, FACTOR * noise)
+        if bool((apart <= limit).all()):
             return None
-        limit = torch.full_like(apart, FLOOR)
-        for begin, end in ((0, RUNS), (RUNS, RUNS + MORE_RUNS)):
-            noise = rounding(run, expected, range(begin, end))
-            if noise.shape == limit.shape:
-                limit = torch.maximum(limit, FACTOR * noise)
-            if bool((apart <= limit).all()):
-                self.units = max(FLOOR, float(limit.min()))
-                return None
-        worst = int((apart - limit).nan_to_num(torch.inf).argmax())
-        return float(apart[worst]), float(limit[worst])
+    worst = int((apart - limit).nan_to_num(torch.inf).argmax())
+    return float(apart[worst]), float(limit[worst])
