@@ -76,8 +76,8 @@ def wrong_type(batch: Any) -> str | None:
     return None
 
 
-def contradiction(batch: Batch, kind: BatchClass) -> str | None:
-    """The first contradiction among the facts of `batch`, which is of class `kind`, or None."""
+def contradiction(batch: Batch) -> str | None:
+    """The first contradiction among the facts of `batch`, or None."""
     num_tokens, num_reqs = batch.num_tokens, batch.num_reqs
     if num_tokens < 0 or num_reqs < 0 or batch.num_loras < 0:
         return "a count is negative"
@@ -85,12 +85,13 @@ def contradiction(batch: Batch, kind: BatchClass) -> str | None:
         return f"{num_reqs} requests cannot share {num_tokens} tokens"
     if num_tokens and not num_reqs:
         return f"num_reqs is 0, but there are {num_tokens} tokens"
-    if kind.query_len is not None and num_reqs * kind.query_len != num_tokens:
-        return f"{num_reqs} requests of query_len {kind.query_len} do not have {num_tokens} tokens"
-    if kind.query_len is not None and kind.query_len > (batch.max_query_len or kind.query_len):
-        return f"query_len is {kind.query_len}, but max_query_len is {batch.max_query_len}"
-    if kind.max_query_len is not None and num_reqs * kind.max_query_len < num_tokens:
-        return f"{num_reqs} requests of max_query_len {kind.max_query_len} have fewer tokens"
+    query_len, longest = batch.query_len, batch.max_query_len
+    if query_len is not None and num_reqs * query_len != num_tokens:
+        return f"{num_reqs} requests of query_len {query_len} do not have {num_tokens} tokens"
+    if query_len is not None and longest is not None and query_len > longest:
+        return f"query_len is {query_len}, but max_query_len is {longest}"
+    if longest is not None and num_reqs * longest < num_tokens:
+        return f"{num_reqs} requests of max_query_len {longest} have fewer tokens"
     return None
 
 

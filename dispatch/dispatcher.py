@@ -45,7 +45,7 @@ class _Tables:
         return table
 
     def decide(self, batch: Batch, kind: BatchClass) -> Decision:
-        if fault := contradiction(batch, kind):
+        if fault := contradiction(batch):
             raise BatchInvalid(batch=batch, fault=fault)
         num_tokens = batch.num_tokens
         table = self.table(kind)
@@ -132,6 +132,8 @@ class Dispatcher:
             decision = decisions[num_tokens] if decisions else None
             fits = decision is not None and batch.num_reqs == decision.max_reqs
         else:
+            if query_len is not None or batch.max_query_len is not None:
+                return None
             decisions = self._mixed if batch.is_decode is False else None
             decision = decisions[num_tokens] if decisions else None
             fits = decision is not None and 0 < batch.num_reqs <= decision.max_reqs

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compile.guards.tolerance import Excess, differences, excess
 from ..compile.ir.config import TOKENS
 from ..compile.ir.locations import first_line
 from ..compile.ir.ops import is_custom, tensors_in, written_by
@@ -38,7 +39,6 @@ from .steps.forward_context import ForwardContext, forward_context
 from .steps.preserved import Kept, StateTooLarge
 from .steps.step_file import write_steps
 from .steps.steps import Steps
-from .steps.tolerance import differences, excess
 
 MOST_STATE = 1 << 30
 """Bytes of state that a proof may keep. Steps that write more are skipped."""
@@ -410,19 +410,19 @@ class ShadowSteps:
         except Exception:
             return False
 
-    def _book(
-        self, step: _Step, wrong: tuple[float, float], cause: Cause, graphs: list[int]
-    ) -> None:
+    def _book(self, step: _Step, wrong: Excess, cause: Cause, graphs: list[int]) -> None:
         take_out, decision = self._take_out(), step.decision
         entries = self._steps.dispatcher.plan.entries
         names = [f"{entries[i].mode.name} {entries[i].descriptor.num_tokens}" for i in graphs]
         file = self._saved(step)
-        reason = f"a step of {step.num_tokens} tokens differs by {wrong[0]:.3g} > {wrong[1]:.3g}"
+        apart, tolerance = wrong.difference, wrong.tolerance
+        reason = f"a step of {step.num_tokens} tokens differs by {apart:.3g} > {tolerance:.3g}"
         out = cause if take_out is None else take_out(cause, graphs, reason)
         self._records.add(
             WrongStep(
                 decision.mode.name, step.num_tokens, decision.descriptor.num_tokens,
-                decision.graph_index, *wrong, out.value, names, str(file) if file else None,
+                decision.graph_index, apart, tolerance, out.value, names,
+                str(file) if file else None,
             )
         )  # fmt: skip
 

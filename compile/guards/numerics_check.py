@@ -12,9 +12,7 @@ from ..ir.compilation import PieceFn
 from ..ir.ops import ALLOCATIONS
 from ..pieces.piece import HANDLE
 from ..trace.symbols import Sizes, input_at
-
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Absolute and relative tolerance by dtype; results of other dtypes must be equal."""
+from .tolerance import excess
 
 
 def numeric_difference(fn: PieceFn, graph: GraphModule, sizes: Sizes) -> str | None:
@@ -25,18 +23,32 @@ def numeric_difference(fn: PieceFn, graph: GraphModule, sizes: Sizes) -> str | N
     to fill, is not compared: there the graph gives what the allocation was filled with.
     """
     inputs = concrete_inputs(graph, sizes)
+
+    def run(fill: int = 0) -> list[Any]:
+        return list(_Filled(graph, fill).run(*_clones(inputs)))
+
     with torch.no_grad():
-        zeros, ones = (_Filled(graph, fill).run(*_clones(inputs)) for fill in (0, 1))
-        got = fn(_clones(inputs))
-    for index, (one, expected, other) in enumerate(zip(got, zeros, ones, strict=True)):
-        if isinstance(expected, torch.Tensor) and not expected.is_meta:
+        zeros, ones = run(), run(1)
+        got = [*fn(_clones(inputs))]
+        for index, (one, expected, other) in enumerate(zip(got, zeros, ones, strict=True)):
+            if not isinstance(expected, torch.Tensor):
+                continue
+            if one.shape != expected.shape or one.dtype is not expected.dtype:
+                return f"result {index} is {tuple(one.shape)} instead of {tuple(expected.shape)}"
+            if expected.is_meta:  # it has no values to compare
+                got[index] = expected
+                continue
             unwritten = expected != other
             unwritten &= ~(expected.isnan() & other.isnan())
-            if one.shape == expected.shape and one.dtype is expected.dtype:
-                one = torch.where(unwritten, expected, one)
-        if difference := _difference(one, expected):
-            return f"result {index} {difference}"
-    return None
+            got[index] = torch.where(unwritten, expected, one)
+        wrong = excess(zeros, got, run)
+    if wrong is None:
+        return None
+    one, expected = got[wrong.result], zeros[wrong.result]
+    if not isinstance(expected, torch.Tensor):
+        return f"result {wrong.result} is {one} instead of {expected}"
+    apart = (one.double() - expected.double()).abs().max().item()
+    return f"result {wrong.result} is off by {apart:.3g}"
 
 
 class _Filled(Interpreter):
@@ -59,19 +71,6 @@ def concrete_inputs(graph: GraphModule, sizes: Sizes) -> list[Any]:
     A handle of the model has its own value: an op would follow an address of zero.
     """
     return [_generated(node, sizes) for node in graph.graph.find_nodes(op="placeholder")]
-
-
-def _difference(actual: Any, expected: Any) -> str | None:
-    if not isinstance(expected, torch.Tensor):
-        return None if actual == expected else f"is {actual} instead of {expected}"
-    if actual.shape != expected.shape or actual.dtype is not expected.dtype:
-        return f"is {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-    if expected.is_meta:  # it has no values to compare
-        return None
-    tolerance = TOLERANCE.get(expected.dtype, 0.0)
-    if torch.allclose(actual, expected, tolerance, tolerance, equal_nan=True):
-        return None
-    return f"is off by {(actual.double() - expected.double()).abs().max().item():.3g}"
 
 
 def _clones(inputs: Sequence[Any]) -> list[Any]:

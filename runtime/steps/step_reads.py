@@ -89,7 +89,8 @@ class StepReads:
                 now = error
             if now != value:
                 where, reader = self._places[path]
-                raise StaleContext(where=where, reader=reader, fact=path, recorded=value, now=now)
+                fact, value, now = _first_difference(path, value, now)
+                raise StaleContext(where=where, reader=reader, fact=fact, recorded=value, now=now)
 
     def _note(self, path: str, value: Any) -> None:
         if path not in self._values:
@@ -189,6 +190,15 @@ class _NotingMapping(Mapping[Any, Any]):
         return (
             bool(self._reads.value(f"({key!r} in {self._path})", found)) if _is_name(key) else found
         )
+
+
+def _first_difference(path: str, recorded: Any, now: Any) -> tuple[str, Any, Any]:
+    """The path and the values of the first item that differs, in lists of the same length."""
+    if isinstance(recorded, list | tuple) and type(now) is type(recorded):
+        for at, (one, other) in enumerate(zip(recorded, now, strict=False)):
+            if len(now) == len(recorded) and one != other:
+                return _first_difference(f"{path}[{at}]", one, other)
+    return path, recorded, now
 
 
 def _is_name(key: object) -> bool:

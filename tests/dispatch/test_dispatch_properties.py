@@ -70,7 +70,7 @@ def batches(draw, plan: DispatchPlan) -> Batch:
         return replace(near, num_tokens=tokens, num_reqs=left, num_loras=loras)
     is_decode = draw(st.booleans())
     query_len = draw(st.none() | st.integers(1, 6))
-    if is_decode and query_len:
+    if query_len:
         num_reqs = draw(st.integers(1, 20))
         num_tokens = num_reqs * query_len
     else:

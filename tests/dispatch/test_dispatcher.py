@@ -364,6 +364,8 @@ def test_negative_counts_are_errors(facts):
             Batch(9, 4, is_decode=True, max_query_len=2),
             Batch(8, 4, is_decode=True, max_query_len=2),
         ),
+        (Batch(5, 2, query_len=2), Batch(4, 2, query_len=2)),
+        (Batch(5, 2, max_query_len=2), Batch(5, 3, max_query_len=2)),
         (Batch(2, 5), Batch(2, 2)),
         (Batch(20, 21), Batch(20, 20)),
     ],
@@ -375,6 +377,13 @@ def test_a_batch_that_contradicts_itself_is_an_error_also_where_the_row_is_hot(b
         for ask in (it.dispatch, it.wanted, it.explain):
             with pytest.raises(BatchInvalid, match=f"{batch.num_reqs} requests"):
                 ask(batch)
+
+
+@pytest.mark.parametrize("is_decode", [False, True])
+def test_a_query_len_above_its_bound_is_an_error(is_decode):
+    it = dispatcher("FULL_AND_PIECEWISE", [4, 8, 16], query_lens=[1, 2])
+    with pytest.raises(BatchInvalid, match="query_len is 3, but max_query_len is 1"):
+        it.dispatch(Batch(3, 1, is_decode, query_len=3, max_query_len=1))
 
 
 def test_wanted_does_not_wait_for_the_capture():

@@ -13,6 +13,8 @@ from piecegraph import Batch
 from piecegraph.errors import InvalidSetting
 from piecegraph.tools.bisect import BisectCase, Step, bisect
 from piecegraph.tools.bisect.case import first_wrong
+from piecegraph.tools.bisect.culprit import PieceSearch
+from piecegraph.tools.bisect.search import _Search
 from piecegraph.tools.bisect.stages import stages
 
 sys.path.append(str(Path(__file__).parent))
@@ -127,6 +129,23 @@ def test_another_number_of_tensors_is_wrong():
     assert first_wrong([one, one], [one * 2]).tensor == 0
 
 
+def test_the_first_wrong_element_is_one_that_rounding_does_not_explain():
+    expected = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    got = expected.clone()
+    got[0, 1] += 1e-4  # which the model's own rounding makes in this row
+    got[1, 0] = torch.nan
+
+    def rounded():
+        noisy = expected.clone()
+        noisy[0] += torch.rand(1) * 1e-4 + 1e-4
+        return [noisy]
+
+    assert first_wrong([expected], [got]).element == (0, 1)
+    assert first_wrong([expected], [got], run=rounded).element == (1, 0)
+    assert first_wrong([expected], [got], tolerance=1e-2).element == (1, 0)
+    assert first_wrong([expected[0]], [got[0]], run=lambda: [rounded()[0][0]]) is None
+
+
 def test_a_wrong_pass_is_found_down_to_the_operator_and_its_line(case, found, wrong_pass):
     finding, line = found(case(compiler=wrong_pass))
     assert (finding.stage, finding.piece, finding.size) == ("compiler", 1, 8)
@@ -141,6 +160,45 @@ def test_a_piece_that_is_right_by_itself_blames_no_operator(case, found, registe
     finding, line = found(case(compiler=registered(models.WrongOnce(times=2))))
     assert (finding.stage, finding.piece, finding.operator) == ("compiler", 0, None)
     assert "compiled by itself it is right" in line
+
+
+def fails(*args, **kwargs):
+    raise RuntimeError("the search cannot go on")
+
+
+@pytest.mark.parametrize("search", ["find", "inputs_of", "__init__"])
+def test_a_search_that_fails_loses_nothing_of_what_was_found(
+    case, found, wrong_pass, monkeypatch, search
+):
+    monkeypatch.setattr(PieceSearch, search, fails)
+    finding, line = found(case(compiler=wrong_pass))
+    assert (finding.stage, finding.piece, finding.operator) == ("compiler", 1, None)
+    assert line.endswith("; search failed: RuntimeError: the search cannot go on")
+
+
+def test_a_sweep_that_fails_is_said(case, monkeypatch, registered):
+    monkeypatch.setattr(PieceSearch, "__init__", fails)
+    said = []
+    right = registered(lambda graph, inputs: graph.forward)
+    assert bisect(case(compiler=right), say=said.append) is None
+    (failed,) = [line for line in said if "search failed" in line]
+    assert failed.startswith("compiler: no other sizes compared, search failed: RuntimeError")
+
+
+def test_a_size_is_named_without_the_operator_if_its_search_fails(
+    case, found, monkeypatch, registered
+):
+    monkeypatch.setattr(PieceSearch, "find_in", fails)
+    finding, line = found(case(compiler=registered(models.wrong_at_seven)))
+    assert (finding.stage, finding.size, finding.operator) == ("compiler", 7, None)
+    assert "no step has this size" in line
+    assert "search failed" in line
+
+
+def test_causes_of_a_wrong_graph_that_cannot_be_found_are_said(case, found, monkeypatch):
+    monkeypatch.setattr(_Search, "_history", fails)
+    _, line = found(case(models.Counted(), sizes=(3, 5)))
+    assert line.endswith("search failed: RuntimeError: the search cannot go on")
 
 
 def test_a_piece_with_an_op_that_reads_the_context_of_its_step(case, found):

@@ -42,6 +42,7 @@ def test_a_model_of_separate_rows_is_invariant_in_each_mode(small_config):
     it.layers["layer"].cache.fill_(2)
     found = check_invariance(it, compose, 4)
     assert max(row.difference for row in found) < 1e-5
+    assert not any(row.wrong for row in found)
     seen = {(row.mode, row.others, row.padded) for row in found}
     for mode in ("eager", "NONE", "PIECEWISE", "FULL"):
         for others in ("alone", "batched", "with other requests", "last in the batch"):
@@ -61,6 +62,7 @@ def test_rows_that_mix_are_found_and_the_op_is_named(small_config):
     batched = {row.mode: row for row in found if row.others == "batched"}
     for mode in ("eager", "NONE"):
         assert batched[mode].difference > 0.01
+        assert batched[mode].wrong
         assert batched[mode].where == "op attention"
     assert "first at op attention" in batched["NONE"].line()
 

@@ -28,7 +28,6 @@ def serve(make_world, make_requests):
             world.model,
             world.layers,
             clock=world.clock,
-            tolerance=1e-4,
             every=every,
         )
         world.engine.run = verifier.run

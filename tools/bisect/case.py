@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ... import BatchDescriptor, Config, RuntimeMode
+from ...compile.guards.tolerance import excess
 from ..report.output import Output
-from ..serve.verify import TOLERANCE
 from ..steps import Step
 
 
@@ -24,8 +24,8 @@ class BisectCase:
 
     `layers` is what splitting ops find in the forward context, `capture_metadata` what
     `PreparedModel.capture` takes. A step is wrong where an element differs from the eager model's
-    by more than `tolerance`, absolute and relative. With None it is chosen by dtype, and a step is
-    wrong only if rounding alone does not change the model's result as much.
+    by more than `tolerance`, absolute and relative. With None it is wrong if rounding alone does
+    not change the model's result as much, as for shadow steps.
     """
 
     model: torch.nn.Module
@@ -87,33 +87,52 @@ class Finding:
 
 
 def first_wrong(
-    expected: Sequence[Tensor], got: Sequence[Tensor], tolerance: float | None = None
+    expected: Sequence[Tensor],
+    got: Sequence[Tensor],
+    tolerance: float | None = None,
+    run: Callable[[], Sequence[Tensor]] | None = None,
 ) -> Wrong | None:
     """The first difference beyond the tolerance; rows of `got` beyond those expected are padding.
 
-    Tensors of other rank or smaller shape differ in their first element, with NaN for its value;
-    so does the first tensor that only one side has.
+    Without a tolerance it is what rounding changes, measured by `run`, which gives `expected`
+    again. Tensors of other rank or smaller shape differ in their first element, with NaN for its
+    value; so does the first tensor that only one side has.
     """
-    for index, (want, have) in enumerate(zip(expected, got, strict=False)):
+    pairs = list(zip(expected, got, strict=False))
+    same_size = []
+    for want, have in pairs:
         if want.dim() != have.dim() or any(
             h < w for w, h in zip(want.shape, have.shape, strict=True)
         ):
-            return Wrong(index, (0,) * want.dim(), float("nan"), float("nan"))
-        real = have[tuple(slice(0, size) for size in want.shape)]
-        bad = _differs(want, real, tolerance)
-        if bad.any():
-            element = tuple(int(i) for i in bad.nonzero()[0])
-            return Wrong(index, element, float(want[element]), float(real[element]))
+            break
+        same_size.append(have[tuple(slice(0, size) for size in want.shape)])
+    until = len(same_size)
+    if tolerance is not None:
+        for index, (want, have) in enumerate(zip(expected, same_size, strict=False)):
+            apart = ~torch.isclose(
+                have.double(), want.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+            )
+            if apart.any():
+                return _wrong(index, tuple(apart.nonzero()[0].tolist()), want, have)
+    else:
+        found = excess(expected[:until], same_size, lambda: (run() if run else expected)[:until])
+        if found is not None:
+            want, have = expected[found.result], same_size[found.result]
+            row = () if want.dim() < 2 else (found.row,)
+            apart = (have[row].double() - want[row].double()).abs().nan_to_num(torch.inf)
+            apart[(have[row] == want[row]) | (have[row].isnan() & want[row].isnan())] = 0
+            return _wrong(
+                found.result, (*row, *(apart == apart.max()).nonzero()[0].tolist()), want, have
+            )
+    if until < len(pairs):
+        return Wrong(until, (0,) * expected[until].dim(), float("nan"), float("nan"))
     if len(expected) != len(got):
         return Wrong(min(len(expected), len(got)), (), float("nan"), float("nan"))
     return None
 
 
-def _differs(want: Tensor, have: Tensor, tolerance: float | None) -> Tensor:
-    if not want.dtype.is_floating_point:
-        return want != have
-    limit = TOLERANCE.get(want.dtype, 1e-4) if tolerance is None else tolerance
-    return ~torch.isclose(have.double(), want.double(), rtol=limit, atol=limit, equal_nan=True)
+def _wrong(tensor: int, element: tuple[int, ...], want: Tensor, have: Tensor) -> Wrong:
+    return Wrong(tensor, element, float(want[element]), float(have[element]))
 
 
 _SCRIPT = '''"""Fails while this is wrong: {line}"""

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ... import ForwardContext, PreparedModel, forward_context
+from ...compile.guards.tolerance import FLOOR, differences
 from ...config import compile_config
 from ...runtime.steps.binding import at
 from ...torch_compat.basics.tensors import TorchDispatchMode, tree_leaves, tree_map_only
@@ -55,15 +57,20 @@ class WrongCall:
     itself: bool
 
 
-def find_call(plan: Plan, right: Ran, ran: Ran, tolerance: float | None) -> WrongCall | None:
-    """None if all splitting calls agree, or if they cannot be observed."""
+def find_call(
+    plan: Plan, right: Ran, ran: Ran, tolerance: float | None, again: Callable[[], Ran]
+) -> WrongCall | None:
+    """None if all splitting calls agree, or if they cannot be observed; `again` repeats `right`."""
     ops = splitting_ops(plan)
     pairs = zip(right.calls_of(ops), ran.calls_of(ops), strict=False)
     for index, (want, have) in enumerate(pairs):
-        if first_wrong(want.before, have.before, tolerance):
-            return WrongCall(index, want.op, itself=False)
-        if first_wrong(want.after, have.after, tolerance):
-            return WrongCall(index, want.op, itself=True)
+        for tensors, itself in ((attrgetter("before"), False), (attrgetter("after"), True)):
+
+            def run(index: int = index, tensors: Any = tensors) -> Any:
+                return tensors(again().calls_of(ops)[index])
+
+            if first_wrong(tensors(want), tensors(have), tolerance, run):
+                return WrongCall(index, want.op, itself)
     return None
 
 
@@ -199,8 +206,12 @@ class PieceSearch:
     ) -> bool:
         """Whether `graph` compiled differs from itself run node by node, or cannot be compiled."""
         case = self._case
+
+        def run(fill: int = 0) -> list[Any]:
+            return _run_on_memory_of(fill, graph, values)
+
         with torch.no_grad():
-            expected, other = (_run_on_memory_of(fill, graph, values) for fill in (0, 1))
+            expected, other = run(), run(1)
             if not expected:
                 return False
             copied = Graph()  # compilers modify their input graph
@@ -216,8 +227,8 @@ class PieceSearch:
                 got = tree_leaves(compiled(_copied(values)))
             except Exception:
                 return True
-        seen = [_where_equal(*each) for each in zip(expected, other, got, strict=True)]
-        return first_wrong(expected, seen, case.tolerance) is not None
+            seen = [_where_equal(*each) for each in zip(expected, other, got, strict=True)]
+            return first_wrong(expected, seen, case.tolerance, run) is not None
 
 
 def _first(most: int, is_wrong: Callable[[int], bool]) -> int:
@@ -291,7 +302,7 @@ def _real_rows_differ(one: Any, other: Any, size: int, padded: int) -> bool:
         return False
     if one.dim() and len(one) == padded:
         one, other = one[:size], other[:size]
-    return not torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+    return bool((differences(one, other) > FLOOR).any())
 
 
 class _Filled(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -109,12 +109,10 @@ def run_prepared(
     prepared: PreparedModel,
     *,
     state: State | None = None,
-    adjust: Callable[[Decision, Any], Any] = lambda decision, metadata: metadata,
 ) -> list[Ran]:
     """The steps through `prepared`, up to the first that raises.
 
-    With `state`, changes to it during a dispatch are recorded. `adjust` replaces the metadata of a
-    step.
+    With `state`, changes to it during a dispatch are recorded.
     """
     runs: list[Ran] = []
     for step in case.steps:
@@ -124,7 +122,7 @@ def run_prepared(
         runs.append(ran)
         calls = Calls()
         try:
-            metadata = adjust(decision, step.metadata_for(decision))
+            metadata = step.metadata_for(decision)
             with calls:
                 results = prepared.run(decision, *step.args, metadata=metadata, **step.kwargs)
             ran.results = copies(results)

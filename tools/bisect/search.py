@@ -10,23 +10,18 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from ... import Decision, PreparedModel
-from ...compile.ir.compilation import PieceFn
+from ... import PreparedModel
+from ...compile.conditions.conditions import broken_conditions
 from ...config import compile_config
 from ...dispatch import default_capture_sizes
 from ...errors import InvalidSetting, PieceFailed, PiecegraphError
-from ...runtime.steps.address_checks import tensors_by_path
-from ...runtime.steps.tolerance import Tolerance
-from ...torch_compat.basics.tensors import tree_map_only
 from .case import BisectCase, Finding, Wrong, first_wrong, load_case, write_script
 from .culprit import PieceSearch, WrongCall, find_call, find_guard, find_piece
 from .observe import Ran, run_eagerly, run_prepared, splitting_ops
-from .pieces import DebugPiece
 from .stages import (
     COMPILER,
     EAGER,
@@ -35,7 +30,6 @@ from .stages import (
     STRATEGIES,
     TRACED,
     WARM,
-    MetadataFor,
     Stage,
     prepared_for,
     stages,
@@ -96,6 +90,8 @@ class _Failure:
     wrong: Wrong | None
     right: Ran
     ran: Ran
+    again: Callable[[], Ran]
+    """Runs the uncompiled model again, up to the step."""
 
 
 class _Search:
@@ -130,11 +126,10 @@ class _Search:
     def check(self, stage: Stage, right: Sequence[Ran]) -> Finding | None:
         """A finding if a step, or a piece at another size, is wrong at this stage."""
         case = self.case
-        captured = _CapturedMetadata(case.capture_metadata)
         self.state.restore()
         with ExitStack() as stack:
             try:
-                prepared = stack.enter_context(prepared_for(case, stage, captured.function))
+                prepared = stack.enter_context(prepared_for(case, stage))
             except Exception as error:
                 size = case.steps[0].batch.num_tokens
                 piece = error.facts.get("piece") if isinstance(error, PieceFailed) else None
@@ -144,45 +139,48 @@ class _Search:
             where = addresses(case.model, case.layers)
             watched = self.state if stage.name in STRATEGIES else None
             runs = run_prepared(case, prepared, state=watched)
-            failure = self._first_failure(right, runs)
             moved = _moved(where, addresses(case.model, case.layers))
+            failure = self._first_failure(case, right, runs)
             if failure is None:
                 return self._sweep(stage, prepared) if stage.name in (COMPILER, WARM) else None
             finding = self._located(stage, prepared, failure)
-        if stage.name not in (PIECEWISE, FULL, *STRATEGIES):
-            return finding
-        notes = [finding.note, moved, *self._graph_causes(stage, failure, captured)]
-        return replace(finding, note="; ".join(note for note in notes if note))
+        if stage.name in (PIECEWISE, FULL, *STRATEGIES):
+            causes = _tried(self._graph_causes, stage, failure)
+            finding = _noted(finding, moved, causes)
+        return finding
 
-    def _first_failure(self, right: Sequence[Ran], runs: Sequence[Ran]) -> _Failure | None:
-        """The first step that is wrong by more than rounding."""
-        failure, begin = _first_failure(right, runs, self.case.tolerance), 0
-        while failure is not None and failure.wrong is not None and self._rounding(failure):
-            begin = failure.index + 1
-            failure = _first_failure(right, runs, self.case.tolerance, begin)
-        return failure
+    def _first_failure(
+        self, case: BisectCase, right: Sequence[Ran], runs: Sequence[Ran]
+    ) -> _Failure | None:
+        """The first step that raised or is wrong."""
+        for index, (want, ran) in enumerate(zip(right, runs, strict=False)):
+            run = partial(self._again, case, index)
 
-    def _rounding(self, failure: _Failure) -> bool:
-        """Whether rounding alone changes the model's result as much. A stated tolerance holds."""
-        if self.case.tolerance is not None:
-            return False
-        until = replace(self.case, steps=self.case.steps[: failure.index + 1])
+            def results(run: Callable[[], Ran] = run) -> Any:
+                return run().results
 
-        def run() -> list[Tensor]:
-            self.state.restore()
-            return run_eagerly(until)[-1].results
+            wrong = None
+            if ran.error is None:
+                wrong = first_wrong(want.results, ran.results, case.tolerance, results)
+            if ran.error is not None or wrong is not None:
+                return _Failure(index, wrong, want, ran, run)
+        return None
 
-        return Tolerance().excess(failure.right.results, failure.ran.results, run) is None
+    def _again(self, case: BisectCase, index: int) -> Ran:
+        """Run the steps up to this one eagerly again."""
+        self.state.restore()
+        return run_eagerly(replace(case, steps=case.steps[: index + 1]))[-1]
 
     def _unsteady(self, right: Sequence[Ran]) -> Finding | None:
         """A finding if the model differs from itself: then nothing can be compared with it."""
         self.state.restore()
-        failure = _first_failure(right, run_eagerly(self.case), self.case.tolerance)
-        if failure is None:
-            return None
-        size = self.case.steps[failure.index].batch.num_tokens
-        note = "the model itself gives another result the second time"
-        return Finding(EAGER, failure.index, size, size, wrong=failure.wrong, note=note)
+        for index, (want, ran) in enumerate(zip(right, run_eagerly(self.case), strict=True)):
+            wrong = first_wrong(want.results, ran.results, self.case.tolerance)
+            if wrong is not None:
+                size = self.case.steps[index].batch.num_tokens
+                note = "the model itself gives another result the second time"
+                return Finding(EAGER, index, size, size, wrong=wrong, note=note)
+        return None
 
     def _located(self, stage: Stage, prepared: PreparedModel, failure: _Failure) -> Finding:
         case, ran, plan = self.case, failure.ran, prepared.compiled.plan
@@ -204,7 +202,8 @@ class _Search:
             return replace(finding, piece=None if use is None else plan.piece_uses()[use])
         if stage.name == TRACED:
             operator, note = find_guard(plan, size)
-            return replace(finding, operator=operator, note=note)
+            changed = _tried(self._changed_model, prepared, failure.index)
+            return _noted(replace(finding, operator=operator), note, changed)
         if stage.name in STRATEGIES:
             note = "right with all graphs captured at startup"
             changed = ", ".join(dict.fromkeys(ran.clobbered))
@@ -216,7 +215,10 @@ class _Search:
             return replace(
                 finding, note="inside the FULL graph; right with splitting ops between the graphs"
             )
-        call = find_call(plan, failure.right, ran, case.tolerance)
+        try:
+            call = find_call(plan, failure.right, ran, case.tolerance, failure.again)
+        except Exception as error:
+            return _noted(finding, _failed(error))
         if call is not None and call.itself:
             op = call.op.rpartition(".")[0]
             if stage.name in (PIECEWISE, FULL):  # right at the stages before: not the op
@@ -232,21 +234,29 @@ class _Search:
             return replace(finding, note=f"{note}; compiled again it is right: remove its artifact")
         self.state.restore()
         at_stage = replace(case, config=case.config.changed(**stage.settings))
-        if stage.name == COMPILER:
-            search = PieceSearch(at_stage, prepared)
-            operator, graph_pass, why = search.find(use, step=failure.index, num_tokens=size)
-            notes = "; ".join(each for each in (note, why) if each)
-            return replace(finding, operator=operator, graph_pass=graph_pass, note=notes)
-        if stage.name == PIECEWISE and case.config.compile:
-            operator = PieceSearch(at_stage, prepared).mixing_operator(use, failure.index, padded)
-            mixes = f"{note}; its real rows depend on what padding holds"
-            return replace(finding, operator=operator, note=mixes if operator else note)
+        try:
+            if stage.name == COMPILER:
+                search = PieceSearch(at_stage, prepared)
+                operator, graph_pass, why = search.find(use, step=failure.index, num_tokens=size)
+                return _noted(replace(finding, operator=operator, graph_pass=graph_pass), why)
+            if stage.name == PIECEWISE and case.config.compile:
+                operator = PieceSearch(at_stage, prepared).mixing_operator(
+                    use, failure.index, padded
+                )
+                mixes = "its real rows depend on what padding holds" if operator else ""
+                return _noted(replace(finding, operator=operator), mixes)
+        except Exception as error:
+            return _noted(finding, _failed(error))
         return finding
 
     def _sweep(self, stage: Stage, prepared: PreparedModel) -> Finding | None:
         """Run each unique piece at sizes that steps may not have, and compare it with its graph."""
         config = self.case.config.changed(**stage.settings)
-        search = PieceSearch(replace(self.case, config=config), prepared)
+        try:
+            search = PieceSearch(replace(self.case, config=config), prepared)
+        except Exception as error:
+            self.say(f"{stage.name}: no other sizes compared, {_failed(error)}")
+            return None
         compiling = compile_config(config)
         low, high = compiling.limits("num_tokens")
         ranges = prepared.compiled.plan.ranges
@@ -265,70 +275,35 @@ class _Search:
                 except Exception:  # an op inside needs more than generated inputs
                     skipped.add(index)
                     continue
-                if difference is None or _is_rounding(piece, fn, values):
+                if difference is None:
                     continue
-                operator, graph_pass, cause = search.find_in(
-                    piece, piece.generated_inputs(values), size
-                )
                 note = f"no step has this size; on generated inputs {difference}"
-                notes = "; ".join(each for each in (note, cause) if each)
-                return Finding(
-                    stage.name, None, size, size, index, operator, None, notes, graph_pass
-                )
+                finding = Finding(stage.name, None, size, size, index, note=note)
+                try:
+                    operator, graph_pass, cause = search.find_in(
+                        piece, piece.generated_inputs(values), size
+                    )
+                except Exception as error:
+                    return _noted(finding, _failed(error))
+                return _noted(replace(finding, operator=operator, graph_pass=graph_pass), cause)
         pieces = len(search.pieces) - len(skipped)
         self.say(f"{stage.name}: {pieces} of {len(search.pieces)} pieces compared at {shown}")
         return None
 
-    def _graph_causes(
-        self, stage: Stage, failure: _Failure, captured: _CapturedMetadata
-    ) -> list[str]:
-        """The change that makes the step right, or the difference between capture and step."""
+    def _graph_causes(self, stage: Stage, failure: _Failure) -> str:
+        """The change that makes the step right."""
         step, decision = self.case.steps[failure.index], failure.ran.decision
-        causes = []
-        if failure.ran.error is None and stage.name == FULL:
-            causes += self._metadata_causes(stage, failure, captured)
-        causes += [self._history(stage, failure.index)]
+        causes = [self._history(stage, failure.index)]
         if decision.descriptor.num_tokens > step.batch.num_tokens and failure.ran.error is None:
             causes += [self._padding(stage, failure.index)]
-        return causes
+        return "; ".join(filter(None, causes))
 
-    def _metadata_causes(
-        self, stage: Stage, failure: _Failure, captured: _CapturedMetadata
-    ) -> list[str]:
-        """Metadata that a FULL graph reads at another address."""
-        step, decision = self.case.steps[failure.index], failure.ran.decision
-        key = (decision.mode, decision.descriptor)
-        if key not in captured.by_key:
-            return []
-        then_tensors = dict(tensors_by_path("metadata", captured.by_key[key]))
+    def _changed_model(self, prepared: PreparedModel, index: int) -> str:
+        """What the trace relied on and does not hold at the step."""
         self.state.restore()
-        now_tensors = dict(tensors_by_path("metadata", step.metadata_for(decision)))
-        moved = [
-            name
-            for name, tensor in now_tensors.items()
-            if name in then_tensors and tensor.data_ptr() != then_tensors[name].data_ptr()
-        ]
-        causes = []
-        if moved:
-
-            def copied_back(decision: Decision, metadata: Any) -> Any:
-                captured_metadata = captured.by_key.get((decision.mode, decision.descriptor))
-                if captured_metadata is None:
-                    return metadata
-                old = dict(tensors_by_path("metadata", captured_metadata))
-                new = dict(tensors_by_path("metadata", metadata))
-                for name in moved:
-                    old[name].copy_(new[name])
-                return captured_metadata
-
-            names = ", ".join(moved)
-            if self._is_right(
-                stage, failure.index, adjust=copied_back, capture_metadata=captured.function
-            ):
-                causes.append(f"{names} moved: right when the graph's own memory is filled instead")
-            else:
-                causes.append(f"{names} moved since the capture")
-        return causes
+        run_prepared(replace(self.case, steps=self.case.steps[: index + 1]), prepared)
+        broken = broken_conditions(prepared.compiled.conditions, self.case.model)
+        return "; ".join(f"`{b.what}` was {b.old} at the trace and is {b.new}" for b in broken)
 
     def _history(self, stage: Stage, index: int) -> str:
         """Whether the step is wrong on its own, or only after those before it."""
@@ -349,62 +324,37 @@ class _Search:
         self,
         stage: Stage,
         index: int,
-        *,
-        adjust: Callable[[Decision, Any], Any] = lambda decision, metadata: metadata,
-        capture_metadata: MetadataFor | None = None,
         **settings: Any,
     ) -> bool:
-        """Whether the step alone is right, with other settings or other metadata."""
+        """Whether the step alone is right, with other settings."""
         config = self.case.config.changed(**settings)
         alone = replace(self.case, config=config, steps=[self.case.steps[index]])
         self.state.restore()
         right = run_eagerly(alone)
         self.state.restore()
         try:
-            with prepared_for(alone, stage, capture_metadata) as prepared:
+            with prepared_for(alone, stage) as prepared:
                 self.state.restore()
-                runs = run_prepared(alone, prepared, adjust=adjust)
+                runs = run_prepared(alone, prepared)
         except Exception:
             return False
-        return _first_failure(right, runs, alone.tolerance) is None
+        return self._first_failure(alone, right, runs) is None
 
 
-class _CapturedMetadata:
-    """Keeps what `capture_metadata` made, by runtime mode and descriptor."""
-
-    def __init__(self, capture_metadata: MetadataFor | None) -> None:
-        self.by_key: dict[Any, Any] = {}
-        self._capture_metadata = capture_metadata
-        self.function: MetadataFor | None = None if capture_metadata is None else self._make
-
-    def _make(self, descriptor: Any, mode: Any) -> Any:
-        assert self._capture_metadata is not None
-        metadata = self._capture_metadata(descriptor, mode)
-        self.by_key[mode, descriptor] = metadata
-        return metadata
+def _noted(finding: Finding, *notes: str) -> Finding:
+    return replace(finding, note="; ".join(filter(None, (finding.note, *notes))))
 
 
-def _first_failure(
-    right: Sequence[Ran], runs: Sequence[Ran], tolerance: float | None, begin: int = 0
-) -> _Failure | None:
-    for index, (want, ran) in list(enumerate(zip(right, runs, strict=False)))[begin:]:
-        wrong = None if ran.error else first_wrong(want.results, ran.results, tolerance)
-        if ran.error is not None or wrong is not None:
-            return _Failure(index, wrong, want, ran)
-    return None
+def _tried(search: Callable[..., str], *args: Any) -> str:
+    """What a search says; one that fails loses nothing of what was found before it."""
+    try:
+        return search(*args)
+    except Exception as error:
+        return _failed(error)
 
 
-def _is_rounding(piece: DebugPiece, fn: PieceFn, values: Any) -> bool:
-    """Whether rounding alone changes what a piece gives for generated inputs as much as `fn`."""
-    inputs = piece.generated_inputs(values)
-
-    def copied() -> list[Any]:
-        return tree_map_only(Tensor, Tensor.clone, inputs)  # type: ignore[no-any-return]
-
-    def run() -> list[Any]:
-        return list(piece.graph(*copied()))
-
-    return Tolerance().excess(run(), list(fn(copied())), run) is None
+def _failed(error: Exception) -> str:
+    return f"search failed: {_described_error(error)}"
 
 
 def _moved(before: dict[str, int], after: dict[str, int]) -> str:

@@ -34,7 +34,6 @@ def invariance_command(options: RunOptions, replay: ReplayOption = None) -> int:
     import torch
 
     from ..bisect import check_invariance
-    from ..serve.verify import TOLERANCE
 
     most = max(case.steps, key=lambda step: step.batch.is_decode * step.batch.num_reqs)
     if not most.batch.is_decode:
@@ -57,8 +56,7 @@ def invariance_command(options: RunOptions, replay: ReplayOption = None) -> int:
         print(row.line())
     equal = sum(row.equal for row in found)
     print(f"{equal} of {len(found)} are bit-equal")
-    limit = TOLERANCE[getattr(torch, options.dtype)]
-    return WRONG_RESULT if any(row.difference > limit for row in found) else 0
+    return WRONG_RESULT if any(row.wrong for row in found) else 0
 
 
 def _rows(step: Step, numbers: Sequence[int]) -> Step:

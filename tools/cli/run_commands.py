@@ -147,11 +147,12 @@ def run_command(
         sections = [] if launched_rank() and is_right else [*sections, ranks_section(ranks)]
         is_right = all(rank["verification"]["ok"] for rank in ranks)
     for section in sections:
-        console.print(*as_terminal(section))
+        console.print(*as_terminal(section), sep="\n")
     if to_metrics is not None:
         to_metrics.write(exposition)
     write_json(to_json, report)
     is_right = is_right and report["cache"].get("verified") is not False
+    is_right = is_right and not (report["shadow"] and report["shadow"]["wrong"])
     return 0 if is_right else WRONG_RESULT
 
 

@@ -280,7 +280,7 @@ def shadow_lines(shadow: Report | None) -> list[str]:
     if shadow is None:
         return []
     proved = sum(row["count"] for row in shadow["proved"])
-    lines = [f"proved {proved} steps while serving, {shadow['share']:.1%} of the time"]
+    lines = [f"steps proved while serving: {proved}, in {shadow['share']:.1%} of the time"]
     if shadow["stopped"]:
         lines.append(f"stopped proving: {shadow['stopped']}")
     return lines + [

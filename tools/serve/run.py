@@ -50,7 +50,7 @@ from .options import RunOptions
 from .progress import counting, starting, working
 from .ranks import rank_facts
 from .report import Report, build_report
-from .verify import SAMPLE_EVERY, TOLERANCE, Verification, Verifier
+from .verify import SAMPLE_EVERY, Verification, Verifier
 
 SAMPLED_REQUESTS = 4
 """Requests that are compared with the model's own `generate`, unless all are."""
@@ -368,7 +368,6 @@ def _engine(
         model,
         layers,
         clock=clock,
-        tolerance=TOLERANCE[getattr(torch, options.dtype)],
         every=1 if options.verify == "all" else SAMPLE_EVERY,
     )
     run = prepared.run if options.verify == "none" else verifier.run

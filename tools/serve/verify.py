@@ -1,26 +1,25 @@
 """Compares prepared steps with the eager model on the same inputs and the same cache contents.
 
 The eager model runs on a copy of the KV cache taken before the step, so that neither run sees the
-other's writes. Compared are the output's real rows, within a tolerance, and the cache: a step may
-change only its own slots and the dump block.
+other's writes. Compared are the output's real rows, within what rounding alone changes, and the
+cache: a step may change only its own slots and the dump block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ... import BatchDescriptor, ForwardContext, PreparedModel, RuntimeMode, forward_context
+from ...compile.guards.tolerance import excess
 from ..engine.block_manager import DUMP_BLOCK
 from ..engine.kv_cache import LayerCache
 from ..engine.metadata import AttentionMetadata
 from ..engine.serving_log import Clock
-
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Absolute and relative, for outputs behind a norm: compiled code adds up in another order."""
 
 SAMPLE_EVERY = 16
 
@@ -70,14 +69,12 @@ class Verifier:
         layers: Mapping[str, LayerCache],
         *,
         clock: Clock,
-        tolerance: float,
         every: int,
     ) -> None:
         self.prepared = prepared
         self.model = model
         self.layers = layers
         self.clock = clock
-        self.tolerance = tolerance
         self.every = every
         self.result = Verification()
         self._step = -1
@@ -94,8 +91,8 @@ class Verifier:
         with self.clock.stopped():
             wrong = _stray_write(before, self.layers, metadata)
             if len(inputs[0]):  # else the step of a rank that has no requests
-                expected = run_eagerly(self.model, before, metadata, *inputs)
-                wrong = wrong or self._difference(output, expected)
+                run = partial(run_eagerly, self.model, before, metadata, *inputs)
+                wrong = wrong or self._difference(output, run(), run)
             self._book(decision, wrong)
         return output
 
@@ -106,24 +103,19 @@ class Verifier:
         self._seen.add(kind)
         return first or self._step % self.every == 0
 
-    def _difference(self, output: torch.Tensor, expected: torch.Tensor) -> str | None:
+    def _difference(
+        self, output: torch.Tensor, expected: torch.Tensor, run: Callable[[], torch.Tensor]
+    ) -> str | None:
         """The first row that differs, in words; keeps the largest difference."""
         if output.shape != expected.shape:
             return f"shape {tuple(output.shape)} instead of {tuple(expected.shape)}"
         difference = (output.float() - expected.float()).abs()
         largest = difference.nan_to_num(0.0, 0.0, 0.0).max().item()
         self.result.max_abs_diff = max(self.result.max_abs_diff, largest)
-        close = torch.isclose(
-            output.float(), expected.float(), rtol=self.tolerance, atol=self.tolerance
-        )
-        wrong = (~close.flatten(1).all(dim=1)).nonzero().flatten().tolist()
-        if not wrong:
+        wrong = excess(expected, output, run)
+        if wrong is None:
             return None
-        row = wrong[0]
-        return (
-            f"row {row} differs by {difference[row].max().item():.3g},"
-            f" {len(wrong)} of {len(output)} rows differ"
-        )
+        return f"row {wrong.row} differs by {difference[wrong.row].max().item():.3g}"
 
     def _book(self, decision: Any, what: str | None) -> None:
         self.result.steps += 1

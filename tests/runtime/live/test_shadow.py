@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 
 from piecegraph import Batch, Config, PreparedModel, prepare
 from piecegraph.cache.settings import CacheSettings
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.runtime import model_policy
+from piecegraph.runtime.graphs.installed_graph import InstalledGraph
 from piecegraph.runtime.records import ShadowStopped, WrongStep
 from piecegraph.runtime.shadow import Cause, Stopped
 from piecegraph.tools.steps import load_steps
@@ -217,6 +219,166 @@ def test_memory_that_is_not_known_as_state_is_never_written(
     (stopped,) = served.prepared.records.of(ShadowStopped)
     assert stopped.reason == Stopped.UNDECLARED
     assert stopped.detail == "aten::add_ [1]"
+
+
+class Decoder(torch.nn.Module):
+    """Writes each row to its slot; a result has what the slot had before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.requires_grad_(False)
+        self.register_buffer("kv", torch.zeros(64, 8))
+
+    def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        before = self.kv[slots]
+        rows = self.linear(x)
+        self.kv.index_copy_(0, slots, rows)
+        return rows + before
+
+
+DUMP = 63
+
+
+@pytest.fixture
+def prepare_decoder() -> Iterator[Callable[..., PreparedModel]]:
+    """A decoder under a compiler whose code runs on `spoiled(arguments)`, every step proved."""
+
+    def prepare_decoder(
+        spoiled: Callable[[list[Any]], list[Any]] = list, **settings: Any
+    ) -> PreparedModel:
+        def compiler(graph: Any, inputs: Any) -> Callable[..., Any]:
+            return lambda *args: graph(*spoiled(list(args)))
+
+        _COMPILER_FNS.pop("planted", None)
+        register_backend(compiler, name="planted")
+        config = Config(
+            inputs={"x": "float32[num_tokens, 8]", "slots": "int64[num_tokens]"},
+            max_num_tokens=16, max_num_reqs=16, capture_sizes=(4,), graph_mode="FULL",
+            attention={"support": 3}, compiler="planted", cache=False,
+            steps={"padding": {"slots": DUMP}}, shadow=EACH,
+        )  # fmt: skip
+        prepared = prepare(Decoder(), config.changed(**settings))
+        prepared.capture()
+        return prepared
+
+    yield prepare_decoder
+    _COMPILER_FNS.pop("planted", None)
+
+
+def decode(prepared: PreparedModel, size: int = 3) -> torch.Tensor:
+    batch = Batch(size, size, is_decode=True, query_len=1)
+    rows: torch.Tensor = prepared(torch.ones(size, 8), torch.arange(size), batch=batch)
+    return rows
+
+
+def is_cache(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == (64, 8)
+
+
+def test_a_compiler_that_loses_writes_is_found(
+    prepare_decoder: Callable[..., PreparedModel],
+) -> None:
+    prepared = prepare_decoder(lambda args: [x.clone() if is_cache(x) else x for x in args])
+    first, second = decode(prepared).clone(), decode(prepared)
+    assert torch.equal(second, 2 * first)
+    assert the_wrong_step(prepared).out_of_service == Cause.CODE
+    assert prepared.compiled.model.kv[:3].any(1).all()
+
+
+def test_writes_of_padding_are_no_fault(prepare_decoder: Callable[..., PreparedModel]) -> None:
+    prepared = prepare_decoder()
+    decode(prepared)
+    assert prepared.compiled.model.kv[DUMP].any()  # by the step, and not by the model on real rows
+    assert prepared.records.of(WrongStep) == []
+    assert prepared.report()["shadow"]["proved"] == [{"mode": "FULL", "num_tokens": 4, "count": 1}]
+
+
+def test_a_write_to_another_slot_is_found(
+    prepare_decoder: Callable[..., PreparedModel],
+) -> None:
+    def stray(args: list[Any]) -> list[Any]:
+        for cache in filter(is_cache, args):
+            cache[40] += 1
+        return args
+
+    prepared = prepare_decoder(stray)
+    prepared.compiled.model.kv[40] = 0
+    decode(prepared)
+    assert the_wrong_step(prepared).out_of_service == Cause.CODE
+    assert not prepared.compiled.model.kv[40].any()
+
+
+def test_without_compiling_steps_are_proved_too(
+    prepare_decoder: Callable[..., PreparedModel],
+) -> None:
+    prepared = prepare_decoder(compile=False)
+    decode(prepared)
+    decode(prepared, 7)  # without a graph it is the model itself
+    facts = prepared.report()["shadow"]
+    assert [row["num_tokens"] for row in facts["proved"]] == [4]
+    assert (facts["wrong"], facts["stopped"]) == ([], None)
+
+
+def test_a_waiting_step_is_compared_with_what_it_wrote_itself(
+    prepare_decoder: Callable[..., PreparedModel],
+) -> None:
+    prepared = prepare_decoder()
+    prepared.shadow_idle()
+    decode(prepared)
+    decode(prepared)  # the same slots again
+    written = prepared.compiled.model.kv.clone()
+    assert prepared.shadow_idle() is True
+    assert torch.equal(prepared.compiled.model.kv, written)
+    assert prepared.records.of(WrongStep) == []
+    lost = prepare_decoder(lambda args: [x.clone() if is_cache(x) else x for x in args])
+    lost.shadow_idle()
+    decode(lost)
+    lost.compiled.model.kv[:3] = 5.0  # a later step, which wrote
+    lost.shadow_idle()
+    assert len(lost.records.of(WrongStep)) == 1
+
+
+def test_one_wrong_graph_is_out_of_service_alone(
+    serve: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(shadow=EACH)
+    as_decode(served)
+    served.prepared.capture()
+    replay = InstalledGraph.replay
+
+    def wrong(self: InstalledGraph, tensors: Any, sizes: Any) -> Any:
+        results = replay(self, tensors, sizes)
+        return [one + 1 for one in results] if self.recording.name == "FULL 4" else results
+
+    monkeypatch.setattr(InstalledGraph, "replay", wrong)
+    assert run(served, 2, 1)
+    assert the_wrong_step(served.prepared).out_of_service == Cause.GRAPH
+    assert the_wrong_step(served.prepared).graphs == ["FULL 4"]
+    assert "FULL 8" in {recording.name for _, recording in served.prepared.recordings()}
+    assert run(served, 2, 1)
+    assert served.check(served.batch(2, 1)) == "FULL 8"
+
+
+def test_proofs_beyond_their_share_of_the_time_are_skipped(
+    prepare_decoder: Callable[..., PreparedModel],
+) -> None:
+    prepared = prepare_decoder(shadow={"every": 1, "share": 1e-9})
+    for _ in range(3):
+        decode(prepared)
+    facts = prepared.report()["shadow"]
+    assert sum(row["count"] for row in facts["proved"]) == 1
+    assert facts["skipped"] == {"budget": 2}
+
+
+def test_the_metric_counts_wrong_steps(prepare_decoder: Callable[..., PreparedModel]) -> None:
+    pytest.importorskip("prometheus_client")
+    from piecegraph.tools.integrations.prometheus import metrics_text
+
+    prepared = prepare_decoder(lambda args: [x.clone() if is_cache(x) else x for x in args])
+    decode(prepared)
+    line = 'piecegraph_wrong_steps_total{out_of_service="compiled code"} 1.0'
+    assert line in metrics_text(prepared)
 
 
 @pytest.mark.heavy

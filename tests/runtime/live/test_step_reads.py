@@ -58,7 +58,7 @@ READS: dict[str, Callable[[Any], float]] = {
     "metadata.inner.scale": lambda m: m.method(),
     "metadata.computed": lambda m: m.computed,
     "metadata.by_name['scale']": lambda m: m.by_name.get("scale"),
-    "metadata.values": lambda m: m.values[0],
+    "metadata.values[0]": lambda m: m.values[0],
     "metadata.layers[0].scale": lambda m: m.layers[0].scale,
     "metadata.array.tobytes()": lambda m: float(m.array[0]),
 }

@@ -11,13 +11,14 @@ row, in units of the precision of its dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compile.ir.ops import tensors_in, written_by
 from ...torch_compat.basics.tensors import TorchDispatchMode, storage_id, tree_leaves
+from ..ir.ops import tensors_in, written_by
 
 FLOOR = 8.0
 """Differences that are never wrong, in units of the dtype's precision."""
@@ -45,13 +46,18 @@ def differences(expected: Any, got: Any) -> Tensor:
     """The largest difference in each row of all results, float64 on the CPU.
 
     Infinite for what is not comparable: another shape or dtype, other integers or values, a NaN or
-    an infinity that only one has.
+    an infinity that only one has. A vector is one row. Integers of 8 bits may be quantized: they
+    count what they are apart.
     """
+    return torch.cat([torch.zeros(0).double(), *_differences(expected, got)])
+
+
+def _differences(expected: Any, got: Any) -> list[Tensor]:
+    """By result."""
     wanted, given = tree_leaves(expected), tree_leaves(got)
     if len(wanted) != len(given):
-        return torch.tensor([torch.inf], dtype=torch.float64)
-    rows = [_row_differences(*pair) for pair in zip(wanted, given, strict=True)]
-    return torch.cat([torch.zeros(1, dtype=torch.float64), *rows])
+        return [torch.full((1,), torch.inf).double()]
+    return [_row_differences(*pair) for pair in zip(wanted, given, strict=True)]
 
 
 def _row_differences(want: Any, have: Any) -> Tensor:
@@ -62,14 +68,18 @@ def _row_differences(want: Any, have: Any) -> Tensor:
     if not want.numel():
         return torch.zeros(0, dtype=torch.float64)
     rows = len(want) if want.dim() > 1 else 1
-    same = (want == have) | (want.isnan() & have.isnan())
-    if not want.dtype.is_floating_point:
-        wrong = (~same).reshape(rows, -1).any(1)
+    if want.dtype.is_complex:
+        want, have = torch.view_as_real(want), torch.view_as_real(have)
+    if not want.dtype.is_floating_point and want.dtype not in _QUANTIZED:
+        wrong = (want != have).reshape(rows, -1).any(1)
         return torch.where(wrong, torch.inf, 0.0).double().cpu()
     one, other = want.double(), have.double()
-    size = one.abs().nan_to_num(0.0, 0.0, 0.0).reshape(rows, -1).amax(1)
+    same = (one == other) | (one.isnan() & other.isnan())
     apart = (one - other).abs().nan_to_num(torch.inf).masked_fill_(same, 0.0)
     apart = apart.reshape(rows, -1).amax(1)
+    if want.dtype in _QUANTIZED:
+        return apart.cpu()
+    size = one.abs().nan_to_num(0.0, 0.0, 0.0).reshape(rows, -1).amax(1)
     smallest = torch.finfo(want.dtype).tiny
     return (apart / size.clamp(min=smallest) / precision(want.dtype)).cpu()
 
@@ -107,6 +117,7 @@ class Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensor.copy_(tensor.double() * change)
 
 
+_QUANTIZED = (torch.int8, torch.uint8)
 _ROUNDED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -120,12 +131,23 @@ def rounding(run: Run, expected: Any, seeds: Sequence[int]) -> Tensor:
     return torch.stack(changes).amax(0)
 
 
-def excess(expected: Any, got: Any, run: Run) -> tuple[float, float] | None:
-    """The largest difference beyond the tolerance of its row, and that tolerance; or None.
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """The first row of results that differs by more than its tolerance."""
+
+    result: int
+    row: int
+    difference: float
+    tolerance: float
+
+
+def excess(expected: Any, got: Any, run: Run) -> Excess | None:
+    """Where a difference is beyond the tolerance, which `run` measures; None if there is none.
 
     `run` is only called for a difference above FLOOR. What it writes must be restored by itself.
     """
-    apart = differences(expected, got)
+    by_result = _differences(expected, got)
+    apart = torch.cat([torch.zeros(0).double(), *by_result])
     limit = torch.full_like(apart, FLOOR)
     if bool((apart <= limit).all()):
         return None
@@ -135,5 +157,8 @@ def excess(expected: Any, got: Any, run: Run) -> tuple[float, float] | None:
             limit = torch.maximum(limit, FACTOR * noise)
         if bool((apart <= limit).all()):
             return None
-    worst = int((apart - limit).nan_to_num(torch.inf).argmax())
-    return float(apart[worst]), float(limit[worst])
+    first = row = int((apart > limit).nonzero()[0])
+    result = 0
+    while row >= len(by_result[result]):
+        row, result = row - len(by_result[result]), result + 1
+    return Excess(result, row, float(apart[first]), float(limit[first]))

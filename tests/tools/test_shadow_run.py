@@ -1,0 +1,62 @@
+"""From a wrong step of a running engine to its file, and from the file to the cause."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
+
+from piecegraph.tools.cli.app import main
+from piecegraph.tools.serve import run
+
+sys.path.append(str(Path(__file__).parent))
+import faulty_models as models
+
+pytestmark = pytest.mark.compile
+
+MODEL = ["--model", "layers=1,hidden=16,heads=2,vocab=32", "--requests", "3", "--no-cache"]
+SHADOW = ["--shadow", "2", "--set", "shadow.share=1.0", "--verify", "none"]
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Let the reference engine use a compiler."""
+
+    def use(function):
+        register_backend(function, name="planted")
+        right = run.library_config
+        monkeypatch.setattr(
+            run, "library_config", lambda *given: right(*given).changed(compiler="planted")
+        )
+
+    yield use
+    del _COMPILER_FNS["planted"]
+
+
+def test_a_wrong_step_is_the_exit_status_and_its_file_names_the_operator(
+    compiler, tmp_path, capsys
+):
+    compiler(models.wrong_activations)
+    report = tmp_path / "report.json"
+    command = ["run", *MODEL, *SHADOW, "--dump-dir", str(tmp_path), "--json", str(report)]
+    assert main(command) == 1
+    lines = capsys.readouterr().out.splitlines()
+    proved = lines.index("not verified") + 1
+    assert lines[proved].startswith("steps proved while serving: ")
+    (wrong,) = json.loads(report.read_text())["shadow"]["wrong"]
+    assert lines[proved + 1].startswith(f"WRONG step of {wrong['num_tokens']} tokens")
+    assert Path(wrong["file"]).parent == tmp_path / "shadow"
+    assert main(["bisect", *MODEL, "--replay", wrong["file"]]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("stage=compiler piece=1 operator=torch.nn.functional.silu (model.py:")
+
+
+def test_right_steps_are_proved_and_the_status_is_0(compiler, capsys):
+    compiler(lambda graph, inputs: graph.forward)
+    assert main(["run", *MODEL, *SHADOW]) == 0
+    out = capsys.readouterr().out
+    assert "steps proved while serving: " in out
+    assert "WRONG" not in out
