@@ -73,9 +73,10 @@ def _row_differences(want: Any, have: Any) -> Tensor:
     if not want.dtype.is_floating_point and want.dtype not in _QUANTIZED:
         wrong = (want != have).reshape(rows, -1).any(1)
         return torch.where(wrong, torch.inf, 0.0).double().cpu()
-    one, other = want.double(), have.double()
+    one: Tensor = want.double()
+    other: Tensor = have.double()
     same = (one == other) | (one.isnan() & other.isnan())
-    apart = (one - other).abs().nan_to_num(torch.inf).masked_fill_(same, 0.0)
+    apart: Tensor = (one - other).abs().nan_to_num(torch.inf).masked_fill_(same, 0.0)
     apart = apart.reshape(rows, -1).amax(1)
     if want.dtype in _QUANTIZED:
         return apart.cpu()
