@@ -146,6 +146,7 @@ def graph_bytes(scale: Scale) -> dict[str, Any]:
         "stated_bytes": sum(each["bytes"] for each in captures),
         "largest": max(captures, key=lambda each: each["bytes"]),
         "capture_seconds": sum(each["ms"] for each in captures) / 1000,
+        "executables": model.report()["executables"],
     }
 
 

@@ -44,6 +44,7 @@ class IdleGraph:
     """A capture, which runs what it captures, and its graph, which runs nothing."""
 
     operations = 1
+    topology = ""
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         return fn(*args)

@@ -51,6 +51,8 @@ class CaptureRecord(GraphRecord, event="capture"):
     allocated: int
     """The part of torch's allocator."""
     segments: int
+    topologies: list[str]
+    """Of the graphs that are replayed: equal if one executable can become the other."""
     descriptor: Mapping[str, Any]
 
 

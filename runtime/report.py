@@ -78,6 +78,7 @@ def build_report(
             "missing": _facts(records, BucketsMissing),
         },
         "captures": _facts(records, CaptureRecord),
+        "executables": executables(records.of(CaptureRecord)),
         "rows_mixed": _facts(records, RowsMixed),
         "unwatched": _facts(records, UnwatchedTensors),
         "host_values": _facts(records, HostValues),
@@ -123,6 +124,25 @@ def verified(records: Records) -> bool | str:
 def mode_reasons(resolved: ResolvedMode) -> list[str]:
     """Why the graph mode is not the one that was asked for, in order."""
     return [f"{change.after.value}: {change.why}" for change in resolved.reasons]
+
+
+def executables(captures: list[CaptureRecord]) -> dict[str, dict[str, int]]:
+    """By mode: graphs, their topologies, and what the driver took for them. If graphs of one
+    topology shared one executable, `saved_bytes` of that would be left."""
+    rows = {}
+    for mode in {capture.mode: None for capture in captures}:
+        of_mode = [capture for capture in captures if capture.mode == mode]
+        graphs = [topology for capture in of_mode for topology in capture.topologies]
+        driver_bytes = sum(max(0, capture.bytes - capture.allocated) for capture in of_mode)
+        if graphs:
+            spare = len(graphs) - len(set(graphs))
+            rows[mode] = {
+                "graphs": len(graphs),
+                "topologies": len(set(graphs)),
+                "driver_bytes": driver_bytes,
+                "saved_bytes": driver_bytes * spare // len(graphs),
+            }
+    return rows
 
 
 def _facts(records: Records, kind: type[Record]) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from torch import Tensor
 from ...errors import BackendUnavailable
 from ...torch_compat.basics.cuda import (
     capture_is_invalid,
-    captured_nodes,
+    captured_graph,
     current_stream_handle,
     end_allocation_to_pool,
     flush_host_cache,
@@ -63,7 +63,8 @@ class CudaPool:
 class CudaGraph:
     """A captured graph. One without nodes only owns memory and is never replayed."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: int, topology: str) -> None:
+        self.topology = topology
         self._graph = graph
         self._nodes = nodes
 
@@ -106,7 +107,7 @@ class CudaCapture:
         try:
             if capture_is_invalid():
                 raise RuntimeError(_BY_OTHERS)
-            nodes = captured_nodes()
+            nodes, topology = captured_graph()
         except BaseException:
             self._discard()
             raise
@@ -123,7 +124,7 @@ class CudaCapture:
             self._recover()
             raise
         self._close()
-        return CudaGraph(self._graph, nodes)
+        return CudaGraph(self._graph, nodes, topology)
 
     def abort(self) -> None:
         self._tracker.stop()

@@ -56,6 +56,10 @@ class Graph(Protocol):
     def replay(self) -> Callable[[], None]:
         """Run the recorded work on the recorded addresses."""
 
+    @property
+    def topology(self) -> str:
+        """Equal for graphs of which one executable can become the other; empty if not known."""
+
     def release(self) -> None:
         """Drop the graph and its memory; it cannot be replayed after that."""
 

@@ -112,6 +112,8 @@ class ModeledPool:
 class TapeGraph:
     """A finished tape: its operations run in order on the recorded memory."""
 
+    topology = ""
+
     def __init__(self, tape: Tape, backend: ReplayBackend, pool: ModeledPool) -> None:
         self._operations = tuple(tape.operations)
         self._made = tuple(tape.made.values())

@@ -104,6 +104,7 @@ class Captures:
                 bytes=num_bytes,
                 allocated=recording.allocated,
                 segments=len(recording.segments),
+                topologies=[g.topology for g in recording.graphs if g.topology and g.operations],
                 descriptor=entry.descriptor.as_json(),
             )
         )

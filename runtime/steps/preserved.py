@@ -68,8 +68,8 @@ class Kept:
         inputs = [each for each in inputs if all(each is not tensor for tensor in tensors)]
         self._parts: list[_Rows | _Whole] = []
         for tensor in tensors:
-            whole = tensor.nbytes <= WHOLE or tensor.dim() < 2
-            part = _Whole(tensor, most) if whole else _Rows(tensor, inputs, check, most)
+            small = tensor.nbytes <= WHOLE
+            part = _Whole(tensor, most) if small else _Rows(tensor, inputs, check, most)
             most -= part.nbytes
             self._parts.append(part)
 
@@ -151,7 +151,7 @@ class _Rows:
     """Rows of a large tensor, by its largest dimension, and sums of all rows.
 
     Rows are those that integers in `inputs` say, as numbers of rows or of slots in blocks of rows,
-    and as many of the first as an input has.
+    and as many of the first as an input has: up to WHOLE bytes of them if any input is integers.
     """
 
     def __init__(self, tensor: Tensor, inputs: Sequence[Any], check: bool, most: float) -> None:
@@ -161,12 +161,15 @@ class _Rows:
         self._bits = _bits(tensor)
         size, rest = tensor.shape[self._dim], tensor.shape[self._dim + 1 :]
         given = [each.detach() for each in inputs if isinstance(each, Tensor)]
-        longest = max((each.shape[0] for each in given if each.dim()), default=0)
-        numbers = [torch.arange(min(longest, size), device=tensor.device)]
-        for each in given:
-            if not (each.is_floating_point() or each.is_complex()) and each.nbytes <= WHOLE:
+        indices = [each for each in given if not (each.is_floating_point() or each.is_complex())]
+        first = max((each.shape[0] for each in given if each.dim()), default=0)
+        if indices:
+            first = min(first, WHOLE * size // tensor.nbytes)
+        numbers = [torch.arange(min(first, size), device=tensor.device)]
+        for each in indices:
+            if each.nbytes <= WHOLE:
                 values = each.flatten().to(tensor.device, torch.int64)
-                numbers += [values, values + size, values // max(1, *rest[:1])]
+                numbers += [values, values + size, values // max([1, *rest[:1]])]
         rows = torch.cat(numbers).unique()  # type: ignore[no-untyped-call]
         self._rows = rows[(rows >= 0) & (rows < size)]
         self.nbytes = len(self._rows) * tensor.nbytes // size
@@ -187,14 +190,17 @@ class _Rows:
         if self._sums is not None:
             other = (self._summed() != self._sums).nonzero().flatten().tolist()
             if other:
-                raise OtherRowsWritten(shape=self._shape, dim=self._dim, rows=other[:3])
+                rows = [index * self._rows_per_sum for index in other[:3]]
+                raise OtherRowsWritten(shape=self._shape, dim=self._dim, rows=rows)
 
     def contents(self) -> tuple[int, Tensor | None, Tensor]:
         return self._dim, self._rows, self.content
 
     def _summed(self) -> Tensor:
-        """A sum for each row, of a few rows at a time: on a CPU the sum of a part copies it."""
-        others = [dim for dim in range(self._bits.dim()) if dim != self._dim]
+        """A sum for each row, of a few rows at a time: on a CPU the sum of a part copies it. Of one
+        dimension a sum for each part."""
+        others = [dim for dim in range(self._bits.dim()) if dim != self._dim] or None
         rows = max(1, WHOLE * self._bits.shape[self._dim] // self._bits.nbytes)
+        self._rows_per_sum = 1 if others else rows
         parts = torch.Tensor.split(self._bits, rows, self._dim)  # type: ignore[no-untyped-call]
-        return torch.cat([part.sum(others, dtype=torch.int64) for part in parts])
+        return torch.cat([part.sum(others, dtype=torch.int64).flatten() for part in parts])

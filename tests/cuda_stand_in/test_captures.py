@@ -396,7 +396,19 @@ def test_a_graph_that_cannot_be_read_fails_its_capture_and_not_the_next(
         raise RuntimeError("the driver does not say")
 
     with monkeypatch.context() as patch:
-        patch.setattr("piecegraph.runtime.backends.cuda.captured_nodes", unreadable)
+        patch.setattr("piecegraph.runtime.backends.cuda.captured_graph", unreadable)
         with pytest.raises(CaptureFailed, match="does not say"):
             captures.of(good)
     captures.check(captures.of(good))
+
+
+def test_graphs_of_one_topology_are_counted(captures: Captures) -> None:
+    model = prepared("cuda:0", hidden=64, capture_sizes=(4, 8, 16), graph_mode="PIECEWISE")
+    model.capture(lambda *_: None)
+    row = model.report()["executables"]["PIECEWISE"]
+    assert (row["graphs"], row["topologies"]) == (6, 2)
+    assert row["driver_bytes"] > 0
+    assert row["saved_bytes"] == row["driver_bytes"] * 4 // 6
+    model.close()
+    one, two = captures.of(good), captures.of(lambda x: (x * 2, x * 3, x * 4))
+    assert one.graphs[0].topology != two.graphs[0].topology

@@ -50,6 +50,9 @@ LIBRARY_REPORT = {
     "pieces": {"total": 3, "unique": 3, "segments": 5, "ranges": [[1, 128]]},
     "graph_mode": {"requested": "FULL", "resolved": "FULL_AND_PIECEWISE", "reasons": ["attention"]},
     "captures": [{"mode": "FULL", "num_tokens": 8, "ms": 1.5, "bytes": 2048}],
+    "executables": {
+        "FULL": {"graphs": 6, "topologies": 2, "driver_bytes": 6144, "saved_bytes": 4096}
+    },
     "dispatch": [
         {"mode": "FULL", "num_tokens": 8, "count": 4, "padded_tokens": 8},
         {"mode": "NONE", "num_tokens": 20, "count": 1, "padded_tokens": 0},

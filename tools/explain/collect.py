@@ -51,6 +51,7 @@ def collect(
         "guards": guards(prepared),
         "policy": prepared.config.tracing.guards.value,
         "captures": captures(prepared),
+        "executables": report["executables"],
         "memory": used[-1].facts() if used else {"recordings": 0, "used": 0, "free": 0},
         "ledger": report["memory"],
         "forecast": [record.facts() for record in records.of(ForecastAccuracy)],

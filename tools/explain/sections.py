@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..report.sections import Section, Table, columns, size
+from ..report.sections import Section, Table, columns, executable_lines, size
 from .against import against_section
 from .picture import picture
 
@@ -208,6 +208,7 @@ def _captures(facts: Facts) -> Section:
         f"Forecast before the captures: {size(row['forecast'])}; actual: {size(row['actual'])}."
         for row in facts["forecast"]
     ]
+    notes += executable_lines(facts["executables"])
     largest = max((row["bytes"] for row in rows), default=0) or 1
     plan = [
         (

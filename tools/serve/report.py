@@ -17,7 +17,7 @@ from ..engine.scheduler import Request
 from ..engine.serving_log import ServingLog
 from ..report.origin import origin
 from ..report.output import Output
-from ..report.sections import Section, Table, columns, size
+from ..report.sections import Section, Table, columns, executable_lines, size
 from .options import RunOptions
 from .verify import Verification
 
@@ -159,7 +159,11 @@ def run_sections(report: Report) -> list[Section]:
     return [
         _startup_section(report["startup"]),
         Section("", [Table(list(_facts(report).items()))]),
-        Section("Captures", [Table(captures, columns("mode", "tokens", "ms", "memory"))]),
+        Section(
+            "Captures",
+            [Table(captures, columns("mode", "tokens", "ms", "memory"))],
+            executable_lines(report["executables"]),
+        ),
         _dispatch_section(report["dispatch"]),
         Section("Latency, ms", [Table(latencies, columns("", *PERCENTILES))]),
         Section("Serving", notes=[_served(report["serving"])]),

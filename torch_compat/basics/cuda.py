@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -43,11 +44,13 @@ def capture_is_invalid() -> bool:
 _INVALIDATED = 2  # CU_STREAM_CAPTURE_STATUS_INVALIDATED
 
 
-def captured_nodes() -> int:
-    """Nodes of the graph that the current stream is capturing into; 0 for an invalid capture.
+def captured_graph() -> tuple[int, str]:
+    """Nodes of the graph that the current stream is capturing into, and a digest of its topology.
 
-    The graph may be read while it is captured (driver API, cuStreamGetCaptureInfo). Asking now
-    spares `keep_graph=True`, which keeps each graph beside its executable form.
+    The topology is what `cuGraphExecUpdate` needs equal: the types of the nodes, and the edges.
+    0 and "" for an invalid capture. The graph may be read while it is captured (driver API,
+    cuStreamGetCaptureInfo). Asking now spares `keep_graph=True`, which keeps each graph beside its
+    executable form.
     """
     driver = ctypes.CDLL("libcuda.so.1")
 
@@ -59,10 +62,23 @@ def captured_nodes() -> int:
     status, capture, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     out = (ctypes.byref(status), ctypes.byref(capture), ctypes.byref(graph), None, None)
     call("cuStreamGetCaptureInfo_v2", stream, *out)
-    num_nodes = ctypes.c_size_t()
-    if graph:
-        call("cuGraphGetNodes", graph, None, ctypes.byref(num_nodes))
-    return num_nodes.value
+    num_nodes, num_edges = ctypes.c_size_t(), ctypes.c_size_t()
+    if not graph:
+        return 0, ""
+    call("cuGraphGetNodes", graph, None, ctypes.byref(num_nodes))
+    call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(num_edges))
+    nodes = (ctypes.c_void_p * num_nodes.value)()
+    call("cuGraphGetNodes", graph, nodes, ctypes.byref(num_nodes))
+    ends = [(ctypes.c_void_p * num_edges.value)() for _ in range(2)]
+    kinds = (ctypes.c_uint64 * num_edges.value)()  # CUgraphEdgeData has 8 bytes
+    call("cuGraphGetEdges_v2", graph, *ends, kinds, ctypes.byref(num_edges))
+    node_type, types = ctypes.c_int(), []
+    for node in nodes:
+        call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(node_type))
+        types.append(node_type.value)
+    position = {node: index for index, node in enumerate(nodes)}
+    edges = sorted(zip(*([position[node] for node in end] for end in ends), kinds, strict=True))
+    return len(types), hashlib.sha256(repr((types, edges)).encode()).hexdigest()[:16]
 
 
 def free_workspaces_of_captures() -> None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from piecegraph import Batch, Config, PreparedModel, get_forward_context, prepare
 from piecegraph.errors import OtherRowsWritten
-from piecegraph.runtime.steps.preserved import WHOLE
+from piecegraph.runtime.steps.preserved import WHOLE, Kept, preserve_rows
 
 from ..conftest import strict_backend
 
@@ -180,7 +180,7 @@ def test_of_a_large_buffer_only_rows_are_kept(other_rows: bool, traced: bool) ->
     )  # fmt: skip
     before = model.cache.clone()
     if other_rows:
-        with pytest.raises(OtherRowsWritten, match=r"wrote to rows .*10007\] of dimension 0"):
+        with pytest.raises(OtherRowsWritten, match=r"wrote to rows \[7, 9\] of dimension 0"):
             prepare(model, config, backend=strict_backend()).capture()
         return
     prepared = prepare(model, config, backend=strict_backend())
@@ -190,6 +190,32 @@ def test_of_a_large_buffer_only_rows_are_kept(other_rows: bool, traced: bool) ->
     prepared.capture()
     assert torch.equal(model.cache, before)
     assert len(prepared.recordings()) == 2
+
+
+def test_of_a_large_tensor_of_one_dimension_only_elements_are_kept() -> None:
+    large, slots = torch.arange(WHOLE // 4 + 100.0), torch.tensor([3, 4096])
+    before = large.clone()
+    with LargestResult() as largest, preserve_rows([large], [slots]):
+        large[slots] = -1.0
+    assert largest.num_bytes < WHOLE // 4
+    with preserve_rows([large], [slots], check=True):
+        large[4096] = -1.0
+    assert torch.equal(large, before)
+    with (
+        pytest.raises(OtherRowsWritten, match=rf"rows \[{WHOLE // 4}\] of dimension 0"),
+        preserve_rows([large], [slots], check=True),
+    ):
+        large[-1] = -1.0
+
+
+def test_first_rows_are_kept_without_limit_only_if_no_input_is_an_index() -> None:
+    """A block of a KV cache is large: as many as a step has tokens would be most of it."""
+    blocks = torch.zeros(1024, 64, 128)
+    x, slots = torch.ones(600, 2), torch.tensor([1000])
+    for inputs, expected in (([x], [*range(600)]), ([x, slots], [*range(512), 1000])):
+        ((_, rows, _),) = Kept([blocks], inputs).contents()
+        assert rows is not None
+        assert rows.tolist() == expected
 
 
 class LargestResult(TorchDispatchMode):

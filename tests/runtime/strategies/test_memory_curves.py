@@ -40,6 +40,7 @@ class Pool:
 
 class PoolGraph:
     operations = 1
+    topology = ""
 
     def __init__(self, pool: Pool, own: int, working: int) -> None:
         self._pool = pool
