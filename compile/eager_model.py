@@ -20,6 +20,7 @@ from ..torch_compat.basics.tensors import (
     FakeTensorMode,
     tree_flatten,
     tree_unflatten,
+    without_regions,
 )
 from .ir.compilation import CompileRequest
 from .ir.config import CompileConfig
@@ -175,7 +176,7 @@ def _fake_result(
 
     try:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with preserve_attributes(model), fake_mode, torch.no_grad():
+        with trial_run(model), fake_mode, torch.no_grad():
             fakes = examples.with_tensors(resized)
             args, kwargs = fakes.call_arguments()
             inputs = [leaf.value for leaf in _tensors(fakes)]
@@ -187,15 +188,19 @@ def _fake_result(
 
 
 @contextmanager
-def preserve_attributes(model: torch.nn.Module) -> Iterator[None]:
-    """Restore at the end the attributes of modules and of their tensors, and lists and dicts among
-    them: a run on fakes may keep some, as a table that it makes when it is first needed."""
+def trial_run(model: torch.nn.Module) -> Iterator[None]:
+    """A run of the model that is no step: its compiled regions are not compiled for it.
+
+    Restores at the end the attributes of modules and of their tensors, and lists and dicts among
+    them: a run on fakes may keep some, as a table that it makes when it is first needed.
+    """
     owners = [*model.modules(), *model.parameters(), *model.buffers()]
     holders: list[Any] = [vars(owner) for owner in owners]
     holders += [v for h in holders for v in h.values() if isinstance(v, dict | list)]
     before = [dict(each) if isinstance(each, dict) else list(each) for each in holders]
     try:
-        yield
+        with without_regions():
+            yield
     finally:
         for holder, content in zip(holders, before, strict=True):
             if not isinstance(content, dict):

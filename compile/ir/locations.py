@@ -44,3 +44,14 @@ def first_line(error: BaseException) -> str:
 def graph_source(graph: GraphModule) -> str:
     """`graph` as Python source with dtypes, shapes and the user's lines as comments."""
     return _PLACE.sub(r"# \1", graph.print_readable(print_output=False))
+
+
+def op_line(text: str, op: re.Pattern[str]) -> str | None:
+    """The user's line of the first match of `op` in a piece's annotated source."""
+    place = None
+    for line in text.splitlines():
+        if match := re.search(r"# (?:File: )?(\S+:\d+) in ", line):
+            place = match[1]
+        elif place and op.search(line):
+            return place
+    return None

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ...torch_compat.basics.ops import is_op, mutated_arguments, op_name, overload_name
+from ...torch_compat.basics.ops import (
+    is_higher_order,
+    is_op,
+    mutated_arguments,
+    op_name,
+    overload_name,
+)
 from ...torch_compat.basics.tensors import (
     FakeTensorMode,
     LightDispatchMode,
@@ -75,6 +81,8 @@ class FakeWrites(LightDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
+        if is_higher_order(func):
+            return func(*args, **given)  # fake modes have rules for it
         written = list(written_by(func, args, given))
         if not all(map(is_fake, written)):
             args, given = tree_map_only(Tensor, self._fakes.from_tensor, (args, given))

@@ -21,7 +21,14 @@ from torch import Tensor, UntypedStorage
 from ...compile.ir.ops import tensors_in
 from ...errors import HostReadInCapture
 from ...torch_compat.basics.frames import is_torch_file
-from ...torch_compat.basics.ops import OpOverload, is_composite, run_kernel
+from ...torch_compat.basics.ops import (
+    OpOverload,
+    branches_by_value,
+    is_composite,
+    is_higher_order,
+    run_higher_order,
+    run_kernel,
+)
 from ...torch_compat.basics.tensors import (
     LightDispatchMode,
     StorageWeakRef,
@@ -138,7 +145,17 @@ class TensorTracker(LightDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return self.operation(func, args, kwargs or {})
+        given = kwargs or {}
+        if not is_higher_order(func):
+            return self.operation(func, args, given)
+        self.refuse_host_read(func, args, given, memory_of((args, given)))
+        with self:
+            return run_higher_order(func, args, given)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled regions run compiled inside, as outside; see `recordable`."""
+        return True
 
     def operation(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         used = memory_of((args, kwargs))
@@ -197,6 +214,8 @@ class TensorTracker(LightDispatchMode):
 
 def reads_host(func: OpOverload, args: Any, kwargs: Any) -> bool:
     """Whether `func` needs a tensor's value on the host, for its result or the result's shape."""
+    if is_higher_order(func):
+        return branches_by_value(func)
     if _HOST_READS.isdisjoint(func.tags):
         return False
     if func.overloadpacket is torch.ops.aten.index:
@@ -216,12 +235,15 @@ def error_line(error: BaseException) -> str | None:
 
 
 def _innermost(frames: traceback.StackSummary) -> str | None:
+    in_piece = False
     for frame in reversed(frames):
         if frame.filename.startswith("<eval_with_key>"):
-            break
+            in_piece = True
+        elif frame.filename.endswith("/_dynamo/eval_frame.py"):
+            in_piece = False  # but a region that the model compiles itself
         ours = frame.filename.startswith(_OURS)
         if not ours and not is_torch_file(frame.filename) and os.path.isfile(frame.filename):
-            return f"{frame.filename}:{frame.lineno}"
+            return None if in_piece else f"{frame.filename}:{frame.lineno}"
     return None
 
 

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from ...compile.ir.ops import tensors_in, written_by
 from ...errors import HostReadInCapture
-from ...torch_compat.basics.ops import OpOverload, is_python_op, run_kernel
+from ...torch_compat.basics.ops import (
+    OpOverload,
+    is_higher_order,
+    is_python_op,
+    run_kernel,
+)
 from ...torch_compat.basics.tensors import (
     LightDispatchMode,
     storage_id,
@@ -38,7 +43,7 @@ from .ownership import (
 Operation = partial[Any]
 
 
-class Tape(TensorTracker):  # type: ignore[no-untyped-call]
+class Tape(TensorTracker):
     """A tracker that records; call `finish` or `undo` after `stop`."""
 
     def __init__(self, ownership: Ownership, strict: bool = False) -> None:
@@ -140,6 +145,8 @@ class EachOp(LightDispatchMode):
     ) -> Any:
         given = kwargs or {}
         self._see(func, args, given)
+        if is_higher_order(func):
+            return func(*args, **given)
         if func.namespace in _TORCH_NAMESPACES or not is_python_op(func):
             return func(*args, **given)
         with self:

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...compile.ir.ops import tensors_in, written_by
 from ...errors import ResultOverwritten, RewrittenEarly
-from ...torch_compat.basics.ops import OpOverload, is_composite, run_kernel
+from ...torch_compat.basics.ops import OpOverload, is_composite, is_higher_order, run_kernel
 from ...torch_compat.basics.tensors import (
     FakeTensorMode,
     LightDispatchMode,
@@ -260,6 +260,8 @@ class _Watch(LightDispatchMode):
     ) -> Any:
         queue, given = self._queue(), kwargs or {}
         if queue is None or queue.busy or self.ended:
+            return func(*args, **given)
+        if is_higher_order(func):
             return func(*args, **given)
         if is_composite(func):
             with self:

@@ -7,21 +7,24 @@ function or a splitting op.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar, overload
 
-from torch.overrides import TorchFunctionMode
-
+from ...compile.ir.locations import op_line
 from ...compile.ir.ops import resolve_op, tensors_in
 from ...compile.plan.compiled_model import CompiledModel
-from ...torch_compat.basics.ops import OpOverload
-from ...torch_compat.basics.tensors import is_fake, is_faking
+from ...errors import HostReadInCapture
+from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
+from ...torch_compat.basics.tensors import is_fake, is_faking, never_traced
+from ...torch_compat.compiling.regions import regions_through
 from ..steps.row_mixing import WITHOUT_BREAKS
 from .recorder import ACTIVE
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Fn = Callable[..., Any]
 
 
 @overload
@@ -40,8 +43,10 @@ def break_graph(fn: Any = None, *, fake: Callable[..., Any] | None = None) -> An
     return _breaking(fn, fake=fake)
 
 
-def _breaking(fn: Callable[P, R], fake: Callable[..., Any] | None) -> Callable[P, R]:
-    name = _name(fn)
+def _breaking(
+    fn: Callable[P, R], fake: Callable[..., Any] | None, name: str = ""
+) -> Callable[P, R]:
+    name = name or _name(fn)
     on_fakes = fake or (fn if isinstance(fn, OpOverload) else _write_to)
 
     @wraps(fn)
@@ -56,6 +61,7 @@ def _breaking(fn: Callable[P, R], fake: Callable[..., Any] | None) -> Callable[P
             return stand_in.call(name, on_fakes, args, kwargs)  # type: ignore[no-any-return]
         return fn(*args, **kwargs)
 
+    never_traced(breaking)
     return breaking
 
 
@@ -73,43 +79,47 @@ def _name(fn: Callable[..., Any]) -> str:
     return str(fn) if isinstance(fn, OpOverload) else getattr(fn, "__name__", type(fn).__name__)
 
 
-def opaque_piece(fn: Callable[..., R]) -> Callable[..., R]:
-    """Make `fn`, a compiled piece, one operation of a recording; outside of one a plain call."""
+def opaque_piece(fn: Callable[..., R], text: str = "") -> Callable[..., R]:
+    """Make `fn`, a compiled piece, one operation of a recording; outside of one a plain call.
+
+    An error names the user's line by `text`, the piece's annotated source.
+    """
 
     @wraps(fn)
     def piece(*args: Any) -> R:
         recorder = ACTIVE.get()
         if recorder is None:
             return fn(*args)
-        result: R = recorder.piece(fn, args)
+        try:
+            result: R = recorder.piece(fn, args)
+        except HostReadInCapture as error:
+            name = str(error.facts["op"]).split(".")[:2][-1]
+            where = error.where or op_line(text, re.compile(rf"\b{name}\("))
+            raise HostReadInCapture(where=where, **error.facts) from error
         return result
 
     return piece
 
 
 def recordable(compiled: CompiledModel, splitting_ops: Sequence[str]) -> Callable[..., Any]:
-    """The function to record: from the plan's input tensors to its results."""
+    """The function to record: from the plan's input tensors to its results.
+
+    Of a model that is not traced, each code of a region that it compiles is one operation.
+    """
     if compiled.traced:
+        texts = [compiled.plan.pieces[piece].text for piece in compiled.plan.piece_uses()]
         return compiled.link(
-            piece_hook=lambda use, piece: opaque_piece(piece),
+            piece_hook=lambda use, piece: opaque_piece(piece, texts[use]),
             call_hook=lambda use, op: break_graph(op),
         )
-    forward, ops = compiled.link(), frozenset(map(resolve_op, splitting_ops))
+    forward, calls = compiled.link(), dict[Any, Fn]()
+    for op in map(resolve_op, splitting_ops):
+        assert isinstance(op, OpOverload)
+        break_at = _breaking(partial(CALL_OP, op), fake=partial(CALL_OP, op), name=str(op))
+        calls[op] = calls[op.overloadpacket] = break_at
 
     def breaking(*inputs: Any) -> Any:
-        with _BreakAt(ops):
+        with ops_through(calls), regions_through(opaque_piece):
             return forward(*inputs)
 
     return breaking
-
-
-class _BreakAt(TorchFunctionMode):
-    """Makes every call of some operators a break. Operators called by name arrive as packets."""
-
-    def __init__(self, ops: frozenset[Any]) -> None:
-        super().__init__()
-        self._breaking = {op: break_graph(op) for op in ops}
-        self._breaking |= {op.overloadpacket: call for op, call in self._breaking.items()}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._breaking.get(func, func)(*args, **(kwargs or {}))

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compile.eager_model import preserve_attributes
+from ...compile.eager_model import trial_run
 from ...compile.ir.config import TOKENS
+from ...compile.ir.locations import op_line
 from ...compile.ir.ops import FakeWrites, tensors_in, written_by
 from ...compile.ir.plan import CompiledRange, PieceStep, Plan
 from ...compile.plan.compiled_model import CompiledModel
@@ -43,6 +44,9 @@ _MIXING = re.compile(
     r"\.(sum|mean|amax|amin|max|min|norm|var|std|flip|roll|cumsum|cumprod|sort|topk|argmax|argmin)\("
     r"|\bcat\(|\bpad\(|\.(pad|softmax|t|transpose|permute)\(|\[-1|select\("
 )
+
+
+_ANY = re.compile("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +91,9 @@ def find_mixed_rows(
         except Exception:
             continue
         if result is not None:
-            where = untraced.mixes_at if untraced else _line(plan.pieces[index].text)
+            text = plan.pieces[index].text
+            where = op_line(text, _MIXING) or op_line(text, _ANY)
+            where = untraced.mixes_at if untraced else where
             mixed.append(MixedRows(index, result, where, size))
     return mixed
 
@@ -191,7 +197,7 @@ class WithoutBreaks:
         self.arguments, self._given = [], list[Tensor]()
         token = WITHOUT_BREAKS.set(self)
         try:
-            with preserve_attributes(self._model), self._made:
+            with trial_run(self._model), self._made:
                 return [*self._forward(*args), *self._given]
         finally:
             WITHOUT_BREAKS.reset(token)
@@ -236,7 +242,7 @@ WITHOUT_BREAKS: ContextVar[WithoutBreaks | None] = ContextVar("without_breaks", 
 """What stands in for the breaks of this thread."""
 
 
-class _Made(TensorTracker):  # type: ignore[no-untyped-call]
+class _Made(TensorTracker):
     """Tells memory that a run made, or was given, from that of the model and the engine, which it
     restores; what is allocated holds zeros."""
 
@@ -317,15 +323,3 @@ def _extreme_padding(values: Tensor, real: tuple[slice, ...]) -> Tensor:
         padded = padded.to(values.dtype)
     padded[real] = values[real]
     return padded
-
-
-def _line(text: str) -> str | None:
-    """The user's line of the first op that may mix rows, from a piece's annotated source."""
-    first = place = None
-    for line in text.splitlines():
-        if match := re.search(r"# (?:File: )?(\S+:\d+) in ", line):
-            place = match[1]
-            first = first or place
-        elif place and _MIXING.search(line):
-            return place
-    return first

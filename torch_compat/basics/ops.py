@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import CellType, FrameType, FunctionType
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from .frames import is_torch_file
+from .patch import replaced
 
 __all__ = ["HigherOrderOperator", "OpOverload"]
 
@@ -260,6 +262,44 @@ def run_kernel(op: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
     Operators that the kernel calls are dispatched to the active modes.
     """
     return op.redispatch(torch._C.DispatchKeySet(_key(device)), *args, **kwargs)
+
+
+def run_higher_order(op: Any, args: Any, kwargs: Any) -> Any:
+    """Run the kernel of an operator of higher order: modes see the operators that it calls."""
+    return op.py_kernels[torch._C.DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
+
+
+CALL_OP: Callable[..., Any] = OpOverload.__call__
+"""Calls an operator as it is, also inside `ops_through`."""
+
+
+@contextmanager
+def ops_through(calls: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Call `calls[op]` in place of an operator or a packet. A function mode would do the same, and
+    a compiled region that was first called in it would be compiled once more outside."""
+    with ExitStack() as classes:
+        for kind in (OpOverload, OpOverloadPacket) if calls else ():
+            call = _replacing(kind.__call__, calls)
+            classes.enter_context(replaced(kind, "__call__", call))
+        yield
+
+
+def _replacing(original: Callable[..., Any], calls: Mapping[Any, Any]) -> Callable[..., Any]:
+    def call(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+        other = calls.get(op)
+        return original(op, *args, **kwargs) if other is None else other(*args, **kwargs)
+
+    return call
+
+
+def is_higher_order(op: Any) -> bool:
+    """Whether `op` calls functions that it is given."""
+    return isinstance(op, HigherOrderOperator)
+
+
+def branches_by_value(op: Any) -> bool:
+    """Whether an operator of higher order reads a tensor on the host to choose what it runs."""
+    return op.name() in ("cond", "while_loop")
 
 
 def _key(name: str) -> torch._C.DispatchKey:

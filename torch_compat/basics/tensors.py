@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch._C._dynamo.guards import TensorGuards
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._library.opaque_object import get_opaque_obj_repr, is_opaque_value_type
@@ -231,11 +237,33 @@ def normal_alias(tensor: Tensor) -> Tensor:
         return alias.set_(tensor.untyped_storage(), *place)
 
 
+def without_regions() -> AbstractContextManager[Any]:
+    """Run `@torch.compile` regions uncompiled. Under a dispatch mode torch would do so as well, and
+    for all later calls, too: it marks a frame that it skips."""
+    loaded = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if loaded else nullcontext()
+
+
+def never_traced(fn: Any, *, with_callees: bool = False) -> None:
+    """Dynamo runs `fn` as it is; with `with_callees` also what it calls."""
+    callees = _FrameAction.SKIP if with_callees else _FrameAction.DEFAULT
+    set_code_exec_strategy(fn.__code__, _FrameExecStrategy(_FrameAction.SKIP, callees))
+
+
 class LightDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode whose handler does not import Dynamo when it is first called.
 
-    Torch wraps the handlers of modes in `torch._disable_dynamo`. Use this where nothing traces.
+    Torch wraps the handlers of modes in `torch._disable_dynamo`, which imports it. This mark of the
+    handler's code does the same: neither the handler nor what it calls is traced. An operator of
+    higher order is given to the handler, too.
     """
+
+    supports_higher_order_operators = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+        if (handler := cls.__dict__.get("__torch_dispatch__")) is not None:
+            never_traced(handler, with_callees=True)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

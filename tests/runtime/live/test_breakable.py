@@ -218,6 +218,94 @@ def test_padding_never_reaches_real_rows_of_a_model_that_is_not_traced(
     assert (decision.mode.name == "NONE") == bool(mixes)
 
 
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)) + 1
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_branch_by_a_value_inside_a_graph_is_an_error_that_names_its_line(
+    compiles: bool,
+) -> None:
+    line = Branching.forward.__code__.co_firstlineno + 1
+    with pytest.raises(AllCapturesFailed, match="cond reads a tensor's value on the host") as error:
+        prepared_for(
+            Branching(),
+            GraphMode.FULL,
+            compile=compiles,
+            compiler="eager",
+            attention={"support": "ALWAYS"},
+        )
+    assert f"test_breakable.py:{line})" in str(error.value)
+    assert "0x" not in str(error.value)
+
+
+class Regions(nn.Module):
+    """Compiles a function, a method that writes to its argument, and has a nested region."""
+
+    def __init__(self, backend: str = "eager") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4), requires_grad=False)
+        self.act = torch.compile(activation, backend=backend, fullgraph=True)
+        self.norm = torch.compile(self.normed, backend=backend)
+
+    def normed(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    @torch.compiler.nested_compile_region
+    def nested(self, x: Tensor) -> Tensor:
+        return x.sin() + 1
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        for _ in range(2):
+            y = self.nested(self.act(self.norm(x + 0) @ self.weight))
+            out = torch.empty_like(y)
+            attend(y, out)
+            x = x + out
+        return {"rows": x, "sums": (x.sum(1), 7)}
+
+
+def activation(x: Tensor) -> Tensor:
+    return torch.nn.functional.silu(x) * 2
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_regions_are_compiled_for_the_sizes_captured_and_no_frame_of_ours(
+    backend: str,
+) -> None:
+    torch._dynamo.reset()
+    traced: list[str] = []
+
+    def note(payload: Any) -> None:
+        traced.append(f"{payload.co_filename}:{payload.co_name}")
+
+    handle = torch._dynamo.convert_frame.register_bytecode_hook(lambda code, new: note(code))
+    try:
+        model = Regions(backend)
+        prepared = prepared_for(model, GraphMode.PIECEWISE)
+        assert set(traced) == {f"{__file__}:{name}" for name in ("activation", "normed")}
+        captured = len(traced)
+        for scale in (1.0, 3.0):
+            metadata = {"scale": torch.tensor(scale)}
+            for size, name in ((3, "PIECEWISE"), (8, "PIECEWISE"), (12, "NONE")):
+                x = torch.randn(size, 4)
+                decision = prepared.dispatch(Batch(size, 1))
+                assert decision.mode.name == name
+                got = prepared.run(decision, x, metadata=metadata)["rows"]
+                with (
+                    forward_context(ForwardContext({}, metadata)),
+                    torch.no_grad(),
+                    torch.compiler.set_stance("force_eager"),
+                ):
+                    torch.testing.assert_close(got, model(x)["rows"])
+        assert len(traced) == captured  # one of any size was compiled with the sizes captured
+    finally:
+        handle.remove()
+
+
 class Stateful(nn.Module):
     """Writes buffers in place, assigns them anew, and keeps what it makes when it is first run."""
 

@@ -1,0 +1,27 @@
+"""Regions that a model compiles itself with `torch.compile`, in code that is not traced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..basics.patch import replaced
+
+
+@contextmanager
+def regions_through(hook: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Call `hook(code)` in place of each code of Inductor: no dispatch mode sees what it runs."""
+    module = sys.modules.get("torch._inductor.output_code")
+    if module is None:
+        yield
+        return
+    original: Any = module.CompiledFxGraph.__call__
+
+    def call(graph: Any, args: Any) -> Any:
+        """On a copy of the list: the code empties it, and a replay passes it again."""
+        return hook(lambda args: original(graph, list(args)))(args)
+
+    with replaced(module.CompiledFxGraph, "__call__", call):
+        yield
