@@ -157,6 +157,8 @@ $(VENV_VLLM)/bin/vllm:
 	$(VENV_VLLM)/bin/python -m pip install --quiet "$(VLLM)" pytest pytest-timeout hypothesis
 	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VENV_VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	$(VENV_VLLM)/bin/python tests/engines/vllm_metadata.py
+	$(VENV_VLLM)/bin/vllm --version
 
 # Removes one protection at a time; each must make a test fail. Minutes; not part of CI.
 mutants: $(VENV)/.dev

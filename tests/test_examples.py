@@ -121,6 +121,7 @@ def test_each_program_is_run_here():
     assert programs == {
         "own_model.py",
         "one_page_runner.py",
+        "plain_runner.py",  # by tests/cuda_stand_in: it needs a device
         "hugging_face.py",
         "continuous_batching.py",  # these by tests/engines, in environments of their own
         "vllm_offline.py",

@@ -34,6 +34,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3_moe": {},
     "olmo": {},
+    "gpt_neox": {},
+    "gpt2": {},
     "gemma3": {},
     "granite_hybrid": {"enable_prefix_caching": False},
     "bert": ENCODER,
@@ -74,7 +76,12 @@ class Engines:
                 "family": "qwen3",
                 "settings": {"compile": False, "cache": False},
             },
-            "positions by another name": {"family": "gpt2", "settings": NO_COMPILER},
+            "first step fails": {
+                "family": "qwen3",
+                "settings": NO_COMPILER,
+                "first step fails": True,
+            },
+            "goes around": {"family": "qwen3", "settings": NO_COMPILER, "goes around": True},
             "kinds, alone": {"family": "qwen3", "kinds": True, "engine": {"enforce_eager": True}},
             "kinds": {
                 "family": "qwen3",
@@ -205,10 +212,17 @@ def test_a_model_that_is_not_compiled(engines: Engines) -> None:
     assert sum(row["count"] for row in prepared["report"]["dispatch"]) > 20
 
 
-def test_a_forward_that_names_positions_otherwise(engines: Engines) -> None:
-    (prepared,) = engines("positions by another name")
-    assert prepared["refusals"] == [None]
-    assert sum(row["count"] for row in prepared["report"]["dispatch"]) > 20
+def test_a_first_step_that_fails_falls_back(engines: Engines) -> None:
+    alone, failed = engines("qwen3", "first step fails")
+    assert failed["made"] == alone["made"]
+    assert failed["refusals"] == ["RuntimeError: the first step fails"]
+    assert engines.log.count(WARNING + "RuntimeError: the first step fails") == 1
+
+
+def test_an_engine_that_goes_around_the_prepared_model_is_named(engines: Engines) -> None:
+    alone, unused = engines("qwen3", "goes around")
+    assert unused["made"] == alone["made"]
+    assert engines.log.count("10 steps went around the prepared model: Qwen3ForCausalLM") == 1
 
 
 def test_requests_of_all_kinds_run_though_compiling_is_an_error(engines: Engines) -> None:

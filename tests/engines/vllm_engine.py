@@ -30,11 +30,13 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.lora.request import LoRARequest
 from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+import piecegraph
 
 SMALL = {
     "vocab_size": 512,
@@ -121,6 +123,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-6,
     },
 }
+WITH_WEIGHTS = ("gpt2", "gpt_neox")
+"""Families whose layer norms give NaN with vLLM's dummy weights: these have a checkpoint."""
+
 KINDS: list[dict[str, Any]] = [
     {"logprobs": 2},
     {"prompt_logprobs": 1},
@@ -199,6 +204,16 @@ def adapter(folder: Path) -> LoRARequest:
     return LoRARequest("adapter", 1, str(folder))
 
 
+def fail_once(cls: Any) -> None:
+    run = cls.run
+
+    def fail(self: Any, *args: Any, **kwargs: Any) -> None:
+        cls.run = run
+        raise RuntimeError("the first step fails")
+
+    cls.run = fail
+
+
 def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Start an engine, generate, and report."""
     model = folder / job["family"]
@@ -207,14 +222,25 @@ def run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     options = {**ENGINE, **job.get("engine", {})}
     if not options["skip_tokenizer_init"]:
         write_tokenizer(model)
+    if job["family"] in WITH_WEIGHTS:
+        options["load_format"] = "auto"
+        if not (model / "model.safetensors").exists():  # vLLM changes the classes of transformers
+            torch.manual_seed(0)
+            with_weights = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+            with_weights.save_pretrained(model)
     if (settings := job.get("settings")) is not None:
         options["worker_cls"] = "piecegraph.tools.integrations.vllm.Worker"
         options["additional_config"] = {"piecegraph": settings}
     if job.get("capacity"):  # vLLM finds it out
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    if job.get("first step fails"):
+        fail_once(piecegraph.PreparedModel)
     began = time.perf_counter()
     llm = LLM(model=str(model), **options)
     ready = time.perf_counter() - began
+    if job.get("goes around"):
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        del worker.model_runner.get_model().model.forward
     if options.get("runner") == "pooling":
         made = [each.outputs.embedding for each in llm.embed(prompts(), use_tqdm=False)]
     else:

@@ -12,7 +12,6 @@ without a paged cache, or with more tokens than `max_num_tokens`, runs the model
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +22,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ... import Batch, BatchDescriptor, Config, Events, PreparedModel, RuntimeMode, prepare
 from .transformers import INPUTS, SPLITTING_OP, PackedModel, Rule
+from .unused import warn_if_unused
 
 log = logging.getLogger("piecegraph")
 
@@ -62,22 +62,9 @@ def accelerate(
         prepared.capture(_no_requests)
     base.forward = _steps_through(prepared, base.forward)
     prepared.accept_changes()
-    _warn_if_unused(model, prepared)
+    warn_if_unused(model, prepared, lambda arguments: arguments.get("cache") is not None)
     prepared.seal()
     return prepared
-
-
-def _warn_if_unused(model: PreTrainedModel, prepared: PreparedModel) -> None:
-    """Look after ten steps with a paged cache whether the prepared model ran one."""
-    steps = itertools.count(1)
-
-    def look(_: Any, args: Any, arguments: Mapping[str, Any]) -> None:
-        if arguments.get("cache") is not None and next(steps) > 10:
-            if not prepared.report()["dispatch"]:
-                log.warning("10 steps went around the prepared model: %s", type(model).__name__)
-            hook.remove()
-
-    hook = model.register_forward_pre_hook(look, with_kwargs=True)
 
 
 class StepOutput(MoeModelOutputWithPast):  # type: ignore[misc]

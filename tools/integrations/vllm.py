@@ -39,9 +39,10 @@ from ... import (
     RuntimeMode,
     prepare,
 )
-from ...errors import AllCapturesFailed, BundleMissing, BundleStale
+from ...errors import BundleMissing, BundleStale
 from ..explain import explain
 from .prometheus import MultiprocessMetrics, metrics_text
+from .unused import warn_if_unused
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -116,11 +117,12 @@ class Worker(PlatformWorker):  # type: ignore[misc]
                 try:
                     with set_forward_context(None, self.vllm_config):
                         self.prepared.capture(_no_requests)
-                except AllCapturesFailed as error:
+                except PiecegraphError as error:
                     log.warning("vLLM serves without graphs: %s", error)
             if self.prepared.config.steps.after_seal in ("raise", "raise_all"):
                 self._compile_logprobs()
             self.prepared.seal()
+            warn_if_unused(self.model_runner.get_model(), self.prepared)
             if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
                 self._metrics = MultiprocessMetrics(self.prepared)
                 self._metrics.update()

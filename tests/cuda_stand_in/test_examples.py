@@ -1,0 +1,22 @@
+"""The example that needs a device."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_the_runner_written_by_hand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    try:
+        runpy.run_path(str(EXAMPLES / "plain_runner.py"), run_name="__main__")
+    finally:
+        torch.set_default_device(None)
+    assert "5 requests through both runners: equal tokens" in capsys.readouterr().out
