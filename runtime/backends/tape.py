@@ -82,6 +82,8 @@ class Tape(TensorTracker):
             given = self._save(used)
             with EachOp(self._note_host_read):
                 kept = fn(*args)
+            if self.host_read is not None:
+                raise self.host_read  # here, where the piece and so the line is known
             _restore(given)
             result = fn(*args)
             fresh = self.fresh(result, used + memory_of(kept))
