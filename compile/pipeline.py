@@ -14,6 +14,8 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..cache import Key
@@ -107,6 +109,15 @@ def compile_trace(request: CompileRequest, guarded: GuardedTrace) -> CompiledMod
 
 def _cold_start(request: CompileRequest, key: Key | None) -> CompiledModel:
     """Trace, compile what no earlier process compiled, and store a bundle under `key`, if any."""
+    from ..torch_compat.tracing.sources import next_source
+
+    first = next_source()
+    # torch leaves variables for its settings in the context
+    compiled = copy_context().run(_traced_and_compiled, request, key)
+    return replace(compiled, sources=range(first, next_source()))
+
+
+def _traced_and_compiled(request: CompileRequest, key: Key | None) -> CompiledModel:
     from .backends.workers import workers_for
     from .guards.trace_with_guards import padded_instead, trace_with_guards
 

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from ..errors import PiecegraphError
+from ..torch_compat.tracing.sources import drop_sources, next_source
 from .guards.trace_with_guards import GuardedTrace, padded_instead, trace_with_guards
 from .ir.compilation import CompileRequest
 from .ir.plan import Plan
@@ -29,6 +30,7 @@ def first_difference(request: CompileRequest, plan: Plan) -> str | None:
 
     Names the first piece and node that differ, with the user's line.
     """
+    first = next_source()
     try:
         guarded = trace_with_guards(request)
         difference = _difference(request, guarded, plan)
@@ -39,6 +41,8 @@ def first_difference(request: CompileRequest, plan: Plan) -> str | None:
                 return None
     except PiecegraphError as error:
         return f"it cannot be traced as it is now: {error}"
+    finally:
+        drop_sources(range(first, next_source()))
     return difference
 
 

@@ -32,6 +32,8 @@ class CompiledModel:
     """False if the only piece is the model's own forward."""
     conditions: Mapping[str, Any] | None = None
     """What the trace relied on, as a bundle states it; None without a trace."""
+    sources: range = range(0)
+    """Numbers of the source texts of graphs that torch keeps for it; see `drop_sources`."""
 
     def link(self, piece_hook: Hook | None = None, call_hook: Hook | None = None) -> StepFn:
         """The function from the plan's input tensors to its results; see `build_step`.

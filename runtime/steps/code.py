@@ -170,6 +170,10 @@ class ModelCode:
 
     def close(self) -> None:
         """Free code, weights and buffers; only the plan is left."""
+        if self.compiled.sources:
+            from ...torch_compat.tracing.sources import drop_sources
+
+            drop_sources(self.compiled.sources)
         model = torch.nn.Module()
         self.compiled = replace(self.compiled, pieces=(), weights={}, model=model)
         self.call = _closed

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import clear_compilation_metrics
 from torch.testing import assert_close
 
-from piecegraph import Config, prepare
+from piecegraph import Batch, Config, prepare
 from piecegraph.runtime.backends.replay import ReplayBackend
 from piecegraph.runtime.graphs.breaks import break_graph, opaque_piece
 from piecegraph.runtime.graphs.recorder import record
@@ -213,3 +214,25 @@ def test_traces_of_models_that_are_gone_are_freed(shapes: str) -> None:
     for _ in range(3):
         prepare_and_drop()
     assert alive() <= before
+
+
+def test_closed_models_leave_no_objects() -> None:
+    config = Config(
+        inputs={"input": "float32[num_tokens, 8]"}, max_num_tokens=16, max_num_reqs=16,
+        capture_sizes=(4, 8), attention={"support": 3}, graph_mode="FULL", compiler="eager",
+        cache=False,
+    )  # fmt: skip
+
+    def objects_after(cycles: int) -> int:
+        for _ in range(cycles):
+            prepared = prepare(nn.Linear(8, 8).requires_grad_(False), config)
+            prepared.capture()
+            prepared(torch.ones(3, 8), batch=Batch(3, 3, is_decode=True, query_len=1))
+            prepared.close()
+        del prepared
+        clear_compilation_metrics()  # torch keeps the last 64
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects_after(12)
+    assert objects_after(12) - before < 36
