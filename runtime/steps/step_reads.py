@@ -1,8 +1,9 @@
 """What Python reads of a step while a graph is captured: the graph has those values for good.
 
-During a capture the forward context is one that notes what is read of the metadata and the
-decision: numbers, texts and the like, by their path. Each step of the graph compares them with its
-own. Tensors are not noted: a graph reads them by address (`address_checks`).
+During a capture the forward context is one that notes what is read of the metadata, the decision
+and the layers: numbers, texts and the like, by their path. Each step of the graph compares them
+with its own. Tensors are not noted: a graph reads them by address (`address_checks`). Attributes of
+modules are the model's, as globals of its code are: a graph has those of its capture.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _LEAVES = (
 _OPAQUE = (torch.Tensor, torch.nn.Module, FunctionType)
 _OURS = (__file__, Mapping.get.__code__.co_filename)
 """Files whose functions stand between who reads and `_note`."""
+
+
+_FACTS = "num_tokens, decision, metadata, layers"
 
 
 class StepReads:
@@ -61,10 +65,9 @@ class StepReads:
         elif isinstance(value, np.ndarray):
             self._note(f"{path}.tobytes()", value.tobytes())
         elif isinstance(value, list | tuple):
-            if any(isinstance(item, torch.Tensor) for item in value):
-                return value
             self._note(f"len({path})", len(value))
-            return [self.value(f"{path}[{i}]", item) for i, item in enumerate(value)]
+            items = [self.value(f"{path}[{i}]", item) for i, item in enumerate(value)]
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
         elif isinstance(value, Mapping):
             return _NotingMapping(value, path, self)
         elif hasattr(value, "__dict__") or is_dataclass(value):
@@ -75,8 +78,8 @@ class StepReads:
         """Compare a step's. Raises StaleContext for a value that the graph has another of."""
         if self._read is None:
             paths = "".join(f"{path}, " for path in self._values)
-            self._read = eval(f"lambda num_tokens, decision, metadata: ({paths})")
-        facts = context.num_tokens, context.decision, context.metadata
+            self._read = eval(f"lambda {_FACTS}: ({paths})")
+        facts = context.num_tokens, context.decision, context.metadata, context.layers
         try:
             if self._read(*facts) == tuple(self._values.values()):
                 return
@@ -84,7 +87,7 @@ class StepReads:
             pass
         for path, value in self._values.items():
             try:
-                now = eval(f"lambda num_tokens, decision, metadata: {path}")(*facts)
+                now = eval(f"lambda {_FACTS}: {path}")(*facts)
             except (AttributeError, LookupError, TypeError) as error:
                 now = error
             if now != value:
@@ -109,7 +112,6 @@ class NotingContext:
     """
 
     def __init__(self, context: ForwardContext, reads: StepReads) -> None:
-        self.layers = context.layers
         self._reads = reads
         self._context = ForwardContext(
             context.layers, context.metadata, context.decision, context.num_tokens
@@ -122,6 +124,10 @@ class NotingContext:
             return fn(*args)
         finally:
             CURRENT.reset(token)
+
+    @property
+    def layers(self) -> Any:
+        return self._reads.value("layers", self._context.layers)
 
     @property
     def metadata(self) -> Any:

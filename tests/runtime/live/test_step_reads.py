@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,6 +27,11 @@ class Inner:
         self.scale = scale
 
 
+class Pair(NamedTuple):
+    tensor: Tensor
+    number: float
+
+
 @dataclass
 class Metadata:
     """Holds the same number in each way in which an engine may hold it."""
@@ -37,6 +42,8 @@ class Metadata:
     values: list[float] = field(init=False)
     layers: list[Inner] = field(init=False)
     array: np.ndarray[Any, Any] = field(init=False)
+    mixed: list[Any] = field(init=False)
+    pair: Pair = field(init=False)
     bound: int = 0
     graph_constants = ("bound",)
 
@@ -44,6 +51,8 @@ class Metadata:
         self.by_name, self.inner = {"scale": self.scale}, Inner(self.scale)
         self.values, self.layers = [self.scale], [Inner(self.scale)]
         self.array = np.array([self.scale])
+        self.mixed = [torch.ones(1), (self.scale, torch.ones(1))]
+        self.pair = Pair(torch.ones(1), self.scale)
 
     def method(self) -> float:
         return self.inner.scale
@@ -61,6 +70,8 @@ READS: dict[str, Callable[[Any], float]] = {
     "metadata.values[0]": lambda m: m.values[0],
     "metadata.layers[0].scale": lambda m: m.layers[0].scale,
     "metadata.array.tobytes()": lambda m: float(m.array[0]),
+    "metadata.mixed[1][0]": lambda m: m.mixed[1][0],
+    "metadata.pair[1]": lambda m: m.pair.number,
 }
 
 
@@ -84,7 +95,12 @@ class Model(nn.Module):
         return y + self.one
 
 
-def prepared_for(read: Callable[[Any], float], mode: str, device: str = "cpu") -> PreparedModel:
+def prepared_for(
+    read: Callable[[Any], float],
+    mode: str,
+    device: str = "cpu",
+    layers: dict[str, Inner] | None = None,
+) -> PreparedModel:
     config = Config(
         compile=False,
         inputs={"x": "float32[num_tokens, 4]"},
@@ -95,7 +111,7 @@ def prepared_for(read: Callable[[Any], float], mode: str, device: str = "cpu") -
         cache=False,
         attention={"support": "ALWAYS"},
     )
-    prepared = prepare(Model(read).to(device), config)
+    prepared = prepare(Model(read).to(device), config, layers=layers)
     prepared.capture(lambda descriptor, mode: Metadata(2.0))
     return prepared
 
@@ -129,6 +145,18 @@ def test_an_object_that_the_engine_changes_in_place(device: str) -> None:
         step(prepared, metadata, device)
     metadata.scale = 2.0
     assert step(prepared, metadata, device).unique().tolist() == [5.0]
+
+
+def test_an_attribute_of_a_layer_that_changes() -> None:
+    layer = Inner(2.0)
+    read = READS["metadata.scale"]
+    prepared = prepared_for(
+        lambda m: read(m) * get_forward_context().layers["a"].scale, "FULL", layers={"a": layer}
+    )
+    assert step(prepared, Metadata(2.0)).unique().tolist() == [9.0]
+    layer.scale = 3.0
+    with pytest.raises(StaleContext, match=r"read layers\['a'\]\.scale .* 2\.0, and 3\.0"):
+        step(prepared, Metadata(2.0))
 
 
 def test_what_splitting_ops_read_and_what_is_declared_may_change() -> None:
