@@ -95,27 +95,31 @@ VENV_CUDA := .venv-cuda
 STAND_IN := tests/cuda_stand_in
 IN_CUDA := $(VENV_CUDA)/bin/python $(STAND_IN)/run.py
 CUDA_PYTEST := STAND_IN_DEVICES=2 $(IN_CUDA) -m pytest -p tests.cuda_stand_in.plugin -W default -m gpu
-CUDA_TESTS := $(STAND_IN) tests/runtime tests/torch_compat tests/tools/test_attention_gpu.py
+CUDA_TESTS := $(STAND_IN) tests/runtime tests/torch_compat
+CUDA_KERNELS := tests/tools/test_attention_gpu.py
 CUDA_RUN := main run --requests 8 --model layers=2,hidden=64 --verify all
+CUDA_MIXED := --mode full --capture-sizes 8,32,128 --attention triton --overlap
 CUDA_CACHE := $(VENV_CUDA)/cache
 
 cuda-env: $(VENV_CUDA)/.made
 
-# All tests under two orders of unordered work, the second with expandable segments; the main job on the second of two devices, then with
-# Inductor's kernels interpreted: a cold start, and a warm start from its bundle.
+# All tests under two orders of unordered work, the second with expandable segments; the main job with plain attention on the second of two
+# devices, then with Triton's kernels interpreted: a cold start, and a warm start from its bundle; overlapped steps on graphs of mixed batches.
 cuda-test: cuda-env
 	$(VENV_CUDA)/bin/python -c "import torch; print('torch', torch.__version__)"
 	$(CUDA_PYTEST) $(CUDA_TESTS)
 	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True STAND_IN_SEED=1 $(CUDA_PYTEST) -m "gpu and not slow" $(CUDA_TESTS)
-	STAND_IN_SEED=2 STAND_IN_DEVICES=2 $(IN_CUDA) $(CUDA_RUN) --device cuda:1 --backend eager --no-cache
+	TRITON_INTERPRET=1 $(CUDA_PYTEST) $(CUDA_KERNELS)
+	STAND_IN_SEED=2 STAND_IN_DEVICES=2 $(IN_CUDA) $(CUDA_RUN) --device cuda:1 --backend eager --no-cache --attention plain --overlap
 	rm -rf $(CUDA_CACHE)
 	TRITON_INTERPRET=1 $(IN_CUDA) $(CUDA_RUN) --device cuda --backend inductor --cache-dir $(CUDA_CACHE)
 	TRITON_INTERPRET=1 STAND_IN_SEED=3 $(IN_CUDA) $(CUDA_RUN) --device cuda --backend inductor --cache-dir $(CUDA_CACHE)
+	for seed in 0 1; do TRITON_INTERPRET=1 STAND_IN_SEED=$$seed $(IN_CUDA) $(CUDA_RUN) --device cuda --backend eager --no-cache $(CUDA_MIXED) || exit 1; done
 
 # What CI runs where the environment is there: captures and memory, and the main job.
 cuda-smoke: cuda-env
 	$(CUDA_PYTEST) -m "gpu and not slow" $(STAND_IN)
-	$(IN_CUDA) $(CUDA_RUN) --device cuda --backend eager --no-cache
+	TRITON_INTERPRET=1 $(IN_CUDA) $(CUDA_RUN) --device cuda --backend eager --no-cache
 
 cuda-mutants: cuda-env
 	$(VENV_CUDA)/bin/python $(STAND_IN)/mutants.py

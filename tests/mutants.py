@@ -155,7 +155,7 @@ MUTANTS = [
      RANKS),
     (CLASSES, "            return Reason.AXIS\n", "            pass\n",
      f"{POLICY} -k in_the_key"),  # 5
-    ("tools/engine/metadata.py", "self._host_slots[:rows] = DUMP_SLOT", "pass",
+    ("tools/engine/metadata.py", "array[:size] = value", "pass",
      "tests/tools/test_attention.py -k failure_29"),
     (CLASSES, "        return Reason.LORA_CASE_MISSING\n", "        pass\n",
      f"{POLICY} -k lora_batches"),  # 8

@@ -1,4 +1,4 @@
-"""Inductor's Triton kernels run in Triton's interpreter, as host functions on the stream.
+"""Triton kernels run in Triton's interpreter, as host functions on the stream.
 
 `TRITON_INTERPRET=1` must be set before triton is imported. libdevice's functions, which are bodies
 in another file on a device, are numpy functions here.
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from .values import cpu_argument, launch_argument, on_stream
 
@@ -52,16 +53,26 @@ def install() -> None:
 
 def _run_kernels_on_the_stream() -> None:
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from triton.runtime.interpreter import GridExecutor
+
+    interpret = GridExecutor.__call__
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        """On tensors of the device; a kernel on CPU tensors runs at once."""
+        if not any(isinstance(each, torch.Tensor) and each.is_cuda for each in args):
+            interpret(self, *args, **kwargs)
+            return
+        launched = [launch_argument(each) for each in args]
+        on_stream(
+            f"triton {self.fn.__name__}",
+            lambda: interpret(self, *map(cpu_argument, launched), **kwargs),
+        )
 
     def run(self: Any, *args: Any, stream: Any, benchmark_run: bool = False, **kwargs: Any) -> None:
         args, grid = self._interpret_args_grid(args, self.configs[0])
-        launched = [launch_argument(each) for each in args]
-        function, constants = self.fn, dict(self.configs[0].kwargs)
-        on_stream(
-            f"triton {function.__name__}",
-            lambda: function[grid](*map(cpu_argument, launched), **kwargs, **constants),
-        )
+        self.fn[grid](*args, **kwargs, **self.configs[0].kwargs)
 
+    GridExecutor.__call__ = launch
     CachingAutotuner.run = run  # type: ignore[method-assign]
 
 

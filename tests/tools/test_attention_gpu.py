@@ -1,4 +1,4 @@
-"""Attention on a GPU: the same numbers as on the CPU, and a decode step that can be captured."""
+"""Attention on a GPU: the same numbers as on the CPU, and steps that can be captured."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def chunks(shapes, blocks):
 class Side:
     """One device's cache, buffers and inputs, the same on every device."""
 
-    def __init__(self, device, rows):
-        self.buffers = MetadataBuffers(max_rows=rows, max_blocks=16, device=torch.device(device))
+    def __init__(self, device, rows, triton=False):
+        self.buffers = MetadataBuffers(
+            max_rows=rows, max_blocks=16, device=torch.device(device), triton=triton
+        )
         generator = torch.Generator().manual_seed(0)
 
         def draw(*shape):
@@ -55,33 +57,37 @@ class Side:
         return self.output
 
 
+@pytest.mark.parametrize("triton", [False, True])
 @pytest.mark.parametrize("decode", [False, True])
-def test_the_device_computes_what_the_cpu_does(decode):
+def test_the_device_computes_what_the_cpu_does(decode, triton):
     outputs = []
     for device in ("cpu", "cuda"):
         blocks = BlockManager(NUM_BLOCKS, BLOCK)
         schedule = (
             decodes([40, 3, 100], blocks) if decode else chunks([(40, 1), (0, 5), (90, 2)], blocks)
         )
-        side = Side(device, 8)
+        side = Side(device, 8, triton and device == "cuda")
         metadata = side.buffers.fill(schedule, blocks, BatchDescriptor(8))
         outputs.append(side.attend(metadata).cpu())
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
     assert (outputs[1][schedule.num_tokens :] == 0).all()
 
 
-def test_a_captured_decode_step_follows_the_buffers_contents():
-    side, expected = Side("cuda", 8), Side("cuda", 8)
-    dummy = side.buffers.padding(BatchDescriptor(8, 8, 1), RuntimeMode.FULL)
+@pytest.mark.parametrize("triton", [False, True])
+def test_a_captured_step_follows_the_buffers_contents(triton):
+    """Plain code in decode steps, the kernel in every step."""
+    side, expected = Side("cuda", 8, triton), Side("cuda", 8, triton)
+    dummy = side.buffers.padding(BatchDescriptor(8, 8), RuntimeMode.FULL)
     side.attend(dummy)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         side.attend(dummy)
-    for contexts in ([40, 3, 100], [7], [120] * 8):
+    mixed = ([(40, 1), (0, 5), (90, 2)], [(3, 4)]) if triton else ()
+    for shapes in ([40, 3, 100], [7], [120] * 8, *mixed):
         blocks = BlockManager(NUM_BLOCKS, BLOCK)
-        schedule = decodes(contexts, blocks)
-        side.buffers.fill(schedule, blocks, BatchDescriptor(8, 8, 1))
+        schedule = (chunks if isinstance(shapes[0], tuple) else decodes)(shapes, blocks)
+        side.buffers.fill(schedule, blocks, BatchDescriptor(8, 8))
         graph.replay()
-        metadata = expected.buffers.fill(schedule, blocks, BatchDescriptor(8, 8, 1))
+        metadata = expected.buffers.fill(schedule, blocks, BatchDescriptor(8, 8))
         assert torch.equal(side.output, expected.attend(metadata))

@@ -73,6 +73,7 @@ def _rows(step: Step, numbers: Sequence[int]) -> Step:
         slot_mapping=metadata.slot_mapping[chosen],
         block_table=metadata.block_table[chosen],
         seq_lens=metadata.seq_lens[chosen],
+        query_start_loc=metadata.query_start_loc[: len(chosen) + 1],
         query_lens=tuple(metadata.query_lens[n] for n in chosen),
         context_lens=tuple(metadata.context_lens[n] for n in chosen),
     )

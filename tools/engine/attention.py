@@ -5,9 +5,10 @@ cache and the step's metadata in the forward context, so that its arguments, and
 graph, are the same for every batch. It is registered through `torch.library.Library`, which costs
 a tenth of `custom_op` per call.
 
-Decode steps and all other steps use different code. The code for decode steps reads only tensors
-in persistent buffers, with shapes that depend only on the descriptor: it can be captured in a
-FULL graph. The other code loops over the requests on the host and runs between graphs.
+In plain code, decode steps and all other steps differ. The code for decode steps reads only
+tensors in persistent buffers, with shapes that depend only on the descriptor: it can be captured in
+a FULL graph. The other code loops over the requests on the host and runs between graphs. The Triton
+kernel of `triton_attention` computes both, and both can be captured.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ def paged_attention(
         raise MissingMetadata(layer_name=layer_name)
     if isinstance(metadata, BucketMetadata):
         metadata.attend(query, key, value, output, cache)
+    elif metadata.triton:
+        from .triton_attention import unified_attention as _registers_the_op  # noqa: F401
+
+        torch.ops.piecegraph_reference.unified_attention(
+            query, key, value, output, cache.keys, cache.values, *metadata.tensors, cache.window
+        )
     elif metadata.decode:
         _decode(query, key, value, output, cache, metadata)
     else:
@@ -78,7 +85,7 @@ def _decode(
     cache: LayerCache,
     metadata: AttentionMetadata,
 ) -> None:
-    """One query token per row, all rows at once over the longest possible context.
+    """Each row over the longest possible context of its request, all rows at once.
 
     The same shapes for every batch of a descriptor, and contiguous batches for `bmm`, make a
     row's result bitwise independent of the other rows. Values beyond a row's length are
@@ -88,12 +95,18 @@ def _decode(
     rows, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     group = num_heads // num_kv_heads
+    row, stops = torch.arange(rows, device=query.device), metadata.query_start_loc[1:]
+    owner = torch.searchsorted(stops, row, right=True)
+    seen = (metadata.seq_lens[owner] - stops[owner] + row + 1)[:, None]
     keys, values = (
-        paged[metadata.block_table].flatten(1, 2).transpose(1, 2).contiguous()
+        paged[metadata.block_table[owner]].flatten(1, 2).transpose(1, 2).contiguous()
         for paged in (cache.keys, cache.values)
     )
     places = torch.arange(keys.shape[2], device=query.device)
-    beyond = (places >= metadata.seq_lens[:, None])[:, None, :, None]
+    beyond = places >= seen
+    if cache.window:
+        beyond |= places < seen - cache.window
+    beyond = beyond[:, None, :, None]
     values.masked_fill_(beyond, 0)
     grouped = query.reshape(rows * num_kv_heads, group, head_dim)
     scores = torch.bmm(grouped, keys.flatten(0, 1).transpose(1, 2)) * head_dim**-0.5
@@ -122,12 +135,14 @@ def _mixed(
         keys = cache.keys[blocks].flatten(0, 1)[:context_len].transpose(0, 1)
         values = cache.values[blocks].flatten(0, 1)[:context_len].transpose(0, 1)
         stop = start + query_len
-        output[start:stop] = _attend_causally(query[start:stop], keys, values)
+        output[start:stop] = _attend_causally(query[start:stop], keys, values, cache.window)
         start = stop
     output[num_tokens:] = 0
 
 
-def _attend_causally(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _attend_causally(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int
+) -> torch.Tensor:
     """The last queries of a context: `query` (Q, heads, dim); `keys`, `values` (kv_heads, C, dim).
 
     Returns (Q, heads, dim).
@@ -137,8 +152,11 @@ def _attend_causally(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
     group = num_heads // num_kv_heads
     grouped = query.reshape(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     scores = grouped @ keys.transpose(1, 2)[:, None] * head_dim**-0.5
-    later = torch.ones(query_len, context_len, dtype=torch.bool, device=query.device)
-    weights = _softmax(scores, later.triu(context_len - query_len + 1))
+    pairs = torch.ones(query_len, context_len, dtype=torch.bool, device=query.device)
+    hidden = pairs.triu(context_len - query_len + 1)
+    if window:
+        hidden |= pairs.tril(context_len - query_len - window)
+    weights = _softmax(scores, hidden)
     return (weights @ values[:, None]).permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim)
 
 

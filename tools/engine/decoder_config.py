@@ -9,7 +9,10 @@ from ...errors import InvalidSetting
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Sizes of a decoder; `max_positions` bounds prompt and generated tokens together."""
+    """Sizes of a decoder; `max_positions` bounds prompt and generated tokens together.
+
+    `window`: the last tokens that a token sees; 0 for all.
+    """
 
     layers: int = 4
     hidden: int = 128
@@ -20,6 +23,7 @@ class DecoderConfig:
     max_positions: int = 16_384
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    window: int = 0
 
     @property
     def head_dim(self) -> int:

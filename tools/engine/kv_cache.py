@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -13,10 +13,12 @@ class LayerCache:
     """One layer's cache; what its attention op finds under the layer's name.
 
     `keys` and `values`: (num_blocks, block_size, num_kv_heads, head_dim) in the model's dtype.
+    `window`: the last tokens that a token sees, itself among them; 0 for all.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    window: int = field(default=0, kw_only=True)
 
     def clone(self) -> Self:
         return replace(self, keys=self.keys.clone(), values=self.values.clone())
@@ -31,6 +33,7 @@ def allocate_layer_caches(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    window: int = 0,
 ) -> dict[str, LayerCache]:
     """Caches by layer name, zeroed: a slot that was never written contains finite values."""
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
@@ -38,6 +41,7 @@ def allocate_layer_caches(
         name: LayerCache(
             torch.zeros(shape, dtype=dtype, device=device),
             torch.zeros(shape, dtype=dtype, device=device),
+            window=window,
         )
         for name in layer_names
     }

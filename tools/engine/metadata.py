@@ -1,8 +1,8 @@
 """Attention metadata of a step, in buffers whose addresses never change.
 
 A FULL graph holds the addresses of what it reads, so the buffers are allocated once and filled in
-place, padded to the step's descriptor first: padding requests have length 0, padding tokens and
-padding block-table entries point into the dump block.
+place, padded to the step's descriptor first: padding requests have length 0, padding tokens have no
+slot or one of the dump block, which padding block-table entries point to.
 """
 
 from __future__ import annotations
@@ -20,38 +20,49 @@ from .kv_cache import LayerCache
 from .scheduler import Schedule
 
 DUMP_SLOT = 0
+NO_SLOT = -1
+"""Where the Triton kernel writes no row; an index of plain code must be a slot."""
 NOBODY = -1
 """Owner of the rows and blocks of padding."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionMetadata:
     """What paged attention needs to know about one step; the tensors are views of the buffers.
 
-    In a decode step every token, drafts included, is handled like a request of its own whose
-    context ends with it: `block_table` (rows, max_blocks) and `seq_lens` (rows,) have one row per
-    padded token, and only the tensors are read.
-    Otherwise they have one row per request, and the host's lists, one entry per real request, say
-    how the rows of the batch are divided. `slot_mapping` (tokens,) is where each token's key and
-    value go. All tensors are int64.
+    `slot_mapping` (tokens,) is where each token's key and value go. `block_table` (requests,
+    max_blocks) and `seq_lens` (requests,) have one row per request, `query_start_loc` (requests +
+    1,) its first row in the batch. The tokens of padding belong to a request of length 0 after the
+    real ones. All tensors are int64.
+
+    Code for prompts reads the host's lists instead, one entry per real request. `triton`: the
+    kernel computes the step, otherwise plain code, chosen by `decode`.
     """
 
     decode: bool
+    triton: bool = False
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
     seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.slot_mapping, self.block_table, self.seq_lens, self.query_start_loc
+
     def unpadded(self) -> AttentionMetadata:
-        """The same step without its padding, for a model that runs on only the real rows."""
-        tokens = sum(self.query_lens)
-        rows = tokens if self.decode else len(self.query_lens)
+        """The same step without its padding, for a model that runs on only the real rows and with
+        plain code."""
+        tokens, requests = sum(self.query_lens), len(self.query_lens)
         return replace(
             self,
+            triton=False,
             slot_mapping=self.slot_mapping[:tokens],
-            block_table=self.block_table[:rows],
-            seq_lens=self.seq_lens[:rows],
+            block_table=self.block_table[:requests],
+            seq_lens=self.seq_lens[:requests],
+            query_start_loc=self.query_start_loc[: requests + 1],
         )
 
 
@@ -135,38 +146,40 @@ class MetadataBuffers:
     There are two sets of staging memory, in turn: the copies of a step in flight read theirs late.
     """
 
-    def __init__(self, *, max_rows: int, max_blocks: int, device: torch.device) -> None:
-        shapes = (max_rows,), (max_rows, max_blocks), (max_rows,)
-        self._staging = cycle([[np.zeros(s, dtype=np.int64) for s in shapes] for _ in range(2)])
-        self.slot_mapping = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.block_table = torch.zeros((max_rows, max_blocks), dtype=torch.int64, device=device)
-        self.seq_lens = torch.zeros(max_rows, dtype=torch.int64, device=device)
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        names = "slot_mapping", "block_table", "seq_lens"
-        return {name: getattr(self, name) for name in names}
+    def __init__(
+        self, *, max_rows: int, max_blocks: int, device: torch.device, triton: bool = False
+    ) -> None:
+        requests = max_rows + 1  # the last one is padding
+        shapes = {
+            "slot_mapping": (max_rows,),
+            "block_table": (requests, max_blocks),
+            "seq_lens": (requests,),
+            "query_start_loc": (requests + 1,),
+        }
+        self.triton = triton
+        self.tensors = {
+            name: torch.zeros(shape, dtype=torch.int64, device=device)
+            for name, shape in shapes.items()
+        }
+        self._staging = cycle(
+            [[np.zeros(shape, dtype=np.int64) for shape in shapes.values()] for _ in range(2)]
+        )
 
     def fill(
         self, schedule: Schedule, blocks: BlockManager, descriptor: BatchDescriptor
     ) -> AttentionMetadata:
         """Write a step's data, padded to `descriptor`, and return the views it runs with."""
-        self._blank(descriptor.num_tokens)
+        host = slots, table, lens, starts = self._padding(descriptor)
         token = 0
         for row, share in enumerate(schedule.shares):
-            table = blocks.table(share.request.id)
-            slots = blocks.slots(share.request.id, share.start, share.context_len)
             stop = token + share.query_len
-            self._host_slots[token:stop] = slots
-            if schedule.is_decode:
-                self._host_table[token:stop, : len(table)] = table
-                self._host_lens[token:stop] = range(share.start + 1, share.context_len + 1)
-            else:
-                self._host_table[row, : len(table)] = table
-                self._host_lens[row] = share.context_len
-            token = stop
+            slots[token:stop] = blocks.slots(share.request.id, share.start, share.context_len)
+            own_blocks = blocks.table(share.request.id)
+            table[row, : len(own_blocks)] = own_blocks
+            lens[row] = share.context_len
+            starts[row + 1] = token = stop
         return self._upload(
-            descriptor.num_tokens,
+            host,
             decode=schedule.is_decode,
             query_lens=tuple(share.query_len for share in schedule.shares),
             context_lens=tuple(share.context_len for share in schedule.shares),
@@ -174,18 +187,11 @@ class MetadataBuffers:
 
     def refill(self, recorded: AttentionMetadata, decision: Decision) -> AttentionMetadata:
         """Write what `recorded` kept of a step, padded for another decision."""
-        descriptor = decision.descriptor
-        self._blank(descriptor.num_tokens)
-        pairs = (
-            (self._host_slots, recorded.slot_mapping),
-            (self._host_table, recorded.block_table),
-            (self._host_lens, recorded.seq_lens),
-        )
-        for host, rows in pairs:
-            part = host[tuple(map(slice, rows.shape))]
-            part[:] = rows.numpy(force=True)
+        host = self._padding(decision.descriptor)
+        for staging, rows in zip(host, recorded.tensors, strict=True):
+            staging[tuple(map(slice, rows.shape))] = rows.numpy(force=True)
         return self._upload(
-            descriptor.num_tokens,
+            host,
             decode=recorded.decode,
             query_lens=recorded.query_lens,
             context_lens=recorded.context_lens,
@@ -194,42 +200,47 @@ class MetadataBuffers:
     def padding(self, descriptor: BatchDescriptor, mode: RuntimeMode) -> AttentionMetadata:
         """Metadata of a step without one real request, for the dummy runs of a capture.
 
-        It selects the attention code that steps of this runtime mode use: only decode steps
-        run as FULL graphs.
+        It selects the attention code that steps of this runtime mode use: of plain code, only
+        that for decode steps runs in FULL graphs.
         """
-        self._blank(descriptor.num_tokens)
-        return self._upload(
-            descriptor.num_tokens,
-            decode=mode == RuntimeMode.FULL,
-            query_lens=(),
-            context_lens=(),
-        )
+        decode = mode == RuntimeMode.FULL
+        host = self._padding(descriptor)
+        return self._upload(host, decode=decode, query_lens=(), context_lens=())
 
-    def _blank(self, rows: int) -> None:
-        self._host_slots, self._host_table, self._host_lens = next(self._staging)
-        self._host_slots[:rows] = DUMP_SLOT
-        self._host_table[:rows] = DUMP_BLOCK
-        self._host_lens[:rows] = 0
+    def _padding(self, descriptor: BatchDescriptor) -> list[np.ndarray[Any, Any]]:
+        """Staging memory of the size that `descriptor` states, filled with padding."""
+        tokens = descriptor.num_tokens
+        requests = 1 + (descriptor.num_reqs or tokens)
+        sizes = tokens, requests, requests, requests + 1
+        padding = NO_SLOT if self.triton else DUMP_SLOT, DUMP_BLOCK, 0, tokens
+        staging = zip(next(self._staging), sizes, padding, strict=True)
+        host = []
+        for array, size, value in staging:
+            array[:size] = value
+            host.append(array[:size])
+        host[-1][0] = 0
+        return host
 
     def _upload(
         self,
-        rows: int,
+        host: list[np.ndarray[Any, Any]],
         *,
         decode: bool,
         query_lens: tuple[int, ...],
         context_lens: tuple[int, ...],
     ) -> AttentionMetadata:
-        """Copy the first `rows` rows to the device. The host's copy can be reused on return."""
-        pairs = (
-            (self.slot_mapping, self._host_slots),
-            (self.block_table, self._host_table),
-            (self.seq_lens, self._host_lens),
+        """Copy to the device. The host's copy can be reused on return."""
+        tensors = {
+            name: buffer[: len(rows)].copy_(staged(torch.from_numpy(rows), buffer.device), True)
+            for (name, buffer), rows in zip(self.tensors.items(), host, strict=True)
+        }
+        return AttentionMetadata(
+            decode=decode,
+            triton=self.triton,
+            query_lens=query_lens,
+            context_lens=context_lens,
+            **tensors,
         )
-        slots, table, lens = (
-            buffer[:rows].copy_(staged(torch.from_numpy(host[:rows]), buffer.device), True)
-            for buffer, host in pairs
-        )
-        return AttentionMetadata(decode, slots, table, lens, query_lens, context_lens)
 
 
 def staged(host: torch.Tensor, device: torch.device) -> torch.Tensor:

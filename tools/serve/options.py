@@ -24,6 +24,7 @@ BACKENDS = ("inductor", "eager")
 DTYPES = ("float32", "float16", "bfloat16")
 BUNDLE = ("use", "serve", "force")
 VERIFY = ("none", "sample", "all")
+ATTENTION = ("plain", "triton")
 LARGEST_SCALE = 10_000
 SWITCH_NAMES = (
     "all",
@@ -85,6 +86,16 @@ def bucket_source(name: str, value: str) -> str:
     if Path(value).is_file():
         return value
     return choice(name, value, [strategy.value for strategy in BucketStrategy])
+
+
+def attention_code(name: str, value: str) -> str:
+    """One of ATTENTION that can run here. Raises InvalidSetting."""
+    code = choice(name, value, ATTENTION)
+    if code == "triton" and importlib.util.find_spec("triton") is None:
+        raise InvalidSetting(
+            name=name, value=code, reason="triton is not installed", expected="plain"
+        )
+    return code
 
 
 def hf_config(name: str, text: str) -> Any:
@@ -289,6 +300,13 @@ class RunOptions:
         max=64,
         panel="Engine",
     )
+    attention: str | None = option(
+        None,
+        "Attention code: plain, or triton, one kernel for prompts and decodes; on a GPU triton.",
+        typed=str | None,
+        parse=attention_code,
+        panel="Engine",
+    )
     overlap: bool = option(False, "Build a step while the last one runs.", panel="Engine")
     lora: int = option(
         0, "LoRA adapters that requests use, at random.", min=0, max=1024, panel="Engine"
@@ -331,6 +349,14 @@ class RunOptions:
         """What `hf` or `model` describes: vocab, max_positions, num_weights."""
         return self.hf or self.model
 
+    @property
+    def triton(self) -> bool:
+        """Whether Triton's kernel computes attention."""
+        if self.attention is not None:
+            return self.attention == "triton"
+        replaced = self.hf is not None or self.buckets is not None
+        return self.device.startswith("cuda") and not replaced
+
 
 def declared_options() -> Iterator[tuple[str, Declared]]:
     """Field and declaration of each command-line option, in their order."""
@@ -362,13 +388,13 @@ def _check_conflicts(options: RunOptions) -> None:
     """Reject options of what another option turns off or does without. Raises InvalidSetting."""
     without: list[tuple[tuple[str, ...], str]] = []
     if options.buckets:
-        own = ("mode", "capture_sizes", "kv_blocks", "speculate", "lora")
+        own = ("mode", "capture_sizes", "kv_blocks", "speculate", "lora", "attention")
         without.append((own, "the engine that --buckets starts has no such option"))
     if options.overlap:
         reason = "--overlap builds a step before the last one's tokens are known"
         without.append((("speculate", "buckets"), reason))
     if options.hf is not None:
-        without.append((("lora", "buckets"), "a model of --hf is served without"))
+        without.append((("lora", "buckets", "attention"), "a model of --hf is served without"))
     for switch in options.off:
         off = {"all": ("mode", "cache_dir"), "graphs": ("mode",), "cache": ("cache_dir",)}
         contradicted = [n for n in off.get(switch, ()) if getattr(options, n) is not GraphMode.NONE]

@@ -99,6 +99,8 @@ def start_service(
     rejects.
     """
     device = find_device(options.device)
+    if options.triton:
+        require_kernels(device)
     blocks = BlockManager(_num_blocks(options, requests), options.block_size)
     scheduler = (BucketScheduler if options.buckets else Scheduler)(
         blocks,
@@ -225,6 +227,19 @@ def find_device(name: str) -> torch.device:
     )
 
 
+def require_kernels(device: torch.device) -> None:
+    """Raise InvalidSetting where Triton's kernels cannot run: on a CPU they are interpreted."""
+    from triton import knobs
+
+    if device.type == "cpu" and not knobs.runtime.interpret:
+        raise InvalidSetting(
+            name="--attention",
+            value="triton",
+            reason="on a CPU Triton's kernels run in its interpreter, which is off",
+            expected="plain, or TRITON_INTERPRET=1 in the environment",
+        )
+
+
 def library_config(options: RunOptions, model: Any = None) -> Config:
     """The library's configuration for the reference decoder and its attention op, or for a model of
     transformers, which has its own settings."""
@@ -241,6 +256,8 @@ def library_config(options: RunOptions, model: Any = None) -> Config:
     if options.speculate:
         support = AttentionSupport.UNIFORM_BATCH
         variants |= {"query_lens": 1, "speculation_schedule": draft_schedule(options)}
+    if options.triton:
+        support = AttentionSupport.ALWAYS
     if options.lora:
         inputs = {**INPUTS, **lora.INPUTS}
         variants |= {"max_loras": options.lora, "lora_graphs": "by_count"}
@@ -331,11 +348,14 @@ def _build(
             head_dim=options.model.head_dim,
             dtype=dtype,
             device=device,
+            window=options.model.window,
         )
     if options.buckets:
         return model, layers, plan_of(options, requests, device)
     longest = _blocks_of_longest(options, requests)
-    buffers = MetadataBuffers(max_rows=options.max_num_tokens, max_blocks=longest, device=device)
+    buffers = MetadataBuffers(
+        max_rows=options.max_num_tokens, max_blocks=longest, device=device, triton=options.triton
+    )
     return model, layers, buffers
 
 

@@ -155,6 +155,10 @@ EXPORT CUresult cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatus
                                             reinterpret_cast<unsigned long long*>(id), graph, after, nullptr, count));
 }
 
+EXPORT CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status) {
+  return as_driver(cudaStreamIsCapturing(stream, reinterpret_cast<cudaStreamCaptureStatus*>(status)));
+}
+
 EXPORT CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int priority) {
   return as_driver(cudaStreamCreateWithPriority(stream, flags, priority));
 }

@@ -38,7 +38,7 @@ class PagedAttention(LayerCache):
         start = 0
         for place, length in enumerate(metadata.query_lens):
             rows = slice(start, start + length)
-            keys, values = (_read(x, metadata, place, start) for x in (self.keys, self.values))
+            keys, values = (_read(x, metadata, place) for x in (self.keys, self.values))
             output[rows] = attend_request(query[rows], keys, values, rule.of_rows(rows))
             start += length
         output[start:] = 0
@@ -57,7 +57,7 @@ class PagedMixer(LayerCache):
         _write(self.keys, mixer.rows(inputs)[:, None], metadata)
         start = 0
         for place, length in enumerate(metadata.query_lens):
-            context = _read(self.keys, metadata, place, start)[:, 0]
+            context = _read(self.keys, metadata, place)[:, 0]
             result = mixer.over_rows(context, inputs)
             tail = result.narrow(mixer.dim, result.shape[mixer.dim] - length, length)
             output.narrow(mixer.dim, start, length).copy_(tail)
@@ -102,9 +102,8 @@ def _write(cache: Tensor, rows: Tensor, metadata: AttentionMetadata) -> None:
     cache.flatten(0, 1).index_copy_(0, metadata.slot_mapping[:count], rows[:count].to(cache.dtype))
 
 
-def _read(cache: Tensor, metadata: AttentionMetadata, place: int, start: int) -> Tensor:
-    """The context of one request, whose first token is row `start`; steps of decode have a block
-    table for each token, the others for each request."""
+def _read(cache: Tensor, metadata: AttentionMetadata, place: int) -> Tensor:
+    """The context of one request."""
     context_len = metadata.context_lens[place]
-    table = metadata.block_table[start if metadata.decode else place]
-    return cache[table[: -(-context_len // cache.shape[1])]].flatten(0, 1)[:context_len]
+    table = metadata.block_table[place, : -(-context_len // cache.shape[1])]
+    return cache[table].flatten(0, 1)[:context_len]
