@@ -201,7 +201,7 @@ class EntryUnusable(CacheError):
 
 
 class BundleRefused(CacheError):
-    what = "bundle file {path} was rejected: {reason}"
+    what = "image {path} was rejected: {reason}"
     todo = "Export it again from a cache that passes `piecegraph cache verify`."
 
 

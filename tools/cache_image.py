@@ -1,8 +1,9 @@
-"""Write entries as an OCI image layout: what registries keep and Kubernetes mounts.
+"""Ship entries as an OCI image layout: what registries keep and Kubernetes mounts.
 
-Each entry is a layer of the image: a tar of its manifest and its blobs, at their names under ROOT.
-So a mounted image is a layer of a cache, and an entry that did not change is the same layer in the
-next image. Equal entries give equal bytes: nothing has a time, an owner or a compression.
+Each entry is a layer of the image (of very many several are): a tar of its manifest and its blobs,
+at their names under ROOT. So a mounted image is a layer of a cache, and an entry that did not
+change is the same layer in the next image. Equal entries give equal bytes: nothing has a time, an
+owner or a compression.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ from typing import Any
 
 from ..cache.files import Irregular, place
 from ..cache.keys.factors import Json, canonical
-from ..cache.layers import Source
+from ..cache.layers import Miss, Source, find
 from ..cache.lock import owned_directory, remove_unowned
 from ..cache.manifest import Manifest, encode
 from ..cache.names import SCHEMA, blob_name, entry_name
 from ..cache.signing import SigningKey
-from .cache_export import EXPORT, read_whole
+from ..errors import EntryUnusable
+
+EXPORT = ".piecegraph-export-"
 
 ROOT = "io.piecegraph.cache"
 """The directory of the image that is a layer of a cache."""
 
-MOST_ENTRIES = 100
-"""Container runtimes mount at most 127 layers."""
+MOST_LAYERS = 100
+"""Container runtimes mount at most 127."""
 
 OCI = "application/vnd.oci.image"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -43,23 +46,22 @@ LABELLED = ("model", "device", "platform", "versions")
 def export_image(
     manifests: Iterable[Manifest], source: Source, path: Path, signer: SigningKey | None = None
 ) -> str:
-    """Write entries of `source`, signed if there is a `signer`, as an image; returns its digest.
+    """Write entries of `source` as an image; returns its digest.
 
-    `path` is a tar if its name ends in `.tar`, else a directory that is not there yet. Raises
-    EntryUnusable for an entry that is not whole, and OSError.
+    They are signed if there is a `signer`; else they keep the signature that they have. `path` is a
+    tar if its name ends in `.tar`, else a directory that is not there yet. Raises EntryUnusable for
+    an entry that is not whole, and OSError.
     """
     path = Path(os.path.realpath(path))
     if os.path.lexists(path) and not (path.suffix == ".tar" and path.is_file()):
         raise Irregular(errno.EEXIST, "it exists", str(path))
     ordered = sorted(manifests, key=lambda manifest: (manifest.kind, manifest.key.digest))
-    if len(ordered) > MOST_ENTRIES:
-        reason = f"an image has at most {MOST_ENTRIES} entries, not {len(ordered)}"
-        raise Irregular(errno.EFBIG, reason, str(path))
     remove_unowned(path.parent, EXPORT)
     with owned_directory(path.parent, EXPORT) as scratch:
         layout = scratch / "layout"
         (layout / "blobs" / "sha256").mkdir(parents=True)
-        layers = [_layer(layout, manifest, source, signer) for manifest in ordered]
+        groups = [ordered[n::MOST_LAYERS] for n in range(min(len(ordered), MOST_LAYERS))]
+        layers = [_layer(layout, group, source, signer) for group in groups]
         digest = _image(layout, ordered, layers)
         if path.suffix == ".tar":
             with tarfile.open(scratch / "tar", "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -74,17 +76,24 @@ def export_image(
 
 
 def _layer(
-    layout: Path, manifest: Manifest, source: Source, signer: SigningKey | None
+    layout: Path, manifests: Sequence[Manifest], source: Source, signer: SigningKey | None
 ) -> dict[str, Any]:
-    """The descriptor of a layer with one entry."""
+    """The descriptor of a layer with these entries, whose blobs are not shared with others."""
     temporary = layout / "blobs" / "layer"
     with tarfile.open(temporary, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for name, ref in sorted(manifest.blobs.items(), key=lambda item: item[1].sha256):
-            content = read_whole(source, manifest, name)
-            tar.addfile(_member(f"{ROOT}/{blob_name(ref.sha256)}", ref.size), io.BytesIO(content))
-        encoded = encode(manifest, signer.sign(manifest) if signer else None)
-        name = f"{ROOT}/{entry_name(manifest.kind, manifest.key.digest)}"
-        tar.addfile(_member(name, len(encoded)), io.BytesIO(encoded))
+        for manifest in manifests:
+            entry = find(source, manifest.kind, manifest.key.digest)
+            if isinstance(entry, Miss) or entry.digest != manifest.digest:
+                name = f"{manifest.kind}/{manifest.key.digest[:12]}"
+                reason = str(entry) if isinstance(entry, Miss) else "it has been replaced"
+                raise EntryUnusable(entry=name, path=source.name, reason=reason)
+            contents = {manifest.blobs[n].sha256: entry.contents[n] for n in manifest.blobs}
+            for sha256, content in sorted(contents.items()):
+                member = _member(f"{ROOT}/{blob_name(sha256)}", len(content))
+                tar.addfile(member, io.BytesIO(content))
+            encoded = encode(manifest, signer.sign(manifest) if signer else entry.signature)
+            name = f"{ROOT}/{entry_name(manifest.kind, manifest.key.digest)}"
+            tar.addfile(_member(name, len(encoded)), io.BytesIO(encoded))
     with temporary.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     size = temporary.stat().st_size

@@ -206,7 +206,7 @@ def test_skopeo_umoci_and_a_registry_take_the_image(
 ) -> None:
     tar, copy, bundle = (tmp_path / name for name in ("image.tar", "copy", "bundle"))
     there = ["--cache-dir", str(root)]
-    assert main(["cache", "export", "--oci", str(tar), *there]) == 0
+    assert main(["cache", "export", str(tar), *there]) == 0
     digest = capsys.readouterr().out.split("image ")[1].split()[0]
     inspected = json.loads(output("skopeo", "inspect", f"oci-archive:{tar}"))
     assert inspected["Digest"] == digest
@@ -217,6 +217,8 @@ def test_skopeo_umoci_and_a_registry_take_the_image(
     pulled = json.loads(output("skopeo", "inspect", "--tls-verify=false", at))
     assert pulled["Digest"] == digest
     output(*copied, "--src-tls-verify=false", at, f"oci:{copy}:latest")
+    imported = ["cache", "import", str(copy), "--trust", "--cache-dir", str(tmp_path / "imported")]
+    assert main(imported) == 0
     output("umoci", "unpack", "--rootless", "--image", f"{copy}:latest", str(bundle))
     mounted = DirectoryLayer(bundle / "rootfs" / ROOT)
     found = Cache(tmp_path / "own", Events(), shared=[mounted]).lookup("bundle", entries[1].key)

@@ -21,7 +21,8 @@ from piecegraph.cache.lock import temporary_directory
 from piecegraph.cache.names import blob_name, entry_name
 from piecegraph.cache.signing import trust_all
 from piecegraph.events import Events
-from piecegraph.tools.cache_export import export_entries, import_entries
+from piecegraph.tools.cache_image import export_image
+from piecegraph.tools.cache_import import import_image
 from piecegraph.tools.cache_verify import Status, verify
 
 from .children import fork, status
@@ -61,11 +62,11 @@ class Operations:
     def export(self) -> None:
         source = DirectoryLayer(self.root)
         chosen = [manifest for manifest, _ in manifests(self.root)][:5]
-        export_entries(chosen, source, self.exports / "all.bundle")
+        export_image(chosen, source, self.exports / "all.tar")
 
     def import_(self) -> None:
         cache = Cache(self.root, Events(), limits=LIMITS)
-        for entry in import_entries(self.exports / "given.bundle", trust_all):
+        for entry in import_image(self.exports / "given.tar", trust_all):
             cache.store(entry)
 
     def compile(self) -> None:
@@ -106,7 +107,7 @@ def test_random_kills_leave_nothing_beyond_the_limits(
     operations = Operations(memory_root, exports)
     source = Cache(memory_root.parent / "source", Events())
     given = [source.publish("artifact", numbered(n), {}, contents(n)).manifest for n in range(9)]
-    export_entries(given, DirectoryLayer(memory_root.parent / "source"), exports / "given.bundle")
+    export_image(given, DirectoryLayer(memory_root.parent / "source"), exports / "given.tar")
 
     works = [
         operations.publish,
@@ -130,7 +131,7 @@ def test_random_kills_leave_nothing_beyond_the_limits(
     assert list(temporary.iterdir()) == []
     cache.publish("artifact", numbered(ENTRIES), {}, contents(ENTRIES))
     operations.export()
-    assert sorted(path.name for path in exports.iterdir()) == ["all.bundle", "given.bundle"]
+    assert sorted(path.name for path in exports.iterdir()) == ["all.tar", "given.tar"]
     files = [path for path in memory_root.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= LIMITS.size * (1 + 1 / 16)
     damaged = {finding.name for finding in verify(memory_root) if finding.status & Status.CORRUPT}

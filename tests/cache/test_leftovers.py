@@ -18,7 +18,7 @@ from piecegraph.cache.evict import Limits, evict
 from piecegraph.cache.lock import owned_directory, remove_unowned, temporary_directory
 from piecegraph.cache.names import BLOB_AREA, ENTRY_AREA
 from piecegraph.events import Events
-from piecegraph.tools.cache_export import export_entries
+from piecegraph.tools.cache_image import export_image
 
 from .children import die, fork, status
 from .conftest import BLOBS, numbered
@@ -75,14 +75,14 @@ def test_next_export_removes_the_files_of_a_killed_one(
     directory.mkdir()
 
     def export() -> None:
-        export_entries([manifest], source, directory / "one.bundle")
+        export_image([manifest], source, directory / "one.tar")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *paths: die())
         kill_in(export)
     assert [path.name[:18] for path in directory.iterdir()] == [".piecegraph-export"]
     export()
-    assert [path.name for path in directory.iterdir()] == ["one.bundle"]
+    assert [path.name for path in directory.iterdir()] == ["one.tar"]
 
 
 def test_next_start_removes_the_temporary_directory_of_a_killed_compile(

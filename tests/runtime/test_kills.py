@@ -21,7 +21,8 @@ from piecegraph import Batch, Config, compile_ahead, prepare
 from piecegraph.cache import Cache
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.evict import Limits, evict
-from piecegraph.tools.cache_export import export_entries, import_entries
+from piecegraph.tools.cache_image import export_image
+from piecegraph.tools.cache_import import import_image
 from piecegraph.cache.inspection import manifests
 from piecegraph.cache.signing import trust_all
 from piecegraph.compile.backends import aoti, inductor
@@ -53,12 +54,12 @@ def prune(directory):
 
 def export(directory):
     chosen = [manifest for manifest, _ in manifests(directory)]
-    export_entries(chosen, DirectoryLayer(directory), exports / "all.bundle")
+    export_image(chosen, DirectoryLayer(directory), exports / "all.tar")
 
 
 def import_(directory):
     cache = Cache(directory, Events())
-    for entry in import_entries(exports / "given.bundle", trust_all):
+    for entry in import_image(exports / "given.tar", trust_all):
         cache.store(entry)
 
 
@@ -88,10 +89,10 @@ def killed_at_random(work, directory):
 starts = [cold(prepare), cold(compile_ahead)]
 works = [*starts, prune, export, import_]
 start(root / "given", 8, prepare).close()
-export_entries(
+export_image(
     [manifest for manifest, _ in manifests(root / "given")],
     DirectoryLayer(root / "given"),
-    exports / "given.bundle",
+    exports / "given.tar",
 )
 kills, left = Counter(), 0
 for number in range(20 * wanted):

@@ -19,7 +19,8 @@ from piecegraph.cache.remote import RemoteLayer
 from piecegraph.cache.signing import SigningKey, trust_all, write_keys
 from piecegraph.errors import BundleMissing, KeysMissing, UntrustedDirectory
 from piecegraph.runtime.open_cache import open_cache
-from piecegraph.tools.cache_export import export_entries, import_entries
+from piecegraph.tools.cache_image import export_image
+from piecegraph.tools.cache_import import import_image
 
 from ..cache.children import fork, status
 
@@ -245,9 +246,9 @@ def test_why_and_shipping_of_one_bundle(tmp_path: Path) -> None:
     )
     assert isinstance(entry, Entry)
     source = DirectoryLayer(tmp_path / "built")
-    export_entries([entry.manifest], source, tmp_path / "one.file")
+    export_image([entry.manifest], source, tmp_path / "one.tar")
     shipped = Cache(tmp_path / "shipped", Events())
-    for imported in import_entries(tmp_path / "one.file", trust_all):
+    for imported in import_image(tmp_path / "one.tar", trust_all):
         shipped.store(imported)
     served = prepare(Doubling(), config.changed(cache_dir=tmp_path / "shipped", bundle="force"))
     assert served.compiled.from_bundle

@@ -17,6 +17,7 @@ from piecegraph.cache import Cache, Entry, Key, statistics
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.names import blob_name, entry_name
 from piecegraph.tools.cli.app import main
+from piecegraph.tools.cli.cache_commands import cache_app
 
 SMALL = ["--model", "layers=1,hidden=16,heads=2,vocab=32"]
 
@@ -42,7 +43,7 @@ def test_list_names_kind_key_size_and_facts(root, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     assert main(["cache", "list"]) == 0
     out = capsys.readouterr().out
-    assert "Entries: 3" in out
+    assert "3 entries" in out
     assert f"artifact/{digest('codegen', b=1)[:12]}" in out
     assert "compile_seconds=1.5" in out
 
@@ -96,7 +97,7 @@ def test_a_prune_that_fails_says_so(root, capsys):
 
 
 def test_an_import_that_stores_nothing_says_so(root, capsys, tmp_path, monkeypatch):
-    path = tmp_path / "bundle.pg"
+    path = tmp_path / "bundle.tar"
     assert main(["cache", "export", str(path)]) == 0
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(DirectoryLayer, "store", Mock(side_effect=full))
@@ -111,9 +112,9 @@ def test_an_import_that_stores_nothing_says_so(root, capsys, tmp_path, monkeypat
 @pytest.mark.parametrize("names", [[], [digest("trace", a=1)[:10]]])
 def test_an_entry_that_is_not_whole_is_not_left_out_of_an_export(root, capsys, tmp_path, names):
     (root / blob_name(hashlib.sha256(b"one").hexdigest())).unlink()
-    assert main(["cache", "export", str(tmp_path / "bundle.pg"), *names]) == 2
-    assert "incomplete, blob plan.json is missing" in capsys.readouterr().err
-    assert not (tmp_path / "bundle.pg").exists()
+    assert main(["cache", "export", str(tmp_path / "bundle.tar"), *names]) == 2
+    assert "incomplete: blob plan.json is missing" in capsys.readouterr().err
+    assert not (tmp_path / "bundle.tar").exists()
 
 
 @pytest.mark.parametrize("size", ["", "much", "-1", "1XB"])
@@ -131,12 +132,12 @@ def test_sizes_have_decimal_and_binary_units(text, size):
 
 
 def test_bundles_travel_in_one_file_and_must_be_believed(root, capsys, tmp_path, monkeypatch):
-    path, other = tmp_path / "bundle.pg", tmp_path / "other"
+    path, other = tmp_path / "bundle.tar", tmp_path / "other"
     assert main(["cache", "export", str(path)]) == 0
     out = capsys.readouterr().out
     assert "2 entries" in out
     assert "not signed" in out
-    first = out.split("digest ")[1].split()[0]
+    first = out.splitlines()[2].split()[-2]
     target = ["--cache-dir", str(other)]
     assert main(["cache", "import", str(path), *target]) == 2
     assert main(["cache", "import", str(path), "--pin", "0" * 64, *target]) == 2
@@ -174,19 +175,19 @@ def test_a_list_of_what_is_no_directory_has_the_status_of_verify(tmp_path, capsy
 def test_an_export_replaces_nothing_but_a_file(root, capsys, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     assert main(["cache", "export", str(tmp_path / "pipe")]) == 2
-    assert ": it is not a regular file" in capsys.readouterr().err
+    assert "it exists" in capsys.readouterr().err
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
 def test_an_export_of_nothing_is_refused(tmp_path, capsys):
     there = ["--cache-dir", str(tmp_path / "missing")]
-    assert main(["cache", "export", str(tmp_path / "bundle.pg"), *there]) == 2
+    assert main(["cache", "export", str(tmp_path / "bundle.tar"), *there]) == 2
     assert "it holds no bundle" in capsys.readouterr().err
 
 
 def test_an_import_without_a_file_says_so(root, capsys):
-    assert main(["cache", "import", "/does/not/exist"]) == 2
-    assert "there is no such file" in capsys.readouterr().err
+    assert main(["cache", "import", "/does/not/exist", "--trust"]) == 2
+    assert "No such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -206,9 +207,9 @@ def test_a_warm_that_would_store_nothing_is_refused(capsys, monkeypatch, tmp_pat
 
 
 def test_one_entry_can_be_exported_and_pinned(root, capsys, tmp_path):
-    path = tmp_path / "one.pg"
+    path = tmp_path / "one.tar"
     assert main(["cache", "export", str(path), digest("trace", a=1)]) == 0
-    pinned = capsys.readouterr().out.split("digest ")[1].split()[0]
+    pinned = capsys.readouterr().out.splitlines()[2].split()[-2]
     target = ["--cache-dir", str(tmp_path / "other")]
     assert main(["cache", "import", str(path), "--pin", pinned, *target]) == 0
 
@@ -230,7 +231,7 @@ def test_stats_sum_all_starts(root, capsys):
     Cache(root, Events()).lookup("bundle", Key.of("trace", {"a": 1}))
     with open(root / "statistics", "ab") as file:
         file.write(b'{"artifact.hit":')  # of a process that died
-    assert main(["cache", "stats", "--json"]) == 0
+    assert main(["cache", "stats", "--json", "-"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["lookups"] == {
         "artifact": {"hits": 2, "misses": 0, "by_reason": {}},
@@ -252,15 +253,27 @@ def test_counts_of_many_starts_stay_small(root, monkeypatch):
     assert statistics.read_counts(root)["bundle.hit"] == 100
 
 
-def test_every_answer_can_be_json(root, capsys, tmp_path):
+@pytest.mark.compile
+def test_every_answer_can_be_json(root, capsys, tmp_path, monkeypatch):
     one, two = (digest("trace", a=n)[:10] for n in (1, 2))
-    path, other = str(tmp_path / "bundle.pg"), ["--cache-dir", str(tmp_path / "other")]
-    for command in (
+    path, other = str(tmp_path / "bundle.tar"), ["--cache-dir", str(tmp_path / "other")]
+    (tmp_path / "answers.py").write_text(OWN_MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    commands = (
         ["list"], ["show", one], ["diff", one, two], ["stats"], ["verify"], ["export", path],
         ["import", path, "--trust", *other], ["keygen", str(tmp_path / "key")], ["prune"],
-    ):  # fmt: skip
-        main(["cache", *command, *([] if command[0] == "show" else ["--json"])])
+        ["why", "--of", "answers:make"], ["warm", *SMALL, *other],
+    )  # fmt: skip
+    assert {command[0] for command in commands} == {
+        each.name for each in cache_app.registered_commands
+    }
+    for command in commands:
+        main(["cache", *command, "--json", "-"])
         assert json.loads(capsys.readouterr().out), command
+    assert main(["cache", "stats", "--json", str(tmp_path / "stats.json")]) == 0
+    assert "entries" in capsys.readouterr().out
+    assert json.loads((tmp_path / "stats.json").read_text())["directory"] == str(root)
 
 
 OWN_MODEL = """
@@ -278,7 +291,7 @@ def test_why_of_a_model_of_ones_own(root, capsys, tmp_path, monkeypatch):
     (tmp_path / "engine" / "model.py").write_text(OWN_MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert main(["cache", "why", "--of", "engine.model:make", "--json"]) == 1
+    assert main(["cache", "why", "--of", "engine.model:make", "--json", "-"]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert (facts["reason"], len(facts["nearest"])) == ("absent", 2)
     assert facts["nearest"][0]["differences"][0]["new"] == "<absent>"

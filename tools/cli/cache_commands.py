@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,21 +17,20 @@ import typer
 
 from ...cache.keys.environment import OFF, read
 from ...errors import CacheNotWritable, InvalidSetting
-from ..report.output import outputs
-from ..report.sections import rich_table
+from ..report.output import Output
 from ..report.sections import size as shown_size
 from ..serve.options import RunOptions
 from .cache_entries import (
     cache_directory,
     described,
-    label,
+    lines,
     manifests,
     named,
     of_kind,
     parsed,
     say,
 )
-from .run_commands import with_run_options
+from .run_commands import JsonOption, stderr, with_run_options
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -48,31 +48,19 @@ cache_app = typer.Typer(
 )
 
 DirOption = Annotated[Path | None, typer.Option("--cache-dir", help="Where artifacts are kept.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 TARGET = "MODULE:FUNCTION"
 
 
 @cache_app.command("list")
-def list_command(cache_dir: DirOption = None, as_json: JsonOption = False) -> int:
+def list_command(cache_dir: DirOption = None, json_path: JsonOption = None) -> int:
     """List the entries, the one used last first."""
     root = cache_directory(cache_dir)
     if not root.is_dir():
         print(f"error: there is no directory {root}", file=sys.stderr)
         return UNVERIFIABLE
     found = sorted(manifests(root), key=lambda each: -each[1])
-    facts = [{**described(manifest), "last_use": used} for manifest, used in found]
-    rows = [
-        (
-            label(manifest),
-            shown_size(fact["bytes"]),
-            fact["blobs"],
-            _ago(used),
-            " ".join(_facts(manifest)),
-        )
-        for (manifest, used), fact in zip(found, facts, strict=True)
-    ]
-    columns = ("entry", "size", "blobs", "used", "facts")
-    say(as_json, facts, rich_table(f"Entries: {len(rows)}", columns, rows))
+    facts = [described(manifest, used) for manifest, used in found]
+    say(json_path, facts, "\n".join([f"{len(facts)} entries in {root}", *lines(facts)]))
     return 0
 
 
@@ -80,11 +68,12 @@ def list_command(cache_dir: DirOption = None, as_json: JsonOption = False) -> in
 def show_command(
     name: Annotated[str, typer.Argument(help="First digits of a key, or kind/digits.")],
     cache_dir: DirOption = None,
+    json_path: JsonOption = None,
 ) -> int:
     """Show an entry as JSON: what it was made from, and its blobs."""
-    root = cache_directory(cache_dir)
-    (manifest,) = named(root, [name])
-    say(True, {**parsed(manifest), "digest": manifest.digest}, "")
+    (manifest,) = named(cache_directory(cache_dir), [name])
+    facts = {**parsed(manifest), "digest": manifest.digest}
+    say(json_path, facts, json.dumps(facts, indent=2))
     return 0
 
 
@@ -93,7 +82,7 @@ def diff_command(
     old: Annotated[str, typer.Argument(help="First digits of a key, or kind/digits.")],
     new: Annotated[str, typer.Argument(help="Of another entry.")],
     cache_dir: DirOption = None,
-    as_json: JsonOption = False,
+    json_path: JsonOption = None,
 ) -> int:
     """Show what two entries differ in: key factors, conditions, blobs. Status 1 if they do."""
     from ...cache.keys.key import diff
@@ -104,12 +93,12 @@ def diff_command(
     )
     differences = diff(before, after)
     facts = [{"name": d.name, "old": d.old, "new": d.new} for d in differences]
-    say(as_json, facts, "\n".join(map(str, differences)) or "they are equal")
+    say(json_path, facts, "\n".join(map(str, differences)) or "they are equal")
     return DIFFERENT if differences else 0
 
 
 @cache_app.command("stats")
-def stats_command(cache_dir: DirOption = None, as_json: JsonOption = False) -> int:
+def stats_command(cache_dir: DirOption = None, json_path: JsonOption = None) -> int:
     """Show hits, misses by reason, seconds saved and bytes, of all starts."""
     from ...cache.names import blob_names
     from ...cache.statistics import read_counts
@@ -125,15 +114,15 @@ def stats_command(cache_dir: DirOption = None, as_json: JsonOption = False) -> i
         "seconds_saved": counts["milliseconds_saved"] / 1000,
         "lookups": {kind: of_kind(counts, kind) for kind in kinds},
     }
-    lines = [
+    text = [
         f"{facts['entries']} entries, {shown_size(facts['bytes'])}, in {root}",
         f"seconds of compiling saved: {facts['seconds_saved']:.1f}",
         f"read {shown_size(facts['bytes_read'])}, written {shown_size(facts['bytes_written'])}",
     ]
     for kind, of in facts["lookups"].items():
-        lines.append(f"{kind}: {of['hits']} hits of {of['hits'] + of['misses']}")
-        lines += [f"  {reason}: {count}" for reason, count in of["by_reason"].items()]
-    say(as_json, facts, "\n".join(lines))
+        text.append(f"{kind}: {of['hits']} hits of {of['hits'] + of['misses']}")
+        text += [f"  {reason}: {count}" for reason, count in of["by_reason"].items()]
+    say(json_path, facts, "\n".join(text))
     return 0
 
 
@@ -144,7 +133,7 @@ def verify_command(
         typer.Option(metavar=TARGET, help="Trace what it returns: (model, Config)."),
     ] = None,
     cache_dir: DirOption = None,
-    as_json: JsonOption = False,
+    json_path: JsonOption = None,
 ) -> int:
     """Check every byte. Status: 1 corrupt + 2 untrusted + 4 unverifiable, 0 if clean.
 
@@ -153,17 +142,17 @@ def verify_command(
     from ..cache_verify import exit_status, verify
 
     if trace is not None:
-        return _verify_model(trace, cache_dir, as_json)
+        return _verify_model(trace, cache_dir, json_path)
     root = cache_directory(cache_dir)
     findings, readable = verify(root), len(manifests(root))
     facts = [{"status": f.status.name, "name": f.name, "reason": f.reason} for f in findings]
-    lines = [f"{fact['status']}: {fact['name']}: {fact['reason']}" for fact in facts]
-    lines.append(f"{readable} readable entries, {len(findings)} findings in {root}")
-    say(as_json, {"readable": readable, "findings": facts}, "\n".join(lines))
+    text = [": ".join(fact.values()) for fact in facts]
+    text.append(f"{readable} readable entries, {len(findings)} findings in {root}")
+    say(json_path, {"readable": readable, "findings": facts}, "\n".join(text))
     return exit_status(findings)
 
 
-def _verify_model(target: str, cache_dir: Path | None, as_json: bool) -> int:
+def _verify_model(target: str, cache_dir: Path | None, json_path: Path | None) -> int:
     from ... import prepare
 
     model, config = _model_of("--trace", target, cache_dir)
@@ -171,7 +160,7 @@ def _verify_model(target: str, cache_dir: Path | None, as_json: bool) -> int:
     verified = prepared.report()["cache"]["verified"]
     prepared.close()
     name = type(model).__qualname__
-    say(as_json, {"verified": verified}, f"the bundle of {name} is that of the model: {verified}")
+    say(json_path, {"verified": verified}, f"the bundle of {name} is that of the model: {verified}")
     return 0 if verified is True else UNVERIFIABLE
 
 
@@ -199,7 +188,7 @@ def why_command(
         str | None,
         typer.Option(metavar=TARGET, help="A model of your own: what returns (model, Config)."),
     ] = None,
-    as_json: JsonOption = False,
+    json_path: JsonOption = None,
 ) -> int:
     """Say whether `piecegraph run` with these options would hit, and if not, why; status 1."""
     from ... import explain_miss
@@ -211,7 +200,7 @@ def why_command(
         model = build_model(options, find_device(options.device))
         config = library_config(options)
     answer = explain_miss(model, config)
-    say(as_json, answer.as_json(), str(answer))
+    say(json_path, answer.as_json(), str(answer))
     return MISS if answer.reason else 0
 
 
@@ -220,7 +209,7 @@ def prune_command(
     size: Annotated[str, typer.Option(help="Keep at most this much, such as 2GiB.")] = "10GiB",
     days: Annotated[float, typer.Option(min=0, help="Keep what was used since.")] = math.inf,
     cache_dir: DirOption = None,
-    as_json: JsonOption = False,
+    json_path: JsonOption = None,
 ) -> int:
     """Remove what was used least recently, beyond a size or an age."""
     from ... import Events
@@ -233,44 +222,32 @@ def prune_command(
     removed, freed = (facts[0].facts["entries"], facts[0].facts["bytes"]) if facts else (0, 0)
     left = len(manifests(root))
     text = f"removed {removed} entries, {shown_size(freed)}; {left} are left"
-    say(as_json, {"removed": removed, "bytes": freed, "left": left}, text)
+    say(json_path, {"removed": removed, "bytes": freed, "left": left}, text)
     return 0
 
 
 @cache_app.command("export")
 def export_command(
-    path: Annotated[Path, typer.Argument(help="The file to write, or an image's directory.")],
+    path: Annotated[Path, typer.Argument(help="A name in .tar, or a directory to create.")],
     names: Annotated[
         list[str] | None, typer.Argument(help="Entries to export; all bundles by default.")
     ] = None,
-    oci: Annotated[
-        bool,
-        typer.Option("--oci", help="As an OCI image: a tar for a name in .tar, or a directory."),
-    ] = False,
     cache_dir: DirOption = None,
-    as_json: JsonOption = False,
+    json_path: JsonOption = None,
 ) -> int:
-    """Write bundles to one file, for a container image; signed if a key is in the environment."""
+    """Write bundles as an OCI image: to copy, to push, to mount. Signed if a key is set."""
     from ...cache.directory import DirectoryLayer
     from ...cache.signing import signing_key
-    from ..cache_export import export_entries
     from ..cache_image import export_image
 
     root, signer = cache_directory(cache_dir), signing_key()
-    (to_file,) = outputs({"PATH": path})
-    assert to_file is not None
     chosen = _entries_to_ship(root, names)
-    source = DirectoryLayer(root, name=str(root))
-    with to_file.writing():
-        image = export_image(chosen, source, path, signer) if oci else None
-        if image is None:
-            export_entries(chosen, source, path, signer)
-    signed = f"signed with key {signer.public.id}" if signer else "not signed"
-    size = sum(ref.size for ref in {ref for m in chosen for ref in m.blobs.values()})
-    lines = [f"{len(chosen)} entries, {shown_size(size)}, {signed}: {path}"]
-    lines += [f"image {image}"] if image else []
-    lines += [f"  {label(manifest)} digest {manifest.digest}" for manifest in chosen]
-    say(as_json, [described(manifest) for manifest in chosen], "\n".join(lines))
+    with Output(path).writing():
+        image = export_image(chosen, DirectoryLayer(root, name=str(root)), path, signer)
+    signed = f"signed with key {signer.public.id}" if signer else "not signed here"
+    facts = [described(manifest) for manifest in chosen]
+    text = [f"{len(facts)} entries, {signed}: {path}", f"image {image}", *lines(facts)]
+    say(json_path, facts, "\n".join(text))
     return 0
 
 
@@ -291,27 +268,20 @@ def _entries_to_ship(root: Path, names: Sequence[str] | None) -> list[Manifest]:
 
 @cache_app.command("import")
 def import_command(
-    path: Annotated[Path, typer.Argument(help="A file that `export` wrote.")],
+    path: Annotated[Path, typer.Argument(help="What `export` wrote, or a copy of it.")],
     pin: Annotated[
         list[str] | None, typer.Option(help="Import just the entry with this digest. Repeatable.")
     ] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Believe whatever is in it.")] = False,
     cache_dir: DirOption = None,
-    as_json: JsonOption = False,
+    json_path: JsonOption = None,
 ) -> int:
-    """Read entries from a file: those signed with a trusted key, or named by --pin."""
+    """Read entries from an image: those signed with a trusted key, or named by --pin."""
     from ... import Events
     from ...cache import Cache
     from ...cache.signing import signing_key, trust_all, trusted_keys
-    from ..cache_export import import_entries
+    from ..cache_import import import_image
 
-    if not path.is_file():
-        raise InvalidSetting(
-            name="PATH",
-            value=str(path),
-            reason="it is not a file" if path.exists() else "there is no such file",
-            expected="a file that `piecegraph cache export` wrote",
-        )
     if pin or trust:
         believed: Any = trust_all  # a digest covers an entry with all of its contents
     elif keys := trusted_keys(signing_key()):
@@ -323,7 +293,7 @@ def import_command(
             reason="there is no key to check a signature with",
             expected="--pin DIGEST, --trust, or keys in PIECEGRAPH_CACHE_TRUSTED_KEYS_FILE",
         )
-    entries = import_entries(path, believed, only=pin or ())
+    entries = import_image(path, believed, only=pin or ())
     root, events = cache_directory(cache_dir), Events()
     cache, stored = Cache(root, events), []
     for entry in entries:
@@ -331,8 +301,7 @@ def import_command(
         _refuse_failed(root, events.named("cache.publish_failed"))
         stored.append(entry.manifest)
     facts = [described(manifest) for manifest in stored]
-    lines = [f"{label(m)}: {shown_size(f['bytes'])}" for m, f in zip(stored, facts, strict=True)]
-    say(as_json, facts, "\n".join(lines))
+    say(json_path, facts, "\n".join(lines(facts)))
     return 0
 
 
@@ -346,7 +315,7 @@ def keygen_command(
     next_epoch: Annotated[
         bool, typer.Option("--next-epoch", help="Keep the key in PATH and begin its next epoch.")
     ] = False,
-    as_json: JsonOption = False,
+    json_path: JsonOption = None,
 ) -> int:
     """Make the key that a builder signs with, and the line that servers trust it by."""
     from ...cache.signing import SigningKey, read_signing_key, write_keys
@@ -366,7 +335,7 @@ def keygen_command(
     public = key.public
     text = f"key {public.id}, epoch {public.epoch}: {path} signs; give servers {path}.pub:"
     facts = {"key": public.id, "epoch": public.epoch, "line": public.line()}
-    say(as_json, facts, f"{text}\n{public.line()}")
+    say(json_path, facts, f"{text}\n{public.line()}")
     return 0
 
 
@@ -378,10 +347,11 @@ def warm_command(
     ahead: Annotated[
         bool, typer.Option("--ahead", help="Build libraries too, which load in milliseconds.")
     ] = False,
-    as_json: JsonOption = False,
+    json_path: JsonOption = None,
 ) -> int:
     """Build the bundle of a model without serving, for every rank."""
     from ... import Events, compile_ahead, prepare
+    from ..serve.progress import starting
     from ..serve.run import build_model, find_device, library_config
 
     config = library_config(options)
@@ -391,19 +361,23 @@ def warm_command(
         name = f"cuda:{rank}" if options.device == "cuda" else options.device
         began, events = time.perf_counter(), Events()
         model = build_model(options, find_device(name))
-        prepared = prepare(model, config, events=events)
-        found = "was there" if prepared.compiled.from_bundle else "built"
-        prepared.close()
-        if ahead:
-            libraries = compile_ahead(model, config, events=events)
-            found += ", with libraries" if libraries else ", no library possible"
+        with starting(stderr(), events):
+            prepared = prepare(model, config, events=events)
+            bundle = "was there" if prepared.compiled.from_bundle else "built"
+            prepared.close()
+            if ahead:
+                libraries = compile_ahead(model, config, events=events)
+                bundle += ", with libraries" if libraries else ", no library possible"
         seconds = time.perf_counter() - began
         _refuse_failed(root, events.named("cache.publish_failed"))
-        facts.append({"rank": rank, "device": name, "bundle": found, "seconds": seconds})
-        if not as_json:
-            print(f"rank {rank} on {name}: {found}, {seconds:.1f} s", flush=True)
-    if as_json:
-        say(as_json, facts, "")
+        facts.append({"rank": rank, "device": name, "bundle": bundle, "seconds": seconds})
+    say(
+        json_path,
+        facts,
+        "\n".join(
+            f"rank {f['rank']} on {f['device']}: {f['bundle']}, {f['seconds']:.1f} s" for f in facts
+        ),
+    )
     return 0
 
 
@@ -444,13 +418,6 @@ def _refuse_failed(root: Path, failures: Sequence[Event]) -> None:
         raise CacheNotWritable(path=root, reason=failures[0].facts["reason"])
 
 
-def _facts(manifest: Manifest) -> Iterator[str]:
-    """What a line of the list shows besides size and use."""
-    for name, value in manifest.meta.items():
-        if isinstance(value, int | float | str | list) and len(str(value)) < 20:
-            yield f"{name}={value:.1f}" if isinstance(value, float) else f"{name}={value}"
-
-
 def _bytes(text: str) -> float:
     """Bytes of `2GiB`, `500MB` or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kKmMgGtT])(i?)B?|B)?", text.strip())
@@ -462,11 +429,3 @@ def _bytes(text: str) -> float:
     power = " kmgt".index(unit.casefold()) if unit else 0
     scale: int = (1024 if binary else 1000) ** power
     return float(number) * scale
-
-
-def _ago(moment: float) -> str:
-    seconds = max(0.0, time.time() - moment)
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import NoSuchEntry
+from ..report.output import outputs
+from ..report.sections import size as shown_size
 
 if TYPE_CHECKING:
     from ...cache.manifest import Manifest
@@ -49,24 +52,45 @@ def named(root: Path, names: Iterable[str]) -> list[Manifest]:
     return chosen
 
 
-def label(manifest: Manifest) -> str:
-    return f"{manifest.kind}/{manifest.key.digest[:12]}"
-
-
 def parsed(manifest: Manifest) -> dict[str, Any]:
     """The fields of a manifest as JSON has them."""
     fields: dict[str, Any] = json.loads(manifest.line())
     return fields
 
 
-def described(manifest: Manifest) -> dict[str, Any]:
+def described(manifest: Manifest, last_use: float | None = None) -> dict[str, Any]:
     """An entry in short, as plain data."""
+    facts = {
+        name: round(value, 1) if isinstance(value, float) else value
+        for name, value in manifest.meta.items()
+        if isinstance(value, int | float | str | list) and len(str(value)) < 20
+    }
     return {
         "entry": f"{manifest.kind}/{manifest.key.digest}",
         "digest": manifest.digest,
         "bytes": sum(blob.size for blob in manifest.blobs.values()),
         "blobs": len(manifest.blobs),
+        "facts": facts,
+        **({} if last_use is None else {"last_use": last_use}),
     }
+
+
+def lines(entries: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Described entries as text: when each was used if that is known, else its digest."""
+    for entry in entries:
+        kind, _, digits = entry["entry"].partition("/")
+        used = f"{_ago(entry['last_use']):>12}" if "last_use" in entry else entry["digest"]
+        facts = " ".join(f"{name}={value}" for name, value in entry["facts"].items())
+        size = f"{shown_size(entry['bytes']):>10}  {entry['blobs']:>3} blobs"
+        yield f"{kind}/{digits[:12]}  {size}  {used}  {facts}".rstrip()
+
+
+def _ago(moment: float) -> str:
+    seconds = max(0.0, time.time() - moment)
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
 
 
 def of_kind(counts: Mapping[str, int], kind: str) -> dict[str, Any]:
@@ -77,13 +101,10 @@ def of_kind(counts: Mapping[str, int], kind: str) -> dict[str, Any]:
     return {"hits": hits, "misses": sum(by_reason.values()), "by_reason": by_reason}
 
 
-def say(as_json: bool, facts: Any, shown: Any) -> None:
-    """Print an answer: `facts` as JSON, or what is shown, a text or a table."""
-    if as_json:
-        print(json.dumps(facts, indent=2), flush=True)
-    elif isinstance(shown, str):
-        print(shown, flush=True)
-    else:
-        from rich.console import Console
-
-        Console().print(shown)
+def say(json_path: Path | None, facts: Any, text: str) -> None:
+    """Print an answer as a text, and write it as JSON; for `-` print that instead."""
+    (to_json,) = outputs({"--json": json_path}, stdout=("--json",))
+    if to_json is None or not to_json.is_stdout:
+        print(text, flush=True)
+    if to_json is not None:
+        to_json.write(json.dumps(facts, indent=2) + "\n")
