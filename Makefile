@@ -174,11 +174,13 @@ clean:
 # A change of the dependencies recreates the environment.
 $(VENV)/.run: pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[cli]' "$(TORCH)" || { echo "pip cannot install $(TORCH) for this Python." \
-		"Take what pip has with: make TORCH=torch (on Linux a CUDA build of gigabytes)," \
-		"or set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"; exit 1; }
+	$(BIN)/python -m pip install --quiet --editable '.[cli]' "$(TORCH)" || { \
+		test "$(origin TORCH)" = file || exit 1; \
+		echo "pip has no $(TORCH) for this Python: trying TORCH=torch, on Linux a CUDA build of gigabytes." \
+			"For a CPU build set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"; \
+		$(BIN)/python -m pip install --quiet --editable '.[cli]' torch; }
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(BIN)/python -m pip install --quiet --editable '.[dev]' "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@

@@ -107,7 +107,7 @@ def test_without_the_extra_the_command_line_says_what_to_install(missing):
     program = f"import sys; sys.modules[{missing!r}] = None\n"
     program += "from piecegraph.__main__ import main\n"
     program += f"sys.argv = ['piecegraph', 'sizes', 'fit', {str(EXCERPT)!r}, '--max-graphs', '1']\n"
-    program += "sys.argv = ['piecegraph', 'cache', 'list', '--cache-dir', '.']\nsys.exit(main())"
+    program += "sys.argv = ['piecegraph', 'doctor']\nsys.exit(main())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == (
@@ -175,7 +175,8 @@ def test_a_plot_has_a_known_suffix(capsys, tmp_path):
         (["run", "--length-scale", "1e300"], "--length-scale = 1e+300"),
         (["sizes", "fit", str(EXCERPT), "--rate", "nan"], "--rate = nan"),
         (["sizes", "fit", str(EXCERPT), "--max-graphs", "1"], "--max-graphs = 1"),
-        (["cache", "import", "/"], "invalid setting PATH = '/': it is not a file"),
+        (["cache", "import", "/"], "invalid setting PATH = '/': there is no key"),
+        (["cache", "import", "/", "--trust"], "image / was rejected"),
         (["cache", "warm", "--no-cache"], "--no-cache"),
         (["cache", "warm", "--off", "compile"], "--off"),
         (["cache", "warm", "--backend", "eager"], "--backend = 'eager'"),
@@ -241,7 +242,8 @@ def test_options_of_the_environment_are_read_at_the_run(monkeypatch):
 
 def test_an_interrupted_start_says_what_the_cache_keeps(capsys):
     events = Events()
-    events.emit("cache.publish", entry="artifact/0123", layer="private", bytes=1)
+    for layer in ("private", "remote:s3://bucket"):
+        events.emit("cache.publish", entry="artifact/0123", layer=layer, bytes=1)
     events.emit("cache.publish", entry="bundle/0123", layer="private", bytes=1)
     with pytest.raises(KeyboardInterrupt), _saying_what_is_kept(Console(stderr=True), events):
         raise KeyboardInterrupt

@@ -159,4 +159,6 @@ def _start(options: RunOptions) -> Found:
 
     model = build_model(options, find_device(options.device))
     answer = explain_miss(model, library_config(options, model))
-    return (f"would compile: {answer}" if answer.reason else str(answer)), ""
+    if answer.reason is None:
+        return str(answer), ""
+    return f"would compile: {answer}", "Run `piecegraph cache warm` with the same options."

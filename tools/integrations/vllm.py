@@ -32,6 +32,7 @@ from ... import (
     Batch,
     BatchDescriptor,
     Config,
+    Events,
     PaddingLimit,
     PiecegraphError,
     PreparedModel,
@@ -41,6 +42,7 @@ from ... import (
 )
 from ...errors import BundleMissing, BundleStale
 from ..explain import explain
+from ..start_lines import start_lines
 from .prometheus import MultiprocessMetrics, metrics_text
 from .unused import warn_if_unused
 
@@ -176,12 +178,17 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             name: InputForm(value, _axis_of(axes.get(name.partition(".")[0], 0)))
             for name, value in tensors_in(arguments).items()
         }
+        events = Events()
         # a context without a step: the model may find its layers in it
-        with set_forward_context(None, self.vllm_config):
+        with (
+            set_forward_context(None, self.vllm_config),
+            start_lines(events, lambda line: log.info("%s", line)),
+        ):
             prepared = prepare(
                 module,
                 config_for(self.vllm_config, {n: each.spec for n, each in inputs.items()}),
                 examples=((), with_tensors(arguments, {n: e.example for n, e in inputs.items()})),
+                events=events,
                 ranks=Ranks(group.cpu_group) if group.world_size > 1 else None,
             )
             prepared.wait_until_compiled()  # a trace needs the module's own forward

@@ -7,75 +7,41 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
+from rich.markup import escape
 
-from ...events import Event, Events
+from ...events import Events
+from ..start_lines import start_lines
 
 LINES = 10
 """Maximum number of plain lines for one task, after the first line."""
 
 
-@contextmanager
-def working(console: Console, label: str) -> Iterator[None]:
-    """Show that `label` is in progress, without a percentage."""
-    if console.is_terminal:
-        with console.status(label):
-            yield
-    else:
-        console.print(f"{label} …", highlight=False)
-        yield
+class _Line:
+    """A text with the seconds since it was made, which a terminal draws again and again."""
 
+    def __init__(self, text: str) -> None:
+        self.text, self._began = text, time.perf_counter()
 
-PHASES = {
-    "cache.lookup": "looking into the cache",
-    "bundle.load": "loading the bundle",
-    "trace.dynamo": "tracing",
-    "split": "splitting",
-    "toolchain": "looking for the C++ compiler",
-    "cache.store": "storing",
-}
-"""What is said of a phase of the startup while it lasts."""
+    def __rich__(self) -> str:
+        return escape(f"{time.perf_counter() - self._began:5.1f} s  {self.text}")
 
 
 @contextmanager
-def starting(console: Console, events: Events) -> Iterator[None]:
-    """Show the phase of a start, which piece is compiled, and the seconds so far.
+def starting(console: Console, events: Events) -> Iterator[Callable[[str], None]]:
+    """Show what a start does, and the seconds so far; yields what shows a line.
 
-    A terminal has one line that changes; elsewhere each phase and piece is a line.
+    A terminal has one line that changes; elsewhere each is printed.
     """
-    began, jobs, done = time.perf_counter(), 0, 0
-    status = console.status("preparing") if console.is_terminal else None
+    line = _Line("preparing")
 
-    def show(what: str) -> None:
-        line = f"{time.perf_counter() - began:5.1f} s  {what}"
-        if status:
-            status.update(line)
-        else:
-            console.print(line, highlight=False)
+    def show(text: str) -> None:
+        line.text = text
+        if not console.is_terminal:
+            console.print(line, highlight=False, soft_wrap=True)
 
-    def enter(phase: str) -> None:
-        if phase in PHASES:
-            show(PHASES[phase])
-
-    def hear(event: Event) -> None:
-        nonlocal jobs, done
-        if event.name == "compile.jobs":
-            jobs, done = event.facts["jobs"], 0
-            show(f"compiling {jobs} pieces, {event.facts['stored']} from the cache")
-        elif event.name == "compile.end":
-            done += 1
-            low, high = event.facts["range"]
-            show(f"compiled piece {done} of {jobs}, for {low} to {high} tokens")
-        elif event.name == "cache.wait":
-            show("waiting for another process that compiles this model")
-
-    events.phase_listeners.append(enter)
-    events.listeners.append(hear)
-    try:
-        with status or nullcontext():
-            yield
-    finally:
-        events.phase_listeners.remove(enter)
-        events.listeners.remove(hear)
+    status = console.status(line) if console.is_terminal else nullcontext()
+    with status, start_lines(events, show):
+        yield show
 
 
 @contextmanager

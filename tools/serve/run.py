@@ -47,7 +47,7 @@ from ..engine.serving_log import Clock
 from ..sizes.suggested import suggested_sizes
 from .host_memory import allocating, require_memory
 from .options import RunOptions
-from .progress import counting, starting, working
+from .progress import counting, starting
 from .ranks import rank_facts
 from .report import Report, build_report
 from .verify import SAMPLE_EVERY, Verification, Verifier
@@ -76,7 +76,7 @@ def _saying_what_is_kept(console: Console, events: Events) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        stored = [str(event.facts["entry"]) for event in events.named("cache.publish")]
+        stored = {str(event.facts["entry"]) for event in events.named("cache.publish")}
         pieces = sum(entry.startswith("artifact") for entry in stored)
         kept = f"interrupted: compiled pieces that the cache keeps for the next start: {pieces}"
         console.print(kept, highlight=False, soft_wrap=True)
@@ -140,7 +140,8 @@ def start_service(
             prepared.watch(f"values of {name}", cache.values)
         for name, tensor in buffers.tensors.items():
             prepared.watch(name, tensor)
-        with working(console, "warming up and capturing"):
+        with starting(console, events) as show:
+            show("warming up and capturing")
             prepared.warm_up(buffers.padding, [_sampling_task(prepared, model)])
             prepared.seal()
         yield Service(prepared, model, layers, buffers, engine, verification)

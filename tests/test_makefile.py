@@ -1,0 +1,71 @@
+"""What the Makefile installs, with a pip that only notes what it is asked for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+FAKE = """#!/bin/sh
+echo "$@" >> "$CALLS"
+case "$*" in
+  "-m venv"*) for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python"; cp "$0" "$last/bin/piecegraph" ;;
+  *pip*"$MISSING"*) exit 1 ;;
+esac
+"""  # noqa: E501
+
+
+def run_make(directory: Path, missing: str, *arguments: str) -> tuple[int, str, list[str]]:
+    """Status, output and commands of `make` where pip lacks what contains `missing`."""
+    shutil.copy(ROOT / "Makefile", directory)
+    (directory / "pyproject.toml").touch()
+    fake, calls = directory / "fake-python", directory / "calls"
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    environ = {**os.environ, "CALLS": str(calls), "MISSING": missing}
+    for name in ("MAKEFLAGS", "TORCH", "PYTHON"):
+        environ.pop(name, None)
+    done = subprocess.run(
+        ["make", f"PYTHON={fake}", *arguments],
+        cwd=directory, env=environ, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines()
+
+
+def torches(calls: list[str]) -> list[str]:
+    return [call.rpartition(" ")[2] for call in calls if ".[cli]" in call]
+
+
+def test_a_run_takes_the_cpu_build_where_there_is_one(tmp_path: Path) -> None:
+    status, output, calls = run_make(tmp_path, "nothing", "run")
+    assert status == 0, output
+    assert torches(calls) == ["torch==2.13.0+cpu"]
+    assert calls[-1] == "run"
+
+
+def test_a_run_without_that_wheel_says_so_and_takes_what_pip_has(tmp_path: Path) -> None:
+    status, output, calls = run_make(tmp_path, "torch==2.13.0+cpu", "run")
+    assert status == 0, output
+    assert "trying TORCH=torch" in output
+    assert torches(calls) == ["torch==2.13.0+cpu", "torch"]
+    assert calls[-1] == "run"
+
+
+@pytest.mark.parametrize(("missing", "tried"), [("torch==9", 1), ("torch", 1)])
+def test_a_torch_that_the_user_names_is_not_replaced(
+    tmp_path: Path, missing: str, tried: int
+) -> None:
+    status, _, calls = run_make(tmp_path, missing, "TORCH=torch==9", "run")
+    assert status != 0
+    assert torches(calls) == ["torch==9"] * tried
+
+
+def test_contributors_get_the_same_torch(tmp_path: Path) -> None:
+    status, output, calls = run_make(tmp_path, "torch==2.13.0+cpu", ".venv/.dev")
+    assert status == 0, output
+    assert calls[-1].endswith(".[dev]")
