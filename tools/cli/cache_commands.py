@@ -146,7 +146,7 @@ def verify_command(
     root = cache_directory(cache_dir)
     findings, readable = verify(root), len(manifests(root))
     facts = [{"status": f.status.name, "name": f.name, "reason": f.reason} for f in findings]
-    text = [": ".join(fact.values()) for fact in facts]
+    text = [f"{f.status.name}: {f.name}: {f.reason}" for f in findings]
     text.append(f"{readable} readable entries, {len(findings)} findings in {root}")
     say(json_path, {"readable": readable, "findings": facts}, "\n".join(text))
     return exit_status(findings)
