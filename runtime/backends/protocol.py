@@ -39,11 +39,6 @@ class Memory:
         """Bytes taken since: the larger of what the allocator and what the device says."""
         return max(self.used - before.used, self.taken - before.taken)
 
-    @property
-    def measured_free(self) -> int | None:
-        """None on a backend that has no limit."""
-        return self.free if self.free < 1 << 60 else None
-
 
 class Graph(Protocol):
     """What one capture recorded; it owns the pool memory that the capture allocated."""

@@ -9,12 +9,9 @@ cache slot.
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +22,7 @@ from ...compile.ir.locations import first_line
 from ...compile.plan.compiled_model import CompiledModel
 from ...dispatch import BatchDescriptor, DispatchPlan, RuntimeMode
 from ...errors import LayerMissing, MetadataFailed, OtherRowsWritten
-from ...torch_compat.basics.frames import is_torch_file
+from ..backends.ownership import error_line
 from ..steps.code import ModelCode
 from ..steps.forward_context import ForwardContext, forward_context
 from ..steps.preserved import preserve_contents, preserve_rows
@@ -33,8 +30,6 @@ from ..steps.static_inputs import BoundInputs, StaticInputs
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
-
-_RUNTIME = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class _Layers(Mapping[str, Any]):
@@ -96,7 +91,7 @@ class DummyBatch:
             if noting.missing is None or error.args != (noting.missing,):
                 raise
             known = ", ".join(map(str, layers)) or "none"
-            where = _user_line(error)
+            where = error_line(error)
             raise LayerMissing(where=where, layer=noting.missing, known=known) from error
         finally:
             context.layers = layers
@@ -108,7 +103,7 @@ class DummyBatch:
             raise  # not an error of the caller: a smaller batch may fit
         except Exception as error:
             raise MetadataFailed(
-                where=_user_line(error),
+                where=error_line(error),
                 mode=self.mode.name,
                 num_tokens=self.descriptor.num_tokens,
                 reason=f"{type(error).__name__}: {first_line(error)}",
@@ -178,16 +173,6 @@ def model_state(compiled: CompiledModel) -> list[Tensor]:
     if not compiled.traced:
         return list(compiled.model.buffers())
     return [compiled.weights[weight.target] for weight in compiled.plan.weights if weight.written]
-
-
-def _user_line(error: BaseException) -> str | None:
-    """file:line of the innermost frame outside torch and this package."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not is_torch_file(frame.filename) and not frame.filename.startswith(_RUNTIME)
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 
 from ...dispatch import DispatchPlan, RuntimeMode
@@ -159,91 +160,37 @@ def prune(
 ) -> list[int]:
     """Graphs to drop so that the others are forecast to take at most `limit` bytes.
 
-    If memory is left, capture them in reverse order. A size saves padding: without it its batches
-    use the next larger graph of the mode; without a larger one they use no graph, which counts like
-    padding as long as the largest batch. `traffic` counts the batches of 0, 1, … tokens; without
-    any, size n is assumed to occur with frequency 1/n. Working memory is shared, so several bounds
-    on it are compared: each leaves out the graphs that need more, and has the remainder of the
-    limit for bytes of the graphs' own.
+    If memory is left, capture them in reverse order. What saves most per byte is kept first. A size
+    saves padding: without it its batches use the next larger graph of the mode; without a larger
+    one they use no graph, which counts like padding as long as the largest batch. `traffic` counts
+    the batches of 0, 1, … tokens; without any, size n is assumed to occur with frequency 1/n.
     """
     graphs = {i: graph_of(plan, i) for i in indices}
-    if forecast.total(list(graphs.values())) <= limit:
-        return []
+    largest = max((n for _, n in graphs.values()), default=0)
     weights = traffic if any(traffic) else [1 / max(n, 1) for n in range(plan.largest + 1)]
-    value = _Value(graphs, forecast, weights)
-    best: tuple[float, list[int], list[int]] | None = None
+    up_to = list(accumulate(weights))
+    sizes: dict[RuntimeMode, list[int]] = {mode: [0] for mode, _ in graphs.values()}
+    own = {i: forecast.own(graph) for i, graph in graphs.items()}
     shared = {i: forecast.shared([graph]) for i, graph in graphs.items()}
-    for bound in sorted(set(shared.values()), reverse=True):
-        if bound <= limit:
-            fitting = [i for i in indices if shared[i] <= bound]
-            dropped = value.drop_least(fitting, limit - bound)
-            kept = [i for i in fitting if i not in dropped]
-            cost = value.cost(kept)
-            if best is None or cost < best[0]:
-                best = cost, kept, [*(i for i in indices if i not in fitting), *dropped]
-    _, kept, dropped = best or (0.0, [], list(indices))
-    for i in reversed(list(dropped)):  # keep what still fits with the others
-        if forecast.total([graphs[j] for j in (*kept, i)]) <= limit:
-            kept.append(i)
-            dropped.remove(i)
-    return dropped
+    working = 0.0
 
+    def saved_per_byte(i: int) -> tuple[float, int]:
+        """Of equal ones the smaller comes first."""
+        mode, n = graphs[i]
+        place = bisect_left(sizes[mode], n)
+        above = sizes[mode][place] if place < len(sizes[mode]) else n + largest
+        batches = up_to[n] - up_to[sizes[mode][place - 1]]
+        growth = own[i] + max(0.0, shared[i] - working)
+        return batches * (above - n) / max(1.0, growth), -n
 
-class _Value:
-    """What sets of graphs cost in padding, weighted by traffic."""
-
-    def __init__(
-        self, graphs: Mapping[int, Graph], forecast: Forecast, weights: Sequence[float]
-    ) -> None:
-        self._graphs = graphs
-        self._own = {i: forecast.own(graph) for i, graph in graphs.items()}
-        self._weight = [0.0, *accumulate(weights)]
-        self._tokens = [0.0, *accumulate(n * weight for n, weight in enumerate(weights))]
-        self._none = max((n for _, n in graphs.values()), default=0)
-        self._top = len(weights) - 1
-
-    def _by_mode(self, indices: Iterable[int]) -> dict[RuntimeMode, list[int]]:
-        modes: dict[RuntimeMode, list[int]] = {}
-        for i in sorted(indices, key=lambda i: self._graphs[i][1]):
-            modes.setdefault(self._graphs[i][0], []).append(i)
-        return modes
-
-    def _between(self, below: int, size: int) -> tuple[float, float]:
-        """Weight and tokens of the batches above `below` up to `size`."""
-        low, high = below + 1, max(size, below) + 1
-        return self._weight[high] - self._weight[low], self._tokens[high] - self._tokens[low]
-
-    def cost(self, indices: Iterable[int]) -> float:
-        """Padding of all batches up to the largest size of the plan, in every mode."""
-        by_mode, cost = self._by_mode(indices), 0.0
-        for mode in {mode for mode, _ in self._graphs.values()}:
-            below = 0
-            for i in by_mode.get(mode, []):
-                size = self._graphs[i][1]
-                weight, tokens = self._between(below, size)
-                cost, below = cost + weight * size - tokens, size
-            cost += self._between(below, self._top)[0] * self._none
-        return cost
-
-    def drop_least(self, indices: Iterable[int], room: float) -> list[int]:
-        """Graphs to drop so that own bytes fit into `room`, the least saving per byte first."""
-        kept, dropped = self._by_mode(indices), list[int]()
-        taken = sum(self._own[i] for of_mode in kept.values() for i in of_mode)
-        while taken > room:
-            _, _, mode, place = min(
-                (self._saving_per_byte(of_mode, place), -self._graphs[i][1], mode, place)
-                for mode, of_mode in kept.items()
-                for place, i in enumerate(of_mode)
-            )
-            dropped.append(kept[mode].pop(place))
-            taken -= self._own[dropped[-1]]
-            if not any(kept.values()):
-                break
-        return dropped
-
-    def _saving_per_byte(self, of_mode: Sequence[int], place: int) -> float:
-        size = self._graphs[of_mode[place]][1]
-        below = self._graphs[of_mode[place - 1]][1] if place else 0
-        above = self._graphs[of_mode[place + 1]][1] if place + 1 < len(of_mode) else 0
-        padding = above - size if above else self._none
-        return self._between(below, size)[0] * padding / max(self._own[of_mode[place]], 1.0)
+    kept, dropped, left = list[int](), list[int](), list(indices)
+    while left:
+        best = max(left, key=saved_per_byte)
+        left.remove(best)
+        if forecast.total([graphs[i] for i in (*kept, best)]) <= limit:
+            kept.append(best)
+            insort(sizes[graphs[best][0]], graphs[best][1])
+            working = max(working, shared[best])
+        else:
+            dropped.append(best)
+    return dropped[::-1]

@@ -108,11 +108,9 @@ def opening_ledger(compiled: CompiledModel, inputs: StaticInputs) -> MemoryLedge
 class MemoryPlan:
     """Bytes an engine may use if it uses the fraction `utilization` of the device.
 
-    `kv_cache` is what is left beside everything else and all graphs. Without graphs the same KV
-    cache needs only `utilization_without_graphs`. Graphs together with the KV cache that fits
-    without them need `utilization_with_graphs_added`, which can be above 1. `graphs` is a forecast
-    until all are captured; `margin` bytes, by which test probes say it may be wrong, are left free,
-    and `largest_step`, which the largest step takes while it runs without a graph: so do the runs
+    `kv_cache` is what is left beside everything else and all graphs. `graphs` is a forecast until
+    all are captured; `margin` bytes, by which test probes say it may be wrong, are left free, and
+    `largest_step`, which the largest step takes while it runs without a graph: so do the runs
     before captures. A margin above a tenth of `graphs` means that the fit is bad, which is logged.
     """
 
@@ -121,8 +119,6 @@ class MemoryPlan:
     other: int
     graphs: int
     kv_cache: int
-    utilization_without_graphs: float
-    utilization_with_graphs_added: float
     margin: int = 0
     largest_step: int = 0
 
@@ -149,8 +145,6 @@ def plan_memory(
         other=other,
         graphs=graphs,
         kv_cache=max(0, int(utilization * total) - other - graphs - margin - largest_step),
-        utilization_without_graphs=utilization - graphs / total,
-        utilization_with_graphs_added=utilization + graphs / total,
         margin=margin,
         largest_step=largest_step,
     )

@@ -93,9 +93,10 @@ def run_warmup(
     number, of = count(1), len(items) - len(skipped)
 
     def done(kind: WarmupKind, shape: str, ms: float) -> None:
-        n, free = next(number), memory().measured_free
-        records.add(WarmupStep(n, of, kind.value, shape, ms, free))
-        left = "" if free is None else f", {free} bytes free"
+        n, free = next(number), memory().free
+        limited = free < 1 << 60  # a CPU has no limit
+        records.add(WarmupStep(n, of, kind.value, shape, ms, free if limited else None))
+        left = f", {free} bytes free" if limited else ""
         show(f"{n} of {of}: {kind.value} {shape}, {ms:.1f} ms{left}")
 
     def captured(graph: CaptureRecord) -> None:
