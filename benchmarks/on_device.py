@@ -10,6 +10,7 @@ import argparse
 import gc
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import piecegraph as pg
 from piecegraph.runtime.records import CaptureFailure
@@ -34,6 +36,10 @@ def _halve(x: torch.Tensor, output: torch.Tensor, layer_name: str) -> None:
 
 
 LIBRARY.impl("on_device", _halve, "CUDA")
+
+LIBRARY.define("all_reduce(Tensor(a!) x) -> ()")
+LIBRARY.impl("all_reduce", lambda x: dist.all_reduce(x) and None, "CUDA")
+torch.library.register_fake("piecegraph_bench::all_reduce", lambda x: None, lib=LIBRARY)
 torch.library.register_fake(
     "piecegraph_bench::on_device", lambda x, output, name: None, lib=LIBRARY
 )
@@ -60,10 +66,12 @@ SMALL = Scale(layers=4, hidden=64, max_num_tokens=64, num_sizes=7, rounds=3)
 
 
 class Layers(torch.nn.Module):
-    """Two linear layers around a splitting op, `scale.layers` times."""
+    """Two linear layers around a splitting op, `scale.layers` times. With `reduces`, ranks add up
+    what the second one gives."""
 
-    def __init__(self, scale: Scale, num_splits: int | None = None) -> None:
+    def __init__(self, scale: Scale, num_splits: int | None = None, reduces: bool = False) -> None:
         super().__init__()
+        self.reduces = reduces
         self.num_splits = scale.layers if num_splits is None else num_splits
         torch.manual_seed(0)
         sides = (2 * scale.layers, scale.hidden, scale.hidden)
@@ -82,11 +90,21 @@ class Layers(torch.nn.Module):
                 output = torch.empty_like(middle)
                 torch.ops.piecegraph_bench.on_device(middle, output, str(i))
                 middle = output
-            x = x + middle @ after
+            part = middle @ after
+            if self.reduces:
+                torch.ops.piecegraph_bench.all_reduce(part)
+            x = x + part
         return x
 
 
-def prepared(scale: Scale, num_splits: int | None = None, **settings: Any) -> pg.PreparedModel:
+def prepared(
+    scale: Scale,
+    num_splits: int | None = None,
+    *,
+    model: Layers | None = None,
+    ranks: pg.Ranks | None = None,
+    **settings: Any,
+) -> pg.PreparedModel:
     """`Layers`, prepared without Inductor, so that what is measured is not its code."""
     config = pg.Config(
         splitting_ops=() if num_splits == 0 else ("piecegraph_bench::on_device",),
@@ -100,7 +118,8 @@ def prepared(scale: Scale, num_splits: int | None = None, **settings: Any) -> pg
         attention={"support": "ALWAYS"},
     )
     layers = {str(i): None for i in range(scale.layers)}
-    return pg.prepare(Layers(scale, num_splits), config.changed(**settings), layers=layers)
+    model = model or Layers(scale, num_splits)
+    return pg.prepare(model, config.changed(**settings), layers=layers, ranks=ranks)
 
 
 def captured(scale: Scale, num_splits: int | None = None, **settings: Any) -> pg.PreparedModel:
@@ -205,6 +224,30 @@ def engine_graph_beside_ours(scale: Scale) -> dict[str, Any]:
     if not worst < 1e-3:
         raise SystemExit(f"a graph beside ours differs by {worst}")
     return {"rounds": scale.rounds, "largest_difference": worst}
+
+
+def two_ranks(scale: Scale) -> dict[str, Any]:
+    """Tensor parallelism: collectives in pieces and in FULL graphs equal those of the model."""
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    torch.manual_seed(dist.get_rank())  # each rank has other weights, and the same inputs
+    model, worst = Layers(scale, reduces=True), {}
+    for mode in ("PIECEWISE", "FULL"):
+        sizes = scale.capture_sizes[:4]
+        step = prepared(scale, model=model, ranks=pg.Ranks(), graph_mode=mode, capture_sizes=sizes)
+        capture(step)
+        worst[mode] = 0.0
+        for num_tokens in (1, 3, sizes[3]):
+            generator = torch.Generator(CUDA).manual_seed(num_tokens)
+            x = torch.randn(num_tokens, scale.hidden, device=CUDA, generator=generator)
+            with torch.no_grad():
+                difference = step(x, batch=decode(num_tokens)) - model(x)
+            worst[mode] = max(worst[mode], difference.abs().max().item())
+        if not worst[mode] < 1e-3:
+            raise SystemExit(f"a captured {mode} step differs by {worst[mode]}")
+        step.close()
+    dist.destroy_process_group()
+    return {f"{mode}_largest_difference": difference for mode, difference in worst.items()}
 
 
 def step_cost(scale: Scale) -> dict[str, Any]:
@@ -347,8 +390,8 @@ def ratio(times: dict[str, float], one: str, other: str) -> float | None:
 MEASUREMENTS = {
     each.__name__: each
     for each in (
-        captured_decode, graph_bytes, plan_and_largest_step, engine_graph_beside_ours, step_cost,
-        segments, lazy_under_load, executable_update,
+        captured_decode, graph_bytes, plan_and_largest_step, engine_graph_beside_ours, two_ranks,
+        step_cost, segments, lazy_under_load, executable_update,
     )
 }  # fmt: skip
 
@@ -359,7 +402,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args(arguments)
     result = MEASUREMENTS[options.name](SMALL if options.small else DEVICE)
-    print(json.dumps(result))
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(json.dumps(result))
     return 0
 
 

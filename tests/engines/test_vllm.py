@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +256,21 @@ def test_the_example_runs(tmp_path: Path) -> None:
         [sys.executable, str(example)], capture_output=True, text=True, env=environment
     )
     assert "the same tokens; warm start: False" in done.stdout, done.stderr[-3000:]
+
+
+def test_captures_on_a_device_run_in_the_context_of_vllms_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Outside of it, custom all-reduce copies each input to registered memory first."""
+    import torch
+
+    from piecegraph.tools.integrations import vllm as integration
+
+    entered: list[torch.device] = []
+    monkeypatch.setattr(
+        integration, "graph_capture", lambda device: nullcontext(entered.append(device))
+    )
+    for name in ("cuda:1", "cpu"):
+        with integration.capture_context(torch.device(name)):
+            pass
+    assert entered == [torch.device("cuda:1")]

@@ -16,13 +16,14 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_tp_group, graph_capture
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.platforms import current_platform
 from vllm.sequence import IntermediateTensors
@@ -52,6 +53,12 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 log = logging.getLogger("piecegraph")
+
+
+def capture_context(device: torch.device) -> AbstractContextManager[Any]:
+    """What vLLM captures in: at its end custom all-reduce registers the memory of graphs."""
+    return graph_capture(device) if device.type == "cuda" else nullcontext()
+
 
 ATTENTION_OPS = (
     "vllm::unified_attention_with_output", "vllm::unified_kv_cache_update",
@@ -117,7 +124,10 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         if self.prepared is not None:
             if self.prepared.dispatcher.plan.entries:
                 try:
-                    with set_forward_context(None, self.vllm_config):
+                    with (
+                        capture_context(self.device),
+                        set_forward_context(None, self.vllm_config),
+                    ):
                         self.prepared.capture(_no_requests)
                 except PiecegraphError as error:
                     log.warning("vLLM serves without graphs: %s", error)
