@@ -40,7 +40,7 @@ MUTANTS = [
     (QUEUED, "late = _non_blocking(func, args, kwargs)", "late = False",
      f"{DELAYED} -k failure_37"),  # 38
     (QUEUED, "by is not None and by != step:", "False:", f"{DELAYED} -k kept"),
-    (QUEUED, "if queue is not None and func in _HOST_READS:", "if False:", f"{DELAYED} -k is_read"),
+    (QUEUED, "if queue is not None and func in HOST_READS:", "if False:", f"{DELAYED} -k is_read"),
     (QUEUED, "if is_composite(func):", "if False:", f"{DELAYED} -k is_read"),
     (QUEUED, "any(self._awaits(self._state, each) for each in sources)", "False",
      f"{DELAYED} -k is_read"),
@@ -50,7 +50,7 @@ MUTANTS = [
     (DELAYED_STEP, "call = replace(compiled, weights=weights).link()", "pass",
      f"{DELAYED} -k what_a_device"),
     (DELAYED_STEP, "partial(self._run, run)", "run", f"{DELAYED} -k is_read"),
-    ("tools/engine/overlap.py", "before.done.synchronize()", "pass",
+    ("tools/engine/overlap.py", "step.done.synchronize()", "pass",
      "tests/tools/test_overlap.py -k changes_no_token"),
     ("compile/verify.py", "if before.digest != after.digest:", "if False:",
      f"{LIVE}/test_verification.py -k serves_until"),

@@ -20,6 +20,11 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def evaluated(expression: int | str, values: Mapping[str, int]) -> Any:
+    """The value of a size or of a check, an expression over `values`."""
+    return expression if isinstance(expression, int) else eval(expression, {"math": math, **values})
+
+
 Path = tuple[str | int, ...]
 """Parameter name, then keys or positions into nested containers."""
 
@@ -177,8 +182,7 @@ class Plan(Frozen):
 
     def broken(self, sizes: Mapping[str, int]) -> Check | None:
         """The first check that fails at `sizes`, given by label."""
-        names = {"math": math, **sizes}
-        return next((check for check in self.checks if not eval(check.expression, names)), None)
+        return next((c for c in self.checks if not evaluated(c.expression, sizes)), None)
 
     def piece_uses(self) -> list[int]:
         """Unique piece of each piece step, in order of execution."""

@@ -204,8 +204,8 @@ COPIES = frozenset({_copy_one, _copy_flat, _copy_tree})
 """What calls an operation and copies its results to fixed memory."""
 
 
-def poison(tensor: Tensor) -> None:
-    """Overwrite `tensor` with NaN, or for integers with the value farthest out of range."""
+def poison(tensor: Tensor) -> Tensor:
+    """`tensor`, overwritten with NaN, or if of integers with the value farthest out of range."""
     if tensor.dtype.is_floating_point and tensor.element_size() == 1:
         tensor.view(torch.uint8).fill_(0x7F)  # NaN in the 8-bit formats with a sign and a NaN
     elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
@@ -215,3 +215,4 @@ def poison(tensor: Tensor) -> None:
     else:
         limits = torch.iinfo(tensor.dtype)
         tensor.fill_(limits.min or limits.max)
+    return tensor

@@ -28,6 +28,7 @@ from ...compile.ir.ops import tensors_in, written_by
 from ...errors import ResultOverwritten, RewrittenEarly
 from ...torch_compat.basics.ops import OpOverload, is_composite, is_higher_order, run_kernel
 from ...torch_compat.basics.tensors import (
+    HOST_READS,
     FakeTensorMode,
     LightDispatchMode,
     last_modes,
@@ -278,12 +279,9 @@ class _HostReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         queue = self._queue()
-        if queue is not None and func in _HOST_READS:
+        if queue is not None and func in HOST_READS:
             queue.read_on_host(args)
         return func(*args, **(kwargs or {}))
-
-
-_HOST_READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 
 
 def _leave_ended() -> None:
@@ -347,9 +345,7 @@ def _place(fake: Tensor, fakes: dict[int, Tensor]) -> Tensor:
     given = fakes.get(id(fake))
     if given is not None:
         return given
-    place = torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype)
-    poison(place)
-    return place
+    return poison(torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype))
 
 
 def _fill(func: OpOverload, args: Any, kwargs: Any, places: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...compile.conditions.conditions import checked
 from ...compile.conditions.places import reader
-from ...compile.ir.plan import Plan
+from ...compile.ir.plan import Plan, evaluated
 from ...compile.plan.compiled_model import CompiledModel
 from ...errors import ModelClosed
 from ..backends.work_queue import WorkQueue
@@ -187,13 +187,10 @@ def real_results(plan: Plan, outputs: Sequence[Any], sizes: Sequence[int]) -> tu
     """Static outputs cut to the real `sizes`, which are in the order of the plan's symbols."""
     names = {symbol.name: size for symbol, size in zip(plan.symbols, sizes, strict=True)}
 
-    def size(dim: int | str) -> int:
-        return dim if isinstance(dim, int) else int(eval(dim, {}, dict(names)))
-
     return tuple(
-        real_part(output, [size(dim) for dim in result.shape])
+        real_part(output, [evaluated(dim, names) for dim in result.shape])
         if isinstance(output, Tensor)
-        else size(result.name)
+        else evaluated(result.name, names)
         for output, result in zip(outputs, plan.results, strict=True)
     )
 

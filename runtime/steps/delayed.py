@@ -6,6 +6,7 @@ Only the replay backend has a queue, with `ReplayOptions(delay=True)`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compile.ir.plan import Plan
+from ...compile.ir.plan import Plan, evaluated
 from ...compile.plan.compiled_model import CompiledModel
+from ...torch_compat.basics.tensors import without_modes
+from ..backends.tape import poison
 from ..backends.work_queue import WorkQueue
 from .address_checks import tensors_by_path
 from .forward_context import CURRENT, ForwardContext, forward_context
@@ -23,8 +26,8 @@ from .forward_context import CURRENT, ForwardContext, forward_context
 class DelayedStep:
     """One step: `put` queues its parts, which run in the step's forward context.
 
-    Splitting ops find the metadata object of the step. What it holds beside tensors they read when
-    they run, later than on a device.
+    Splitting ops find a copy of the step's metadata, with its tensors: what else it holds they read
+    on the host, before `run` returns on a device.
     """
 
     def __init__(self, queue: WorkQueue, compiled: CompiledModel, inputs: Sequence[Tensor]) -> None:
@@ -45,9 +48,11 @@ class DelayedStep:
         self._state = [each for _, each in layers]
         self._state += [each for name, each in weights if name in written]
         self._queue = queue
-        self._context = ForwardContext(
-            context.layers, context.metadata, decision, context.num_tokens
-        )
+        try:
+            copied = deepcopy(context.metadata, {id(each): each for each in self.metadata})
+        except Exception:  # what cannot be copied is read later than on a device
+            copied = context.metadata
+        self._context = ForwardContext(context.layers, copied, decision, context.num_tokens)
 
     def put(
         self,
@@ -118,16 +123,16 @@ def _fill(
 
 
 def _empty_results(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What the code returns for `tensors`, without values."""
+    """What the code returns for `tensors`, poisoned instead of computed."""
     sizes: Mapping[str, Any] = {
         symbol.name: tensors[int(symbol.source[1:])].shape[symbol.dim] for symbol in plan.symbols
     }
 
     def empty(dtype: str | None, name: str, shape: Sequence[int | str]) -> Any:
         if dtype is None:
-            return eval(name, {}, dict(sizes))
-        dims = [eval(str(dim), {}, dict(sizes)) for dim in shape]
-        with torch.inference_mode(False):
-            return torch.empty(dims, dtype=getattr(torch, dtype))
+            return evaluated(name, sizes)
+        dims = [evaluated(dim, sizes) for dim in shape]
+        with torch.inference_mode(False), without_modes():
+            return poison(torch.empty(dims, dtype=getattr(torch, dtype)))
 
     return tuple(empty(result.dtype, result.name, result.shape) for result in plan.results)

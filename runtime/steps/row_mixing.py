@@ -10,7 +10,6 @@ breaks: see `WithoutBreaks`.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -24,7 +23,7 @@ from ...compile.eager_model import trial_run
 from ...compile.ir.config import TOKENS
 from ...compile.ir.locations import op_line
 from ...compile.ir.ops import FakeWrites, tensors_in, written_by
-from ...compile.ir.plan import CompiledRange, PieceStep, Plan
+from ...compile.ir.plan import CompiledRange, PieceStep, Plan, evaluated
 from ...compile.plan.compiled_model import CompiledModel
 from ...errors import OtherRowsWritten
 from ...torch_compat.basics.ops import OpOverload
@@ -294,8 +293,8 @@ def _weight(plan: Plan, name: str) -> str | None:
 
 
 def _at(shape: tuple[int | str, ...], sizes: Mapping[str, int], plan: Plan) -> Shape:
-    names = {"math": math, **sizes, **{s.name: sizes[s.label] for s in plan.symbols}}
-    return tuple(int(eval(str(dim), {}, names)) for dim in shape)
+    values = {**sizes, **{s.name: sizes[s.label] for s in plan.symbols}}
+    return tuple(evaluated(dim, values) for dim in shape)
 
 
 def _box(shape: Shape) -> tuple[slice, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import itertools
+import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -41,6 +43,7 @@ class Metadata:
 
     table: Tensor = field(default_factory=lambda: torch.zeros(MAX_TOKENS, 2, dtype=torch.int64))
     lens: Tensor = field(default_factory=lambda: torch.ones(MAX_TOKENS))
+    factors: list[float] = field(default_factory=lambda: [1.0])
 
 
 def attend(query: Tensor, out: Tensor) -> None:
@@ -48,7 +51,7 @@ def attend(query: Tensor, out: Tensor) -> None:
     metadata, kv = context.metadata, context.layers["kv"]
     table, lens = metadata.table[: len(query)], metadata.lens[: len(query)]
     kv.index_copy_(0, table[:, 0], query)
-    out.copy_(kv[table].sum(1) / lens[:, None])
+    out.copy_(kv[table].sum(1) / lens[:, None] * metadata.factors[0])
 
 
 class Model(nn.Module):
@@ -148,6 +151,8 @@ def test_a_step_runs_when_its_result_is_read(make_scene: Callable[..., Scene]) -
             lambda r: r.t().contiguous().t().tolist(),
             lambda r: torch.cat([r[:2] * 1, r[2:].clone()]).tolist(),
             lambda r: torch.zeros(4, HIDDEN).copy_(r).tolist(),
+            lambda r: copy.deepcopy(r).tolist(),
+            lambda r: pickle.loads(pickle.dumps(r)).tolist(),
         ]
         for inference, read in itertools.product((False, True), reads):
             kv = late.kv.clone()
@@ -163,6 +168,21 @@ def test_a_step_runs_when_its_result_is_read(make_scene: Callable[..., Scene]) -
         event = late.prepared.reads_done()
         event.synchronize()
         assert event.query()
+
+
+@pytest.mark.parametrize("mode", [GraphMode.NONE, GraphMode.PIECEWISE])
+def test_lists_in_metadata_may_be_rewritten_when_run_has_returned(
+    make_scene: Callable[..., Scene], mode: GraphMode
+) -> None:
+    """On a device the Python of a splitting op has run by then. Until the work ran, results are
+    poison in each mode."""
+    plain, late = make_scene(mode), make_scene(mode, delay=True, fail_on_early_writes=True)
+    expected = plain.step().tolist()
+    result = late.step()
+    late.metadata.factors[0] = 100.0
+    memory = (ctypes.c_float * result.numel()).from_address(result.data_ptr())
+    assert np.isnan(memory).all()
+    assert result.tolist() == expected
 
 
 @pytest.mark.parametrize("mode", GRAPH_MODES)

@@ -20,7 +20,12 @@ pytestmark = pytest.mark.compile
 
 SMALL = "layers=2,hidden=16,heads=2,kv_heads=1,intermediate=32,vocab=32"
 MODES = ["none", "piecewise", "full-decode-only", "full-and-piecewise"]
-FEATURES = [{}, {"lora": 3}, {"kv_blocks": 48, "block_size": 2, "requests": 6}]  # it preempts
+FEATURES = [
+    {},
+    {"lora": 3},
+    {"speculate": 2},
+    {"kv_blocks": 48, "block_size": 2, "requests": 6},
+]  # it preempts
 CASES = [
     (case, {"strategy": strategy, "requests": 24, **feature})
     for case, (feature, strategy) in enumerate(
@@ -100,7 +105,26 @@ def test_failure_38_one_set_of_staging_memory_is_too_few(served):
         served("full-decode-only", replay=replay, overlap=True, change=change)
 
 
+def test_speculation_overlaps_where_a_step_samples_nothing(served):
+    """The same drafts are verified, in the same steps."""
+    options = {"model": f"{SMALL},layers=1", "requests": 3, "speculate": 2, "max_num_tokens": 9}
+    mode, before = "full-and-piecewise", []
+
+    def change(engine):
+        start = engine._start
+
+        def started(previous):
+            before.append(previous is not None)
+            return start(previous)
+
+        engine._start = started
+
+    assert overlapped(served, mode, change=change, **options) == without_overlap(
+        served, mode, **options
+    )
+    assert set(before) == {True, False}
+
+
 def test_what_cannot_overlap_is_refused():
-    for other in ({"speculate": 2}, {"buckets": "exponential"}):
-        with pytest.raises(InvalidSetting, match="--overlap builds a step before"):
-            read_run_options(overlap=True, **other)
+    with pytest.raises(InvalidSetting, match="--overlap builds a step before"):
+        read_run_options(overlap=True, buckets="exponential")

@@ -2,7 +2,8 @@
 
 How many tokens a step adds is known before it has run. So the scheduler goes on with placeholders,
 the ids of the next step are taken from the sampled tokens on the device, and the host reads these
-one step later. Speculation cannot overlap: how many drafts are accepted decides the next batch.
+one step later. With speculation that holds for steps that sample nothing: how many drafts are
+accepted decides the next batch, so a step that samples ends before the next one is scheduled.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class InFlight:
     tokens: torch.Tensor
     places: list[tuple[Request, int]]
     """Where each sampled token belongs among those of its request."""
-    completed: list[Request]
+    completed: list[Request] | None
+    """None as long as the scheduler does not know how many tokens the step added."""
     done: Any
     """Of `PreparedModel.reads_done`."""
 
@@ -43,20 +45,31 @@ class OverlappingEngine(Engine):
     def step(self) -> list[Request]:
         """Start a step, then end the one before it; returns the requests that one completed."""
         self.log.began()
-        before, now = self._in_flight, None
+        before, now, completed = self._in_flight, None, list[Request]()
+        if before is not None and before.completed is None:
+            completed, before = self._end(before), None
         if self.ranks is not None or not self.scheduler.idle:
             now = self._start(before)
         if before is not None:
-            before.done.synchronize()
-            for (request, place), token in zip(before.places, before.tokens.tolist(), strict=True):
-                request.tokens[place] = token
-            self.log.ended(before.schedule, before.decision, before.completed)
-        if now is not None:
+            completed = self._end(before)
+        if now is not None and (self.scheduler.drafter is None or not now.places):
             # a token that is not known yet is -1 - n for the n-th that the step samples
             unknown = range(-1, -1 - len(now.places), -1)
             now.completed = self.scheduler.finish(now.schedule, unknown)
         self._in_flight = now
-        return before.completed if before is not None else []
+        return completed
+
+    def _end(self, step: InFlight) -> list[Request]:
+        """Wait for a step, and give its requests their tokens."""
+        step.done.synchronize()
+        tokens = step.tokens.tolist()
+        if step.completed is None:
+            step.completed = self.scheduler.finish(step.schedule, tokens)
+        else:
+            for (request, place), token in zip(step.places, tokens, strict=True):
+                request.tokens[place] = token
+        self.log.ended(step.schedule, step.decision, step.completed)
+        return step.completed
 
     def _start(self, before: InFlight | None) -> InFlight:
         schedule = self.scheduler.schedule()
@@ -70,7 +83,7 @@ class OverlappingEngine(Engine):
         sampling = (share.request for share in schedule.shares if share.samples)
         places = [(request, len(request.tokens)) for request in sampling]
         done = self.prepared.reads_done()
-        return InFlight(schedule, decision, tokens, places, [], done)
+        return InFlight(schedule, decision, tokens, places, None, done)
 
     def _work_left(self, here: bool) -> bool:
         return super()._work_left(here or self._in_flight is not None)

@@ -392,7 +392,7 @@ def _check_conflicts(options: RunOptions) -> None:
         without.append((own, "the engine that --buckets starts has no such option"))
     if options.overlap:
         reason = "--overlap builds a step before the last one's tokens are known"
-        without.append((("speculate", "buckets"), reason))
+        without.append((("buckets",), reason))
     if options.hf is not None:
         without.append((("lora", "buckets", "attention"), "a model of --hf is served without"))
     for switch in options.off:

@@ -67,6 +67,16 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 is_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
+HOST_READS = frozenset(
+    {
+        *(Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__deepcopy__),
+        # of what serializes a tensor, it alone asks for these
+        Tensor._backward_hooks.__get__,  # type: ignore[union-attr]
+    }
+)
+"""Reads of values on the host that a mode for functions sees, and no dispatch mode."""
+
+
 def leaves_with_paths(value: Any) -> list[tuple[tuple[str | int, ...], Any]]:
     """The leaves of nested containers, each with its keys, positions and attribute names."""
     flat, _ = tree_flatten_with_path(value)
