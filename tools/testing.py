@@ -1,11 +1,13 @@
 """A pytest plugin for engines: `pytest_plugins = "piecegraph.testing"` in `conftest.py`.
 
 The fixture `graph_case` runs a test once for each graph mode and strategy. `graph_case.check(make)`
-drives the engine that `make` returns through steps that find what is silent on a device.
+drives the engine that `make` returns through steps that find what is silent on a device. The work
+of a `delayed_graph_case` is delayed: an engine that overlaps must wait for `reads_done()`.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from .. import (
 )
 from ..errors import CaptureAfterSeal
 from ..runtime.steps.address_checks import tensors_by_path
+from ..torch_compat.basics.tensors import tree_map_only
 
 LENGTHS: tuple[tuple[int, ...], ...] = (
     (1,) * 7, (1,) * 3, (1,), (1,) * 4, (4, 3), (1, 1, 5), (1, 1), (3,), (1,) * 7, (1,) * 2,
@@ -90,7 +93,8 @@ class GraphCase:
 
         Checked are: captures leave live state alone, the model is sealed, each batch states the
         real counts, the best mode is used, metadata has the padded rows, and results are those of
-        the plain model. `between` is called before each step with its number.
+        the plain model; delayed ones are compared at the end. `between` is called before each step
+        with its number.
         """
         engine = make(self)
         prepared, observer = engine.prepared, _Observer()
@@ -98,6 +102,7 @@ class GraphCase:
         with _untouched(engine, "the startup captures"):
             engine.start()
         must_be_sealed(prepared)
+        comparisons: list[Callable[[], None]] = []
         for number, each in enumerate(lengths):
             between(engine, number)
             observer.metadata_faults.clear()
@@ -107,7 +112,14 @@ class GraphCase:
             self._check_decision(prepared, observer, batch, where)
             for fault in observer.metadata_faults:
                 pytest.fail(f"{where}: {fault}")
-            torch.testing.assert_close(got, expected, msg=partial("{}: {}".format, where))
+            got = tree_map_only(Tensor, Tensor.clone, got)
+            message = partial("{}: {}".format, where)
+            comparisons.append(partial(torch.testing.assert_close, got, expected, msg=message))
+            if not self.backend.options.delay:
+                comparisons.pop()()
+        for compare in comparisons:
+            compare()
+        self.backend.synchronize()
 
     def _check_decision(
         self, prepared: PreparedModel, observer: _Observer, batch: Batch, where: str
@@ -177,10 +189,14 @@ def batch_of(lengths: Sequence[int]) -> Batch:
     return Batch(sum(lengths), len(lengths), is_decode=decode, query_len=1 if decode else None)
 
 
-def case_of(graph_mode: str, strategy: str) -> GraphCase:
+def case_of(graph_mode: str, strategy: str, *, delay: bool = False) -> GraphCase:
     """One case, on a replay backend that turns silent faults into errors."""
     options = ReplayOptions(
-        poison_before_replay=True, poison_old_results=True, fail_on_moved_inputs=True
+        poison_before_replay=True,
+        poison_old_results=True,
+        fail_on_moved_inputs=True,
+        delay=delay,
+        fail_on_early_writes=delay,
     )
     return GraphCase(graph_mode, strategy, ReplayBackend(options))
 
@@ -189,3 +205,12 @@ def case_of(graph_mode: str, strategy: str) -> GraphCase:
 def graph_case(request: pytest.FixtureRequest) -> GraphCase:
     """Each graph mode and strategy in turn."""
     return case_of(*request.param)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
+def delayed_graph_case(request: pytest.FixtureRequest) -> Iterator[GraphCase]:
+    """Each graph mode and strategy in turn, with `ReplayOptions(delay=True)`."""
+    case = case_of(*request.param, delay=True)
+    yield case
+    gc.collect()  # results of a check that failed
+    case.backend.synchronize()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +60,7 @@ FAULTS = (
     "capture into a live slot",
     "wrong num_reqs",
     "forgot seal",
+    "writes the next step early",
 )
 
 
@@ -143,6 +146,7 @@ class Engine:
 
     def step(self, lengths: Any, is_decode: bool) -> tuple[Any, Any]:
         num_tokens, num_reqs = sum(lengths), len(lengths)
+        self.prepared.reads_done().synchronize()
         x = torch.randn(num_tokens, HIDDEN, generator=self.numbers)
         if self.fault == "weights replaced" and not self.first:
             self.model.up.weight = torch.nn.Parameter(torch.ones(HIDDEN, HIDDEN))
@@ -157,6 +161,8 @@ class Engine:
         metadata = self.write(lengths, decision.descriptor.num_tokens)
         result = self.prepared.run(decision, x, metadata=metadata)
         expected = self.plain(x, lengths, before)
+        if self.fault == "writes the next step early":
+            self.buffers.lens.fill_(1)
         if self.fault == "keeps results":
             result, self.kept = (result, result) if self.kept is None else (self.kept, result)
             rows, state = expected
@@ -185,17 +191,27 @@ def test_an_engine_that_is_right_passes_in_each_mode(graph_case: GraphCase) -> N
     graph_case.check(lambda case: Engine(case, None))
 
 
-def test_an_engine_that_is_right_passes() -> None:
-    case_of("FULL_AND_PIECEWISE", "lazy").check(lambda case: Engine(case, None))
+@pytest.mark.heavy
+def test_an_engine_that_waits_passes_delayed(delayed_graph_case: GraphCase) -> None:
+    delayed_graph_case.check(lambda case: Engine(case, None))
 
 
-def faults_found(fault: str, mode: str, strategy: str) -> str | None:
+@pytest.mark.parametrize("delay", [False, True])
+def test_an_engine_that_is_right_passes(delay: bool) -> None:
+    case = case_of("FULL_AND_PIECEWISE", "lazy", delay=delay)
+    case.check(lambda case: Engine(case, None))
+
+
+def faults_found(fault: str, mode: str, strategy: str, delay: bool = False) -> str | None:
     """What the plugin says of an engine with one fault."""
+    case, found = case_of(mode, strategy, delay=delay), None
     try:
-        case_of(mode, strategy).check(lambda case: Engine(case, fault))
+        case.check(lambda case: Engine(case, fault))
     except (Exception, pytest.fail.Exception) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        found = f"{type(error).__name__}: {error}"
+    gc.collect()  # results that the traceback held
+    case.backend.synchronize()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -211,8 +227,19 @@ def test_what_a_tester_missed_is_caught_by_name(fault: str, message: str) -> Non
     assert message in str(faults_found(fault, "FULL_AND_PIECEWISE", "eager"))
 
 
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_a_buffer_that_is_written_before_the_step_ran_is_caught_by_name(mode: str) -> None:
+    """Only where work is delayed."""
+    fault = "writes the next step early"
+    assert faults_found(fault, mode, "eager") is None
+    message = str(faults_found(fault, mode, "eager", delay=True))
+    assert "RewrittenEarly" in message
+    assert "metadata.lens" in message
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_of_an_engine_is_caught(fault: str) -> None:
-    caught = {case: faults_found(fault, *case) for case in CASES}
+    cases = itertools.product(CASES, (False, True))
+    caught = {(case, delay): faults_found(fault, *case, delay) for case, delay in cases}
     assert any(caught.values())
