@@ -303,6 +303,7 @@ class PreparedModel:
     def seal(self) -> None:
         """From now on nothing compiles, and only the strategy captures."""
         self._must_be_open()
+        self._graphs.regions.store()
         self._monitor.start()
 
     def accept_changes(self) -> list[str]:
@@ -441,7 +442,7 @@ class PreparedModel:
         self._graphs = Graphs(
             code, inputs, dispatcher, self.config, self.backend, self._steps.context, self.records,
             self._ranks.exchange if self._ranks else single_rank, self.usage.counts,
-            self._monitor.start,
+            self._monitor.start, self._device, self._cache,
         )  # fmt: skip
         between = self._gate or self._graphs.capturer
         self._steps.use(code, dispatcher, self._graphs.present.installed, between)

@@ -118,6 +118,16 @@ class RowsMixed(Record, event="rows_mixed", level=logging.WARNING):
     size: str
 
 
+class RegionCompiled(Record, event="region.compiled", level=logging.INFO):
+    """A function that the model compiles itself was traced for a dummy batch; unless `generated`,
+    its code was stored."""
+
+    function: str
+    where: str
+    seconds: float
+    generated: bool
+
+
 class BackgroundPhase(Record, event="background", level=logging.INFO):
     """What the thread that compiles is doing, `seconds` after the start."""
 

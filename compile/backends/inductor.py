@@ -11,7 +11,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -49,14 +49,19 @@ from ..speedups import generating_code
 
 
 @contextmanager
-def compiling() -> Iterator[None]:
+def compiling(folder: str | None = None) -> Iterator[None]:
     """Use a scratch directory for Inductor's files while the pieces of one model are compiled.
 
-    A kernel that several pieces share is compiled once.
+    A kernel that several pieces share is compiled once. What is compiled in a `folder` is found
+    again in a copy of it.
     """
-    with scratch() as folder:
+    with ExitStack() as used:
+        kept = folder is not None
+        folder = folder or used.enter_context(scratch())
         options = inductor_options(toolchain_directory(folder))
         with inductor_cache_directory(folder), options:
+            if kept:
+                used.enter_context(named_libraries())
             yield
 
 

@@ -27,6 +27,7 @@ from ..steps.code import ModelCode
 from ..steps.forward_context import ForwardContext, forward_context
 from ..steps.preserved import preserve_contents, preserve_rows
 from ..steps.static_inputs import BoundInputs, StaticInputs
+from .regions import Regions
 
 MetadataFor = Callable[[BatchDescriptor, RuntimeMode], Any]
 """Makes the metadata of a dummy batch that fills a descriptor; called before each capture."""
@@ -114,13 +115,19 @@ class DummyBatches:
     """Makes dummy batches of one model: on its static inputs, in its forward context."""
 
     def __init__(
-        self, plan: DispatchPlan, code: ModelCode, inputs: StaticInputs, context: ForwardContext
+        self,
+        plan: DispatchPlan,
+        code: ModelCode,
+        inputs: StaticInputs,
+        context: ForwardContext,
+        regions: Regions,
     ) -> None:
         self.metadata_for: MetadataFor | None = None
         self.context = context
         self._plan = plan
         self._code = code
         self._inputs = inputs
+        self._regions = regions
         self._checked = False  # all sizes run the same code
         self._refused: OtherRowsWritten | None = None
 
@@ -134,7 +141,8 @@ class DummyBatches:
         if self._refused is not None:  # the same write again changes nothing
             raise self._refused
         try:
-            with batch.in_context(self.context, self.metadata_for) as views:
+            in_context = batch.in_context(self.context, self.metadata_for)
+            with self._regions.compiling(), in_context as views:
                 yield views
         except OtherRowsWritten as error:
             self._refused = error

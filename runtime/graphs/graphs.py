@@ -8,8 +8,9 @@ from functools import partial
 
 import torch
 
+from ...cache import Cache
 from ...compile.ir.locations import first_line
-from ...config import Config, named_ops
+from ...config import Config, compile_config, named_ops
 from ...dispatch import Dispatcher
 from ...errors import AllCapturesFailed, DummyStepFailed
 from ..backends.protocol import GraphBackend
@@ -21,6 +22,7 @@ from ..steps.static_inputs import StaticInputs
 from .capturer import Capturer
 from .dummy_batch import DummyBatches
 from .graph_set import GraphSet
+from .regions import Regions
 
 
 class Graphs:
@@ -38,8 +40,11 @@ class Graphs:
         exchange: Exchange,
         counts: Callable[[int], Sequence[int]],
         on_complete: Callable[[], None],
+        device: torch.device,
+        cache: Cache,
     ) -> None:
-        self.dummies = DummyBatches(dispatcher.plan, code, inputs, context)
+        self.regions = Regions(code.compiled, compile_config(config).code, device, cache, records)
+        self.dummies = DummyBatches(dispatcher.plan, code, inputs, context, self.regions)
         self.present = GraphSet(
             code,
             self.dummies,
@@ -70,6 +75,7 @@ class Graphs:
         records, before = self._records, len(self._records.of(CaptureFailure))
         with records.events.span("capture", level=logging.INFO):
             self.capturer.startup(progress)
+        self.regions.store()
         failures = records.of(CaptureFailure)[before:]
         present = self.present.recordings()
         if failures and not present:

@@ -1,0 +1,162 @@
+"""Regions that a model which is not traced compiles itself with `torch.compile`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from piecegraph import (
+    Batch,
+    Config,
+    ForwardContext,
+    PreparedModel,
+    break_graph,
+    forward_context,
+    get_forward_context,
+    prepare,
+)
+from piecegraph.errors import WorkAfterSeal
+
+from ..conftest import strict_backend
+
+pytestmark = pytest.mark.compile
+
+
+@break_graph
+def attend(x: Tensor, out: Tensor) -> None:
+    out.copy_(x.cumsum(0) * get_forward_context().metadata["scale"].item())
+
+
+def activation(x: Tensor) -> Tensor:
+    return torch.nn.functional.silu(x) * 2
+
+
+class Regions(nn.Module):
+    """Compiles a function, a method that writes to its argument, and has a nested region."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch._dynamo.reset()
+        self.weight = nn.Parameter(torch.rand(4, 4), requires_grad=False)
+        self.act = torch.compile(activation, fullgraph=True, **options)
+        self.norm = torch.compile(self.normed, **options)
+
+    def normed(self, x: Tensor) -> Tensor:
+        x.add_(1)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    @torch.compiler.nested_compile_region
+    def nested(self, x: Tensor) -> Tensor:
+        return x.sin() + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            y = self.nested(self.act(self.norm(x + 0) @ self.weight))
+            out = torch.empty_like(y)
+            attend(y, out)
+            x = x + out
+        return x
+
+
+def prepared_for(model: nn.Module, **settings: Any) -> PreparedModel:
+    config = Config(
+        compile=False,
+        inputs={"x": "float32[num_tokens, 4]"},
+        max_num_tokens=16,
+        capture_sizes=(2, 4, 8),
+        graph_mode="PIECEWISE",
+        **{"cache": False, **settings},
+    )
+    prepared = prepare(model, config, backend=strict_backend())
+    prepared.capture(lambda descriptor, mode: {"scale": torch.tensor(1.0)})
+    return prepared
+
+
+def is_right(prepared: PreparedModel, model: nn.Module, size: int) -> str:
+    """The mode of a step whose result is that of the model run uncompiled."""
+    metadata = {"scale": torch.tensor(3.0)}
+    x = torch.randn(size, 4)
+    decision = prepared.dispatch(Batch(size, 1))
+    result = prepared.run(decision, x, metadata=metadata)
+    uncompiled = torch.compiler.set_stance("force_eager")
+    with forward_context(ForwardContext({}, metadata)), torch.no_grad(), uncompiled:
+        torch.testing.assert_close(result, model(x))
+    return decision.mode.name
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.heavy)])
+def test_regions_are_compiled_for_what_is_captured_and_no_frame_of_ours_is_traced(
+    backend: str,
+) -> None:
+    traced: list[str] = []
+
+    def note(code: Any, compiled: Any) -> None:
+        traced.append(f"{code.co_filename}:{code.co_name}")
+
+    hook = torch._dynamo.convert_frame.register_bytecode_hook(note)
+    try:
+        model = Regions(backend=backend)
+        prepared = prepared_for(model)
+        assert set(traced) == {f"{__file__}:{name}" for name in ("activation", "normed")}
+        captured = len(traced)
+        assert [is_right(prepared, model, n) for n in (3, 8, 12)] == [*["PIECEWISE"] * 2, "NONE"]
+        assert len(traced) == captured  # code of any size was compiled for the captures
+    finally:
+        hook.remove()
+    report = prepared.report()
+    assert {each["function"] for each in report["regions"]} == {"activation", "normed"}
+    assert {each["where"].rpartition(":")[0] for each in report["regions"]} == {__file__}
+    assert report["counters"]["dynamo_traces"] == captured
+
+
+def test_a_region_that_is_compiled_after_the_seal_is_an_error_that_names_it() -> None:
+    model = Regions(backend="eager", dynamic=False)
+    prepared = prepared_for(model, steps={"after_seal": "raise"})
+    prepared.seal()
+    assert is_right(prepared, model, 4) == "PIECEWISE"
+    with pytest.raises(WorkAfterSeal, match="Dynamo recompile of normed|normed at line"):
+        prepared(torch.randn(12, 4), batch=Batch(12, 1), metadata={"scale": torch.tensor(1.0)})
+
+
+PROGRAM = """
+import json, sys
+import torch
+from tests.runtime.live.test_regions import Regions, is_right, prepared_for
+
+torch.manual_seed(0)
+model = Regions(dynamic=True)
+prepared = prepared_for(model, cache_dir=sys.argv[1], cache={})
+prepared.seal()
+modes = [is_right(prepared, model, size) for size in (3, 8, 12)]
+report = prepared.report()
+generated = [each["generated"] for each in report["regions"]]
+operations = prepared.recordings()[0][1].segments[0].operations
+print(json.dumps([modes, report["counters"], generated, operations]))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_start_has_the_code_of_regions_from_our_cache(tmp_path: Path) -> None:
+    def start() -> Any:
+        root = Path(__file__).parents[3]
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path / "cache")]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    (modes, cold, generated, operations), (again, warm, loaded, _) = start(), start()
+    assert operations == 6  # add, norm, matmul, act, two of `nested`: a region's code is one
+    assert modes == again == ["PIECEWISE", "PIECEWISE", "NONE"]
+    assert all(generated)
+    assert cold["inductor_compiles"] == len(generated) > 0
+    assert not any(loaded)
+    assert warm["inductor_compiles"] == 0
+    assert len(loaded) == len(generated)
+    assert warm["cache.hit"] == 1
