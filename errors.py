@@ -263,6 +263,11 @@ class GuardUnproved(CompileError):
     )
 
 
+class IntervalsDiffer(CompileError):
+    what = "the trace for {low} to {high} tokens has other {part}: {change}"
+    todo = "Let the model read the same inputs and return results of one form for every size."
+
+
 class ShapesDiffer(CompileError):
     what = "at {sizes} the model returns {actual}, but the trace has {expected}"
     todo = "Look for squeeze() or a branch on a size of 1: they leave no guard."

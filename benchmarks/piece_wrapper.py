@@ -123,7 +123,7 @@ def wrapped_step(
         return call
 
     stitched = prepared.compiled.link(
-        piece_hook=lambda use, piece: PieceWrapper(piece, current), call_hook=call_hook
+        lambda plan: (lambda use, piece: PieceWrapper(piece, current), call_hook)
     )
 
     def step() -> Any:

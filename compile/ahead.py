@@ -25,7 +25,7 @@ from .bundle.key_factors import trace_key
 from .guards.trace_with_guards import trace_with_guards
 from .ir.compilation import LIBRARY, Blobs, CompileRequest
 from .ir.locations import first_line
-from .plan.split_model import SplitModel, split_model
+from .plan.split_model import SplitModel, conditions_of, plan_of, split_model
 
 
 def compile_ahead(request: CompileRequest) -> bool:
@@ -39,23 +39,22 @@ def compile_ahead(request: CompileRequest) -> bool:
     except Undescribable as error:
         request.record_not_cacheable([str(error)])
         return False
-    split = split_model(trace_with_guards(request), request.events)
-    compiled = compile_pieces(request, split, compiler_named(request.config.code.compiler))
-    artifacts = _with_libraries(request, split, compiled)
+    splits = split_model(trace_with_guards(request), request.events)
+    compiled = compile_pieces(request, splits, compiler_named(request.config.code.compiler))
+    artifacts = _with_libraries(request, compiled)
     if artifacts is None:
         return False
-    plan = split.plan(compiled.ranges)
+    plan = plan_of(splits, compiled.ranges)
     seconds = sum(result.seconds for result in compiled.results)
-    return store_bundle(request, key, split.conditions(), plan, artifacts, seconds)
+    return store_bundle(request, key, conditions_of(splits), plan, artifacts, seconds)
 
 
-def _with_libraries(
-    request: CompileRequest, split: SplitModel, compiled: Compiled
-) -> list[Blobs] | None:
+def _with_libraries(request: CompileRequest, compiled: Compiled) -> list[Blobs] | None:
     """The artifacts with a library each, all stored; None if one of them cannot have one."""
     artifacts = [result.blobs for result in compiled.results]
     with compiling():
-        for number, (job, result) in enumerate(zip(compiled.jobs, compiled.results, strict=True)):
+        for number, result in enumerate(compiled.results):
+            split, job = compiled.jobs[number]
             if LIBRARY not in result.blobs:
                 with _reporting_failures(request.events, job):
                     artifacts[number] = {**result.blobs, LIBRARY: _library(request, split, job)}
@@ -78,7 +77,7 @@ def _reporting_failures(events: Events, job: Job) -> Iterator[None]:
 
 def _library(request: CompileRequest, split: SplitModel, job: Job) -> bytes:
     graph = job.unique.piece.module(split.trace.graph)
-    limits = split.guards.limits()
+    limits = split.guards_of(job.unique).limits()
     if job.size is not None:
         limits |= dict.fromkeys(job.unique.piece.symbols(), (job.size, job.size))
     options = compiler_options(split, job, request.device, request.events)

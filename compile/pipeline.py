@@ -12,10 +12,11 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..cache import Key
@@ -104,7 +105,7 @@ def compile_missing(missing: NoBundle) -> CompiledModel:
 def compile_trace(request: CompileRequest, guarded: GuardedTrace) -> CompiledModel:
     """The compiled form of a graph that the caller traced; stores artifacts and no bundle."""
     with gc_paused():
-        return _compile(request, guarded, None)
+        return _compile(request, [guarded], None)
 
 
 def _cold_start(request: CompileRequest, key: Key | None) -> CompiledModel:
@@ -122,46 +123,51 @@ def _traced_and_compiled(request: CompileRequest, key: Key | None) -> CompiledMo
     from .guards.trace_with_guards import padded_instead, trace_with_guards
 
     with workers_for(request) as workers:
-        guarded = trace_with_guards(request)
+        traces = trace_with_guards(request)
         if key is not None:  # another thread may have changed settings since it was made
             key = trace_key(request.model, request.config, request.device, request.examples)
         try:
-            return _compile(request, guarded, key, workers)
+            return _compile(request, traces, key, workers)
         except PieceFailed:
-            padded = padded_instead(request, guarded)
+            padded = padded_instead(request, traces)
             if padded is None:
                 raise
-            return _compile(request, padded, key, workers)
+            return _compile(request, [padded], key, workers)
 
 
 def _compile(
-    request: CompileRequest, guarded: GuardedTrace, key: Key | None, workers: Workers | None = None
+    request: CompileRequest,
+    traces: Sequence[GuardedTrace],
+    key: Key | None,
+    workers: Workers | None = None,
 ) -> CompiledModel:
     from .backends.jobs import compile_pieces
     from .bundle.bundle import store_bundle
     from .plan.dependencies import dependencies, drawing
     from .plan.report_plan import dump_plan, report_plan
-    from .plan.split_model import split_model
+    from .plan.split_model import conditions_of, plan_of, split_model
 
     events = request.events
-    split = split_model(guarded, events)
+    splits = split_model(traces, events)
     compiler = compiler_for(request.config.code, request.dump_dir, request.cache, events)
-    compiled = compile_pieces(request, split, compiler, workers)
-    plan = split.plan(compiled.ranges)
+    compiled = compile_pieces(request, splits, compiler, workers)
+    plan, conditions = plan_of(splits, compiled.ranges), conditions_of(splits)
 
-    graph = dependencies(plan)  # raises if the plan's steps cannot run in their order
-    events.detail("piece_graph", lambda: drawing(graph))
-    report_plan(plan, events)
-    if (directory := request.dump_dir) is not None:
-        dump_plan(plan, split.trace.graph, directory)
+    for each, split in zip(plan.intervals(), splits, strict=True):
+        graph = dependencies(each)  # raises if the plan's steps cannot run in their order
+        events.detail("piece_graph", partial(drawing, graph))
+        report_plan(each, events)
+        if (directory := request.dump_dir) is not None:
+            part = directory if len(splits) == 1 else directory / f"to_{each.ranges[-1].high}"
+            dump_plan(each, split.trace.graph, part)
 
     artifacts = [made.blobs for made in compiled.results]
     seconds = sum(made.seconds for made in compiled.results)
     if key is not None:
         with events.span("cache.store", level=logging.INFO):
-            store_bundle(request, key, split.conditions(), plan, artifacts, seconds)
-    pieces, conditions = [made.fn for made in compiled.results], split.conditions().data
-    return bind(plan, pieces, request.model, from_bundle=False, conditions=conditions)
+            store_bundle(request, key, conditions, plan, artifacts, seconds)
+    pieces = [made.fn for made in compiled.results]
+    return bind(plan, pieces, request.model, from_bundle=False, conditions=conditions.data)
 
 
 def _bundle_key(request: CompileRequest, compiler: Compiler) -> Key | BundleMiss:

@@ -7,6 +7,8 @@ is generated. It imports Dynamo, so it runs beside serving or before the first s
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import starmap
 from typing import Any
 
 from ..errors import PiecegraphError
@@ -14,7 +16,7 @@ from ..torch_compat.tracing.sources import drop_sources, next_source
 from .guards.trace_with_guards import GuardedTrace, padded_instead, trace_with_guards
 from .ir.compilation import CompileRequest
 from .ir.plan import Plan
-from .plan.split_model import split_model
+from .plan.split_model import plan_of, split_model
 
 _SIZE = re.compile(r"\bs\d+\b")
 """A symbol of torch: its number says nothing."""
@@ -32,12 +34,12 @@ def first_difference(request: CompileRequest, plan: Plan) -> str | None:
     """
     first = next_source()
     try:
-        guarded = trace_with_guards(request)
-        difference = _difference(request, guarded, plan)
-        if difference is not None and guarded.unproved is not None:
+        traces = trace_with_guards(request)
+        difference = _difference(request, traces, plan)
+        if difference is not None:
             # a compiler may have refused the trace with unbacked sizes
-            padded = padded_instead(request, guarded)
-            if padded is not None and _difference(request, padded, plan) is None:
+            padded = padded_instead(request, traces)
+            if padded is not None and _difference(request, [padded], plan) is None:
                 return None
     except PiecegraphError as error:
         return f"it cannot be traced as it is now: {error}"
@@ -46,9 +48,16 @@ def first_difference(request: CompileRequest, plan: Plan) -> str | None:
     return difference
 
 
-def _difference(request: CompileRequest, guarded: GuardedTrace, plan: Plan) -> str | None:
-    traced = split_model(guarded, request.events).plan(())
+def _difference(request: CompileRequest, traces: Sequence[GuardedTrace], plan: Plan) -> str | None:
+    traced = plan_of(split_model(traces, request.events), [()] * len(traces))
     now = Plan.model_validate_json(traced.model_dump_json())  # as a bundle has it
+    if len(plan.others) != len(now.others):
+        return f"it has {1 + len(plan.others)} traces, the model has {1 + len(now.others)} now"
+    pairs = zip([plan, *plan.others], [now, *now.others], strict=True)
+    return next(filter(None, starmap(_difference_of_traces, pairs)), None)
+
+
+def _difference_of_traces(plan: Plan, now: Plan) -> str | None:
     for index, (before, after) in enumerate(zip(plan.pieces, now.pieces, strict=False)):
         if before.digest != after.digest:
             name = f"piece {index} of {len(plan.pieces)}"

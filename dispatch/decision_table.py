@@ -36,7 +36,7 @@ class Preference:
         self.plan = plan
         self.order = tuple(sorted(range(len(plan.entries)), key=self._rank))
         sizes = (entry.descriptor.num_tokens for entry in plan.entries)
-        self.least_tokens = tuple(plan.padding.least_tokens(size) for size in sizes)
+        self.least_tokens = tuple(map(plan.least_tokens, sizes))
 
     def _rank(self, graph_index: int) -> tuple[object, ...]:
         mode, key = self.plan.entries[graph_index].mode, self.plan.entries[graph_index].descriptor

@@ -80,6 +80,8 @@ class DispatchPlan:
     padding: PaddingLimit = PaddingLimit()
     min_num_tokens: int = 1
     """Smaller batches are padded to this size, also without a graph."""
+    ends: tuple[int, ...] = ()
+    """Sizes beyond which no batch is padded: the model computes in another way above them."""
 
     def __post_init__(self) -> None:
         names = [axis.name for axis in self.axes]
@@ -116,7 +118,12 @@ class DispatchPlan:
             "axes": [[axis.name, list(axis.values), axis.rounds_up] for axis in self.axes],
             "padding": [self.padding.factor, self.padding.tokens],
             **({"min_num_tokens": self.min_num_tokens} if self.min_num_tokens > 1 else {}),
+            **({"ends": list(self.ends)} if self.ends else {}),
         }
+
+    def least_tokens(self, size: int) -> int:
+        """The fewest real tokens that are padded to `size`."""
+        return max([self.padding.least_tokens(size), *(end + 1 for end in self.ends if end < size)])
 
     def without_sizes_below(self, min_num_tokens: int) -> DispatchPlan:
         """The plan for a model that takes at least `min_num_tokens`; smaller batches are padded."""

@@ -32,7 +32,7 @@ def note_failure(
     if records.of(BundleFailed):
         return
     for cause in _causes(error):
-        piece = failed_piece(cause, compiled.plan)
+        piece = failed_piece(cause)
         if piece is None or isinstance(cause, PiecegraphError | torch.OutOfMemoryError):
             continue
         reason = f"piece {piece} failed when it ran: {type(cause).__name__}: {first_line(cause)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 
@@ -42,11 +43,12 @@ def model_policy(
     lows = [symbol.low for symbol in compiled.plan.symbols if symbol.label == TOKENS]
     if not lows:
         raise without_tokens(config.inputs)
-    plan = plan.without_sizes_below(lows[0])
+    ends = tuple(trace.plan.ranges[-1].high for trace in compiled.traces()[:-1])
+    plan = replace(plan.without_sizes_below(lows[0]), ends=ends)
     pads = config.sizes.padding_limit != NO_PADDING
     if plan.entries and pads and _mixes_rows(compiled, config, device, records):
         unpadded = dispatch_plan(resolved.mode, config.changed(sizes={"padding_limit": NO_PADDING}))
-        plan = unpadded.without_sizes_below(lows[0])
+        plan = replace(unpadded.without_sizes_below(lows[0]), ends=ends)
     for size in _padded_whole(compiled, config, owned) if plan.entries else ():
         if _mixes_rows(compiled, config, device, records, size):
             plan = dispatch_plan(GraphMode.NONE, config)  # no graph has the size of a step
@@ -83,7 +85,13 @@ def _mixes_rows(
     with preserve_rng_state(), torch.no_grad():
         ops = named_ops(config.splitting_ops)
         forward = None if compiled.traced else recordable(compiled, ops)
-        pieces = find_mixed_rows(compiled, device, size=size, sentinels=sentinels, forward=forward)
+        pieces = [
+            mixed
+            for trace in compiled.traces()
+            for mixed in find_mixed_rows(
+                trace, device, size=size, sentinels=sentinels, forward=forward
+            )
+        ]
     for mixed in pieces:
         records.add(RowsMixed(mixed.piece, mixed.result, mixed.where, mixed.size))
     return bool(pieces)

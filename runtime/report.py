@@ -63,10 +63,10 @@ def build_report(
             **{name: n for name, n in sorted(counters.items()) if name.startswith("cache.")},
         },
         "pieces": {
-            "total": len(plan.piece_uses()),
-            "unique": len(plan.pieces),
+            "total": sum(len(trace.piece_uses()) for trace in plan.intervals()),
+            "unique": len({p.digest for trace in plan.intervals() for p in trace.pieces}),
             "segments": plan.segments(),
-            "ranges": [[each.low, each.high] for each in plan.ranges]
+            "ranges": [[r.low, r.high] for trace in plan.intervals() for r in trace.ranges]
             or [[symbol.low, symbol.high] for symbol in plan.symbols],
         },
         "graph_mode": {

@@ -52,37 +52,72 @@ class CompiledJob:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Jobs, the result of each, and which results serve each range."""
+    """The results of all jobs of a model, the trace and the job that each was compiled from first,
+    and for each trace which results serve its ranges."""
 
-    jobs: list[Job]
     results: list[CompiledJob]
-    ranges: list[CompiledRange]
+    jobs: list[tuple[SplitModel, Job]]
+    ranges: list[list[CompiledRange]]
 
 
 def compile_pieces(
     request: CompileRequest,
-    split: SplitModel,
+    splits: Sequence[SplitModel],
     compiler: Compiler,
     workers: Workers | None = None,
 ) -> Compiled:
-    """Load or compile every job. Raises PieceFailed and the errors of guards."""
-    with request.events.span("compile", level=logging.INFO, pieces=len(split.unique)):
-        for unique in split.unique:
-            split.guards.check_ends(unique.piece.module(split.trace.graph), f"piece {unique.index}")
-        plan = schedule(split, request.device)
-        results = {number: _load(request, job, compiler) for number, job in enumerate(plan.jobs)}
-        missing = {n: plan.jobs[n] for n, result in results.items() if result is None}
-        request.events.emit("compile.jobs", jobs=len(missing), stored=len(results) - len(missing))
-        if workers is not None and plan.machine is not None:
-            results.update(_share(request, split, compiler, missing, plan.machine, workers))
-        else:
-            results.update(_compile_here(request, split, compiler, iter(missing.items())))
-    done = [result for result in results.values() if result is not None]
-    ranges = [
-        CompiledRange(low=interval.low, high=interval.high, artifacts=numbers)
-        for interval, numbers in plan.ranges
-    ]
-    return Compiled(plan.jobs, done, ranges)
+    """Load or compile the pieces of each trace of a model; equal pieces of several traces once.
+
+    Raises PieceFailed and the errors of guards.
+    """
+    compiled = Compiled([], [], [])
+    numbers: dict[str, int] = {}
+    # the largest sizes first: code for equal pieces may depend on the size that was traced
+    for split in reversed(splits):
+        with request.events.span("compile", level=logging.INFO, pieces=len(split.unique)):
+            for unique in split.unique:
+                piece = unique.piece.module(split.trace.graph)
+                split.guards_of(unique).check_ends(piece, f"piece {unique.index}")
+            plan = schedule(split, request.device)
+            names = [
+                job.key.digest if job.key else f"{len(compiled.ranges)} {n}"
+                for n, job in enumerate(plan.jobs)
+            ]
+            new = {n: job for n, job in enumerate(plan.jobs) if names[n] not in numbers}
+            done = _compile_trace(request, split, compiler, new, plan.machine, workers)
+        for number, result in sorted(done.items()):
+            numbers[names[number]] = len(compiled.results)
+            compiled.results.append(result)
+            compiled.jobs.append((split, plan.jobs[number]))
+        ranges = [
+            CompiledRange(
+                low=interval.low,
+                high=interval.high,
+                artifacts=tuple(numbers[names[number]] for number in jobs),
+            )
+            for interval, jobs in plan.ranges
+        ]
+        compiled.ranges.insert(0, ranges)
+    return compiled
+
+
+def _compile_trace(
+    request: CompileRequest,
+    split: SplitModel,
+    compiler: Compiler,
+    jobs: Mapping[int, Job],
+    machine: Key | None,
+    workers: Workers | None,
+) -> dict[int, CompiledJob]:
+    """Load or compile jobs of a trace, by number."""
+    results = {number: _load(request, job, compiler) for number, job in jobs.items()}
+    missing = {number: jobs[number] for number, result in results.items() if result is None}
+    request.events.emit("compile.jobs", jobs=len(missing), stored=len(results) - len(missing))
+    if workers is not None and machine is not None:
+        results.update(_share(request, split, compiler, missing, machine, workers))
+    else:
+        results.update(_compile_here(request, split, compiler, iter(missing.items())))
+    return {number: result for number, result in results.items() if result is not None}
 
 
 def _load(request: CompileRequest, job: Job, compiler: Compiler) -> CompiledJob | None:
@@ -329,7 +364,7 @@ def _prove(
     def run(sizes: Mapping[sympy.Symbol, int]) -> str | None:
         return numeric_difference(load(), unique.piece.module(split.trace.graph), sizes)
 
-    return split.guards.prove_new(f"piece {unique.index}", run=run, added=added)
+    return split.guards_of(unique).prove_new(f"piece {unique.index}", run=run, added=added)
 
 
 def _record(

@@ -70,8 +70,8 @@ def schedule(split: SplitModel, device: torch.device) -> Schedule:
 
 def _jobs(split: SplitModel, interval: CompileRange, machine: Key | None) -> Iterator[Job]:
     """A job for each unique piece; without dynamic sizes a piece has one job for all ranges."""
-    limits = split.guards.limits()
     for unique in split.unique:
+        limits = split.guards_of(unique).limits()
         symbols = unique.piece.symbols()
         labels = [str(split.guards.label(symbol)) for symbol in symbols]
         passes = passes_up_to(split.config.passes, interval.high if symbols else None)

@@ -49,6 +49,8 @@ IDENTITY = "identity"
 Dynamo decides `a is b` without a guard. Objects are numbered in the order in which they are found;
 the numbers are stored apart from the tree, so that equal layers stay equal subtrees.
 """
+TRACES = "traces"
+"""The conditions of each trace, where a model has several."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,13 @@ class Conditions:
 
     data: Mapping[str, Json]
     obstacles: tuple[str, ...]
+
+    @classmethod
+    def joined(cls, traces: Sequence[Conditions]) -> Conditions:
+        """What several traces of a model rely on."""
+        obstacles = dict.fromkeys(each for trace in traces for each in trace.obstacles)
+        data: list[Json] = [dict(trace.data) for trace in traces]
+        return cls(traces[0].data if len(traces) == 1 else {TRACES: data}, tuple(obstacles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +353,10 @@ def broken_conditions(data: Any, model: torch.nn.Module) -> list[BrokenCondition
 
 
 def _broken(data: Mapping[str, Any], model: torch.nn.Module) -> Iterator[BrokenCondition]:
+    if TRACES in data:
+        for trace in data[TRACES]:
+            yield from _broken(trace, model)
+        return
     yield from filter(None, checked(data, model, sorted(data["roots"])))
     for name, recorded in data["environment"].items():
         if (now := environment.observed(name)) != recorded:
@@ -358,6 +371,10 @@ def checked(
 
     Yields those that do not hold, and None after each place, so that a check may go on later.
     """
+    if TRACES in data:
+        for trace in data[TRACES]:
+            yield from checked(trace, model, roots)
+        return
     check = _Check(data["nodes"], data["identities"])
     for root in roots:
         for _ in check.walk(data["roots"][root], root_value(root, model)):

@@ -53,7 +53,7 @@ def _difference(
 ) -> str | None:
     expected = _run(model, padded, ops)
     for size in sizes:
-        small = _first_tokens(padded, size)
+        small = padded.with_tokens(size)
         try:
             got = _run(model, small, ops)
             same_size = list(starmap(_cut, zip(got, expected, strict=False)))
@@ -82,18 +82,6 @@ def _made_up(examples: Examples, low: int) -> Examples:
         return numbers.to(tensor.device, tensor.dtype)
 
     return examples.with_tensors(made_up)
-
-
-def _first_tokens(examples: Examples, size: int) -> Examples:
-    """The same arguments with the first `size` tokens."""
-
-    def cut(tensor: Tensor, dims: Dims) -> Tensor:
-        for dim, symbol in enumerate(dims):
-            if symbol == TOKENS:
-                tensor = tensor.narrow(dim, 0, size)
-        return tensor.contiguous()
-
-    return examples.with_tensors(cut)
 
 
 def _run(model: torch.nn.Module, examples: Examples, ops: set[Any]) -> list[Any]:

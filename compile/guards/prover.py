@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -23,6 +23,7 @@ from ...events import Events
 from ...torch_compat.basics.symbolic import (
     Located,
     deferred_asserts,
+    forget_assumptions,
     holds_by_intervals,
     narrowed_range,
     python_text,
@@ -109,6 +110,17 @@ def first_from_which_it_holds(expression: sympy.Basic, ranges: Ranges) -> int | 
     return last_failing + 1 if low <= last_failing < high else None
 
 
+def interval_around(
+    size: int, conditions: Sequence[sympy.Basic], limits: tuple[int, int]
+) -> tuple[int, int]:
+    """The sizes around `size`, at which conditions on `num_tokens` hold, up to where one fails."""
+    symbol = [sympy.Symbol(TOKENS, integer=True)]
+    tests = [_predicate(condition, symbol) for condition in conditions]
+    below = itertools.takewhile(lambda n: all(t(n) for t in tests), range(size, limits[0] - 1, -1))
+    above = itertools.takewhile(lambda n: all(t(n) for t in tests), range(size, limits[1] + 1))
+    return min(below, default=size), max(above, default=size)
+
+
 def _landmarks(span: range) -> list[int]:
     """Sizes at which guards often fail: both ends, powers of two and their neighbors."""
     powers = [2**k + d for k in range(21) for d in (-1, 0, 1)]
@@ -190,6 +202,17 @@ class GuardProver:
             if difference := difference_at(piece, sizes):
                 self._differs(difference, {self._labels[s]: n for s, n in sizes.items()}, origin)
 
+    def serve(self, low: int, high: int) -> None:
+        """Prove guards for these token counts from now on."""
+        self._config = replace(self._config, min_num_tokens=low, max_num_tokens=high)
+
+    def forget_assumptions(self, low: int, high: int) -> None:
+        """Forget the guards that were proved: pieces are compiled for tokens from `low` to `high`,
+        and need not hold for the sizes of the trace only."""
+        for symbol in (s for s, name in self._labels.items() if str(name) == TOKENS):
+            forget_assumptions(self._env, symbol, low, high)
+        self._read = 0
+
     def limits(self) -> Ranges:
         """The served range of each symbol, without those that equal another symbol."""
         base = [symbol for symbol in self._labels if self._env.replace(symbol) == symbol]
@@ -217,7 +240,9 @@ class GuardProver:
         fixed = {
             symbol: (value, where)
             for symbol, (value, where) in replaced_symbols(self._env).items()
-            if value.is_Integer and symbol in self._labels
+            if value.is_Integer
+            and symbol in self._labels
+            and self._config.limits(str(self._labels[symbol])) != (value, value)
         }
         for symbol, (value, where) in fixed.items():
             # sizes that are equal become numbers together: the guard has the line that caused it
@@ -258,7 +283,7 @@ class GuardProver:
     def _apply_policy(self, unproved: Guard, error: CompileError, text: str) -> None:
         """Raise, check at run time or drop a guard that is not proved."""
         match self._config.guards:
-            case GuardPolicy.PROVE:
+            case GuardPolicy.PROVE | GuardPolicy.SPLIT:
                 raise error
             case GuardPolicy.CHECK:
                 self.unproved.append(unproved)

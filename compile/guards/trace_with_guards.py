@@ -4,26 +4,35 @@ Torch's own layout decisions put guards on sizes that the model does not depend 
 transposed tensor asks whether a size is 1. A trace that fails for that reason is tried once more
 with unbacked sizes, for which torch cannot ask; a trace that succeeds there holds for every size.
 If that fails too, and the guard fails only for small sizes, smaller batches are padded.
+
+Under the policy `split` there is no padding but one trace for each interval of token counts on
+which its guards hold. A trace serves the sizes around that of its example, up to where a guard
+fails; what is left over is traced again.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ...errors import CompileError, GuardUnproved
+from ...errors import CompileError, GuardUnproved, Specialized
 from ...torch_compat.basics.settings import global_state
 from ...torch_compat.basics.symbolic import state_equal
 from ..ir.compilation import CompileRequest
-from ..ir.config import TOKENS, CompileConfig, DynamicShapes
+from ..ir.config import TOKENS, CompileConfig, DynamicShapes, GuardPolicy
 from ..trace.dynamo import Trace, trace
-from ..trace.size_asserts import take_size_asserts
+from ..trace.examples import example_inputs, example_size
+from ..trace.size_asserts import SizeAssert, take_size_asserts
 from ..trace.symbols import argument_sizes, symbol_labels
 from .low_end import padding_difference
-from .prover import GuardProver
+from .prover import GuardProver, interval_around
+
+MAX_INTERVALS = 8
+"""Traces of one model, at most."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +46,19 @@ class GuardedTrace:
     """The guard of an earlier trace, for which this one was made with unbacked sizes."""
 
 
-def trace_with_guards(request: CompileRequest, attempts: int = 3) -> GuardedTrace:
-    """Raises GuardUnproved and Specialized under the policy `prove`, and the errors of `trace`.
+def trace_with_guards(request: CompileRequest, attempts: int = 3) -> list[GuardedTrace]:
+    """One trace; under the policy `split` one for each interval of token counts, ascending.
+
+    Raises GuardUnproved and Specialized under the policy `prove`, and the errors of `trace`.
 
     A trace during which another thread changed a setting of torch is of no setting: it is repeated.
     """
     before = global_state()
     try:
-        guarded: GuardedTrace | CompileError = _proved(request)
+        splits = request.config.guards is GuardPolicy.SPLIT
+        guarded: list[GuardedTrace] | CompileError = (
+            _split(request) if splits else [_proved(request)]
+        )
     except CompileError as error:
         guarded = error
     if global_state() != before and attempts > 1:
@@ -73,10 +87,11 @@ def _proved(request: CompileRequest) -> GuardedTrace:
         return replace(unbacked, unproved=unproved)
 
 
-def padded_instead(request: CompileRequest, guarded: GuardedTrace) -> GuardedTrace | None:
+def padded_instead(request: CompileRequest, traces: Sequence[GuardedTrace]) -> GuardedTrace | None:
     """A trace to use where a compiler cannot compile one with unbacked sizes; None if there is
     none. Inductor, for example, cannot lay out a convolution whose length it may not compare."""
-    return None if guarded.unproved is None else _padded_trace(request, guarded.unproved)
+    unproved = traces[0].unproved
+    return None if unproved is None else _padded_trace(request, unproved)
 
 
 def _padded_trace(request: CompileRequest, unproved: GuardUnproved) -> GuardedTrace | None:
@@ -109,13 +124,98 @@ def _low_end(unproved: GuardUnproved) -> int | None:
     return low if unproved.facts["symbol"] == TOKENS else None
 
 
+def _split(request: CompileRequest) -> list[GuardedTrace]:
+    """The traces that serve the range, each on an interval of token counts.
+
+    Raises GuardUnproved for a guard on anything else, and for more intervals than MAX_INTERVALS.
+    """
+    if request.config.code.dynamic_shapes is DynamicShapes.BACKED:  # assumes sizes above 1
+        request = _with(request, DynamicShapes.BACKED_SIZE_OBLIVIOUS)
+    limits = request.config.limits(TOKENS)
+    remaining, traces = [limits], list[GuardedTrace]()
+    while remaining:
+        low, high = remaining.pop()
+        guarded, failed = _around_example(_sized(request, low, high))
+        traces.append(guarded)
+        first, last = guarded.config.limits(TOKENS)
+        spans = (low, first - 1), (last + 1, high)
+        remaining += [span for span in spans if span[0] <= span[1]]
+        if failed is not None and len(traces) + len(remaining) > MAX_INTERVALS:
+            bound = f"choose by at most {MAX_INTERVALS} intervals of num_tokens, "
+            raise type(failed)(where=failed.where, **failed.facts | {"remedy": bound})
+    if len(traces) > 1:
+        for guarded in traces:
+            if guarded.config.code.dynamic_shapes is not DynamicShapes.UNBACKED:
+                guarded.guards.forget_assumptions(*limits)
+    return sorted(traces, key=lambda each: each.config.limits(TOKENS))
+
+
+def _around_example(
+    request: CompileRequest,
+) -> tuple[GuardedTrace, GuardUnproved | Specialized | None]:
+    """A trace for the interval around its example on which its guards hold, and the error of one
+    that does not hold beyond it."""
+    traced = trace(request)
+    _state_equal_sizes(traced)
+    asserts = take_size_asserts(traced.graph.graph, symbol_labels(traced))
+    size = traced.examples.size_of(TOKENS)
+    try:
+        return _with_proof(traced, asserts, request), None
+    except Specialized as error:
+        return _with_proof(traced, asserts, _within(request, size, size)), error
+    except GuardUnproved as error:
+        unproved = error
+    try:
+        return _traced(_with(request, DynamicShapes.UNBACKED)), None
+    except CompileError:
+        pass
+    checking = replace(request, config=replace(request.config, guards=GuardPolicy.CHECK))
+    conditions = [
+        each.expression for each in _with_proof(traced, asserts, checking).guards.unproved
+    ]
+    if any({str(s) for s in each.free_symbols} != {TOKENS} for each in conditions):
+        raise unproved
+    interval = interval_around(size, conditions, request.config.limits(TOKENS))
+    return _with_proof(traced, asserts, _within(request, *interval)), unproved
+
+
+def _sized(request: CompileRequest, low: int, high: int) -> CompileRequest:
+    """`request` for these token counts, with examples of such a size."""
+    examples = example_inputs(request.model, request.config, request.device, request.examples)
+    if not low <= examples.size_of(TOKENS) <= high:
+        others = {examples.size_of(each) for each in examples.symbols.values() if each != TOKENS}
+        examples = examples.with_tokens(example_size(low, high, others))
+    return replace(_within(request, low, high), examples=examples.call_arguments())
+
+
+def _within(request: CompileRequest, low: int, high: int) -> CompileRequest:
+    """`request` for these token counts."""
+    config = request.config
+    return replace(
+        request,
+        config=replace(
+            config,
+            min_num_tokens=low,
+            max_num_tokens=high,
+            guards=GuardPolicy.PROVE,
+            ranges=tuple(end for end in config.ranges if low <= end < high),
+            sizes=tuple(size for size in config.sizes if low <= size <= high),
+        ),
+    )
+
+
 def _traced(request: CompileRequest) -> GuardedTrace:
     traced = trace(request)
     _state_equal_sizes(traced)
+    asserts = take_size_asserts(traced.graph.graph, symbol_labels(traced))
+    return _with_proof(traced, asserts, request)
+
+
+def _with_proof(traced: Trace, asserts: list[SizeAssert], request: CompileRequest) -> GuardedTrace:
     labels = symbol_labels(traced)
     guards = GuardProver(traced.shape_env, labels, request.config, request.events)
     guards.check_symbols()
-    guards.prove_new("dynamo", take_size_asserts(traced.graph.graph, labels))
+    guards.prove_new("dynamo", asserts)
     if request.config.code.dynamic_shapes is DynamicShapes.BACKED:
         # Dynamo assumes that a backed size is at least 2 and records no guard for it. A second
         # trace without the assumption yields the guards that are missing here.

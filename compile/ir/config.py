@@ -33,9 +33,11 @@ class DynamicShapes(StrEnum):
 
 
 class GuardPolicy(StrEnum):
-    """What happens to a shape guard: proved at prepare, checked at each step, or dropped."""
+    """What happens to a shape guard: proved at prepare, by one trace or by one for each interval of
+    token counts, checked at each step, or dropped."""
 
     PROVE = "prove"
+    SPLIT = "split"
     CHECK = "check"
     DROP = "drop"
 
@@ -93,8 +95,9 @@ class Tracing(Settings):
 
     guards: GuardPolicy = GuardPolicy.PROVE
     """What happens to a condition on sizes that the trace relies on: it is proved at prepare
-    (`"prove"`), or checked at each step, where sizes that break it raise GuardBroken (`"check"`),
-    or dropped (`"drop"`, which allows wrong results)."""
+    (`"prove"`), or there is one trace for each of at most 8 intervals of token counts on which it
+    holds (`"split"`), or it is checked at each step, where sizes that break it raise GuardBroken
+    (`"check"`), or dropped (`"drop"`, which allows wrong results)."""
 
     @field_validator("symbol_limits")
     @classmethod

@@ -179,6 +179,18 @@ class Plan(Frozen):
     shapes: dict[str, str] = {}
     """Dtype and shape of each intermediate value, as text."""
     guards: tuple[GuardRecord, ...] = ()
+    others: tuple[Plan, ...] = ()
+    """Plans for token counts that the steps of this one do not serve, from traces of their own."""
+
+    def intervals(self) -> list[Plan]:
+        """The plans of all traces, by the token counts that they serve, ascending."""
+        plans = [self, *self.others]
+        return sorted(plans, key=lambda plan: plan.ranges[0].high) if self.others else plans
+
+    def at(self, num_tokens: int) -> Plan:
+        """The plan whose steps serve a number of tokens."""
+        plans = self.intervals()
+        return next((p for p in plans if num_tokens <= p.ranges[-1].high), plans[-1])
 
     def broken(self, sizes: Mapping[str, int]) -> Check | None:
         """The first check that fails at `sizes`, given by label."""
@@ -201,8 +213,9 @@ class Plan(Frozen):
         """For each artifact the positions of its size arguments."""
         return {
             artifact: piece.sizes
-            for interval in self.ranges
-            for artifact, piece in zip(interval.artifacts, self.pieces, strict=True)
+            for plan in (self, *self.others)
+            for interval in plan.ranges
+            for artifact, piece in zip(interval.artifacts, plan.pieces, strict=True)
         }
 
     def token_source(self) -> tuple[int, int]:

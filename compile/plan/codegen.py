@@ -50,17 +50,17 @@ def build_step(
         bound[f"c{use}"] = call_hook(use, op) if call_hook else op
     text, constants = step_source(plan)
     bound.update(constants)
-    namespace: dict[str, Any] = {}
+    namespace: dict[str, Any] = {"plan": plan}
     exec(compile(text, STEP_FILE, "exec"), namespace)
     step: StepFn = namespace["link"](**bound)
     return step
 
 
-def failed_piece(error: BaseException, plan: Plan) -> int | None:
-    """The piece step of `plan` that `error` was raised in; None for any other place."""
-    lines = step_source(plan)[0].splitlines()
+def failed_piece(error: BaseException) -> int | None:
+    """The piece step of a plan that `error` was raised in; None for any other place."""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename == STEP_FILE:
+            lines = step_source(frame.f_globals["plan"])[0].splitlines()
             called = _PIECE.search(lines[line - 1])
             return int(called[1]) if called else None
     return None

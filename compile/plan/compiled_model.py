@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,18 +35,23 @@ class CompiledModel:
     sources: range = range(0)
     """Numbers of the source texts of graphs that torch keeps for it; see `drop_sources`."""
 
-    def link(self, piece_hook: Hook | None = None, call_hook: Hook | None = None) -> StepFn:
+    def link(self, hooks: Callable[[Plan], tuple[Hook, Hook]] | None = None) -> StepFn:
         """The function from the plan's input tensors to its results; see `build_step`.
 
-        With several ranges it chooses by the size it is called with.
+        With several ranges it chooses by the size it is called with. `hooks` gives those of each
+        trace.
         """
-        steps = []
-        for interval in self.plan.ranges:
-            pieces = [self.pieces[artifact] for artifact in interval.artifacts]
-            steps.append(build_step(self.plan, pieces, self.weights, piece_hook, call_hook))
+        steps, ends = [], []
+        for plan in self.plan.intervals():
+            takes = [[item.path for item in self.plan.inputs].index(i.path) for i in plan.inputs]
+            for interval in plan.ranges:
+                pieces = [self.pieces[artifact] for artifact in interval.artifacts]
+                call = build_step(plan, pieces, self.weights, *(hooks(plan) if hooks else ()))
+                in_order = takes == list(range(len(self.plan.inputs)))
+                steps.append(call if in_order else _taking(call, takes))
+                ends.append(interval.high)
         if len(steps) == 1:
             return steps[0]
-        ends = [interval.high for interval in self.plan.ranges]
         source, dim = self.plan.token_source()
 
         def step(*inputs: torch.Tensor) -> tuple[Any, ...]:
@@ -54,9 +59,18 @@ class CompiledModel:
 
         return step
 
+    def traces(self) -> list[CompiledModel]:
+        """The model once for each trace, for what looks at its steps."""
+        return [replace(self, plan=plan) for plan in self.plan.intervals()]
+
     def rebound(self) -> CompiledModel:
         """The same plan and pieces with the model's current weights; raises ModelMismatch."""
         return replace(self, weights=weights_of(self.model, self.plan))
+
+
+def _taking(step: StepFn, places: Sequence[int]) -> StepFn:
+    """`step` for the inputs at `places`."""
+    return lambda *inputs: step(*[inputs[place] for place in places])
 
 
 def bind(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ...cache.keys.encoder import Undescribable
 from ...events import Events, trace_artifact
 from ..conditions.conditions import Conditions
 from ..guards.prover import GuardProver
 from ..guards.trace_with_guards import GuardedTrace
-from ..ir.config import CompileConfig
+from ..ir.config import TOKENS, CompileConfig, DynamicShapes
 from ..ir.locations import graph_source
 from ..ir.plan import CompiledRange, Plan
 from ..pieces.contexts import check_contexts, resolve_contexts
@@ -23,6 +23,7 @@ from ..pieces.split import split
 from ..trace.dynamo import Trace
 from ..trace.examples import Leaf
 from ..trace.splitting import Predicate, is_splitting
+from .join_plans import join_plans
 from .plan_builder import PlanBuilder, base_symbols
 
 
@@ -46,6 +47,16 @@ class SplitModel:
     unique: list[UniquePiece]
     guards: GuardProver
     config: CompileConfig
+    served: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By content hash the token counts of all traces of a model that have the piece."""
+
+    def guards_of(self, unique: UniquePiece) -> GuardProver:
+        """The prover, for the token counts that the code of a piece serves."""
+        low, high = self.config.limits(TOKENS)
+        if self.config.code.dynamic_shapes is not DynamicShapes.UNBACKED:
+            low, high = self.served.get(unique.digest, (low, high))
+        self.guards.serve(low, high)
+        return self.guards
 
     def conditions(self) -> Conditions:
         """What a bundle of the model relies on; a piece without a description is an obstacle."""
@@ -60,8 +71,30 @@ class SplitModel:
         return self.planner.plan(pieces, ranges, unproved, records)
 
 
-def split_model(guarded: GuardedTrace, events: Events) -> SplitModel:
-    """Raises UnknownSplittingOp for a rule that does not fit the graph."""
+def plan_of(splits: Sequence[SplitModel], ranges: Sequence[Sequence[CompiledRange]]) -> Plan:
+    """The plan of all traces of a model, given what serves each; raises IntervalsDiffer."""
+    plans = [split.plan(served) for split, served in zip(splits, ranges, strict=True)]
+    return join_plans(plans, [split.config.limits(TOKENS) for split in splits])
+
+
+def conditions_of(splits: Sequence[SplitModel]) -> Conditions:
+    """What a bundle of the model relies on."""
+    return Conditions.joined([split.conditions() for split in splits])
+
+
+def split_model(traces: Sequence[GuardedTrace], events: Events) -> list[SplitModel]:
+    """Each trace of a model. Raises UnknownSplittingOp for a rule that does not fit a graph."""
+    models = [_split_trace(each, events) for each in traces]
+    served: dict[str, tuple[int, int]] = {}
+    for model in models:
+        low, high = model.config.limits(TOKENS)
+        for unique in model.unique:
+            first, last = served.get(unique.digest, (low, high))
+            served[unique.digest] = min(first, low), max(last, high)
+    return [replace(model, served=served) for model in models]
+
+
+def _split_trace(guarded: GuardedTrace, events: Events) -> SplitModel:
     traced, config = guarded.trace, guarded.config
     trace_artifact("graph", lambda: graph_source(traced.graph))
     with events.span("split", level=logging.INFO):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, get_type_hints
 
@@ -31,7 +31,7 @@ from ..ir.serialization import dtype_name, encode
 
 # Sizes that no model treats specially: a guard such as T % 8 == 0 must fail and be reported.
 # Independent sizes differ where their limits allow it, so that no equality holds by accident.
-_SIZES = (17, 19, 23, 29, 31, 37, 13, 11, 7, 5)
+_SIZES = (17, 19, 23, 29, 31, 37, 13, 11, 7, 5, 67, 131, 257, 521, 1031, 2053, 4099, 8209)
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,24 @@ class Examples:
             return change(value, [self.symbols.get((label, dim)) for dim in range(value.dim())])
 
         return replace(self, arguments=tree_map(changed, self.arguments))
+
+    def with_tokens(self, num_tokens: int) -> Examples:
+        """The same with the first `num_tokens` tokens, repeated where there are fewer."""
+
+        def sized(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
+            for dim, symbol in enumerate(dims):
+                if symbol == TOKENS:
+                    rows = torch.arange(num_tokens, device=tensor.device) % tensor.size(dim)
+                    tensor = tensor.index_select(dim, rows)
+            return tensor
+
+        return self.with_tensors(sized)
+
+    def size_of(self, symbol: str) -> int:
+        """The size that a declared symbol has."""
+        sizes = {leaf.label: leaf.value for leaf in self.leaves()}
+        place = next(place for place, name in self.symbols.items() if name == symbol)
+        return int(sizes[place[0]].size(place[1]))
 
 
 def leaves(arguments: dict[str, Any]) -> list[Leaf]:
@@ -226,10 +244,14 @@ def symbol_sizes(config: CompileConfig) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name in names:
         low, high = config.limits(name)
-        candidates = itertools.chain(_SIZES, range(high, low - 1, -1))
-        unused = (n for n in candidates if low <= n <= high and n not in sizes.values())
-        sizes[name] = next(unused, high)
+        sizes[name] = example_size(low, high, sizes.values())
     return sizes
+
+
+def example_size(low: int, high: int, taken: Collection[int] = ()) -> int:
+    """A size to trace with, if possible none of those that are `taken`."""
+    candidates = itertools.chain(_SIZES, range(high, low - 1, -1))
+    return next((n for n in candidates if low <= n <= high and n not in taken), high)
 
 
 def _inferred(found: list[Leaf]) -> dict[str, InputSpec]:

@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from ...compile.ir.locations import op_line
 from ...compile.ir.ops import resolve_op, tensors_in
+from ...compile.ir.plan import Plan
+from ...compile.plan.codegen import Hook
 from ...compile.plan.compiled_model import CompiledModel
 from ...errors import HostReadInCapture
 from ...torch_compat.basics.ops import CALL_OP, OpOverload, ops_through
@@ -101,17 +103,19 @@ def opaque_piece(fn: Callable[..., R], text: str = "") -> Callable[..., R]:
     return piece
 
 
+def _record_hooks(plan: Plan) -> tuple[Hook, Hook]:
+    """The hooks of `CompiledModel.link` with which pieces and splitting ops are recorded."""
+    texts = [plan.pieces[piece].text for piece in plan.piece_uses()]
+    return lambda use, piece: opaque_piece(piece, texts[use]), lambda use, op: break_graph(op)
+
+
 def recordable(compiled: CompiledModel, splitting_ops: Sequence[str]) -> Callable[..., Any]:
     """The function to record: from the plan's input tensors to its results.
 
     Of a model that is not traced, each code of a region that it compiles is one operation.
     """
     if compiled.traced:
-        texts = [compiled.plan.pieces[piece].text for piece in compiled.plan.piece_uses()]
-        return compiled.link(
-            piece_hook=lambda use, piece: opaque_piece(piece, texts[use]),
-            call_hook=lambda use, op: break_graph(op),
-        )
+        return compiled.link(_record_hooks)
     forward, calls = compiled.link(), dict[Any, Fn]()
     for op in map(resolve_op, splitting_ops):
         assert isinstance(op, OpOverload)

@@ -106,7 +106,7 @@ class GraphSet:
             self._report_unwatched(recording, checked)
         recording.metadata = None
         if self._code.ranged:
-            name_segments(recording, plan)
+            self._name_segments(graph_index, recording)
         python = self._runs_python or _breaks(recording)
         parts = recording, inputs, addresses, metadata, python
         if self._queue is None:
@@ -137,11 +137,15 @@ class GraphSet:
     def set_ranges(self, on: bool) -> None:
         """Put what replays run into ranges for profilers, or no longer."""
         self._code.set_ranges(on)
-        for _, recording in self.recordings():
+        for graph_index, recording in self.recordings():
             if on:
-                name_segments(recording, self._code.compiled.plan)
+                self._name_segments(graph_index, recording)
             else:
                 recording.link()
+
+    def _name_segments(self, graph_index: int, recording: Recording) -> None:
+        size = self._dispatcher.plan.entries[graph_index].descriptor.num_tokens
+        name_segments(recording, self._code.compiled.plan.at(size))
 
     def close(self) -> None:
         """Forget the code. All recordings were removed."""

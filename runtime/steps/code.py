@@ -66,7 +66,7 @@ class ModelCode:
     def bind(self, compiled: CompiledModel) -> None:
         """Use and watch the weights that `compiled` is bound to."""
         self.compiled = compiled
-        self.call = compiled.link(*(range_hooks(compiled.plan) if self.ranged else ()))
+        self.call = compiled.link(range_hooks if self.ranged else None)
         if self._queue is not None:
             self.call = delayed_code(self._queue, compiled, self.call)
         placed = {each.target: each.place for each in compiled.plan.weights if each.place}

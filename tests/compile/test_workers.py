@@ -211,7 +211,7 @@ def real() -> Iterator[tuple[Workers, SplitModel]]:
     request = CompileRequest(Ops(), config, Cache(None, events), events, CPU)
     start = dump_plain(Start(process_state(), CPU, nice=3))
     workers = Workers(1, start, command())
-    yield workers, split_model(trace_with_guards(request), events)
+    yield workers, split_model(trace_with_guards(request), events)[0]
     workers.close()
     while workers.processes:
         time.sleep(0.01)

@@ -45,8 +45,8 @@ def facts_of_trace(model: nn.Module, **settings: Any) -> tuple[dict[str, Any], i
     given = {"max_num_tokens": 64, "inputs": X, "splitting_ops": MIX, **settings}
     config, events = compile_config(Config(**given)), Events()
     request = CompileRequest(model, config, Cache(None, events), events, CPU, None, None)
-    guarded = trace_with_guards(request)
-    unique = [each.digest for each in split_model(guarded, events).unique]
+    (guarded,) = traces = trace_with_guards(request)
+    unique = [each.digest for each in split_model(traces, events)[0].unique]
     trace, data = guarded.trace, guarded.trace.conditions.data
     facts = {
         "graph": canonical_text(trace.graph.graph, trace.graph),

@@ -114,11 +114,20 @@ class PieceSearch:
         self._config = compile_config(case.config)
         examples = None if case.config.inputs else _arguments(case, 0)
         device = next(iter(case.model.parameters()), torch.empty(0)).device
-        self.pieces: list[DebugPiece] = debug_pieces(case.model, self._config, device, examples)
+        self.pieces = debug_pieces(case.model, self._config, device, examples)
+
+    def pieces_at(self, num_tokens: int) -> list[DebugPiece]:
+        """The pieces that run in steps of this size, as the plan for it numbers them."""
+        plan = self._prepared.compiled.plan
+        return self.pieces[plan.intervals().index(plan.at(num_tokens))]
+
+    def _piece(self, use: int, num_tokens: int) -> DebugPiece:
+        uses = self._prepared.compiled.plan.at(num_tokens).piece_uses()
+        return self.pieces_at(num_tokens)[uses[use]]
 
     def find(self, use: int, *, step: int, num_tokens: int) -> tuple[str | None, str | None, str]:
         """Operator, pass and note for the piece of `use`, which is wrong in `step`."""
-        piece = self.pieces[self._prepared.compiled.plan.piece_uses()[use]]
+        piece = self._piece(use, num_tokens)
         values = self.inputs_of(step, use)
         with self._context_of(step):
             return self.find_in(piece, values, num_tokens)
@@ -147,9 +156,9 @@ class PieceSearch:
 
     def mixing_operator(self, use: int, step: int, padded: int) -> str | None:
         """The first operator of a piece whose real rows depend on the contents of the padding."""
-        piece = self.pieces[self._prepared.compiled.plan.piece_uses()[use]]
-        values = self.inputs_of(step, use)
         size = self._case.steps[step].batch.num_tokens
+        piece = self._piece(use, size)
+        values = self.inputs_of(step, use)
         if not padded > size:
             return None
         with self._context_of(step):
@@ -184,9 +193,15 @@ class PieceSearch:
             return call
 
         case, compiled = self._case, self._prepared.compiled
-        piece_of = {a: piece for s in compiled.plan.ranges for piece, a in enumerate(s.artifacts)}
-        graphs = tuple(self.pieces[piece_of[a]].graph for a in range(len(compiled.pieces)))
-        run = replace(compiled, pieces=tuple(map(_taking_a_list, graphs))).link(piece_hook=hook)
+        graphs = {
+            artifact: piece.graph
+            for plan, pieces in zip(compiled.plan.intervals(), self.pieces, strict=True)
+            for span in plan.ranges
+            for artifact, piece in zip(span.artifacts, pieces, strict=True)
+        }
+        of_artifacts = (graphs[artifact] for artifact in range(len(compiled.pieces)))
+        eager = replace(compiled, pieces=tuple(map(_taking_a_list, of_artifacts)))
+        run = eager.link(lambda plan: (hook, lambda use, op: op))
         for each in range(step + 1):
             args, kwargs = _arguments(case, each)
             bound = inspect.signature(case.model.forward).bind(*args, **kwargs)

@@ -51,22 +51,24 @@ def debug_pieces(
     config: CompileConfig,
     device: torch.device,
     examples: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
-) -> list[DebugPiece]:
-    """Trace and split `model`; the unique pieces in the order in which a plan numbers them.
+) -> list[list[DebugPiece]]:
+    """Trace and split `model`; of each trace the unique pieces in the order of its plan.
 
     Raises the errors of tracing and splitting.
     """
     events = Events()
     request = CompileRequest(model, config, Cache(None, events), events, device, examples)
-    split = split_model(trace_with_guards(request), events)
     return [
-        DebugPiece(
-            each.digest,
-            each.piece.module(split.trace.graph),
-            each.piece.example_values(),
-            {symbol: str(split.guards.label(symbol)) for symbol in each.piece.symbols()},
-        )
-        for each in split.unique
+        [
+            DebugPiece(
+                each.digest,
+                each.piece.module(split.trace.graph),
+                each.piece.example_values(),
+                {symbol: str(split.guards.label(symbol)) for symbol in each.piece.symbols()},
+            )
+            for each in split.unique
+        ]
+        for split in split_model(trace_with_guards(request), events)
     ]
 
 

@@ -183,11 +183,12 @@ class _Search:
         return None
 
     def _located(self, stage: Stage, prepared: PreparedModel, failure: _Failure) -> Finding:
-        case, ran, plan = self.case, failure.ran, prepared.compiled.plan
+        case, ran = self.case, failure.ran
         size, padded = (
             case.steps[failure.index].batch.num_tokens,
             ran.decision.descriptor.num_tokens,
         )
+        plan = prepared.compiled.plan.at(padded)
         finding = Finding(stage.name, failure.index, size, padded, wrong=failure.wrong)
         if ran.error is not None:
             finding = replace(finding, note=f"the step raised {_described_error(ran.error)}")
@@ -259,21 +260,21 @@ class _Search:
             return None
         compiling = compile_config(config)
         low, high = compiling.limits("num_tokens")
-        ranges = prepared.compiled.plan.ranges
+        ranges = [each for plan in prepared.compiled.plan.intervals() for each in plan.ranges]
         sizes = {1, 2, 3, *PRIMES, *(end for each in ranges for end in (each.low, each.high))}
         sizes |= {step.batch.num_tokens for step in self.case.steps}
         sizes |= {*(config.capture_sizes or default_capture_sizes(config.max_num_reqs, high))}
         covered = sorted(size for size in sizes if low <= size <= high)
-        shown, skipped = ", ".join(map(str, covered)), set[int]()
+        shown, skipped = ", ".join(map(str, covered)), set[str]()
         for size in covered:
             (interval,) = (each for each in ranges if each.low <= size <= each.high)
             for index, artifact in enumerate(interval.artifacts):
-                piece, fn = search.pieces[index], prepared.compiled.pieces[artifact]
+                piece, fn = search.pieces_at(size)[index], prepared.compiled.pieces[artifact]
                 values = piece.sizes(compiling, size)
                 try:
                     difference = piece.difference(fn, values)
                 except Exception:  # an op inside needs more than generated inputs
-                    skipped.add(index)
+                    skipped.add(piece.digest)
                     continue
                 if difference is None:
                     continue
@@ -286,8 +287,9 @@ class _Search:
                 except Exception as error:
                     return _noted(finding, _failed(error))
                 return _noted(replace(finding, operator=operator, graph_pass=graph_pass), cause)
-        pieces = len(search.pieces) - len(skipped)
-        self.say(f"{stage.name}: {pieces} of {len(search.pieces)} pieces compared at {shown}")
+        unique = {piece.digest for pieces in search.pieces for piece in pieces}
+        compared = f"{len(unique - skipped)} of {len(unique)} pieces"
+        self.say(f"{stage.name}: {compared} compared at {shown}")
         return None
 
     def _graph_causes(self, stage: Stage, failure: _Failure) -> str:

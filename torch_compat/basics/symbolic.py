@@ -109,6 +109,20 @@ def size_range(env: Any, symbol: sympy.Symbol) -> tuple[int, int]:
     return int(bounds.lower), min(upper, UNBOUNDED)
 
 
+def forget_assumptions(env: Any, symbol: sympy.Symbol, low: int, high: int) -> None:
+    """Make a shape environment as it was before tracing learned something of a backed size, whose
+    range includes `low` to `high`. Code that is compiled then adds the guards that it needs."""
+    import sympy
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    env.guards.clear()
+    env.divisible.clear()
+    if (bounds := env.var_to_range.get(symbol)) is not None:
+        least, most = sympy.Min(bounds.lower, low), sympy.Max(bounds.upper, high)
+        env.var_to_range[symbol] = ValueRanges(least, most)
+    release_shape_environments()  # they hold what followed from the guards
+
+
 def release_shape_environments() -> None:
     """Clear the caches of methods of shape environments, which hold each environment forever."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

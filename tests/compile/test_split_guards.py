@@ -1,0 +1,271 @@
+"""`guards="split"`: one trace for each interval of token counts on which its guards hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from piecegraph.cache import Cache
+from piecegraph.compile.ir.compilation import CompileRequest
+from piecegraph.compile.pipeline import compile_model
+from piecegraph.compile.verify import first_difference
+from piecegraph.config import Config, compile_config
+from piecegraph.errors import GuardUnproved, IntervalsDiffer
+from piecegraph.events import Events
+
+from .models import MIX, Body, X, marked_line
+from .size_models import MARK, multiple_of_128
+from .starts import use_text_compiler
+
+pytestmark = pytest.mark.compile
+
+SPLIT = {"guards": "split"}
+CPU = torch.device("cpu")
+BOUNDARIES = (1, 2, 7, 8, 9, 10, 63, 64, 65, 66, 2047, 2048)
+
+
+class Tiled(nn.Module):
+    """A tile table between two layers that are the same for all sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        y = self.up(x).sin()
+        out = torch.empty_like(y)
+        torch.ops.piecegraph_test.mix(y, out, "first")
+        m = x.shape[0]
+        tile = 1 if m <= 8 else 2 if m <= 64 else 4
+        y = torch.cat([out[:, :4] * tile, out[:, 4:]], 1)
+        out = torch.empty_like(y)
+        torch.ops.piecegraph_test.mix(y, out, "second")
+        return self.down(out).cos()
+
+
+def spans(made):
+    return [(plan.ranges[0].low, plan.ranges[-1].high) for plan in made.plan.intervals()]
+
+
+def check(made, model, sizes=BOUNDARIES):
+    for size in sizes:
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(made(x), model(x))
+
+
+def test_a_tile_table_has_one_trace_for_each_of_its_rows(compiled):
+    model = Tiled()
+    made = compiled(model, inputs=X, splitting_ops=MIX, tracing=SPLIT)
+    assert spans(made) == [(1, 8), (9, 64), (65, 2048)]
+    assert (made.plan.symbols[0].low, made.plan.symbols[0].high) == (1, 2048)
+    assert made.events.counters["dynamo_traces"] == 3
+    assert all(guard.proved for plan in made.plan.intervals() for guard in plan.guards)
+    check(made, model)
+
+
+def test_a_model_without_such_a_choice_has_one_trace(compiled):
+    model = Body(lambda m, x: m.linear(x))
+    made = compiled(model, inputs=X, tracing=SPLIT)
+    assert made.plan.others == ()
+    assert made.events.counters["dynamo_traces"] == 1
+
+
+def start(model, folder, monkeypatch, **settings):
+    """A start with a compiler that keeps artifacts, and its request."""
+    use_text_compiler(monkeypatch)
+    given = {"inputs": X, "splitting_ops": MIX, "compiler": "text", "tracing": SPLIT}
+    events = Events()
+    config = compile_config(Config(**{**given, **settings}))
+    request = CompileRequest(model, config, Cache(folder, events), events, CPU)
+    torch._dynamo.reset()
+    return compile_model(request), request
+
+
+def test_equal_pieces_of_several_traces_are_compiled_once(tmp_path, monkeypatch):
+    made, request = start(Tiled(), tmp_path, monkeypatch)
+    digests = [[piece.digest for piece in plan.pieces] for plan in made.plan.intervals()]
+    shared = set.intersection(*map(set, digests))
+    assert [len(each) for each in digests] == [3, 3, 3]
+    assert len(shared) == 2
+    assert len(request.events.named("compile.end")) == len(made.pieces) == 5
+    stored = {tuple(map(tuple, e.meta["ranges"])) for e in request.cache.stored("artifact")}
+    assert stored == {((1, 2048),), ((1, 8),), ((9, 64),), ((65, 2048),)}
+
+
+def test_a_second_start_neither_traces_nor_compiles(tmp_path, monkeypatch):
+    start(Tiled(), tmp_path, monkeypatch)
+    model = Tiled()
+    made, request = start(model, tmp_path, monkeypatch)
+    assert made.from_bundle
+    assert not request.events.named("compile.end")
+    assert request.events.counters["dynamo_traces"] == 0
+    step = made.link()
+    for size in BOUNDARIES:
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(step(x)[0], model(x))
+    assert first_difference(request, made.plan) is None
+
+
+def of_table(table):
+    """A model that scales rows by the first number whose bound is not exceeded."""
+
+    def scaled(m, x):
+        rows = x.shape[0]
+        for bound, number in table:
+            if rows <= bound:
+                return m.linear(x) * number
+        return m.linear(x)
+
+    return Body(scaled)
+
+
+def test_verification_compares_each_trace(tmp_path, monkeypatch):
+    made, request = start(of_table([(8, 2.0), (64, 3.0)]), tmp_path, monkeypatch, splitting_ops=())
+    for table, difference in (
+        ([(8, 2.0), (64, 3.5)], "* 3.5"),
+        ([(8, 2.5), (64, 3.0)], "* 2.5"),
+        ([(8, 2.0)], "it has 3 traces, the model has 2 now"),
+        ([(8, 2.0), (32, 3.0)], "high=32 now"),
+    ):
+        found = first_difference(replace(request, model=of_table(table)), made.plan)
+        assert difference in str(found)
+
+
+def single(m, x):
+    return x * 2 if x.shape[0] == 1 else m.linear(x)
+
+
+def one_in_the_middle(m, x):
+    return x * 2 if x.shape[0] == 4 else m.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (single, [(1, 1), (2, 2048)]),
+        (one_in_the_middle, [(1, 3), (4, 4), (5, 2048)]),
+        (multiple_of_128, [(1, 127), (128, 128), (129, 255), (256, 256), (257, 300)]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_interval_may_be_one_size(compiled, body, expected):
+    model = Body(body)
+    made = compiled(model, inputs=X, max_num_tokens=expected[-1][1], tracing=SPLIT)
+    assert spans(made) == expected
+    check(made, model, [size for span in expected for size in span])
+
+
+def test_too_many_intervals_are_refused_with_the_line(compiled):
+    with pytest.raises(GuardUnproved, match="at most 8 intervals of num_tokens") as caught:
+        compiled(Body(multiple_of_128), inputs=X, tracing=SPLIT)
+    file, _, line = caught.value.where.partition(" in ")[0].rpartition(":")
+    assert file.endswith("size_models.py")
+    assert int(line) == marked_line(multiple_of_128, MARK)
+
+
+class OfRequests(nn.Module):
+    def forward(self, x, starts):
+        return x * 2 + starts.sum() if starts.shape[0] > 3 else x
+
+
+def test_a_guard_on_another_size_is_refused_as_by_prove(compiled):
+    inputs = {**X, "starts": "int64[num_reqs]"}
+    limits = {"symbol_limits": {"num_reqs": (1, 8)}}
+    said = set()
+    for policy in ("prove", "split"):
+        with pytest.raises(GuardUnproved, match="num_reqs") as caught:
+            compiled(OfRequests(), inputs=inputs, tracing={**limits, "guards": policy})
+        said.add(str(caught.value))
+    assert len(said) == 1
+
+
+def test_examples_of_the_caller_are_cut_and_repeated(compiled):
+    model = of_table([(8, 2.0), (64, 3.0)])
+    made = compiled(model, inputs=X, examples=((torch.randn(20, 8),), {}), tracing=SPLIT)
+    assert spans(made) == [(1, 8), (9, 64), (65, 2048)]
+    check(made, model)
+
+
+def test_compile_ranges_and_sizes_are_cut_at_the_intervals(compiled):
+    model = of_table([(8, 2.0), (64, 3.0)])
+    codegen = {"ranges": (4, 16, 64, 512), "sizes": (8, 100)}
+    made = compiled(model, inputs=X, codegen=codegen, tracing=SPLIT)
+    ranges = [(r.low, r.high) for plan in made.plan.intervals() for r in plan.ranges]
+    assert ranges == [
+        *((1, 4), (5, 7), (8, 8), (9, 16), (17, 64)),
+        *((65, 99), (100, 100), (101, 512), (513, 2048)),
+    ]
+    check(made, model, [size for span in ranges for size in span])
+
+
+class TwoInputs(nn.Module):
+    """Reads its inputs in another order for few rows."""
+
+    def __init__(self, both=True):
+        super().__init__()
+        self.both = both
+
+    def forward(self, x, y):
+        if x.shape[0] <= 8:
+            return y * 2 - x if self.both else y * 2
+        return x - y if self.both else x + 0
+
+
+TWO = {"x": "float32[num_tokens, 8]", "y": "float32[num_tokens, 8]"}
+
+
+def test_inputs_are_passed_in_the_order_of_each_trace(compiled):
+    model = TwoInputs()
+    made = compiled(model, inputs=TWO, tracing=SPLIT)
+    for size in (1, 8, 9):
+        x, y = torch.randn(size, 8), torch.randn(size, 8)
+        assert torch.equal(made(x, y), model(x, y))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "said"),
+    [
+        (TwoInputs(both=False), TWO, "1 to 8 tokens has other inputs: 'y' is read by these sizes"),
+        (
+            Body(lambda m, x: x[:, :4] + 1 if x.shape[0] <= 8 else x * 2),
+            X,
+            "1 to 8 tokens has other results",
+        ),
+        (
+            Body(lambda m, x: (x + 1,) if x.shape[0] <= 8 else x * 2),
+            X,
+            "1 to 8 tokens has other results",
+        ),
+    ],
+)
+def test_traces_of_another_form_are_refused(compiled, model, inputs, said):
+    with pytest.raises(IntervalsDiffer, match=said):
+        compiled(model, inputs=inputs, tracing=SPLIT)
+
+
+class Counting(nn.Module):
+    """Writes to buffers that are its own for each interval."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("few", torch.zeros(8))
+        self.register_buffer("many", torch.zeros(8))
+
+    def forward(self, x):
+        (self.few if x.shape[0] <= 8 else self.many).add_(x.sum(0))
+        return x + self.few + self.many
+
+
+def test_weights_of_all_traces_are_bound(compiled):
+    model, plain = Counting(), Counting()
+    made = compiled(model, inputs=X, tracing=SPLIT)
+    assert {w.target: w.written for w in made.plan.weights} == {"few": True, "many": True}
+    for size in (3, 20, 8, 9):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(made(x), plain(x))
+    torch.testing.assert_close(model.few, plain.few)
