@@ -143,6 +143,11 @@ class Events:
             if log.isEnabledFor(level):
                 log.log(level, "%s: %.3f s%s", name, span.seconds, _shown(facts))
 
+    def past_span(self, name: str, began: float, seconds: float, **facts: Any) -> None:
+        """A stretch of work elsewhere, which began at `began` by `time.perf_counter`."""
+        depth = getattr(self._open, "depth", 0)
+        self._begin(Span(name, began - self.began, seconds, depth, facts))
+
     def _begin(self, span: Span) -> None:
         with self._lock:
             self.spans.append(span)

@@ -10,6 +10,7 @@ from typing import Any
 from ..cache import Cache, Entry, Key
 from ..cache.inspection import nearest_entries
 from ..errors import ModelMismatch
+from ..torch_compat.compiling.inductor import import_inductor
 from .backends.inductor import load_library
 from .bundle.bundle import PLAN, BadBundle, Bundle, find_bundle, read_bundle
 from .ir.compilation import (
@@ -48,12 +49,14 @@ def load_bundle(request: CompileRequest, key: Key, compiler: Compiler) -> Loaded
         return miss
     try:
         with request.events.span("bundle.load", level=logging.INFO):
-            bundle = read_bundle(entry)
+            with request.events.span("bundle.read"):
+                bundle = read_bundle(entry)
             pieces = _load(request, compiler, entry, bundle)
             conditions: Any = entry.meta["conditions"]
-            compiled = bind(
-                bundle.plan, pieces, request.model, from_bundle=True, conditions=conditions
-            )
+            with request.events.span("bundle.link"):
+                compiled = bind(
+                    bundle.plan, pieces, request.model, from_bundle=True, conditions=conditions
+                )
     except (BadBundle, ModelMismatch) as error:
         return _refused(request, str(error))
     except Exception as error:  # code of another system or compiler
@@ -120,14 +123,18 @@ def _load(
     request: CompileRequest, compiler: Compiler, entry: Entry, bundle: Bundle
 ) -> list[PieceFn]:
     """Ahead-of-time libraries if every artifact has one, else what the compiler stored."""
+    events = request.events
     if not all(LIBRARY in blobs for blobs in bundle.artifacts):
         assert compiler.load is not None
-        return compiler.load(bundle.artifacts)
+        if compiler.name == "inductor":
+            with events.span("import inductor"):
+                import_inductor()
+        with events.span("bundle.code"):
+            return compiler.load(bundle.artifacts)
     sizes = bundle.plan.sizes_of_artifacts()
-    return [
-        load_library(request.cache.path(entry, f"a{index}.{LIBRARY}"), sizes[index], request.device)
-        for index in range(len(bundle.artifacts))
-    ]
+    paths = [request.cache.path(entry, f"a{index}.{LIBRARY}") for index in range(len(sizes))]
+    with events.span("bundle.libraries"):
+        return [load_library(*each, request.device) for each in zip(paths, sizes, strict=True)]
 
 
 def _refused(request: CompileRequest, reason: str) -> BundleMiss:

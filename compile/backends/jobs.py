@@ -281,7 +281,9 @@ class _Shared:
             events.emit("pass", **facts)
         proved = _prove(self.split, job.unique, load, reply.guards)
         result = CompiledJob(_not_loaded, reply.blobs, proved, reply.seconds)
-        _record(self.request, self.compiler, job, result, {**_facts(job), "by": "worker"})
+        facts = {**_facts(job), "by": "worker"}
+        events.past_span("compile.piece", reply.began, reply.seconds, **facts)
+        _record(self.request, self.compiler, job, result, facts)
         return result
 
     def _here(self, job: Job, reason: str) -> None:

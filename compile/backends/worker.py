@@ -86,6 +86,8 @@ class Compiled:
 
     blobs: Blobs
     guards: list[Located]
+    began: float
+    """By `time.perf_counter`, which all processes of a machine share."""
     seconds: float
     passes: list[dict[str, Any]]
 
@@ -205,4 +207,4 @@ def _compile(task: Task, graph: GraphModule, options: dict[str, Any]) -> Compile
         guards += chain.from_iterable(narrowed_range(env, symbol) for symbol in symbols)
         deferred = ((expression, None) for expression in deferred_asserts(env))
         guards += (each for each in deferred if each[0].free_symbols <= set(symbols))
-    return Compiled(blobs, guards, seconds, [event.facts for event in events.named("pass")])
+    return Compiled(blobs, guards, began, seconds, [event.facts for event in events.named("pass")])

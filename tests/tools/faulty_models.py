@@ -250,3 +250,218 @@ class Counted(Tiny):
 
     def forward(self, x):
         return super().forward(torch.ops.faulty.counted(x))
+
+
+class After(Tiny):
+    """Tiny with `change` after its attention."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x):
+        return self.change(super().forward(x) + x)
+
+
+def silu(x):
+    return torch.nn.functional.silu(x * 3)
+
+
+def largest(x):
+    return x - x.amax(-1, keepdim=True)
+
+
+def smaller(x):
+    return torch.where(x > 0, x, x * 2)
+
+
+def mean_of_many(x):
+    return x + x.repeat(1, 1024).softmax(-1).mean(-1, keepdim=True)
+
+
+def without_the_sum(x):
+    return x - x.sum(0)
+
+
+class Cancelled(torch.nn.Module):
+    """Sums of bfloat16 that lose all but a few bits; a compiler keeps float32 in between."""
+
+    def forward(self, x):
+        y = x.bfloat16()
+        return ((y + 1000) * 1.01 - 1010 - y * 1.01).float()
+
+
+class Residual(torch.nn.Module):
+    """Twelve layers in bfloat16, each of which adds to the result; its end amplifies."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(12))
+        self.bfloat16().requires_grad_(False)
+
+    def forward(self, x):
+        x = x.bfloat16()
+        for layer in self.layers:
+            x = x + torch.nn.functional.gelu(layer(torch.nn.functional.rms_norm(x, (4,)))) * 4
+        return x.softmax(-1) * 100
+
+
+LIBRARY.define("doubled_type(Tensor x) -> Tensor")
+LIBRARY.impl("doubled_type", lambda x: x.double(), "CPU")
+torch.library.register_fake("faulty::doubled_type", torch.empty_like, lib=LIBRARY)
+
+LIBRARY.define("first_columns(Tensor x) -> Tensor")
+LIBRARY.impl("first_columns", lambda x: x[:, :2].contiguous(), "CPU")
+torch.library.register_fake("faulty::first_columns", torch.empty_like, lib=LIBRARY)
+
+LIBRARY.define("divided(Tensor x, Tensor(a!) low, Tensor(b!) high) -> ()")
+
+
+def divided(x, low, high):
+    low.copy_(x.clamp(max=0))
+    high.copy_(x.clamp(min=0))
+
+
+LIBRARY.impl("divided", divided, "CPU")
+torch.library.register_fake("faulty::divided", lambda x, low, high: None, lib=LIBRARY)
+
+LIBRARY.define("on_host(Tensor x) -> Tensor")
+LIBRARY.impl("on_host", lambda x: x * (x.abs().max().item() > 0), "CPU")
+torch.library.register_fake("faulty::on_host", torch.empty_like, lib=LIBRARY)
+
+
+def wrong_type(x):
+    return torch.ops.faulty.doubled_type(x) * 2
+
+
+def wrong_shape(x):
+    return torch.ops.faulty.first_columns(x) * 2
+
+
+def halves(x):
+    low, high = torch.empty_like(x), torch.empty_like(x)
+    torch.ops.faulty.divided(x, low, high)
+    return low * 3 + high
+
+
+def on_host(x):
+    return torch.ops.faulty.on_host(x) * 2
+
+
+def swap_halves(graph):
+    """A user's pass that exchanges what an op writes to."""
+    for node in graph.nodes:
+        if "divided" in str(node):
+            x, low, high = node.args
+            node.args = (x, high, low)
+
+
+def swapped_writes(graph):
+    """The same where writes are functional: what is taken of the op's results."""
+    for node in graph.nodes:
+        if "divided" in str(node.args[:1]) and "getitem" in str(node.target):
+            node.args = (node.args[0], {1: 2, 2: 1}.get(node.args[1], node.args[1]))
+
+
+def in_half(graph):
+    """A user's pass that computes sines in half precision."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.sin.default:
+            with graph.inserting_before(node):
+                half = graph.call_function(torch.ops.aten.to.dtype, (node.args[0], torch.float16))
+            with graph.inserting_after(node):
+                back = graph.call_function(torch.ops.aten.to.dtype, (node, torch.float32))
+            node.replace_all_uses_with(back)
+            node.args, back.args = (half,), (node, torch.float32)
+
+
+class Cached(torch.nn.Module):
+    """Writes its rows to a buffer; a result has what was there before."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("cache", torch.zeros(32, 4))
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        before = self.cache[: x.shape[0]].clone()
+        self.cache[: x.shape[0]] = self.linear(x)
+        return before + x
+
+
+def loses_writes(graph, inputs):
+    """A compiler whose code writes to copies of what it is given."""
+    return lambda *args: graph(*(a.clone() if isinstance(a, torch.Tensor) else a for a in args))
+
+
+def crosses_results(graph, inputs):
+    """A compiler that exchanges the first two results of a piece."""
+
+    def run(*args):
+        first, *rest = graph(*args)
+        if rest and rest[0].shape == first.shape:
+            return rest[0], first, *rest[1:]
+        return first, *rest
+
+    return run
+
+
+@dataclass
+class Nested:
+    """Metadata of `nested`: `table` a row of numbers a token, the others numbers of Python."""
+
+    table: torch.Tensor
+    extra: list
+    by_name: dict
+
+
+LIBRARY.define("nested(Tensor query, Tensor(a!) output, str field) -> ()")
+
+
+def nested(query, output, field):
+    metadata = get_forward_context().metadata
+    values = {
+        "table": lambda: metadata.table[: len(query)].sum(1, keepdim=True),
+        "extra": lambda: metadata.extra[1],
+        "by_name": lambda: metadata.by_name["scale"],
+    }
+    output.copy_(query * values[field]())
+
+
+LIBRARY.impl("nested", nested, "CPU")
+torch.library.register_fake("faulty::nested", lambda query, output, field: None, lib=LIBRARY)
+
+
+class Reading(torch.nn.Module):
+    """Its op reads one field of the metadata."""
+
+    def __init__(self, field):
+        super().__init__()
+        self.field = field
+
+    def forward(self, x):
+        output = torch.empty_like(x)
+        torch.ops.faulty.nested(x * 2, output, self.field)
+        return output + 1
+
+
+class Hooked(Tiny):
+    """A hook of a module reads an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = 1.0
+        self.before.register_forward_hook(lambda module, args, output: output * self.factor)
+
+
+GAIN = [1.0]
+
+
+class Global(Tiny):
+    """Reads a list of its module."""
+
+    def forward(self, x):
+        return super().forward(x) * GAIN[0]

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor import lowering
+from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS
+from torch._inductor import decomposition, lowering
 
 from piecegraph import Batch, Config, PreparedModel
 from piecegraph.compile.backends import registry
@@ -86,6 +87,28 @@ class Site:
             capture,
         )
 
+    def reading(self, field: str, now: models.Nested, captured: models.Nested) -> BisectCase:
+        """A case of an op that reads a field of the metadata, which is another at the capture."""
+        limits = {"max_num_tokens": 8, "max_num_reqs": 8, "capture_sizes": (4,)}
+        config = self.config(splitting_ops=("faulty::nested",), **limits)
+        step = Step((rows(4),), decode(4), now)
+        return BisectCase(
+            models.Reading(field), config, [step], {}, lambda descriptor, mode: captured
+        )
+
+    def whole(self, model: torch.nn.Module, **settings: Any) -> BisectCase:
+        """A case of a model without a splitting op."""
+        limits = {"max_num_tokens": 32, "max_num_reqs": 16, "capture_sizes": (4, 8)}
+        steps = [Step((rows(size),), decode(size)) for size in (8, 3, 8)]
+        return BisectCase(model, self.config(**{**limits, **settings}), steps)
+
+    def compiler(self, function: Callable[..., Any]) -> str:
+        """The name of a compiler, instead of that of the site."""
+        self.patch.setitem(_BACKENDS, "of_the_fault", None)
+        self.patch.setitem(_COMPILER_FNS, "of_the_fault", function)
+        self.patch.setattr(function, "_tags", (), raising=False)
+        return "of_the_fault"
+
     def config(self, **settings: Any) -> Config:
         base = {"inputs": {"x": "float32[num_tokens, 4]"}, "attention": {"support": 3}}
         return Config(**{**base, **self.settings, **settings})
@@ -104,11 +127,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted, and what is to be found: `operator` None means that none may be named."""
+    """What is planted, and what is to be found: `operator` None means that none may be named.
+
+    With the stage None it is no fault.
+    """
 
     what: str
     plant: Callable[[Site], BisectCase]
-    stage: str
+    stage: str | None
     operator: str | None = None
     piece: int | None = None
     graph_pass: str | None = None
@@ -118,6 +144,9 @@ class Fault:
 
     def check(self, finding: Finding | None) -> None:
         """Raise AssertionError unless the finding names this fault and blames nothing else."""
+        if self.stage is None:
+            assert finding is None, finding
+            return
         assert finding is not None, "no finding"
         line = finding.line()
         assert finding.stage == self.stage, line
@@ -203,11 +232,13 @@ def crossed_results(site: Site) -> BisectCase:
     return site.case()
 
 
-def rows_that_mix(**splitting: Any) -> Callable[[Site], BisectCase]:
+def rows_that_mix(
+    model: torch.nn.Module | None = None, **splitting: Any
+) -> Callable[[Site], BisectCase]:
     def plant(site: Site) -> BisectCase:
         # `prepare` finds such a model and never pads it; without that its rows are wrong
         site.patch.setattr("piecegraph.runtime.model_policy.find_mixed_rows", lambda *_, **__: [])
-        return site.case(models.MixedRows(), sizes=(4, 3), **splitting)
+        return site.case(model or models.MixedRows(), sizes=(4, 3), **splitting)
 
     return plant
 
@@ -246,6 +277,90 @@ def spoiled_replay(site: Site) -> BisectCase:
 
     site.patch.setattr(PreparedModel, "run", spoiled)
     return site.case()
+
+
+def wrong_silu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x * 1.01)
+
+
+def decomposed_wrongly(site: Site) -> BisectCase:
+    right, wrong = decomposition.fast_random_decomps, {ATEN.silu.default: wrong_silu}
+    site.patch.setattr(decomposition, "fast_random_decomps", lambda: {**right(), **wrong})
+    return site.case(models.After(models.silu))
+
+
+def lowered_wrongly(op: Any, fault: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    def plant(site: Site) -> BisectCase:
+        site.lower(op, fault)
+        return site.case(*args, **settings)
+
+    return plant
+
+
+def wrong_at_a_compile_size(site: Site) -> BisectCase:
+    wrong = lowering.lowerings[ATEN.abs.default]
+
+    def at_three(right: Any, x: Any) -> Any:
+        return (wrong if x.get_size()[0] == 3 else right)(x)
+
+    site.lower(ATEN.relu.default, at_three)
+    return site.case(sizes=(5, 3), codegen={"sizes": (3,)})
+
+
+def spoiled_by(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    """The fault is a compiler."""
+    return lambda site: site.case(*args, compiler=site.compiler(function), **settings)
+
+
+def lost_writes(site: Site) -> BisectCase:
+    return site.whole(models.Cached(), compiler=site.compiler(models.loses_writes))
+
+
+def a_wider_table(site: Site) -> BisectCase:
+    memory = torch.ones(24)
+    step, capture = (
+        models.Nested(memory[: 8 * width].view(8, width), [1.0, 2.0], {"scale": 1.0})
+        for width in (3, 2)
+    )
+    return site.reading("table", step, capture)
+
+
+def another_value(field: str) -> Callable[[Site], BisectCase]:
+    def plant(site: Site) -> BisectCase:
+        table = torch.ones(8, 2)
+        capture, step = (
+            models.Nested(table, [1.0, value], {"scale": value}) for value in (2.0, 7.0)
+        )
+        return site.reading(field, step, capture)
+
+    return plant
+
+
+def changed_before_a_step(model: type[models.Tiny], change: Callable[..., Any]) -> Any:
+    """`change(model, number)` is called before each step, with its number."""
+
+    def plant(site: Site) -> BisectCase:
+        it = site.case(model(), sizes=(4, 4, 4))
+
+        def changing(number: int, metadata: Any) -> Callable[[Any], Any]:
+            def at_step(decision: Any) -> Any:
+                change(it.model, number)
+                return metadata(decision)
+
+            return at_step
+
+        steps = [replace(s, metadata=changing(n, s.metadata)) for n, s in enumerate(it.steps)]
+        return replace(it, steps=steps)
+
+    return plant
+
+
+def set_factor(model: Any, number: int) -> None:
+    model.factor = 4.0 if number == 1 else 1.0
+
+
+def set_gain(model: Any, number: int) -> None:
+    models.GAIN[0] = 4.0 if number == 1 else 1.0
 
 
 def case(*args: Any, **settings: Any) -> Callable[[Site], BisectCase]:
@@ -316,6 +431,50 @@ FAULTS = [
           says=_CLOBBERED),
     Fault("a LAZY capture writes live state", case(**_LIVE, strategy="lazy"), "LAZY",
           says=_CLOBBERED),
+    Fault("a decomposition is wrong", decomposed_wrongly, "compiler",
+          "silu (faulty_models.py:", 1, compiler=True),
+    Fault("Inductor reduces to the smallest", lowered_wrongly(
+          ATEN.amax.default, lambda right, *args: lowering.lowerings[ATEN.amin.default](*args),
+          models.After(models.largest)), "compiler", "amax (faulty_models.py:", 1, compiler=True),
+    Fault("Inductor takes the other branch", lowered_wrongly(
+          ATEN.where.self, lambda right, c, one, other: right(c, other, one),
+          models.After(models.smaller)), "compiler", "where (faulty_models.py:", 1, compiler=True),
+    Fault("Inductor is wrong at one compile size", wrong_at_a_compile_size, "compiler",
+          "relu (faulty_models.py:", 1, says="size=3", compiler=True),
+    Fault("a custom op has another dtype than its fake", case(models.After(models.wrong_type)),
+          "compiler", None, 1, says="doubled_type", compiler=True),
+    Fault("a custom op has another shape than its fake", case(models.After(models.wrong_shape)),
+          "compiler", None, 1, says="first_columns", compiler=True),
+    Fault("a pass exchanges two mutations",
+          case(models.After(models.halves), codegen={"passes": {"swap": models.swapped_writes}}),
+          "compiler", "divided", 1, "swap", "right without the pass swap", True),
+    Fault("a pass computes in half precision",
+          case(codegen={"passes": {"in_half": models.in_half}}), "compiler",
+          "sin (faulty_models.py:", 0, "in_half", "right without the pass in_half", True),
+    Fault("twelve residual layers in bfloat16",
+          lambda site: site.whole(models.Residual()), None),
+    Fault("a cancellation in bfloat16", lambda site: site.whole(models.Cancelled()), None),
+    Fault("a mean of 4096 numbers", case(models.After(models.mean_of_many)), None),
+    Fault("a compiler loses writes to a buffer", lost_writes, "compiler", says="step=1", piece=0),
+    Fault("a compiler exchanges two results", spoiled_by(models.crosses_results), "compiler",
+          piece=0),
+    Fault("a block table is wider than at the capture", a_wider_table, "FULL",
+          says="metadata.table moved after graphs were captured: float32[8, 2] with"),
+    Fault("a FULL graph froze a value in a list", another_value("extra"), "FULL",
+          says="metadata.extra[1] of the forward context inside a graph"),
+    Fault("a FULL graph froze a value in a dict", another_value("by_name"), "FULL",
+          says="metadata.by_name['scale'] of the forward context inside a graph"),
+    Fault("what a hook reads changed", changed_before_a_step(models.Hooked, set_factor),
+          "traced graph", says="`model.factor` was 1.0 at the trace and is 4.0"),
+    Fault("a global changed", changed_before_a_step(models.Global, set_gain), "traced graph",
+          says="GAIN"),
+    Fault("an op in a piece reads how long the metadata is", case(models.Counted(), sizes=(3,)),
+          "PIECEWISE", piece=0),
+    Fault("an op in a piece reads a number on the host", case(models.After(models.on_host)),
+          "PIECEWISE", says="reads a tensor's value on the host inside a captured region (at"),
+    Fault("the sum of all rows is taken off", rows_that_mix(
+          model=models.After(models.without_the_sum), splitting_ops=("faulty::attention",)),
+          "PIECEWISE", "sum", 1, says=_MIXED),
 ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from html import escape
 from html.parser import HTMLParser
 
 import pytest
@@ -63,7 +64,7 @@ class Page(HTMLParser):
             self.links.append(facts["href"])
         if tag in ("script", "link", "img", "iframe", "object") or "src" in facts:
             self.fetched.append((tag, facts))
-        if tag not in ("meta", "link", "path", "rect", "br"):
+        if tag not in ("meta", "link", "path", "rect", "br", "wbr"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -192,6 +193,7 @@ def test_advice_says_nothing_from_two_steps_or_of_a_cache_that_is_off():
         "reasons": [{"mode": "NONE", "reason": "above largest size", "count": 2}],
         "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 2, "share": 0.5}],
         "captures": [],
+        "timeline": [],
     }
     assert advise(quiet) == []
 
@@ -242,16 +244,21 @@ needs_chromium = pytest.mark.skipif(
 )
 
 
-def screenshot(page, folder, *arguments):
-    """The page as pixels, (height, width, 3) from 0 to 255, drawn by headless Chromium."""
-    import numpy as np
-    from PIL import Image
-
+def chromium(page, folder, *arguments):
+    """What headless Chromium prints of the page."""
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"]
     command += ["--no-first-run", "--disable-background-networking", "--disable-component-update"]
     command += ["--disable-sync", f"--user-data-dir={folder / 'profile'}", "--hide-scrollbars"]
-    command += ["--window-size=1200,3000", f"--screenshot={folder / 'page.png'}", *arguments]
-    subprocess.run([*command, page.as_uri()], check=True, capture_output=True, timeout=120)
+    command += ["--window-size=1200,3000", *arguments, page.as_uri()]
+    return subprocess.run(command, check=True, capture_output=True, timeout=120, text=True).stdout
+
+
+def screenshot(page, folder, *arguments):
+    """The page as pixels, (height, width, 3) from 0 to 255."""
+    import numpy as np
+    from PIL import Image
+
+    chromium(page, folder, f"--screenshot={folder / 'page.png'}", *arguments)
     with Image.open(folder / "page.png") as image:
         return np.asarray(image.convert("RGB")).astype(int)
 
@@ -273,6 +280,35 @@ def test_the_page_looks_right_in_a_browser_light_and_dark(written, tmp_path):
         assert 0.02 < background < 0.6  # text and pictures, not a blank and not a filled page
     for color in ((207, 226, 255), (211, 242, 216), (255, 224, 194), (11, 87, 208)):
         assert (abs(light - color).sum(axis=2) < 6).sum() > 500  # three pieces, and the bars
+
+
+WIDER = """<script>
+const wider = [...document.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth);
+const names = wider.map(e => e.getAttribute("aria-label"));
+parent.postMessage([innerWidth, document.documentElement.scrollWidth, ...names].join(), "*");
+</script></body>"""
+"""Tells how wide a page is, and the names of what must be scrolled sideways."""
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@needs_chromium
+def test_the_page_fits_a_phone(written, tmp_path):
+    """In a frame of 400 px: the window of a browser is not that narrow."""
+    page = re.sub("<meta http-equiv=.Content-Security-Policy[^>]*>", "", page_of(written))
+    inner = escape(page.replace("</body>", WIDER))
+    outer = tmp_path / "outer.html"
+    outer.write_text(
+        f'<!doctype html><iframe width=400 height=3000 style="border:0" srcdoc="{inner}"></iframe>'
+        "<script>onmessage = e => { document.title = e.data }</script>"
+    )
+    shown = chromium(outer, tmp_path, "--virtual-time-budget=5000", "--dump-dom")
+    assert "<title>400,400,Picture of the split graph</title>" in shown
+    assert "FULL_<wbr>AND_<wbr>PIECEWISE</b>" in page
+
+
+def page_of(written):
+    return (written / "page.html").read_text()
 
 
 def chain(length):
@@ -338,8 +374,16 @@ def test_advice_is_given_where_it_is_due_and_only_there():
         "reasons": [{"mode": "FULL", "reason": "exact", "count": 10}],
         "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 5, "share": 0.1}],
         "captures": [{"captured": True, "steps": 3, "ms": 1.0}],
+        "timeline": [
+            {"name": "bundle.load", "start": 1.0, "seconds": 3.0},
+            {"name": "import inductor", "start": 5.0, "seconds": 2.0},  # for another model
+        ],
     }
     assert advise(fine) == []
+    slow = {"name": "import inductor", "start": 1.1, "seconds": 2.0}
+    (advice,) = advise({**fine, "timeline": [*fine["timeline"], slow]})
+    assert "2.0 s of the 3.0 s in `bundle.load`" in advice["what"]
+    assert "compile_ahead" in advice["todo"]
     bad = {
         "verification": {"ok": False},
         "settings": {"compile": True},
@@ -351,10 +395,11 @@ def test_advice_is_given_where_it_is_due_and_only_there():
         "reasons": [{"mode": "NONE", "reason": "above largest size", "count": 10}],
         "padding": [{"mode": "FULL", "num_tokens": 4, "steps": 50, "share": 0.5}],
         "captures": [{"captured": True, "steps": 0, "ms": 1.0}],
+        "timeline": [],
     }
     assert len(advise(bad)) == 8
     for key, value in bad.items():
-        if key not in ("policy", "settings"):
+        if key not in ("policy", "settings", "timeline"):
             assert len(advise({**fine, key: value})) == 1
     never = {"hit": False, "reason": "absent", "not_cacheable": ["model.lock (m.py:3)"]}
     (advice,) = advise({**fine, "cache": never})

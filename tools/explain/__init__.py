@@ -72,6 +72,7 @@ def _page(facts: dict[str, Any]) -> str:
         "size": size,
         "percent": lambda share: f"{100 * share:.2f}%",
         "code": with_code,
+        "breakable": lambda name: escape(name).replace("_", Markup("_<wbr>")),
     }
     templates.filters |= filters
     return templates.get_template("explain.html").render(facts, sections=sections(facts))

@@ -18,6 +18,7 @@ def advise(facts: Facts) -> list[Facts]:
     rules = (
         _verification,
         _cache,
+        _import,
         _background,
         _guards,
         _failed,
@@ -27,6 +28,9 @@ def advise(facts: Facts) -> list[Facts]:
     )
     return [{"what": what, "todo": todo} for rule in rules for what, todo in rule(facts)]
 
+
+LONG_IMPORT = 0.5
+"""Seconds from which an import is worth a rule."""
 
 Advice = Iterator[tuple[str, str]]
 
@@ -49,6 +53,25 @@ def _cache(facts: Facts) -> Advice:
             f"this start was cold: {cache['reason']}",
             "Build the bundle beforehand with `piecegraph cache warm`;"
             " `piecegraph cache why` tells what a miss differs in.",
+        )
+
+
+def _import(facts: Facts) -> Advice:
+    spans = facts["timeline"]
+    loads = [span for span in spans if span["name"] == "bundle.load"]
+    imports = [
+        span["seconds"]
+        for load in loads
+        for span in spans
+        if span["name"] == "import inductor"
+        and load["start"] <= span["start"] <= load["start"] + load["seconds"]
+    ]
+    if facts["cache"]["hit"] and imports and imports[0] > LONG_IMPORT:
+        yield (
+            f"this warm start imported Inductor, which took {imports[0]:.1f} s of the"
+            f" {loads[0]['seconds']:.1f} s in `bundle.load`",
+            "Run `piecegraph.compile_ahead(model, config)` once: it adds libraries to the bundle,"
+            " which load without Inductor.",
         )
 
 

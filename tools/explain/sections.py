@@ -121,7 +121,7 @@ def _startup(facts: Facts) -> Section:
     end = max((span["start"] + span["seconds"] for span in spans), default=0.0) or 1.0
     rows = [
         (
-            "\N{NO-BREAK SPACE}" * 4 * span["depth"] + f"{span['name']} {span['facts']}".rstrip(),
+            "\N{NO-BREAK SPACE}" * 2 * span["depth"] + f"{span['name']} {span['facts']}".rstrip(),
             f"{span['start']:.3f}",
             f"{span['seconds']:.3f}",
             None if span["name"] == "other" else (span["start"] / end, span["seconds"] / end),

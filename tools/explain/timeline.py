@@ -23,14 +23,19 @@ Facts = dict[str, Any]
 def timeline(events: Events) -> list[Facts]:
     """Spans in order of their start, in seconds since the events began.
 
-    A span that its parts do not fill gets a row `other`, so that its parts add up to it.
+    A span that its parts do not fill gets a row `other`, so that its parts add up to it. They are
+    without pieces that workers compiled meanwhile.
     """
     spans = sorted(events.spans, key=lambda span: (span.start, span.depth))
     rows: list[Facts] = []
     for index, span in enumerate(spans):
         end = span.start + span.seconds
         inside = [each for each in spans[index + 1 :] if each.start <= end]
-        parts = [each.seconds for each in inside if each.depth == span.depth + 1]
+        parts = [
+            each.seconds
+            for each in inside
+            if each.depth == span.depth + 1 and each.facts.get("by") != "worker"
+        ]
         rows.append(_row(span.name, span.start, span.seconds, span.depth, span.facts))
         other = span.seconds - sum(parts)
         if parts and other > max(OTHER_SECONDS, OTHER_SHARE * span.seconds):
