@@ -132,9 +132,13 @@ def _load(
         with events.span("bundle.code"):
             return compiler.load(bundle.artifacts)
     sizes = bundle.plan.sizes_of_artifacts()
-    paths = [request.cache.path(entry, f"a{index}.{LIBRARY}") for index in range(len(sizes))]
     with events.span("bundle.libraries"):
-        return [load_library(*each, request.device) for each in zip(paths, sizes, strict=True)]
+        return [
+            load_library(
+                request.cache.path(entry, f"a{index}.{LIBRARY}"), sizes[index], request.device
+            )
+            for index in range(len(bundle.artifacts))
+        ]
 
 
 def _refused(request: CompileRequest, reason: str) -> BundleMiss:

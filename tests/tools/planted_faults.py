@@ -505,8 +505,8 @@ def main() -> None:
         slowest, cells = max(slowest, seconds), ["no finding"] * 4
         if found is not None:
             piece = "-" if found.piece is None else str(found.piece)
-            named = ", pass ".join(filter(None, (found.operator, found.graph_pass)))
-            cells = [found.stage, piece, named or "-", fault.says]
+            cause = ", pass ".join(filter(None, (found.operator, found.graph_pass)))
+            cells = [found.stage, piece, cause or "-", fault.says]
         try:
             fault.check(found)
             named += 1
