@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 PRIVATE_ATTRIBUTES = frozenset(
     {
@@ -109,3 +112,64 @@ def test_each_public_function_of_torch_compat_has_a_test(package_sources: dict[s
         text = "".join(file.read_text() for file in Path(__file__).parent.glob(tests))
         missing += [f"{path.stem}.{function}" for function in public if function not in text]
     assert not missing
+
+
+def private_paths(source: str) -> set[str]:
+    """Private names of torch that `source` imports, or reaches from what it imports."""
+    tree = ast.parse(source)
+    paths, local = set[str](), {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            paths |= {alias.name for alias in node.names}
+            local |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = {alias.asname or alias.name: alias.name for alias in node.names}
+            local |= {mine: f"{node.module}.{name}" for mine, name in names.items()}
+    reached = (chain(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    paths |= {
+        ".".join([local[names[0]], *names[1:]]) for names in reached if local.keys() & names[:1]
+    }
+    return {path for path in paths | set(local.values()) if is_private_path(path.split("."))}
+
+
+def exists(path: str) -> bool:
+    """Whether torch has the name; what is below an object that is neither module nor class is not
+    looked at."""
+    value, names = torch, path.split(".")
+    for depth, name in enumerate(names[1:], 2):
+        if not isinstance(value, ModuleType | type):
+            return True
+        if not hasattr(value, name):
+            try:
+                importlib.import_module(".".join(names[:depth]))
+            except ImportError:
+                return False
+        if not hasattr(value, name):
+            return False
+        value = getattr(value, name)
+    return True
+
+
+USED = sorted(
+    path
+    for file in (Path(__file__).parents[2] / "torch_compat").rglob("*.py")
+    for path in private_paths(file.read_text())
+)
+OF_CUDA_BUILDS = {
+    "torch._C._aoti.AOTIModelContainerRunnerCuda",
+    "torch._C._cuda_clearCublasWorkspaces",
+    "torch._C._host_emptyCache",
+}
+
+
+@pytest.mark.parametrize("path", dict.fromkeys(USED))
+def test_this_torch_has_each_private_name_that_is_used(path: str) -> None:
+    """`pytest -v` lists them; a version of torch without one fails with its name."""
+    absent = torch.version.cuda is None and path in OF_CUDA_BUILDS
+    assert exists(path) or absent, f"torch {torch.__version__} has no {path}"
+
+
+def test_a_name_that_went_is_noticed() -> None:
+    source = "import torch\nfrom torch._inductor import ir\nir.Gone.create, torch._C._gone(1)"
+    went = [path for path in sorted(private_paths(source)) if not exists(path)]
+    assert went == ["torch._C._gone", "torch._inductor.ir.Gone", "torch._inductor.ir.Gone.create"]

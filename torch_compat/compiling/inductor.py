@@ -28,7 +28,7 @@ def inductor_cache_directory(path: str) -> Iterator[None]:
     """Use `path` as cache directory of Inductor and Triton for one compile or load.
 
     Only environment variables can set it: `torch._inductor.runtime.cache_dir_utils` reads
-    TORCHINDUCTOR_CACHE_DIR on each call, has no setting for it (2.11 to 2.14), and passes it to
+    TORCHINDUCTOR_CACHE_DIR on each call, has no setting for it (2.11 to 2.15), and passes it to
     child processes. Triton uses a subdirectory unless TRITON_CACHE_DIR is set. Both variables are
     restored at the end, and in-memory tables that refer to files in `path` are cleared.
     """

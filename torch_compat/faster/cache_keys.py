@@ -2,7 +2,7 @@
 
 Saves: 0.5 of 10 s of CPU time of a cold start with 32 layers (median of 10 alternating pairs of
 what `python -m benchmarks prepare --quick` starts).
-For: torch 2.11 to 2.14.
+For: torch 2.11 to 2.15.
 Can go: once torch keeps these digests, or makes an artifact that can be stored without a key.
 """
 

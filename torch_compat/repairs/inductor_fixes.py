@@ -34,7 +34,7 @@ def reads_before_mutations() -> Iterator[None]:
     Upstream: `FallbackKernel.create` registers such an op in the order of execution before it marks
     the tensor as mutated. Marking computes the pending pointwise reads of the old value, so a read
     that is used again later runs after the op and sees the new value.
-    Affected: torch 2.11 to 2.14. Remove when `create` marks mutated tensors before it registers the
+    Affected: torch 2.11 to 2.15. Remove when `create` marks mutated tensors before it registers the
     operation.
     """
     from torch._inductor import ir
@@ -61,7 +61,7 @@ def unshared_cat_parts() -> Iterator[None]:
 
     Upstream: `ConcatKernel.create` computes operands directly into the memory of the result. When
     the result is mutated, a later read of an operand sees the new value.
-    Affected: torch 2.11 to 2.14. Remove when `create` copies operands that are read after a
+    Affected: torch 2.11 to 2.15. Remove when `create` copies operands that are read after a
     mutation of the result.
     """
     from torch._inductor import ir, lowering
@@ -109,7 +109,7 @@ def without_lost_cubins() -> Iterator[None]:
     Upstream: `TritonBundler` stores the cubin of the configuration that won, and pickles the
     autotuner with the results of all of them. `load_autotuners` then fails for the others, logs
     a traceback, and does not use the statically launched kernel.
-    Affected: torch 2.11 to 2.14. Remove when losing results are not pickled.
+    Affected: torch 2.11 to 2.15. Remove when losing results are not pickled.
     """
     from torch._inductor.triton_bundler import TritonBundler
 
