@@ -38,7 +38,8 @@ def compile_text(graph: GraphModule, inputs: list[Any], options: Mapping[str, An
     imports = [
         f"from {value.__module__} import {value.__name__} as {name}\n"
         for name, value in used.items()
-        if isinstance(value, types.FunctionType) and not value.__module__.startswith("torch")
+        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType))
+        and not str(value.__module__).startswith("torch")
     ]
     blobs = {CODE: "".join([*imports, graph.code]).encode()}
     return load_texts([blobs])[0], blobs

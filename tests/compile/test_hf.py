@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 
 import pytest
 import torch
@@ -33,7 +34,6 @@ from piecegraph.tools.integrations.transformers.attention import (  # noqa: E402
     Mask,
     UnknownMask,
     mask_of,
-    unknown_argument,
 )
 from piecegraph.tools.integrations.transformers.mixers import Mixer, UnknownCall  # noqa: E402
 
@@ -175,10 +175,34 @@ def test_masks_are_read_from_their_functions():
             mask_of(unknown)
 
 
-def test_an_argument_that_changes_the_result_is_known():
-    harmless = {"position_ids": 1, "output_attentions": False, "position_bias": None}
-    assert unknown_argument(harmless) is None
-    assert unknown_argument({**harmless, "position_bias": 1}) == "position_bias"
+class Tempered(transformers.LlamaModel):
+    """A model whose attention takes an argument that the op does not know."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs, temperature=2.0)
+
+
+def test_an_argument_that_changes_results_is_found_by_comparing_them(monkeypatch):
+    """One that changes none is known from then on; another is an error in the trace."""
+    own = transformers.LlamaModel(families.tiny_config("llama")).eval()
+    model = adapt(copy.deepcopy(own), {"input_ids": torch.arange(5)[None], "silent": 1})
+    context = ForwardContext({}, PackedRequests((5,)))
+    with forward_context(context), torch.no_grad():
+        hidden = model(torch.arange(5)[None], silent=2).last_hidden_state
+        torch.testing.assert_close(hidden, own(torch.arange(5)[None]).last_hidden_state)
+        with pytest.raises(NotImplementedError, match=r"attention with \['loud'\]"):
+            model(torch.arange(5)[None], loud=1)
+    modeling = inspect.getmodule(transformers.LlamaModel)
+    attention = modeling.eager_attention_forward
+
+    def tempered(module, query, *args, temperature=1.0, **kwargs):
+        return attention(module, query / temperature, *args, **kwargs)
+
+    monkeypatch.setattr(modeling, "eager_attention_forward", tempered)
+    warm = Tempered(families.tiny_config("llama")).eval()
+    warm.set_attn_implementation("eager")
+    with pytest.raises(ModelNotAdaptable, match="another result than alone"):
+        adapt(warm)
 
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}

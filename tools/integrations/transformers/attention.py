@@ -16,20 +16,6 @@ from ....errors import MissingMetadata
 
 SPLITTING_OP = "piecegraph_hf::attention"
 
-# Arguments that models pass to every attention function and that change no result.
-_HARMLESS = {
-    "cache_position",
-    "deterministic",
-    "layer_idx",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "use_cache",
-}
-
 LIBRARY: Any = torch.library.Library("piecegraph_hf", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? bias,"
@@ -151,9 +137,9 @@ class PackedRequests:
     query_lens: tuple[int, ...]
 
 
-def unknown_argument(others: dict[str, Any]) -> str | None:
-    """The first argument of an attention call that would change the result; None if none does."""
-    return next((n for n, v in others.items() if v is not None and n not in _HARMLESS), None)
+def given(arguments: dict[str, Any]) -> list[str]:
+    """The names of arguments that are not None."""
+    return [name for name, value in arguments.items() if value is not None]
 
 
 def packed(
@@ -189,14 +175,14 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The attention function of transformers; `query`, `key`, `value`: (batch, heads, T, head_dim).
 
-    Each row of a batch is a request. What the mask says is known from `adapt`. Raises
-    NotImplementedError for a mask or an argument that was not there then.
+    Each row of a batch is a request. What the mask says is known from `adapt`, and that other
+    arguments change no result. Raises NotImplementedError for those that were not there then.
     """
     if not module.mask_stand_in:
         others["attention_mask"] = attention_mask
-    if (name := unknown_argument(others)) is not None:
+    if names := [name for name in given(others) if name not in module.other_arguments]:
         # in a trace: Dynamo cannot follow the constructor of the errors of our own tree
-        raise NotImplementedError(f"attention with {name}, which `adapt` has not seen")
+        raise NotImplementedError(f"attention with {names}, which `adapt` has not seen")
     rows, tokens = query.shape[0], query.shape[2]
     one_row: bool = module.one_row
     if one_row and rows != 1:

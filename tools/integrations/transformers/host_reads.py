@@ -1,18 +1,22 @@
 """Layers that read values of tensors on the host, such as loops over the experts that are used.
 
-They cannot be traced. As mixers they run between graphs, as they are.
+They cannot be traced. As mixers they run between graphs, as they are. Functions of torch that a
+layer calls may do it too, such as a distribution that checks its arguments.
 """
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from ....torch_compat.basics.frames import is_torch_file
 
 READS = {
     torch.nonzero,
@@ -42,8 +46,9 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READS:
-            frame = inspect.currentframe()
-            caller = frame and frame.f_back
+            caller: FrameType | None = sys._getframe(1)
+            while caller is not None and is_torch_file(caller.f_code.co_filename):
+                caller = caller.f_back
             owner = caller and caller.f_locals.get("self")
             name = self.names.get(owner) if isinstance(owner, nn.Module) else None
             if name is not None and name not in self.readers:

@@ -30,15 +30,14 @@ from .attention import (
     UnknownMask,
     attend,
     attend_packed,
+    given,
     mask_of,
     outside_mixers,
     packed,
-    unknown_argument,
 )
 from .host_reads import host_readers
 from .mixers import Mixer, UnknownCall
 from .small import hidden_states, kind_of
-from .sparsity import settle_sparsity
 
 ONE_REQUEST = "Make that layer a splitting op that knows requests, or serve one request per batch"
 OWN_OP = "Write its attention as a custom op and list the op in splitting_ops"
@@ -71,7 +70,6 @@ def route(model: PreTrainedModel, mixing: Collection[str] = ()) -> Routes:
     Raises ModelNotAdaptable, UnknownAttention for attention that has to be in a mixer, and
     UnknownCall for a layer that cannot be called for each request.
     """
-    settle_sparsity(model)
     inputs, lengths = packed_inputs(model)
     trial = Trial(model, lengths)
     trial.mixers = {n: Mixer(m, n, trial.read) for n, m in _like(model, mixing).items()}
@@ -183,6 +181,8 @@ class Trial:
     read_masks: dict[int, tuple[Tensor, Mask | UnknownMask]] = field(default_factory=dict)
     """By storage: models hand slices of a mask to their layers."""
     one_row: set[nn.Module] = field(default_factory=set)
+    arguments: dict[nn.Module, list[str]] = field(default_factory=dict)
+    """Of attention calls, those that the op does without: the proof compares results."""
     biased: set[nn.Module] = field(default_factory=set)
     mixers: dict[str, Mixer] = field(default_factory=dict)
     selectors: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
@@ -238,6 +238,7 @@ class Trial:
         for module, mask in self.masks.items():
             module.attention_mask_rule, module.layer_name = mask, self.names[module]
             module.one_row, module.mask_stand_in = module in self.one_row, stand_in
+            module.other_arguments = self.arguments[module]
         if self.masks or stand_in:
             self.model.set_attn_implementation(implementation)
 
@@ -300,9 +301,8 @@ def _attend_in_trial(
     trial = _CURRENT.get()
     name = trial.names.get(module, type(module).__name__)
     if position_bias is not None and query.shape[0] > 1:
-        others["position_bias"] = position_bias
-    if (argument := unknown_argument(others)) is not None:
-        raise UnknownAttention(f"{name} calls its attention with {argument}", name)
+        raise UnknownAttention(f"{name} adds a bias to a batch", name)
+    trial.arguments[module] = given(others)
     if query.shape[2] != key.shape[2]:
         raise UnknownAttention(f"{name} attends to another sequence than its own", name)
     if indices is not None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, product
 from typing import Any
 
@@ -25,6 +26,9 @@ Path = tuple[Any, ...]
 FACTORS = (16, 8, 4, 2, 1)
 WIDTH, LENGTH, VOCABULARY = 64, 32, 1024
 """Smaller widths and lengths stay as they are; a larger vocabulary is cut to this."""
+GAINS = (1.0, 0.5, 0.25)
+CALM = 1e-5
+"""The most rounding of a copy that is not built with a smaller gain."""
 MOST_WEIGHTS = 400_000_000
 SHORTEST = 8
 """The smallest length of a copy that has the lengths in their order, each twice the one before."""
@@ -52,18 +56,44 @@ def small_configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
     yield config
 
 
-def build(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
-    """A model with random weights that keep the size of activations; raises what `kind` raises."""
+def build(kind: Any, config: PreTrainedConfig, gain: float = 1.0) -> PreTrainedModel:
+    """A model with random weights that keep the size of activations; raises what `kind` raises.
+
+    With a smaller `gain` its layers add less to what they are given.
+    """
     with no_init_weights():
         model: PreTrainedModel = kind(copy.deepcopy(config))
     generator = torch.Generator().manual_seed(0)
+    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     with torch.no_grad():
         for name, weight in model.named_parameters():
             scale = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.1
             weight.normal_(0.0, scale, generator=generator)
             weight += float(weight.dim() == 1 and not name.endswith("bias"))
+            weight *= 1.0 if id(weight) in tables else gain
     model.config.use_cache = False
     return model.eval().requires_grad_(False)
+
+
+def build_calm(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
+    """`build` with the first gain at which layers do not amplify rounding, or with the last."""
+    for gain in GAINS:
+        model = build(kind, config, gain)
+        if rounding(model) <= CALM:
+            break
+    return model
+
+
+def rounding(model: PreTrainedModel) -> float:
+    """How far a row in float32 is from that in float64, relative to its norm. Leaves the model as
+    it was."""
+    single, double = copy.deepcopy(model), copy.deepcopy(model).double()
+    try:
+        exact = _result(double, 40)
+    except RuntimeError:  # code that casts to float32
+        return 0.0
+    difference = (_result(single, 40) - exact).norm(dim=-1)
+    return float((difference / exact.norm(dim=-1).clamp_min(1e-30)).max())
 
 
 def hidden_states(model: PreTrainedModel, **inputs: Any) -> Tensor:
@@ -138,31 +168,51 @@ def _on_meta(kind: Any, config: PreTrainedConfig) -> nn.Module:
 
 
 def _with_few_layers(kind: Any, config: PreTrainedConfig) -> PreTrainedConfig:
-    """The first layers, up to one of each kind; all of them where the class does not allow that."""
+    """One layer of each kind, or the first layers up to one of each kind; all of them where the
+    class does not allow that."""
     full = _on_meta(kind, config)
     for name, stack in full.named_modules():
         if not is_stack(name, stack) or not isinstance(stack, nn.ModuleList):
             continue
         kinds = [kind_of(layer) for layer in stack]
-        count = max(2, 1 + max((kinds.index(each) for each in kinds), default=0))
-        if count >= len(kinds):
-            continue
-        shorter = copy.deepcopy(config)
-        for key, value in vars(config).items():
-            if isinstance(value, (list, tuple)) and len(value) == len(kinds):
-                setattr(shorter, key, value[:count])
-        for path, value in _integers(config):
-            if value != len(kinds) or _is_token(path):
-                continue
-            try:
-                attempt = _changed(shorter, {path: count})
-                layers = [*_on_meta(kind, attempt).get_submodule(name).children()]
-            except Exception:
-                continue
-            if len(layers) == count and {kind_of(layer) for layer in layers} == set(kinds):
-                config = attempt
+        firsts = sorted({kinds.index(each) for each in kinds} | {min(1, len(kinds) - 1)})
+        for kept in (firsts, [*range(firsts[-1] + 1)]):
+            attempts = _shortened(config, len(kinds), kept) if len(kept) < len(kinds) else ()
+            shorter = (x for x in attempts if _has_layers(kind, x, name, len(kept), kinds))
+            if (short := next(shorter, None)) is not None:
+                config = short
                 break
     return config
+
+
+def _shortened(
+    config: PreTrainedConfig, total: int, kept: Sequence[int]
+) -> Iterator[PreTrainedConfig]:
+    """Configurations with the layers `kept` of `total`: what is stated for each, their number, and
+    another number that may count the first or the last of them."""
+    shorter = copy.deepcopy(config)
+    for key, value in vars(config).items():
+        if isinstance(value, (list, tuple)) and len(value) == total:
+            setattr(shorter, key, [value[i] for i in kept])
+    counts = [(path, n) for path, n in _integers(config) if 0 < n <= total and not _is_token(path)]
+    for path in (path for path, n in counts if n == total):
+        values = [{path: len(kept)}]
+        for other, n in counts:
+            parts = {sum(i < n for i in kept), sum(i >= total - n for i in kept)}
+            values += [{path: len(kept), other: part} for part in parts if other != path]
+        for each in values:
+            with suppress(Exception):  # of the class
+                yield _changed(shorter, each)
+
+
+def _has_layers(
+    kind: Any, config: PreTrainedConfig, stack: str, count: int, kinds: Sequence[Any]
+) -> bool:
+    try:
+        layers = [*_on_meta(kind, config).get_submodule(stack).children()]
+    except Exception:  # of the class
+        return False
+    return len(layers) == count and {kind_of(layer) for layer in layers} == set(kinds)
 
 
 def _roles(kind: Any, config: PreTrainedConfig) -> dict[Path, str]:
@@ -207,37 +257,33 @@ def _narrow(
     kind: Any, config: PreTrainedConfig, roles: Mapping[Path, str], dtype: torch.dtype
 ) -> PreTrainedConfig:
     """With all widths divided by the largest factor that the class accepts; raises NoCopy."""
-    heads = {
-        path: value
-        for path, value in _integers(config)
-        if "head" in str(path[-1]) and "dim" not in str(path[-1]) and value > 0
-    }
-    widths = [path for path, role in roles.items() if role == "width" and path not in heads]
-    widths = [path for path in widths if "head" not in str(path[-1])]
-    shared = min(heads.values(), default=1) // 2
     config = _small_vocabulary(config, roles)
+    integers, head_dim = dict(_integers(config)), _head_dim(config)
+    heads = {path: n for path, n in integers.items()
+             if "head" in str(path[-1]) and "dim" not in str(path[-1]) and n > 0}  # fmt: skip
+    roles = {path: role for path, role in roles.items() if "head" not in str(path[-1])}
+    most = 1 << max(min(heads.values(), default=1) // 2, 1).bit_length() - 1
+    tries = [
+        (factor, split, keep)
+        for factor, keep in product(FACTORS, (True, False))
+        for split in dict.fromkeys((min(factor, most), most, 1))
+    ]
     error: Exception | None = None
-    for factor, keep in product(FACTORS, (True, False)):
-        for split in dict.fromkeys((factor, 1 << max(shared, 1).bit_length() - 1, 1)):
-            if split > 1 and any(value < 2 * split for value in heads.values()):
-                continue
-            values = dict(_integers(config))
-            values = {path: values[path] // factor for path in widths}
-            values |= {path: value // split for path, value in heads.items()}
-            attempt = _changed(config, values)
-            head_dim = _head_dim(config)
-            if keep and head_dim and getattr(config, "head_dim", None) is None:
-                attempt.head_dim = head_dim
-            try:
-                count = sum(p.numel() for p in _on_meta(kind, attempt).parameters())
-                if count > MOST_WEIGHTS:
-                    raise NoCopy(f"a copy has {count} weights")
-                _run(build(kind, attempt), 40)
-                _run(build(kind, attempt).to(dtype), 40)
-            except Exception as failed:
-                error = failed
-                continue
-            return attempt
+    for factor, split, keep in tries:
+        values = {path: integers[path] // factor for path, role in roles.items() if role == "width"}
+        attempt = _changed(config, values | {path: n // split for path, n in heads.items()})
+        if keep and head_dim and getattr(config, "head_dim", None) is None:
+            attempt.head_dim = head_dim
+        try:
+            count = sum(p.numel() for p in _on_meta(kind, attempt).parameters())
+            if count > MOST_WEIGHTS:
+                raise NoCopy(f"a copy has {count} weights")
+            _run(build(kind, attempt), 40)
+            _run(build(kind, attempt).to(dtype), 40)
+        except Exception as failed:
+            error = failed
+            continue
+        return attempt
     raise NoCopy(f"{type(error).__name__}: {error}") from error
 
 
@@ -284,8 +330,11 @@ def reach(config: PreTrainedConfig) -> int:
 
 
 def _run(model: PreTrainedModel, tokens: int) -> None:
+    if not torch.isfinite(_result(model, tokens)).all():
+        raise NoCopy("its own result is not finite")
+
+
+def _result(model: PreTrainedModel, tokens: int) -> Tensor:
     known: Any = model.get_input_embeddings()
     ids = torch.arange(3, 3 + tokens)[None] % min(known.num_embeddings, 64)
-    result = hidden_states(model, input_ids=ids)
-    if not torch.isfinite(result).all():
-        raise NoCopy("its own result is not finite")
+    return hidden_states(model, input_ids=ids)
