@@ -33,11 +33,13 @@ from ..compile.pipeline import compile_trace
 from ..compile.trace.dynamo import Trace
 from ..compile.trace.examples import Examples, Leaf
 from ..compile.trace.inline_regions import inline_regions
+from ..compile.trace.mutations import dense_tensors, written_storages
 from ..compile.trace.symbols import argument_sizes, symbol_labels
 from ..config import Config, compile_config
 from ..errors import GradientsNeeded, InvalidSetting, UnboundSymbol
 from ..events import Events
 from ..torch_compat.basics.symbolic import size_range
+from ..torch_compat.basics.tensors import storage_id
 from ..torch_compat.tracing.dynamo import current_shape_env, registered_backend, registered_backends
 from .open_cache import open_cache
 from .switches import resolve_config
@@ -56,9 +58,10 @@ def backend(
 
     A splitting op that a graph does not contain is ignored, since a program can have many graphs.
     A graph that fails here, for whatever reason, goes to torch's backend of the same name as the
-    compiler, with one warning that says why. With `options["strict"]` the error is raised instead:
-    GradientsNeeded for a graph whose gradients are needed, and the errors of compiling. Raises
-    InvalidSetting.
+    compiler, with one warning that says why and how many did so far. So does one that fails in a
+    call and not with torch's, unless it writes to its inputs, which must not happen twice. With
+    `options["strict"]` the error is raised instead: GradientsNeeded for a graph whose gradients are
+    needed, and the errors of compiling. Raises InvalidSetting.
     """
     settings = dict(options or {})
     events = settings.pop("events", None) or Events()
@@ -74,14 +77,36 @@ def backend(
     # our passes change the graph; torch's backend must be given the one that Dynamo made
     copied = GraphModule(graph, copy.deepcopy(graph.graph))
     try:
-        step = _compiled(copied, inputs, config, events)
+        step, writes = _compiled(copied, inputs, config, events)
     except Exception as error:
         if strict:
             raise
         _warn(error, graph, config.compiler, events)
         return _by_torch(graph, inputs, config)
     events.count("backend.graphs")
-    return step
+    return step if strict or writes else _guarded(step, graph, config, events)
+
+
+def _guarded(
+    step: Callable[..., Any], graph: GraphModule, config: Config, events: Events
+) -> Callable[..., Any]:
+    """`step`, or the graph by torch's backend once a call of `step` has failed alone."""
+    current = step
+
+    def run(*args: Any) -> Any:
+        nonlocal current
+        try:
+            return current(*args)
+        except Exception as error:
+            if current is not step:
+                raise
+            by_torch = torch.compile(graph, backend=_torch_name(config))
+            results = by_torch(*args)  # raises what is wrong with the program or its arguments
+            _warn(error, graph, config.compiler, events)
+            current = by_torch
+            return results
+
+    return run
 
 
 def _warn(error: Exception, graph: GraphModule, compiler: str, events: Events) -> None:
@@ -89,23 +114,33 @@ def _warn(error: Exception, graph: GraphModule, compiler: str, events: Events) -
     where = next(filter(None, map(node_location, graph.graph.nodes)), None)
     events.count("backend.fallbacks")
     events.emit(
-        "backend.fallback", level=logging.WARNING, where=where, compiler=compiler, reason=reason
+        "backend.fallback",
+        level=logging.WARNING,
+        where=where,
+        compiler=compiler,
+        reason=reason,
+        fallbacks=events.counters["backend.fallbacks"],
     )
 
 
 def _by_torch(graph: GraphModule, inputs: list[Any], config: Config) -> Callable[..., Any]:
     """The graph as torch compiles it alone, with a backward pass where gradients are needed."""
-    name = config.compiler if config.compiler in registered_backends() else "inductor"
+    name = _torch_name(config)
     patches = dict(config.codegen.inductor_options)
     options = {"config_patches": patches} if name == "inductor" and patches else {}
     compiled: Callable[..., Any] = registered_backend(name)(graph, inputs, **options)
     return compiled
 
 
+def _torch_name(config: Config) -> str:
+    return config.compiler if config.compiler in registered_backends() else "inductor"
+
+
 def _compiled(
     graph: GraphModule, inputs: list[Any], config: Config, events: Events
-) -> Callable[..., Any]:
-    """The graph as pieces. Raises GradientsNeeded and the errors of compiling."""
+) -> tuple[Callable[..., Any], bool]:
+    """The graph as pieces, and whether it writes to what it is given. Raises GradientsNeeded and
+    the errors of compiling."""
     tensors = _tensors_as_inputs(graph)
     if torch.is_grad_enabled() and any(map(_needs_gradient, [*inputs, *tensors])):
         raise GradientsNeeded()
@@ -131,6 +166,9 @@ def _compiled(
     device = next((v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu"))
     cache, folder = open_cache(config, events), config.codegen.dump_dir
     request = CompileRequest(graph, compiling, cache, events, device, dump_dir=folder)
+    examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+    untouched = {storage_id(tensor): 0 for tensor in dense_tensors(examples)}
+    writes = bool(written_storages(graph.graph, untouched))
     compiled = compile_trace(request, GuardedTrace(trace, guards, compiling))
     step = compiled.link()
     positions = [i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
@@ -138,7 +176,7 @@ def _compiled(
     def run(*args: Any) -> tuple[Any, ...]:
         return step(*(args[i] for i in positions), *tensors)
 
-    return run
+    return run, writes
 
 
 def _tensors_as_inputs(graph: GraphModule) -> list[torch.Tensor]:

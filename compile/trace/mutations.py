@@ -6,12 +6,12 @@ what it wrote. Torch counts the writes to each fake tensor; a custom op's schema
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from ...torch_compat.basics.ops import HigherOrderOperator, overload_of, triton_writes
 from ...torch_compat.basics.tensors import (
@@ -32,16 +32,22 @@ def written_placeholders(trace: Trace) -> set[Node]:
     storages: dict[Node, int] = {}
     untouched: dict[int, int] = {}
     for node, tensor in trace.tensors.items():
-        if not _dense(fake := node.meta["example_value"]):
+        if not dense_tensors(fake := node.meta["example_value"]):
             continue
         storages[node] = storage = storage_id(fake)
         before = writes_counted(fake) and writes_of_faking(tensor, fakes)
         untouched[storage] = min(before, untouched.get(storage, before))
+    written = written_storages(trace.graph.graph, untouched)
+    return {node for node, storage in storages.items() if storage in written}
+
+
+def written_storages(graph: Graph, untouched: Mapping[int, int]) -> set[int]:
+    """Those that some node writes to of storages, given with their counts of writes before."""
     written: set[int] = set()
-    for node in trace.graph.graph.nodes:
+    for node in graph.nodes:
         written |= {
             storage
-            for tensor in _dense(node.meta.get("example_value"))
+            for tensor in dense_tensors(node.meta.get("example_value"))
             if (storage := storage_id(tensor)) in untouched
             and writes_counted(tensor) > untouched[storage]
         }
@@ -50,9 +56,9 @@ def written_placeholders(trace: Trace) -> set[Node]:
         args, kwargs = tree_map_only(
             Node, lambda used: used.meta.get("example_value"), (node.args, node.kwargs)
         )
-        if any(storage_id(tensor) in untouched for tensor in _dense((args, kwargs))):
+        if any(storage_id(tensor) in untouched for tensor in dense_tensors((args, kwargs))):
             written |= {storage_id(tensor) for tensor in _written(node, args, kwargs)}
-    return {node for node, storage in storages.items() if storage in written}
+    return written & untouched.keys()
 
 
 def _written(node: Node, args: Any, kwargs: Any) -> Iterable[Tensor]:
@@ -60,10 +66,10 @@ def _written(node: Node, args: Any, kwargs: Any) -> Iterable[Tensor]:
     if op_names(node):
         return written_by(overload_of(node.target), args, kwargs)
     known = triton_writes(node, kwargs)
-    return _dense((args, kwargs) if known is None else known)
+    return dense_tensors((args, kwargs) if known is None else known)
 
 
-def _dense(value: Any) -> list[Tensor]:
+def dense_tensors(value: Any) -> list[Tensor]:
     """The tensors in `value` that have a storage to share."""
     return [
         tensor

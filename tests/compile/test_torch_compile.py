@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,56 @@ def test_an_error_of_ours_is_a_fallback(
     assert type(raised).__name__ in warning.message
     assert "test_torch_compile.py" in warning.message
     assert refusal(model, x, strict=True) is raised
+
+
+def failing_in_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_trace = torch_compile.compile_trace
+
+    def compiled_badly(*args: Any) -> Any:
+        def step(*tensors: Any) -> Any:
+            raise PieceFailed(compiler="piecegraph", piece=0, digest="d", reason="broken")
+
+        return SimpleNamespace(link=lambda: step, plan=compile_trace(*args).plan)
+
+    monkeypatch.setattr(torch_compile, "compile_trace", compiled_badly)
+
+
+@torch.no_grad()
+def test_an_error_in_a_call_is_a_fallback_too(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing_in_calls(monkeypatch)
+    model = Model(2)
+    fast, events = compiled(model, compiler="eager")
+    for size in (3, 5):
+        x = torch.randn(size, 8)
+        torch.testing.assert_close(fast(x)[0], model(x)[0])
+    (warning,) = [each for each in caplog.records if "backend.fallback" in each.message]
+    assert "PieceFailed" in warning.message
+    assert "fallbacks=1" in warning.message
+    assert events.counters["backend.fallbacks"] == 1
+    assert isinstance(refusal(model, x, strict=True), PieceFailed)
+
+
+@torch.no_grad()
+def test_a_graph_that_writes_is_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the program is its own, and a call that may have written is not repeated."""
+    failing_in_calls(monkeypatch)
+    with pytest.raises(PieceFailed):
+        torch.compile(lambda x: x.add_(1), backend="piecegraph", options={"compiler": "eager"})(
+            torch.zeros(3)
+        )
+
+
+@torch.no_grad()
+def test_an_error_of_the_program_in_a_call_is_its_own() -> None:
+    events = pg.Events()
+    options = {"compiler": "eager", "cache": False, "events": events}
+    fast = torch.compile(lambda x, i: x[i] * 2, backend="piecegraph", options=options)
+    torch.testing.assert_close(fast(torch.ones(4), torch.tensor([1])), torch.full((1,), 2.0))
+    with pytest.raises(IndexError):
+        fast(torch.ones(4), torch.tensor([9]))
+    assert not events.counters["backend.fallbacks"]
 
 
 @torch.no_grad()
