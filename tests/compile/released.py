@@ -42,6 +42,22 @@ def _longrope(count: int, factor: float) -> dict[str, Any]:
             "long_factor": long, "factor": factor}  # fmt: skip
 
 
+def _deepseek(kind: str, heads: int = 128, theta: float = 10000.0, factor: float = 40.0,
+              **others: Any) -> dict[str, Any]:  # fmt: skip
+    settings = {
+        "vocab_size": 129280, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "rms_norm_eps": 1e-6, "max_position_embeddings": 163840, "bos_token_id": 0,
+        "eos_token_id": 1, **_rope(
+            theta, rope_type="yarn", factor=factor, beta_fast=32, beta_slow=1, mscale=1.0,
+            mscale_all_dim=1.0, original_max_position_embeddings=4096,
+        ),
+    }  # fmt: skip
+    return _of(kind, 7168, 18432, 61, heads, heads, **settings | others)
+
+
 RELEASED: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-2-7b": _of(
         "llama", 4096, 11008, 32, 32, vocab_size=32000, max_position_embeddings=4096
@@ -127,7 +143,14 @@ RELEASED: dict[str, dict[str, Any]] = {
         sliding_window=1024, query_pre_attn_scalar=168, max_position_embeddings=131072,
         bos_token_id=2, eos_token_id=1, pad_token_id=0,
     ),
-    "google/gemma-3n-E4B (text)": {"model_type": "gemma3n_text"},
+    "google/gemma-3n-E4B (text)": _of(
+        "gemma3n_text", 2048, [16384] * 35, 35, 8, 2, head_dim=256, vocab_size=262400,
+        vocab_size_per_layer_input=262144, hidden_size_per_layer_input=256, sliding_window=512,
+        max_position_embeddings=32768, num_kv_shared_layers=15, laurel_rank=64,
+        altup_num_inputs=4, activation_sparsity_pattern=[0.95] * 10 + [0.0] * 25,
+        layer_types=[*["sliding_attention"] * 4, "full_attention"] * 7,
+        bos_token_id=2, eos_token_id=1, pad_token_id=0,
+    ),
     "google/embeddinggemma-300m": _of(
         "gemma3_text", 768, 1152, 24, 3, 1, head_dim=256, vocab_size=262144, sliding_window=512,
         query_pre_attn_scalar=256, max_position_embeddings=2048, bos_token_id=2, eos_token_id=1,
@@ -151,6 +174,38 @@ RELEASED: dict[str, dict[str, Any]] = {
         original_max_position_embeddings=4096, sliding_window=262144, bos_token_id=1,
         eos_token_id=32000, pad_token_id=32000, rope_parameters=_longrope(48, 32.0),
     ),
+    "microsoft/Phi-4-mini": _of(
+        "phi3", 3072, 8192, 32, 24, 8, vocab_size=200064, max_position_embeddings=131072,
+        original_max_position_embeddings=4096, sliding_window=262144, bos_token_id=199999,
+        eos_token_id=199999, pad_token_id=199999, tie_word_embeddings=True,
+        rope_parameters={**_longrope(48, 32.0), "partial_rotary_factor": 0.75},
+    ),
+    "zai-org/GLM-5": _of(
+        "glm_moe_dsa", 6144, 12288, 78, 64, 64, vocab_size=154880, moe_intermediate_size=2048,
+        n_routed_experts=256, num_experts_per_tok=8, n_group=1, topk_group=1, q_lora_rank=2048,
+        kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256,
+        first_k_dense_replace=3, index_topk=2048, index_head_dim=128, index_n_heads=32,
+        max_position_embeddings=202752, **_rope(1000000.0),
+    ),
+    "deepseek-ai/DeepSeek-V4 (class defaults)": {"model_type": "deepseek_v4"},
+    "tencent/HY-V4 (class defaults)": {"model_type": "hy_v4"},
+    "skt/A.X-K2 (class defaults)": {"model_type": "axk2"},
+    "meituan-longcat/LongCat-Flash": {
+        "model_type": "longcat_flash", "hidden_size": 6144, "num_layers": 28,
+        "num_attention_heads": 64, "vocab_size": 131072, "ffn_hidden_size": 12288,
+        "expert_ffn_hidden_size": 2048, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_topk": 12,
+        "n_routed_experts": 512, "zero_expert_num": 256, "routed_scaling_factor": 6.0,
+        "max_position_embeddings": 131072, "bos_token_id": 1, "eos_token_id": 2,
+        **_rope(10000000.0),
+    },
+    "jetmoe/jetmoe-8b": {
+        "model_type": "jetmoe", "hidden_size": 2048, "num_hidden_layers": 24,
+        "num_key_value_heads": 16, "kv_channels": 128, "intermediate_size": 5632,
+        "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "bos_token_id": 1,
+        "eos_token_id": 2, **_rope(10000.0),
+    },
     "microsoft/phi-4": _of(
         "phi3", 5120, 17920, 40, 40, 10, vocab_size=100352, max_position_embeddings=16384,
         original_max_position_embeddings=16384, bos_token_id=100257, eos_token_id=100265,
@@ -174,18 +229,16 @@ RELEASED: dict[str, dict[str, Any]] = {
         moe_intermediate_size=1408, first_k_dense_replace=1, topk_method="greedy",
         max_position_embeddings=163840, bos_token_id=100000, eos_token_id=100001,
     ),
-    "deepseek-ai/DeepSeek-V3": {"model_type": "deepseek_v3", "max_position_embeddings": 163840,
-                                **_rope(10000.0, rope_type="yarn", factor=40.0, beta_fast=32,
-                                        beta_slow=1, mscale=1.0, mscale_all_dim=1.0,
-                                        original_max_position_embeddings=4096)},
-    "deepseek-ai/DeepSeek-V3.2": {"model_type": "deepseek_v32",
-                                  "max_position_embeddings": 163840},
-    "moonshotai/Kimi-K2": {"model_type": "deepseek_v3", "n_routed_experts": 384, "n_group": 1,
-                           "topk_group": 1, "num_attention_heads": 64,
-                           "num_key_value_heads": 64, "first_k_dense_replace": 1,
-                           "routed_scaling_factor": 2.827, "vocab_size": 163840,
-                           "bos_token_id": 163584, "eos_token_id": 163585,
-                           "max_position_embeddings": 131072},
+    "deepseek-ai/DeepSeek-V3": _deepseek("deepseek_v3", first_k_dense_replace=3),
+    "deepseek-ai/DeepSeek-V3.2": _deepseek(
+        "deepseek_v32", first_k_dense_replace=3, index_topk=2048, index_head_dim=128,
+        index_n_heads=64,
+    ),
+    "moonshotai/Kimi-K2": _deepseek(
+        "deepseek_v3", heads=64, theta=50000.0, factor=32.0, n_routed_experts=384, n_group=1,
+        topk_group=1, first_k_dense_replace=1, routed_scaling_factor=2.827, vocab_size=163840,
+        bos_token_id=163584, eos_token_id=163585, max_position_embeddings=131072,
+    ),
     "zai-org/GLM-4-9B-0414": _of(
         "glm4", 4096, 13696, 40, 32, 2, head_dim=128, vocab_size=151552, pad_token_id=151329,
         eos_token_id=[151329, 151336, 151338], max_position_embeddings=32768,

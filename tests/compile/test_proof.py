@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -16,8 +17,12 @@ from piecegraph.tools.integrations.transformers import (  # noqa: E402
     PackedModel,
     PackedRequests,
     proof,
+    routing,
     small,
 )
+from piecegraph.tools.integrations.transformers import adapt as adapt_function  # noqa: E402
+
+adapt_module = sys.modules[adapt_function.__module__]
 
 pytestmark = [
     pytest.mark.compile,
@@ -125,6 +130,60 @@ def test_error_far_into_a_row_is_at_most_twice_that_of_the_request_alone():
         packed(bloom(torch.bfloat16))
 
 
+def test_result_in_16_bits_may_differ_by_what_the_proof_measured():
+    own = model_of(transformers.RobertaConfig, torch.bfloat16, **ENCODER)
+    kept = packed(own).proof
+    assert 0.003 < kept.error < 0.03
+    assert packed(roberta()).proof.error == 0.0
+    expected = torch.ones(4, 8, dtype=torch.bfloat16)
+    off = expected * (1 + 5 * (1 + proof.WORST) * kept.error)
+    adapt_module._compare(own, off, expected)
+    with pytest.raises(ModelNotAdaptable, match="another result than alone"):
+        adapt_module._compare(own, off, expected, (1 + proof.WORST) * kept.error)
+
+
+def test_proof_that_is_not_kept_is_an_event(caplog):
+    """A class whose code refers to what no key can describe."""
+    left = (each for each in ())
+
+    class Own(transformers.RobertaModel):
+        def forward(self, *args, **kwargs):
+            assert next(left, None) is None
+            return super().forward(*args, **kwargs)
+
+    PackedModel(Own(roberta().config).eval(), config=UNKEPT)
+    assert "proof.not_kept model=Own" in caplog.text
+
+
+def test_proof_of_another_adapter_is_not_used(tmp_path, monkeypatch):
+    config = Config(cache_dir=tmp_path)
+    PackedModel(roberta(), config=config)
+    other = proof.Proof(offset=2, seconds=-1.0)
+    monkeypatch.setattr(proof, "prove", lambda model: other)
+    assert PackedModel(roberta(), config=config).proof != other
+    monkeypatch.setattr(proof, "_own_code", lambda: "edited")
+    assert PackedModel(roberta(), config=config).proof == other
+
+
+class Lazy(torch.nn.Module):
+    """Reads values only where a step has many tokens, as the trial has not."""
+
+    def forward(self, x):
+        return x if x.shape[1] < 100 or x.sum() == 0 else x + 0
+
+
+class Reading(transformers.RobertaModel):
+    def __init__(self, config, **kwargs):
+        super().__init__(config, **kwargs)
+        self.encoder.layer[0].lazy = Lazy()
+        self.encoder.layer[0].register_forward_hook(lambda m, args, out: m.lazy(out))
+
+
+def test_values_that_long_steps_read_are_found():
+    served = packed(Reading(roberta().config).eval())
+    assert [type(mixer.module) for mixer in served.layers.values()] == [Lazy]
+
+
 def test_proof_is_kept_for_a_class_and_configuration(tmp_path, monkeypatch):
     config = Config(cache_dir=tmp_path)
     first = PackedModel(roberta(), config=config).proof
@@ -134,6 +193,31 @@ def test_proof_is_kept_for_a_class_and_configuration(tmp_path, monkeypatch):
     monkeypatch.setattr(proof, "prove", lambda model: proof.Proof(offset=2, seconds=-1.0))
     other = model_of(transformers.RobertaConfig, **{**ENCODER, "num_attention_heads": 2})
     assert PackedModel(other, config=config).proof.seconds == -1.0
+
+
+def test_special_token_at_the_end_of_a_vocabulary_does_not_keep_it_large():
+    """Phi-4-mini pads with the last but few of 200,064 tokens."""
+    config = transformers.Phi3Config(vocab_size=200064, pad_token_id=199999, bos_token_id=199999,
+                                     eos_token_id=199999, num_hidden_layers=2)  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    *_, released = small.small_configs(model)
+    assert (released.vocab_size, released.pad_token_id) == (small.VOCABULARY, 512)
+
+
+def test_scores_that_few_heads_leave_equal_are_no_reason_to_refuse(monkeypatch):
+    """An indexer of two heads leaves many scores 0, and rounding chooses among them."""
+    made = []
+
+    def refused(model, all_heads=False):
+        made.append(all_heads)
+        if not all_heads:
+            raise routing.refusal(model, "of two heads")
+        return proof.Proof()
+
+    monkeypatch.setattr(proof, "_proved", refused)
+    assert proof.prove(roberta()).mixers == ()
+    assert made == [False, True]
 
 
 def gemma3n():

@@ -13,7 +13,7 @@ from .... import AttentionSupport, Config
 from .attention import SPLITTING_OP, UnknownAttention
 from .heads import find_head
 from .mixers import MIXER_OP
-from .proof import proven
+from .proof import WORST, proven
 from .rope import settle_rope
 from .routing import Trial, packed_inputs, refusal, route, run_packed
 from .small import hidden_states
@@ -26,7 +26,9 @@ SETTINGS = {
 }
 """Settings of a `PackedModel` with `attend_packed`: `Config(**SETTINGS, max_num_tokens=…)`."""
 
-TOLERANCE = {torch.float16: 0.25, torch.bfloat16: 0.25}
+TOLERANCE = 1e-3
+LARGEST = 0.25
+"""The largest relative difference in 16 bits, also where a proof allows more or there is none."""
 
 
 class PackedModel(nn.Module):
@@ -57,7 +59,8 @@ class PackedModel(nn.Module):
         self.proof = proven(model, config or Config())
         """What the model needs to be served, such as a token that requests must not contain."""
         routes = route(model, self.proof.mixers)
-        _compare(model, routes.run(requests, self.proof.offset)[1], expected)
+        result = routes.run(requests, self.proof.offset)[1]
+        _compare(model, result, expected, (1 + WORST) * self.proof.error)
         ops = [(SPLITTING_OP, routes.kv_shapes), (MIXER_OP, routes.mixers)]
         self.model = model
         self.layers = routes.mixers
@@ -123,10 +126,14 @@ def _example(model: PreTrainedModel) -> dict[str, Tensor]:
     raise refusal(model, f"its main input is {name}", "Pass adapt the arguments of one call")
 
 
-def _compare(model: PreTrainedModel, actual: Tensor, expected: Tensor) -> None:
-    """Raise ModelNotAdaptable if two results of the model itself differ by more than rounding."""
+def _compare(
+    model: PreTrainedModel, actual: Tensor, expected: Tensor, rounding: float = LARGEST
+) -> None:
+    """Raise ModelNotAdaptable if two results of the model itself differ by more than rounding, in
+    16 bits by `rounding`."""
+    limit = TOLERANCE if expected.dtype == torch.float32 else min(rounding or LARGEST, LARGEST)
     difference = float((actual - expected).float().norm() / expected.float().norm())
-    if not difference <= TOLERANCE.get(expected.dtype, 1e-3):
+    if not difference <= limit:
         reason = f"a request beside others has another result than alone, by {difference:.1e}"
         if actual.shape != expected.shape or not torch.isfinite(actual).all():
             reason = "its result through the op is not finite"

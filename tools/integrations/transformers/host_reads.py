@@ -7,7 +7,7 @@ layer calls may do it too, such as a distribution that checks its arguments.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ....torch_compat.basics.frames import is_torch_file
+from .attention import UnknownAttention
 
 READS = {
     torch.nonzero,
@@ -36,6 +37,14 @@ def host_readers(model: nn.Module) -> Iterator[list[str]]:
     readers: list[str] = []
     with _Reads(names, readers):
         yield readers
+
+
+def check_readers(readers: Iterable[str], mixers: Iterable[str]) -> None:
+    """Raise UnknownAttention for one of `readers` that is not inside one of `mixers`."""
+    inside = tuple(f"{name}." for name in mixers)
+    for name in readers:
+        if not f"{name}.".startswith(inside):
+            raise UnknownAttention(f"{name} reads values of tensors on the host", name)
 
 
 class _Reads(TorchFunctionMode):

@@ -35,7 +35,7 @@ from .attention import (
     outside_mixers,
     packed,
 )
-from .host_reads import host_readers
+from .host_reads import check_readers, host_readers
 from .mixers import Mixer, UnknownCall
 from .small import hidden_states, kind_of
 
@@ -78,10 +78,7 @@ def route(model: PreTrainedModel, mixing: Collection[str] = ()) -> Routes:
         inner.in_mixer = True
     with trial.attending(), _learning(trial.mixers, lengths), host_readers(model) as readers:
         hidden_states(model, **inputs)
-    inside = tuple(f"{name}." for name in trial.mixers)
-    for name in readers:
-        if not f"{name}.".startswith(inside):
-            raise UnknownAttention(f"{name} reads values of tensors on the host", name)
+    check_readers(readers, trial.mixers)
     for name, mixer in trial.mixers.items():
         if not mixer.learned:
             raise UnknownCall(f"{name} is called by another name than forward", name)

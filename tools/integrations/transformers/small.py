@@ -39,8 +39,9 @@ class NoCopy(Exception):
     """No small copy of a model runs; the message is that of the last one."""
 
 
-def small_configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
-    """The configuration with small lengths as well, if it has any, and that with released lengths.
+def small_configs(model: PreTrainedModel, all_heads: bool = False) -> Iterator[PreTrainedConfig]:
+    """The configuration with small lengths as well, if it has any, and that with released lengths;
+    with fewer heads, or with all of them.
 
     Raises NoCopy.
     """
@@ -49,7 +50,7 @@ def small_configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
         config._attn_implementation = "eager"
     config = _with_few_layers(kind, config)
     roles = _roles(kind, config)
-    config = _narrow(kind, config, roles, model.dtype)
+    config = _narrow(kind, config, roles, model.dtype, all_heads)
     lengths = {path: value for path, value in _integers(config) if roles.get(path) == "length"}
     if lengths:
         yield _with_small_lengths(kind, config, lengths)
@@ -222,6 +223,7 @@ def _roles(kind: Any, config: PreTrainedConfig) -> dict[Path, str]:
     embeddings = {f"{name}.weight" for name in tables.values()}
     shapes = _shapes(before)
     buffers = {name for name, _ in before.named_buffers()}
+    tokens = {path: value for path, value in _integers(config) if _is_token(path)}
     roles: dict[Path, str] = {}
     alike: dict[Path, Path] = {}
     for path, value in _integers(config):
@@ -232,7 +234,8 @@ def _roles(kind: Any, config: PreTrainedConfig) -> dict[Path, str]:
             roles[path] = roles[first]
             continue
         try:
-            other = _shapes(_on_meta(kind, _changed(config, {path: value // 2})))
+            inside = {token: 0 for token, n in tokens.items() if n >= value // 2}
+            other = _shapes(_on_meta(kind, _changed(config, {path: value // 2, **inside})))
         except Exception:
             continue
         if other.keys() != shapes.keys():
@@ -254,7 +257,11 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _narrow(
-    kind: Any, config: PreTrainedConfig, roles: Mapping[Path, str], dtype: torch.dtype
+    kind: Any,
+    config: PreTrainedConfig,
+    roles: Mapping[Path, str],
+    dtype: torch.dtype,
+    all_heads: bool,
 ) -> PreTrainedConfig:
     """With all widths divided by the largest factor that the class accepts; raises NoCopy."""
     config = _small_vocabulary(config, roles)
@@ -266,7 +273,7 @@ def _narrow(
     tries = [
         (factor, split, keep)
         for factor, keep in product(FACTORS, (True, False))
-        for split in dict.fromkeys((min(factor, most), most, 1))
+        for split in ((1,) if all_heads else dict.fromkeys((min(factor, most), most, 1)))
     ]
     error: Exception | None = None
     for factor, split, keep in tries:
