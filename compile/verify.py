@@ -49,6 +49,7 @@ def first_difference(request: CompileRequest, plan: Plan) -> str | None:
 
 
 def _difference(request: CompileRequest, traces: Sequence[GuardedTrace], plan: Plan) -> str | None:
+    request.checkpoint()
     traced = plan_of(split_model(traces, request.events), [()] * len(traces))
     now = Plan.model_validate_json(traced.model_dump_json())  # as a bundle has it
     if len(plan.others) != len(now.others):

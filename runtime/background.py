@@ -113,12 +113,16 @@ class Background:
 
     def _compile(self) -> None:
         """In the thread. Its records are apart: those of the start stay as they are."""
-        apart = Records()
+        apart = Records(self._records.events.parent)
         apart.events.phase_listeners.append(self._note)
         for events in (apart.events, self._records.events):  # a cache emits those of the start
             events.listeners.append(self._tell)
         request = replace(
-            self._missing.request, records=CompileRecords(), events=apart.events, serving=True
+            self._missing.request,
+            records=CompileRecords(),
+            events=apart.events,
+            serving=True,
+            checkpoint=self._thread.checkpoint,
         )
         for _ in range(ATTEMPTS):  # a model that is changed meanwhile is compiled again
             try:
@@ -133,7 +137,7 @@ class Background:
             self._missing = without_bundle(self._missing.request)
         self._records.events.listeners.remove(self._tell)
         for name in ("dynamo_traces", "inductor_compiles"):
-            self._records.events.count(name, apart.counters[name])
+            self._records.counters[name] += apart.counters[name]
 
     def _note(self, phase: str) -> None:
         """Record a phase once, though waiting for another process repeats it."""
@@ -145,6 +149,7 @@ class Background:
         if event.name == "compile.end":
             self._note(f"compiled piece {event.facts['piece']}")
         elif event.name == "cache.wait":
+            self._thread.checkpoint()
             self._note("another process compiles it")
         elif event.name in ("bundle.not_kept", "cache.publish_failed"):
             self._faults.append(f"its code cannot be stored: {event.facts['reason']}")

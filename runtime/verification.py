@@ -55,7 +55,8 @@ class Verification:
 
     def stop(self) -> None:
         """End the comparison. Idempotent."""
-        self._thread.stop(wake=self._ready.set)
+        self._thread.stop()
+        self._ready.set()
 
     def agreed(self) -> str | None:
         """Compare now: the first difference, on any rank."""
@@ -68,16 +69,22 @@ class Verification:
 
     def _wait_and_compare(self) -> None:
         self._ready.wait(LATEST_START_S)
-        if not self._thread.stopped:
-            self._compare()
-            if self.difference is not None and (refused := self._refused()) is not None:
-                refused()
+        self._thread.checkpoint()
+        self._compare()
+        if self.difference is not None and (refused := self._refused()) is not None:
+            refused()
 
     def _compare(self) -> None:
         from ..compile.verify import first_difference
 
         began, apart = time.perf_counter(), Records()
-        request = replace(self.request, records=CompileRecords(), events=apart.events, serving=True)
+        request = replace(
+            self.request,
+            records=CompileRecords(),
+            events=apart.events,
+            serving=True,
+            checkpoint=self._thread.checkpoint,
+        )
         try:
             self.difference = first_difference(request, self._plan)
         except Exception as error:

@@ -38,6 +38,9 @@ from .worker import Compiled as CompiledInWorker
 from .worker import Failed, Machine, Refused, Reply, Task
 from .workers import Notice, Workers
 
+POLL_SECONDS = 0.1
+"""How often a wait for workers looks whether the compilation was ended."""
+
 
 @dataclass(frozen=True)
 class CompiledJob:
@@ -75,6 +78,7 @@ def compile_pieces(
     # the largest sizes first: code for equal pieces may depend on the size that was traced
     for split in reversed(splits):
         with request.events.span("compile", level=logging.INFO, pieces=len(split.unique)):
+            request.checkpoint()
             for unique in split.unique:
                 piece = unique.piece.module(split.trace.graph)
                 split.guards_of(unique).check_ends(piece, f"piece {unique.index}")
@@ -186,7 +190,8 @@ def _share(
     try:
         done |= _compile_here(request, split, compiler, untouched())
         while shared.tasks:
-            shared.receive(workers.reply(block=True))
+            request.checkpoint()
+            shared.receive(workers.reply(POLL_SECONDS))
         done |= _compile_here(request, split, compiler, iter(shared.refused.items()))
     except Exception:
         with suppress(PiecegraphError):  # the first error is raised
@@ -231,7 +236,7 @@ class _Shared:
         return self.jobs[task.number]
 
     def receive_all(self, workers: Workers) -> None:
-        while (message := workers.reply(block=False)) is not None:
+        while (message := workers.reply()) is not None:
             self.receive(message)
 
     def receive(self, message: Notice | tuple[Task, Reply] | None) -> None:
@@ -326,6 +331,7 @@ def _compile(
 
     Raises PieceFailed and the errors of guards.
     """
+    request.checkpoint()
     unique, events, (low, high), facts = job.unique, request.events, job.span, _facts(job)
     graph = unique.piece.module(split.trace.graph)
     title = f"piece {unique.index}, tokens {low} to {high}"

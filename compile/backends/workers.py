@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 from ...cache.keys.environment import child_environment
@@ -111,6 +111,8 @@ class Workers:
         self._changed = threading.Condition()
         self._replies: queue.SimpleQueue[Notice | tuple[Task, Reply]] = queue.SimpleQueue()
         self._closed = False
+        self._closing, self._close = Pipe(duplex=False)
+        """Whoever waits for a worker is woken when the pool is closed."""
         self._alive = count
         self.processes: list[int] = []
         """Of the workers that run now."""
@@ -131,16 +133,17 @@ class Workers:
         with self._changed:
             return self._waiting.popleft() if self._waiting else None
 
-    def reply(self, block: bool) -> Notice | tuple[Task, Reply] | None:
-        """The next reply to a task, or notice; without `block` None if there is none now."""
+    def reply(self, timeout_s: float = 0.0) -> Notice | tuple[Task, Reply] | None:
+        """The next reply to a task, or notice; None if there is none in this time."""
         with suppress(queue.Empty):
-            return self._replies.get(block)
+            return self._replies.get(timeout=timeout_s)
         return None
 
     def close(self) -> None:
-        """End the processes and leave out what was not compiled. Idempotent."""
+        """End the processes now and leave out what was not compiled. Idempotent."""
         with self._changed:
             self._closed = True
+            self._close.close()
             self._waiting.clear()
             self._changed.notify_all()
 
@@ -223,7 +226,7 @@ class Workers:
         """
         heard, named = time.monotonic(), False
         while not self._closed:
-            if worker.connection.poll(ALIVE_SECONDS):
+            if worker.connection in wait([worker.connection, self._closing], ALIVE_SECONDS):
                 if message := worker.connection.recv_bytes():
                     return message
                 heard, named = time.monotonic(), False

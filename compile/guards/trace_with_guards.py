@@ -53,6 +53,7 @@ def trace_with_guards(request: CompileRequest, attempts: int = 3) -> list[Guarde
 
     A trace during which another thread changed a setting of torch is of no setting: it is repeated.
     """
+    request.checkpoint()
     before = global_state()
     try:
         splits = request.config.guards is GuardPolicy.SPLIT

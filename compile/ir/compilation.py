@@ -141,6 +141,8 @@ class CompileRequest:
     """Whether a start without a bundle is an error."""
     serving: bool = False
     """Whether this process serves meanwhile, and has little time for this."""
+    checkpoint: Callable[[], None] = lambda: None
+    """Called between phases and pieces, and during waits; raises what ends the compilation."""
 
     def record_bundle(self, outcome: BundleOutcome, level: int = logging.DEBUG) -> None:
         """Record whether a bundle is used; the last outcome holds."""

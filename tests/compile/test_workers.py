@@ -7,9 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +68,7 @@ def replies(workers: Workers, count: int) -> tuple[dict[int, Any], list[Notice]]
     done: dict[int, Any] = {}
     notices: list[Notice] = []
     while len(done) < count:
-        message = workers.reply(block=True)
+        message = workers.reply(60.0)
         if isinstance(message, Notice):
             notices.append(message)
         elif message is not None:
@@ -92,29 +92,25 @@ def test_a_worker_has_nothing_open_but_its_pipe(stubs: Any, tmp_path: Path) -> N
         assert workers.processes
 
 
-def test_each_task_has_a_reply_though_thirty_workers_are_killed(stubs: Any) -> None:
-    workers, killed = stubs(2), 0
-    over = threading.Event()
-
-    def kill() -> None:
-        nonlocal killed
-        while killed < 30 and not over.is_set():
-            for process in list(workers.processes):
-                try:
-                    os.kill(process, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-                killed += 1
-            time.sleep(0.05)
-
-    killer = threading.Thread(target=kill)
-    killer.start()
+def test_each_task_has_a_reply_though_thirty_workers_are_killed(
+    stubs: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(pool, "ATTEMPTS", 100)
+    workers, killed = stubs(2), set[int]()
     workers.give(tasks(*["work"] * 20))
-    done, _ = replies(workers, 20)
-    over.set()
-    killer.join()
+    done, lost = dict[int, Any](), 0
+    while len(done) < 20 or lost < 30:
+        for process in set(workers.processes) - killed if len(killed) < 30 else ():
+            killed.add(process)
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        message = workers.reply(0.05)
+        if isinstance(message, Notice):
+            lost += message.event == "worker.lost"
+        elif message is not None:
+            done[message[0].number] = message[1]
     assert sorted(done) == list(range(20))
-    assert killed
+    assert len(killed) == 30
 
 
 def test_a_task_of_which_workers_die_is_given_back_and_named(stubs: Any) -> None:
@@ -166,6 +162,18 @@ def test_closing_ends_the_processes(stubs: Any) -> None:
     while workers.processes:
         time.sleep(0.01)
     assert not [each for each in started if Path(f"/proc/{each}").exists()]
+
+
+def test_closing_wakes_who_waits_for_a_busy_worker(stubs: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(pool, "ALIVE_SECONDS", 600.0)
+    workers = stubs()
+    workers.give(tasks("stop"))
+    while workers.take_back() is not None or not workers.processes:
+        workers.give(tasks("stop"))
+        time.sleep(0.05)
+    workers.close()
+    while workers.processes:
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
