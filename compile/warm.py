@@ -110,7 +110,7 @@ class NoBundle:
         """The bundle of this rank, or why there is still none."""
         return load_bundle(self._apart(), self.key, self.compiler)
 
-    def agree(self, local: Loaded) -> Loaded | BundleMiss:
+    def agree(self, local: Loaded | BundleMiss) -> Loaded | BundleMiss:
         """`local` if all ranks have loaded the same plan, else why not."""
         return ranks_agree(self._apart(), self.key, local)
 

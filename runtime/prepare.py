@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from ..cache.settings import VerifyBundle
-from ..compile.eager_model import eager_model, uncompiled_model
+from ..compile.eager_model import uncompiled_model
 from ..compile.ir.compilation import BundleMiss, CompileRequest, ExampleArguments
 from ..compile.ir.locations import first_line
 from ..compile.pipeline import compile_missing, compile_model, find_model, without_bundle
 from ..compile.plan.compiled_model import CompiledModel
-from ..compile.warm import NoBundle
 from ..config import BundleUse, Config
 from ..errors import AutocastActive, InvalidSetting, PiecegraphError, PrepareFailed
 from ..events import Events
@@ -25,9 +24,9 @@ from .after_seal import allow_compilation
 from .backends.protocol import GraphBackend
 from .backends.registry import choose_backend
 from .background import Background
-from .gate import Gate
+from .code_in_service import Source
 from .model_policy import find_bucket_holes, model_policy
-from .policy import Policy, dispatch_plan, resolve_graph_mode
+from .policy import dispatch_plan, resolve_graph_mode
 from .prepared_model import PreparedModel
 from .ranks import Ranks
 from .records import Records
@@ -99,11 +98,7 @@ def prepare(
             records,
             tuple(input_buffers or {}),
         )
-        in_background = partial(_in_background, request, records, policy_of)
-        gate = None
-        compiled, verification = _start(request, config, records)
-        if isinstance(compiled, NoBundle):
-            compiled, gate = in_background(compiled)
+        compiled, beside = _start(request, config, records)
         find_bucket_holes(config, records)
         return PreparedModel(
             compiled,
@@ -116,10 +111,7 @@ def prepare(
             layers=layers,
             input_buffers=input_buffers,
             ranks=ranks,
-            gate=gate,
-            verification=verification,
-            without_bundle=lambda: in_background(without_bundle(request)),
-            uncompiled=partial(uncompiled_model, request),
+            source=Source(request, policy_of, beside),
         )
 
 
@@ -145,37 +137,29 @@ def _backend(backend: GraphBackend | str | None, device: torch.device) -> GraphB
 
 def _start(
     request: CompileRequest, config: Config, records: Records
-) -> tuple[CompiledModel | NoBundle, Verification | None]:
-    """The compiled model and what verifies its bundle, or what to compile while serving."""
+) -> tuple[CompiledModel, Background | Verification | None]:
+    """The code to start with, and what runs beside its steps."""
     serves = config.compile and config.bundle is BundleUse.SERVE
     found = find_model(request) if serves else compile_model(request)
     if isinstance(found, BundleMiss):
         records.events.emit("background.impossible", level=logging.WARNING, reason=str(found))
         found = compile_model(request)
-    if isinstance(found, NoBundle) or not (found.from_bundle and config.cache):
-        return found, None
-    verification = Verification(request, found.plan, records)
-    match config.cache.verify_bundle:
-        case VerifyBundle.BACKGROUND:
+    if isinstance(found, CompiledModel):
+        if not (found.from_bundle and config.cache):
+            return found, None
+        verification = Verification(request, found.plan, records)
+        if config.cache.verify_bundle is VerifyBundle.BACKGROUND:
             return found, verification
-        case VerifyBundle.BEFORE if (difference := verification.agreed()) is not None:
-            if config.bundle is BundleUse.FORCE:
-                raise stale(request, difference)
-            missing = without_bundle(request)
-            return (missing if serves else compile_missing(missing)), None
-    return found, None
-
-
-def _in_background(
-    request: CompileRequest,
-    records: Records,
-    policy_of: Callable[[CompiledModel], Policy],
-    missing: NoBundle,
-) -> tuple[CompiledModel, Gate]:
-    """The uncompiled model, and what waits for compiled code."""
-    uncompiled = uncompiled_model(request)
-    background = Background(missing, records, request.exchange)
-    return uncompiled, Gate(background, policy_of, partial(eager_model, request), records)
+        if config.cache.verify_bundle is VerifyBundle.OFF:
+            return found, None
+        if (refusal := verification.refusal()) is None:
+            return found, None
+        if config.bundle is BundleUse.FORCE:
+            raise stale(request, refusal)
+        found = without_bundle(request)
+    if serves:
+        return uncompiled_model(request), Background(found, records, request.exchange)
+    return compile_missing(found), None
 
 
 def _location(model: torch.nn.Module) -> str | None:

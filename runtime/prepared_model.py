@@ -10,20 +10,19 @@ from typing import Any
 import torch
 
 from ..cache import Cache
-from ..compile.bundle.bundle import put_aside
 from ..compile.eager_model import as_it_is
 from ..compile.plan.compiled_model import CompiledModel
-from ..config import BundleUse, Config, Shadow
-from ..dispatch import Batch, Decision, Dispatcher, RuntimeMode
+from ..config import Config, Shadow
+from ..dispatch import Batch, Decision, Dispatcher, ResolvedMode, RuntimeMode
 from ..errors import AutocastActive, CaptureAfterSeal, ModelClosed
 from ..torch_compat.basics.tensors import is_autocast_enabled
-from .after_seal import Monitor, allow_compilation
+from .after_seal import Monitor
 from .backends.protocol import Event, GraphBackend
 from .bundle_failures import note_failure
-from .gate import Gate
+from .code_in_service import CodeInService, Source
 from .graphs.dummy_batch import MetadataFor
 from .graphs.graphs import Graphs
-from .graphs.ledger import MemoryLedger, MemoryPlan, opening_ledger, plan_memory
+from .graphs.ledger import MemoryLedger, MemoryPlan, plan_memory
 from .graphs.recording import Recording
 from .graphs.warmup import AuxiliaryTask, capture_items, range_items, run_warmup
 from .open_cache import cache_root
@@ -33,14 +32,11 @@ from .records import CaptureRecord, Records
 from .report import build_report, verified
 from .shadow import Cause, ShadowSteps, Stopped
 from .shadow import Keep as MetadataOf
-from .steps.code import ModelCode
 from .steps.forward_context import ForwardContext
 from .steps.profiler_ranges import StepRanges
-from .steps.static_inputs import StaticInputs, allocate_inputs, split_buffers
 from .steps.step_log import LoggedStep, StepLog, StepObserver
-from .steps.steps import BetweenSteps, Steps, nothing
+from .steps.steps import Steps
 from .steps.usage import Usage
-from .verification import Refusal, Verification, stale
 
 
 class PreparedModel:
@@ -64,10 +60,7 @@ class PreparedModel:
         layers: Mapping[str, Any] | None = None,
         input_buffers: Mapping[str, torch.Tensor] | None = None,
         ranks: Ranks | None = None,
-        gate: Gate | None = None,
-        verification: Verification | None = None,
-        without_bundle: Callable[[], tuple[CompiledModel, Gate]] | None = None,
-        uncompiled: Callable[[], CompiledModel] | None = None,
+        source: Source | None = None,
     ) -> None:
         self.config = config
         self.backend = backend
@@ -75,16 +68,11 @@ class PreparedModel:
         note_failure = weakref.WeakMethod(self._note_failure)
         records.code_failed = lambda error: (note := note_failure()) and note(error)
         self.events = records.events
-        self.resolved = policy.resolved
         self.usage = Usage(policy.dispatcher.plan)
-        self._device = device
         self._cache = cache
-        self._input_buffers = input_buffers or {}
         self._ranks = ranks
         self._closed = False
         self._ranges = StepRanges()
-        self._gate = gate
-        self._refusal: Refusal | None = None
         context = ForwardContext(layers or {})
         options = getattr(self.backend, "options", None)
         self._steps = Steps(
@@ -93,22 +81,29 @@ class PreparedModel:
             config.max_num_reqs,
             poisons=bool(getattr(options, "poison_old_results", False)),
         )
-        self._uncompiled = uncompiled
         self._shadow: ShadowSteps | None = None
         if config.shadow is not None:
             self._shadow = self._proving(config.shadow, as_it_is(compiled.model))
-        self._run = self._proved(self._steps.run)
         self._monitor = Monitor(config.steps.after_seal, self.records, self.backend, context)
         # a dropped model must not be watched for; the monitor does not refer to the model
         weakref.finalize(self, self._monitor.stop).atexit = False
-        self.ledger = opening_ledger(compiled, self._use(compiled, policy.dispatcher))
-        if gate is not None:
-            self._stand_behind(gate)
-        self._verification = verification
-        self._without_bundle = without_bundle
-        if verification is not None:
-            verification.start(self._bundle_refused)
-            weakref.finalize(self, verification.stop)
+        self._code = CodeInService(
+            compiled,
+            config,
+            policy,
+            backend,
+            device,
+            cache,
+            records,
+            self._steps,
+            self._monitor,
+            ranks.exchange if ranks is not None else single_rank,
+            proved=self._shadow.around if self._shadow is not None else lambda run: run,
+            input_buffers=input_buffers or {},
+            source=source,
+        )
+        self._can_leave_code = source is not None
+        self.ledger = self._code.ledger
 
     def __call__(self, *args: Any, batch: Batch, metadata: Any = None, **kwargs: Any) -> Any:
         """Dispatch and run one step.
@@ -116,11 +111,13 @@ class PreparedModel:
         Attention finds `metadata` in the forward context. It is an object, or a function of the
         decision that makes one, for metadata that must be padded to the descriptor.
         """
+        if self._code.beside is not None:
+            self._code.before_step()
         decision = self._steps.dispatch(batch, None, None)
         if callable(metadata):
             metadata = metadata(decision)
         try:
-            return self._run(decision, args, kwargs, metadata, batch.num_tokens)
+            return self._code.run(decision, args, kwargs, metadata, batch.num_tokens)
         except Exception as error:
             self._note_failure(error)
             raise
@@ -140,6 +137,8 @@ class PreparedModel:
         Raises BatchInvalid for a batch beyond `max_num_reqs` or with contradictory facts, and
         NoModeLeft if no allowed mode can serve it.
         """
+        if self._code.beside is not None:
+            self._code.before_step()
         return self._steps.dispatch(batch, allowed_modes, excluded_modes)
 
     def run(self, decision: Decision, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
@@ -152,7 +151,7 @@ class PreparedModel:
         AutocastActive under torch.autocast.
         """
         try:
-            return self._run(decision, args, kwargs, metadata, None)
+            return self._code.run(decision, args, kwargs, metadata, None)
         except Exception as error:
             self._note_failure(error)
             raise
@@ -194,12 +193,11 @@ class PreparedModel:
         self._make_ready(metadata_for)
         if self._ranks:
             self._ranks.agree("start", start_facts(self.config, self.dispatcher.plan))
-        if self._gate is not None:
-            self._gate.captures = True
+        if self._code.compiling:
+            self._code.captures = True
             return
         self._graphs.startup(progress)
-        if self._verification is not None:
-            self._verification.ready()
+        self._code.ready()
 
     def warm_up(
         self,
@@ -218,7 +216,7 @@ class PreparedModel:
         """
         self._make_ready(metadata_for)
         items = [item for task in tasks for item in task.items()]
-        if self._gate is None:
+        if not self._code.compiling:
             captures = capture_items(self._graphs.capturer.queue, self.dispatcher.plan)
             ranges = range_items(self.compiled.plan.symbols, self._graphs.dummies.run)
             items = [*ranges, *captures, *items]
@@ -236,8 +234,8 @@ class PreparedModel:
         as `capture` does.
         """
         self._make_ready(metadata_for)
-        if self._gate is not None:
-            self._gate.find_form()
+        if self._code.compiling:
+            self._code.find_form()
         graphs, margin = self._graphs.capturer.limit.expected_bytes()
         largest_step = self._graphs.largest_step()
         memory, ledger = self.backend.memory(), self._stated_ledger()
@@ -249,9 +247,9 @@ class PreparedModel:
         For an engine that is idle. With several ranks all must make the same call. With
         `bundle="serve"` it also switches to compiled code that is ready.
         """
-        if self._gate is not None:
-            self._gate.poll()
-        return 0 if self._gate is not None else self._graphs.capturer.idle(budget_ms)
+        if self._code.beside is not None:
+            self._code.before_step()
+        return self._graphs.capturer.idle(budget_ms)
 
     def wait_until_compiled(self, timeout_s: float | None = None) -> bool:
         """With `bundle="serve"`: wait for compiled code, switch to it, and capture as at startup.
@@ -260,8 +258,7 @@ class PreparedModel:
         cannot be compiled, for which the report has the reason. Another thread may run steps
         meanwhile, unless there are several ranks: all must make the same call. Raises ModelClosed.
         """
-        if self._gate is not None:
-            self._gate.wait(timeout_s, self._must_be_open)
+        self._code.wait(timeout_s, self._must_be_open)
         if self._closed:
             raise ModelClosed()
         return self.compiled.traced
@@ -273,10 +270,7 @@ class PreparedModel:
         is not known, as after `timeout_s`. After a difference the next step runs the model
         uncompiled, until it is compiled again. Raises BundleStale with `bundle="force"`.
         """
-        if self._verification is not None:
-            self._verification.join(timeout_s)
-            if self._verification.difference is not None:
-                self._must_not_be_forced()
+        self._code.wait_until_verified(timeout_s)
         return verified(self.records)
 
     def shadow_idle(self) -> bool:
@@ -348,26 +342,15 @@ class PreparedModel:
     def release(self) -> None:
         """Free all graphs and their memory. Steps run without; `capture` captures again."""
         self._steps.must_be_idle()
-        self.backend.synchronize()
-        self._steps.forget_results()
-        self.ledger.state_pools(dict.fromkeys(self._graphs.capturer.memory.by_mode, 0))
-        self._graphs.release()
-        self._stand_between(self._gate or self._graphs.capturer)
-        if self._gate is not None:
-            self._gate.captures = False
-        self._monitor.stop()
+        self._code.release()
 
     def close(self) -> None:
         """Free graphs, buffers, code and weights; steps raise ModelClosed then. Idempotent."""
         if not self._closed:
             self.events.emit("dispatch", rows=self.usage.rows(), reasons=self.usage.reasons())
             self.release()
-            self._closed = True  # a thread may wait for the background
-            if self._verification is not None:
-                self._verification.stop()
-            if self._gate is not None:
-                self._gate.stop()
-                self._gate = None
+            self._closed = True  # a thread may wait for compiled code
+            self._code.stop()
             self._graphs.close()
             self._steps.close()
 
@@ -415,6 +398,11 @@ class PreparedModel:
             self.observe(self._ranges)
 
     @property
+    def resolved(self) -> ResolvedMode:
+        """The graph mode, and why it is not the one that was asked for."""
+        return self._code.resolved
+
+    @property
     def compiled(self) -> CompiledModel:
         """The compiled model, bound to the weights in use."""
         return self._steps.code.compiled
@@ -425,44 +413,13 @@ class PreparedModel:
         return self._steps.dispatcher
 
     @property
+    def _graphs(self) -> Graphs:
+        return self._code.graphs
+
+    @property
     def step_log(self) -> StepLog | None:
         """The log of the last steps, if steps are kept."""
         return self._steps.step_log
-
-    def _use(self, compiled: CompiledModel, dispatcher: Dispatcher) -> StaticInputs:
-        """Run steps with `compiled`, so far without graphs; returns the static inputs."""
-        buffers, unread = split_buffers(compiled.plan, self._input_buffers)
-        if unread:
-            self.events.emit("input_buffers.unread", level=logging.INFO, inputs=unread)
-        inputs = allocate_inputs(
-            compiled, self.config.steps, self._device, buffers, self.backend.order_steps
-        )
-        queue = getattr(self.backend, "queue", None)
-        code = ModelCode(compiled, inputs, self.backend.address, queue)
-        self._graphs = Graphs(
-            code, inputs, dispatcher, self.config, self.backend, self._steps.context, self.records,
-            self._ranks.exchange if self._ranks else single_rank, self.usage.counts,
-            self._monitor.start, self._device, self._cache,
-        )  # fmt: skip
-        between = self._gate or self._graphs.capturer
-        self._steps.use(code, dispatcher, self._graphs.present.installed, between)
-        self._stand_between(between)
-        return inputs
-
-    def _stand_between(self, between: BetweenSteps) -> None:
-        """Ask `between` before each step, unless the bundle was refused."""
-        self._steps.between = between
-        if self._refusal is not None:  # by another thread, perhaps just now
-            self._steps.between = self._refusal
-
-    def _stand_behind(self, gate: Gate) -> None:
-        """Run steps uncompiled until the gate opens."""
-        gate.attach(self, self._serve, self._gate_opened)
-        self._run = self._proved(gate.one_at_a_time(self._steps.run))
-        self._steps.before_padding = gate.find_form
-
-    def _proved(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        return run if self._shadow is None else self._shadow.around(run)
 
     def _proving(self, settings: Shadow, model: Callable[..., Any]) -> ShadowSteps:
         folder = self.config.codegen.dump_dir or cache_root(self.config)
@@ -489,79 +446,15 @@ class PreparedModel:
 
         A bundle in the private directory is put aside, so that no other start takes it.
         """
-        self.backend.synchronize()
-        self._steps.forget_results()
-        if cause is not Cause.CODE or self._uncompiled is None:
+        if cause is not Cause.CODE or not self._can_leave_code:
+            self.backend.synchronize()
+            self._steps.forget_results()
             self._graphs.capturer.take_out(graphs)
             return cause
-        compiling = self.records.compile
-        digests = [compiling.stored, compiling.bundle.digest if compiling.bundle else None]
-        aside = put_aside(self._cache, digests, reason)
-        if self._verification is not None:
-            self._verification.stop()
-        sealed = self._monitor.started
-        self.release()
-        with allow_compilation():
-            self._serve(self._uncompiled(), None)
-        if sealed:
-            self._monitor.start()
-        return Cause.BUNDLE if aside else Cause.CODE
+        return Cause.BUNDLE if self._code.take_out(reason) else Cause.CODE
 
     def _note_failure(self, error: Exception) -> None:
         note_failure(error, self.compiled, self._cache, self.records)
-
-    def _bundle_refused(self) -> None:
-        """In the thread of the verification."""
-        self._refusal = self._steps.between = Refusal(self._leave_bundle)
-
-    def _leave_bundle(self) -> None:
-        """Between two steps: run the model uncompiled, and compile it beside them.
-
-        Raises BundleStale where that is not allowed, before each step.
-        """
-        self._must_not_be_forced()
-        assert self._without_bundle is not None
-        captures, sealed = bool(self._graphs.present.recordings()), self._monitor.started
-        self.release()
-        self._refusal = None
-        with allow_compilation():
-            uncompiled, self._gate = self._without_bundle()
-        self._gate.captures = captures
-        self._stand_behind(self._gate)
-        self._serve(uncompiled, None)
-        if sealed:
-            self._monitor.start()
-
-    def _must_not_be_forced(self) -> None:
-        """One rank cannot leave its bundle alone: other ranks would run other code."""
-        verification = self._verification
-        if verification is None or verification.difference is None:
-            return
-        if self.config.bundle is BundleUse.FORCE or self._ranks is not None:
-            raise stale(verification.request, verification.difference)
-
-    def _serve(self, compiled: CompiledModel, policy: Policy | None) -> None:
-        """Run steps with `compiled` from now on; no graph was captured so far."""
-        dispatcher, code, graphs = self.dispatcher, self._steps.code, self._graphs
-        if policy is not None and policy.dispatcher.plan.digest != dispatcher.plan.digest:
-            self.resolved, dispatcher = policy.resolved, policy.dispatcher
-            self.usage.follow(dispatcher.plan)
-        self._use(compiled, dispatcher)
-        self._steps.code.addresses.follow(code.addresses)
-        self._graphs.dummies.metadata_for = graphs.dummies.metadata_for
-        if code.ranged:
-            self._graphs.present.set_ranges(on=True)
-
-    def _gate_opened(self, waited: bool | None) -> None:
-        """Compiled code serves or will never do so; from now on steps take no lock."""
-        self._gate, self._run = None, self._proved(self._steps.run)
-        self._steps.before_padding = nothing
-        capturer = self._graphs.capturer
-        self._stand_between(capturer)
-        if waited:
-            capturer.startup(serving=True)
-        elif waited is not None:
-            capturer.startup_while_serving()
 
     def _make_ready(self, metadata_for: MetadataFor | None) -> None:
         """Before a capture or a warm-up: follow weights that were replaced since.

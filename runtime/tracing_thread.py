@@ -18,12 +18,16 @@ import torch
 
 from ..torch_compat.tracing.other_threads import unseen_by_other_threads
 from .after_seal import allow_compilation
+from .ranks import Exchange
 
 SWITCH_INTERVAL_S = 0.0001
 """How soon the trace gives the interpreter to a step that waits for it; Python's default is 5 ms.
 
 With the default the longest step beside a trace of 32 layers took 0.8 s, with this one 0.4 to 0.5.
 """
+
+STEPS_PER_EXCHANGE = 16
+"""How often several ranks compare whether it is over."""
 
 _ONE_AT_A_TIME = threading.Lock()  # the switch interval is of the process
 
@@ -33,18 +37,27 @@ class Stopped(BaseException):
 
 
 class TracingThread:
-    """Runs `work` once, which calls `checkpoint` between its phases.
+    """Runs `work` once beside the steps of a model, and says at which step it is over.
 
-    Nothing ends it elsewhere: what a phase has replaced in torch is put back. A program that ends
-    waits for the next checkpoint: a thread in torch's C++ code aborts an interpreter that has ended
-    (`terminate called without an active exception`).
+    `work` calls `checkpoint` between its phases and returns why it failed, or nothing. It is ended
+    nowhere else: what a phase has replaced in torch is put back. A program that ends waits for the
+    next checkpoint: a thread in torch's C++ code aborts an interpreter that has ended (`terminate
+    called without an active exception`).
     """
 
-    def __init__(self, name: str, work: Callable[[], None]) -> None:
+    def __init__(self, name: str, work: Callable[[], str], exchange: Exchange | None) -> None:
+        """`exchange` compares what ranks state, if there are several."""
+        self.failure = ""
+        """Why it failed: with several ranks those that have failed, once it is over."""
+        self.steps = 0
+        self.stopped = False
+        self.wake = threading.Event()
+        """Ends a wait of the work; set when it is stopped."""
+        self._name = name
         self._work = work
+        self._exchange = exchange
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._device = torch.get_default_device()
-        self.stopped = False
         # settings of Dynamo and Inductor are context variables
         run = copy_context().run
         self._thread = threading.Thread(target=run, args=(self._run,), name=name, daemon=True)
@@ -58,9 +71,32 @@ class TracingThread:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def poll(self) -> bool:
+        """Whether it is over; called once before each step."""
+        self.steps += 1
+        if self._exchange is not None and self.steps % STEPS_PER_EXCHANGE:
+            return False
+        return self.is_over()[0]
+
+    def is_over(self, expired: bool = False) -> tuple[bool, bool]:
+        """Whether it has ended on all ranks or failed on one, and whether a rank's time `expired`.
+
+        With several ranks all must make the same call.
+        """
+        ended = self.join(0)
+        if self._exchange is not None:
+            own = {"ended": ended, "failure": self.failure, "expired": expired}
+            stated = self._exchange(self._name, own)
+            failures = [f"rank {i}: {o['failure']}" for i, o in enumerate(stated) if o["failure"]]
+            self.failure = "; ".join(failures)
+            ended = all(other["ended"] for other in stated)
+            expired = any(other["expired"] for other in stated)
+        return ended or bool(self.failure), expired
+
     def stop(self) -> None:
         """Let the work end at its next checkpoint; does not wait for it. Idempotent."""
         self.stopped = True
+        self.wake.set()
 
     def checkpoint(self) -> None:
         """End the work here if it was stopped."""
@@ -88,7 +124,7 @@ class TracingThread:
             allow_compilation(),
             unseen_by_other_threads(),
         ):
-            self._work()
+            self.failure = self._work()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

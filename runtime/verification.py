@@ -5,18 +5,14 @@ Every warm start does: what a model depends on has no end, so that no other star
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from ..compile.ir.compilation import CompileRecords, CompileRequest
 from ..compile.ir.plan import Plan
 from ..errors import BundleStale
 from .records import NotVerified, Records, Stale, Verified
-from .steps.usage import IdleSteps
+from .report import verified
 from .tracing_thread import TracingThread
 
 LATEST_START_S = 5.0
@@ -24,92 +20,59 @@ LATEST_START_S = 5.0
 
 
 class Verification:
-    """Compares the bundle of one start with its model, in a thread or in the calling one."""
+    """Compares the bundle of one start with its model, in `thread` or in the calling one."""
 
     def __init__(self, request: CompileRequest, plan: Plan, records: Records) -> None:
-        self.request = request
-        self.records = records
-        self.difference: str | None = None
+        self._request = request
         self._plan = plan
-        self._ready = threading.Event()
-        self._refused: Callable[[], Callable[[], None] | None] = lambda: None
-        self._thread = TracingThread("piecegraph-verification", self._wait_and_compare)
-
-    def start(self, refused: Callable[[], None]) -> None:
-        """Compare in a thread, soon after `ready` is called.
-
-        `refused`, a method of a model that this does not keep alive, is called there if they
-        differ.
-        """
-        self._refused = weakref.WeakMethod(refused)
-        self._thread.start()
+        self._records = records
+        self.thread = TracingThread(
+            "piecegraph-verification", self._wait_and_compare, request.exchange
+        )
 
     def ready(self) -> None:
         """The model has what it needs to serve: the trace disturbs no start any more."""
-        self._ready.set()
+        self.thread.wake.set()
 
-    def join(self, timeout_s: float | None) -> None:
-        """Wait for the end."""
-        self._ready.set()
-        self._thread.join(timeout_s)
-
-    def stop(self) -> None:
-        """End the comparison. Idempotent."""
-        self._thread.stop()
-        self._ready.set()
-
-    def agreed(self) -> str | None:
-        """Compare now: the first difference, on any rank."""
-        self._compare()
-        if self.request.exchange is None:
-            return self.difference
-        stated = self.request.exchange("verified bundle", {"difference": self.difference})
-        found = [f"rank {i}: {o['difference']}" for i, o in enumerate(stated) if o["difference"]]
+    def refusal(self) -> str | None:
+        """Compare now: why the bundle must not be used, on any rank."""
+        refusal = self._compare() or verified(self._records)
+        if self._request.exchange is None:
+            return None if refusal is True else str(refusal)
+        stated = self._request.exchange("verified bundle", {"refusal": refusal})
+        found = [
+            f"rank {i}: {o['refusal']}" for i, o in enumerate(stated) if o["refusal"] is not True
+        ]
         return found[0] if found else None
 
-    def _wait_and_compare(self) -> None:
-        self._ready.wait(LATEST_START_S)
-        self._thread.checkpoint()
-        self._compare()
-        if self.difference is not None and (refused := self._refused()) is not None:
-            refused()
+    def _wait_and_compare(self) -> str:
+        self.thread.wake.wait(LATEST_START_S)
+        self.thread.checkpoint()
+        return self._compare()
 
-    def _compare(self) -> None:
+    def _compare(self) -> str:
+        """The first difference, or nothing; records what was found."""
         from ..compile.verify import first_difference
 
         began, apart = time.perf_counter(), Records()
         request = replace(
-            self.request,
+            self._request,
             records=CompileRecords(),
             events=apart.events,
             serving=True,
-            checkpoint=self._thread.checkpoint,
+            checkpoint=self.thread.checkpoint,
         )
         try:
-            self.difference = first_difference(request, self._plan)
+            difference = first_difference(request, self._plan)
         except Exception as error:
-            self.records.add(NotVerified(f"{type(error).__name__}: {error}"))
-            return
+            self._records.add(NotVerified(f"{type(error).__name__}: {error}"))
+            return ""
         seconds = round(time.perf_counter() - began, 3)
-        if self.difference is not None:
-            self.records.add(Stale(seconds, self.difference))
-            return
-        self.records.add(Verified(seconds))
-
-
-class Refusal:
-    """Stands before the steps of a model whose bundle is stale: the next one leaves the bundle."""
-
-    active = True
-
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self.idle_steps: dict[int, IdleSteps] = {}
-        self._leave = leave
-
-    def before_step(self, *step: Any) -> bool:
-        """Leave the bundle. The step may be decided otherwise now."""
-        self._leave()
-        return True
+        if difference is not None:
+            self._records.add(Stale(seconds, difference))
+            return difference
+        self._records.add(Verified(seconds))
+        return ""
 
 
 def stale(request: CompileRequest, difference: str) -> BundleStale:

@@ -29,7 +29,7 @@ GRAPH = f"{CAPTURE}/installed_graph.py"
 ADDRESSES, INPUTS = f"{STEP}/address_checks.py", f"{STEP}/static_inputs.py"
 CLASSES, POLICY = "dispatch/batch_class.py", f"{LIVE}/test_policy.py"
 CAPTURER, MODEL = "runtime/graphs/capturer.py", "runtime/prepared_model.py"
-LIMITED = "runtime/graphs/memory_limit.py"
+LIMITED, SERVICE = "runtime/graphs/memory_limit.py", "runtime/code_in_service.py"
 QUEUED, DELAYED = f"{BACKENDS}/work_queue.py", "tests/runtime/test_delayed_work.py"
 DELAYED_STEP, DELAYED_GRAPH = f"{STEP}/delayed.py", f"{CAPTURE}/delayed_graph.py"
 
@@ -54,9 +54,9 @@ MUTANTS = [
      "tests/tools/test_overlap.py -k changes_no_token"),
     ("compile/verify.py", "if before.digest != after.digest:", "if False:",
      f"{LIVE}/test_verification.py -k serves_until"),
-    (MODEL, "self.release()\n        self._refusal", "self._refusal",
+    (SERVICE, "self.stop()\n        self.release()", "self.stop()",
      f"{LIVE}/test_verification.py -k serves_until"),
-    (MODEL, "self._must_not_be_forced()\n        assert", "assert",
+    (SERVICE, "        self._must_not_be_forced(difference)\n", "",
      f"{LIVE}/test_verification.py -k forced_raises"),
     (ADDRESSES, "then if is_used(storage) else None", "then", "tests/runtime/test_addresses.py"),
     ("torch_compat/basics/modules.py", "return address(t), t.shape, t.stride(), t.dtype",
@@ -100,7 +100,7 @@ MUTANTS = [
     (MODEL, "self._steps.close()", "pass", f"{RESULTS} -k close"),
     (MODEL, "        self.backend.synchronize()\n        self._graphs.capturer.re",
      "        self._graphs.capturer.re", f"{WEIGHTS} -k idle_before"),
-    (MODEL, "        self.backend.synchronize()\n        self._steps.forget",
+    (SERVICE, "        self._backend.synchronize()\n        self._steps.forget",
      "        self._steps.forget", f"{WEIGHTS} -k idle_before"),
     (STEPS, "if stated is not None and stated != num_tokens:", "if False:",
      f"{RESULTS} -k states_other"),

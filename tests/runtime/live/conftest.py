@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from piecegraph import (
     Batch,
     Config,
+    Events,
     ForwardContext,
     GraphMode,
     PreparedModel,
@@ -198,6 +199,7 @@ def prepare_live(
         model: nn.Module | None = None,
         ranks: Ranks | None = None,
         replay: Mapping[str, Any] | None = None,
+        events: Events | None = None,
         **settings: Any,
     ) -> LiveServed:
         config = Config(
@@ -213,7 +215,9 @@ def prepare_live(
         ).changed(**settings)
         model, stage = model or Model(), Stage()
         backend = strict_backend(**(replay or {}))
-        prepared = prepare(model, config, layers={"stage": stage}, backend=backend, ranks=ranks)
+        prepared = prepare(
+            model, config, layers={"stage": stage}, backend=backend, ranks=ranks, events=events
+        )
         served.append(prepared)
 
         def expected(x: Tensor) -> Tensor:

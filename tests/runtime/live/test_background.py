@@ -10,7 +10,7 @@ import multiprocessing
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from piecegraph import (
     Batch,
     Decision,
+    Events,
     Ranks,
     StepObserver,
 )
 from piecegraph.compile.backends import registry
 from piecegraph.errors import GuardUnproved, ModelClosed
-from piecegraph.runtime import background
 from piecegraph.runtime.graphs.graph_set import GraphSet
 from piecegraph.runtime.records import BackgroundFailure, Switched
 
@@ -97,7 +97,7 @@ def test_the_switch_comes_between_steps_in_flight(
 
 @pytest.mark.compile
 @pytest.mark.parametrize("strategy", ["eager", "lazy"])
-def test_graphs_are_captured_between_the_steps_after_the_switch(
+def test_graphs_are_captured_between_the_steps_from_the_switch_on(
     serve_cold: Callable[..., LiveServed], strategy: str
 ) -> None:
     served = serve_cold(strategy=strategy)
@@ -108,7 +108,7 @@ def test_graphs_are_captured_between_the_steps_after_the_switch(
     while captured[-1] < wanted:
         captured.append(len(served.prepared.recordings()))
         served.step(16)  # has no graph
-    assert captured == [0, *range(wanted + 1)]
+    assert captured == list(range(wanted + 1))  # the first before the step that switched
     assert served.step(8) == "PIECEWISE 8"
 
 
@@ -229,11 +229,6 @@ def test_the_switch_can_be_awaited_and_a_step_without_tokens_runs_before_it(
     served.step(3, 1)
 
 
-def sleep_for_an_hour() -> None:
-    for _ in range(36_000):
-        time.sleep(0.1)
-
-
 class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 1 if x.shape[0] > 8 else x - 1
@@ -290,26 +285,35 @@ def test_a_model_that_is_changed_meanwhile_is_compiled_again(
     served.step(3, 1)
 
 
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The thread waits for this before it compiles a piece; the pieces are in `held.pieces`."""
+    event = threading.Event()
+    event.pieces = list[str]()  # type: ignore[attr-defined]
+
+    def wait() -> None:
+        event.pieces.append("piece")  # type: ignore[attr-defined]
+        assert event.wait(60)
+
+    monkeypatch.setattr(registry, "entry_points", lambda group: [Texts(before=wait)])
+    yield event
+    event.set()
+
+
 @pytest.mark.compile
 def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(
-    serve_cold: Callable[..., LiveServed], monkeypatch: pytest.MonkeyPatch
+    serve_cold: Callable[..., LiveServed], held: Any
 ) -> None:
-    forever = Texts(before=sleep_for_an_hour)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [forever])
-    wait, stop = background.Background.wait, background.Background.stop
     waiting, ended = threading.Event(), list[Exception]()
-
-    def wait_and_say_so(self: background.Background, timeout_s: float | None) -> Any:
-        waiting.set()
-        return wait(self, timeout_s)
-
-    def stop_before_the_other_thread_goes_on(self: background.Background) -> None:
-        stop(self)
-        thread.join()
-
-    monkeypatch.setattr(background.Background, "wait", wait_and_say_so)
-    monkeypatch.setattr(background.Background, "stop", stop_before_the_other_thread_goes_on)
     served = serve_cold()
+    thread = served.prepared._code.beside.thread  # type: ignore[union-attr]
+    join = thread.join
+
+    def join_and_say_so(timeout_s: float | None = None) -> bool:
+        waiting.set()
+        return join(timeout_s)
+
+    thread.join = join_and_say_so  # type: ignore[method-assign]
 
     def wait_until_compiled() -> None:
         try:
@@ -317,12 +321,43 @@ def test_who_waits_in_a_thread_is_told_that_the_model_was_closed(
         except ModelClosed as error:
             ended.append(error)
 
-    thread = threading.Thread(target=wait_until_compiled)
-    thread.start()
+    waiter = threading.Thread(target=wait_until_compiled)
+    waiter.start()
     assert waiting.wait(60)
     served.prepared.close()
+    waiter.join()
     assert len(ended) == 1
     assert served.prepared.records.of(BackgroundFailure) == []
+
+
+@pytest.mark.compile
+def test_closing_waits_for_no_thread_which_ends_before_the_next_piece(
+    serve_cold: Callable[..., LiveServed], held: Any
+) -> None:
+    served = serve_cold()
+    thread = served.prepared._code.beside.thread  # type: ignore[union-attr]
+    while not held.pieces:
+        time.sleep(0.01)
+    served.prepared.close()
+    assert not thread.join(0)
+    held.set()
+    assert thread.join(60)
+    assert held.pieces == ["piece"]
+    again = serve_cold()
+    assert again.prepared.wait_until_compiled(60)
+    again.step(3, 1)
+
+
+@pytest.mark.compile
+def test_events_of_the_thread_are_told_to_the_caller(
+    serve_cold: Callable[..., LiveServed],
+) -> None:
+    events = Events()
+    served = serve_cold(events=events)
+    assert served.prepared.wait_until_compiled(60)
+    assert [event.facts["piece"] for event in events.named("compile.end")] == [0, 1, 2]
+    assert events.counters["dynamo_traces"] == served.prepared.records.counters["dynamo_traces"]
+    assert "compile" not in [span.name for span in served.prepared.records.phases]
 
 
 @pytest.mark.compile
