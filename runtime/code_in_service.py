@@ -121,8 +121,8 @@ class CodeInService:
         if isinstance(beside := self.beside, Verification):
             beside.ready()
             beside.thread.join(timeout_s)
-            if beside.thread.failure:
-                self._must_not_be_forced(beside.thread.failure)
+            for found in self._records.of(Stale):
+                self._must_not_be_forced(found.difference)
 
     def wait(self, timeout_s: float | None, must_be_open: Callable[[], None]) -> None:
         """Wait for compiled code and switch to it. `must_be_open` raises for a closed model."""

@@ -48,11 +48,13 @@ class TracingThread:
     def __init__(self, name: str, work: Callable[[], str], exchange: Exchange | None) -> None:
         """`exchange` compares what ranks state, if there are several."""
         self.failure = ""
-        """Why it failed: with several ranks those that have failed, once it is over."""
+        """Why it failed, on any rank, once it is over."""
         self.steps = 0
         self.stopped = False
         self.wake = threading.Event()
         """Ends a wait of the work; set when it is stopped."""
+        self._found = ""
+        """What `work` returned. Set by the thread, so `failure` is not: an exchange takes time."""
         self._name = name
         self._work = work
         self._exchange = exchange
@@ -83,15 +85,16 @@ class TracingThread:
 
         With several ranks all must make the same call.
         """
-        ended = self.join(0)
+        ended, failure = self.join(0), self._found
         if self._exchange is not None:
-            own = {"ended": ended, "failure": self.failure, "expired": expired}
+            own = {"ended": ended, "failure": failure, "expired": expired}
             stated = self._exchange(self._name, own)
             failures = [f"rank {i}: {o['failure']}" for i, o in enumerate(stated) if o["failure"]]
-            self.failure = "; ".join(failures)
+            failure = "; ".join(failures)
             ended = all(other["ended"] for other in stated)
             expired = any(other["expired"] for other in stated)
-        return ended or bool(self.failure), expired
+        self.failure = failure
+        return ended or bool(failure), expired
 
     def stop(self) -> None:
         """Let the work end at its next checkpoint; does not wait for it. Idempotent."""
@@ -124,7 +127,7 @@ class TracingThread:
             allow_compilation(),
             unseen_by_other_threads(),
         ):
-            self.failure = self._work()
+            self._found = self._work()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

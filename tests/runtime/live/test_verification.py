@@ -5,19 +5,27 @@ Conditions are switched off here, so that only the verification can refuse a bun
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from piecegraph import Batch, Ranks
 from piecegraph.cache.settings import CacheSettings
+from piecegraph.compile import verify
 from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.compile.trace import dynamo
-from piecegraph.errors import BundleStale
+from piecegraph.errors import BundleStale, ModelChanged
 from piecegraph.runtime import verification
 from piecegraph.runtime.records import Stale
+from piecegraph.runtime.tracing_thread import STEPS_PER_EXCHANGE
 
 from .conftest import LENGTHS, LiveServed, Model
 
@@ -129,6 +137,83 @@ def test_every_warm_start_verifies_in_a_process_that_is_equal_too(
     assert start(2.0) == (traced, traced)
     assert start(2.0) == start(2.0) == ("not yet", True)
     assert start(3.0) == ("not yet", False)
+
+
+@pytest.fixture
+def cannot_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no trace here")
+
+    monkeypatch.setattr(verify, "trace_with_guards", fail)
+
+
+NO_TRACE = "RuntimeError: no trace here"
+
+
+def test_what_cannot_be_compared_beside_serving_goes_on_and_says_so(
+    prepare_live: Prepare, cannot_compare: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare_live()
+    prepared = prepare_live().prepared
+    assert prepared.wait_until_verified(60) == NO_TRACE
+    assert prepared.report()["cache"]["verified"] == NO_TRACE
+    assert prepared.compiled.from_bundle
+    assert NO_TRACE in caplog.text
+
+
+def test_what_cannot_be_compared_before_the_first_step_is_compiled(
+    prepare_live: Prepare, cannot_compare: None
+) -> None:
+    prepare_live()
+    served = prepare_live(cache=CacheSettings(verify_bundle="before"))
+    assert served.prepared.report()["cache"]["verified"] == NO_TRACE
+    assert not served.prepared.compiled.from_bundle
+    served.step(3, 1)
+    with pytest.raises(BundleStale, match=NO_TRACE):
+        prepare_live(cache=CacheSettings(verify_bundle="before"), bundle="force")
+
+
+def leave_on_a_rank(rank: int, folder: Path, prepare: Prepare, bundle: str) -> None:
+    """A forked rank, of which one has another model: steps until the bundle is left or raises."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    served = prepare(Gained(2.0 + rank), ranks=Ranks(), bundle=bundle)
+    served.prepared.capture()
+    raised, steps = "", 0
+    while not raised and served.prepared.compiled.from_bundle:
+        steps += 1
+        try:
+            served.prepared(torch.ones(3, 4), batch=Batch(3, 3))
+        except ModelChanged:  # conditions are looked at from time to time
+            pass
+        except BundleStale as error:
+            raised = str(error)
+        time.sleep(0.003)
+    for lengths in LENGTHS if not raised else ():
+        served.step(*lengths)
+    verified = served.prepared.report()["cache"]["verified"]
+    (folder / f"{rank}.json").write_text(json.dumps([steps, raised, verified]))
+    served.prepared.close()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks
+@pytest.mark.parametrize("bundle", ["use", "force"])
+def test_ranks_leave_a_bundle_at_the_same_step_or_all_raise(
+    prepare_live: Prepare, blind: None, tmp_path: Path, bundle: str
+) -> None:
+    prepare_live(Gained(2.0), cache=CacheSettings(verify_bundle="off"))
+    fork = multiprocessing.get_context("fork").Process
+    ranks = [fork(target=leave_on_a_rank, args=(i, tmp_path, prepare_live, bundle)) for i in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    one, other = (json.loads((tmp_path / f"{i}.json").read_text()) for i in (0, 1))
+    assert one == other
+    assert one[0] % STEPS_PER_EXCHANGE == 0
+    assert ("rank 1: piece 2 of 3" in one[1]) == (bundle == "force")
+    assert one[2] is False
 
 
 def test_off_traces_nothing(prepare_live: Prepare) -> None:
