@@ -45,7 +45,9 @@ class TracingThread:
     called without an active exception`).
     """
 
-    def __init__(self, name: str, work: Callable[[], str], exchange: Exchange | None) -> None:
+    def __init__(
+        self, name: str, work: Callable[[], str], exchange: Exchange | None = None
+    ) -> None:
         """`exchange` compares what ranks state, if there are several."""
         self.failure = ""
         """Why it failed, on any rank, once it is over."""

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,24 @@ def test_one_that_waits_for_another_does_not_begin_after_it_was_stopped(step: Ha
     assert first.join(60)
     assert second.join(60)
     assert not begun
+
+
+def test_what_is_found_during_an_exchange_is_told_at_the_next(step: Halfway) -> None:
+    def work() -> str:
+        with step.replaced():
+            pass
+        return "a difference"
+
+    def exchange(topic: str, own: Any) -> list[Any]:
+        step.go_on.set()
+        assert thread.join(60)
+        return [own, {"ended": True, "failure": "", "expired": False}]
+
+    thread = TracingThread("test", work, exchange)
+    thread.start()
+    assert thread.is_over() == (False, False)
+    assert thread.is_over() == (True, False)
+    assert thread.failure == "rank 0: a difference"
 
 
 ENDS_MEANWHILE = """
