@@ -76,7 +76,11 @@ class GraphSet:
             batch = self._dummies.batch(entry.descriptor, entry.mode, sizes)
             with self._code.captured(), batch as views:
                 writes = {} if compiled.traced else _writes(compiled.model)
-                recording = record(self._recordable[1], views, session, name=name, breaks=breaks)
+                modules = compiled.model.named_modules() if not compiled.traced else ()
+                recording = record(
+                    self._recordable[1], views, session, name=name, breaks=breaks,
+                    modules={id(module): path for path, module in modules},
+                )  # fmt: skip
                 now = _writes(compiled.model) if writes else {}
                 self._code.note_written(n for n, count in now.items() if count != writes.get(n))
                 recording.metadata = self._dummies.context.metadata

@@ -103,13 +103,14 @@ def name_segments(recording: Recording, plan: Plan) -> None:
     graphs = [each for each in recording.segments if each.kind is SegmentKind.GRAPH]
     pieces, calls = iter(piece_names(plan)), iter(call_names(plan))
     one_per_piece = len(graphs) == len(plan.piece_uses()) > 1
-    named = []
+    named, last = [], ""
     for segment in recording.segments:
-        for call in segment.calls:
+        for index, call in enumerate(segment.calls):
             if segment.kind is SegmentKind.EAGER:
-                name = next(calls, "op")
+                name = next(calls, f"op {segment.names[index]}")
+                last = f" after {segment.names[index]}" if not plan.calls() else ""
             else:
-                name = next(pieces) if one_per_piece else f"graph {recording.name}"
+                name = next(pieces) if one_per_piece else f"graph {recording.name}{last}"
             named.append(ranged(name, call))
     recording.replay = partial(run_calls, tuple(named))
 

@@ -17,7 +17,7 @@ graph depends on, because its captures compute true values.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from time import perf_counter
@@ -26,6 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import NestedCapture, WorkAfterSeal
+from ...torch_compat.basics.frames import calling_module
 from ...torch_compat.basics.tensors import tree_map_only
 from ..backends.ownership import Ownership
 from ..backends.protocol import Capture, Graph
@@ -47,15 +48,16 @@ def record(
     *,
     name: str,
     breaks: bool,
+    modules: Mapping[int, str] = {},
 ) -> Recording:
-    """Run `fn(*inputs)` once, then capture it.
+    """Run `fn(*inputs)` once, then capture it. `modules` are names of modules by identity.
 
     PIECEWISE if `breaks`, else FULL. Raises CaptureFailed or CaptureOutOfMemory, and what the first
     run raises. After an error no graph is open or kept.
     """
     if ACTIVE.get() is not None:
         raise NestedCapture(name=name)
-    recorder = Recorder(session, breaks)
+    recorder = Recorder(session, breaks, modules)
     token = ACTIVE.set(recorder)
     try:
         fn(*inputs)
@@ -87,8 +89,9 @@ def record(
 class Recorder:
     """One capture in progress: the segments so far and the graph that is open, if any."""
 
-    def __init__(self, session: CaptureSession, breaks: bool) -> None:
+    def __init__(self, session: CaptureSession, breaks: bool, modules: Mapping[int, str]) -> None:
         self.breaks = breaks
+        self._modules = modules
         self.segments: list[Segment] = []
         self.graphs: list[Graph] = []
         self.ownership = Ownership()
@@ -141,7 +144,8 @@ class Recorder:
             self._run(call)
         if not self.segments or self.segments[-1].kind is SegmentKind.GRAPH:
             self.segments.append(Segment(SegmentKind.EAGER, []))
-        self.segments[-1].add(call, [name] if targets else [])
+        caller = calling_module(self._modules)
+        self.segments[-1].add(call, f"{name} {caller}".strip(), [name] if targets else [])
         self.begin()
         return static
 

@@ -41,10 +41,13 @@ class Segment:
     calls: list[Callable[[], None]]
     operations: int = 0
     copied: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    """Of each splitting op, with the module that calls it."""
 
-    def add(self, call: Callable[[], None], copied: Sequence[str]) -> None:
+    def add(self, call: Callable[[], None], name: str, copied: Sequence[str]) -> None:
         """Append the call of one operation."""
         self.calls.append(call)
+        self.names.append(name)
         self.operations += 1
         self.copied += copied
 

@@ -43,31 +43,7 @@ def sections(facts: Facts) -> list[Section]:
             picture=picture(facts["steps"]),
         ),
         _pieces(facts),
-        Section(
-            "Guards",
-            [
-                Table(
-                    [
-                        (
-                            guard["expression"],
-                            guard["where"],
-                            guard["origin"],
-                            "yes" if guard["proved"] else "no",
-                            guard["method"],
-                        )
-                        for guard in facts["guards"]
-                    ],
-                    columns(
-                        *("guard", "where", "from", "proved", "by"),
-                        **dict.fromkeys(("where", "from", "proved", "by"), "text"),
-                        guard="code",
-                    ),
-                    empty="Tracing left no guard on a size.",
-                )
-            ],
-            [f"Policy: {facts['policy']}."],
-            id="guards",
-        ),
+        _guards(facts) if facts["policy"] else _regions(facts),
         _cache(facts),
         Section(
             "Graph mode",
@@ -139,6 +115,52 @@ def _startup(facts: Facts) -> Section:
             )
         ],
         id="startup",
+    )
+
+
+def _guards(facts: Facts) -> Section:
+    return Section(
+        "Guards",
+        [
+            Table(
+                [
+                    (
+                        guard["expression"],
+                        guard["where"],
+                        guard["origin"],
+                        "yes" if guard["proved"] else "no",
+                        guard["method"],
+                    )
+                    for guard in facts["guards"]
+                ],
+                columns(
+                    *("guard", "where", "from", "proved", "by"),
+                    **dict.fromkeys(("where", "from", "proved", "by"), "text"),
+                    guard="code",
+                ),
+                empty="Tracing left no guard on a size.",
+            )
+        ],
+        [f"Policy: {facts['policy']}."],
+        id="guards",
+    )
+
+
+def _regions(facts: Facts) -> Section:
+    """Of a model that is not traced."""
+    return Section(
+        "Compiled regions",
+        [
+            Table(
+                [
+                    (each["function"], each["where"], each["seconds"], each["generated"])
+                    for each in facts["regions"]
+                ],
+                columns("function", "where", "seconds", "generated", where="text"),
+                empty="The model is not traced, and no function that it compiles itself ran.",
+            )
+        ],
+        id="regions",
     )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
+from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,3 +31,13 @@ def is_user_file(file: str) -> bool:
     """Whether a file is outside torch and Python's standard library."""
     standard = file.startswith(STDLIB) and not file.startswith(PACKAGES)
     return not (standard or is_torch_file(file))
+
+
+def calling_module(names: Mapping[int, str]) -> str:
+    """The name of the innermost module of `names` whose method runs in this thread; "" for none."""
+    frame: FrameType | None = sys._getframe(1) if names else None
+    while frame is not None:
+        if (name := names.get(id(frame.f_locals.get("self")))) is not None:
+            return name
+        frame = frame.f_back
+    return ""

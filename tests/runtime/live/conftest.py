@@ -27,9 +27,13 @@ from piecegraph import (
     get_forward_context,
     prepare,
 )
+from piecegraph.cache import Cache
 from piecegraph.compile.backends import registry
 from piecegraph.compile.backends.registry import Compiler
+from piecegraph.compile.ir.compilation import CompileRequest
+from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.plan.compiled_model import CompiledModel, bind
+from piecegraph.config import compile_config
 
 from ..conftest import Served, compile_once, prepare_on_replay, strict_backend
 
@@ -138,9 +142,19 @@ def serve(compiled: tuple[Config, CompiledModel]) -> Callable[..., LiveServed]:
     ) -> LiveServed:
         base, traced = compiled
         model, stage = Model(), Stage()
+        config = base.changed(**settings)
+        if config.compile:
+            code = bind(traced.plan, traced.pieces, model, from_bundle=False)
+        else:
+            device = torch.device("cpu")
+            cache, events = Cache(None, Events()), Events()
+            with forward_context(ForwardContext({"stage": stage})):
+                code = compile_model(
+                    CompileRequest(model, compile_config(config), cache, events, device)
+                )
         prepared = prepare_on_replay(
-            bind(traced.plan, traced.pieces, model, from_bundle=False),
-            base.changed(**settings),
+            code,
+            config,
             mode,
             sizes,
             {"stage": stage},

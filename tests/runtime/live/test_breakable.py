@@ -21,8 +21,9 @@ from piecegraph import (
     get_forward_context,
     prepare,
 )
-from piecegraph.errors import AllCapturesFailed, ResultFormUnknown
+from piecegraph.errors import AllCapturesFailed, MovedTensor, ResultFormUnknown
 from piecegraph.runtime.graphs.recording import SegmentKind
+from piecegraph.tools.explain import explain
 
 from ..conftest import strict_backend
 
@@ -107,6 +108,54 @@ def test_piecewise_graphs_break_at_splitting_functions(attention: Callable[..., 
         assert check(prepared, model, Batch(3, 1), scale) == "PIECEWISE 4"
         assert check(prepared, model, Batch(8, 8, True, 1), scale) == "PIECEWISE 8"
         assert check(prepared, model, Batch(12, 2), scale) == "NONE 12"
+
+
+def test_memory_limits_refresh_and_the_step_log_without_a_trace() -> None:
+    model = Untraceable()
+    unlimited = prepared_for(model, GraphMode.PIECEWISE)
+    limit = unlimited.backend.memory().used - 1
+    limited = prepared_for(model, GraphMode.PIECEWISE, steps={"memory_limit": limit})
+    assert 0 < len(limited.recordings()) < len(unlimited.recordings()) == 3
+    model.shift = nn.Parameter(torch.rand(4), requires_grad=False)
+    assert sorted(unlimited.refresh()) == [index for index, _ in unlimited.recordings()]
+    unlimited.keep_steps(2)
+    for _ in range(3):
+        assert check(unlimited, model, Batch(3, 1), 2.0) == "PIECEWISE 4"
+    assert [step.mode for step in unlimited.last_steps()] == ["PIECEWISE"] * 2
+
+
+def test_a_moved_tensor_is_an_error_without_a_trace() -> None:
+    model = Untraceable()
+    prepared = prepared_for(model, GraphMode.PIECEWISE)
+    model.shift.data = torch.rand(4)
+    with pytest.raises(MovedTensor):
+        check(prepared, model, Batch(3, 1), 2.0)
+
+
+class Block(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1
+        out = torch.empty_like(y)
+        attend(y, out)
+        return x + out
+
+
+def test_a_profile_names_breaks_and_graphs_by_their_modules() -> None:
+    model = nn.Sequential(Block(), Block())
+    config = {"inputs": {"input": "float32[num_tokens, 4]"}, "capture_sizes": (4,)}
+    prepared = prepared_for(model, GraphMode.PIECEWISE, **config)
+    prepared.profiler_ranges()
+    with torch.profiler.profile() as profile:
+        prepared(torch.rand(4, 4), batch=Batch(4, 1), metadata={"scale": torch.tensor(1.0)})
+    names = {event.key for event in profile.key_averages()}
+    assert {"op attend 0", "op attend 1", "graph PIECEWISE 4"} < names
+    assert {"graph PIECEWISE 4 after attend 0", "graph PIECEWISE 4 after attend 1"} < names
+
+
+def test_explain_shows_what_a_model_without_a_trace_has() -> None:
+    text = explain(prepared_for(Untraceable(), GraphMode.PIECEWISE), "md")
+    assert "Compiled regions" in text
+    assert "Policy: prove" not in text
 
 
 def test_replay_does_not_run_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,11 +22,13 @@ from ..conftest import tensors_alive
 BATCHES = ((1,), (1, 1), (3,), (1,) * 7, (2, 5), (1,) * 8, (12,), (9, 1, 1), (1,) * 3, (6, 2))
 
 
+@pytest.mark.parametrize("compiles", [True, False])
 @pytest.mark.parametrize("strategy", CaptureStrategy)
 @pytest.mark.parametrize("mode", GraphMode)
 def test_failure_25_every_mode_and_strategy(
-    serve: Callable[..., Any], mode: GraphMode, strategy: CaptureStrategy
+    serve: Callable[..., Any], mode: GraphMode, strategy: CaptureStrategy, compiles: bool
 ) -> None:
+    serve = partial(serve, compile=compiles)
     if mode is GraphMode.FULL:
         # attention here reads nothing but buffers, so that any batch may be one graph
         served = serve(mode=mode, strategy=strategy, attention={"support": 3})
@@ -72,8 +75,9 @@ def test_any_batches_over_any_plan(serve: Callable[..., Any], data: st.DataObjec
     assert served.backend.memory().used == 0
 
 
-def test_memory_is_flat_while_serving(serve: Callable[..., Any]) -> None:
-    served = serve()
+@pytest.mark.parametrize("compiles", [True, False])
+def test_memory_is_flat_while_serving(serve: Callable[..., Any], compiles: bool) -> None:
+    served = serve(compile=compiles)
     served.prepared.capture()
 
     def serve_all() -> int:
@@ -86,9 +90,11 @@ def test_memory_is_flat_while_serving(serve: Callable[..., Any]) -> None:
     assert {serve_all() for _ in range(3)} == {before}
 
 
+@pytest.mark.parametrize("compiles", [True, False])
 def test_failure_17_smaller_recordings_share_the_memory_of_the_largest(
-    serve: Callable[..., Any],
+    serve: Callable[..., Any], compiles: bool
 ) -> None:
+    serve = partial(serve, compile=compiles)
     alone, ladder = serve(sizes=(8,)), serve(sizes=(1, 2, 4, 8))
     for served in (alone, ladder):
         served.prepared.capture()
