@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PACKAGES := cache compile dispatch runtime tools torch_compat benchmarks
 
-.PHONY: run test unit test-fast test-not-faster heavy coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke mutants docs docs-serve clean
+.PHONY: run test unit test-fast test-not-faster heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke mutants docs docs-serve clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -37,6 +37,16 @@ test-not-faster: $(VENV)/.dev
 heavy: $(VENV)/.dev
 	$(PYTEST) -m "heavy and not gpu"
 	$(PYTEST) --hypothesis-profile=many -k "properties or fit or coverage or replay_property" tests/dispatch tests/runtime/test_replay_property.py
+
+# glibc checks each block of memory when it is freed: captures and replays, the eager compiler, and bisect under Inductor.
+# MALLOC_CHECK_ alone does nothing from glibc 2.34 on.
+ROUNDS ?= 20
+malloc-check: $(VENV)/.dev
+	for round in $$(seq $(ROUNDS)); do \
+		LD_PRELOAD=libc_malloc_debug.so.0 MALLOC_CHECK_=3 OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not heavy" \
+			tests/runtime/test_replay_backend.py tests/tools/test_bisect.py \
+			-k "test_replay_backend or gives_no_finding or found_down_to or not_compiled_is_right" || exit 1; \
+	done
 
 # Of the tests of `make unit`. In parts: `make coverage PART=tests/cache` adds to what was measured before.
 coverage: $(VENV)/.dev

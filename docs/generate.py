@@ -133,6 +133,10 @@ def _summary(module: ModuleType, name: str) -> str:
     value = getattr(module, name)
     text = OTHER_DOCS.get(name) or inspect.getdoc(value) or ""
     summary = " ".join(text.partition("\n\n")[0].split())
+    if inspect.isfunction(value):
+        parameters = inspect.signature(value).parameters.values()
+        plain = [parameter.replace(annotation=parameter.empty) for parameter in parameters]
+        summary = f"`{inspect.Signature(plain)}` {summary}"
     return re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", summary)
 
 

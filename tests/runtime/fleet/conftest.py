@@ -21,14 +21,24 @@ PROGRAM = Path(__file__).with_name("start_once.py")
 SIZES_OF_MODELS = (4, 32)
 
 
-def starts(
-    cache: Path, each: Sequence[Outcome], environ: dict[str, str] | None = None
-) -> list[Outcome]:
-    """The outcomes of several starts in one fresh process."""
+def command_of(cache: Path, each: Sequence[Outcome]) -> list[str]:
+    """The command of a process that starts several times."""
     arguments = [json.dumps({"layers": 4, **options}) for options in each]
-    command = [sys.executable, str(PROGRAM), str(cache), *arguments]
+    return [sys.executable, str(PROGRAM), str(cache), *arguments]
+
+
+def starts(
+    cache: Path,
+    each: Sequence[Outcome],
+    environ: dict[str, str] | None = None,
+    before: Sequence[str] = (),
+) -> list[Outcome]:
+    """The outcomes of several starts in one fresh process, whose command follows `before`."""
     done = subprocess.run(
-        command, env={**os.environ, **(environ or {})}, capture_output=True, text=True
+        [*before, *command_of(cache, each)],
+        env={**os.environ, **(environ or {})},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     outcomes: list[Outcome] = json.loads(done.stdout.splitlines()[-1])

@@ -1,13 +1,14 @@
 """Starts in a separate process: `start_once.py CACHE '{"layers": 4, …}' …` prints a JSON list.
 
 Each argument after CACHE is one start. `ahead` builds libraries afterwards; `rank` is (rank, size,
-rendezvous file) of a start among several; other options are settings of `Config`. With
-`bundle="serve"` steps run until compiled
-code serves.
+rendezvous file) of a start among several; `version` is that of the library, and `skew` the seconds
+by which the clock is wrong; other options are settings of `Config`. With `bundle="serve"` steps run
+until compiled code serves.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -23,10 +24,16 @@ from piecegraph.runtime.ranks import Ranks
 
 SIZES = (1, 3, 17, 64)
 
+real = importlib.metadata.version
+
 
 def start(cache: str, options: dict[str, Any]) -> dict[str, Any]:
     ahead, layers = options.pop("ahead", False), options.pop("layers")
     ranks = _joined(*options.pop("rank")) if "rank" in options else None
+    if (version := options.pop("version", None)) is not None:
+        importlib.metadata.version = lambda name: version if name == "piecegraph" else real(name)
+    if skew := options.pop("skew", 0):
+        time.time = lambda now=time.time: now() + skew
     model = Small(layers).eval()
     settings = {
         "inputs": {"x": "float32[num_tokens, 16]"},
