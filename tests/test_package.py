@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import pickle
 import pydoc
+import re
 import subprocess
 import sys
 import tomllib
@@ -120,6 +121,23 @@ def test_what_is_light_imports_nothing_heavy(
     probe = f"{program}\nimport sys; print(*({{*{heavy!r}}} & {{*sys.modules}}), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, capture_output=True)
     assert (done.returncode, done.stderr.split()) == (0, [])
+
+
+def test_the_library_imports_what_it_depends_on(package_sources: dict[str, Path]) -> None:
+    """At the top of a file; what an extra brings is imported where it is used."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installed = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"]}  # type: ignore[index]
+    for name, path in package_sources.items():
+        if not name.startswith(("docs/", "tools/", "testing")):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.Import):
+                    modules = [alias.name for alias in node.names]
+                else:
+                    absolute = isinstance(node, ast.ImportFrom) and not node.level
+                    modules = [node.module or ""] if absolute else []  # type: ignore[attr-defined]
+                for module in modules:
+                    package = module.partition(".")[0]
+                    assert package in installed | sys.stdlib_module_names, f"{name}: {module}"
 
 
 def catalog(cls: type[PiecegraphError] = PiecegraphError) -> Iterator[type[PiecegraphError]]:

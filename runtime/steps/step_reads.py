@@ -15,7 +15,6 @@ from enum import Enum
 from types import FunctionType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...errors import StaleContext
@@ -62,7 +61,7 @@ class StepReads:
             return value
         if _is_leaf(value):
             self._note(path, value)
-        elif isinstance(value, np.ndarray):
+        elif hasattr(value, "tobytes"):  # an array of numpy, which may not be installed
             self._note(f"{path}.tobytes()", value.tobytes())
         elif isinstance(value, list | tuple):
             self._note(f"len({path})", len(value))
