@@ -84,7 +84,7 @@ def compile_pieces(
                 split.guards_of(unique).check_ends(piece, f"piece {unique.index}")
             plan = schedule(split, request.device)
             names = [
-                job.key.digest if job.key else f"{len(compiled.ranges)} {n}"
+                f"{job.key.digest} for {job.served}" if job.key else f"{len(compiled.ranges)} {n}"
                 for n, job in enumerate(plan.jobs)
             ]
             new = {n: job for n, job in enumerate(plan.jobs) if names[n] not in numbers}

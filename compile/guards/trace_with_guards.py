@@ -130,8 +130,7 @@ def _split(request: CompileRequest) -> list[GuardedTrace]:
 
     Raises GuardUnproved for a guard on anything else, and for more intervals than MAX_INTERVALS.
     """
-    if request.config.code.dynamic_shapes is DynamicShapes.BACKED:  # assumes sizes above 1
-        request = _with(request, DynamicShapes.BACKED_SIZE_OBLIVIOUS)
+    request = _with(request, DynamicShapes.BACKED_SIZE_OBLIVIOUS)  # a choice needs a size
     limits = request.config.limits(TOKENS)
     remaining, traces = [limits], list[GuardedTrace]()
     while remaining:

@@ -9,15 +9,18 @@ import torch
 from torch import nn
 
 from piecegraph.cache import Cache
-from piecegraph.compile.ir.compilation import CompileRequest
+from piecegraph.compile.ir.compilation import Compiler, CompileRequest
+from piecegraph.compile.ir.config import DynamicShapes
 from piecegraph.compile.pipeline import compile_model
 from piecegraph.compile.verify import first_difference
 from piecegraph.config import Config, compile_config
 from piecegraph.errors import GuardUnproved, IntervalsDiffer
 from piecegraph.events import Events
+from piecegraph.torch_compat.basics.symbolic import statically_true
 
+from . import starts
 from .models import MIX, Body, X, marked_line
-from .size_models import MARK, multiple_of_128
+from .size_models import MARK, heads, multiple_of_128
 from .starts import use_text_compiler
 
 pytestmark = pytest.mark.compile
@@ -95,6 +98,36 @@ def test_equal_pieces_of_several_traces_are_compiled_once(tmp_path, monkeypatch)
     assert len(request.events.named("compile.end")) == len(made.pieces) == 5
     stored = {tuple(map(tuple, e.meta["ranges"])) for e in request.cache.stored("artifact")}
     assert stored == {((1, 2048),), ((1, 8),), ((9, 64),), ((65, 2048),)}
+
+
+def test_pieces_are_compiled_without_what_one_trace_knows_of_its_sizes(tmp_path, monkeypatch):
+    """A piece that all traces have is compiled from one, and serves the sizes of the others."""
+    known = []
+
+    def compile_piece(graph, inputs, options):
+        shapes = [each.shape for each in inputs if isinstance(each, torch.Tensor)]
+        size = next(n for shape in shapes for n in shape if isinstance(n, torch.SymInt))
+        known.extend(fact for fact in (size > 64, size > 8, size < 65) if statically_true(fact))
+        return starts.compile_text(graph, inputs, options)
+
+    compiler = Compiler("text", compile_piece, starts.load_texts)
+    monkeypatch.setattr(starts, "TEXT", compiler)
+    start(Tiled(), tmp_path, monkeypatch)
+    assert known == []
+
+
+def asks_the_layout(m, x):
+    """Only with unbacked sizes torch does not ask whether there is one token."""
+    y = m.linear(heads(m, x).reshape(-1, 8))
+    return y * 2 if x.shape[0] <= 8 else y
+
+
+@pytest.mark.parametrize("shapes", list(DynamicShapes))
+def test_a_trace_may_need_unbacked_sizes(compiled, shapes):
+    model = Body(asks_the_layout)
+    made = compiled(model, inputs=X, tracing={**SPLIT, "dynamic_shapes": shapes})
+    assert spans(made) == [(1, 8), (9, 2048)]
+    check(made, model)
 
 
 def test_a_second_start_neither_traces_nor_compiles(tmp_path, monkeypatch):

@@ -115,8 +115,8 @@ def forget_assumptions(env: Any, symbol: sympy.Symbol, low: int, high: int) -> N
     import sympy
     from torch.utils._sympy.value_ranges import ValueRanges
 
-    env.guards.clear()
-    env.divisible.clear()
+    for learned in (env.guards, env.axioms, env.divisible):
+        learned.clear()
     if (bounds := env.var_to_range.get(symbol)) is not None:
         least, most = sympy.Min(bounds.lower, low), sympy.Max(bounds.upper, high)
         env.var_to_range[symbol] = ValueRanges(least, most)
