@@ -193,6 +193,13 @@ def test_every_public_function_of_dispatch_has_a_caller() -> None:
     assert lonely == []
 
 
+def test_nothing_forks(package_sources: dict[str, Path]) -> None:
+    """A fork of a server keeps its sockets open, and hangs on what another thread has locked."""
+    forks = ("os.fork", '"fork"', "forkserver", "os.posix_spawn")
+    sources = [path for name, path in package_sources.items() if "fork" in path.read_text()]
+    assert [path for path in sources if any(each in path.read_text() for each in forks)] == []
+
+
 def test_each_mutant_quotes_a_source_text() -> None:
     """`make mutants` and `make cuda-mutants` take hours, and end at the first one that does not."""
     from tests import mutants

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
+from tempfile import TemporaryFile
 from typing import Any
 
 from ...cache.keys.environment import child_environment
@@ -197,15 +198,18 @@ class Workers:
 
     @contextmanager
     def _process(self) -> Iterator[_Process]:
-        """A worker, in a session of its own; it and the compilers that it runs are killed."""
+        """A worker, in a session of its own; it and the compilers that it runs are killed.
+
+        An error names the last line that the worker has written to its standard error.
+        """
         ours, theirs = Pipe()
-        with ours:
+        with ours, TemporaryFile() as written:
             with theirs:
                 process = subprocess.Popen(
                     self._command,
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
+                    stderr=written,
                     env=self._environment,
                     start_new_session=True,
                 )
@@ -213,6 +217,11 @@ class Workers:
             try:
                 ours.send_bytes(self._start)
                 yield _Process(process, ours)
+            except (OSError, EOFError) as error:
+                written.seek(0)
+                lines = written.read().decode(errors="replace").split("\n")
+                said = next((line for line in reversed(lines) if line), str(error))
+                raise EOFError(f"the worker has ended: {said}") from error
             finally:
                 if process.returncode is None:
                     os.killpg(process.pid, signal.SIGKILL)

@@ -2,7 +2,7 @@
 
 The trace key finds candidates and is made without a trace: the model's class, the form of its
 weights and of the examples, the settings, device, versions and switches of torch. Everything else
-that a trace relied on is a condition of the bundle; see `provenance`. A codegen key holds what
+that a trace relied on is a condition of the bundle; see `conditions`. A codegen key holds what
 compiling one piece reads: its content, passes, options, device, compiler and versions.
 
 A factor that cannot be described is Undescribable: there is no key, and nothing is stored.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -12,12 +13,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from piecegraph import Events
+from piecegraph import Events, prepare
 from piecegraph.cache import Cache, Entry, Key, statistics
 from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.cache.names import blob_name, entry_name
+from piecegraph.compile.bundle import bundle as bundles
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.cli.cache_commands import cache_app
+from piecegraph.tools.integrations.prometheus import metrics_text
 
 SMALL = ["--model", "layers=1,hidden=16,heads=2,vocab=32"]
 
@@ -55,6 +58,52 @@ def test_show_gives_the_factors_as_json(root, capsys):
         facts = json.loads(capsys.readouterr().out)
         assert facts["factors"] == {"a": 2}
         assert facts["meta"] == {"pieces": 4}
+
+
+GAINED = """
+import torch
+from piecegraph import Config, prepare
+
+
+class Gained(torch.nn.Module):
+    gain = 2.0
+
+    def forward(self, x):
+        return x * self.gain
+
+
+def make():
+    inputs = {"x": "float32[num_tokens, 4]"}
+    return Gained(), Config(inputs=inputs, max_num_tokens=8, graph_mode="NONE")
+
+
+def changed():
+    Gained.gain = 3.0
+    return make()
+"""
+
+
+@pytest.mark.compile
+def test_verify_with_trace_is_0_for_the_bundle_of_the_model_and_2_for_one_that_is_stale(
+    root, capsys, monkeypatch, tmp_path
+):
+    (tmp_path / "gained_model.py").write_text(GAINED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("PIECEGRAPH_OFF", raising=False)
+    monkeypatch.setattr(bundles, "broken_conditions", lambda *_: [])
+    model, config = importlib.import_module("gained_model").make()
+    prepared = prepare(model, config)
+    assert main(["cache", "verify", "--trace", "gained_model:make"]) == 0
+    assert "is that of the model: True" in capsys.readouterr().out
+    assert "\npiecegraph_bundle_verified " not in metrics_text(prepared)
+    assert main(["cache", "verify", "--trace", "gained_model:changed"]) == 2
+    assert "* 3.0" in capsys.readouterr().err
+    stale = prepare(*importlib.import_module("gained_model").changed())
+    assert stale.wait_until_verified(60) is False
+    assert "\npiecegraph_bundle_verified 0.0" in metrics_text(stale)
+    for each in (prepared, stale):
+        each.close()
 
 
 @pytest.mark.parametrize("name", ["f" * 20, "", "artifact/" + "0" * 12])
