@@ -73,6 +73,10 @@ class Engines:
         graphs = {**NO_COMPILER, "graph_mode": "PIECEWISE", "capture_sizes": [1, 8, 16, 128]}
         self.jobs: dict[str, dict[str, Any]] = {
             "graphs": {"family": "qwen3", "settings": graphs},
+            "proved": {
+                "family": "qwen3",
+                "settings": {**NO_COMPILER, "shadow": {"every": 1, "share": 1.0}},
+            },
             "not compiled": {
                 "family": "qwen3",
                 "settings": {"compile": False, "cache": False},
@@ -187,6 +191,15 @@ def test_without_any_graph_steps_run_without(engines: Engines) -> None:
     assert graphs["made"] == alone["made"]
     assert {row["mode"] for row in graphs["report"]["dispatch"]} == {"NONE"}
     assert "vLLM serves without graphs: all 4 captures failed" in engines.log
+
+
+def test_steps_are_proved_while_vllm_serves(engines: Engines) -> None:
+    """The KV caches are known as state, so that a step can run a second time."""
+    alone, proved = engines("qwen3", "proved")
+    assert proved["made"] == alone["made"]
+    shadow = proved["report"]["shadow"]
+    assert (shadow["stopped"], shadow["wrong"]) == (None, [])
+    assert sum(row["count"] for row in shadow["proved"]) > 20
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch._dynamo.backends.registry import _COMPILER_FNS, register_backend
 
 from piecegraph.tools.cli.app import main
 from piecegraph.tools.serve import run
+from piecegraph.tools.steps import load_steps
 
 sys.path.append(str(Path(__file__).parent))
 import faulty_models as models
@@ -60,3 +62,20 @@ def test_right_steps_are_proved_and_the_status_is_0(compiler, capsys):
     out = capsys.readouterr().out
     assert "steps proved while serving: " in out
     assert "WRONG" not in out
+
+
+def test_a_bug_report_has_everything_of_a_run(tmp_path):
+    folder = tmp_path / "bug"
+    command = [sys.executable, "-m", "piecegraph", "run", *MODEL, *SHADOW]
+    command += ["--backend", "eager", "--bug-report", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {each.name for each in folder.iterdir()} == {
+        "report.json", "steps.pt", "log.txt", "graphs", "trace"
+    }  # fmt: skip
+    assert json.loads((folder / "report.json").read_text())["shadow"]["wrong"] == []
+    assert len(load_steps(folder / "steps.pt")) > 2
+    assert "trace.dynamo" in (folder / "log.txt").read_text()
+    assert "trace.dynamo" not in done.stderr
+    assert list((folder / "graphs").rglob("*.py"))
+    assert list((folder / "trace").glob("*.log"))

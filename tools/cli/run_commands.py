@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -108,6 +110,14 @@ HelpAllOption = Annotated[
 ]
 
 
+def _traced(folder: Path | None) -> Path | None:
+    """Let torch write its trace to `folder`, before other options are read, which may import it."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCH_TRACE", str(folder / "trace"))
+    return folder
+
+
 @with_run_options
 def run_command(
     options: RunOptions,
@@ -118,13 +128,24 @@ def run_command(
     record: Annotated[
         Path | None, typer.Option(help="Record the steps into this file, for `--replay`.")
     ] = None,
+    bug_report: Annotated[
+        Path | None,
+        typer.Option(
+            callback=_traced,
+            help="Collect report, steps, log, graphs and torch's trace in a directory.",
+        ),
+    ] = None,
 ) -> int:
     """Bring a model up through the cache and serve a real request trace with it.
 
     Processes that torchrun starts are data-parallel ranks: each serves a part of the requests.
     """
     if launched_rank():  # rank 0 reports
-        json_path = metrics = record = None
+        json_path = metrics = record = bug_report = None
+    if bug_report is not None:
+        _log_to(bug_report)
+        json_path, record = json_path or bug_report / "report.json", bug_report / "steps.pt"
+        options = replace(options, dump_dir=options.dump_dir or bug_report / "graphs")
     to_json, to_metrics, to_record = outputs(
         {"--json": json_path, "--metrics": metrics, "--record": record},
         stdout=("--json", "--metrics"),
@@ -154,6 +175,15 @@ def run_command(
     is_right = is_right and report["cache"].get("verified") is not False
     is_right = is_right and not (report["shadow"] and report["shadow"]["wrong"])
     return 0 if is_right else WRONG_RESULT
+
+
+def _log_to(folder: Path) -> None:
+    """Write the whole log to `folder`, too."""
+    log = logging.getLogger("piecegraph")
+    for shown in log.handlers:
+        shown.setLevel(log.level)
+    log.addHandler(logging.FileHandler(folder / "log.txt"))
+    log.setLevel(logging.DEBUG)
 
 
 @with_run_options

@@ -42,6 +42,7 @@ from ... import (
     prepare,
 )
 from ...errors import BundleMissing, BundleStale
+from ...runtime.steps.address_checks import tensors_by_path
 from ..explain import explain
 from ..start_lines import start_lines
 from .prometheus import MultiprocessMetrics, metrics_text
@@ -122,6 +123,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             self.model_runner.profile_run()
         times = super().compile_or_warm_up_model()
         if self.prepared is not None:
+            self._watch_caches(self.prepared)
             if self.prepared.dispatcher.plan.entries:
                 try:
                     with (
@@ -146,6 +148,16 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         if self._metrics is not None:
             self._metrics.update()
         return output
+
+    def _watch_caches(self, prepared: PreparedModel) -> None:
+        """State that attention writes: shadow steps restore it, and it must not move.
+
+        A step is proved at once, while vLLM's forward context is open, and not when vLLM is idle.
+        """
+        layers = self.vllm_config.compilation_config.static_forward_context
+        caches = {name: getattr(layer, "kv_cache", None) for name, layer in layers.items()}
+        for name, tensor in tensors_by_path("KV cache", caches):
+            prepared.watch(name, tensor)
 
     def _compile_logprobs(self) -> None:
         """vLLM counts ranks of logprobs in a function that the first such request compiles."""

@@ -390,26 +390,30 @@ def test_rounding_is_no_fault_in_5000_steps(dtype: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(12))
+            self.register_buffer("kv", torch.zeros(256, 32))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
                 normed = torch.nn.functional.rms_norm(x, (32,))
                 x = x + torch.nn.functional.gelu(layer(normed)) * 4
-            return x.softmax(-1) * 100
+            before = self.kv[slots]
+            self.kv.index_copy_(0, slots, x)
+            return (x + before).softmax(-1) * 100
 
     torch.manual_seed(0)
     model = Residual().to(getattr(torch, dtype)).requires_grad_(False)
     config = Config(
-        inputs={"x": f"{dtype}[num_tokens, 32]"}, max_num_tokens=64, max_num_reqs=64,
-        graph_mode="FULL", capture_sizes=(8, 64), attention={"support": 3}, cache=False,
-        shadow=EACH,
+        inputs={"x": f"{dtype}[num_tokens, 32]", "slots": "int64[num_tokens]"},
+        max_num_tokens=64, max_num_reqs=64, graph_mode="FULL", capture_sizes=(8, 64),
+        attention={"support": 3}, cache=False, steps={"padding": {"slots": 255}}, shadow=EACH,
     )  # fmt: skip
     prepared = prepare(model, config)
     prepared.capture()
     for step in range(5000):
         size = step % 64 + 1
         batch = Batch(size, size, is_decode=True, query_len=1)
-        prepared(torch.randn(size, 32).to(getattr(torch, dtype)), batch=batch)
+        x = torch.randn(size, 32).to(getattr(torch, dtype))
+        prepared(x, torch.randperm(255)[:size], batch=batch)
     assert prepared.records.of(WrongStep) == []
     assert sum(row["count"] for row in prepared.report()["shadow"]["proved"]) == 5000
     prepared.close()
