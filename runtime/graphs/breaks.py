@@ -63,7 +63,7 @@ def _breaking(
             return stand_in.call(name, on_fakes, args, kwargs)  # type: ignore[no-any-return]
         return fn(*args, **kwargs)
 
-    never_traced(breaking)
+    never_traced(breaking, with_callees=True)
     return breaking
 
 

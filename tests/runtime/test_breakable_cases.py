@@ -407,3 +407,70 @@ def test_program_whose_breaks_differ_from_run_to_run_is_refused(rig: Any) -> Non
 
     with pytest.raises(PiecegraphError):
         rig.record(step, rig.rand(3, 4))
+
+
+ON_A_DEVICE = pytest.mark.parametrize(
+    "rig", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+
+
+@ON_A_DEVICE
+def test_streams_that_are_joined_are_part_of_the_graphs(rig: Any) -> None:
+    side = torch.cuda.Stream(rig.device)
+
+    def step(x: Tensor) -> Tensor:
+        current = torch.cuda.current_stream(rig.device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            y = x * 2
+        current.wait_stream(side)
+        return running(y) + 1
+
+    x = rig.rand(3, 4)
+    recording = rig.record(step, x)
+    x.copy_(rig.rand(3, 4))
+    recording.replay()
+    assert_close(recording.outputs, step(x))
+
+
+@ON_A_DEVICE
+def test_a_stream_that_is_not_joined_fails_the_capture(rig: Any) -> None:
+    side = torch.cuda.Stream(rig.device)
+
+    def step(x: Tensor) -> Tensor:
+        side.wait_stream(torch.cuda.current_stream(rig.device))
+        with torch.cuda.stream(side):
+            x.mul(2)
+        return running(x) + 1
+
+    with pytest.raises(PiecegraphError):
+        rig.record(step, rig.rand(3, 4))
+    assert rig.record(in_the_middle, rig.rand(3, 4)).segments  # the next capture works
+
+
+def test_breaks_are_switched_by_the_recording_and_both_kinds_serve_in_turn(rig: Any) -> None:
+    x = rig.rand(3, 4)
+    recordings = [rig.record(in_a_loop, x, breaks=breaks) for breaks in (True, False)]
+    assert [len(each.segments) > 1 for each in recordings] == [True, False]
+    for recording in recordings * 2:
+        x.copy_(rig.rand(3, 4))
+        recording.replay()
+        assert_close(recording.outputs, in_a_loop(x))
+
+
+def test_threads_that_record_take_turns(rig: Any) -> None:
+    inputs = [rig.rand(3, 4) for _ in range(3)]
+    recordings: dict[int, Any] = {}
+
+    def record(index: int) -> None:
+        recordings[index] = rig.record(consecutive, inputs[index])
+
+    threads = [threading.Thread(target=record, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, x in enumerate(inputs):
+        x.copy_(rig.rand(3, 4))
+        recordings[index].replay()
+        assert_close(recordings[index].outputs, consecutive(x))

@@ -37,8 +37,9 @@ def case(model, small_config, **settings):
     return BisectCase(model, config, [], layers, models.Padding(BUFFER, 31))
 
 
-def test_a_model_of_separate_rows_is_invariant_in_each_mode(small_config):
-    it = case(models.Tiny(), small_config)
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_model_of_separate_rows_is_invariant_in_each_mode(small_config, compiles):
+    it = case(models.Tiny(), small_config, compile=compiles, graph_mode="FULL_AND_PIECEWISE")
     it.layers["layer"].cache.fill_(2)
     found = check_invariance(it, compose, 4)
     assert max(row.difference for row in found) < 1e-5

@@ -55,9 +55,10 @@ def stages(config: Config) -> Iterator[Stage]:
         yield from _compiled_stages(config)
     mode = _requested_mode(config)
     if mode is not GraphMode.NONE:
-        if config.splitting_ops:
+        breaks = config.splitting_ops or not config.compile
+        if breaks:
             yield Stage(PIECEWISE, {"graph_mode": GraphMode.PIECEWISE})
-        if not config.splitting_ops or mode is not GraphMode.PIECEWISE:
+        if not breaks or mode is not GraphMode.PIECEWISE:
             yield Stage(FULL, {})
         if not isinstance(config.strategy, Eager):
             yield Stage(config.strategy.kind.name, {"strategy": config.strategy})

@@ -38,15 +38,24 @@ def activation(x: Tensor) -> Tensor:
     return torch.nn.functional.silu(x) * 2
 
 
-class Regions(nn.Module):
-    """Compiles a function, a method that writes to its argument, and has a nested region."""
+def broken(x: Tensor) -> Tensor:
+    """A region with a break, at which Dynamo leaves it."""
+    out = torch.empty_like(x)
+    attend(x * 2, out)
+    return out + 1
 
-    def __init__(self, **options: Any) -> None:
+
+class Regions(nn.Module):
+    """Compiles functions and a method that writes to its argument, and has a nested region."""
+
+    def __init__(self, with_break: bool = False, **options: Any) -> None:
         super().__init__()
+        self.with_break = with_break
         torch._dynamo.reset()
         self.weight = nn.Parameter(torch.rand(4, 4), requires_grad=False)
         self.act = torch.compile(activation, fullgraph=True, **options)
         self.norm = torch.compile(self.normed, **options)
+        self.last = torch.compile(broken, **options)
 
     def normed(self, x: Tensor) -> Tensor:
         x.add_(1)
@@ -62,7 +71,7 @@ class Regions(nn.Module):
             out = torch.empty_like(y)
             attend(y, out)
             x = x + out
-        return x
+        return self.last(x) if self.with_break else x
 
 
 def prepared_for(model: nn.Module, **settings: Any) -> PreparedModel:
@@ -102,16 +111,18 @@ def test_regions_are_compiled_for_what_is_captured_and_no_frame_of_ours_is_trace
 
     hook = torch._dynamo.convert_frame.register_bytecode_hook(note)
     try:
-        model = Regions(backend=backend)
+        model = Regions(with_break=True, backend=backend)
         prepared = prepared_for(model)
-        assert set(traced) == {f"{__file__}:{name}" for name in ("activation", "normed")}
+        assert {name.partition(":")[0] for name in traced} == {__file__}
+        names = {name.partition(":")[2].split("_at_")[0] for name in traced}
+        assert names == {"activation", "normed", "broken", "torch_dynamo_resume_in_broken"}
         captured = len(traced)
         assert [is_right(prepared, model, n) for n in (3, 8, 12)] == [*["PIECEWISE"] * 2, "NONE"]
         assert len(traced) == captured  # code of any size was compiled for the captures
     finally:
         hook.remove()
     report = prepared.report()
-    assert {each["function"] for each in report["regions"]} == {"activation", "normed"}
+    assert {"activation", "normed"} < {each["function"] for each in report["regions"]}
     assert {each["where"].rpartition(":")[0] for each in report["regions"]} == {__file__}
     assert report["counters"]["dynamo_traces"] == captured
 
