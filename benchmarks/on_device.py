@@ -144,9 +144,11 @@ def decode(num_tokens: int) -> pg.Batch:
 
 
 def used() -> dict[str, int]:
-    """Bytes of the device, as torch's allocator and as the driver count them."""
+    """Bytes of the device, as torch's allocator and as the driver count them, without what torch
+    has cached: a capture session gives that back."""
     gc.collect()
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return {"allocator": torch.cuda.memory_reserved(), "driver": total - free}
 
