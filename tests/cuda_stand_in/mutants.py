@@ -75,7 +75,6 @@ MUTANTS = [
         "            self._recover()\n            raise\n        self._close()",
         "            raise\n        self._close()",
         CAPTURES,
-        before=(2, 13),
     ),
     Mutant(
         "no recovery of an aborted capture",
