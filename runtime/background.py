@@ -33,7 +33,7 @@ class Background:
         self._phase = ""
         self._faults: list[str] = []
         """Why the code could not be stored."""
-        self.thread = TracingThread("piecegraph-background", self._compile, exchange)
+        self.thread = TracingThread("piecegraph-background", self._compile, self._failed, exchange)
         self._note("started")
 
     @property
@@ -85,12 +85,16 @@ class Background:
                 if self._faults:
                     break
                 self._missing = without_bundle(self._missing.request)
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
         finally:
             self._records.events.listeners.remove(self._tell)
             for name in ("dynamo_traces", "inductor_compiles"):
                 self._records.counters[name] += apart.counters[name]
+        return self._failure(failure)
+
+    def _failed(self, error: Exception) -> str:
+        return self._failure(f"{type(error).__name__}: {error}")
+
+    def _failure(self, failure: str) -> str:
         return "; ".join(dict.fromkeys(self._faults)) or failure
 
     def _note(self, phase: str) -> None:

@@ -195,10 +195,13 @@ class CodeInService:
         """Work beside the steps is over, on all ranks."""
         failure = beside.thread.failure
         if isinstance(beside, Background):
-            self.stop()
-            self.run, self._steps.before_padding = self._proved(self._steps.run), nothing
-            if (compiled := beside.compiled()) is not None:
-                self._switch(beside, compiled, waited)
+            self._steps.before_padding = nothing
+            try:
+                if (compiled := beside.compiled()) is not None:
+                    self._switch(beside, compiled, waited)
+            finally:  # until here steps of another thread wait
+                self.stop()
+                self.run = self._proved(self._steps.run)
         elif failure:
             self._leave_bundle(failure)
         else:

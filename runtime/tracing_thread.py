@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
@@ -46,9 +47,13 @@ class TracingThread:
     """
 
     def __init__(
-        self, name: str, work: Callable[[], str], exchange: Exchange | None = None
+        self,
+        name: str,
+        work: Callable[[], str],
+        failed: Callable[[Exception], str],
+        exchange: Exchange | None = None,
     ) -> None:
-        """`exchange` compares what ranks state, if there are several."""
+        """`failed` gives the failure for what was raised. `exchange` compares what ranks state."""
         self.failure = ""
         """Why it failed, on any rank, once it is over."""
         self.steps = 0
@@ -59,6 +64,7 @@ class TracingThread:
         """What `work` returned. Set by the thread, so `failure` is not: an exchange takes time."""
         self._name = name
         self._work = work
+        self._failed = failed
         self._exchange = exchange
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._device = torch.get_default_device()
@@ -115,6 +121,8 @@ class TracingThread:
     def _run(self) -> None:
         try:
             self._run_as_started()
+        except Exception as error:
+            self._found = self._failed(error)
         finally:
             atexit.unregister(self._end)
 
@@ -124,12 +132,28 @@ class TracingThread:
         with (
             suppress(Stopped),
             self._alone(),
+            self._after_imports(),
             torch.inference_mode(self._inference),
             torch.set_grad_enabled(self._grad),
             allow_compilation(),
             unseen_by_other_threads(),
         ):
             self._found = self._work()
+
+    @contextmanager
+    def _after_imports(self) -> Iterator[None]:
+        """Let other threads end their imports of torch.
+
+        Dynamo and Inductor import each other. If one thread begins with the one and another with
+        the other, Python gives both a module that is imported by half.
+        """
+        while any(
+            name.startswith("torch.") and getattr(module.__spec__, "_initializing", False)
+            for name, module in tuple(sys.modules.items())
+        ):
+            self.checkpoint()
+            time.sleep(0.01)
+        yield
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ class Verification:
         self._plan = plan
         self._records = records
         self.thread = TracingThread(
-            "piecegraph-verification", self._wait_and_compare, request.exchange
+            "piecegraph-verification", self._wait_and_compare, self._failed, request.exchange
         )
 
     def ready(self) -> None:
@@ -44,6 +44,10 @@ class Verification:
             f"rank {i}: {o['refusal']}" for i, o in enumerate(stated) if o["refusal"] is not True
         ]
         return found[0] if found else None
+
+    def _failed(self, error: Exception) -> str:
+        self._records.add(NotVerified(f"{type(error).__name__}: {error}"))
+        return ""
 
     def _wait_and_compare(self) -> str:
         self.thread.wake.wait(LATEST_START_S)
@@ -65,8 +69,7 @@ class Verification:
         try:
             difference = first_difference(request, self._plan)
         except Exception as error:
-            self._records.add(NotVerified(f"{type(error).__name__}: {error}"))
-            return ""
+            return self._failed(error)
         seconds = round(time.perf_counter() - began, 3)
         if difference is not None:
             self._records.add(Stale(seconds, difference))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from piecegraph.runtime import tracing_thread
 from piecegraph.runtime.tracing_thread import TracingThread
 
 
@@ -49,7 +50,7 @@ def test_what_was_replaced_is_put_back(step: Halfway) -> None:
         thread.checkpoint()
         after.append("the checkpoint")
 
-    thread = TracingThread("test", work)
+    thread = TracingThread("test", work, str)
     thread.start()
     assert step.inside.wait(60)
     thread.stop()
@@ -68,8 +69,8 @@ def test_one_that_waits_for_another_does_not_begin_after_it_was_stopped(step: Ha
         with step.replaced():
             pass
 
-    first = TracingThread("first", work)
-    second = TracingThread("second", lambda: begun.append("second"))
+    first = TracingThread("first", work, str)
+    second = TracingThread("second", lambda: begun.append("second"), str)
     first.start()
     assert step.inside.wait(60)
     second.start()
@@ -78,6 +79,18 @@ def test_one_that_waits_for_another_does_not_begin_after_it_was_stopped(step: Ha
     assert first.join(60)
     assert second.join(60)
     assert not begun
+
+
+def test_what_cannot_begin_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise KeyError("torch._dynamo")
+
+    monkeypatch.setattr(tracing_thread, "unseen_by_other_threads", fail)
+    thread = TracingThread("test", lambda: "", str)
+    thread.start()
+    assert thread.join(60)
+    assert thread.is_over() == (True, False)
+    assert thread.failure == "'torch._dynamo'"
 
 
 def test_what_is_found_during_an_exchange_is_told_at_the_next(step: Halfway) -> None:
@@ -91,7 +104,7 @@ def test_what_is_found_during_an_exchange_is_told_at_the_next(step: Halfway) -> 
         assert thread.join(60)
         return [own, {"ended": True, "failure": "", "expired": False}]
 
-    thread = TracingThread("test", work, exchange)
+    thread = TracingThread("test", work, str, exchange)
     thread.start()
     assert thread.is_over() == (False, False)
     assert thread.is_over() == (True, False)
@@ -114,7 +127,7 @@ class EndsSlowly:
         for _ in range(3_000_000):
             pass
 sys.ends_slowly = EndsSlowly()
-thread = TracingThread("test", work)
+thread = TracingThread("test", work, str)
 thread.start()
 begun.wait()
 """
@@ -130,7 +143,7 @@ def test_an_interpreter_ends_while_the_thread_is_in_torch() -> None:
 def test_the_default_device_is_that_of_the_thread_that_starts_it() -> None:
     seen: list[str] = []
     with torch.device("meta"):
-        thread = TracingThread("test", lambda: seen.append(torch.empty(1).device.type))
+        thread = TracingThread("test", lambda: seen.append(torch.empty(1).device.type), str)
     thread.start()
     assert thread.join(60)
     assert seen == ["meta"]

@@ -6,14 +6,18 @@ Every result is compared with the uncompiled model.
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from piecegraph.cache.directory import DirectoryLayer
 from piecegraph.compile.backends import registry
 
 from .conftest import LENGTHS, LiveServed, Model, Texts
@@ -63,6 +67,64 @@ def test_the_cache_directory_is_removed_meanwhile(
     assert state(served) == "failed"  # it may be a disk that was unmounted: nothing is made anew
     (failure,) = served.prepared.report()["background"]["failures"]
     assert "No such file" in failure["reason"]
+
+
+def test_the_disk_is_full_meanwhile(serve_cold: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DirectoryLayer, "_put", full)
+    served = serve_cold()
+    serve_until_over(served)
+    assert state(served) == "failed"
+    (failure,) = served.prepared.report()["background"]["failures"]
+    assert "No space left" in failure["reason"]
+
+
+def test_another_thread_is_importing_inductor_meanwhile(tmp_path: Path) -> None:
+    """The first step is served meanwhile, and the thread that traces waits for it."""
+    (tmp_path / "slow_import.py").write_text("import time; time.sleep(3)\n")
+    program = IMPORTS.format(path=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["importing", "served", "compiled"]
+
+
+IMPORTS = """
+import sys, tempfile, threading, torch
+from piecegraph import Batch, Config, prepare
+sys.path.insert(0, {path!r})
+torch.set_num_threads(1)
+begun = threading.Event()
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch._inductor.standalone_compile" and not begun.is_set():
+            begun.set()
+            import slow_import
+
+def imports():
+    import torch._inductor
+
+sys.meta_path.insert(0, Finder())
+thread = threading.Thread(target=imports)
+thread.start()
+begun.wait()
+print("importing")
+model = torch.nn.Linear(4, 4)
+
+inputs = {{"input": "float32[num_tokens, 4]"}}
+config = Config(inputs=inputs, max_num_tokens=8, graph_mode="NONE", bundle="serve",
+                cache_dir=tempfile.mkdtemp())
+prepared = prepare(model, config)
+prepared(torch.ones(3, 4), batch=Batch(3, 3))
+assert thread.is_alive()
+print("served")
+assert prepared.wait_until_compiled(120)
+assert torch.allclose(prepared(torch.ones(3, 4), batch=Batch(3, 3)), model(torch.ones(3, 4)))
+print("compiled")
+prepared.close()
+"""
 
 
 def test_an_asyncio_server_answers_all_its_clients_meanwhile(serve_cold: Prepare) -> None:
